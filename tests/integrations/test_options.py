@@ -1,0 +1,82 @@
+"""The configuration that an engine's flags name, and whose weights they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError, InvalidInput
+from hicache.integrations.options import engine_config, known_options, model_identity
+
+FLAG = "--options"
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HICACHE_CONFIG_FILE", raising=False)
+
+
+def config_file(folder: Path, text: str) -> dict[str, object]:
+    path = folder / "hicache.yaml"
+    path.write_text(text)
+    return {"config": str(path)}
+
+
+@pytest.mark.parametrize(("block", "page"), [(1, 64), (16, 64), (48, 96), (64, 64), (128, 128)])
+def test_a_page_that_is_not_configured_is_whole_blocks(block: int, page: int) -> None:
+    assert engine_config(FLAG, None, block).page_size == page
+    assert engine_config(FLAG, {}, block, whole_page=True).page_size == block
+
+
+def test_a_page_that_is_configured_must_be_whole_blocks(tmp_path: Path) -> None:
+    extra = config_file(tmp_path, "page_size: 96")
+    assert engine_config(FLAG, extra, 32).page_size == 96
+    assert engine_config(FLAG, extra, 96, whole_page=True).page_size == 96
+    with pytest.raises(ConfigError, match="page_size: 96 tokens are not whole blocks .* use a multiple of 64"):
+        engine_config(FLAG, extra, 64)
+    with pytest.raises(ConfigError, match="configured as 96, but a page of the engine has 32 tokens"):
+        engine_config(FLAG, extra, 32, whole_page=True)
+
+
+def test_variables_change_entries_and_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = config_file(tmp_path, "host: {size: 1GiB}")
+    assert engine_config(FLAG, extra, 16).host.size == 1 << 30
+    monkeypatch.setenv("HICACHE_HOST__SIZE", "2GiB")
+    assert engine_config(FLAG, extra, 16).host.size == 2 << 30
+    monkeypatch.setenv("HICACHE_CONFIG_FILE", str(extra["config"]))
+    monkeypatch.delenv("HICACHE_HOST__SIZE")
+    assert engine_config(FLAG, None, 16).host.size == 1 << 30
+    monkeypatch.delenv("HICACHE_CONFIG_FILE")
+    assert engine_config(FLAG, None, 16).host.size == HiCacheConfig().host.size
+
+
+def test_a_path_of_another_type_is_refused_with_the_flag() -> None:
+    with pytest.raises(ConfigError, match=r"--options: config: int is not a path; name a file"):
+        engine_config(FLAG, {"config": 5}, 16)
+
+
+def test_an_unknown_option_is_refused_with_those_that_there_are() -> None:
+    known_options(FLAG, {"config": "x"}, frozenset({"config", "model"}))
+    known_options(FLAG, None, frozenset())
+    with pytest.raises(ConfigError, match="'modle' is not an option of HiCache; use config, model"):
+        known_options(FLAG, {"modle": "x"}, frozenset({"config", "model"}))
+
+
+def test_weights_are_known_by_a_name_a_folder_or_a_commit(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    folder = model_identity(FLAG, {}, str(tmp_path), None)
+    assert len(folder) == 64 and folder == model_identity(FLAG, None, str(tmp_path), "commit")
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert model_identity(FLAG, {}, str(tmp_path), None) != folder
+    assert model_identity(FLAG, {"model": "mine 7"}, str(tmp_path), None) == "mine 7"
+    assert model_identity(FLAG, {}, "org/model", "0123abc") == "org/model@0123abc"
+
+
+def test_weights_that_nothing_tells_apart_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'org/model' have no folder and no commit .* add the option 'model'"):
+        model_identity(FLAG, {}, "org/model", None)
+    with pytest.raises(InvalidInput, match="model"):
+        model_identity(FLAG, {"model": 7}, "org/model", None)
