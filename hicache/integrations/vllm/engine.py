@@ -69,6 +69,8 @@ class Engine:
         group = cache.kv_cache_groups[0]
         spec = group.kv_cache_spec
         config = engine_config(OPTIONS, extra, spec.block_size)
+        if config.host.pin == "on" and not current_platform.is_cuda():
+            raise ConfigError(f"host.pin: 'on' needs CUDA, vLLM runs on {current_platform.device_type}; use auto or off")
         if config.host.shared.owner == "daemon":
             raise ConfigError(
                 "host.shared.owner: the processes of vLLM create the memory that they share; use 'engine'"
