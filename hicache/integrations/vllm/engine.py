@@ -70,7 +70,8 @@ class Engine:
         spec = group.kv_cache_spec
         config = engine_config(OPTIONS, extra, spec.block_size)
         if config.host.pin == "on" and not current_platform.is_cuda():
-            raise ConfigError(f"host.pin: 'on' needs CUDA, vLLM runs on {current_platform.device_type}; use auto or off")
+            platform = current_platform.device_type
+            raise ConfigError(f"host.pin: 'on' needs CUDA, but vLLM runs on {platform}; use auto or off")
         if config.host.shared.owner == "daemon":
             raise ConfigError(
                 "host.shared.owner: the processes of vLLM create the memory that they share; use 'engine'"
