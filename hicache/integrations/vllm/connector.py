@@ -153,7 +153,6 @@ class HiCacheConnector(KVConnectorBase_V1):
         step = self._decisions.build_step(
             scheduler_output,
             lambda rid: found[0] if (found := blocks.get_block_ids(rid)) is not None else None,
-            scheduler_output.scheduled_cached_reqs.resumed_req_ids,
         )
         return HiCacheStep(step)
 

@@ -185,11 +185,10 @@ class SchedulerSide:
             if tracked is None:
                 return False
             self.cache.abort(rid)
-            if not tracked.saves or self._receives(rid):
-                return False
-            self._release[rid] = tracked.saves
-            self._released.append(rid)
-            return True
+            if tracked.saves:
+                self._release[rid] = tracked.saves
+                self._released.append(rid)
+            return bool(tracked.saves)
 
     @property
     def frees_blocks_soon(self) -> bool:
@@ -199,18 +198,19 @@ class SchedulerSide:
     # A step
 
     def build_step(
-        self, step: EngineStep, block_ids: Callable[[str], Sequence[int] | None], resumed: Iterable[str]
+        self, step: EngineStep, block_ids: Callable[[str], Sequence[int] | None]
     ) -> Step:
-        """Return the orders of a step and take in what has ended. `block_ids` gives the blocks of a scheduled request;
-        `resumed` are the requests that run again after a preemption."""
+        """Return the orders of a step and take in what has ended. `block_ids` gives the blocks of a scheduled request.
+        """
         with self._called():
             self.cache.poll()
-            lost_blocks = {*resumed, *(step.preempted_req_ids or ())}
             orders = Step(layerwise=self._layerwise)
+            # Also one that was aborted after it: its blocks were free by then.
+            preempted = step.preempted_req_ids or set()
             saving = {job.rid for job in self._jobs.values() if isinstance(job.handle, HostWrite)}
-            for rid in saving & self._requests.keys():
-                if rid not in step.num_scheduled_tokens or rid in lost_blocks:
-                    orders.flush.append(rid)
+            orders.flush += saving & preempted
+            for rid in preempted & self._requests.keys():
+                self._requests[rid].saves.clear()  # they are of blocks that it has lost
             orders.loads, self._loads = self._loads, []
             orders.release, self._released = self._released, []
             decoded = 0
@@ -283,13 +283,6 @@ class SchedulerSide:
             with self._lock:
                 if time.monotonic() - self._called_s >= _IDLE_S:
                     self.cache.poll()
-
-    def _receives(self, rid: str) -> bool:
-        """True if vLLM waits for an asynchronous load of the request, and frees its blocks when that has ended. They
-        would be freed twice if its saves released them too; those are of blocks that it lost, and were flushed."""
-        return not self._layerwise and any(
-            job.rid == rid and not isinstance(job.handle, HostWrite) for job in self._jobs.values()
-        )
 
     def _prompt_key(self, tracked: _Tracked) -> RadixKey:
         """The pages that may be loaded: the last token is computed, since its logits are wanted."""

@@ -1,0 +1,313 @@
+"""The connector of vLLM without vLLM: what its scheduler and workers do in turn, and the bytes that come of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.integrations.vllm.scheduler import SchedulerSide
+from tests.waiting import wait_for
+
+from .vllm_driver import Engine, engine_on
+from .vllm_parts import BLOCK, Request, Worker
+
+NAME = f"vllm-test-{os.getpid()}"
+PROMPT = list(range(100, 122))  # five blocks and two tokens
+FORMS = [
+    {},
+    {"page_blocks": 2},
+    {"layerwise": True},
+    {"batches": 2},
+    {"batches": 2, "layerwise": True, "page_blocks": 3},
+    {"ranks": 2, "page_blocks": 2},
+    {"ranks": 2, "replicas": 2},
+    {"ranks": 2, "layerwise": True},
+    {"drafts": 3, "page_blocks": 2},
+    {"budget": 3},
+    {"caching": False},
+]
+
+
+def whole(options: dict[str, Any], tokens: int) -> int:
+    """The tokens of whole pages."""
+    page: int = BLOCK * options.get("page_blocks", 1)
+    return tokens // page * page
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    with engine_on(tmp_path, NAME) as made:
+        yield made
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_what_was_computed_comes_back_from_host_memory_and_after_a_restart_from_storage(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    with engine_on(tmp_path, NAME, **options) as engine:
+        first = engine.serve(PROMPT, 9)
+        assert first.matched == 0
+        # The last token of the answer is never computed, and with two batches the step before it is not seen.
+        assert engine.pages_on_host(first) >= (len(PROMPT) + 7) // engine.layout.page_tokens - (engine.batches - 1)
+        engine.forget_device()
+        assert engine.serve(PROMPT, 9).matched == whole(options, 21)
+    with engine_on(tmp_path, NAME, **options) as engine:
+        assert engine.serve(PROMPT, 9).matched == whole(options, 21)
+
+
+@pytest.mark.parametrize(("tokens", "matched"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_the_last_token_of_a_prompt_is_always_computed(engine: Engine, tokens: int, matched: int) -> None:
+    engine.serve(PROMPT[:tokens])
+    engine.forget_device()
+    assert engine.serve(PROMPT[:tokens]).matched == matched
+
+
+def test_a_hit_that_begins_in_the_middle_of_a_page_is_loaded_from_there(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME, page_blocks=3) as engine:
+        engine.serve(PROMPT)
+        engine.forget_device()
+        engine.serve([*PROMPT[:4], 1])  # computes one block, less than a page
+        request = engine.serve(PROMPT)
+        assert request.matched == 8  # of the page of three blocks the device has the first
+
+
+def test_pages_that_an_answer_fills_are_kept_too(engine: Engine) -> None:
+    first = engine.serve(PROMPT, 20)
+    engine.forget_device()
+    again = engine.add(engine.request(first.tokens[:41]))
+    engine.run(again)
+    assert again.matched == 40
+
+
+def test_a_prompt_that_says_so_does_not_read_and_is_saved(engine: Engine) -> None:
+    engine.serve(PROMPT)
+    engine.forget_device()
+    assert engine.serve(PROMPT, skip_reading_prefix_cache=True).matched == 0
+    fresh = engine.serve([7, *PROMPT], skip_reading_prefix_cache=True)
+    assert engine.pages_on_host(fresh) == 5
+
+
+def test_adapters_of_one_name_with_other_weights_do_not_share_pages(engine: Engine) -> None:
+    engine.serve(PROMPT, adapter="name 1")
+    engine.forget_device()
+    assert engine.serve(PROMPT, adapter="name 2").matched == 0
+    engine.forget_device()
+    assert engine.serve(PROMPT, adapter="name 1").matched == 20
+
+
+def test_salted_prompts_do_not_share_pages(engine: Engine) -> None:
+    engine.serve(PROMPT, salt="one")
+    engine.forget_device()
+    assert engine.serve(PROMPT, salt="two").matched == 0
+
+
+# Loads
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_of_equal_prompts_one_loads_and_the_others_wait_for_it(tmp_path: Path, caching: bool) -> None:
+    with engine_on(tmp_path, NAME, caching=caching) as engine:
+        engine.serve(PROMPT)
+        engine.forget_device()
+        engine.hold("load")
+        both = [engine.request(PROMPT) for _ in range(2)]
+        engine.start(both[0])
+        engine.add(both[1])
+        for _ in range(4):
+            engine.step()
+        assert [one.status for one in both] == ["loading", "waiting"]
+        engine.let_go("load")
+        engine.run(*both)
+        assert [one.matched for one in both] == [20, 0 if caching else 20]
+
+
+def test_a_request_that_is_aborted_while_it_loads_keeps_its_blocks_until_the_load_has_ended(engine: Engine) -> None:
+    engine.serve(PROMPT)
+    engine.forget_device()
+    engine.hold("load")
+    engine.start(request := engine.request(PROMPT))
+    assert request.status == "loading"
+    engine.abort(request)
+    engine.step()
+    assert request.blocks
+    engine.let_go("load")
+    engine.run(request)
+    assert not request.blocks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_load_is_computed_and_not_offered_again_while_others_are_offered_it(
+    tmp_path: Path, ranks: int
+) -> None:
+    with engine_on(tmp_path, NAME, ranks=ranks) as engine:
+        engine.serve(PROMPT)
+        engine.forget_device()
+        engine.fail("load", rank=ranks - 1)
+        engine.start(request := engine.request(PROMPT, 12))
+        wait_for(lambda: request.status == "running", engine.step)
+        assert request.matched == 20  # offered once
+        engine.fail(rank=ranks - 1)
+        engine.reset(weights=False)  # preempts it
+        engine.run(request)
+        assert request.matched == 20
+        engine.forget_device()
+        assert engine.serve(PROMPT).matched == 20
+        assert engine.cache.statistics().skipped["load_failed"] == 1
+
+
+class LosesPages(SchedulerSide):
+    """Its pages leave host memory between `match` and `allocated`, as a poll in between could make them."""
+
+    def allocated(self, request: Request, blocks: list[int], tokens: int) -> None:  # type: ignore[override]
+        if tokens:
+            self.cache.clear()
+        super().allocated(request, blocks, tokens)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_pages_that_are_lost_before_the_load_begins_are_computed(tmp_path: Path, layerwise: bool) -> None:
+    with engine_on(None, NAME, layerwise=layerwise, kinds=(LosesPages, Worker)) as engine:
+        engine.serve(PROMPT)
+        engine.forget_device()
+        engine.garbage_allowed = layerwise  # in the forward that finds out, whose output vLLM throws away
+        request = engine.add(engine.request(PROMPT, 12))
+        engine.run(request)
+        assert request.known == len(request.tokens)
+
+
+# Saves
+
+
+@pytest.mark.parametrize("options", [{}, {"batches": 2}, {"ranks": 2}, {"drafts": 2}], ids=str)
+def test_a_request_that_ends_keeps_its_blocks_until_they_are_saved(tmp_path: Path, options: dict[str, Any]) -> None:
+    with engine_on(tmp_path, NAME, **options) as engine:
+        engine.hold("save")
+        request = engine.add(engine.request(PROMPT, 2))
+        wait_for(lambda: request.status == "finished", engine.step)
+        for _ in range(3):
+            engine.step()
+        assert request.blocks and engine.scheduler.frees_blocks_soon
+        assert engine.pages_on_host(request) == 0
+        engine.let_go("save")
+        engine.run(request)
+        assert engine.pages_on_host(request) == 5
+
+
+def test_a_request_that_is_preempted_has_saved_its_blocks_before_others_write_them(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME, blocks=14) as engine:
+        for request in preempt_while_saving(engine):
+            assert engine.pages_on_host(request) >= 5
+
+
+def preempt_while_saving(engine: Engine) -> list[Request]:
+    """Two requests that do not fit together; the saves end after the blocks of one have been taken by the other."""
+    engine.hold("save")
+    requests = [engine.request([number, *PROMPT], 20) for number in range(2)]
+    engine.start(*requests)
+    wait_for(lambda: requests[1].status == "waiting", engine.step)
+    for _ in range(6):
+        engine.step()
+    engine.let_go("save")
+    engine.run(*requests)
+    return requests
+
+
+def test_a_request_that_loads_again_after_a_preemption_and_is_aborted_releases_its_blocks_once(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME, batches=2) as engine:
+        engine.serve(PROMPT)
+        engine.forget_device()
+        engine.hold("save")
+        engine.start(request := engine.request([*PROMPT[:20], *range(20)], 9))
+        wait_for(lambda: request.status == "running", engine.step)
+        engine.reset(weights=False)
+        engine.forget_device()
+        engine.hold("load")
+        engine.before_update = lambda: request.status == "loading" and engine.abort(request)
+        wait_for(lambda: request.aborted, engine.step)
+        engine.let_go("load", "save")
+        engine.run(request)
+
+
+class NeverFlushes(SchedulerSide):
+    """Orders no flush."""
+
+    def build_step(self, *args, **options):  # type: ignore[no-untyped-def]
+        step = super().build_step(*args, **options)
+        step.flush.clear()
+        return step
+
+
+def test_without_a_flush_the_pages_of_a_preempted_request_would_be_wrong(tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match=r"is wrong|wrong bytes"),
+        engine_on(tmp_path, NAME, blocks=14, kinds=(NeverFlushes, Worker)) as engine,
+    ):
+        for request in preempt_while_saving(engine):
+            engine.pages_on_host(request)
+
+
+def test_a_request_that_is_preempted_between_steps_and_then_aborted_has_saved_its_blocks_too(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME, blocks=14) as engine:
+        engine.hold("save")
+        engine.start(request := engine.request(PROMPT, 20))
+        engine.reset(weights=False)
+        engine.abort(request)
+        engine.start(other := engine.request(list(range(44)), 2))
+        engine.let_go("save")
+        engine.run(request, other)
+        engine.pages_on_host(request)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_failed_on_one_rank_shows_nothing(tmp_path: Path, rank: int) -> None:
+    with engine_on(tmp_path, NAME, ranks=2) as engine:
+        engine.fail("save", rank=rank)
+        request = engine.serve(PROMPT)
+        assert engine.pages_on_host(request) == 0
+        engine.fail(rank=rank)
+        assert engine.pages_on_host(engine.serve([9, *PROMPT])) == 5
+        assert engine.cache.statistics().skipped["backup_failed"] == 1
+
+
+# The engine
+
+
+def test_new_weights_end_what_was_cached_in_flight_and_in_storage_and_a_restart_does_not_bring_it_back(
+    tmp_path: Path,
+) -> None:
+    with engine_on(tmp_path, NAME) as engine:
+        engine.serve(PROMPT)
+        engine.hold("save")
+        engine.start(request := engine.request([1, *PROMPT], 20))
+        assert engine.reset(weights=True)
+        engine.let_go("save")
+        engine.run(request)
+        engine.forget_device()
+        assert engine.serve(PROMPT).matched == 0  # or its bytes would be compared with those of the new weights
+        engine.forget_device()
+        assert engine.serve(PROMPT).matched == 20
+        assert engine.serve([1, *PROMPT]).matched == 0  # it was begun with the old weights
+    with engine_on(tmp_path, NAME) as engine:
+        engine.scheduler.new_weights()
+        engine.weights = 2
+        assert engine.serve(PROMPT).matched == 0
+
+
+def test_what_was_saved_is_stored_without_a_further_step(engine: Engine) -> None:
+    request = engine.serve(PROMPT)
+    assert engine.pages_on_host(request) == 5
+    wait_for(lambda: engine.cache.statistics().controller.stored_pages == 5)
+
+
+def test_hits_are_told_apart_by_where_they_came_from(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME) as engine:
+        engine.serve(PROMPT[:9])
+    with engine_on(tmp_path, NAME) as engine:
+        engine.hold("load")
+        request = engine.add(engine.request(PROMPT[:9]))
+        wait_for(lambda: request.status == "loading", engine.step)
+        assert engine.scheduler.loaded_from_storage(request) == 8

@@ -1,0 +1,97 @@
+"""Random clients, steps and faults against the connector of vLLM: all bytes that are used or kept are compared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.integrations.vllm.scheduler import SchedulerSide
+from tests.seeds import rng, seeds
+
+from .vllm_driver import Engine, engine_on
+from .vllm_parts import Request, Worker
+
+STEPS = 120
+
+
+class Walk:
+    """One random run. `kinds` are the classes of both sides, for tests that break one on purpose."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.random = rng(seed)
+        self.folder = folder
+        draw = self.random
+        ranks = draw.choice([1, 1, 2])
+        self.layerwise = draw.random() < 0.4
+        batches = draw.choice([1, 2])
+        self.options: dict[str, Any] = {
+            "blocks": draw.choice([14, 24, 64]),
+            "pages": draw.choice([6, 16, 64]),
+            "page_blocks": draw.choice([1, 2, 3]),
+            "ranks": ranks,
+            "replicas": draw.choice([1, ranks]),
+            "layerwise": self.layerwise,
+            "batches": batches,
+            "drafts": draw.choice([0, 0, 2]) if batches == 1 else 0,
+            "budget": draw.choice([5, 16, 64]),
+            "caching": draw.random() < 0.8,
+            "chance": draw,
+        }
+        self.faults = draw.random() < 0.5
+        # Only a step that waits for a layer-wise load may find that it failed, and computes on all the same.
+        self.garbage = self.layerwise and self.faults
+
+    def run(self, kinds: tuple[type[SchedulerSide], type[Worker]] = (SchedulerSide, Worker)) -> None:
+        for _ in range(2):  # the second one finds what the first one stored
+            with engine_on(self.folder, f"vllm-walk-{os.getpid()}", kinds=kinds, **self.options) as engine:
+                engine.garbage_allowed = self.garbage
+                for _ in range(STEPS):
+                    self.action(engine)
+                    if self.random.random() < 0.2:
+                        engine.pages_on_host(self.new_request(engine))
+                for worker in engine.workers:
+                    worker.failing.clear()
+
+    def action(self, engine: Engine) -> None:
+        draw = self.random
+        live = [one for one in engine.requests.values() if one.status != "finished"]
+        action = draw.choices(
+            ["step", "add", "abort", "hold", "let_go", "fault", "forget", "reset", "clear"],
+            [60, 20, 4, 6, 10, 4 if self.faults else 0, 2, 1, 1],
+        )[0]
+        if action == "step":
+            engine.step()
+        elif action == "add" and len(live) < 6:
+            engine.add(self.new_request(engine))
+        elif action == "abort" and live:
+            engine.abort(draw.choice(live))
+        elif action == "hold":
+            engine.hold(draw.choice(["load", "save"]))
+        elif action == "let_go":
+            engine.let_go(*draw.choice([("load",), ("save",), ("load", "save")]))
+        elif action == "fault":
+            draw.choice(engine.workers).failing = set(draw.choice([(), ("load",), ("save",)]))
+        elif action == "forget" and not engine.running:
+            engine.forget_device()
+        elif action == "reset":
+            engine.reset(weights=draw.random() < 0.3 and not engine.queue)
+        elif action == "clear":
+            engine.scheduler.new_weights()
+
+    def new_request(self, engine: Engine) -> Request:
+        draw = self.random
+        common = draw.choice([0, 1, 2])
+        tokens = [common] * draw.randint(1, 24) + [draw.randrange(3) for _ in range(draw.choice([0, 0, 1, 8]))]
+        return engine.request(
+            tokens, draw.choice([1, 1, 5, 9]), salt=draw.choice(["", "", "s"]),
+            adapter=draw.choice([None, None, None, "one 1", "two 1"]),
+            skip_reading_prefix_cache=draw.random() < 0.05,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_no_wrong_byte_and_nothing_left_in_a_random_run(seed: int, tmp_path: Path) -> None:
+    Walk(seed, tmp_path).run()

@@ -1,0 +1,227 @@
+"""The parts of vLLM that `vllm_driver` is made of: requests, the block pool, and workers whose copies can be held."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hicache.errors import TransferError
+from hicache.integrations.vllm.jobs import Report, Step
+from hicache.integrations.vllm.worker import Collected, WorkerSide
+from tests.waiting import WAIT_S
+
+BLOCK = 4
+LAYERS, REGIONS, SLOT = 2, 2, 4
+PARTS_MAX = 2
+
+
+class Gate:
+    """A fence that copies wait for until `open`; with `fails` they fail there."""
+
+    def __init__(self, *, held: bool, fails: bool) -> None:
+        self._open, self._fails = threading.Event(), fails
+        self.held = held
+        if not held:
+            self._open.set()
+
+    def query(self) -> bool:
+        return self._open.is_set()
+
+    def synchronize(self) -> None:
+        assert self._open.wait(WAIT_S)
+        if self._fails:
+            raise TransferError("a fault of the test")
+
+    def open(self) -> None:
+        self.held = False
+        self._open.set()
+
+
+class Worker(WorkerSide):
+    """A WorkerSide whose copies can be held, or fail. A flush lets the held saves go, since it waits for them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gates: dict[str, list[Gate]] = {"load": [], "save": []}
+        self.held: set[str] = set()
+        self.failing: set[str] = set()
+        self._kind, self._fails_now = "", False
+
+    def start_loads(self, step: Step) -> None:
+        self._kind = "" if step.layerwise else "load"  # a forward that waits for the load would hang
+        self._fails_now = "load" in self.failing
+        super().start_loads(step)
+
+    def start_saves(self, step: Step) -> None:
+        self._kind, self._fails_now = "save", "save" in self.failing
+        super().start_saves(step)
+
+    def flush(self, step: Step) -> None:
+        if step.flush:
+            self.let_go("save")
+        super().flush(step)
+
+    def let_go(self, kind: str) -> None:
+        for gate in self.gates[kind]:
+            gate.open()
+        self.gates[kind].clear()
+
+    def settle(self) -> None:
+        """Wait for the copies that are not held, and for those behind them in neither queue."""
+        for kind, copies in (("load", self._loads), ("save", self._saves)):
+            if not self.gates[kind]:
+                for copy in copies.values():
+                    assert copy.transfer is None or copy.transfer.wait(WAIT_S)
+
+    def _fence(self) -> Gate:
+        gate = Gate(held=self._kind in self.held, fails=self._fails_now)
+        if gate.held:
+            self.gates[self._kind].append(gate)
+        return gate
+
+
+@dataclass(eq=False)
+class Request:
+    """`tokens` are those of the prompt and of the answer; `known` of them have been sampled or given."""
+
+    request_id: str
+    tokens: list[int]
+    known: int
+    salt: str = ""
+    adapter: str | None = None
+    skip_reading_prefix_cache: bool = False
+    num_computed_tokens: int = 0
+    status: str = "waiting"  # loading, running, finished
+    blocks: list[int] = field(default_factory=list)
+    block_hashes: Sequence[bytes] = ()
+    placeholders: int = 0
+    in_flight: int = 0
+    stale: int = 0
+    deferred: list[int] = field(default_factory=list)
+    matched: int = 0  # tokens that the connector loaded in all
+    aborted: bool = False
+
+    def __post_init__(self) -> None:
+        self._kv: dict[int, Any] = {}
+        self.hash_blocks()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.known
+
+    def hash_blocks(self) -> None:
+        while (len(self.block_hashes) + 1) * BLOCK <= self.known:
+            begin = len(self.block_hashes) * BLOCK
+            parent = self.block_hashes[-1] if begin else self.salt.encode()
+            name = (self.adapter or "").split()[:1]
+            part = repr((parent, name, self.tokens[begin : begin + BLOCK])).encode()
+            self.block_hashes = (*self.block_hashes, hashlib.sha256(part).digest())
+
+    def kv(self, weights: int) -> Any:
+        """What the slots of the tokens must hold: `[tokens, part, layer, region, SLOT]`."""
+        if weights not in self._kv:
+            rows, state = [], repr((weights, self.salt, self.adapter)).encode()
+            for token in self.tokens:
+                state = hashlib.sha256(state + token.to_bytes(4, "little")).digest()
+                rows.append(hashlib.blake2b(state, digest_size=PARTS_MAX * LAYERS * REGIONS * SLOT).digest())
+            values = np.frombuffer(b"".join(rows), np.uint8)
+            self._kv[weights] = values.reshape(len(rows), PARTS_MAX, LAYERS, REGIONS, SLOT)
+        return self._kv[weights]
+
+
+class Blocks:
+    """vLLM's block pool: blocks that are free keep their content, and are found by its hash, until they are taken."""
+
+    def __init__(self, count: int) -> None:
+        self.free = deque(range(1, count))
+        self.refs = [0] * count
+        self.by_hash: dict[bytes, int] = {}
+        self.hash_of: dict[int, bytes] = {}
+
+    def take(self, count: int) -> list[int] | None:
+        if count > len(self.free):
+            return None
+        taken = [self.free.popleft() for _ in range(count)]
+        for block in taken:
+            self.refs[block] = 1
+            if block in self.hash_of:
+                del self.by_hash[self.hash_of.pop(block)]
+        return taken
+
+    def give(self, blocks: Iterable[int]) -> None:
+        for block in reversed(list(blocks)):
+            self.refs[block] -= 1
+            assert self.refs[block] >= 0, f"block {block} is freed twice"
+            if not self.refs[block]:
+                self.free.append(block)
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        found: list[int] = []
+        for name in hashes:
+            if name not in self.by_hash:
+                break
+            found.append(self.by_hash[name])
+        return found
+
+    def touch(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if not self.refs[block]:
+                self.free.remove(block)
+            self.refs[block] += 1
+
+    def remember(self, request: Request, tokens: int) -> None:
+        for block, name in zip(request.blocks[: tokens // BLOCK], request.block_hashes, strict=False):
+            if name not in self.by_hash and block not in self.hash_of:
+                self.by_hash[name], self.hash_of[block] = block, name
+
+
+class Row(NamedTuple):
+    """The part of a request in a step: from token `begin` on `tokens` are computed, the first `right` of them right."""
+
+    request: Request
+    blocks: list[int]
+    begin: int
+    right: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an engine is like. `batches` in flight: 2 is asynchronous scheduling. `drafts`: tokens of speculative
+    decoding. `budget`: tokens of a step. `caching`: vLLM's own prefix cache is on."""
+
+    blocks: int = 64
+    pages: int = 64
+    page_blocks: int = 1
+    ranks: int = 1
+    replicas: int = 1
+    layerwise: bool = False
+    batches: int = 1
+    drafts: int = 0
+    budget: int = 64
+    caching: bool = True
+
+
+@dataclass(eq=False)
+class Scheduled:
+    """A step as the workers get it: for each request its blocks then, where it goes on, and how many tokens."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    preempted_req_ids: set[str] | None
+    rows: list[Row]
+    step: Step
+
+
+@dataclass(frozen=True, eq=False)
+class Done:
+    """What the workers say of a step, merged as vLLM does."""
+
+    scheduled: Scheduled
+    report: Report | None
+    collected: list[Collected]
