@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hicache.integrations.vllm.jobs import Report
 from hicache.integrations.vllm.scheduler import SchedulerSide
 from tests.waiting import wait_for
 
@@ -177,6 +178,51 @@ def test_pages_that_are_lost_before_the_load_begins_are_computed(tmp_path: Path,
         request = engine.add(engine.request(PROMPT, 12))
         engine.run(request)
         assert request.known == len(request.tokens)
+
+
+class HearsNoFailure(SchedulerSide):
+    """Takes failed copies for good ones."""
+
+    def report(self, report: Report) -> None:
+        for ended in report.jobs.values():
+            ended.failed = False
+        super().report(report)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pages_computed_behind_a_layer_wise_load_that_failed_are_not_kept(
+    tmp_path: Path, batches: int, rank: int
+) -> None:
+    with engine_on(tmp_path, NAME, layerwise=True, ranks=2, batches=batches) as engine:
+        request = spoil(engine, rank)
+        engine.pages_on_host(request)
+        engine.run(request)
+        engine.garbage_allowed = False
+        engine.forget_device()
+        assert engine.serve(request.tokens[:40]).matched >= 20
+    with engine_on(tmp_path, NAME, layerwise=True, ranks=2, batches=batches) as engine:
+        engine.serve(request.tokens[:40])
+
+
+def spoil(engine: Engine, rank: int) -> Request:
+    """A request whose layer-wise load fails on one rank, in the forward that computes five pages more."""
+    engine.serve(PROMPT)
+    engine.forget_device()
+    engine.fail("load", rank=rank)
+    engine.garbage_allowed = True
+    engine.start(request := engine.request([*PROMPT[:20], *range(20)], 9))
+    for _ in range(engine.batches):
+        engine.step()
+    assert request.matched == 20
+    engine.fail(rank=rank)
+    return request
+
+
+def test_pages_computed_behind_a_failed_load_would_be_wrong(tmp_path: Path) -> None:
+    kinds = (HearsNoFailure, Worker)
+    with pytest.raises(AssertionError, match="is wrong"), engine_on(None, NAME, layerwise=True, kinds=kinds) as engine:
+        engine.pages_on_host(spoil(engine, 0))
 
 
 # Saves

@@ -242,9 +242,7 @@ class SchedulerSide:
                 job.ended.ranks += ended.ranks
                 job.ended.seconds = max(job.ended.seconds, ended.seconds)
                 job.ended.failed |= ended.failed
-                if job.ended.ranks >= self._layout.ranks:
-                    del self._jobs[number]
-                    self._end(number, job)
+            self._end_jobs()
 
     def take_copied(self) -> list[Copied]:
         """Return the copies that ended well since the last call."""
@@ -322,10 +320,28 @@ class SchedulerSide:
         self._next_job += 1
         return job
 
+    def _end_jobs(self) -> None:
+        """End the jobs that all ranks have ended.
+
+        A forward that waits for a load layer by layer computes garbage if the load fails, also on the ranks where it
+        went well. So a save waits for the layer-wise loads before it, and fails with them.
+        """
+        loading = False
+        for number, job in list(self._jobs.items()):
+            if job.ended.ranks < self._layout.ranks:
+                loading |= self._layerwise and not isinstance(job.handle, HostWrite)
+            elif not (loading and isinstance(job.handle, HostWrite)):
+                del self._jobs[number]
+                self._end(number, job)
+
     def _end(self, number: int, job: _Open) -> None:
-        if isinstance(job.handle, HostLoad):
-            self.cache.end_load(job.handle, None if job.ended.failed else job.ended.seconds)
-        elif job.handle is not None:
+        if not isinstance(job.handle, HostWrite):
+            if job.handle is not None:
+                self.cache.end_load(job.handle, None if job.ended.failed else job.ended.seconds)
+            if self._layerwise and job.ended.failed:
+                for other in self._jobs.values():
+                    other.ended.failed |= isinstance(other.handle, HostWrite)
+        else:
             self.cache.end_write(job.handle, complete=not job.ended.failed)
             saves = self._requests[job.rid].saves if job.rid in self._requests else self._release.get(job.rid, set())
             saves.discard(number)
