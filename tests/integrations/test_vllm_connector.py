@@ -343,6 +343,12 @@ def test_new_weights_end_what_was_cached_in_flight_and_in_storage_and_a_restart_
         assert engine.serve(PROMPT).matched == 0
 
 
+def test_a_clock_that_goes_back_does_not_stop_new_weights(engine: Engine) -> None:
+    engine.cache.update_weights(1 << 62)
+    engine.scheduler.new_weights()
+    assert engine.cache.weights_epoch > 1 << 62
+
+
 def test_what_was_saved_is_stored_without_a_further_step(engine: Engine) -> None:
     request = engine.serve(PROMPT)
     assert engine.pages_on_host(request) == 5

@@ -256,10 +256,10 @@ class SchedulerSide:
         """Serve and store nothing from now on that was computed before.
 
         The epoch is the time in nanoseconds: a count would begin again after a restart, and find the pages of other
-        weights that an earlier run had counted the same.
+        weights that an earlier run had counted the same. The clock may have been set back.
         """
         with self._called():
-            self.cache.update_weights(time.time_ns())
+            self.cache.update_weights(max(time.time_ns(), self.cache.weights_epoch + 1))
 
     def close(self) -> None:
         """Stop polling and close the cache. Copies in flight are abandoned."""
