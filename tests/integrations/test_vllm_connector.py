@@ -355,6 +355,15 @@ def test_what_was_saved_is_stored_without_a_further_step(engine: Engine) -> None
     wait_for(lambda: engine.cache.statistics().controller.stored_pages == 5)
 
 
+def test_only_forwards_over_prompts_that_waited_for_no_load_are_measured(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME, layerwise=True, drafts=3) as engine:
+        engine.serve(PROMPT, 9)
+        assert sum(engine.measured) == len(PROMPT)  # but not what was drafted
+        engine.forget_device()
+        engine.serve(PROMPT, 9)
+        assert sum(engine.measured) == len(PROMPT)
+
+
 def test_hits_are_told_apart_by_where_they_came_from(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME) as engine:
         engine.serve(PROMPT[:9])

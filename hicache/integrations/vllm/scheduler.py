@@ -218,11 +218,12 @@ class SchedulerSide:
                 tracked_request = self._requests.get(rid)
                 if tracked_request is None:
                     continue
-                if tokens > 1:
+                request = tracked_request.request
+                if request.num_tokens - request.num_computed_tokens > 1:
                     orders.prefill_tokens += tokens
-                else:
-                    decoded += 1
-                self._save(tracked_request, tracked_request.request.num_computed_tokens + tokens, block_ids, orders)
+                else:  # with drafts, several tokens
+                    decoded += tokens
+                self._save(tracked_request, request.num_computed_tokens + tokens, block_ids, orders)
             if (self._layerwise and orders.loads) or decoded > _DECODE_SHARE_MAX * orders.prefill_tokens:
                 orders.prefill_tokens = 0
         if not step.num_scheduled_tokens:
