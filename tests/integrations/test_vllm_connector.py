@@ -92,6 +92,14 @@ def test_a_prompt_that_says_so_does_not_read_and_is_saved(engine: Engine) -> Non
     assert engine.pages_on_host(fresh) == 5
 
 
+def test_storage_is_not_read_for_a_prompt_that_does_not_read(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME) as engine:
+        engine.serve(PROMPT)
+    with engine_on(tmp_path, NAME) as engine:
+        request = engine.serve(PROMPT, skip_reading_prefix_cache=True)
+        assert request.matched == 0 and engine.cache.statistics().controller.prefetched_pages == 0
+
+
 def test_adapters_of_one_name_with_other_weights_do_not_share_pages(engine: Engine) -> None:
     engine.serve(PROMPT, adapter="name 1")
     engine.forget_device()

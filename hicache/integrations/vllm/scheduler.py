@@ -129,7 +129,8 @@ class SchedulerSide:
         with self._called():
             if request.request_id not in self._requests:
                 tracked = self._requests[request.request_id] = _Tracked(request, extra_key)
-                self.cache.prefetch(request.request_id, self._prompt_key(tracked))
+                if not request.skip_reading_prefix_cache:
+                    self.cache.prefetch(request.request_id, self._prompt_key(tracked))
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Return how many tokens behind the first `computed_tokens`, which are whole blocks, can be loaded. None: ask
