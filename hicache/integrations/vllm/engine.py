@@ -17,7 +17,8 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs, group_kernel_blocks
 
 from ...config import HiCacheConfig
@@ -114,6 +115,8 @@ class Engine:
         entries = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NOT_THE_MODEL}
         changed = json.dumps(entries, sort_keys=True, default=str)
         algorithm = vllm.cache_config.prefix_caching_hash_algo
+        # vLLM takes its seed for the first hash later than this.
+        seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
         terms = [f"vllm {__version__}", form, f"dtype={model.dtype}", f"tp={self.layout.ranks}", self.specs]
         return Namespace(
             model=f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}",
@@ -122,7 +125,7 @@ class Engine:
             ranks_share_pages=True,
             engine_layout=" ".join(terms),
             quantisation=str(model.quantization or ""),
-            key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {get_none_hash_seed()}",
+            key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {seed}",
             label=str(model.model),
         )
 
