@@ -69,7 +69,7 @@ METHODS = {
 }  # fmt: skip
 # What it reads of vLLM's objects.
 READ = {
-    "vllm.config:CacheConfig": "prefix_caching_hash_algo",
+    "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype",
     "vllm.config:KVEventsConfig": "enable_kv_cache_events",
     "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config",
     "vllm.config:ModelConfig": "model hf_config hf_text_config dtype quantization",

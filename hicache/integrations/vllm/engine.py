@@ -115,9 +115,11 @@ class Engine:
         entries = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NOT_THE_MODEL}
         changed = json.dumps(entries, sort_keys=True, default=str)
         algorithm = vllm.cache_config.prefix_caching_hash_algo
-        # vLLM takes its seed for the first hash later than this.
-        seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-        terms = [f"vllm {__version__}", form, f"dtype={model.dtype}", f"tp={self.layout.ranks}", self.specs]
+        seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))  # vLLM sets it after it has asked the workers
+        terms = [
+            f"vllm {__version__}", form, f"dtype={model.dtype}", f"kv={vllm.cache_config.cache_dtype}",
+            f"tp={self.layout.ranks}", self.specs,
+        ]  # fmt: skip
         return Namespace(
             model=f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}",
             geometry=self.layout.shape,

@@ -1,0 +1,72 @@
+"""What HiCacheConnector makes of vLLM's configuration: whose pages they are, and what it refuses. No engine starts."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hicache.config import HiCacheConfig
+
+with warnings.catch_warnings():  # of vLLM and of what it imports
+    warnings.simplefilter("ignore")
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from hicache.integrations.vllm.engine import Engine
+from hicache.integrations.vllm.layout import BlockLayout
+
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.uint8)
+
+
+def vllm_config(**changes: Any) -> Any:
+    """What is read of a VllmConfig; `changes` are entries of its sections."""
+    sections: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "model": "someone/model", "hf_config": SimpleNamespace(_commit_hash="c0ffee"), "dtype": torch.bfloat16,
+            "hf_text_config": SimpleNamespace(to_dict=dict), "quantization": None, "is_diffusion": False,
+            "is_prefix_caching_supported": True,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "nnodes": 1, "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1, "data_parallel_index": 0,
+        },
+        "cache_config": {"prefix_caching_hash_algo": "sha256", "cache_dtype": "fp8_e4m3"},
+        "kv_transfer_config": {
+            "kv_connector_extra_config": {}, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "engine_id": "an-engine",
+        },
+    }  # fmt: skip
+    for entries in sections.values():
+        entries.update({name: value for name, value in changes.items() if name in entries})
+    speculative = changes.get("speculative_config")
+    return SimpleNamespace(
+        speculative_config=speculative, **{name: SimpleNamespace(**entries) for name, entries in sections.items()}
+    )
+
+
+def digest_of(**changes: Any) -> bytes:
+    """The namespace of an engine, under which its pages are stored."""
+    layout = BlockLayout(16, 64, (128,), 1)
+    engine = Engine(HiCacheConfig(page_size=64), layout, ("layer",), 8, False, "specs", vllm_config(**changes))
+    return engine.namespace("the form of its blocks").digest
+
+
+def test_engines_share_pages_if_all_agrees() -> None:
+    assert digest_of() == digest_of()
+
+
+@pytest.mark.parametrize(
+    "change", [{"cache_dtype": "fp8_e5m2"}, {"quantization": "fp8"}, {"dtype": torch.float16}], ids=str
+)
+def test_engines_whose_blocks_have_another_meaning_share_no_pages(change: dict[str, Any]) -> None:
+    assert digest_of() != digest_of(**change)  # both kinds of fp8 are bytes of one length to torch
+
+
+def test_the_seed_of_block_hashes_is_in_the_namespace_before_vllm_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    default = digest_of()
+    monkeypatch.setenv("PYTHONHASHSEED", "17")
+    assert digest_of() != default
