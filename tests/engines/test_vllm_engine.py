@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError
 
 with warnings.catch_warnings():  # of vLLM and of what it imports
     warnings.simplefilter("ignore")
@@ -70,3 +72,37 @@ def test_the_seed_of_block_hashes_is_in_the_namespace_before_vllm_has_set_it(mon
     default = digest_of()
     monkeypatch.setenv("PYTHONHASHSEED", "17")
     assert digest_of() != default
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "attended to as a whole": ({}, {"non_causal": True}),
+    "canvas": ({"is_diffusion": True}, {}),
+    "pooling needs all tokens": ({"is_prefix_caching_supported": False}, {}),
+    "draft model's KV": ({"speculative_config": SimpleNamespace(uses_draft_kv_cache=lambda: True)}, {}),
+    "pipeline parallelism": ({"pipeline_parallel_size": 2}, {}),
+    "several nodes": ({"nnodes": 2}, {}),
+    "context parallelism": ({"decode_context_parallel_size": 2}, {}),
+    "use sha256": ({"prefix_caching_hash_algo": "xxhash"}, {}),
+    "'kv_both'": ({"kv_role": "kv_producer"}, {}),
+}
+
+
+def open_engine(changes: dict[str, Any], spec: dict[str, Any], groups: int = 1) -> Engine:
+    group = SimpleNamespace(kv_cache_spec=dataclasses.replace(SPEC, **spec), layer_names=["layer"])
+    cache: Any = SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=64, kv_tp_replicas=1)
+    return Engine.of(vllm_config(**changes), cache)
+
+
+def test_an_engine_with_full_attention_is_served() -> None:
+    assert open_engine({}, {}).layout.shape.tokens == 64
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_give_wrong_kv_is_refused_at_start(what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        open_engine(*REFUSED[what])
+
+
+def test_several_groups_of_caches_are_refused_with_what_to_use_instead() -> None:
+    with pytest.raises(ConfigError, match="vllm_tier"):
+        open_engine({}, {}, groups=2)

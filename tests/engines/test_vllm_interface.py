@@ -72,10 +72,11 @@ READ = {
     "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype",
     "vllm.config:KVEventsConfig": "enable_kv_cache_events",
     "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config",
-    "vllm.config:ModelConfig": "model hf_config hf_text_config dtype quantization",
+    "vllm.config:ModelConfig": "model hf_config hf_text_config dtype quantization is_diffusion "
+    "is_prefix_caching_supported",
     "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size nnodes prefill_context_parallel_size "
     "decode_context_parallel_size",
-    "vllm.config:SpeculativeConfig": "use_eagle",
+    "vllm.config:SpeculativeConfig": "uses_draft_kv_cache",
     "vllm.config:VllmConfig": "model_config parallel_config cache_config speculative_config kv_transfer_config "
     "kv_events_config",
     "vllm.distributed.kv_events:BlockRemoved": "block_hashes medium",

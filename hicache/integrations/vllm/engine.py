@@ -202,8 +202,12 @@ def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
         f"{_SECOND_PATH}": len(groups) != 1,
         f"only full attention is supported here, a sliding window drops blocks; {_SECOND_PATH}":
             not all(isinstance(layer, FullAttentionSpec) for layer in layers),
+        "the KV of this model is no function of the tokens before (a prefix or a canvas is attended to as a whole, or "
+        "pooling needs all tokens); leave the connector out":
+            any(layer.non_causal for layer in layers if isinstance(layer, FullAttentionSpec))
+            or vllm.model_config.is_diffusion or not vllm.model_config.is_prefix_caching_supported,
         "speculative decoding with a draft model's KV (EAGLE, MTP) is not supported yet; use ngram, or leave it out":
-            speculative is not None and speculative.use_eagle(),
+            speculative is not None and speculative.uses_draft_kv_cache(),
         f"--prefix-caching-hash-algo {algorithm}: a prompt can be made that collides with another one's pages; use "
         "sha256": not algorithm.startswith("sha256"),
     }  # fmt: skip
