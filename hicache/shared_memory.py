@@ -17,6 +17,7 @@ which are atomic in CPython. Two kernel locks on the file order the opening:
   has a duplicate of the descriptor): one byte of `processes` for itself, or byte 0 with the others in a file that is
   kept. A daemon holds a byte behind those. The kernel drops a lock when the process ends in any way, so processes that
   died are not counted.
+  A process that decides which page is whose can claim the byte behind that of the daemons.
 
 Under the flock, a file that no member has joined is a leftover. One that fits is joined, and one that differs is
 replaced. A file whose creator died is too short, because tmpfs sets the size once all memory is taken, and differs.
@@ -54,6 +55,8 @@ CONTROL_BYTES = 64 << 10
 PROCESSES_MAX = 1024
 # The byte that daemons lock, behind those of the members.
 _ATTACHED = PROCESSES_MAX
+# The byte of the process that decides which page is whose.
+_CLAIMED = PROCESSES_MAX + 1
 # flock has no timeout: how often a process that waits for it tries again.
 _RETRY_S = 0.005
 # The file does not fit: no space, a quota, a limit of the process, or no memory.
@@ -214,6 +217,12 @@ class SharedMemory:
     def has_others(self) -> bool:
         """True if another process has opened the memory. One that has attached it does not count."""
         return _locked(self._descriptor, 0, PROCESSES_MAX)
+
+    def claim(self) -> None:
+        """Be the process that decides which page is whose, until it ends. Raises SharedMemoryError if another one is:
+        both would write their pages into the same frames."""
+        if not _lock(self._descriptor, fcntl.F_WRLCK, _CLAIMED):
+            raise _error(self.path, "is another engine's; end that one, or give each engine a name of its own")
 
     def unlink(self) -> None:
         """Remove the name, if it still is this memory's. The memory goes when the last process has unmapped it."""

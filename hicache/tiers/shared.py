@@ -76,6 +76,10 @@ class SharedHostPool(HostPool):
         """Which memory this is: device and inode."""
         return self._shared.identity
 
+    def claim(self) -> None:
+        """Be the only process that uses its allocator. Raises SharedMemoryError if another one does."""
+        self._shared.claim()
+
     def unlink(self) -> None:
         """Remove the name, if it still is this pool's. The memory goes when the last process has unmapped it."""
         self._shared.unlink()

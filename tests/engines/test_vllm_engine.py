@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from hicache.config import HiCacheConfig
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, SharedMemoryError
 
 with warnings.catch_warnings():  # of vLLM and of what it imports
     warnings.simplefilter("ignore")
@@ -106,3 +108,22 @@ def test_what_would_give_wrong_kv_is_refused_at_start(what: str) -> None:
 def test_several_groups_of_caches_are_refused_with_what_to_use_instead() -> None:
     with pytest.raises(ConfigError, match="vllm_tier"):
         open_engine({}, {}, groups=2)
+
+
+def test_engines_of_one_configuration_do_not_write_into_the_same_frames() -> None:
+    name = f"vllm-test-{os.getpid()}"
+    config = HiCacheConfig.model_validate({"page_size": 64, "host": {"tokens": 512, "shared": {"name": name}}})
+    layout = BlockLayout(16, 64, (128,), 1)
+    first, second, third = (
+        Engine(config, layout, ("layer",), 8, False, "specs", vllm_config(data_parallel_index=rank))
+        for rank in (0, 0, 1)
+    )
+    with ExitStack() as undo:
+        scheduler = first.open_pool(worker=False)
+        undo.callback(scheduler.unlink)
+        assert first.open_pool(worker=True).identity == scheduler.identity
+        with pytest.raises(SharedMemoryError, match="another engine's"):
+            second.open_pool(worker=False)
+        other = third.open_pool(worker=False)
+        undo.callback(other.unlink)
+        assert other.identity != scheduler.identity

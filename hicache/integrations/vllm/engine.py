@@ -95,15 +95,20 @@ class Engine:
     def open_pool(self, *, worker: bool) -> SharedHostPool:
         """Open the frames that all processes of the engine share; the first process creates them. Blocks until then.
 
-        Raises CapacityError if they do not fit into memory, and SharedMemoryError.
+        Raises CapacityError if they do not fit into memory, and SharedMemoryError, also if they are another engine's.
         """
-        shared = self.config.host.shared.name
+        shared, rank = self.config.host.shared.name, self.vllm.parallel_config.data_parallel_index
+        if shared and rank:  # each data-parallel rank is an engine of its own, of the same configuration
+            shared += f"-dp{rank}"
         name = shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
         pin = worker and current_platform.is_cuda() and self.config.host.pin != "off"
         processes = None if shared else self.layout.ranks + 1
-        return SharedHostPool.open(
+        pool = SharedHostPool.open(
             name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S
         )
+        if not worker:
+            pool.claim()
+        return pool
 
     def namespace(self, form: str) -> Namespace:
         """Return whose pages they are. `form` is that of the workers' blocks. Blocks while weights are fingerprinted.
