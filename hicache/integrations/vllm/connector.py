@@ -109,8 +109,9 @@ class HiCacheConnector(KVConnectorBase_V1):
         self._side.start_loads(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._step.layerwise and self._step.loads:
-            self._side.wait_layer(self._engine.layer_names.index(layer_name))
+        names = self._engine.layer_names
+        if self._step.layerwise and self._step.loads and layer_name in names:  # others use the KV of one before them
+            self._side.wait_layer(names.index(layer_name))
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: pages are saved behind the whole forward, in one copy."""
