@@ -29,8 +29,8 @@ def vllm_config(**changes: Any) -> Any:
     """What is read of a VllmConfig; `changes` are entries of its sections."""
     sections: dict[str, dict[str, Any]] = {
         "model_config": {
-            "model": "someone/model", "hf_config": SimpleNamespace(_commit_hash="c0ffee"), "dtype": torch.bfloat16,
-            "hf_text_config": SimpleNamespace(to_dict=dict), "quantization": None, "is_diffusion": False,
+            "model": "someone/model", "hf_config": SimpleNamespace(_commit_hash="c0ffee", to_dict=dict),
+            "dtype": torch.bfloat16, "quantization": None, "is_diffusion": False,
             "is_prefix_caching_supported": True,
         },
         "parallel_config": {

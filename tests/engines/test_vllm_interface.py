@@ -72,7 +72,7 @@ READ = {
     "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype",
     "vllm.config:KVEventsConfig": "enable_kv_cache_events",
     "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config",
-    "vllm.config:ModelConfig": "model hf_config hf_text_config dtype quantization is_diffusion "
+    "vllm.config:ModelConfig": "model hf_config dtype quantization is_diffusion "
     "is_prefix_caching_supported",
     "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size nnodes prefill_context_parallel_size "
     "decode_context_parallel_size data_parallel_index",

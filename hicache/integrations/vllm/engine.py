@@ -117,7 +117,7 @@ class Engine:
         commit = getattr(model.hf_config, "_commit_hash", None)
         weights = model_identity(OPTIONS, extra_of(vllm), model.model, commit)
         # What the command line may change of the model, such as the scaling of its rotary embedding.
-        entries = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NOT_THE_MODEL}
+        entries = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
         changed = json.dumps(entries, sort_keys=True, default=str)
         algorithm = vllm.cache_config.prefix_caching_hash_algo
         seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))  # vLLM sets it after it has asked the workers

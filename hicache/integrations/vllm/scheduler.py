@@ -130,18 +130,18 @@ class SchedulerSide:
             if request.request_id not in self._requests:
                 tracked = self._requests[request.request_id] = _Tracked(request, extra_key)
                 if not request.skip_reading_prefix_cache:
-                    self.cache.prefetch(request.request_id, self._prompt_key(tracked))
+                    self.cache.prefetch(request.request_id, self._key(tracked, self._prompt_pages(request)))
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Return how many tokens behind the first `computed_tokens`, which are whole blocks, can be loaded. None: ask
         again in a later step, because storage is being read or another request loads one of the pages."""
         with self._called():
             rid, tracked = request.request_id, self._requests[request.request_id]
-            key = self._prompt_key(tracked)
-            start = computed_tokens // self._layout.page_tokens
-            wanted = not request.skip_reading_prefix_cache and start < len(key)
+            pages, start = self._prompt_pages(request), computed_tokens // self._layout.page_tokens
+            wanted = not request.skip_reading_prefix_cache and start < pages
             if wanted and not self.cache.check_prefetch(rid):
                 return None
+            key = self._key(tracked, pages)
             # Also where nothing is wanted: the cache counts the request, and knows of which weights its pages are.
             found = self.cache.lookup(rid, key, start)
             if found.loading and wanted:
@@ -284,16 +284,16 @@ class SchedulerSide:
                 if time.monotonic() - self._called_s >= _IDLE_S:
                     self.cache.poll()
 
-    def _prompt_key(self, tracked: _Tracked) -> RadixKey:
-        """The pages that may be loaded: the last token is computed, since its logits are wanted."""
-        return self._key(tracked, (tracked.request.num_tokens - 1) // self._layout.page_tokens)
+    def _prompt_pages(self, request: EngineRequest) -> int:
+        """How many pages may be loaded: the last token is computed, since its logits are wanted."""
+        hashed = len(request.block_hashes) // self._layout.blocks_per_page
+        return min((request.num_tokens - 1) // self._layout.page_tokens, hashed)
 
     def _key(self, tracked: _Tracked, pages: int) -> RadixKey:
-        """The key of the first `pages` pages, fewer where vLLM has not hashed so many: the hash of a page is that of
-        its last block, which covers all blocks before it."""
+        """The key of the first `pages` pages: the hash of a page is that of its last block, which covers all blocks
+        before it."""
         per_page = self._layout.blocks_per_page
-        hashes = tracked.request.block_hashes
-        last = [hashes[block] for block in range(per_page - 1, min(len(hashes), pages * per_page), per_page)]
+        last = tracked.request.block_hashes[per_page - 1 : pages * per_page : per_page]
         return RadixKey.of_hashes(last, extra_key=tracked.extra_key)
 
     def _save(
