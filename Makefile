@@ -44,9 +44,9 @@ demo: $(VENV)/.demo-stamp
 test: check
 	$(PYTEST) $(PYTEST_ARGS)
 
-# One process after another: an engine takes all cores.
+# A file of tests has its engines one after another.
 test-engines: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/engines $(PYTEST_ARGS)
 
 quick: $(VENV)/.test-stamp
 	$(BIN)/ruff check .
