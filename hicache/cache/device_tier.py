@@ -1,14 +1,16 @@
 """L1: who has which of its pages, how they get copies on L2, and how those come back.
 
-Backup, from L1 to L2, goes root first, because a page is of use on a tier only if its whole prefix is there. A node
-that is being copied is locked.
+Backup, from L1 to L2. A node that is being copied is locked.
 
     write_through            a run is copied to L2 as soon as it is computed
     write_through_selective  as soon as `selective_hits` requests have used it
     write_back               when L1 evicts it, in two phases: the copy is started, and when it has arrived the run
-                             leaves L1; its ancestors are copied with it, since L2 needs the whole prefix
+                             leaves L1; with it are copied those of its ancestors that storage needs before it
 
-Under each policy a pinned run is copied at once, and what is on L2 goes on to storage (`host_tier`).
+Under each policy a pinned run is copied at once, and what is on L2 goes on to storage (`host_tier`). The copy of a run
+that is on L1 may leave L2 before the run leaves L1. It is made again only where storage lacks the run and would take
+it; and a run that the policy wants on L2, and that storage lacks, is written back when L1 evicts it. So is one that
+has others below it on L2 only.
 
 Load back, from L2 to L1, is for a request that begins. What fits and pays is loaded, all loads of a step in one copy.
 Its pages count as being on L1 from the moment the load is submitted, so that requests of the same step share them;
@@ -113,6 +115,7 @@ class DeviceTier:
         if evicted.writeback_pages:
             self._controller.launch_backups()  # now: the sooner they end, the sooner there is room
         self._free_evicted([evicted.pages])
+        self._host.free_evicted(evicted.host_pages)
         freed = len(evicted.pages)
         return Eviction(freed, evicted.writeback_pages, max(0, pages - freed - evicted.writeback_pages))
 
@@ -167,31 +170,37 @@ class DeviceTier:
         """
         if self._halted:
             return
+        self._host.store_path(node)
         backups: list[Node] = []
-        while node.parent is not None and node.host is None:
-            if not node.backup_pending and (backups or self._wants(node)):
-                backups.append(node)
+        while node.parent is not None:
+            if node.host is None and not node.backup_pending and self._wants(node):
+                again = node.copied and not node.pin_ref
+                if not again or self._host.may_store(node):
+                    backups.append(node)
             node = node.parent
-        self._host.store_path(node)  # what is on L2 has its whole prefix there
         for part in reversed(backups):
             if not self._back_up([part]):
-                break  # its descendants could not be on L2 without it
+                break  # storage could not take its descendants without it
 
     def write_back(self, victim: Node) -> Fate:
-        """What becomes of a victim that is not on L2: under write_back, or pinned, it is copied there first."""
-        pinned = victim.pin_ref > 0
-        if not self._halted and (pinned or self._config.write_policy == "write_back"):
-            path: list[Node] = []
-            node = victim
-            while node.parent is not None and node.host is None:
-                if not node.backup_pending:
-                    path.append(node)
-                node = node.parent
-            if self._back_up(path[::-1], evicts=True):
+        """What becomes of a victim that is not on L2: it is copied there first where it would be lost otherwise."""
+        held = victim.host_ref > 0  # by a pin, or an operation below it
+        lost = not victim.stored and self._wants(victim)
+        if not self._halted and (held or lost or victim.children or self._config.write_policy == "write_back"):
+            path = [victim, *self._lacking_above(victim)]
+            if self._back_up(path[::-1], evicts=True) or (path[1:] and self._back_up([victim], evicts=True)):
                 return Fate.WRITING_BACK
-            if not pinned:
+            if not held:
                 self._counters.skipped["write_back_dropped"] += self._trees.current.pages(victim)
-        return Fate.KEEP if pinned else Fate.DROP
+        return Fate.KEEP if held else Fate.DROP
+
+    def _lacking_above(self, node: Node) -> list[Node]:
+        """The ancestors of `node` without which storage could not take it, and which are not on L2; deepest first."""
+        lacking: list[Node] = []
+        while (node := node.parent or node).parent is not None:
+            if node.host is None and not node.backup_pending and self._host.may_store(node):
+                lacking.append(node)
+        return lacking
 
     def halt(self) -> None:
         """Back up and store nothing any more: what L1 holds cannot be vouched for."""
@@ -282,6 +291,7 @@ class DeviceTier:
             return none
         if cut is not None:
             nodes.append(tree.split(cut, rest))
+        tree.hold_host(nodes[-1])
         pages = self.allocator.alloc(count)
         if pages is None:
             raise InvariantError("L1: room was made for a load, but there is none")
@@ -302,6 +312,7 @@ class DeviceTier:
         tree, node = self._loads.pop(load)
         for part in tree.span(node, len(load.host_pages)):
             part.load_pending = False
+        tree.release_host(node)
         tree.unlock(node)
 
     def cancel_load(self, load: Load) -> None:

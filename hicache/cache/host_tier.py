@@ -23,6 +23,9 @@ from ..types import PageIds
 from .statistics import CacheCounters
 from .trees import Trees, require_conservation
 
+# While copies of what is on L1 too take more of L2 than this, they leave before what is on L2 only.
+COPIES_SHARE_MAX = 0.5
+
 
 class HostTier:
     """See the module's docstring.
@@ -55,13 +58,16 @@ class HostTier:
         if missing > tree.host_evictable_pages:
             return None
         if missing > 0:
-            freed = tree.evict_host(missing)
-            self.host.free(freed)
-            self._counters.evicted_pages["host"] += len(freed)
+            self.free_evicted(tree.evict_host(missing, copy_pages_max=int(COPIES_SHARE_MAX * self.host.pages)))
         pages = self.host.alloc(count)
         if pages is not None:
             self.reserved_pages += count
         return pages
+
+    def free_evicted(self, pages: PageIds) -> None:
+        """Take back pages that the tree has evicted from L2."""
+        self.host.free(pages)
+        self._counters.evicted_pages["host"] += len(pages)
 
     def commit(self, count: int, unused: PageIds) -> None:
         """End the reservation of `count` pages: the tree holds them, but for `unused`, which are free again."""
@@ -73,6 +79,14 @@ class HostTier:
         self.commit(len(pages), pages)
 
     # From L2 to storage
+
+    def may_store(self, node: Node) -> bool:
+        """Whether storage would take the pages of `node` now, which it lacks."""
+        return (
+            not node.stored
+            and self._gate.may(Direction.WRITE)
+            and self._controller.has_store_room(self._trees.current.pages(node))
+        )
 
     def store_path(self, node: Node, hits_min: int = 0) -> None:
         """Store what storage lacks of the path to `node`, root first: the runs on L2 that at least `hits_min` requests
@@ -144,14 +158,15 @@ class HostTier:
         for store, (owner, node) in reversed(self._stores.items()):
             if pages <= 0:
                 break
-            in_use = node.device is not None or node.lock_ref or node.host_ref > released[node] + 1
+            in_use = (node.device is None and node.lock_ref) or node.host_ref > released[node] + 1
             if in_use or owner is not tree:
                 continue
             chosen.append(store)
             part = node
             while part.parent is not None:
                 released[part] += 1
-                if part.device is None and not part.lock_ref and part.host_ref == released[part]:
+                may_leave = part.device is not None or not part.lock_ref
+                if part.host is not None and may_leave and part.host_ref == released[part]:
                     pages -= tree.pages(part)
                 part = part.parent
         return chosen if pages <= 0 else []

@@ -1,6 +1,6 @@
 """Prefetch: from storage to L2, before a request is scheduled.
 
-A prefetch starts behind the last L2 node of the prompt's prefix, its anchor, which is held so that what arrives can be
+A prefetch starts behind the last node of the prompt's prefix, its anchor, which is held so that what arrives can be
 attached there. Storage is asked first; only if what it has is long enough and pays are host pages taken and reads
 started. The request goes on when the policy lets it, with what has arrived by then: a contiguous, verified prefix.
 Pages that are still being read stay reserved until the read has really ended.
@@ -9,9 +9,9 @@ Pages that are still being read stay reserved until the read has really ended.
     wait_complete  it waits for all that storage has, up to `PREFETCH_S_MAX`
     timeout        it waits for a time that grows with the length of what it lacks
 
-A request whose next page is being fetched for another one, or whose prefix is still on its way to L2, waits for that
-instead, and then looks again for what is still missing: equal prompts that arrive together are read once. If the other
-one's time ran out, or storage had nothing for it, the follower goes on without asking again.
+A request whose next page is being fetched for another one waits for that instead, and then looks again for what is
+still missing: equal prompts that arrive together are read once. If the other one's time ran out, or storage had nothing
+for it, the follower goes on without asking again.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -26,7 +26,7 @@ from ..backends.guard import Direction
 from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
 from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
-from ..radix import Match, Node, RadixTree
+from ..radix import Node, RadixTree
 from .break_even import BreakEven, Route
 from .host_tier import HostTier
 from .statistics import CacheCounters
@@ -69,11 +69,10 @@ class _Arrived(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Follower:
-    """A request that waits for the prefetch of another one (`leader`), or for a copy of `node` to L2."""
+    """A request that waits for the prefetch of another one."""
 
     key: RadixKey
-    leader: _Prefetch | None
-    node: Node | None
+    leader: _Prefetch
 
 
 class Prefetcher:
@@ -127,15 +126,12 @@ class Prefetcher:
             return self._skip("prefetch_too_short")
         if not self._gate.may(Direction.READ):
             return self._skip("prefetch_paused")
-        if match.host_node is not match.node:
-            # A page on L2 must have its parent there.
-            return self._follow_backup(rid, key, match)
         start = match.pages * tree.page_bytes
         above = match.node.id if match.pages else 0
         first_page = FirstPage(key.seed, above, key.tokens[start : start + tree.page_bytes])
         leader = self._leaders.get(first_page)
         if leader is not None:
-            self._followers[rid] = _Follower(key, leader, None)
+            self._followers[rid] = _Follower(key, leader)
             return True
         lookup = self._controller.submit_lookup(
             key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=self._timeout_s(missing_tokens)
@@ -145,16 +141,6 @@ class Prefetcher:
         tree.hold_host(match.node)
         prefetch = _Prefetch(rid, lookup, key, match.pages, tree, match.node, first_page)
         self._active[rid] = self._operations[lookup] = self._leaders[first_page] = prefetch
-        return True
-
-    def _follow_backup(self, rid: str, key: RadixKey, match: Match) -> bool:
-        """Wait for the copy that brings the prefix to L2, if there is one under way."""
-        node = match.node
-        while node.parent is not None and node.host is None:
-            if not node.backup_pending:
-                return self._skip("prefetch_prefix_not_on_host")
-            node = node.parent
-        self._followers[rid] = _Follower(key, None, match.node)
         return True
 
     def _timeout_s(self, missing_tokens: int) -> float:
@@ -195,11 +181,9 @@ class Prefetcher:
 
     def _lead_again(self, rid: str, follower: _Follower) -> bool:
         """Look again once what a follower waits for has ended; False if it has not, or if there is more to follow."""
-        leader, node = follower.leader, follower.node
-        in_vain = leader is not None and (leader.in_vain or leader.expired)
-        if leader is not None and not leader.answered and not in_vain:
-            return False
-        if node is not None and node.backup_pending:
+        leader = follower.leader
+        in_vain = leader.in_vain or leader.expired
+        if not leader.answered and not in_vain:
             return False
         del self._followers[rid]
         if in_vain:

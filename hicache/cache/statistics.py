@@ -33,7 +33,6 @@ SKIP_REASONS = (
     "prefetch_host_share",
     "prefetch_no_host_room",
     "prefetch_paused",
-    "prefetch_prefix_not_on_host",
     "prefetch_timeout",
     "prefetch_too_late",
     "prefetch_too_short",

@@ -44,6 +44,7 @@ class Trees:
     def sweep(self) -> None:
         """Free what has become unused in retired trees. Costs nothing while there is none."""
         for tree in self._retired:
+            self._host.free(tree.evict_host(tree.host_pages))
             self._device.free(tree.evict_device(tree.device_pages_total).pages)
             self._host.free(tree.evict_host(tree.host_pages))
         if self._retired:

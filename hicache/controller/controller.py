@@ -263,8 +263,12 @@ class HiCacheController:
 
     def takes_store(self, pages: int) -> bool:
         """Whether the backup queue takes `pages` more; a refusal is counted. REQUIRES: the gate is open for writes."""
+        return self._within("backup", self.has_store_room(pages))
+
+    def has_store_room(self, pages: int) -> bool:
+        """As `takes_store`, but counts nothing."""
         # One operation may pass alone, however large: it could never be stored otherwise.
-        return self._within("backup", self.store_pages == 0 or self.store_pages + pages <= self._store_pages_max)
+        return self.store_pages == 0 or self.store_pages + pages <= self._store_pages_max
 
     def submit_store(self, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> Store:
         """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `takes_store` said yes."""

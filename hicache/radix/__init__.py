@@ -4,7 +4,8 @@ from ..policies import POLICIES, make_policy
 from .check import check_tree, pretty_print
 from .node import Node, may_leave_device
 from .prefixes import Peek
-from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, Fate, Inserted, Match, RadixTree
+from .results import Fate, Inserted, Match, TreeObserver
+from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, RadixTree
 
 __all__ = [
     "CUT_PAGES_MIN",
@@ -16,6 +17,7 @@ __all__ = [
     "Node",
     "Peek",
     "RadixTree",
+    "TreeObserver",
     "check_tree",
     "make_policy",
     "may_leave_device",

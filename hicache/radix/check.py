@@ -7,7 +7,7 @@ import numpy as np
 from ..errors import InvariantError
 from ..keys import PAGE_KEY_BYTES
 from ..types import PageIds
-from .node import NO_CHILDREN, Node, may_leave_device, may_leave_host
+from .node import NO_CHILDREN, Node, may_leave_device, may_leave_host, may_lose_copy
 from .tree import RadixTree
 
 # Text is for reading: of a larger tree the first nodes are shown.
@@ -18,8 +18,9 @@ def check_tree(tree: RadixTree) -> None:
     """Raises InvariantError if one of the invariants of `hicache.radix.tree` does not hold."""
     device_runs: list[PageIds] = []
     host_runs: list[PageIds] = []
-    evictable = protected = nodes = host_evictable = pinned = 0
-    queues = [[node.id for node in queue.nodes()] for queue in (tree.device_queue, tree.host_queue)]
+    evictable = protected = nodes = host_evictable = copies = pinned = 0
+    entries = (tree.device_queue.nodes(), tree.host_queue.nodes(), tree.copies.nodes())
+    queues = [[node.id for node in queue] for queue in entries]
     queued = [set(ids) for ids in queues]
     _require(list(map(len, queues)) == list(map(len, queued)), "a node has two valid entries in one eviction queue")
     _require(not NO_CHILDREN, "the children that all leaves share are not none")
@@ -33,20 +34,22 @@ def check_tree(tree: RadixTree) -> None:
         nodes += 1
         pinned += tree.pages(node) if node.pin_ref else 0
         _check_node(tree, node)
-        _check_queues(node, queued[0], queued[1])
+        _check_queues(node, *queued)
         if node.device is not None:
             device_runs.append(node.device)
             protected += len(node.device) if node.lock_ref else 0
             evictable += 0 if node.lock_ref else len(node.device)
         if node.host is not None:
             host_runs.append(node.host)
-            if node.device is None and not node.lock_ref and not node.host_ref:
+            copies += 0 if node.device is None else len(node.host)
+            if not node.host_ref and (node.device is not None or not node.lock_ref):
                 host_evictable += len(node.host)
     _require(nodes == tree.node_count, "{} nodes, but {} are counted", nodes, tree.node_count)
     _require(evictable == tree.device_evictable_pages, "device_evictable_pages is not the sum over the nodes")
     _require(protected == tree.device_protected_pages, "device_protected_pages is not the sum over the nodes")
     _require(pinned == tree.pinned_pages, "pinned_pages is not the sum over the nodes")
     _require(host_evictable == tree.host_evictable_pages, "host_evictable_pages is not the sum over the nodes")
+    _require(copies == tree.host_copy_pages, "host_copy_pages is not the sum over the nodes")
     _require(sum(map(len, host_runs)) == tree.host_pages, "host_pages is not the sum over the nodes")
     for runs, tier in ((device_runs, "L1"), (host_runs, "L2")):
         if runs:
@@ -82,10 +85,11 @@ def _check_node(tree: RadixTree, node: Node) -> None:
     _require(node.device is not None or node.host is not None, "{!r} is on no tier", node)
     parent = node.parent
     assert parent is not None
-    for name, own, above in (("L1", node.device, parent.device), ("L2", node.host, parent.host)):
+    for name, own in (("L1", node.device), ("L2", node.host)):
         if own is not None:
             _require(len(own) == pages, "{!r} has {} {} pages for {} pages of tokens", node, len(own), name, pages)
-            _require(parent.parent is None or above is not None, "{!r} is on {}, its parent is not", node, name)
+    closed = node.device is None or parent.parent is None or parent.device is not None
+    _require(closed, "{!r} is on L1, its parent is not", node)
     _require(node.page_keys is None or len(node.page_keys) == pages * PAGE_KEY_BYTES, "{!r}: wrong page keys", node)
     given = tree.position_bytes == PAGE_KEY_BYTES
     _require(not given or node.page_keys == node.key, "{!r}: its page keys are not those given", node)
@@ -93,11 +97,13 @@ def _check_node(tree: RadixTree, node: Node) -> None:
     _require(node.created <= node.last_access, "{!r} was used before it was made", node)
 
 
-def _check_queues(node: Node, device_queue: set[int], host_queue: set[int]) -> None:
+def _check_queues(node: Node, device_queue: set[int], host_queue: set[int], copies: set[int]) -> None:
     _require(bool(node.device_entry) == (node.id in device_queue), "{!r}: L1 queue mark is wrong", node)
     _require(bool(node.host_entry) == (node.id in host_queue), "{!r}: L2 queue mark is wrong", node)
+    _require(node.copy_listed == (node.id in copies), "{!r}: its mark as a copy is wrong", node)
     _require(not may_leave_device(node) or node.id in device_queue, "{!r} may leave L1 but is not queued", node)
     _require(not may_leave_host(node) or node.id in host_queue, "{!r} may leave L2 but is not queued", node)
+    _require(not may_lose_copy(node) or node.id in copies, "{!r} may lose its copy but is not listed", node)
 
 
 def pretty_print(tree: RadixTree) -> str:

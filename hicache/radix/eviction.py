@@ -80,3 +80,41 @@ class EvictionQueue:
     def nodes(self) -> list[Node]:
         """All nodes with a valid entry, for `check_tree`."""
         return [node for _, entry, node in self._heap if self._entry_of(node) == entry]
+
+
+class CopyStack:
+    """Copies on L2 of what is on L1 too, the newest on top. A node without a valid entry does not say `copy_listed`.
+
+    Entries of a node that was held, or left one of the tiers, are stale, and cleared away as those of a queue are.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[Node] = []
+        self._listed = 0
+
+    def push(self, node: Node) -> None:
+        """Enter a node that has no valid entry."""
+        if len(self._stack) > 2 * self._listed + _STALE_MIN:
+            self._stack = self.nodes()
+        self._stack.append(node)
+        node.copy_listed = True
+        self._listed += 1
+
+    def forget(self, node: Node) -> None:
+        """A node has left one of its tiers: its entry, if it has one, is stale."""
+        self._listed -= node.copy_listed
+        node.copy_listed = False
+
+    def pop(self) -> Node | None:
+        """Remove and return the newest copy that may leave L2, or None. One that is held comes back when released."""
+        while self._stack:
+            node = self._stack.pop()
+            if node.copy_listed:
+                self.forget(node)
+                if not node.host_ref:
+                    return node
+        return None
+
+    def nodes(self) -> list[Node]:
+        """All nodes with a valid entry, the newest last."""
+        return list(dict.fromkeys(node for node in reversed(self._stack) if node.copy_listed))[::-1]

@@ -17,7 +17,7 @@ class Node:
 
         device  host   state
         yes     no     on L1 only
-        yes     yes    on both
+        yes     yes    on both: L2 has a copy
         no      yes    host-only (tombstone)
 
     Splitting makes a new node for the head of the run and keeps this object for its tail, so whoever holds a node and a
@@ -43,10 +43,12 @@ class Node:
     device_children: int = 0  # children that are on L1
     load_pending: bool = False  # a copy from L2 is in flight: the L1 pages are not filled yet
     backup_pending: bool = False  # a copy to L2 is in flight
+    copied: bool = False  # it has been copied to L2 since it was computed, and may have left there
+    copy_listed: bool = False  # it has a valid entry in the stack of copies
     store_pending: bool = False  # a store to L3 is in flight
     stored: bool = False  # L3 had it when this was last known
     device_entry: int = 0  # which entry of the L1 eviction queue is this node's; 0 for none
-    host_entry: int = 0  # the same for L2
+    host_entry: int = 0  # the same for L2, of a node that is on no other tier
 
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"
@@ -63,7 +65,7 @@ def may_leave_device(node: Node) -> bool:
 
 
 def may_leave_host(node: Node) -> bool:
-    """Whether eviction may take `node` off L2: on no other tier, neither locked nor held, no child."""
+    """Whether eviction may take `node`, which is on no other tier, off L2: neither locked nor held, no child."""
     return (
         node.device is None
         and node.host is not None
@@ -72,3 +74,8 @@ def may_leave_host(node: Node) -> bool:
         and not node.children
         and node.parent is not None
     )
+
+
+def may_lose_copy(node: Node) -> bool:
+    """Whether eviction may take the copy on L2 of `node`, which is on L1: it is not held."""
+    return node.device is not None and node.host is not None and node.host_ref == 0

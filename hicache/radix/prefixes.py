@@ -265,7 +265,7 @@ class PrefixTree:
         head = self._new_node(parent, tail.key[:cut], tail.priority)
         head.created, head.last_access, head.hit_count = tail.created, tail.last_access, tail.hit_count
         head.lock_ref, head.host_ref, head.pin_ref = tail.lock_ref, tail.host_ref, tail.pin_ref
-        head.load_pending, head.backup_pending = tail.load_pending, tail.backup_pending
+        head.load_pending, head.backup_pending, head.copied = tail.load_pending, tail.backup_pending, tail.copied
         head.store_pending, head.stored = tail.store_pending, tail.stored
         if tail.device is not None:
             head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()

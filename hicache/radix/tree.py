@@ -4,19 +4,19 @@ The tree decides and moves no byte: it takes page ids, hands page ids back to be
 thread or a socket. It belongs to the scheduler thread, so there is no lock.
 
 Invariants, verified by `check_tree`:
-1. Prefix closure: a node on L1 has its parent on L1, a node on L2 has its parent on L2 (roots count as both).
-2. A node is on L1 or on L2, else it is removed. No page id is held by two nodes.
+1. Prefix closure: a node on L1 has its parent on L1 (roots count as there).
+2. A node is on L1 or on L2, else it is removed, after what is below it. No page id is held by two nodes.
 3. `lock_ref`, `host_ref` and `pin_ref` of a parent are at least those of each child. A locked node leaves no tier, a
-   held one does not leave L2, a pinned one does not leave the tree.
-4. Each node that may leave a tier has one valid entry in that tier's eviction queue, and no node has two.
+   held one leaves neither L2 nor, where it is on L1 alone, the tree; a pinned one does not leave the tree. A lock does
+   not keep the copy on L2 of what is on L1.
+4. Each node that may leave a tier has one valid entry in that tier's eviction queue, and no node has two. For L2 these
+   are a queue of what is on L2 only, and a stack of copies of what is on L1 too.
 5. The page counts are the sums over the nodes.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,9 +25,10 @@ from ..events.types import Medium
 from ..keys import TOKEN_BYTES, PageChain, RadixKey
 from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds
-from .eviction import EvictionQueue
-from .node import Node, may_leave_device, may_leave_host
+from .eviction import CopyStack, EvictionQueue
+from .node import Node, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import PrefixTree, joined
+from .results import Evicted, Fate, Inserted, Match, TreeObserver
 
 # A node of this many pages still matches at the speed of memory; more would make single operations too large.
 RUN_PAGES_MAX = 1024
@@ -35,52 +36,6 @@ RUN_PAGES_MAX = 1024
 # A victim more than twice as long as what is needed is cut, so that one eviction does not throw away a whole
 # conversation; but not into pieces smaller than this, because every piece is a node that each later match has to pass.
 CUT_PAGES_MIN = 16
-
-
-class Match(NamedTuple):
-    """The cached prefix of a prompt. Page counts are from the start of the prompt; the L1 part always comes first."""
-
-    node: Node  # deepest matched node, a root if nothing matched
-    device_node: Node  # deepest matched node on L1
-    host_node: Node  # deepest matched node on L2
-    device_pages: PageIds  # int32, the L1 pages; not to be written to
-    host_hit_pages: int  # pages behind them that are on L2 only
-    pages: int  # all matched pages
-
-
-class Inserted(NamedTuple):
-    """What an insert did. The first `present_pages` pages that were given were on L1 already: they are duplicates."""
-
-    node: Node
-    present_pages: int
-
-
-class Fate(enum.Enum):
-    """What becomes of an L1 victim that has no copy on L2."""
-
-    DROP = "drop"  # it leaves the tree
-    WRITING_BACK = "writing_back"  # a copy to L2 was started; it leaves L1 when that has arrived
-    KEEP = "keep"  # it must not be lost and cannot be copied to L2 now
-
-
-class Evicted(NamedTuple):
-    """`pages` are free now, `writeback_pages` more will be once their copies to L2 have arrived."""
-
-    pages: PageIds
-    writeback_pages: int
-
-
-class TreeObserver(Protocol):
-    """Is told of each node that appears on a medium or leaves it, on the scheduler thread. Must not change the tree.
-
-    Splits are not told: the same pages stay where they were.
-    """
-
-    def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` has just appeared on `medium`; its parent is there already."""
-
-    def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` is about to leave `medium`; its children have left before."""
 
 
 class RadixTree(PrefixTree):
@@ -104,12 +59,14 @@ class RadixTree(PrefixTree):
         self.device_evictable_pages = 0
         self.device_protected_pages = 0
         self.host_pages = 0
-        self.host_evictable_pages = 0  # host-only pages that are neither locked nor held
+        self.host_evictable_pages = 0  # what may leave L2: not held, and not locked if it is there only
+        self.host_copy_pages = 0  # pages of L2 that are on L1 too
         self.pinned_pages = 0
         self.device_queue = EvictionQueue(policy, may_leave_device, "device_entry")
         self.host_queue = EvictionQueue(policy, may_leave_host, "host_entry")
         self._run_pages_max = run_pages_max
         self._reorders = policy.falls_on_use
+        self.copies = CopyStack()
 
     @property
     def device_pages_total(self) -> int:
@@ -124,13 +81,11 @@ class RadixTree(PrefixTree):
         Raises InvalidInput, as all lookups and insertions do, where `require_fitting` does.
         """
         path = self._use_path(key)
-        # Prefix closure: a tier holds the path down to some node, and nothing below it.
+        # Prefix closure: L1 holds the path down to some node, and nothing below it.
         device_runs = [node.device for node in path if node.device is not None]
-        host_runs = [node.host for node in path if node.host is not None]
-        device_node, host_node = path[len(device_runs)], path[len(host_runs)]
-        device_pages = joined(device_runs)
-        host_hit = sum(map(len, host_runs[len(device_runs) :]))
-        return Match(path[-1], device_node, host_node, device_pages, host_hit, len(device_pages) + host_hit)
+        device_node, device_pages = path[len(device_runs)], joined(device_runs)
+        host_hit = sum(map(self.pages, path[len(device_runs) + 1 :]))
+        return Match(path[-1], device_node, device_pages, host_hit, len(device_pages) + host_hit)
 
     def insert(
         self,
@@ -176,7 +131,7 @@ class RadixTree(PrefixTree):
         self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes] | None = None
     ) -> tuple[Node, PageIds]:
         """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
-        the pages that the tree did not take because it has them, or lacks their prefix on L2: the caller frees those.
+        the pages that the tree did not take because it has them, or lacks their prefix: the caller frees those.
 
         `keys` are their page keys if they were read from storage: a new run counts no request yet. Without, a request
         has just computed them. REQUIRES: the pages are complete and verified.
@@ -189,12 +144,11 @@ class RadixTree(PrefixTree):
         for node in path[1:]:
             begin, done = done, done + len(node.key) // self.page_bytes
             run = host_pages[max(begin, 0) : max(done, 0)]
-            if begin >= 0 and node.host is None and self._may_gain_host(node):
+            if begin >= 0 and node.host is None and not node.backup_pending:  # which brings host pages of its own
                 self._gain_host(node, run, None if keys is None else keys[begin:done])
             else:
                 unused.append(run)
-        takes = done >= 0 and _on_host(node)
-        while takes and done < len(host_pages):
+        while 0 <= done < len(host_pages):
             end = min(done + self._run_pages_max, len(host_pages))
             node = self._add_child(
                 node, tokens[(start_page + done) * self.page_bytes : (start_page + end) * self.page_bytes]
@@ -208,15 +162,15 @@ class RadixTree(PrefixTree):
     def accept_backup(self, node: Node, host_pages: PageIds) -> PageIds:
         """Record that a backup of the run that ended at `node` has arrived in `host_pages`.
 
-        Returns the pages the tree did not take because their prefix is not on L2; the caller frees them.
+        Returns the pages the tree did not take because it has them; the caller frees them.
         """
         unused: list[PageIds] = []
         done = 0
         for part in reversed(list(self.span(node, len(host_pages)))):
             begin, done = done, done + len(part.key) // self.page_bytes
-            part.backup_pending = False
+            part.backup_pending, part.copied = False, True
             run = host_pages[begin:done]
-            if part.parent is not None and part.host is None and _on_host(part.parent):
+            if part.host is None:
                 self.set_host(part, run.copy())
             else:
                 unused.append(run)
@@ -228,10 +182,6 @@ class RadixTree(PrefixTree):
             node.page_keys = b"".join(keys)
             node.stored = True
         self.set_host(node, host_pages.copy())
-
-    def _may_gain_host(self, node: Node) -> bool:
-        # A pending backup brings host pages of its own.
-        return not node.backup_pending and node.parent is not None and _on_host(node.parent)
 
     # Stores
 
@@ -276,7 +226,8 @@ class RadixTree(PrefixTree):
                     count = len(node.device)
                     self.device_evictable_pages += count
                     self.device_protected_pages -= count
-                self._count_host(node, +1)
+                else:
+                    self._count_host(node, +1)
                 self._offer(node)
             node = node.parent
 
@@ -294,15 +245,16 @@ class RadixTree(PrefixTree):
             below = below.parent
 
     def _lock_alone(self, node: Node) -> None:
-        if node.lock_ref == 0 and node.device is not None:
+        if node.device is None:
+            self._count_host(node, -1)
+        elif node.lock_ref == 0:
             count = len(node.device)
             self.device_evictable_pages -= count
             self.device_protected_pages += count
-        self._count_host(node, -1)
         node.lock_ref += 1
 
     def hold_host(self, node: Node) -> None:
-        """Keep the L2 pages of `node` and its ancestors until `release_host`. They may leave L1 meanwhile."""
+        """Keep what `node` and its ancestors have on L2 until `release_host`, and what is on L1 alone in the tree."""
         while node.parent is not None:
             self._count_host(node, -1)
             node.host_ref += 1
@@ -343,6 +295,9 @@ class RadixTree(PrefixTree):
         """Record that `node` is on L1 at `pages`. REQUIRES: it was not, and its parent is."""
         self._count_host(node, -1)
         node.device = pages
+        if node.host is not None:
+            self.host_copy_pages += len(pages)
+            self._count_host(node, +1)
         if node.lock_ref:
             self.device_protected_pages += len(pages)
         else:
@@ -354,9 +309,11 @@ class RadixTree(PrefixTree):
             self.observer.stored(Medium.DEVICE, self, node)
 
     def set_host(self, node: Node, pages: PageIds) -> None:
-        """Record that `node` is on L2 at `pages`. REQUIRES: it was not, its parent is, and the bytes are complete."""
+        """Record that `node` is on L2 at `pages`. REQUIRES: it was not, and the bytes are complete."""
         node.host = pages
         self.host_pages += len(pages)
+        if node.device is not None:
+            self.host_copy_pages += len(pages)
         self._count_host(node, +1)
         self._offer(node)
         if self.observer is not None:
@@ -379,7 +336,7 @@ class RadixTree(PrefixTree):
     def leave_device(self, node: Node) -> PageIds:
         """Take `node` off L1, and out of the tree if it is on no other tier; its L1 pages, which are free now.
 
-        REQUIRES: `may_leave_device`.
+        REQUIRES: `may_leave_device`, and no children if it is on no other tier.
         """
         parent, pages = node.parent, node.device
         if pages is None or parent is None:
@@ -387,12 +344,13 @@ class RadixTree(PrefixTree):
         if self.observer is not None:
             self.observer.removed(Medium.DEVICE, self, node)
         self.device_evictable_pages -= len(pages)
-        node.device = None
-        self._count_host(node, +1)
         parent.device_children -= 1
         if node.host is None:
+            node.device = None
             self._remove(node)
         else:
+            self._end_copy(node)
+            node.device = None
             self._offer(node)
             self._offer(parent)
         return pages
@@ -401,46 +359,53 @@ class RadixTree(PrefixTree):
         """Take `pages` pages off L1 if that many may leave, else fewer; at most some twice as many.
 
         Leaves first, in the policy's order. What is on L2 stays there. `write_back` decides about the rest: it may
-        start a copy, but must leave the structure above the victim as it is. Without it a victim is dropped, unless it
-        is pinned.
+        start a copy, but must leave the structure above the victim as it is. Without it a victim is dropped, with what
+        is below it on L2, unless it is held.
         """
         freed: list[PageIds] = []
+        host_freed: list[PageIds] = []
         kept: list[Node] = []
         missing, writeback_pages = pages, 0
         while missing > 0 and (node := self.device_queue.pop()) is not None:
             count = self._cut(node, missing)
             if node.host is None:
-                fate = write_back(node) if write_back is not None else Fate.KEEP if node.pin_ref else Fate.DROP
-                if fate is Fate.KEEP:
+                fate = Fate.DROP if write_back is None else write_back(node)
+                if fate is Fate.KEEP or (fate is Fate.DROP and node.host_ref):
                     kept.append(node)
                     continue
                 if fate is Fate.WRITING_BACK:
                     writeback_pages += count
                     missing -= count
                     continue
+                host_freed += self._drop_below(node)
             missing -= count
             freed.append(self.leave_device(node))
         for node in kept:
             self._offer(node)
-        return Evicted(np.concatenate(freed) if freed else NO_PAGES, writeback_pages)
+        return Evicted(_concatenated(freed), writeback_pages, _concatenated(host_freed))
 
-    def evict_host(self, pages: int) -> PageIds:
+    def evict_host(self, pages: int, *, copy_pages_max: int = 0) -> PageIds:
         """Take `pages` pages off L2 if that many may leave, else fewer; the freed page ids, at most some twice as many.
 
-        Only runs that are on no other tier leave, which removes them. Leaves first, in the policy's order.
+        Copies of what is on L1 too leave first while they are more than `copy_pages_max`, else last; the newest first,
+        because they stay on L1 the longest. The others leave the tree: leaves first, in the policy's order.
         """
         freed: list[PageIds] = []
         missing = pages
-        while missing > 0 and (node := self.host_queue.pop()) is not None:
+        while missing > 0:
+            node = self.copies.pop() if self.host_copy_pages > copy_pages_max else None
+            node = node or self.host_queue.pop() or self.copies.pop()
+            if node is None:
+                break
             missing -= self._cut(node, missing)
-            if node.host is None:
-                raise InvariantError(f"not on L2: {node!r}")
-            if self.observer is not None:
-                self.observer.removed(Medium.HOST, self, node)
-            freed.append(node.host)
-            self.host_pages -= len(node.host)
-            self._remove(node)
-        return np.concatenate(freed) if freed else NO_PAGES
+            freed.append(self._leave_host(node))
+        return _concatenated(freed)
+
+    def split(self, tail: Node, pages: int) -> Node:
+        """As in `PrefixTree`."""
+        head = super().split(tail, pages)
+        self._offer(head)
+        return head
 
     # Inside
 
@@ -459,10 +424,40 @@ class RadixTree(PrefixTree):
         self.split(victim, head)
         return count - head
 
+    def _leave_host(self, node: Node) -> PageIds:
+        """Take `node` off L2, and out of the tree if it is on no other tier; its L2 pages, which are free now."""
+        pages = node.host
+        if pages is None:
+            raise InvariantError(f"not on L2: {node!r}")
+        if self.observer is not None:
+            self.observer.removed(Medium.HOST, self, node)
+        self.host_pages -= len(pages)
+        self._count_host(node, -1)
+        if node.device is None:
+            node.host = None
+            self._remove(node)
+        else:
+            self._end_copy(node)
+            node.host = None
+        return pages
+
+    def _drop_below(self, node: Node) -> list[PageIds]:
+        """Take everything below `node` off L2; the freed pages. REQUIRES: it is on L2 only, and not held."""
+        below: list[Node] = []
+        stack = list(node.children.values())
+        while stack:
+            part = stack.pop()
+            below.append(part)
+            stack.extend(part.children.values())
+        return [self._leave_host(part) for part in reversed(below)]
+
+    def _end_copy(self, node: Node) -> None:
+        """Record that `node` leaves one of the two tiers that it is on."""
+        self.host_copy_pages -= self.pages(node)
+        self.copies.forget(node)
+
     def _remove(self, node: Node) -> None:
         parent = self._detach(node)
-        self._count_host(node, -1)
-        node.host = None
         self.device_queue.forget(node)
         self.host_queue.forget(node)
         self._offer(parent)
@@ -470,16 +465,16 @@ class RadixTree(PrefixTree):
     def _count_host(self, node: Node, sign: int) -> None:
         """Take `node` in or out of `host_evictable_pages`; call it with -1 before and with +1 after a change
         of locks, holds or tiers."""
-        if node.device is None and node.host is not None and not node.lock_ref and not node.host_ref:
+        if node.host is not None and not node.host_ref and (node.device is not None or not node.lock_ref):
             self.host_evictable_pages += sign * len(node.host)
 
     def _offer(self, node: Node) -> None:
         """Enter `node` into the eviction queues of the tiers it may leave now."""
-        if node.lock_ref:
-            return
         if node.device is not None:
-            if not node.device_entry and node.device_children == 0:
+            if not node.device_entry and node.device_children == 0 and not node.lock_ref:
                 self.device_queue.push(node)
+            if not node.copy_listed and may_lose_copy(node):
+                self.copies.push(node)
         elif not node.host_entry and may_leave_host(node):
             self.host_queue.push(node)
 
@@ -492,5 +487,5 @@ class RadixTree(PrefixTree):
                 self.host_queue.push(node)
 
 
-def _on_host(node: Node) -> bool:
-    return node.host is not None or node.parent is None
+def _concatenated(runs: list[PageIds]) -> PageIds:
+    return np.concatenate(runs) if runs else NO_PAGES

@@ -29,7 +29,6 @@ REASONS: Mapping[str, str] = {
     "skipped load_failed": "a load from L2 failed",
     "skipped prefetch_too_short": "storage not asked: too little is missing",
     "skipped prefetch_hit_too_short": "nothing read: storage had too little",
-    "skipped prefetch_prefix_not_on_host": "storage not asked: the prefix is not on L2",
     "skipped prefetch_host_share": "nothing read: prefetches hold their share of L2",
     "skipped prefetch_no_host_room": "nothing read: no room on L2",
     "skipped prefetch_timeout": "a prefetch took too long",

@@ -146,10 +146,12 @@ def test_a_host_tier_that_is_full_of_pages_in_use_refuses_backups() -> None:
     world = World(device_pages=16, host_pages=3)
     world.serve("a", prompt(1, 2, 3))
     world.settle()
+    used = world.cache.match_prefix(prompt(1, 2, 3)).node
+    world.cache.tree.hold_host(used)  # as an operation does
     world.serve("b", prompt(4, 5))
     world.settle()
     assert world.cache.statistics().skipped["backup_no_host_room"] == 1
-    world.cache.evict(100)
+    world.cache.tree.release_host(used)
     world.serve("c", prompt(6, 7))
     world.settle()
     assert world.cache.statistics().evicted_pages["host"] >= 2
@@ -233,10 +235,13 @@ def test_a_loan_that_cannot_be_met_evicts_nothing() -> None:
     world.serve("b", prompt(11, 12, 13, 14, 15))
     world.settle()
     assert world.cache.tree.host_pages == 7
+    used = world.cache.match_prefix(prompt(11, 12, 13, 14, 15)).node
+    world.cache.tree.hold_host(used)
     world.serve("c", prompt(21, 22, 23, 24))
     world.settle()
     assert world.cache.statistics().skipped["backup_no_host_room"] == 1
     assert world.serve("d", prompt(1, 2)).host_hit_tokens == 8
+    world.cache.tree.release_host(used)
 
 
 def test_a_closed_cache_refuses_service_and_closing_gives_up_what_was_not_started() -> None:

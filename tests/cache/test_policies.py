@@ -28,6 +28,23 @@ def world(
     )
 
 
+def insert(w: World, key: RadixKey) -> None:
+    """As a request that computes all of `key` and shares it at once."""
+    pages = w.cache.page_source.alloc(key.pages(w.cache.page_size))
+    assert pages is not None
+    w.cache.page_source.free(pages[: w.cache.insert(key, pages).present_pages])
+
+
+def full_on_l2(host_pages: int) -> World:
+    """Two pages of L2 are in use."""
+    w = world("write_back", host_pages=host_pages)
+    insert(w, prompt(9, 10))
+    w.cache.evict(2)
+    w.settle()
+    w.cache.tree.hold_host(w.cache.match_prefix(prompt(9, 10)).node)
+    return w
+
+
 @pytest.mark.parametrize(
     ("policy", "selective_hits", "expected"),
     [("write_through", 2, (2, 3, 4)), ("write_through_selective", 2, (0, 1, 1)),
@@ -99,12 +116,23 @@ def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> No
 
 
 def test_write_back_drops_a_victim_that_l2_has_no_room_for() -> None:
-    w = world("write_back", host_pages=1)
-    w.serve("a", prompt(1, 2, 3))
-    w.settle()
-    assert w.cache.evict(3).freed_pages == 2
+    w = full_on_l2(host_pages=2)
+    insert(w, prompt(1, 2))
+    assert w.cache.evict(2) == Eviction(freed_pages=2, writeback_pages=0, short_pages=0)
     assert w.cache.statistics().skipped["write_back_dropped"] == 2
+
+
+def test_what_is_on_l2_behind_a_victim_that_is_dropped_leaves_with_it() -> None:
+    w = full_on_l2(host_pages=3)
+    insert(w, prompt(1, 2))
+    insert(w, prompt(1, 2, 3))
+    assert w.cache.evict(1) == Eviction(freed_pages=0, writeback_pages=1, short_pages=0)
     w.settle()
+    assert w.cache.tree.peek(prompt(1, 2, 3)) == (2, 1)
+    assert w.cache.evict(2) == Eviction(freed_pages=2, writeback_pages=0, short_pages=0)
+    assert (w.cache.tree.peek(prompt(1, 2, 3)), w.cache.host.allocator.free_pages) == ((0, 0), 1)
+    w.cache.check()
+    assert w.cache.statistics().evicted_pages["host"] == 1
 
 
 def test_write_back_reaches_storage() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hicache.config import HiCacheConfig, PrefetchConfig
 from tests.cache.world import GatedBackend, ShiftedClock, World, prompt
 
@@ -141,13 +143,30 @@ def test_a_prefix_on_its_way_to_l2_is_waited_for() -> None:
     world.cache.cache_finished_req(later, None)
 
 
-def test_a_prefix_that_will_not_come_to_l2_is_not_waited_for() -> None:
-    backend = stored()
-    world = world_of(backend, "timeout", write_policy="write_back")
-    request = world.begin("a", prompt(1, 2))
-    world.cache.cache_finished_req(request, prompt(1, 2))
-    assert not world.cache.prefetch_from_storage("b", KEY)
-    assert world.cache.statistics().skipped["prefetch_prefix_not_on_host"] == 1
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
+def test_storage_is_within_reach_behind_a_prefix_that_is_on_l1_alone(write_policy: str) -> None:
+    world = world_of(stored(), "timeout", write_policy=write_policy)
+    world.cache.cache_finished_req(world.begin("a", prompt(1, 2)), prompt(1, 2))
+    assert world.cache.tree.host_pages == 0
+    assert world.cache.prefetch_from_storage("b", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    assert world.cache.tree.peek(KEY) == (2, 6)
+    world.cache.check()
+    request = world.serve("b", KEY)
+    assert (request.device_hit_tokens, request.storage_hit_tokens) == (8, 24)
+
+
+def test_l1_keeps_the_prefix_that_a_prefetch_goes_on_behind() -> None:
+    world = world_of(stored(), "timeout", write_policy="write_through_selective")
+    world.cache.cache_finished_req(world.begin("a", prompt(1, 2)), prompt(1, 2))
+    assert world.cache.prefetch_from_storage("b", KEY)
+    assert world.cache.evict(100).freed_pages == 0
+    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    assert world.cache.tree.peek(KEY).device_pages + world.cache.tree.peek(KEY).host_pages == 8
+    world.settle()
+    world.cache.abort_prefetch("b")
+    world.cache.evict(100)
+    world.cache.check()
 
 
 def test_what_has_arrived_stays_until_its_request_begins() -> None:

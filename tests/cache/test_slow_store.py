@@ -112,6 +112,19 @@ def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
     assert backend.usage().pages == 10
 
 
+def test_a_store_of_what_is_on_l1_too_gives_way_and_is_asked_for_again() -> None:
+    backend = Gated()
+    world = full_world(backend, leaves_l1=False)
+    compute(world, pair(7), leaves_l1=False)
+    assert skipped(world)["store_gave_way"] == 1 and "backup_no_host_room" not in skipped(world)
+    backend.writes.set()
+    world.settle()
+    assert [backend.holds(pair(number)) for number in (5, 6, 7)] == [2, 0, 2]
+    assert world.serve("again", pair(6)).device_hit_tokens == 8
+    world.settle()
+    assert backend.holds(pair(6)) == 2
+
+
 def test_a_store_gives_way_to_a_prefetch() -> None:
     backend = Gated()
     backend.writes.set()
@@ -154,11 +167,7 @@ def test_a_store_of_a_run_that_stays_on_l2_does_not_give_way() -> None:
 
 def test_no_store_gives_way_where_that_makes_too_little_room() -> None:
     backend = Gated()
-    world = full_world(backend, leaves_l1=False)  # a page that is on L1 too does not leave L2
-    world.serve("more", pair(7))
-    world.step()
-    assert skipped(world)["backup_no_host_room"] > 0 and "store_gave_way" not in skipped(world)
-    world.cache.evict(100)
+    world = full_world(backend)
     pins = [world.cache.pin(pair(number), ttl_s=1000.0) for number in (4, 5, 6)]
     assert all(pins)
     world.serve("too long", prompt(*range(30, 42)))

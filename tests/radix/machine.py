@@ -16,11 +16,11 @@ from hicache.radix import (
     Fate,
     Node,
     RadixTree,
+    TreeObserver,
     check_tree,
     make_policy,
     may_leave_device,
 )
-from hicache.radix.tree import TreeObserver
 from hicache.tiers import PageAllocator
 from hicache.types import PageIds
 from tests.radix.oracle import Oracle, Page, Pages
@@ -153,7 +153,6 @@ class Machine:
         device = [page.device for page in path if page.device is not None]
         assert found.device_pages.tolist() == device
         assert (found.host_hit_pages, found.pages) == (len(path) - len(device), len(path))
-        assert len(self.path_of(found.host_node)) == sum(page.host is not None for page in path)
 
     def peek(self) -> None:
         """Says what a match would find, and changes nothing at all."""
@@ -214,11 +213,11 @@ class Machine:
         self.start_copies(self.tree.match(self.prompt()).device_node, evicts=False)
 
     def start_copies(self, node: Node, *, evicts: bool) -> bool:
-        """Root first, all or none; False if L2 has no room."""
+        """Root first, sometimes without what is above; all or none; False if L2 has no room."""
         path: list[Node] = []
-        part = node
-        while part.parent is not None and part.host is None:
-            if not part.backup_pending:
+        part, alone = node, self.random.random() < 0.3
+        while part.parent is not None and not (alone and path):
+            if part.host is None and not part.backup_pending:
                 path.append(part)
             part = part.parent
         ids = self.host.alloc(sum(map(self.tree.pages, path)))
@@ -255,7 +254,7 @@ class Machine:
         key = self.prompt()
         found = self.tree.match(key)
         missing = len(self.pages_of(key)) - found.pages
-        ids = self.host.alloc(missing) if missing and found.host_node is found.node else None
+        ids = self.host.alloc(missing) if missing else None
         if ids is not None:
             self.who.arrivals.append(Arrival(key, found.pages, ids, self._hold(found.node)))
 
@@ -296,7 +295,7 @@ class Machine:
             self._unlock(self._any(self.who.locks))
 
     def hold(self) -> None:
-        self.who.holds.append(self._hold(self.tree.match(self.prompt()).host_node))
+        self.who.holds.append(self._hold(self.tree.match(self.prompt()).node))
 
     def release(self) -> None:
         if self.who.holds:
@@ -356,7 +355,9 @@ class Machine:
         assert evicted.writeback_pages == saving
         gone = len(evicted.pages) + saving
         assert gone <= wanted + EXCESS_PAGES_MAX
-        assert saves or self.who.pins or gone >= min(wanted, evictable)
+        holders = self.who.pins or self.who.holds or self.who.arrivals
+        assert saves or holders or gone >= min(wanted, evictable)
+        self._left_host(evicted.host_pages)
         self._left_device(evicted.pages)
 
     def write_back(self, victim: Node) -> Fate:
@@ -365,7 +366,7 @@ class Machine:
         fate = self.random.choice(list(Fate))
         if fate is Fate.WRITING_BACK and self.start_copies(victim, evicts=True):
             return Fate.WRITING_BACK
-        return Fate.KEEP if fate is Fate.KEEP or victim.pin_ref else Fate.DROP
+        return Fate.KEEP if fate is Fate.KEEP else Fate.DROP
 
     def _left_device(self, freed: PageIds) -> None:
         self.device.free(freed)
@@ -376,12 +377,21 @@ class Machine:
     def evict_host(self, pages: int | None = None) -> None:
         wanted = self.random.randint(1, 20) if pages is None else pages
         evictable = self.tree.host_evictable_pages
-        freed = self.tree.evict_host(wanted)
+        copies, copies_max = self.tree.host_copy_pages, self.random.choice([0, self.host.capacity // 2])
+        freed = self.tree.evict_host(wanted, copy_pages_max=copies_max)
         assert min(wanted, evictable) <= len(freed) <= wanted + EXCESS_PAGES_MAX
+        left = self._left_host(freed)
+        gone = sum(page.device is not None for page in left)
+        assert gone == copies - self.tree.host_copy_pages
+        if not (self.who.holds or self.who.pins or self.who.arrivals) and copies > copies_max:
+            assert gone >= min(wanted, copies - copies_max), "others left although there were too many copies"
+
+    def _left_host(self, freed: PageIds) -> list[Page]:
         self.host.free(freed)
         left = self.oracle.leave_host(set(freed.tolist()))
         assert len(left) == len(freed)
-        assert not any(page.locks or page.holds or page.device is not None for page in left)
+        assert not any(page.holds or (page.locks and page.device is None) for page in left)
+        return left
 
     # Comparing
 
@@ -426,8 +436,8 @@ class Machine:
             while references:
                 undo()
         self.check()
-        self._left_device(self.tree.evict_device(self.device.capacity).pages)
         self.evict_host(self.host.capacity)
+        self._left_device(self.tree.evict_device(self.device.capacity).pages)
         self.check()
         assert self.tree.node_count == 0
         assert self.tree.roots() == []

@@ -27,11 +27,6 @@ class Page:
         """All but where it is, in the order of `test_tree_oracle`."""
         return (self.hits, self.priority, self.locks, self.holds, self.pins, self.copying, self.stored)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether it is on L2, as roots are."""
-        return self.host is not None or self.parent is None
-
 
 class Oracle:
     """What is cached under each seed."""
@@ -76,18 +71,16 @@ class Oracle:
         return present
 
     def insert_host(self, seed: bytes, pages: Pages, start: int, ids: list[int]) -> list[int]:
-        """Add pages from storage behind the first `start`, each if the one before it is on L2; the others' ids."""
+        """Add pages from storage behind the first `start`; the ids of those that are on L2 or on their way there."""
         unused: list[int] = []
         known = self.path(seed, pages)
         before = self.roots.setdefault(seed, Page(None)) if start == 0 else known[start - 1]
         for number in range(start, len(pages)):
             if number < len(known):
                 page = known[number]
-            elif before.on_host:
-                page = before.children[pages[number]] = Page(before, 0)
             else:
-                return unused + ids[number - start :]
-            if page.host is None and not page.copying and before.on_host:
+                page = before.children[pages[number]] = Page(before, 0)
+            if page.host is None and not page.copying:
                 page.host, page.stored = ids[number - start], True
             else:
                 unused.append(ids[number - start])
@@ -95,11 +88,11 @@ class Oracle:
         return unused
 
     def accept(self, pages: Sequence[Page], ids: list[int]) -> list[int]:
-        """A copy of adjacent pages to L2 has arrived; the ids of those whose prefix is not there."""
+        """A copy of adjacent pages to L2 has arrived; the ids of those that are there already."""
         unused: list[int] = []
         for page, number in zip(pages, ids, strict=True):
             page.copying = False
-            if page.host is None and page.parent is not None and page.parent.on_host:
+            if page.host is None:
                 page.host = number
             else:
                 unused.append(number)

@@ -129,7 +129,8 @@ class Walk:
 
     def evict_host(self) -> None:
         ranks = {tuple(n.host): self.meaning(n) for n in self.tree.nodes() if may_leave_host(n)}  # type: ignore[arg-type]
-        self.compare(ranks, self.tree.evict_host(1).tolist())
+        if ranks:  # copies of what is on L1 go after these
+            self.compare(ranks, self.tree.evict_host(1, copy_pages_max=self.tree.host_pages).tolist())
 
     def compare(self, ranks: dict[tuple[int, ...], Any], freed: list[int]) -> None:
         best = min(ranks.values(), default=None)

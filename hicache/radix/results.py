@@ -1,0 +1,61 @@
+"""What the radix tree answers, and whom it tells."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ..events.types import Medium
+from ..types import PageIds
+from .node import Node
+
+if TYPE_CHECKING:
+    from .tree import RadixTree
+
+
+class Match(NamedTuple):
+    """The cached prefix of a prompt. Page counts are from the start of the prompt; the L1 part always comes first."""
+
+    node: Node  # deepest matched node, a root if nothing matched
+    device_node: Node  # deepest matched node on L1
+    device_pages: PageIds  # int32, the L1 pages; not to be written to
+    host_hit_pages: int  # pages behind them that are on L2 only
+    pages: int  # all matched pages
+
+
+class Inserted(NamedTuple):
+    """What an insert did. The first `present_pages` pages that were given were on L1 already: they are duplicates."""
+
+    node: Node
+    present_pages: int
+
+
+class Fate(enum.Enum):
+    """What becomes of an L1 victim that has no copy on L2."""
+
+    DROP = "drop"  # it leaves the tree
+    WRITING_BACK = "writing_back"  # a copy to L2 was started; it leaves L1 when that has arrived
+    KEEP = "keep"  # it must not be lost and cannot be copied to L2 now
+
+
+class Evicted(NamedTuple):
+    """`pages` are free now, `writeback_pages` more will be once their copies to L2 have arrived. `host_pages` of L2 are
+    free too: what was below a victim on L2 only left with it.
+    """
+
+    pages: PageIds
+    writeback_pages: int
+    host_pages: PageIds
+
+
+class TreeObserver(Protocol):
+    """Is told of each node that appears on a medium or leaves it, on the scheduler thread. Must not change the tree.
+
+    Splits are not told: the same pages stay where they were.
+    """
+
+    def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
+        """`node` has just appeared on `medium`; its parent is there already."""
+
+    def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
+        """`node` is about to leave `medium`; its children have left before."""
