@@ -120,13 +120,15 @@ class RateEstimator:
     different size (Theil 1950, Sen 1968), but no longer than the shortest operation. The speed is the median of the
     speeds without it. Operations of one size have a speed and no fixed part.
 
-    `line` is None before there are `OBSERVATIONS_MIN` operations. With a speed that is `given`, in units per second, no
-    operation is taken in, and there is no fixed part.
+    `line` is None before there are `OBSERVATIONS_MIN` operations. It is computed when it is asked for, since many
+    operations may have ended by then. With a speed that is `given`, in units per second, no operation is taken in, and
+    there is no fixed part.
     """
 
     def __init__(self, given: int | None = None) -> None:
         self.given = given is not None
-        self.line = None if given is None else Line(0.0, 1 / given)
+        self._line = None if given is None else Line(0.0, 1 / given)
+        self._is_current = True
         self._seen: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (units, seconds)
 
     def observe(self, units: int, seconds: float) -> None:
@@ -134,10 +136,17 @@ class RateEstimator:
         if self.given or units <= 0 or not 0 < seconds < math.inf:
             return
         self._seen.append((units, seconds))
-        if len(self._seen) >= OBSERVATIONS_MIN:
+        self._is_current = False
+
+    @property
+    def line(self) -> Line | None:
+        """The line through the last operations."""
+        if not self._is_current and len(self._seen) >= OBSERVATIONS_MIN:
             fixed_s = self._fixed_s()
             per_unit_s = statistics.median((seconds - fixed_s) / units for units, seconds in self._seen)
-            self.line = Line(fixed_s, max(per_unit_s, 1 / SPEED_MAX))
+            self._line = Line(fixed_s, max(per_unit_s, 1 / SPEED_MAX))
+        self._is_current = True
+        return self._line
 
     def _fixed_s(self) -> float:
         slopes = [
@@ -154,9 +163,10 @@ class RateEstimator:
 
     def rates(self) -> tuple[int, int]:
         """Return units and operations per second, both 0 if unknown."""
-        if self.line is None:
+        line = self.line
+        if line is None:
             return 0, 0
-        return _integer(1 / self.line.per_unit_s), _integer(1 / max(self.line.fixed_s, 1 / OPERATIONS_PER_S_MAX))
+        return _integer(1 / line.per_unit_s), _integer(1 / max(line.fixed_s, 1 / OPERATIONS_PER_S_MAX))
 
 
 class BreakEven:
@@ -188,21 +198,24 @@ class BreakEven:
         self._unmeasured = 0  # fetched for lack of a speed since the last calibration
         # Where all speeds are given, a probe would measure nothing that counts.
         self._given = {Route.LOAD: host.given, Route.PREFETCH: host.given and storage.given}
-        self._measured = self._agreed = self._estimate()
+        self._agreed = self._estimate()
+        self._measured: Rates | None = self._agreed
 
     def observe_transfer(self, route: Route, pages: int, seconds: float) -> None:
         """Take in how long a copy of `route` itself took, waiting in queues left out."""
         self._tiers[route].observe(pages * self._page_bytes, seconds)
-        self._measured = self._estimate()
+        self._measured = None
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Take in how long one forward over `tokens` prompt tokens took. REQUIRES: it did not wait for a load."""
         if tokens >= PREFILL_TOKENS_MIN:
             self._prefill.observe(tokens, seconds)
-            self._measured = self._estimate()
+            self._measured = None
 
     def rates(self) -> Rates:
-        """What this rank has measured by now, given speeds in place of measured ones. Cheap."""
+        """What this rank has measured by now, given speeds in place of measured ones. Cheap if nothing is new."""
+        if self._measured is None:
+            self._measured = self._estimate()
         return self._measured
 
     def use_rates(self, rates: Rates) -> None:

@@ -1,12 +1,16 @@
 """L2: host memory as frames, one contiguous allocation, so that a page is encoded all the time.
 
 Locking design: the allocator belongs to the scheduler thread. The bytes of a page belong to whoever holds it (a node of
-the tree, or the operation it is lent to); no lock guards them. A page comes out of `alloc` unsealed.
+the tree, or the operation it is lent to); no lock guards them.
+
+A page that `alloc` hands out has the header of the page before it. It is unsealed by whoever looks at its frame first,
+which is a worker: a write to cold memory per page is no work for the scheduler. A lock makes that happen once.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -15,7 +19,7 @@ import torch
 
 from ..arguments import instance, whole
 from ..errors import CapacityError, InvalidInput
-from ..frame import FRAME_ALIGN, HEADER_BYTES, frame_bytes
+from ..frame import FRAME_ALIGN, HEADER_BYTES, frame_bytes, unseal
 from ..geometry import KVGeometry, PageShape, page_shape
 from ..shared_memory import populate
 from ..types import Bytes2D, PageIds
@@ -50,6 +54,8 @@ class HostPool:
         # uint8 [pages, frame_bytes] over the same memory.
         self.buffer: Bytes2D = np.frombuffer(self._mapping, dtype=np.uint8).reshape(pages, self.frame_bytes)
         self.tensor = torch.from_numpy(self.buffer)
+        self._stale = np.zeros(pages, dtype=np.bool_)  # by page: its header is of a page that it held before
+        self._unsealing = threading.Lock()
         if pin:
             _register(self.tensor, self.capacity_bytes)
             # The finalizer holds the mapping, so the memory is unpinned before it is unmapped; a late operation that
@@ -81,10 +87,10 @@ class HostPool:
         return self.allocator.capacity
 
     def alloc(self, count: int) -> PageIds | None:
-        """`count` unsealed pages, or None if fewer are free (then nothing changed)."""
+        """`count` pages, or None if fewer are free (then nothing changed). Their frames are unsealed."""
         pages = self.allocator.alloc(count)
         if pages is not None:
-            self.buffer[pages, :8] = 0
+            self._stale[pages] = True
         return pages
 
     def free(self, pages: PageIds) -> None:
@@ -92,13 +98,20 @@ class HostPool:
         self.allocator.free(pages)
 
     def frame(self, page: int) -> memoryview:
-        """The whole frame of one page, writable."""
-        start = whole("page", page, 0, self.pages - 1) * self.frame_bytes
-        return self.memory[start : start + self.frame_bytes]
+        """The whole frame of one page, writable. May be called from any thread."""
+        return self.frames(np.array([whole("page", page, 0, self.pages - 1)], dtype=np.int32))[0]
 
     def frames(self, pages: PageIds) -> list[memoryview]:
-        """The frames of several pages, in order."""
-        return [self.frame(page) for page in require_pages(pages).tolist()]
+        """The frames of several pages, in order. May be called from any thread."""
+        size = self.frame_bytes
+        for page in require_pages(pages)[(pages < 0) | (pages >= self.pages)].tolist():
+            whole("page", page, 0, self.pages - 1)
+        with self._unsealing:
+            stale = pages[self._stale[pages]]
+            for page in stale.tolist():
+                unseal(self.memory[page * size : (page + 1) * size])
+            self._stale[stale] = False
+        return [self.memory[page * size : (page + 1) * size] for page in pages.tolist()]
 
     def payload(self, page: int) -> memoryview:
         """The bytes of one page's pieces, in order."""

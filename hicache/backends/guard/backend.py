@@ -430,9 +430,9 @@ def may_pass(backend: StorageBackend, direction: Direction) -> bool:
     """True if some store in `backend` would be asked now. Does not block; for each step of a scheduler."""
     if isinstance(backend, GuardedBackend):
         return backend.may_pass(direction)
-    if isinstance(backend, Composite):
-        return any(may_pass(part, direction) for part in backend.parts)
-    return True
+    # Not by `isinstance`, which takes 8 us for a protocol.
+    parts: Sequence[StorageBackend] | None = getattr(backend, "parts", None)
+    return parts is None or any(may_pass(part, direction) for part in parts)
 
 
 def leaf_statistics(backend: StorageBackend) -> tuple[LeafStatistics, ...]:
