@@ -165,8 +165,9 @@ class HostTier:
             part = node
             while part.parent is not None:
                 released[part] += 1
-                may_leave = part.device is not None or not part.lock_ref
-                if part.host is not None and may_leave and part.host_ref == released[part]:
+                if part.host_ref > released[part]:
+                    break
+                if part.host is not None and (part.device is not None or not part.lock_ref):
                     pages -= tree.pages(part)
                 part = part.parent
         return chosen if pages <= 0 else []

@@ -3,8 +3,8 @@
 A pinned prefix leaves L1 only for L2 and L2 not at all, so a request that needs it never computes it again. The time
 starts again whenever a request uses the whole pinned prefix. How much of L2 pins may take is bounded.
 
-Invariant, verified by `check()`: each node has as many pins on it in the tree as handles here that are not released
-and end on it or below it.
+Invariant, verified by `check()`: each node has as many pins of its own in the tree as there are handles here that are
+not released and end on it.
 Owned by the scheduler thread; no lock.
 """
 
@@ -150,12 +150,11 @@ class Pins:
 
     def check(self, tree: RadixTree) -> None:
         """Raises InvariantError if the invariant does not hold in `tree`, the tree in use."""
-        pins: Counter[Node] = Counter()
-        for pin in self.active:
-            node = pin._node
-            while node.parent is not None:
-                pins[node] += 1
-                node = node.parent
-        pages = sum(map(tree.pages, pins))
-        if pages != tree.pinned_pages or any(node.pin_ref != count for node, count in pins.items()):
-            raise InvariantError("pins: a node has more or fewer pins in the tree than handles")
+        own = Counter(pin._node for pin in self.active)
+        pages = 0
+        for node in tree.nodes():
+            pages += tree.pages(node) if node.pin_ref else 0
+            if node.pin_ref != own[node] + sum(child.pin_ref > 0 for child in node.children.values()):
+                raise InvariantError("pins: a node has more or fewer pins in the tree than handles")
+        if pages != tree.pinned_pages:
+            raise InvariantError(f"pins: {pages} pages are pinned, {tree.pinned_pages} are counted")

@@ -37,9 +37,10 @@ class Node:
     page_keys: bytes | None = None  # 32 bytes a page, once something has needed them; the seed of a root
     chain: PageChain | None = None  # of a run that is being stored, as far as it goes down to here
     hit_count: int = 1  # requests that computed or reused this run
-    lock_ref: int = 0  # requests and copies that need this run, or one below it, where it is
-    host_ref: int = 0  # operations and pins that need the host pages of this run, or of one below it
-    pin_ref: int = 0  # pins on this run or on one below it; they count in host_ref too
+    # Each counts those who need this run, and the children that have any.
+    lock_ref: int = 0  # requests and copies: it stays where it is
+    host_ref: int = 0  # operations and pins: its host pages stay
+    pin_ref: int = 0  # pins; they count in host_ref too
     device_children: int = 0  # children that are on L1
     load_pending: bool = False  # a copy from L2 is in flight: the L1 pages are not filled yet
     backup_pending: bool = False  # a copy to L2 is in flight

@@ -255,7 +255,7 @@ class PrefixTree:
     def split(self, tail: Node, pages: int) -> Node:
         """Make the first `pages` pages of `tail` a node of their own, its new parent, which is returned.
 
-        Everything is divided: tokens, page ids, page keys; locks, holds, pins and operations under way count for both.
+        Everything is divided: tokens, page ids, page keys; locks, holds, pins and operations under way go for both.
         REQUIRES: 0 < pages < pages of `tail`.
         """
         parent = tail.parent
@@ -264,7 +264,8 @@ class PrefixTree:
         cut = pages * self.page_bytes
         head = self._new_node(parent, tail.key[:cut], tail.priority)
         head.created, head.last_access, head.hit_count = tail.created, tail.last_access, tail.hit_count
-        head.lock_ref, head.host_ref, head.pin_ref = tail.lock_ref, tail.host_ref, tail.pin_ref
+        # Whoever needs the run has the tail; for the head that counts as one child.
+        head.lock_ref, head.host_ref, head.pin_ref = map(int, (tail.lock_ref > 0, tail.host_ref > 0, tail.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = tail.load_pending, tail.backup_pending, tail.copied
         head.store_pending, head.stored = tail.store_pending, tail.stored
         if tail.device is not None:

@@ -6,9 +6,9 @@ thread or a socket. It belongs to the scheduler thread, so there is no lock.
 Invariants, verified by `check_tree`:
 1. Prefix closure: a node on L1 has its parent on L1 (roots count as there).
 2. A node is on L1 or on L2, else it is removed, after what is below it. No page id is held by two nodes.
-3. `lock_ref`, `host_ref` and `pin_ref` of a parent are at least those of each child. A locked node leaves no tier, a
-   held one leaves neither L2 nor, where it is on L1 alone, the tree; a pinned one does not leave the tree. A lock does
-   not keep the copy on L2 of what is on L1.
+3. `lock_ref`, `host_ref` and `pin_ref` of a node count those who need it and each child that has any, so a node has
+   some if one below it has. A locked node leaves no tier, but for its copy on L2 if it is on L1. A held one leaves
+   neither L2 nor, where it is on L1 alone, the tree; a pinned one does not leave the tree.
 4. Each node that may leave a tier has one valid entry in that tier's eviction queue, and no node has two. For L2 these
    are a queue of what is on L2 only, and a stack of copies of what is on L1 too.
 5. The page counts are the sums over the nodes.
@@ -207,12 +207,22 @@ class RadixTree(PrefixTree):
                 self.set_stored(part)
             end = begin
 
-    # Locks, holds, pins
+    # Locks, holds, pins: a node counts its own and each child that has any, so a path is walked only to the first
+    # ancestor that had some already
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors on the tiers they are on until `unlock`."""
         while node.parent is not None:
-            self._lock_alone(node)
+            if node.lock_ref == 0:
+                if node.device is None:
+                    self._count_host(node, -1)
+                else:
+                    count = len(node.device)
+                    self.device_evictable_pages -= count
+                    self.device_protected_pages += count
+            node.lock_ref += 1
+            if node.lock_ref > 1:
+                break
             node = node.parent
 
     def unlock(self, node: Node) -> None:
@@ -221,43 +231,31 @@ class RadixTree(PrefixTree):
             if node.lock_ref < 1:
                 raise InvariantError(f"unlock without lock: {node!r}")
             node.lock_ref -= 1
-            if node.lock_ref == 0:
-                if node.device is not None:
-                    count = len(node.device)
-                    self.device_evictable_pages += count
-                    self.device_protected_pages -= count
-                else:
-                    self._count_host(node, +1)
-                self._offer(node)
+            if node.lock_ref > 0:
+                break
+            if node.device is None:
+                self._count_host(node, +1)
+            else:
+                count = len(node.device)
+                self.device_evictable_pages += count
+                self.device_protected_pages -= count
+            self._offer(node)
             node = node.parent
 
     def move_lock(self, node: Node, below: Node) -> None:
-        """As `lock(below)` and `unlock(node)`. REQUIRES: `node` is locked, and `below` is it or one of its descendants.
-
-        A root stands for all roots of its seed, since one without children is not kept.
-        """
-        while below is not node:
-            if below.parent is None:
-                if node.parent is None:
-                    return
-                raise InvariantError(f"move_lock: not below {node!r}")
-            self._lock_alone(below)
-            below = below.parent
-
-    def _lock_alone(self, node: Node) -> None:
-        if node.device is None:
-            self._count_host(node, -1)
-        elif node.lock_ref == 0:
-            count = len(node.device)
-            self.device_evictable_pages -= count
-            self.device_protected_pages += count
-        node.lock_ref += 1
+        """As `lock(below)` and `unlock(node)`, in that order: what is above both stays locked all the time."""
+        if below is not node:
+            self.lock(below)
+            self.unlock(node)
 
     def hold_host(self, node: Node) -> None:
         """Keep what `node` and its ancestors have on L2 until `release_host`, and what is on L1 alone in the tree."""
         while node.parent is not None:
-            self._count_host(node, -1)
+            if node.host_ref == 0:
+                self._count_host(node, -1)
             node.host_ref += 1
+            if node.host_ref > 1:
+                break
             node = node.parent
 
     def release_host(self, node: Node) -> None:
@@ -266,6 +264,8 @@ class RadixTree(PrefixTree):
             if node.host_ref < 1:
                 raise InvariantError(f"release without hold: {node!r}")
             node.host_ref -= 1
+            if node.host_ref > 0:
+                break
             self._count_host(node, +1)
             self._offer(node)
             node = node.parent
@@ -274,9 +274,10 @@ class RadixTree(PrefixTree):
         """Keep `node` and its ancestors in the tree until `unpin`: they leave L1 for L2 only, and L2 not at all."""
         self.hold_host(node)
         while node.parent is not None:
-            if node.pin_ref == 0:
-                self.pinned_pages += self.pages(node)
             node.pin_ref += 1
+            if node.pin_ref > 1:
+                break
+            self.pinned_pages += self.pages(node)
             node = node.parent
 
     def unpin(self, node: Node) -> None:
@@ -284,8 +285,9 @@ class RadixTree(PrefixTree):
         part = node
         while part.parent is not None:
             part.pin_ref -= 1
-            if part.pin_ref == 0:
-                self.pinned_pages -= self.pages(part)
+            if part.pin_ref > 0:
+                break
+            self.pinned_pages -= self.pages(part)
             part = part.parent
         self.release_host(node)
 

@@ -406,8 +406,7 @@ class Machine:
         size = self.tree.page_bytes
         while stack:
             node, page = stack.pop()
-            state = (node.hit_count, node.priority, node.lock_ref, node.host_ref, node.pin_ref, node.backup_pending,
-                     node.stored)  # fmt: skip
+            state = (node.hit_count, node.priority, node.backup_pending, node.stored)
             count = self.tree.pages(node)
             nowhere = [None] * count
             device = nowhere if node.device is None else node.device.tolist()
@@ -416,6 +415,7 @@ class Machine:
                 page = page.children[node.key[number * size : (number + 1) * size]]
                 assert (page.device, page.host) == (device[number], host[number])
                 assert page.state() == state
+            assert page.counts() == (node.lock_ref, node.host_ref, node.pin_ref)
             compared += count
             stack += [(child, page) for child in node.children.values()]
         assert compared == sum(1 for _ in self.oracle.all())

@@ -25,7 +25,15 @@ class Page:
 
     def state(self) -> tuple[object, ...]:
         """All but where it is, in the order of `test_tree_oracle`."""
-        return (self.hits, self.priority, self.locks, self.holds, self.pins, self.copying, self.stored)
+        return (self.hits, self.priority, self.copying, self.stored)
+
+    def counts(self) -> tuple[int, ...]:
+        """Of locks, holds and pins that reach to or beyond this page: those that end here, and behind how many of the
+        next pages there are others. What a node that ends here must count."""
+        below = list(self.children.values())
+        behind = [[getattr(page, name) for page in below] for name in ("locks", "holds", "pins")]
+        here = (self.locks, self.holds, self.pins)
+        return tuple(count - sum(counts) + sum(map(bool, counts)) for count, counts in zip(here, behind, strict=True))
 
 
 class Oracle:
