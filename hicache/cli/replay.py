@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..config.logging import LoggingConfig
 from ..config.ready import ready_file
 from ..config.section import TOKENS_MAX
 from ..errors import ConfigError
+from ..replay.ideal import ideal_of
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.presets import PRESETS
 from ..replay.processes import start_engines
@@ -50,9 +52,7 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
 
 @click.command(epilog=_MODELS)
 @click.argument("trace", required=False, type=FILE)
-@click.option(
-    "-c", "--config", "config_file", type=FILE, help="Configuration; without it that of configs/replay.yaml."
-)
+@click.option("-c", "--config", "config_file", type=FILE, help="Configuration; without it that of configs/replay.yaml.")
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
 @click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N",
               help=f"Only the first N requests.  [default: all; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
@@ -106,6 +106,7 @@ def replay(
         with closing(start_engines(job)) as engines:
             follow(_until(stop, engines.run()), "replay", lambda sample: progress_of(sample, job))
             result = engines.result()
+        result = replace(result, ideal=ideal_of(job, result))
         _tell(console, result, json_file, html_file)
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..errors import InvalidInput
 from ..replay.job import ReplayJob
-from ..replay.report import REASONS, WAY_NAMES, flattened_drops
+from ..replay.report import REASONS, WAY_NAMES, flattened_drops, ideal_rows
 from ..replay.result import TIER_NAMES, ReplayResult, Sample
 from ..replay.timing import SchedulerTimes
 from ..replay.tokens import TokenSource
@@ -65,7 +65,8 @@ def _source_rows(result: ReplayResult) -> Iterator[Sequence[str]]:
         hits = tokens.hits.get(tier, 0)
         yield name, f"{hits:,}", format_share(hits, tokens.prompt), f"{result.evicted_pages.get(tier, 0):,}"
     yield "computed", f"{tokens.computed:,}", format_share(tokens.computed, tokens.prompt), ""
-    yield "seen before in the trace", f"{tokens.seen:,}", format_share(tokens.seen, tokens.prompt), ""
+    for name, count in ideal_rows(result):
+        yield name, f"{count:,}", format_share(count, tokens.prompt), ""
 
 
 def _time_rows(times: SchedulerTimes) -> Iterator[Sequence[str]]:

@@ -93,7 +93,8 @@ def html_report(result: ReplayResult) -> str:
         _tiles(result),
         "<h2>Where prompt tokens came from</h2>",
         "<p>Of the prompt tokens of each moment: found on a tier, or computed. The table adds what had been seen "
-        "before in the trace, which is what a cache without limits could have had.</p>",
+        "before in the trace, which a cache without limits could have had, and what ideal caches as large as all tiers "
+        "together would have had: the optimum, which knows the future, and an LRU.</p>",
         _sources(result),
         "<h2>How full the tiers were</h2>",
         _occupancy(result),
@@ -123,6 +124,17 @@ def flattened_drops(result: ReplayResult) -> list[tuple[str, int]]:
         (f"{kind} {reason}", count) for kind, counts in groups.items() for reason, count in counts.items() if count
     ]
     return sorted(drops, key=lambda drop: (-drop[1], drop[0]))
+
+
+def ideal_rows(result: ReplayResult) -> Iterator[tuple[str, int]]:
+    """Tokens that other caches would have found, the best one first, and our hits as a share of each."""
+    tokens, ideal = result.tokens, result.ideal
+    found = [("seen before in the trace", tokens.seen)]
+    if ideal is not None:
+        room = "without limit" if ideal.pages is None else f"of {ideal.pages:,} pages"
+        found += [(f"optimum {room}", ideal.optimum_tokens), (f"ideal LRU {room}", ideal.lru_tokens)]
+    for name, count in found:
+        yield f"{name} (hits: {format_share(sum(tokens.hits.values()), count)} of it)", count
 
 
 def share_curves(samples: Sequence[Sample]) -> tuple[list[float], list[Curve]]:
@@ -186,7 +198,7 @@ def _sources(result: ReplayResult) -> str:
         plot = stacked(x, y, moments, curves, title="Share of prompt tokens by source, over time")
         figure = _captioned("Prompt tokens by source, over time", plot + legend(curves))
     rows = [(TIER_NAMES[tier], tokens.hits.get(tier, 0)) for tier in TIER_NAMES]
-    rows += [("computed", tokens.computed), ("seen before in the trace", tokens.seen)]
+    rows += [("computed", tokens.computed), *ideal_rows(result)]
     rows += [("computed again after a preemption", tokens.recomputed)]
     return figure + _table(
         ("source", "tokens", "share"),

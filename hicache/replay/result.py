@@ -39,7 +39,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What was replayed, and on what. Pages and bytes are those of one engine process."""
+    """What was replayed, and on what. Pages and bytes are those of one engine process. `storage_pages` is how many
+    pages storage has room for, None if it has no limit of its own (`storage_capacity_bytes` None) or there is none."""
 
     trace: str
     model: str
@@ -51,6 +52,7 @@ class Setup:
     host_page_bytes: int
     storage: str | None
     storage_capacity_bytes: int | None
+    storage_pages: int | None
     processes: int
     whole_trace_each: bool
     speed_up: float | None
@@ -87,8 +89,22 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ideal:
+    """Hit tokens that ideal caches would have had: an LRU, and the optimum that knows the future; see `ideal`. Both
+    have `pages` pages, as many as all tiers together, or no limit (None). The shares are the replay's hits divided by
+    theirs, None if they have none."""
+
+    pages: int | None
+    lru_tokens: int
+    optimum_tokens: int
+    share_of_lru: float | None
+    share_of_optimum: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """See the module's docstring. `complete` is False for a replay that was interrupted.
+    """See the module's docstring. `complete` is False for a replay that was interrupted; `ideal` is then None, and
+    until `ideal_of` has computed it.
 
     `checked_bytes` were compared, `wrong_bytes` of them differed, by source. `evicted_pages` is by tier, `skipped` what
     the cache decided not to do and `refused` what a bounded queue turned away, by reason; `damaged` are stored pages
@@ -110,6 +126,7 @@ class ReplayResult:
     damaged: Mapping[str, int]
     storage_errors: Mapping[str, int]
     scheduler: SchedulerTimes
+    ideal: Ideal | None
     samples: tuple[Sample, ...]
 
     def to_json(self) -> str:
@@ -127,11 +144,11 @@ _LARGEST = frozenset(
 def merged(parts: Sequence[Any]) -> Any:
     """Values of the same type from engines that ran at the same time, as one. REQUIRES: at least one.
 
-    Counts add up, of the fields in `_LARGEST` the largest stands for all, distributions and series are joined, and the
-    setup is that of the first. Eviction in a shared store is counted by whoever evicts.
+    Counts add up, of the fields in `_LARGEST` the largest stands for all, distributions and series are joined, the
+    setup is that of the first, and None stays None. Eviction in a shared store is counted by whoever evicts.
     """
     first = parts[0]
-    if isinstance(first, Setup):
+    if first is None or isinstance(first, Setup):
         return first
     if isinstance(first, Latency):
         return merged_latency(parts)

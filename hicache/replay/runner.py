@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 import torch
 
+from ..backends.base import Usage
 from ..cache import CacheStatistics, TreeCache, create_cache
 from ..engine import Engine, EngineOptions
 from ..errors import InvalidInput
@@ -106,11 +107,10 @@ class Replay:
         prompt = self._source.take(traced)
         if not self.job.is_mine(traced):
             return
-        new_tokens = max(1, traced.output_length)
-        if traced.input_length + new_tokens - 1 > self.model.context_tokens:
+        if traced.kv_tokens > self.model.context_tokens:
             self.too_long += 1
             return
-        self.model.expect(self.engine.submit(prompt.prompt, new_tokens), prompt)
+        self.model.expect(self.engine.submit(prompt.prompt, traced.new_tokens), prompt)
 
     @property
     def elapsed_s(self) -> float:
@@ -178,6 +178,7 @@ class Replay:
             damaged={} if backend is None else dict(backend.corrupt),
             storage_errors={**controller.worker_errors, **storage_errors},
             scheduler=self.times.times(self.idle_steps),
+            ideal=None,
             samples=tuple(self.series.samples),
         )
 
@@ -214,6 +215,12 @@ def start(job: ReplayJob) -> Replay:
     return replay
 
 
+def _pages_in(usage: Usage, frame_bytes: int) -> int | None:
+    """How many pages a store has room for; None without a limit. A page counts what it takes there on average."""
+    page_bytes = usage.bytes / usage.pages if usage.pages else frame_bytes
+    return None if usage.capacity_bytes is None else int(usage.capacity_bytes / page_bytes)
+
+
 def _setup(job: ReplayJob, cache: TreeCache, state: CacheStatistics) -> Setup:
     storage, usage = job.config.storage, state.controller.usage
     return Setup(
@@ -227,6 +234,7 @@ def _setup(job: ReplayJob, cache: TreeCache, state: CacheStatistics) -> Setup:
         host_page_bytes=state.host.page_bytes,
         storage=None if storage is None else storage.type,
         storage_capacity_bytes=None if usage is None else usage.capacity_bytes,
+        storage_pages=None if usage is None else _pages_in(usage, state.host.page_bytes),
         processes=job.processes,
         whole_trace_each=job.whole_trace_each,
         speed_up=job.speed_up,

@@ -121,8 +121,7 @@ class StandIn:
 
     def expect(self, rid: str, prompt: Prompt) -> None:
         """Say what a submitted request is about. REQUIRES: called before the step in which it begins."""
-        tokens = np.concatenate((prompt.prompt, prompt.output[:-1])).astype("<u4", copy=False).tobytes()
-        keys = page_keys(tokens, self.pool.geometry.page_size)
+        keys = page_keys(prompt.kv_tokens, self.pool.geometry.page_size)
         self._known[rid] = _Known(prompt, page_seeds(keys))
 
     def forget(self) -> None:

@@ -40,6 +40,11 @@ class Prompt:
     output: Tokens
     seen_tokens: int
 
+    @property
+    def kv_tokens(self) -> bytes:
+        """The tokens that have KV when the request ends, as `page_keys` takes them: all but the last of the output."""
+        return np.concatenate((self.prompt, self.output[:-1])).astype("<u4", copy=False).tobytes()
+
 
 class TokenSource:
     """Turns the requests of one trace into tokens. REQUIRES: it sees all of them, in the order of the trace.

@@ -49,6 +49,16 @@ class TraceRequest:
         """Blocks of the prompt that are not partial."""
         return self.input_length // BLOCK_TOKENS
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that an engine generates: at least one."""
+        return max(1, self.output_length)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that have KV when the request ends: all but the last one."""
+        return self.input_length + self.new_tokens - 1
+
 
 def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceRequest]:
     """The requests of a trace file in its order, at most `requests_max`; reads line by line, as they are asked for.

@@ -43,6 +43,10 @@ def test_a_trace_is_replayed_with_all_tiers_and_both_reports(repository: Path, t
     assert result["requests"]["ended"] == 24
     assert result["wrong_bytes"] == 0
     assert result["tokens"]["hits"]["storage"] > 0
+    # 8 prompts of 15 pages that can be hits, twice more; storage alone has room for all.
+    assert result["ideal"]["lru_tokens"] == result["ideal"]["optimum_tokens"] == 2 * 8 * 15 * 64
+    assert result["ideal"]["share_of_lru"] == sum(result["tokens"]["hits"].values()) / 15_360
+    assert "ideal LRU of" in output and "optimum of" in output
     assert Page(html_file.read_text()).captions == FIGURES
 
 
@@ -73,7 +77,8 @@ def test_ctrl_c_prints_the_report_so_far_and_ends_everything(
     code, output = finish(process)
     assert code == 130, output
     assert "interrupted" in output and "0 wrong bytes" in output
-    assert not json.loads(json_file.read_text())["complete"]
+    result = json.loads(json_file.read_text())
+    assert (result["complete"], result["ideal"]) == (False, None)
 
 
 def test_two_processes_replay_a_trace_on_one_store(repository: Path, tmp_path: Path, trace: Path) -> None:
@@ -85,6 +90,7 @@ def test_two_processes_replay_a_trace_on_one_store(repository: Path, tmp_path: P
     result = json.loads(json_file.read_text())
     assert result["requests"]["ended"] == 48
     assert result["setup"]["whole_trace_each"]
+    assert result["ideal"]["lru_tokens"] == 5 * 8 * 15 * 64
 
 
 def test_what_is_no_trace_is_refused_with_its_line(repository: Path, tmp_path: Path) -> None:

@@ -81,6 +81,12 @@ def test_the_page_names_the_numbers_of_the_report() -> None:
         assert shown in text, shown
 
 
+def test_the_page_compares_the_hits_with_ideal_caches() -> None:
+    text = Page(html_report(example())).text
+    assert "ideal LRU of 87,681 pages (hits: 93.8 % of it)" in text
+    assert "optimum of 87,681 pages (hits: 80.0 % of it)" in text
+
+
 def test_wrong_bytes_and_an_interruption_stand_out() -> None:
     good, bad = html_report(example()), html_report(example(wrong_bytes=1, complete=False))
     assert 'class="tile good"' in good and "interrupted" not in good
@@ -95,6 +101,10 @@ def empty() -> ReplayResult:
     )
     tokens = replace(result.tokens, prompt=0, hits={}, computed=0, seen=0, recomputed=0)
     return replace(result, scheduler=times, tokens=tokens)
+
+
+def test_without_an_ideal_the_page_has_none() -> None:
+    assert "ideal LRU of" not in html_report(example(ideal=None))
 
 
 def test_a_replay_of_nothing_still_makes_a_page() -> None:

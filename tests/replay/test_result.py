@@ -8,7 +8,17 @@ from dataclasses import fields, replace
 
 import pytest
 
-from hicache.replay.result import ReplayResult, Requests, Sample, Series, Setup, TokenCounts, merged, merged_samples
+from hicache.replay.result import (
+    Ideal,
+    ReplayResult,
+    Requests,
+    Sample,
+    Series,
+    Setup,
+    TokenCounts,
+    merged,
+    merged_samples,
+)
 from hicache.replay.timing import CallTotal, Histogram, Latency, SchedulerTimes
 
 
@@ -31,8 +41,8 @@ def example(**changes: object) -> ReplayResult:
         setup=Setup(
             trace="some <trace>.jsonl", model="tiny", page_size=64, kv_bytes_per_token=128, device_pages=100,
             device_page_bytes=8192, host_pages=200, host_page_bytes=12288, storage="file",
-            storage_capacity_bytes=1 << 30, processes=1, whole_trace_each=False, speed_up=None, running_max=32,
-            waiting_max=32, prefill_tokens_max=8192, prefill_tokens_per_s=1000.0,
+            storage_capacity_bytes=1 << 30, storage_pages=87381, processes=1, whole_trace_each=False, speed_up=None,
+            running_max=32, waiting_max=32, prefill_tokens_max=8192, prefill_tokens_per_s=1000.0,
         ),
         complete=True,
         elapsed_s=4.0,
@@ -55,6 +65,7 @@ def example(**changes: object) -> ReplayResult:
             request_cpu=latency(100, 900), request_elapsed=latency(200, 5000),
             calls={"poll": CallTotal(calls=4, cpu_s=0.1, elapsed_s=0.2)},
         ),
+        ideal=Ideal(pages=87681, lru_tokens=640, optimum_tokens=750, share_of_lru=0.9375, share_of_optimum=0.8),
         samples=(sample(0.0), sample(2.0, 500, device=200), sample(4.0, 1000, device=300, host=200, storage=100)),
     )  # fmt: skip
     return replace(result, **changes)  # type: ignore[arg-type]
@@ -68,12 +79,12 @@ def test_the_names_in_json_are_those_of_the_fields_and_carry_units() -> None:
 
 
 def test_one_result_merged_is_itself() -> None:
-    one = merged([example()])
-    assert replace(one, scheduler=example().scheduler) == example()
+    one = merged([example(ideal=None)])
+    assert replace(one, scheduler=example().scheduler) == example(ideal=None)
 
 
 def test_counts_of_engines_add_up_and_the_longest_time_counts() -> None:
-    both = merged([example(), example(wrong_bytes=3, complete=False, elapsed_s=6.0)])
+    both = merged([example(ideal=None), example(wrong_bytes=3, complete=False, elapsed_s=6.0, ideal=None)])
     assert both.wrong_bytes == 3
     assert not both.complete
     assert both.elapsed_s == 6.0
