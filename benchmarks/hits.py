@@ -1,0 +1,147 @@
+"""How much of what could be hits are hits: replays beside ideal caches of the same total size.
+
+    python -m benchmarks.hits [TRACE] [--runs N] [--only policies|sizes]
+
+*Policies*: the default configuration of `hicache replay` (three small tiers, files) under each write policy. The
+reference is the hit tokens of an ideal LRU (`hicache/replay/ideal.py`); a selective policy is to write fewer bytes.
+*Sizes*: a large L1, and an L2 of twice, half and an eighth of it, over a store in memory without limit. The reference
+is all that was seen before, since such a store can keep it. The same with a store that writes at a quarter of the rate
+at which pages are computed. It cannot keep everything, so it is beside a replay without storage: a slow store must not
+cost the hits that L1 and L2 have alone.
+
+The trace is no part of this project; docs/replay.md says where it is. The goals are those for the public conversation
+trace, and without TRACE a synthetic one is replayed, for which there are none. A ratio is ours : reference; goals are
+the least, and for bytes the most. Each row is the worst of its runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.pages import PageWrites
+from hicache.frame import FrameCodec
+from hicache.replay.result import TIERS
+
+from ._table import Row, print_table
+
+Report: TypeAlias = "dict[str, Any]"
+
+PAGE_SIZE = 64
+POLICIES = {"write_through": 0.98, "write_back": 0.98, "write_through_selective": 0.9}
+POLICY_REQUESTS = 2000
+SIZE_REQUESTS = 600
+DEVICE_TOKENS = 1 << 19
+HOSTS = {"twice": 2 * DEVICE_TOKENS, "half": DEVICE_TOKENS // 2, "an eighth": DEVICE_TOKENS // 8}
+SIZE_GOAL = 0.95
+PREFILL_TOKENS_PER_S = 250_000
+SLOW_PAGES_PER_S = PREFILL_TOKENS_PER_S / PAGE_SIZE / 4
+
+
+class SlowWrites(MemoryBackend):
+    """A store in memory that writes `pages_per_s` pages a second, over all its calls, and reads at once."""
+
+    def __init__(self, codec: FrameCodec, pages_per_s: float) -> None:
+        super().__init__(codec)
+        self._page_s = 1 / pages_per_s
+        self._line = threading.Lock()
+
+    def write(self, pages: PageWrites) -> None:
+        """See PageStore. Pages that are there already take no time."""
+        missing = self.find(pages.keys, 0.0).count(False)
+        with self._line:
+            time.sleep(missing * self._page_s)
+        super().write(pages)
+
+
+def replayed(trace: str | None, requests: int, **entries: object) -> Report:
+    """The report of one `hicache replay` in a process of its own; `entries` are of the configuration, with two
+    underscores for each dot. Ends the benchmark with its output if it failed or found a wrong byte."""
+    settings = [f"{name.replace('__', '.')}={value}" for name, value in entries.items()]
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
+        file = Path(folder) / "report.json"
+        ended = subprocess.run(
+            [sys.executable, "-m", "hicache", "replay", *([trace] if trace else []), "--requests", str(requests),
+             "--prefill-rate", str(PREFILL_TOKENS_PER_S), "--json", str(file),
+             *(part for setting in settings for part in ("--set", setting))],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if ended.returncode:
+            sys.exit(ended.stdout + ended.stderr)
+        report: Report = json.loads(file.read_text())
+    return report
+
+
+def hit_tokens(report: Report) -> int:
+    """Hits of all tiers."""
+    return sum(report["tokens"]["hits"].values())
+
+
+def worst(trace: str | None, runs: int, requests: int, **entries: object) -> Report:
+    """The report with the fewest hits of so many replays."""
+    return min((replayed(trace, requests, **entries) for _ in range(runs)), key=hit_tokens)
+
+
+def hits_row(what: str, report: Report, reference_tokens: int, goal: float | None) -> Row:
+    """Our hits beside those of a reference; `what` gets the hits of each tier."""
+    ours, hits = hit_tokens(report), report["tokens"]["hits"]
+    by_tier = " + ".join(f"{hits[tier]:,}" for tier in TIERS)
+    ratio = ours / reference_tokens if reference_tokens else None
+    return Row(f"{what} ({by_tier})", f"{ours:,}", f"{reference_tokens:,}", ratio, goal)
+
+
+def policy_rows(trace: str | None, runs: int) -> list[Row]:
+    """Three small tiers under each write policy."""
+    rows, most_bytes = [], 0
+    for policy, goal in POLICIES.items():
+        report = worst(trace, runs, POLICY_REQUESTS, write_policy=policy)
+        rows.append(
+            hits_row(f"{policy}, of an ideal LRU", report, report["ideal"]["lru_tokens"], goal if trace else None)
+        )
+        stored_bytes = report["moved_bytes"]["host_to_storage"]
+        most_bytes = most_bytes or stored_bytes
+        limit = 1.0 if trace and policy == "write_through_selective" else None
+        rows.append(Row(f"{policy}, bytes written", f"{stored_bytes / 1e9:.2f} GB", f"{most_bytes / 1e9:.2f} GB",
+                        stored_bytes / most_bytes if most_bytes else None, limit))  # fmt: skip
+    return rows
+
+
+def size_rows(trace: str | None, runs: int) -> list[Row]:
+    """A large L1 over each size of L2, and over stores that are fast, slow, and not there."""
+    rows, slow = [], {"storage__type": f"{__package__}.hits:SlowWrites",
+                      "storage__options__pages_per_s": SLOW_PAGES_PER_S}  # fmt: skip
+    for name, host_tokens in HOSTS.items():
+        tiers = {"device__tokens": DEVICE_TOKENS, "host__tokens": host_tokens}
+        fast = worst(trace, runs, SIZE_REQUESTS, **tiers, storage__type="memory")
+        seen = fast["tokens"]["seen"]
+        rows.append(hits_row(f"L2 {name}, of all seen before", fast, seen, SIZE_GOAL if trace else None))
+        slowed = worst(trace, runs, SIZE_REQUESTS, **tiers, **slow)
+        rows.append(hits_row(f"L2 {name}, slow store, of all seen before", slowed, seen, None))
+        alone = hit_tokens(replayed(trace, SIZE_REQUESTS, **tiers, storage="null"))
+        rows.append(hits_row(f"L2 {name}, slow store, of no store", slowed, alone, 1.0 if trace else None))
+    return rows
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description="Hits of replays beside ideal caches")
+    parser.add_argument("trace", nargs="?", help="the public conversation trace (default: a synthetic one, no goals)")
+    parser.add_argument("--runs", type=int, default=3, help="replays of each case, the worst of which is shown")
+    parser.add_argument("--only", choices=("policies", "sizes"), help="one of the two tables")
+    options = parser.parse_args()
+    if options.only != "sizes":
+        print_table("Hit tokens (L1 + L2 + storage) of three small tiers", policy_rows(options.trace, options.runs))
+    if options.only != "policies":
+        print_table("Hit tokens (L1 + L2 + storage) of a large L1", size_rows(options.trace, options.runs))
+
+
+if __name__ == "__main__":
+    main()
