@@ -4,6 +4,9 @@
 
 The reference is what the bus (on the CPU: the memory) gives to a single large copy between pinned host memory and the
 device, measured in the same run; ratio = ours : reference speed. Best of many runs, the median in brackets.
+
+The rows "verified" are loads with `integrity.verify: load`: a thread computes the tags of all frames, then the copy
+starts. Their reference is the load without it.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from functools import partial
 import numpy as np
 import torch
 
+from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_device_pool
 
 from ._table import Row, print_table
 
 WAIT_S = 60.0
+KEY = bytes(range(32))
 
 
 def seconds(runs: int, device: torch.device, work: Callable[[], object]) -> list[float]:
@@ -67,8 +72,29 @@ def rows_of(geometry: KVGeometry, device: torch.device, pages: int, runs: int) -
         limits = seconds(runs, device, partial(target.copy_, source, non_blocking=True))
         label = f"{what}, {geometry.payload_bytes >> 20} MiB pages"
         rows.append(Row(label, speed(size, times), speed(size, limits), min(limits) / min(times)))
+    rows.append(verified_row(geometry, host, partial(seconds, runs, device), load))
     copies.close(WAIT_S)
     return rows
+
+
+def verified_row(
+    geometry: KVGeometry, host: HostPool, timed: Callable[[Callable[[], object]], list[float]], load: Callable[[], None]
+) -> Row:
+    """A load whose frames are verified before, beside one without."""
+    codec = FrameCodec(bytes(32), geometry.payload_bytes)
+    frames = host.frames(np.arange(host.pages, dtype=np.int32))
+    for frame in frames:
+        codec.seal(KEY, frame)
+
+    def verified() -> None:
+        if any(codec.check(KEY, frame) for frame in frames):
+            raise SystemExit("a frame is not the page that was sealed")
+        load()
+
+    size = host.pages * geometry.payload_bytes
+    times, plain = timed(verified), timed(load)
+    label = f"L2 to L1, {geometry.payload_bytes >> 20} MiB pages, verified"
+    return Row(label, speed(size, times), speed(size, plain), min(plain) / min(times))
 
 
 def run(device_name: str = "cpu", *, pages: int = 64, runs: int = 20) -> list[Row]:

@@ -22,6 +22,7 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,6 +76,8 @@ class DeviceTier:
         controller: HiCacheController,
         counters: CacheCounters,
         break_even: BreakEven,
+        *,
+        may_load: Callable[[Node], bool] | None = None,
     ) -> None:
         self.allocator = allocator
         self.request_pages = self.writeback_pages = 0
@@ -84,6 +87,7 @@ class DeviceTier:
         self._config = controller.config
         self._counters = counters
         self._break_even = break_even
+        self._may_load = may_load  # None: all nodes
         self._backups: dict[Backup, _Run] = {}
         self._loads: dict[Load, tuple[RadixTree, Node]] = {}
         self._halted = False
@@ -338,6 +342,9 @@ class DeviceTier:
             self._controller.refuse_load()
         nodes: list[Node] = []
         for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
+            if self._may_load is not None and not self._may_load(node):
+                self._counters.skipped["load_not_verified"] += 1
+                break
             if tree.pages(node) > room:
                 return (nodes, node, room) if room >= CUT_PAGES_MIN else (nodes, None, 0)
             nodes.append(node)

@@ -32,7 +32,7 @@ from ..tiers.memory import device_pages as count_device_pages
 from .break_even import BreakEven, Rates
 from .chunk_cache import ChunkCache
 from .host_cache import HostCache
-from .host_pool import open_host_pool, release_of, released_on_failure
+from .host_pool import host_codecs, open_host_pool, release_of, released_on_failure
 from .interface import TreeCache
 from .radix_cache import HiRadixCache
 from .session_cache import SessionCache
@@ -199,7 +199,10 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
         )
         undo.pop_all()  # the controller closes its backend
         undo.callback(controller.close, 1.0)
-        cache = make(controller, {"open_storage": opener, "weights_epoch": namespace.weights_epoch})
+        options: TieredOptions = {"open_storage": opener, "weights_epoch": namespace.weights_epoch}
+        if config.integrity.verify == "load":
+            options["host_codec"] = host_codecs(config, namespace, environ)
+        cache = make(controller, options)
     except InvalidInput as error:
         raise ConfigError(str(error)) from error
     undo.pop_all()

@@ -42,7 +42,7 @@ from .tiered import TieredCache, TieredOptions
 @dataclass(frozen=True, slots=True)
 class HostMatch:
     """What `lookup` found: `pages` pages behind the start page. `loading`: another request is loading one of them now,
-    so the engine asks again later and then has them on its device.
+    so the engine asks again later and then has them on its device; or they are being verified (`integrity.verify`).
     """
 
     pages: int
@@ -135,6 +135,8 @@ class HostCache(TieredCache):
         Its prefetch stops; what has arrived stays on L2. Loads and writes go on until `end_load` and `end_write`.
         """
         self._prefetcher.abort(rid)
+        if self._verifier is not None:
+            self._verifier.forget(rid)
         self._requests.pop(rid, None)
 
     # Loads
@@ -154,6 +156,10 @@ class HostCache(TieredCache):
         if pages == 0 or not (loading or self._pays(request, pages)):
             self._prefetcher.take_arrived(rid)  # what came from storage for it need not be kept
             return HostMatch(0, loading=False)
+        if self._verifier is not None and not loading:
+            if not self._verifier.prove(rid, key, match, pages):
+                return HostMatch(pages, loading=True)
+            pages = self._verifier.loadable(match.node, pages)
         return HostMatch(pages, loading)
 
     def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad | None:
@@ -166,6 +172,10 @@ class HostCache(TieredCache):
         start_page = whole("start_page", start_page, 0, end_page - 1)
         match = self._match(rid, self._head(key, end_page))
         if match.pages < end_page:
+            return None
+        pages = end_page - start_page
+        if self._verifier is not None and self._verifier.loadable(match.node, pages) < pages:
+            self._counters.skipped["load_not_verified"] += 1
             return None
         tree, node = self.tree, match.node
         if start_page:

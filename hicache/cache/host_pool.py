@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from ..backends.remote import create_memory
 from ..config import HiCacheConfig
 from ..config.remote_storage import RemoteStorageOptions
+from ..frame import FrameCodec, TagKind
 from ..geometry import KVGeometry, PageShape, page_shape
+from ..keys import Namespace
 from ..shared_memory import Role
 from ..tiers import HostPool, SharedHostPool
 from ..tiers.shared import shape_digest
@@ -38,6 +41,26 @@ def open_host_pool(
         create_memory(options, name, shape_digest(page_shape(shape)), page_shape(shape).payload_bytes, pages)
         role = Role.GUEST
     return SharedHostPool.open(name, shape, pages, pin=pin, timeout_s=_OPEN_S, role=role)
+
+
+def host_codecs(
+    config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str] | None
+) -> Callable[[int], FrameCodec]:
+    """Return what makes the codec of frames on L2 for a weights epoch: that of storage, but frames on L2 are plain. MAC
+    keys are read once, here. Raises ConfigError."""
+    keys = config.integrity.keys(environ)
+
+    def make(epoch: int) -> FrameCodec:
+        return FrameCodec(
+            replace(namespace, weights_epoch=epoch).digest,
+            namespace.geometry.payload_bytes,
+            tag=TagKind[config.integrity.tag.upper()],
+            mac_keys=keys,
+            weights_epoch=epoch,
+            label=namespace.label or namespace.model,
+        )
+
+    return make
 
 
 def release_of(pool: HostPool) -> Callable[[], None]:

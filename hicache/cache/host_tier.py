@@ -17,7 +17,7 @@ from collections import Counter
 from ..backends.guard import Direction
 from ..controller import HiCacheController, Store
 from ..errors import InvariantError
-from ..radix import Node, RadixTree
+from ..radix import Node, RadixTree, may_leave_host, may_lose_copy
 from ..tiers import HostPool
 from ..types import PageIds
 from .statistics import CacheCounters
@@ -77,6 +77,15 @@ class HostTier:
     def release(self, pages: PageIds) -> None:
         """End the reservation of `pages`; all are free again."""
         self.commit(len(pages), pages)
+
+    def drop(self, tree: RadixTree, node: Node) -> None:
+        """Take `node` and the nodes below it off L2, deepest first, as far as nothing needs them there."""
+        below = [node]
+        for part in below:
+            below.extend(part.children.values())
+        for part in reversed(below):
+            if may_leave_host(part) or may_lose_copy(part):
+                self.host.free(tree.leave_host(part))
 
     # From L2 to storage
 

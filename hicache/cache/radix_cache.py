@@ -43,7 +43,8 @@ class HiRadixCache(TieredCache):
         self.device = device
         self.running = RunningRequests()
         self._l1 = DeviceTier(
-            device.allocator, self._trees, self._l2, controller, self._counters, self.break_even
+            device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
+            may_load=None if self._verifier is None else self._verifier.may_load,
         )  # fmt: skip
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
@@ -87,6 +88,8 @@ class HiRadixCache(TieredCache):
             raise InvariantError("L1: room was made for a request, but there is none")
         request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), tree, node, priority, load)
         self.running.add(request)
+        if self._verifier is not None:
+            self._verifier.forget(rid)
         tree.use(node, priority)
         self._pins.used(node)
         self._l1.used(node)
@@ -210,14 +213,21 @@ class HiRadixCache(TieredCache):
         instance("rid", rid, str)
         reusable = self._reusable(key)
         in_service = self._device_fault is None and not self._closed
+        if in_service and self._verifier is not None:
+            self._verifier.ask(rid, reusable)
         return in_service and self._prefetcher.start(rid, reusable)
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """True once the prefetch has ended or its time is over; what has arrived by then is in the tree."""
-        return self._prefetcher.ready(rid)
+        """True once the prefetch has ended or its time is over; what has arrived by then is in the tree.
+
+        With `integrity.verify: load`, True once the frames that the request would load are verified, too.
+        """
+        return self._prefetcher.ready(rid) and (self._verifier is None or self._verifier.ready(rid))
 
     def abort_prefetch(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run. What has arrived stays; the rest comes back later."""
+        if self._verifier is not None:
+            self._verifier.forget(rid)
         self._prefetcher.abort(rid)
 
     # Emptying

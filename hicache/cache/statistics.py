@@ -24,6 +24,7 @@ SKIP_REASONS = (
     "backup_prefix_not_on_host",
     "load_does_not_pay",
     "load_failed",
+    "load_not_verified",
     "load_too_short",
     "no_device_room",
     "pin_share",
@@ -56,6 +57,7 @@ class CacheCounters:
     prompt_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
     evicted_pages: Counter[str] = field(default_factory=Counter)
+    verified_pages: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     lookups: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_OUTCOMES, 0))
 
@@ -90,7 +92,8 @@ class CacheStatistics:
     `skipped` counts by reason what the cache decided not to do or could not do: a slower request, never an error.
     `events` and `publisher` are None where events are not recorded, or not published.
 
-    `lookups` counts lookups in storage by what they found. `prefetch_wait` is how long requests waited for their
+    `lookups` counts lookups in storage by what they found. `verified_pages` counts by outcome (sound, damaged,
+    untagged) the pages of L2 that were verified before a load. `prefetch_wait` is how long requests waited for their
     prefetch, `step` how long `poll` took the scheduler; None for a cache that has neither. `sessions` is None for a
     cache without sessions.
     """
@@ -110,6 +113,7 @@ class CacheStatistics:
     events: StreamStatistics | None
     publisher: PublisherStatistics | None = None
     lookups: Mapping[str, int] = field(default_factory=dict)
+    verified_pages: Mapping[str, int] = field(default_factory=dict)
     prefetch_wait: HistogramStatistics | None = None
     step: HistogramStatistics | None = None
     sessions: SessionStatistics | None = None

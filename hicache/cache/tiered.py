@@ -24,6 +24,7 @@ from ..backends.guard import Direction
 from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
+from ..frame import FrameCodec
 from ..histogram import STEP_BOUNDS_S, Histogram
 from ..keys import TOKEN_BYTES, Namespace, require_epoch
 from ..radix import RUN_PAGES_MAX, RadixTree, check_tree, make_policy
@@ -37,6 +38,7 @@ from .report import CacheLog, log_end
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 from .storage import StorageControl
 from .trees import Trees
+from .verification import LoadVerifier
 
 # How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
 DRAIN_WAIT_S = 0.001
@@ -47,13 +49,15 @@ class TieredOptions(TypedDict, total=False):
 
     `position_bytes` says which keys the cache takes (see `RadixKey`): 8 bytes for an engine whose keys are bigrams.
     `open_storage` opens the store of a weights epoch, for `update_weights`; the controller's backend is that of
-    `weights_epoch`. `release` is called at the end of `close`.
+    `weights_epoch`. `host_codec` gives the codec that proves frames on L2 of a weights epoch, for `integrity.verify:
+    load`. `release` is called at the end of `close`.
     """
 
     position_bytes: int
     open_storage: Callable[[int], StorageBackend] | None
     weights_epoch: int
     break_even: BreakEven | None
+    host_codec: Callable[[int], FrameCodec] | None
     release: Callable[[], None]
 
 
@@ -64,7 +68,7 @@ class TieredCache:
     switches its directions off and on. `mailbox` has what operators ask of the scheduler thread, which `poll` serves.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of `TieredOptions`
         self,
         host: HostPool,
         controller: HiCacheController,
@@ -74,6 +78,7 @@ class TieredCache:
         open_storage: Callable[[int], StorageBackend] | None = None,
         weights_epoch: int = 0,
         break_even: BreakEven | None = None,
+        host_codec: Callable[[int], FrameCodec] | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config = controller.config
@@ -91,6 +96,8 @@ class TieredCache:
         self._trees = Trees(self._new_tree, device, host)
         self._l2 = HostTier(host, self._trees, controller, self._counters)
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
+        self._host_codec = host_codec
+        self._verifier = self._new_verifier() if config.integrity.verify == "load" else None
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self.mailbox = Mailbox()
         self._log: CacheLog | None = None
@@ -106,6 +113,14 @@ class TieredCache:
             position_bytes=self._position_bytes,
             observer=self._events,
         )
+
+    def _new_verifier(self) -> LoadVerifier:
+        if self._host_codec is None:
+            raise InvalidInput("integrity.verify: load: give host_codec, the codec of frames on L2")
+        if self.controller.has_ranks:
+            raise InvalidInput("integrity.verify: load: ranks do not agree on damaged pages; use read")
+        codec = self._host_codec(self.weights_epoch)
+        return LoadVerifier(self._trees, self._l2, self._counters, codec, clock=self.controller.clock)
 
     @property
     def tree(self) -> RadixTree:
@@ -139,6 +154,8 @@ class TieredCache:
         self.storage.require_opener()
         self.weights_epoch = epoch
         self.clear()
+        if self._verifier is not None and self._host_codec is not None:
+            self._verifier.codec = self._host_codec(epoch)
         self.storage.use_epoch(epoch)
 
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
@@ -173,6 +190,7 @@ class TieredCache:
         if acks is not None:
             self._take_in(acks)
             self._trees.sweep()
+        has_proved = self._verifier is not None and self._verifier.poll()
         if self._events is not None:
             self._events.poll(self.tree)
         self.controller.launch_backups()
@@ -181,7 +199,7 @@ class TieredCache:
         if self.mailbox.pending:
             self.mailbox.serve()
         self._step_time.add(time.perf_counter() - began_s)
-        return acks is not None
+        return acks is not None or has_proved
 
     def _take_in(self, acks: Acks) -> None:
         for store in acks.stored:  # first, because what they held on L2 is room for reads
@@ -220,6 +238,7 @@ class TieredCache:
             events=None if self._events is None else self._events.stream.statistics(),
             publisher=None if publisher is None else publisher.statistics(),
             lookups=dict(counters.lookups),
+            verified_pages=dict(counters.verified_pages),
             prefetch_wait=self._prefetcher.wait.statistics(),
             step=self._step_time.statistics(),
         )
@@ -236,7 +255,7 @@ class TieredCache:
         """Poll until no copy, prefetch or store is in flight; blocks. False if some still are after `timeout_s`."""
         deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
         self.controller.launch_loads()
-        while not self.controller.idle:
+        while not (self.controller.idle and (self._verifier is None or self._verifier.idle)):
             if time.monotonic() >= deadline:
                 return False
             if not self.poll():
@@ -261,6 +280,8 @@ class TieredCache:
         except RankError:
             pass  # the others are gone; what is in flight here ends all the same
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
+        if self._verifier is not None:
+            ended &= self._verifier.close(max(0.0, deadline - time.monotonic()))
         self.poll()
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - time.monotonic()))

@@ -56,6 +56,13 @@ class IntegrityConfig(_KeySection):
         description="Checksum of every page. `none` saves the checksum and serves whatever the store returns: only for "
         "measuring. With a MAC key the tag is AES-256-GMAC, with an encryption key AES-256-GCM, whatever stands here.",
     )
+    verify: Literal["read", "load"] = Field(
+        default="read",
+        description="When pages are verified. `read`: when they come from storage. `load`: once more when they go from "
+        "host memory to the device, which finds damage of that memory; a damaged page is computed again. A load then "
+        "takes longer, see docs/benchmarks.md. Pages that carry no tag, such as those that are not stored yet, are not "
+        "covered. Not for several ranks, each with a cache of its own.",
+    )
     mac_key_file: FileSystemPath | None = Field(
         default=None,
         description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. With a key, whoever can "

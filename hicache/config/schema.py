@@ -357,6 +357,11 @@ class HiCacheConfig(Section):
             raise ValueError(
                 "integrity and storage_format: give a MAC key or an encryption key; encryption proves the page too"
             )
+        if self.integrity.verify == "load":
+            if [*self.storage_format.key_sources()]:
+                raise ValueError("integrity.verify: load: frames of an encrypted store have no tag; use read")
+            if self.integrity.tag == "none" and not [*self.integrity.key_sources()]:
+                raise ValueError("integrity.verify: load: tag none proves nothing; use tag xxh3_128, or verify read")
         if self.sessions.enabled and not self.prefix_cache:
             raise ValueError("sessions.enabled needs prefix_cache: true; without it nothing is kept between turns")
         shared, options = self.host.shared, self.storage and self.storage.options

@@ -254,6 +254,14 @@ class FrameCodec:
         header = header_of(page)
         return header[:8] == MAGIC and header[56:88] == key and header[NAMESPACE] == self.namespace
 
+    def is_tagged(self, frame: memoryview) -> bool:
+        """True if a plain frame says that it carries a tag of this codec's kind, which `check` can prove."""
+        return (
+            self.tag_kind is not TagKind.NONE
+            and frame[:8] == MAGIC
+            and frame[VERSION_AND_KIND] == self._version_and_kind
+        )
+
     def stream(self) -> TagStream | None:
         """For `accept` and `check`, where a page arrives in pieces; None where its tag is computed over the whole."""
         return TagStream() if self.tag_kind is TagKind.XXH3_128 else None

@@ -2,7 +2,7 @@
 
 from ..policies import POLICIES, make_policy
 from .check import check_tree, pretty_print
-from .node import Node, may_leave_device
+from .node import Node, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import Peek
 from .results import Fate, Inserted, Match, TreeObserver
 from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, RadixTree
@@ -21,5 +21,7 @@ __all__ = [
     "check_tree",
     "make_policy",
     "may_leave_device",
+    "may_leave_host",
+    "may_lose_copy",
     "pretty_print",
 ]

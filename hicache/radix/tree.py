@@ -312,7 +312,7 @@ class RadixTree(PrefixTree):
 
     def set_host(self, node: Node, pages: PageIds) -> None:
         """Record that `node` is on L2 at `pages`. REQUIRES: it was not, and the bytes are complete."""
-        node.host = pages
+        node.host, node.proved_until_s = pages, 0.0
         self.host_pages += len(pages)
         if node.device is not None:
             self.host_copy_pages += len(pages)
@@ -400,7 +400,7 @@ class RadixTree(PrefixTree):
             if node is None:
                 break
             missing -= self._cut(node, missing)
-            freed.append(self._leave_host(node))
+            freed.append(self.leave_host(node))
         return _concatenated(freed)
 
     def split(self, tail: Node, pages: int) -> Node:
@@ -408,6 +408,23 @@ class RadixTree(PrefixTree):
         head = super().split(tail, pages)
         self._offer(head)
         return head
+
+    def leave_host(self, node: Node) -> PageIds:
+        """As `leave_device`, for L2. REQUIRES: `may_leave_host` or `may_lose_copy`."""
+        pages = node.host
+        if pages is None:
+            raise InvariantError(f"not on L2: {node!r}")
+        if self.observer is not None:
+            self.observer.removed(Medium.HOST, self, node)
+        self.host_pages -= len(pages)
+        self._count_host(node, -1)
+        if node.device is None:
+            node.host = None
+            self._remove(node)
+        else:
+            self._end_copy(node)
+            node.host = None
+        return pages
 
     # Inside
 
@@ -426,23 +443,6 @@ class RadixTree(PrefixTree):
         self.split(victim, head)
         return count - head
 
-    def _leave_host(self, node: Node) -> PageIds:
-        """Take `node` off L2, and out of the tree if it is on no other tier; its L2 pages, which are free now."""
-        pages = node.host
-        if pages is None:
-            raise InvariantError(f"not on L2: {node!r}")
-        if self.observer is not None:
-            self.observer.removed(Medium.HOST, self, node)
-        self.host_pages -= len(pages)
-        self._count_host(node, -1)
-        if node.device is None:
-            node.host = None
-            self._remove(node)
-        else:
-            self._end_copy(node)
-            node.host = None
-        return pages
-
     def _drop_below(self, node: Node) -> list[PageIds]:
         """Take everything below `node` off L2; the freed pages. REQUIRES: it is on L2 only, and not held."""
         below: list[Node] = []
@@ -451,7 +451,7 @@ class RadixTree(PrefixTree):
             part = stack.pop()
             below.append(part)
             stack.extend(part.children.values())
-        return [self._leave_host(part) for part in reversed(below)]
+        return [self.leave_host(part) for part in reversed(below)]
 
     def _end_copy(self, node: Node) -> None:
         """Record that `node` leaves one of the two tiers that it is on."""

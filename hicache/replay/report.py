@@ -18,6 +18,7 @@ WAY_NAMES: Mapping[str, str] = {
 # What counters mean, in words; one that is not here is shown by its name.
 REASONS: Mapping[str, str] = {
     "skipped no_device_room": "a request waited: no room on L1",
+    "skipped load_not_verified": "no load from L2: the frames were not verified (`integrity.verify: load`)",
     "skipped load_too_short": "no load from L2: too short to pay",
     "skipped load_does_not_pay": "no load from L2: computing was faster",
     "skipped prefetch_does_not_pay": "nothing read: computing was faster, or had to be measured",

@@ -13,6 +13,7 @@ from hicache.cache import HostCache, HostLoad, HostWrite
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.config import HiCacheConfig, TransferConfig
 from hicache.controller import HiCacheController
+from hicache.frame import FrameCodec
 from hicache.keys import TOKEN_BYTES, RadixKey
 from hicache.radix import RadixTree
 from hicache.tiers import HostPool
@@ -27,7 +28,7 @@ PAGE_TOKENS = GEOMETRY.page_size
 class HostWorld(Ending):
     """A cache of `host_pages` over `backend`. `kind` is the class of the cache, for tests that break one on purpose."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that tests exchange
         self,
         *,
         host_pages: int = 32,
@@ -37,6 +38,7 @@ class HostWorld(Ending):
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
         break_even: BreakEven | None = None,
+        host_codec: Callable[[int], FrameCodec] | None = None,
         kind: type[HostCache] = HostCache,
     ) -> None:
         self.host = HostPool(GEOMETRY, host_pages)
@@ -49,6 +51,7 @@ class HostWorld(Ending):
             position_bytes=position_bytes,
             open_storage=open_storage,
             break_even=break_even,
+            host_codec=host_codec,
         )
         self.stamps = Stamps(GEOMETRY)
         self._epochs: dict[RadixTree, int] = {}

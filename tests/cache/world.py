@@ -129,6 +129,7 @@ class World(Ending):
         open_storage: Callable[[int], StorageBackend] | None = None,
         clock: Callable[[], float] = time.monotonic,
         break_even: BreakEven | None = None,
+        host_codec: Callable[[int], FrameCodec] | None = None,
         kind: type[HiRadixCache] = HiRadixCache,
         ranks: RankGroup | None = None,
         stores_pages: bool = True,
@@ -147,6 +148,7 @@ class World(Ending):
             position_bytes=position_bytes,
             open_storage=open_storage,
             break_even=break_even,
+            host_codec=host_codec,
         )
         self.wrong_pages = 0
         self.compared_pages = 0

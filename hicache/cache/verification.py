@@ -1,0 +1,232 @@
+"""Verification of L2: sealed frames are proved once more before they are loaded to L1 (`integrity.verify: load`).
+
+A page was proved when it was read from storage, and sealed when it was stored. Memory can change since then. With
+`verify: load` a worker computes the tag of each frame again before its load is submitted, so no copy begins with a
+damaged frame. A request waits for that as it waits for its prefetch. A page that is not the one that was sealed leaves
+L2, with the pages behind it, and the request computes them.
+
+A frame that was computed here carries a tag once it is stored. A page that is not stored yet, or that came from storage
+compressed, has no tag: it is loaded as without this option, and counted.
+
+Locking design: the scheduler thread makes every call but `_prove` and owns all fields, so there is no lock. The worker
+writes `sound_pages`, `untagged_pages` and `damage` of the proof that it was given; they are final once the proof is in
+`_finished`. The frames of a proof are held on L2 (`hold_host`) until it has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..frame import Damage, FrameCodec
+from ..keys import RadixKey
+from ..logs import LimitedLog
+from ..radix import Match, Node, RadixTree
+from ..supervised import Beat, SupervisedPool, WorkerFactory
+from .host_tier import HostTier
+from .statistics import CacheCounters
+from .trees import Trees
+
+logger = logging.getLogger(__name__)
+
+# A request is scheduled in the step after its proof, or some steps later where it waits for room on L1. A later load
+# proves the frames again.
+PROOF_S = 10.0
+# A frame of any size is hashed within a second; a worker that needs longer hangs.
+_PATIENCE_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Proof:
+    """The frames of the nodes that end at `node`, to be proved in order."""
+
+    tree: RadixTree = field(repr=False)
+    node: Node
+    codec: FrameCodec = field(repr=False)
+    pages: list[tuple[int, bytes | None]] = field(repr=False)  # page of L2, and its key if it is sealed
+    until_s: float = 0.0  # scheduler: 0 while it runs; then a request may rely on its end up to this time
+    sound_pages: int = 0  # worker: leading pages with which nothing is wrong
+    untagged_pages: int = 0  # worker: how many of them carry no tag
+    damage: Damage | None = None  # worker: what is wrong with the next page
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What is remembered of a request that has not begun: its key, and the last proof that it waited for."""
+
+    key: RadixKey
+    proof: Proof | None = None
+
+
+class LoadVerifier:
+    """See the module's docstring. `codec` is that of the frames in the current tree.
+
+    Invariant: `_running` are the proofs that are not taken in; the pages of each are held. A node may be loaded until
+    its `proved_until_s`, which is 0 for pages that were not proved since they came to L2.
+    """
+
+    def __init__(
+        self,
+        trees: Trees,
+        host: HostTier,
+        counters: CacheCounters,
+        codec: FrameCodec,
+        *,
+        workers: WorkerFactory = SupervisedPool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.codec = codec
+        self._trees = trees
+        self._host = host
+        self._counters = counters
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._running: dict[Proof, None] = {}
+        self._finished: queue.SimpleQueue[Proof] = queue.SimpleQueue()
+        self._log = LimitedLog(logger)
+        self._worker: SupervisedPool[Proof] = workers(
+            "verify", 1, handle=self._prove, acknowledge=self._finished.put, patience_s=_PATIENCE_S
+        )
+
+    # Requests
+
+    def ask(self, rid: str, key: RadixKey) -> None:
+        """Remember the key of a request for `ready`."""
+        self._requests[rid] = _Request(key)
+
+    def ready(self, rid: str) -> bool:
+        """Return False while frames that a request would load are being proved. Starts that; does not block."""
+        request = self._requests.get(rid)
+        if request is None:
+            return True
+        if request.proof is not None and not request.proof.until_s:
+            return False  # without a look at the tree, once per step
+        match = self._trees.current.match(request.key)
+        return self.prove(rid, request.key, match, match.host_hit_pages)
+
+    def prove(self, rid: str, key: RadixKey, match: Match, pages: int) -> bool:
+        """Return True if nothing of the last `pages` pages of `match` is left to prove, or was found damaged just now.
+
+        Starts a proof otherwise, and returns False until it has ended.
+        """
+        nodes = self._run(match.node, pages)
+        if all(map(self.may_load, nodes)):
+            return True
+        request = self._requests.setdefault(rid, _Request(key))
+        proof = request.proof
+        if proof is None or (proof.until_s and (proof.until_s <= self._clock() or proof.tree is not self._tree)):
+            same = (running for running in self._running if running.node is nodes[-1])
+            proof = request.proof = next(same, None) or self._start(nodes)
+        return proof.until_s > 0
+
+    def may_load(self, node: Node) -> bool:
+        """True if the frames of `node` were proved a moment ago."""
+        return self._clock() < node.proved_until_s
+
+    def loadable(self, node: Node, pages: int) -> int:
+        """Return how many of the last `pages` pages up to `node` may be loaded: those before the first that may not."""
+        nodes = self._run(node, pages)
+        before = sum(map(self._tree.pages, nodes)) - pages  # the first node may begin earlier
+        sound = sum(map(self._tree.pages, itertools.takewhile(self.may_load, nodes)))
+        return max(0, sound - before)
+
+    def forget(self, rid: str) -> None:
+        """Forget a request that has begun, or will not."""
+        self._requests.pop(rid, None)
+
+    # Each step
+
+    @property
+    def idle(self) -> bool:
+        """True if no proof is in flight."""
+        return not self._running
+
+    def poll(self) -> bool:
+        """Take in the proofs that have ended; True if there are any. Once per step; does not block."""
+        self._worker.supervise()
+        ended = [self._finished.get_nowait() for _ in range(self._finished.qsize())]
+        for proof in ended:
+            self._take(proof)
+        return bool(ended)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the worker; blocks. False if it is left behind."""
+        return self._worker.close(timeout_s)
+
+    # Inside
+
+    @property
+    def _tree(self) -> RadixTree:
+        return self._trees.current
+
+    def _run(self, node: Node, pages: int) -> list[Node]:
+        """Return the nodes of the last `pages` pages up to `node`, root first; the first one may begin earlier."""
+        nodes: list[Node] = []
+        while pages > 0 and node.parent is not None:
+            nodes.append(node)
+            pages -= self._tree.pages(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def _start(self, nodes: list[Node]) -> Proof:
+        tree = self._tree
+        pages: list[tuple[int, bytes | None]] = []
+        for node in nodes:
+            if node.host is None:
+                continue
+            # A store that runs may be sealing the frame; a node that something was sealed for has its page keys.
+            sealed = node.page_keys is not None and not node.store_pending
+            keys = tree.page_keys(node) if sealed else [None] * len(node.host)
+            pages += zip(node.host.tolist(), keys, strict=True)
+        proof = Proof(tree, nodes[-1], self.codec, pages)
+        self._running[proof] = None
+        tree.hold_host(proof.node)
+        self._worker.submit(proof)
+        return proof
+
+    def _prove(self, proof: Proof, beat: Beat) -> None:
+        """Worker: compute the tags again, up to the first page that is damaged."""
+        for page, key in proof.pages:
+            beat()
+            frame = self._host.host.frame(page)
+            if key is None or not proof.codec.is_tagged(frame):
+                proof.untagged_pages += 1
+            else:
+                proof.damage = proof.codec.check(key, frame)
+                if proof.damage is not None:
+                    return
+            proof.sound_pages += 1
+
+    def _take(self, proof: Proof) -> None:
+        """Note which nodes may be loaded; take the page that is damaged, and those behind it, off L2."""
+        del self._running[proof]
+        tree = proof.tree
+        proof.until_s = self._clock() + PROOF_S
+        counted = self._counters.verified_pages
+        counted["untagged"] += proof.untagged_pages
+        counted["sound"] += proof.sound_pages - proof.untagged_pages
+        done, damaged = 0, None
+        for node in reversed(list(tree.span(proof.node, len(proof.pages)))):
+            sound = min(proof.sound_pages - done, tree.pages(node))
+            done += tree.pages(node)
+            if node.host is not None and sound == tree.pages(node):
+                node.proved_until_s = proof.until_s
+                continue
+            if proof.damage is not None:
+                if sound:
+                    tree.split(node, sound).proved_until_s = proof.until_s
+                damaged = node
+            break
+        tree.release_host(proof.node)
+        if damaged is not None and proof.damage is not None:
+            counted["damaged"] += 1
+            key = proof.pages[proof.sound_pages][1] or b""
+            self._log.warn(
+                proof.damage, "L2: page %s of %s is not the page that was sealed (%s); it leaves L2 and is computed "
+                "again", key.hex()[:8], proof.codec.label or "no label", proof.damage.value,
+            )  # fmt: skip
+            self._host.drop(tree, damaged)

@@ -1,0 +1,200 @@
+"""`integrity.verify: load`: what is damaged on L2 is not loaded to L1, but computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hicache.config import HiCacheConfig, load_config
+from hicache.config.integrity import IntegrityConfig
+from hicache.errors import ConfigError, InvalidInput
+from hicache.frame import FrameCodec
+from hicache.keys import RadixKey
+from tests.cache.host_world import HostWorld
+from tests.cache.world import GEOMETRY, NAMESPACE, ShiftedClock, World, codec, every_hit, memory_backend, prompt
+from tests.ranks import Exchange
+
+KEY = prompt(1, 2, 3, 4)
+VERIFIES = IntegrityConfig(verify="load")
+PAYLOAD = 256  # where the payload of a frame begins
+
+
+def on_host(config: HiCacheConfig | None = None, **parts: Any) -> World:
+    """A world that has KEY sealed on L2, and on L2 alone."""
+    config = config or every_hit(integrity=VERIFIES)
+    world = World(config=config, backend=memory_backend(), host_codec=codec, **parts)
+    leave(world, KEY)
+    return world
+
+
+def leave(world: World, key: RadixKey) -> None:
+    """Serve a prompt, whose pages are then on L2 alone."""
+    world.serve(f"leave {key.tokens[:4]!r}", key)
+    world.settle()
+    world.cache.evict(100)
+
+
+def flip(world: World | HostWorld, key: RadixKey, page: int, at: int = PAYLOAD) -> None:
+    """Change a bit of a page on L2, without a trace in the tree."""
+    (node,) = [node for node in world.cache.tree.nodes() if not node.children and key.tokens.startswith(node.key)]
+    assert node.host is not None
+    world.host.frame(int(node.host[page]))[at] ^= 4
+
+
+def verified(world: World | HostWorld) -> dict[str, int]:
+    return {outcome: count for outcome, count in world.cache.statistics().verified_pages.items() if count}
+
+
+def test_sound_frames_are_verified_and_loaded() -> None:
+    world = on_host()
+    assert world.serve("again", KEY).host_hit_tokens == 16
+    assert verified(world) == {"sound": 4} and world.compared_pages == 4
+
+
+def test_a_damaged_frame_is_not_loaded_but_computed_and_the_pages_behind_it_leave_l2(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = on_host()
+    flip(world, KEY, 2)
+    assert world.serve("again", KEY).host_hit_tokens == 8
+    assert verified(world) == {"sound": 2, "damaged": 1} and world.wrong_pages == 0
+    world.settle()
+    assert "is not the page that was sealed (tag); it leaves L2" in caplog.text
+    world.cache.evict(100)  # what was computed again took its place
+    assert world.serve("third", KEY).host_hit_tokens == 16
+    assert verified(world)["damaged"] == 1
+
+
+def test_without_the_option_the_damaged_frame_is_loaded() -> None:
+    world = on_host(every_hit())
+    flip(world, KEY, 2)
+    assert world.serve("again", KEY).host_hit_tokens == 16
+    assert world.wrong_pages == 1 and not verified(world)
+    world.wrong_pages = 0
+
+
+@pytest.mark.parametrize("at", [60, 100, 200, PAYLOAD + 8])
+def test_a_damaged_header_is_damage_too(at: int) -> None:
+    world = on_host()
+    flip(world, KEY, 0, at)
+    assert world.serve("again", KEY).host_hit_tokens == 0
+    assert verified(world) == {"damaged": 1}
+
+
+def test_a_frame_in_the_place_of_another_one_is_damage() -> None:
+    world = on_host()
+    leave(world, prompt(5, 6, 7, 8))
+    nodes = [node for node in world.cache.tree.nodes() if node.host is not None]
+    first, second = (node.host.tolist() for node in nodes if node.host is not None)
+    world.host.frame(first[1])[:] = world.host.frame(second[1])
+    for key in (KEY, prompt(5, 6, 7, 8)):
+        world.serve(f"again {key.tokens[:4]!r}", key)
+    assert verified(world) == {"sound": 5, "damaged": 1} and world.wrong_pages == 0
+
+
+def test_a_request_that_was_not_verified_computes_instead() -> None:
+    world = on_host()
+    flip(world, KEY, 0)
+    assert world.attempt("unasked", KEY).host_hit_tokens == 0
+    assert world.cache.statistics().skipped["load_not_verified"] == 1
+
+
+def test_a_proof_holds_for_some_seconds_and_no_longer() -> None:
+    clock = ShiftedClock()
+    world = on_host(clock=clock)
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    clock.shift_s += 11
+    assert not world.cache.check_prefetch_progress("a")
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.attempt("a", KEY).host_hit_tokens == 16
+    assert verified(world) == {"sound": 8}
+
+
+def test_pages_that_are_not_sealed_are_loaded_and_counted() -> None:
+    world = World(config=every_hit(integrity=VERIFIES), host_codec=codec)  # without storage nothing is sealed
+    leave(world, KEY)
+    assert world.serve("again", KEY).host_hit_tokens == 16
+    assert verified(world) == {"untagged": 4}
+
+
+def test_requests_that_need_the_same_frames_share_one_proof() -> None:
+    world = on_host()
+    for rid in "abc":
+        world.cache.prefetch_from_storage(rid, KEY)
+    world.until(lambda: all([world.cache.check_prefetch_progress(rid) for rid in "abc"]))
+    assert verified(world) == {"sound": 4}
+
+
+def test_a_proof_that_outlives_its_tree_changes_nothing_in_the_new_one() -> None:
+    world = on_host()
+    flip(world, KEY, 0)
+    world.cache.prefetch_from_storage("a", KEY)
+    assert not world.cache.check_prefetch_progress("a")
+    world.cache.clear()
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.host.allocator.used_pages == 0
+    assert world.serve("a", KEY).storage_hit_tokens == 16
+
+
+def test_new_weights_have_a_codec_of_their_own() -> None:
+    world = on_host(open_storage=lambda epoch: memory_backend(epoch=epoch))
+    world.cache.update_weights(3)
+    world.until(lambda: world.controller.gate.storage is not None)
+    leave(world, KEY)
+    assert world.serve("again", KEY).host_hit_tokens == 16
+    assert verified(world) == {"sound": 4}
+
+
+def test_an_engine_with_a_device_cache_of_its_own_is_not_offered_a_damaged_page() -> None:
+    world = HostWorld(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec)
+    key = prompt(1, 2, 3, 4, tail=0)
+    world.cache.lookup("w", key)
+    world.write("w", key)
+    world.cache.abort("w")
+    world.settle()
+    flip(world, key, 3)
+    assert world.cache.lookup("a", key, 1).loading
+    world.until(lambda: not world.cache.lookup("a", key, 1).loading)
+    assert world.cache.lookup("a", key, 1).pages == 2
+    assert world.cache.begin_load("a", key, 1, 4) is None
+    load = world.begin_load("a", key, 1, 3)
+    world.compare(key, load)
+    world.cache.end_load(load, 0.001)
+    assert verified(world) == {"sound": 3, "damaged": 1}
+    world.cache.abort("a")
+
+
+def test_an_engine_with_a_device_cache_of_its_own_loads_nothing_that_was_not_verified() -> None:
+    world = HostWorld(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec)
+    key = prompt(1, 2, tail=0)
+    world.write("w", key)
+    world.settle()
+    assert world.cache.begin_load("a", key, 0, 2) is None
+    assert world.cache.statistics().skipped["load_not_verified"] == 1
+    world.cache.abort("a")
+
+
+def test_a_mac_proves_frames_on_the_host_too() -> None:
+    def keyed(epoch: int) -> FrameCodec:
+        return FrameCodec(NAMESPACE.digest, GEOMETRY.payload_bytes, mac_keys=[bytes(32)])
+
+    world = World(config=every_hit(integrity=VERIFIES), backend=type(memory_backend())(keyed(0)), host_codec=keyed)
+    leave(world, KEY)
+    flip(world, KEY, 1)
+    assert world.serve("again", KEY).host_hit_tokens == 4
+    assert verified(world) == {"sound": 1, "damaged": 1}
+
+
+def test_what_cannot_be_verified_is_refused_at_the_start() -> None:
+    with pytest.raises(InvalidInput, match="give host_codec"):
+        World(config=every_hit(integrity=VERIFIES))
+    (group,) = Exchange(1).ranks()
+    with pytest.raises(InvalidInput, match="ranks do not agree"):
+        World(config=every_hit(integrity=VERIFIES), host_codec=codec, ranks=group)
+    with pytest.raises(ConfigError, match="tag none proves nothing"):
+        load_config(None, environ={}, overrides={"integrity.verify": "load", "integrity.tag": "none"})
+    encrypted = {"integrity.verify": "load", "storage_format.encryption_key_env": "KEY"}
+    with pytest.raises(ConfigError, match="have no tag"):
+        load_config(None, environ={}, overrides=encrypted)
