@@ -26,11 +26,14 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from ..frame import FrameCodec, PageBuffer
+
+# Is told the keys of pages that a store has evicted. Called on any thread; must not block, nor call the store.
+EvictionListener: TypeAlias = Callable[[Sequence[bytes]], object]
 
 
 class GetOutcome(enum.StrEnum):
@@ -165,6 +168,28 @@ class MemoryRegistration(Protocol):
 
 
 @runtime_checkable
+class Recency(Protocol):
+    """A backend whose choice of what to evict follows uses that it has not seen, or one that passes them on. See
+    `touch`."""
+
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+        """Count each of `keys` as used now, and return those that are known not to be stored, in any order.
+
+        `keys` are pages of any chains, the head of each before its tail. A hint: what fails is counted, is not tried
+        again, and is not among what is returned.
+        """
+
+
+@runtime_checkable
+class EvictionNotices(Protocol):
+    """A backend that tells which pages it evicts in this process, or one that passes that on. See `watch_evictions`."""
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        """Call `listener` with the keys of this namespace's pages after they were evicted, as far as this backend has
+        evicted them itself. One listener at a time. Does not block."""
+
+
+@runtime_checkable
 class Composite(Protocol):
     """A backend that passes its verbs on to others."""
 
@@ -192,3 +217,25 @@ def register_memory(backend: StorageBackend, memory: memoryview) -> None:
     elif isinstance(backend, Composite):
         for part in backend.parts:
             register_memory(part, memory)
+
+
+def touch(backend: StorageBackend, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+    """As `Recency.batch_touch`, of all in `backend` that have it; does nothing for others.
+
+    A page that one of several stores may have is not missing.
+    """
+    if isinstance(backend, Recency):
+        return backend.batch_touch(keys, deadline=deadline)
+    missing: list[set[bytes]] = []
+    if isinstance(backend, Composite):
+        missing = [set(touch(part, keys, deadline=deadline)) for part in backend.parts]
+    return list(set.intersection(*missing)) if missing else []
+
+
+def watch_evictions(backend: StorageBackend, listener: EvictionListener) -> None:
+    """As `EvictionNotices.watch_evictions`, of all in `backend` that have it; does nothing for others."""
+    if isinstance(backend, EvictionNotices):
+        backend.watch_evictions(listener)
+    elif isinstance(backend, Composite):
+        for part in backend.parts:
+            watch_evictions(part, listener)

@@ -4,6 +4,7 @@ refused that come late or after `close`.
     Envelope    makes the verbs of StorageBackend out of functions that are called only while the backend is open
     Compound    an Envelope around other backends, whose errors and evictions are among its statistics
     Wrapper     an Envelope around one other backend, which passes on what it does not override
+    Touchable   what makes `batch_touch` for those that heed uses
 
 A refused call and a StoreError have the same effect: a lookup or removal finds nothing and counts one error, each page
 of a read or store is ERROR and counts one error.
@@ -23,7 +24,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ..frame import FrameCodec, PageBuffer
-from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage, touch
 from .calls import Calls, check_batch, check_keys
 from .errors import ErrorKind, StoreError
 
@@ -182,6 +183,19 @@ class Envelope(StorageBackend):
         return answer
 
 
+class Touchable(Envelope):
+    """An Envelope that has Recency."""
+
+    @abstractmethod
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Recency. Called as the functions of Envelope, each key once. Raises StoreError."""
+
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+        """See Recency."""
+        check_keys(keys)
+        return self._call([], deadline, lambda: self.use(list(dict.fromkeys(keys)), deadline)) if keys else []
+
+
 class Compound(Envelope):
     """A backend made of others, which it owns; a Composite.
 
@@ -206,7 +220,7 @@ class Compound(Envelope):
         return replace(own, errors=dict(errors), corrupt=dict(corrupt), evicted_pages=evicted_pages)
 
 
-class Wrapper(Compound):
+class Wrapper(Compound, Touchable):
     """A backend in front of one other, `inner`, to which it passes each call that `reach` lets through. A Composite of
     that part, which it owns."""
 
@@ -256,3 +270,7 @@ class Wrapper(Compound):
     def remove_all(self, deadline: float) -> int:
         """See Envelope."""
         return self.reach(0, deadline).clear(deadline=deadline)
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Touchable."""
+        return touch(self.reach(0, deadline), keys, deadline=deadline)

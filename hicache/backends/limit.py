@@ -32,7 +32,7 @@ from ..background import BackgroundTask
 from ..backoff import Backoff
 from ..errors import BackendError, ConfigError, InvalidInput
 from ..frame import PageBuffer
-from .base import GetOutcome, SetOutcome, StorageBackend, Usage
+from .base import EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage, watch_evictions
 from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
 from .envelope import Wrapper
@@ -129,6 +129,7 @@ class LimitedBackend(Wrapper):
         self._is_full = False  # a page was rejected since the last sweep began
         self._not_before = 0.0  # when the next sweep may begin
         self._closed = False
+        self._on_evicted: EvictionListener = lambda keys: None
         self._chains = Chains()
         self._raw: RawStore | None = None
         self._backoff = Backoff(min(PAUSE_S, list_interval_s), list_interval_s)
@@ -142,6 +143,17 @@ class LimitedBackend(Wrapper):
         outcomes = super().get(keys, pages, deadline)
         self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is GetOutcome.HIT])
         return outcomes
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Touchable."""
+        missing = super().use(keys, deadline)
+        self._note_uses(keys)  # also those that are missing: a sweep asks only about pages that are listed
+        return missing
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        """See EvictionNotices. Those of the store behind it too."""
+        self._on_evicted = listener
+        watch_evictions(self._inner, listener)
 
     def _note_uses(self, keys: Sequence[bytes]) -> None:
         now_s = time.time()
@@ -329,3 +341,4 @@ class LimitedBackend(Wrapper):
                 freed = sum(page.bytes for page in some)
                 self._ledger.used_bytes = max(self._ledger.since_bytes, self._ledger.used_bytes - freed)
             self._calls.count(evicted_pages=removed)
+            self._on_evicted([page.key for page in some if page.namespace == self.codec.namespace])

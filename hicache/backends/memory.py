@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
-from .base import Usage
+from .base import EvictionListener, Usage
+from .envelope import Touchable
 from .order import EvictionOrder
 from .pages import Damaged, PageReads, PageWrites
 from .store import PageStore
 
 
-class MemoryBackend(PageStore[bytes]):
+class MemoryBackend(PageStore[bytes], Touchable):
     """Pages in this process's memory, lost with it. Thread-safe; blocks for its own lock only.
 
     With a `capacity_bytes` it evicts the least recently used page that no other page hangs on, tails before heads. A
@@ -33,6 +34,17 @@ class MemoryBackend(PageStore[bytes]):
         self._pages: dict[bytes, bytes] = {}
         self._order = EvictionOrder()
         self._bytes = 0
+        self._on_evicted: EvictionListener = lambda keys: None
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        """See EvictionNotices."""
+        self._on_evicted = listener
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Touchable."""
+        with self._lock:
+            self._order.use(keys)
+            return [key for key in keys if key not in self._pages]
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See PageStore."""
@@ -97,6 +109,7 @@ class MemoryBackend(PageStore[bytes]):
             if oldest is None or oldest[1] > since:
                 return False
             self._drop(oldest[0])
+            self._on_evicted(oldest[:1])
             self._calls.count(evicted_pages=1)
         return True
 

@@ -89,6 +89,7 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
     _add_metrics(app, node, counting)
     _add_namespaces(app, node, staging)
     _add_memory(app, node)
+    _add_lookups(app, node)
     _add_verbs(app, node)
     _add_bodies(app, node, staging)
     app.include_router(page_router(history), responses={422: _REFUSALS[422]})
@@ -213,11 +214,12 @@ def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
         return SetOutcomes(outcomes=outcomes, errors=errors)
 
 
-def _add_verbs(app: FastAPI, node: Node) -> None:
-    def post(verb: str, **extra: Any) -> Callable[[Any], Any]:
-        return app.post(f"/v1/namespaces/{{namespace}}/{verb}", tags=["pages"], responses=_REFUSALS, **extra)
+def _post(app: FastAPI, verb: str) -> Callable[[Any], Any]:
+    return app.post(f"/v1/namespaces/{{namespace}}/{verb}", tags=["pages"], responses=_REFUSALS)
 
-    @post("exists")
+
+def _add_lookups(app: FastAPI, node: Node) -> None:
+    @_post(app, "exists")
     async def exists(namespace: NamespacePath, body: Lookup) -> Pages:
         """How many of the keys are stored before the first hole."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
@@ -225,7 +227,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         pages, errors = await node.call(found, lambda: found.store.batch_exists(keys, deadline=deadline))
         return Pages(pages=pages, errors=errors)
 
-    @post("has")
+    @_post(app, "has")
     async def has(namespace: NamespacePath, body: Lookup) -> Stored:
         """Whether each of the keys is stored."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
@@ -233,7 +235,18 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         stored, errors = await node.call(found, lambda: found.store.batch_has(keys, deadline=deadline))
         return Stored(stored=stored, errors=errors)
 
-    @post("get")
+    @_post(app, "touch")
+    async def touch(namespace: NamespacePath, body: Lookup) -> Stored:
+        """Count pages as used. Which of them are not known to be missing."""
+        keys, deadline = body.keys, _deadline(node, body.timeout_s)
+        found = node.find(namespace)
+        missing, errors = await node.call(found, lambda: found.store.batch_touch(keys, deadline=deadline))
+        gone = set(missing)
+        return Stored(stored=[key not in gone for key in keys], errors=errors)
+
+
+def _add_verbs(app: FastAPI, node: Node) -> None:
+    @_post(app, "get")
     async def get(namespace: NamespacePath, body: Transfer) -> GetOutcomes:
         """Read pages into frames of an engine's memory."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
@@ -247,7 +260,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         outcomes, errors = await node.call(found, read)
         return GetOutcomes(outcomes=outcomes, errors=errors)
 
-    @post("set")
+    @_post(app, "set")
     async def put(namespace: NamespacePath, body: Store) -> SetOutcomes:
         """Store pages from frames of an engine's memory."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
@@ -262,7 +275,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         outcomes, errors = await node.call(found, write)
         return SetOutcomes(outcomes=outcomes, errors=errors)
 
-    @post("delete")
+    @_post(app, "delete")
     async def delete(namespace: NamespacePath, body: Lookup) -> Pages:
         """Remove pages."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
@@ -270,7 +283,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         pages, errors = await node.call(found, lambda: found.store.delete(keys, deadline=deadline))
         return Pages(pages=pages, errors=errors)
 
-    @post("clear")
+    @_post(app, "clear")
     async def clear(namespace: NamespacePath, body: Deadline) -> Pages:
         """Remove all pages of the namespace."""
         found, deadline = node.find(namespace), _deadline(node, body.timeout_s)

@@ -33,7 +33,7 @@ from .statistics import NodeState
 _PROBES = frozenset({"livez", "readyz"})
 _PAGES = frozenset({"statusz", "history", "metrics", "openapi.json", "page"})
 _PAGE_FILES = frozenset({"", "page.css", "page.js"})
-_VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "usage"})
+_VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "touch", "usage"})
 # What names the memory of an engine on this host.
 _OF_MEMORY = frozenset({"attach", "detach", "get", "set"})
 _ADMIN = "/v1/admin/"

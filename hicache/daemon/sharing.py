@@ -18,8 +18,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from ..backends.base import GetOutcome, SetOutcome, StorageBackend, Usage
+from ..backends.base import GetOutcome, SetOutcome, StorageBackend, Usage, touch
 from ..backends.calls import parent_outside, parents_of, runs
+from ..backends.envelope import Touchable
 from ..backends.errors import ErrorKind
 from ..frame import FrameCodec, PageBuffer
 from .flights import Arrival, Flight, Waiter
@@ -32,7 +33,7 @@ from .statistics import SharingStatistics
 LOOKUPS_MAX = 16
 
 
-class SharedStore(Replaceable):
+class SharedStore(Replaceable, Touchable):
     """See the module's docstring. Thread-safe. `inner` is the store behind the pool, None for a store that is the pool
     alone; see Replaceable. `label` is for people. `pages`
     are its pages in the pool, to be pinned and counted."""
@@ -82,6 +83,16 @@ class SharedStore(Replaceable):
                 for position, there in zip(missing, answers, strict=True):
                     found[position] = there
         return found
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Touchable. The pool and the store: a page that is hot in one of them does not age in the other."""
+        self._pool.use(self._space, keys)
+        absent = [key for key, there in zip(keys, self._pool.has(self._space, keys), strict=True) if not there]
+        with self._using() as attached:
+            if attached.backend is not None:
+                missing = set(touch(attached.backend, keys, deadline=deadline))
+                absent = [key for key in absent if key in missing]
+        return absent
 
     # Reads
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from ...errors import InvalidInput
 from ...frame import FrameCodec, FrameHeader, PageBuffer, header_of
 from ...units import MIB
-from ..base import Composite, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..base import Composite, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage, watch_evictions
 from ..calls import parent_outside, parents_of, runs
 from ..chains import parent_in
 from .composed import ComposedBackend, Part
@@ -128,6 +128,10 @@ class LevelsBackend(ComposedBackend):
         for number, copier in enumerate(self._copiers[1:], 1):
             copier.submit([p for p in new if stored_on[p] < number], keys, pages, parents)
         return outcomes
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        """See EvictionNotices. Only the last level tells: what leaves another one was copied to the levels below it."""
+        watch_evictions(self._parts[-1], listener)
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope. Removes the pages from all levels; a page on several of them counts once.

@@ -32,9 +32,10 @@ import xxhash
 from ...errors import InvalidInput
 from ...frame import Damage, FrameCodec, FrameHeader, PageBuffer, TagStream, header_of
 from ...supervised import SupervisedPool
-from ..base import GetOutcome, SetOutcome, Usage
+from ..base import GetOutcome, SetOutcome, Usage, touch
 from ..calls import parent_outside, parents_of
 from ..chains import parent_in
+from ..envelope import Touchable
 from .composed import INTERNAL, ComposedBackend, Part
 
 Answer = TypeVar("Answer")
@@ -120,7 +121,7 @@ class ShardCodec(FrameCodec):
         return self._codec.accept(key, page, stored_bytes, arrived)
 
 
-class ShardedBackend(ComposedBackend):
+class ShardedBackend(ComposedBackend, Touchable):
     """Several backends with a share of the pages each. See the module's docstring, and ComposedBackend.
 
     Thread-safe; owns `parts`, which were opened with `codec` and of which there are at least two. Their names decide
@@ -208,6 +209,16 @@ class ShardedBackend(ComposedBackend):
         outcomes = self._ask_parts(keys, SetOutcome.ERROR, store)
         self._tails.note(keys[-1:], [{**before, **lasts}])
         return outcomes
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Touchable. All parts at once."""
+        missing: list[bytes] = []
+
+        def note(part: int, positions: list[int]) -> None:
+            missing.extend(touch(self._parts[part], [keys[p] for p in positions], deadline=deadline))
+
+        self._on_parts(keys, note)
+        return missing
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope. A page is asked for where it belongs, so one that another set of parts has left behind

@@ -26,7 +26,8 @@ from ...errors import InvalidInput
 from ...frame import FrameCodec, first_bytes
 from ...keys import PAGE_KEY_BYTES
 from ...supervised import SupervisedPool
-from ..base import BackendStatistics, Usage
+from ..base import BackendStatistics, EvictionListener, Usage
+from ..envelope import Touchable
 from ..errors import ErrorKind, StoreError
 from ..pages import Damaged, PageReads, PageWrites
 from ..store import SETTLE_S, PageStore
@@ -58,7 +59,7 @@ _EXISTS_PAGES_PER_CLOCK = 64
 _FIRST_KEY, _LAST_KEY = bytes(PAGE_KEY_BYTES), b"\xff" * PAGE_KEY_BYTES
 
 
-class FileBackend(PageStore[Identity | None]):
+class FileBackend(PageStore[Identity | None], Touchable):
     """Pages in files. See the module's docstring; `StorageBackend` says what each verb does.
 
     Raises NotOurs and BackendUnavailable from the constructor (which scans the store and may block for as long as that
@@ -160,6 +161,25 @@ class FileBackend(PageStore[Identity | None]):
         else:
             return pages.accept(position, found[2], found, stream)
         return False
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Touchable. One stat per key; the uses wait in memory as those of reads do."""
+        is_present, missing = self._files.lookup(self._namespace_hex), set[bytes]()
+        for position, key in enumerate(keys):
+            if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
+                raise StoreError(ErrorKind.DEADLINE)
+            try:
+                if not is_present(key):
+                    missing.add(key)
+            except OSError as error:
+                self.count(error_name(error))
+        self._note_uses([key for key in keys if key not in missing])
+        return list(missing)
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        """See EvictionNotices. Other processes of the store tell nothing."""
+        ours = self.codec.namespace
+        self._capacity.on_evicted = lambda namespace, key: listener([key]) if namespace == ours else None
 
     def _note_uses(self, keys: Sequence[bytes]) -> None:
         if not keys:

@@ -46,6 +46,7 @@ class CapacityManager:
     def __init__(self, store: Store, capacity_bytes: int | None, free_space_floor_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.evicted_pages = 0
+        self.on_evicted: Callable[[bytes, bytes], object] = lambda namespace, key: None
         self._floor_bytes = free_space_floor_bytes
         self._store = store
 
@@ -95,6 +96,7 @@ class CapacityManager:
                 continue
             index.drop(page.namespace, page.key)
             self.evicted_pages += 1
+            self.on_evicted(page.namespace, page.key)
             need -= page.size
 
 

@@ -58,6 +58,7 @@ class Verb(enum.StrEnum):
     GET = "get"
     SET = "set"
     DELETE = "delete"
+    TOUCH = "touch"
 
     @property
     def direction(self) -> Direction:

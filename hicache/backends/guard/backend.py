@@ -42,9 +42,10 @@ from ..base import (
     Usage,
     leaves,
     register_memory,
+    touch,
 )
 from ..calls import parent_outside, runs
-from ..envelope import Compound, Envelope
+from ..envelope import Compound, Envelope, Touchable
 from .admission import AdmissionControl, Call, CallResult, Direction, GuardStatistics, Verb
 from .log import BreakerLog
 from .probes import Prober
@@ -70,7 +71,7 @@ _USAGE_WAIT_S = 0.05
 _CLOSE_S = 3.0
 
 
-class GuardedBackend(Compound):
+class GuardedBackend(Compound, Touchable):
     """See the module's docstring. A Composite of one part. `name` is how it is called in metrics and messages, and
     `clock` that of deadlines; tests give their own.
 
@@ -178,6 +179,15 @@ class GuardedBackend(Compound):
     def remove_all(self, deadline: float) -> int:
         """See Envelope."""
         return self._remove(lambda: self._inner.clear(deadline=deadline), deadline, math.inf)
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Touchable. Made once, and not at all by a breaker that is open; a failure says nothing about the store.
+        """
+        if not self.may_pass(Direction.WRITE):
+            return []
+        with self._enter(Verb.TOUCH, 1, deadline):
+            missing = self._contain(lambda: touch(self._inner, keys, deadline=deadline))
+        return missing if isinstance(missing, list) else []
 
     def measure(self) -> Usage:
         """See Envelope. What was found last, if the backend raises or is left alone; blocks as it does."""

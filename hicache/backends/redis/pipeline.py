@@ -27,7 +27,7 @@ _KEYS_PER_SEND = 8192
 ASKING = command(b"ASKING")
 # The line that a server sent about a page, or the kind of error for which there is none.
 Answer: TypeAlias = bytes | str
-YES = b":1"
+YES, NO = b":1", b":0"
 
 # Removes a page only if it is still what was read: of another type than a page, or of that length with that beginning.
 _REMOVE = b"""\

@@ -25,7 +25,7 @@ from ...shared_memory import find
 from ...supervised import SupervisedPool
 from ..base import GetOutcome, SetOutcome, Usage
 from ..calls import parent_outside, parents_of, runs
-from ..envelope import Envelope
+from ..envelope import Touchable
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
 from ..store import SETTLE_S
@@ -44,7 +44,7 @@ _OPEN_S = 30.0
 _USAGE_S = 60.0
 
 
-class RemoteBackend(Envelope):
+class RemoteBackend(Touchable):
     """Pages of a daemon. See the module's docstring; `StorageBackend` says what each verb does. Errors are counted by
     `ErrorKind`, those of the daemon's stores too. In the child of a fork every verb is refused (`errors["forked"]`).
 
@@ -108,6 +108,14 @@ class RemoteBackend(Envelope):
             stored = list_of(self._ask("has", some, deadline), "stored", len(some))
             found += [one is True for one in stored]
         return found
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        """See Touchable. Of the daemon's pool and of its stores."""
+        missing: list[bytes] = []
+        for some in _batches(keys):
+            stored = list_of(self._ask("touch", some, deadline), "stored", len(some))
+            missing += [key for key, there in zip(some, stored, strict=True) if there is False]
+        return missing
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
         """See Envelope."""

@@ -26,6 +26,7 @@ import pytest
 
 from ...errors import InvalidInput
 from ...frame import HEADER_BYTES, NO_PARENT, FrameCodec, FrameHeader, PageBuffer, PageView, TagKind
+from ..base import Recency, touch
 from .bounds import BoundsContract
 from .encodings import EncodingsContract
 from .machine import run_machine
@@ -252,6 +253,23 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
                 with pytest.raises(InvalidInput):
                     verb([key], deadline=soon())
         assert backend.usage().pages == 0
+
+    def test_a_touch_moves_nothing_and_names_only_pages_that_are_not_stored(self, store: Store) -> None:
+        keys = make_keys(5)
+        store_chain(store, keys[:3])
+        before = store.backend.statistics()
+        missing = touch(store.backend, [*keys, keys[4]], deadline=soon())
+        assert sorted(missing) in ([], sorted(keys[3:])), "a store that cannot tell names none"
+        assert touch(store.backend, [], deadline=soon()) == []
+        assert store.backend.statistics() == before
+        assert load(store, keys) == [HIT] * 3 + [MISS] * 2
+        if not isinstance(store.backend, Recency):
+            return
+        assert touch(store.backend, keys, deadline=soon(-1)) == [], "what could not be asked may be stored"
+        with pytest.raises(InvalidInput):
+            touch(store.backend, [b"short"], deadline=soon())
+        store.backend.close()
+        assert touch(store.backend, keys, deadline=soon()) == []
 
     def test_statistics_count_outcomes_and_bytes(self, store: Store) -> None:
         keys, size = make_keys(4), store.backend.codec.frame_bytes

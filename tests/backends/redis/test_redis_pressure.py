@@ -93,6 +93,40 @@ def test_a_capacity_is_kept_on_a_server_that_has_none(request: pytest.FixtureReq
         assert dict(limited.statistics().errors) == {}
 
 
+@pytest.mark.parametrize("kind", ["valkey", "old_redis", "redis_cluster"])
+def test_a_touched_page_is_young_again_and_an_evicted_one_is_told(request: pytest.FixtureRequest, kind: str) -> None:
+    server, keys = request.getfixturevalue(kind), make_keys(6)
+    with opened(server) as (backend, store):
+        store_chain(store, keys[:4])
+        if not isinstance(server, RedisCluster):
+            with server.client() as client:
+                names = [name_of(backend, key) for key in keys[:4]]
+                grow_old(client, names)
+                assert backend.batch_touch(keys[1:4], deadline=soon()) == []
+                ages = [client.object("idletime", name) for name in names]
+                assert ages[0] >= 1000 and max(ages[1:]) < 1000
+        assert backend.batch_touch(keys, deadline=soon()) == keys[4:]
+        assert dict(backend.statistics().errors) == {}
+
+
+def test_a_touch_renews_the_time_that_a_page_is_kept(valkey: ValkeyServer) -> None:
+    (key,) = make_keys(1)
+    with opened(valkey, ttl=1000) as (backend, store), valkey.client() as client:
+        store_chain(store, [key])
+        client.expire(name_of(backend, key), 10)
+        assert backend.batch_touch([key], deadline=soon()) == []
+        assert client.ttl(name_of(backend, key)) > 900
+
+
+def test_a_server_that_is_gone_has_lost_no_page() -> None:
+    keys = make_keys(2)
+    with ValkeyServer() as server, opened(server) as (backend, store):
+        store_chain(store, keys)
+        server.stop()
+        assert backend.batch_touch(keys, deadline=soon()) == []
+        assert sum(backend.statistics().errors.values()) >= 2
+
+
 def test_after_random_evictions_a_hit_ends_at_the_first_hole_exactly() -> None:
     keys = make_keys(PAGES)
     with (

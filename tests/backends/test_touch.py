@@ -1,0 +1,235 @@
+"""Uses that a store has not seen: a touched page outlives others, and a store says which pages it has lost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import StorageBackend, touch, watch_evictions
+from hicache.backends.compose import LevelsBackend
+from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
+from hicache.backends.faults import FaultyBackend
+from hicache.backends.guard import Direction, GuardedBackend, Override, Verb
+from hicache.backends.limit import LimitedBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import HIT, MISS, STORED, Store, exists, load, make_keys, soon, store_chain
+from hicache.daemon.pool import PagePool
+from hicache.daemon.sharing import SharedStore
+from hicache.frame import FrameCodec
+from tests.backends._files import CODEC, PAGE, open_file, open_raw
+from tests.backends._troubled import Troubled
+from tests.backends.compose._parts import COPIES, named, settle
+from tests.backends.guard.stores import guard_of
+from tests.waiting import wait_for
+
+OLD, HOT, MORE = make_keys(4, "old"), make_keys(4, "hot"), make_keys(4, "more")
+
+
+class OnlyMoves(MemoryBackend):
+    """A store that heeds no uses: it lacks the capability."""
+
+    batch_touch = None  # type: ignore[assignment]
+
+
+def file_store(path: Path) -> StorageBackend:
+    return open_file(path / "store", capacity=8 * PAGE).backend
+
+
+def limited_store(path: Path) -> StorageBackend:
+    inner = open_file(path / "limited")
+    backend = LimitedBackend(inner.backend, lambda: open_raw(path=path / "limited"), capacity_bytes=9 * PAGE,
+                             list_interval_s=0.05)  # fmt: skip
+    wait_for(lambda: backend._ledger.is_listed)
+    return backend
+
+
+STORES: dict[str, Callable[[Path], StorageBackend]] = {
+    "memory": lambda path: MemoryBackend(CODEC, 8 * PAGE),
+    "file": file_store,
+    "limit": limited_store,
+    "guard": lambda path: GuardedBackend(MemoryBackend(CODEC, 8 * PAGE)),
+    "faulty": lambda path: FaultyBackend(MemoryBackend(CODEC, 8 * PAGE)),
+    "shared": lambda path: SharedStore(CODEC, PagePool(0), MemoryBackend(CODEC, 8 * PAGE)),
+}
+
+
+def store_of(backend: StorageBackend) -> Store:
+    return Store(backend, lambda key: None, lambda key, value: None)
+
+
+@pytest.fixture(params=sorted(STORES))
+def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A store of eight pages that holds the chain HOT and, used later, the chain OLD."""
+    with contextlib.closing(STORES[request.param](tmp_path)) as backend:
+        store = store_of(backend)
+        assert store_chain(store, HOT) == [STORED] * 4
+        assert store_chain(store, OLD) == [STORED] * 4
+        yield store
+
+
+def crowd(store: Store) -> None:
+    """Store four pages more, for which others have to go."""
+    wait_for(lambda: all(outcome.is_stored for outcome in store_chain(store, MORE)))
+
+
+def test_a_chain_that_was_touched_outlives_one_that_was_stored_later(full: Store) -> None:
+    assert touch(full.backend, HOT, deadline=soon()) == []
+    crowd(full)
+    assert exists(full, HOT) == 4 and exists(full, OLD) < 4
+
+
+def test_without_a_touch_the_chain_that_was_stored_first_goes(full: Store) -> None:
+    """The control of the test above."""
+    crowd(full)
+    assert exists(full, HOT) < 4
+
+
+def test_a_lookup_is_not_a_touch(full: Store) -> None:
+    """The control of the test above: only what is used counts as used."""
+    assert exists(full, HOT) == 4
+    crowd(full)
+    assert exists(full, HOT) < 4
+
+
+def test_an_evicted_page_is_told_by_the_notice_and_by_the_next_touch(full: Store) -> None:
+    told: list[bytes] = []
+    watch_evictions(full.backend, told.extend)
+    crowd(full)
+    lost = {key for key in HOT + OLD if not full.backend.batch_has([key], deadline=soon())[0]}
+    assert lost
+    missing = set(touch(full.backend, HOT + OLD, deadline=soon()))
+    assert missing == lost
+    if not isinstance(full.backend, SharedStore):  # its engines are in other processes
+        wait_for(lambda: lost <= set(told))
+    assert not set(told) & set(MORE)
+
+
+def test_a_store_tells_nothing_of_another_namespace(tmp_path: Path) -> None:
+    other = FrameCodec(bytes(31) + b"\7", CODEC.payload_bytes)
+    with (
+        contextlib.closing(open_file(tmp_path / "s", other, capacity=4 * PAGE).backend) as theirs,
+        contextlib.closing(open_file(tmp_path / "s", capacity=4 * PAGE).backend) as ours,
+    ):
+        told: list[bytes] = []
+        watch_evictions(ours, told.extend)
+        store_chain(store_of(theirs), OLD)
+        assert store_chain(store_of(ours), HOT) == [STORED] * 4
+        assert told == []
+        assert store_chain(store_of(ours), MORE) == [STORED] * 4
+        assert sorted(told) == sorted(HOT)
+
+
+def test_a_store_that_heeds_no_uses_is_not_asked() -> None:
+    guard = guard_of(OnlyMoves(CODEC))
+    assert touch(guard, HOT, deadline=soon()) == []
+    assert guard.statistics().errors == {}
+    assert touch(OnlyMoves(CODEC), HOT, deadline=soon()) == []
+
+
+# Guards
+
+
+class Failing(Troubled):
+    """A store whose touches raise; it counts them."""
+
+    touches = 0
+
+    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+        self.touches += 1
+        raise ValueError("a bug")
+
+
+def test_a_touch_that_fails_is_made_once_and_names_no_page() -> None:
+    store = Failing()
+    guard = guard_of(store)
+    assert touch(guard, HOT, deadline=soon()) == []
+    assert (store.touches, guard.may_pass(Direction.WRITE)) == (1, True)
+    assert guard.statistics().errors == {"raised_ValueError": 1}
+    assert sum(guard.guard_statistics().latency[Verb.TOUCH].counts) == 1
+    guard.check()
+
+
+def test_an_open_breaker_drops_touches_without_an_error() -> None:
+    store = Failing()
+    guard = guard_of(store)
+    guard.override(Direction.WRITE, Override.OFF)
+    assert touch(guard, HOT, deadline=soon()) == []
+    assert (store.touches, guard.statistics().errors) == (0, {})
+    guard.override(Direction.WRITE, Override.AUTO)
+    touch(guard, HOT, deadline=soon())
+    assert store.touches == 1
+
+
+# Compositions
+
+
+def test_a_touch_reaches_all_levels_and_a_page_on_any_of_them_is_not_missing() -> None:
+    upper, lower = MemoryBackend(CODEC, 4 * PAGE), MemoryBackend(CODEC, 8 * PAGE)
+    with contextlib.closing(LevelsBackend(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
+        store = store_of(levels)
+        for chain in (HOT, OLD):
+            store_chain(store, chain)
+            settle(levels)
+        assert exists(store_of(upper), HOT) == 0
+        assert touch(levels, HOT, deadline=soon()) == []
+        store_chain(store, MORE)
+        settle(levels)
+        assert exists(store_of(lower), HOT) == 4
+        assert sorted(touch(levels, OLD, deadline=soon())) == sorted(OLD)
+        assert touch(LevelsBackend(CODEC, named(OnlyMoves(CODEC), upper)), OLD, deadline=soon()) == []
+
+
+def test_only_the_last_level_tells_what_it_evicts() -> None:
+    upper, lower = MemoryBackend(CODEC, 4 * PAGE), MemoryBackend(CODEC, 8 * PAGE)
+    with contextlib.closing(LevelsBackend(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
+        told: list[bytes] = []
+        watch_evictions(levels, told.extend)
+        for chain in (HOT, OLD):
+            store_chain(store_of(levels), chain)
+            settle(levels)
+        assert (upper.statistics().evicted_pages, told) == (4, [])
+        store_chain(store_of(levels), MORE)
+        settle(levels)
+        assert sorted(told) == sorted(HOT)
+
+
+def test_each_shard_is_touched_with_its_own_pages() -> None:
+    codec = ShardCodec(CODEC)
+    parts = [MemoryBackend(codec), MemoryBackend(codec, 40 * PAGE)]
+    keys = make_keys(30)
+    with contextlib.closing(ShardedBackend(codec, named(*parts))) as sharded:
+        told: list[bytes] = []
+        watch_evictions(sharded, told.extend)
+        store_chain(store_of(sharded), keys[:20])
+        assert sorted(touch(sharded, keys, deadline=soon())) == sorted(keys[20:])
+        store_chain(store_of(sharded), make_keys(200, "more"))
+        assert told and set(told) <= {*keys, *make_keys(200, "more")}
+        assert not any(parts[1].batch_has(told, deadline=soon()))
+
+
+# The daemon's store
+
+
+def test_a_page_of_the_pool_does_not_age_in_the_store_behind_it() -> None:
+    inner = MemoryBackend(CODEC, 8 * PAGE)
+    with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), inner)) as shared:
+        store = store_of(shared)
+        for chain in (HOT, OLD):
+            store_chain(store, chain)
+        assert load(store, HOT) == [HIT] * 4  # from the pool, so the store has seen nothing of it
+        assert touch(shared, HOT, deadline=soon()) == []
+        store_chain(store, MORE)
+        assert exists(store_of(inner), HOT) == 4
+        inner.delete(HOT, deadline=soon())
+        assert touch(shared, HOT, deadline=soon()) == [], "the pool has them"
+        assert sorted(touch(shared, make_keys(2, "none"), deadline=soon())) == sorted(make_keys(2, "none"))
+        assert load(store_of(inner), HOT) == [MISS] * 4
+
+
+def test_without_a_store_the_pool_tells() -> None:
+    with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), None)) as shared:
+        store_chain(store_of(shared), HOT)
+        assert touch(shared, HOT + OLD[:1], deadline=soon()) == OLD[:1]
