@@ -46,8 +46,7 @@ from pathlib import Path
 from .arguments import instance
 from .errors import CapacityError, InvalidInput, SharedMemoryError
 
-# Where Linux keeps POSIX shared memory.
-FOLDER = Path("/dev/shm")
+FOLDER = Path("/dev/shm")  # where Linux keeps POSIX shared memory
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,128}")
 # A multiple of every page size of Linux, so that the frames can be mapped alone.
 CONTROL_BYTES = 64 << 10
@@ -83,23 +82,24 @@ class Layout:
     frame_bytes: int
     shape: bytes  # SHA-256 of the page's shape
     version: int = _VERSION
+    keep: bool = False  # a daemon does not remove it when its engine has died
 
-    _PACKED = struct.Struct("<8sIIQQ32s")
+    _PACKED = struct.Struct("<8sIIQQ32s?")
     BYTES = _PACKED.size
     _MAGIC = b"hicacheS"
 
     def pack(self) -> bytes:
         """Return the control block."""
         sizes = (self.version, self.processes, self.pages, self.frame_bytes)
-        return self._PACKED.pack(self._MAGIC, *sizes, self.shape)
+        return self._PACKED.pack(self._MAGIC, *sizes, self.shape, self.keep)
 
     @classmethod
     def unpack(cls, data: bytes) -> Layout | None:
         """Return what a control block says, or None if HiCache did not write it."""
         if len(data) < cls.BYTES:
             return None
-        magic, version, processes, pages, frame_bytes, shape = cls._PACKED.unpack_from(data)
-        return cls(processes, pages, frame_bytes, shape, version) if magic == cls._MAGIC else None
+        magic, version, processes, pages, frame_bytes, shape, keep = cls._PACKED.unpack_from(data)
+        return cls(processes, pages, frame_bytes, shape, version, keep) if magic == cls._MAGIC else None
 
     @property
     def size_bytes(self) -> int:
@@ -232,17 +232,17 @@ class SharedMemory:
                 os.unlink(self.path)
 
     def unlink_if_left(self) -> bool:
-        """Remove the name if no other process has opened the memory; True if that holds. For a daemon, whose engine
-        may be starting again at the same time. False also while another process opens it."""
+        """Remove the name if no other process has opened the memory, unless it is to be kept; True if nothing has it
+        open. For a daemon, whose engine may be starting again. False also while another process opens it."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         try:
-            if self.has_others():
-                return False
-            self.unlink()
-            return True
+            is_left = not self.has_others()
+            if is_left and not self.layout.keep:
+                self.unlink()
+            return is_left
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
@@ -283,6 +283,7 @@ class _Opening:
                 self._fill(descriptor)
             elif not self._verify(descriptor, state.st_size):
                 return None
+            os.pwrite(descriptor, self.wanted.pack(), 0)  # a leftover may say something else about `keep`
             if not self._take_place(descriptor):
                 os.unlink(self.path)  # all have joined, and the last one failed to do so
                 return None

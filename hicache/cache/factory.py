@@ -32,7 +32,7 @@ from ..tiers.memory import device_pages as count_device_pages
 from .break_even import BreakEven, Rates
 from .chunk_cache import ChunkCache
 from .host_cache import HostCache
-from .host_pool import host_codecs, open_host_pool, release_of, released_on_failure
+from .host_pool import adopt_frames, host_codecs, open_host_pool, opener_of_kept, release_of, released_on_failure
 from .interface import TreeCache
 from .radix_cache import HiRadixCache
 from .session_cache import SessionCache
@@ -189,8 +189,18 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
     ranks: RankGroup | None,
 ) -> Tiered:
     """Open storage, start the workers, and make a cache over both, which `undo` closes."""
+    epoch = namespace.weights_epoch
     opener = storage_opener(config, namespace, environ)
-    backend = _open_now_or_later(config, opener, namespace.weights_epoch, ranks)
+    options: TieredOptions = {"weights_epoch": epoch}
+    if config.host.shared.keep or config.integrity.verify == "load":
+        options["host_codec"] = codecs = host_codecs(config, namespace, environ)
+    if config.host.shared.keep:
+        if ranks is not None:
+            raise ConfigError("host.shared.keep: several ranks do not agree on pages that are left; leave it out")
+        options["kept"] = kept = adopt_frames(host, codecs(epoch))
+        opener = opener_of_kept(kept, codecs, opener)
+    options["open_storage"] = opener
+    backend = _open_now_or_later(config, opener, epoch, ranks)
     if backend is not None:
         undo.callback(backend.close)
     try:
@@ -199,9 +209,6 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
         )
         undo.pop_all()  # the controller closes its backend
         undo.callback(controller.close, 1.0)
-        options: TieredOptions = {"open_storage": opener, "weights_epoch": namespace.weights_epoch}
-        if config.integrity.verify == "load":
-            options["host_codec"] = host_codecs(config, namespace, environ)
         cache = make(controller, options)
     except InvalidInput as error:
         raise ConfigError(str(error)) from error
@@ -338,8 +345,10 @@ def _open_now_or_later(
 
     All ranks call it. Raises what `opener` raises, and RankError if another rank raises.
     """
-    if opener is None or config.storage is None:
+    if opener is None:
         return None
+    if config.storage is None:  # pages that an earlier process has left on the host
+        return opener(epoch)
     backend = None
     try:
         backend = opener(epoch)

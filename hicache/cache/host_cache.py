@@ -107,8 +107,9 @@ class HostCache(TieredCache):
     def __init__(self, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]) -> None:
         super().__init__(host, controller, PageAllocator(0), **options)
         self._store_hits_min = _store_hits_min(self.config)
-        if host.allocator.used_pages:
-            raise InvalidInput(f"host: {host.allocator.used_pages} pages are in use; each cache needs its own pool")
+        used = host.allocator.used_pages - (0 if self._l2.kept is None else self._l2.kept.held)
+        if used:
+            raise InvalidInput(f"host: {used} pages are in use; each cache needs its own pool")
         self._requests: dict[str, _Request] = {}
         self._loads: set[HostLoad] = set()
         self._writes: dict[HostWrite, None] = {}  # in the order in which they began

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+import numpy as np
+
+from ..backends.base import StorageBackend
+from ..backends.kept import KeptBackend, KeptFrames, KeptLevel
 from ..backends.remote import create_memory
 from ..config import HiCacheConfig
 from ..config.remote_storage import RemoteStorageOptions
+from ..errors import InvalidInput
 from ..frame import FrameCodec, TagKind
 from ..geometry import KVGeometry, PageShape, page_shape
 from ..keys import Namespace
 from ..shared_memory import Role
 from ..tiers import HostPool, SharedHostPool
 from ..tiers.shared import shape_digest
+
+logger = logging.getLogger(__name__)
 
 # A daemon notices within half a second that the engine has died that had this memory before, and lets go of it.
 _OPEN_S = 10.0
@@ -40,7 +48,7 @@ def open_host_pool(
         assert isinstance(options, RemoteStorageOptions)  # checked with the configuration
         create_memory(options, name, shape_digest(page_shape(shape)), page_shape(shape).payload_bytes, pages)
         role = Role.GUEST
-    return SharedHostPool.open(name, shape, pages, pin=pin, timeout_s=_OPEN_S, role=role)
+    return SharedHostPool.open(name, shape, pages, pin=pin, timeout_s=_OPEN_S, role=role, keep=config.host.shared.keep)
 
 
 def host_codecs(
@@ -63,9 +71,35 @@ def host_codecs(
     return make
 
 
+def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
+    """Take the pages of a pool, of which none is in use, that an earlier process has left sealed for `codec`."""
+    kept = KeptFrames(codec, pool.pages, pool.frame)
+    pages = pool.allocator.alloc(pool.pages)
+    if pages is None:
+        raise InvalidInput(f"host: {pool.allocator.used_pages} pages are in use; each cache needs its own pool")
+    pool.allocator.free(np.setdiff1d(pages, np.array(kept.pages, np.int32))[::-1].copy())
+    if kept.held:
+        logger.info("L2 was left by an earlier process: %d of %d pages wait to be asked for", kept.held, pool.pages)
+    return kept
+
+
+def opener_of_kept(
+    kept: KeptFrames, codecs: Callable[[int], FrameCodec], opener: Callable[[int], StorageBackend] | None
+) -> Callable[[int], StorageBackend]:
+    """Return what opens the store of a weights epoch with `kept` in front of it, or without a store `kept` alone."""
+
+    def make(epoch: int) -> StorageBackend:
+        if opener is None:
+            return KeptBackend(codecs(epoch), kept, seals=True)
+        return KeptLevel(opener(epoch), KeptBackend(codecs(epoch), kept, seals=False))
+
+    return make
+
+
 def release_of(pool: HostPool) -> Callable[[], None]:
-    """Return what removes the name of a pool that `open_host_pool` has opened, so that nothing is left of it."""
-    return pool.unlink if isinstance(pool, SharedHostPool) else _nothing
+    """Return what removes the name of a pool that `open_host_pool` has opened, so that nothing is left of it; nothing
+    does if it is to be kept."""
+    return pool.unlink if isinstance(pool, SharedHostPool) and not pool.keep else _nothing
 
 
 def _nothing() -> None:

@@ -13,8 +13,12 @@ Called by the scheduler thread alone; no lock.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
 
 from ..backends.guard import Direction
+from ..backends.kept import KeptFrames
 from ..controller import HiCacheController, Store
 from ..errors import InvariantError
 from ..radix import Node, RadixTree, may_leave_host, may_lose_copy
@@ -30,13 +34,24 @@ COPIES_SHARE_MAX = 0.5
 class HostTier:
     """See the module's docstring.
 
-    Invariants: used pages of the pool = pages held by nodes + `reserved_pages`, which an operation fills. `_stores` has
+    `kept` are frames of an earlier process, which give way first.
+
+    Invariants: used pages of the pool = pages held by nodes + `reserved_pages`, which an operation fills + those that
+    `kept` holds. `_stores` has
     the stores that are not acknowledged, in order of submission, each with the last node of its run, into however many
     nodes the run was split since. These nodes are `store_pending` and held, and no others are `store_pending`.
     """
 
-    def __init__(self, host: HostPool, trees: Trees, controller: HiCacheController, counters: CacheCounters) -> None:
+    def __init__(
+        self,
+        host: HostPool,
+        trees: Trees,
+        controller: HiCacheController,
+        counters: CacheCounters,
+        kept: KeptFrames | None = None,
+    ) -> None:
         self.host = host
+        self.kept = kept
         self.reserved_pages = 0
         self._trees = trees
         self._controller = controller
@@ -53,6 +68,10 @@ class HostTier:
         """
         tree = self._trees.current
         missing = count - self.host.allocator.free_pages
+        if missing > 0 and self.kept is not None:
+            given = np.array(self.kept.give_way(missing), np.int32)
+            self.host.free(given)
+            missing -= len(given)
         if missing > tree.host_evictable_pages:
             self._give_way(missing - tree.host_evictable_pages)
         if missing > tree.host_evictable_pages:
@@ -87,12 +106,17 @@ class HostTier:
             if may_leave_host(part) or may_lose_copy(part):
                 self.host.free(tree.leave_host(part))
 
+    def are_in_storage(self, keys: Sequence[bytes]) -> bool:
+        """True if pages that were just read are in storage: not if they came from kept frames, which are free now."""
+        return self.kept is None or not self.kept.were_read(keys)
+
     # From L2 to storage
 
     def may_store(self, node: Node) -> bool:
         """Whether storage would take the pages of `node` now, which it lacks."""
         return (
             not node.stored
+            and not self._trees.current.stores_on_host
             and self._gate.may(Direction.WRITE)
             and self._controller.has_store_room(self._trees.current.pages(node))
         )
@@ -190,7 +214,8 @@ class HostTier:
     def check(self) -> None:
         """Raises InvariantError if an invariant does not hold. Visits every node."""
         trees = self._trees.all()
-        require_conservation("L2", self.host.allocator, sum(tree.host_pages for tree in trees), self.reserved_pages)
+        others = self.reserved_pages + (0 if self.kept is None else self.kept.held)
+        require_conservation("L2", self.host.allocator, sum(tree.host_pages for tree in trees), others)
         pages = 0
         for store, (tree, node) in self._stores.items():
             pages += store.chain.pages

@@ -304,8 +304,9 @@ class Prefetcher:
         if arrived == 0:
             return
         node, unused = prefetch.tree.insert_host(
-            prefetch.key, prefetch.start_page, read.host_pages[:arrived], list(read.keys[:arrived])
-        )
+            prefetch.key, prefetch.start_page, read.host_pages[:arrived], keys := list(read.keys[:arrived]),
+            stored=self._host.are_in_storage(keys),
+        )  # fmt: skip
         self._host.commit(arrived, unused)
         if arrived > len(unused):
             pages = arrived - len(unused) + self.take_arrived(prefetch.rid)

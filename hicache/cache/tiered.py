@@ -21,6 +21,7 @@ from typing import Self, TypedDict
 from ..arguments import instance, number, whole
 from ..backends.base import StorageBackend
 from ..backends.guard import Direction
+from ..backends.kept import KeptFrames
 from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
@@ -50,7 +51,8 @@ class TieredOptions(TypedDict, total=False):
     `position_bytes` says which keys the cache takes (see `RadixKey`): 8 bytes for an engine whose keys are bigrams.
     `open_storage` opens the store of a weights epoch, for `update_weights`; the controller's backend is that of
     `weights_epoch`. `host_codec` gives the codec that proves frames on L2 of a weights epoch, for `integrity.verify:
-    load`. `release` is called at the end of `close`.
+    load`. `kept` are frames that an earlier process has left in `host`; `open_storage` opens a store that reads them.
+    `release` is called at the end of `close`.
     """
 
     position_bytes: int
@@ -58,6 +60,7 @@ class TieredOptions(TypedDict, total=False):
     weights_epoch: int
     break_even: BreakEven | None
     host_codec: Callable[[int], FrameCodec] | None
+    kept: KeptFrames | None
     release: Callable[[], None]
 
 
@@ -79,6 +82,7 @@ class TieredCache:
         weights_epoch: int = 0,
         break_even: BreakEven | None = None,
         host_codec: Callable[[int], FrameCodec] | None = None,
+        kept: KeptFrames | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config = controller.config
@@ -93,8 +97,9 @@ class TieredCache:
         self._step_time = Histogram(STEP_BOUNDS_S)
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
+        self._stores_on_host = kept is not None and config.storage is None
         self._trees = Trees(self._new_tree, device, host)
-        self._l2 = HostTier(host, self._trees, controller, self._counters)
+        self._l2 = HostTier(host, self._trees, controller, self._counters, kept)
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self._host_codec = host_codec
         self._verifier = self._new_verifier() if config.integrity.verify == "load" else None
@@ -106,13 +111,15 @@ class TieredCache:
 
     def _new_tree(self) -> RadixTree:
         bounds = self.config.transfer
-        return RadixTree(
+        tree = RadixTree(
             self.page_size,
             self._policy,
             run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, self.host.pages),
             position_bytes=self._position_bytes,
             observer=self._events,
         )
+        tree.stores_on_host = self._stores_on_host
+        return tree
 
     def _new_verifier(self) -> LoadVerifier:
         if self._host_codec is None:
@@ -140,6 +147,8 @@ class TieredCache:
         """
         self._prefetcher.cancel_all()
         self._trees.retire()
+        if self._l2.kept is not None:
+            self._l2.kept.drop()
         if self._events is not None:
             self._events.cleared()
 

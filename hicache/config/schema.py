@@ -73,6 +73,14 @@ class SharedHostConfig(Section):
         description="Which process creates the memory: its memory limit (cgroup) has to cover it. `daemon`: the one "
         "of `storage.options.socket`, which must run when the engine starts.",
     )
+    keep: bool = Field(
+        default=False,
+        description="Leave the memory when the engine ends or dies, for the engine that starts next under the same "
+        "name, which reads the pages that it can prove as if from a fast store. The memory is taken until then; "
+        "`rm /dev/shm/hicache.NAME` frees it. What is found is what was stored, or without `storage` what would have "
+        "been: it is sealed then, a hash of each page on a worker. Not for several ranks, `owner: daemon`, compressed "
+        "or encrypted pages.",
+    )
 
 
 class HostConfig(Section):
@@ -353,10 +361,13 @@ class HiCacheConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> HiCacheConfig:
+        shared, options = self.host.shared, self.storage and self.storage.options
         if [*self.integrity.key_sources()] and [*self.storage_format.key_sources()]:
             raise ValueError(
                 "integrity and storage_format: give a MAC key or an encryption key; encryption proves the page too"
             )
+        if shared.keep:
+            self._check_keep()
         if self.integrity.verify == "load":
             if [*self.storage_format.key_sources()]:
                 raise ValueError("integrity.verify: load: frames of an encrypted store have no tag; use read")
@@ -364,8 +375,21 @@ class HiCacheConfig(Section):
                 raise ValueError("integrity.verify: load: tag none proves nothing; use tag xxh3_128, or verify read")
         if self.sessions.enabled and not self.prefix_cache:
             raise ValueError("sessions.enabled needs prefix_cache: true; without it nothing is kept between turns")
-        shared, options = self.host.shared, self.storage and self.storage.options
         has_socket = isinstance(options, RemoteStorageOptions) and options.url is None
         if shared.name is not None and shared.owner == "daemon" and not has_socket:
             raise ValueError("host.shared.owner: daemon needs storage.type: remote with the socket of that daemon")
         return self
+
+    def _check_keep(self) -> None:
+        shared, form = self.host.shared, self.storage_format
+        if shared.name is None:
+            raise ValueError("host.shared.keep: needs host.shared.name, by which the next engine finds the memory")
+        if shared.owner == "daemon":
+            raise ValueError("host.shared.keep: the daemon removes the memory of an engine that dies; use owner engine")
+        if form.compression != "none" or [*form.key_sources()]:
+            raise ValueError(
+                "host.shared.keep: pages that are compressed or encrypted are sealed in other memory; leave keep or "
+                "storage_format out"
+            )
+        if self.integrity.tag == "none" and not [*self.integrity.key_sources()]:
+            raise ValueError("host.shared.keep: tag none proves nothing; use tag xxh3_128, or a MAC key")

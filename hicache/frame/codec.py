@@ -262,6 +262,15 @@ class FrameCodec:
             and frame[VERSION_AND_KIND] == self._version_and_kind
         )
 
+    def claim_of(self, frame: memoryview) -> tuple[bytes, bytes | None] | None:
+        """Return the key of the page that a plain frame says it is, and its parent's; None if it is not sealed, or this
+        codec would refuse it whatever its tag is. Proves nothing."""
+        header = bytes(frame[:HEADER_BYTES])
+        key, parent = header[56:88], header[PARENT]
+        if not self.is_tagged(frame) or header[ENCODING] or self._refusal(header, key, len(frame)) is not None:
+            return None
+        return key, None if parent == NO_PARENT else parent
+
     def stream(self) -> TagStream | None:
         """For `accept` and `check`, where a page arrives in pieces; None where its tag is computed over the whole."""
         return TagStream() if self.tag_kind is TagKind.XXH3_128 else None

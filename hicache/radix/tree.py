@@ -56,6 +56,7 @@ class RadixTree(PrefixTree):
     ) -> None:
         super().__init__(page_size, position_bytes)
         self.observer = observer
+        self.stores_on_host = False  # storage is L2 itself, where pages are sealed for the next process
         self.device_evictable_pages = 0
         self.device_protected_pages = 0
         self.host_pages = 0
@@ -128,13 +129,19 @@ class RadixTree(PrefixTree):
         return Inserted(node, present)
 
     def insert_host(
-        self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes] | None = None
+        self,
+        key: RadixKey,
+        start_page: int,
+        host_pages: PageIds,
+        keys: list[bytes] | None = None,
+        *,
+        stored: bool = True,
     ) -> tuple[Node, PageIds]:
         """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
         the pages that the tree did not take because it has them, or lacks their prefix: the caller frees those.
 
-        `keys` are their page keys if they were read from storage: a new run counts no request yet. Without, a request
-        has just computed them. REQUIRES: the pages are complete and verified.
+        `keys` are their page keys if they were read from storage, which has them still if `stored`: a new run counts no
+        request yet. Without, a request has just computed them. REQUIRES: the pages are complete and verified.
         """
         tokens = key.tokens[: (start_page + len(host_pages)) * self.page_bytes]
         path = self._use_path(RadixKey(tokens, key.seed, key.position_bytes))
@@ -145,7 +152,7 @@ class RadixTree(PrefixTree):
             begin, done = done, done + len(node.key) // self.page_bytes
             run = host_pages[max(begin, 0) : max(done, 0)]
             if begin >= 0 and node.host is None and not node.backup_pending:  # which brings host pages of its own
-                self._gain_host(node, run, None if keys is None else keys[begin:done])
+                self._gain_host(node, run, None if keys is None else keys[begin:done], stored)
             else:
                 unused.append(run)
         while 0 <= done < len(host_pages):
@@ -154,7 +161,7 @@ class RadixTree(PrefixTree):
                 node, tokens[(start_page + done) * self.page_bytes : (start_page + end) * self.page_bytes]
             )
             node.hit_count = 0 if keys is not None else 1
-            self._gain_host(node, host_pages[done:end], None if keys is None else keys[done:end])
+            self._gain_host(node, host_pages[done:end], None if keys is None else keys[done:end], stored)
             done = end
         unused.append(host_pages[max(done, 0) :])
         return node, np.concatenate(unused)
@@ -176,11 +183,11 @@ class RadixTree(PrefixTree):
                 unused.append(run)
         return np.concatenate(unused) if unused else NO_PAGES
 
-    def _gain_host(self, node: Node, host_pages: PageIds, keys: list[bytes] | None) -> None:
+    def _gain_host(self, node: Node, host_pages: PageIds, keys: list[bytes] | None, stored: bool) -> None:
         """Record that `node` is on L2, and with `keys` that it came from storage."""
         if keys is not None:
             node.page_keys = b"".join(keys)
-            node.stored = True
+            node.stored = stored
         self.set_host(node, host_pages.copy())
 
     # Stores
@@ -424,6 +431,7 @@ class RadixTree(PrefixTree):
         else:
             self._end_copy(node)
             node.host = None
+            node.stored = node.stored and not self.stores_on_host
         return pages
 
     # Inside

@@ -34,6 +34,7 @@ class SharedHostPool(HostPool):
         *,
         pin: bool,
         role: Role,
+        keep: bool = False,
     ) -> None:
         """Use `open`, which checks the arguments. `deadline` is on the monotonic clock."""
         self.path = path_of(name)
@@ -41,6 +42,7 @@ class SharedHostPool(HostPool):
         self._processes = processes
         self._deadline = deadline
         self._role = role
+        self.keep = keep
         super().__init__(shape, pages, pin=pin)
 
     @classmethod
@@ -54,6 +56,7 @@ class SharedHostPool(HostPool):
         pin: bool = False,
         timeout_s: float,
         role: Role = Role.OWNER,
+        keep: bool = False,
     ) -> SharedHostPool:
         """Open the pool `name`, or create it; blocks until it is ready, at most `timeout_s` seconds (and as long as the
         kernel needs to zero the memory, for the process that creates it).
@@ -61,7 +64,8 @@ class SharedHostPool(HostPool):
         `name` is 1 to 128 letters, digits, dashes and dots; use one per engine, so that a restart takes over what a
         crash has left. `processes` is how many open it, this one included; None keeps it until `unlink`. `pin`
         registers the memory with CUDA, in each process that needs it. `role` ALONE refuses a pool that another process
-        has open; so does GUEST, which opens one that a daemon has created for this process.
+        has open; so does GUEST, which opens one that a daemon has created for this process. `keep` tells daemons not to
+        remove the memory when its engine has died.
 
         Raises CapacityError if the memory does not fit (then nothing is left of it), SharedMemoryError if the pool has
         other pages than asked for, is not ready in time, or if the path holds a file that HiCache did not create or
@@ -69,7 +73,8 @@ class SharedHostPool(HostPool):
         """
         members = 0 if processes is None else whole("shared host pool: processes", processes, 1, PROCESSES_MAX)
         deadline = time.monotonic() + number("shared host pool: timeout_s", timeout_s)
-        return cls(name, members, deadline, shape, whole("shared host pool: pages", pages, 1), pin=pin, role=role)
+        pages = whole("shared host pool: pages", pages, 1)
+        return cls(name, members, deadline, shape, pages, pin=pin, role=role, keep=keep)
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -85,7 +90,7 @@ class SharedHostPool(HostPool):
         self._shared.unlink()
 
     def _map(self, pages: int) -> mmap.mmap:
-        layout = Layout(self._processes, pages, self.frame_bytes, shape_digest(self.shape))
+        layout = Layout(self._processes, pages, self.frame_bytes, shape_digest(self.shape), keep=self.keep)
         self._shared = SharedMemory.open(
             self._name, layout, deadline=self._deadline, role=self._role,
             require_memory=lambda: self._require_available(pages),

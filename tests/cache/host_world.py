@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from hicache.backends.base import StorageBackend
+from hicache.backends.kept import KeptFrames
 from hicache.cache import HostCache, HostLoad, HostWrite
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.config import HiCacheConfig, TransferConfig
@@ -39,9 +40,11 @@ class HostWorld(Ending):
         open_storage: Callable[[int], StorageBackend] | None = None,
         break_even: BreakEven | None = None,
         host_codec: Callable[[int], FrameCodec] | None = None,
+        kept: KeptFrames | None = None,
+        host: HostPool | None = None,
         kind: type[HostCache] = HostCache,
     ) -> None:
-        self.host = HostPool(GEOMETRY, host_pages)
+        self.host = host or HostPool(GEOMETRY, host_pages)
         self.controller = HiCacheController(
             self.host, None, backend, configured(config, transfer), rates=len(Rates())
         )
@@ -52,6 +55,7 @@ class HostWorld(Ending):
             open_storage=open_storage,
             break_even=break_even,
             host_codec=host_codec,
+            kept=kept,
         )
         self.stamps = Stamps(GEOMETRY)
         self._epochs: dict[RadixTree, int] = {}

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
+from hicache.backends.kept import KeptFrames
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import HiRadixCache, RequestKV
 from hicache.cache.break_even import BreakEven, Rates
@@ -130,6 +131,7 @@ class World(Ending):
         clock: Callable[[], float] = time.monotonic,
         break_even: BreakEven | None = None,
         host_codec: Callable[[int], FrameCodec] | None = None,
+        kept: KeptFrames | None = None,
         kind: type[HiRadixCache] = HiRadixCache,
         ranks: RankGroup | None = None,
         stores_pages: bool = True,
@@ -149,6 +151,7 @@ class World(Ending):
             open_storage=open_storage,
             break_even=break_even,
             host_codec=host_codec,
+            kept=kept,
         )
         self.wrong_pages = 0
         self.compared_pages = 0

@@ -104,8 +104,9 @@ class Engine:
         pin = worker and current_platform.is_cuda() and self.config.host.pin != "off"
         processes = None if shared else self.layout.ranks + 1
         pool = SharedHostPool.open(
-            name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S
-        )
+            name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S,
+            keep=self.config.host.shared.keep,
+        )  # fmt: skip
         if not worker:
             pool.claim()
         return pool

@@ -1,0 +1,239 @@
+"""Frames that an earlier process has left in host memory (`host.shared.keep`): read like a very fast store.
+
+An engine that was killed leaves its frames in a shared mapping. The engine that starts there again indexes them by the
+page keys in their headers. They stay where they are until a prompt asks for them, or until the cache needs their room.
+
+A header is a hint and proves nothing. A page that is asked for is copied to the frame that the cache has reserved for
+it, and the copy is proved there, as a page of any store. So a frame is never shown that something could still write to,
+and no page changes its owner between threads; the copy takes a part of the time of the proof. The old frame is free
+then.
+
+    KeptFrames    which of them are left, by key
+    KeptBackend   the store of them; without another store it also seals what is computed, where it is
+    KeptLevel     a KeptBackend in front of the configured storage
+
+Locking design: `_lock` of a KeptFrames guards its fields. It is held for a few instructions a page, and never while a
+frame is read, because the scheduler thread takes it in `give_way`. A frame that is being read is in none of the tables.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from ..frame import FrameCodec, PageBuffer
+from .base import GetOutcome, StorageBackend, Usage
+from .envelope import Wrapper
+from .order import EvictionOrder
+from .pages import Damaged, PageReads, PageWrites
+from .store import PageStore
+
+
+class KeptFrames:
+    """The frames of `pages` pages that `codec` may be able to prove, of which `frame` returns one by its number.
+
+    Invariant: each page is in `_pages`, under its key, is being read, or waits in `_unused` to be given away. `held`
+    is their number.
+    """
+
+    def __init__(self, codec: FrameCodec, pages: int, frame: Callable[[int], memoryview]) -> None:
+        self.frame = frame
+        self._namespace = codec.namespace
+        self._lock = threading.Lock()
+        self._pages: dict[bytes, int] = {}
+        self._unused: list[int] = []
+        self._order = EvictionOrder()
+        self._read: set[bytes] = set()
+        for page in range(pages):
+            claim = codec.claim_of(frame(page))
+            if claim is not None and claim[0] not in self._pages:
+                self._pages[claim[0]] = page
+                self._order.add(*claim)
+        self._order.use(list(self._pages))
+        self.held = len(self._pages)
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages that have not been asked for."""
+        with self._lock:
+            return list(self._pages.values())
+
+    # On the scheduler thread
+
+    def give_way(self, count: int) -> list[int]:
+        """Give away up to `count` pages: those that were read, then the ones looked up the longest ago, tails before
+        heads."""
+        with self._lock:
+            while len(self._unused) < count and (oldest := self._order.oldest()) is not None:
+                self._discard(oldest[0])
+            given, self._unused = self._unused[:count], self._unused[count:]
+            self.held -= len(given)
+            return given
+
+    def drop(self) -> None:
+        """Forget all pages; `give_way` gives them away. A page that is being read stays with its reader."""
+        with self._lock:
+            for key in list(self._pages):
+                self._discard(key)
+
+    def were_read(self, keys: Sequence[bytes]) -> bool:
+        """True if one of `keys` was read from here since it was last asked about."""
+        with self._lock:
+            found = not self._read.isdisjoint(keys)
+            self._read.difference_update(keys)
+            return found
+
+    # On workers
+
+    def find(self, keys: Sequence[bytes], namespace: bytes) -> list[bool]:
+        """Return which of `keys` are here. Refreshes them: the read that follows takes room, for which others go."""
+        with self._lock:
+            if namespace != self._namespace:
+                return [False] * len(keys)
+            found = [key in self._pages for key in keys]
+            self._order.use(keys)
+            return found
+
+    def take(self, key: bytes, namespace: bytes) -> int | None:
+        """Return the page of `key`, to be read, None if it is not here. `end` follows."""
+        with self._lock:
+            if namespace != self._namespace or key not in self._pages:
+                return None
+            self._order.discard(key)
+            return self._pages.pop(key)
+
+    def end(self, page: int, key: bytes | None) -> None:
+        """End the read of a page, of which there is a proved copy of `key` now, None if it failed."""
+        with self._lock:
+            self._unused.append(page)
+            if key is not None:
+                self._read.add(key)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Forget pages; return how many were here."""
+        with self._lock:
+            there = [key for key in keys if key in self._pages]
+            for key in there:
+                self._discard(key)
+            return len(there)
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of the pages."""
+        with self._lock:
+            return list(self._pages)
+
+    def _discard(self, key: bytes) -> None:
+        self._order.discard(key)
+        self._unused.append(self._pages.pop(key))
+
+
+class KeptBackend(PageStore[int]):
+    """See the module's docstring. A page can be read once: its copy is on L2 then.
+
+    With `seals` it is the only store: what is stored is sealed in its frame, where the next process finds it. Without,
+    it takes nothing.
+    """
+
+    def __init__(self, codec: FrameCodec, frames: KeptFrames, *, seals: bool) -> None:
+        super().__init__(codec)
+        self._frames = frames
+        self._seals = seals
+
+    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See PageStore. Refreshes recency, see KeptFrames."""
+        return self._frames.find(keys, self.codec.namespace)
+
+    def read(self, pages: PageReads[int]) -> None:
+        """See PageStore."""
+        for position in pages:
+            key = pages.keys[position]
+            page = self._frames.take(key, self.codec.namespace)
+            if page is None:
+                pages.miss(position)
+                continue
+            proved = False
+            try:
+                proved = pages.take(position, self._frames.frame(page), found=page)
+            finally:
+                self._frames.end(page, key if proved else None)
+
+    def remove_damaged(self, damaged: Sequence[Damaged[int]], deadline: float) -> None:
+        """See PageStore. `read` has taken the page out."""
+
+    def write(self, pages: PageWrites) -> None:
+        """See PageStore. Seals each frame where it is."""
+        for position in pages:
+            if self._seals:
+                pages.sealed(position)
+                pages.stored(position)
+            else:
+                pages.reject(position)
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See PageStore."""
+        return self._frames.remove(keys)
+
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """See PageStore."""
+        return iter(self._frames.keys())
+
+    def measure(self) -> Usage:
+        """See PageStore. Of the pages that have not been asked for."""
+        pages = len(self._frames.keys())
+        return Usage(pages, pages * self.codec.frame_bytes, None)
+
+    def shut(self) -> None:
+        """See PageStore. The frames stay, for a store that is opened later."""
+
+
+class KeptLevel(Wrapper):
+    """`inner`, with the kept frames in front of it. Pages are stored in `inner` alone."""
+
+    def __init__(self, inner: StorageBackend, kept: KeptBackend) -> None:
+        super().__init__(inner)
+        self._kept = kept
+
+    @property
+    def parts(self) -> Sequence[StorageBackend]:
+        """See Composite."""
+        return (self._kept, self._inner)
+
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. Asks both in turn, each from where the other one has stopped."""
+        found, more = self._kept.batch_exists(keys, deadline=deadline), 1
+        while found < len(keys) and more:
+            below = self._inner.batch_exists(keys[found:], deadline=deadline)
+            more = self._kept.batch_exists(keys[found + below :], deadline=deadline) if below else 0
+            found += below + more
+        return found
+
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Envelope."""
+        kept = self._kept.batch_has(keys, deadline=deadline)
+        below = self._inner.batch_has(keys, deadline=deadline)
+        return [one or other for one, other in zip(kept, below, strict=True)]
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope. What the kept frames do not serve, damaged ones too, is read from `inner`."""
+        outcomes = self._kept.batch_get(keys, pages, deadline=deadline)
+        missing = [position for position, outcome in enumerate(outcomes) if outcome is not GetOutcome.HIT]
+        if missing:
+            below = self._inner.batch_get([keys[p] for p in missing], [pages[p] for p in missing], deadline=deadline)
+            for position, outcome in zip(missing, below, strict=True):
+                outcomes[position] = outcome
+        return outcomes
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. A page that both have counts as one of `inner`."""
+        self._kept.delete(keys, deadline=deadline)
+        return super().remove(keys, deadline)
+
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope. Counts the pages of `inner`."""
+        self._kept.clear(deadline=deadline)
+        return super().remove_all(deadline)
+
+    def shut(self) -> None:
+        """See Envelope."""
+        self._kept.close()
+        super().shut()

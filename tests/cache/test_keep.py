@@ -1,0 +1,259 @@
+"""`host.shared.keep`: an engine that was killed leaves its L2, and the next one reads from it what it can prove."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome
+from hicache.config import HiCacheConfig
+from hicache.keys import Namespace, RadixKey
+from hicache.shared_memory import CONTROL_BYTES, path_of
+from tests.cache.keeping import GEOMETRY, KINDS, NAMESPACE, PAGES, PROMPTS, Engine, RadixEngine, options
+from tests.cache.world import codec, prompt
+from tests.waiting import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "01" * 32
+FRAME_BYTES = codec().frame_bytes
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    chosen = f"test-keep-{os.getpid()}"
+    yield chosen
+    path_of(chosen).unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_MAC", KEY)
+    monkeypatch.setenv("OTHER_MAC", "02" * 32)
+
+
+@functools.cache
+def left_by(kind: str, sections: str) -> bytes:
+    """Run an engine over PROMPTS, kill it, and return what it has left."""
+    name = f"test-kept-{os.getpid()}"
+    config = json.dumps(options(name, **json.loads(sections)))
+    command = [sys.executable, "-m", "tests.cache.keeping", kind, config]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == "ready\n"
+        finally:
+            child.send_signal(signal.SIGKILL)
+    left = path_of(name).read_bytes()
+    path_of(name).unlink()
+    return left
+
+
+def killed(kind: str, name: str, **sections: Any) -> None:
+    """Leave the memory of an engine that has served PROMPTS and was killed."""
+    left = left_by(kind, json.dumps(sections))
+    path_of(name).touch(0o600)
+    path_of(name).write_bytes(left)
+
+
+@contextmanager
+def started(
+    kind: str, name: str, namespace: Namespace = NAMESPACE, **sections: Any
+) -> Iterator[Engine]:
+    """The next engine under that name."""
+    engine = KINDS[kind](HiCacheConfig.model_validate(options(name, **sections)), namespace)
+    with closing(engine.cache):
+        yield engine
+    del engine.cache
+    gc.collect()  # as if the process had ended: its memory is unmapped
+
+
+def kept_statistics(engine: Engine) -> BackendStatistics:
+    (kept,) = [leaf for leaf in engine.cache.statistics().controller.backends if leaf.name == "kept"]
+    return kept.statistics
+
+
+def served(engine: Engine) -> list[int]:
+    """Serve PROMPTS; return how many pages of each came from the cache. All of them had the right bytes."""
+    found = []
+    for key in PROMPTS:
+        found.append(engine.serve(key))
+        engine.settle()
+    assert engine.wrong == 0
+    return found
+
+
+def flip(name: str, key: RadixKey, page: int, at: int) -> None:
+    """Change a bit of a frame in the memory of a dead engine."""
+    page_key = key.page_keys(GEOMETRY.page_size, b"", 0, page + 1)[page]
+    data = bytearray(path_of(name).read_bytes())
+    (place,) = [at for at in range(CONTROL_BYTES, len(data), FRAME_BYTES) if data[at + 56 : at + 88] == page_key]
+    data[place + at] ^= 8
+    path_of(name).write_bytes(data)
+
+
+@both
+def test_an_engine_finds_what_a_killed_one_had_without_any_storage(kind: str, name: str) -> None:
+    killed(kind, name)
+    with started(kind, name) as engine:
+        assert served(engine) == [5, 5, 5]
+        assert engine.cache.statistics().hit_tokens["storage"] == PAGES * GEOMETRY.page_size
+        assert kept_statistics(engine).gets[GetOutcome.HIT] == PAGES
+        assert served(engine) == [5, 5, 5]  # on L1 or L2 now
+    with started(kind, name) as engine:  # after an orderly end too
+        assert served(engine) == [5, 5, 5]
+    path_of(name).unlink()
+    with started(kind, name) as engine:
+        assert served(engine) == [0, 0, 0]
+
+
+@both
+def test_without_keep_nothing_is_found_and_nothing_is_left(kind: str, name: str) -> None:
+    killed(kind, name)
+    with started(kind, name, keep=False) as engine:
+        assert served(engine) == [0, 0, 0]
+    assert not path_of(name).exists()
+
+
+@both
+@pytest.mark.parametrize("at", [60, 130, 190, 256, 256 + GEOMETRY.payload_bytes - 1])
+def test_a_page_that_was_changed_is_computed_again(kind: str, name: str, at: int) -> None:
+    killed(kind, name)
+    flip(name, PROMPTS[1], 2, at)
+    with started(kind, name) as engine:
+        assert served(engine) == [5, 2, 5]
+        # A header that names another page or namespace is not even looked at.
+        assert kept_statistics(engine).corrupt == ({} if at in (60, 130) else {"tag": 1})
+
+
+@both
+@pytest.mark.parametrize("field", [{"model": "another"}, {"weights_epoch": 1}, {"tp_size": 2}])
+def test_pages_of_another_model_or_epoch_are_free(kind: str, name: str, field: dict[str, Any]) -> None:
+    killed(kind, name)
+    with started(kind, name, dataclasses.replace(NAMESPACE, **field)) as engine:
+        assert engine.cache.host.allocator.used_pages == 0
+        assert served(engine) == [0, 0, 0]
+
+
+@both
+def test_mac_keys_decide_what_is_proved(kind: str, name: str) -> None:
+    for section, hits in (
+        ({}, 0),
+        ({"mac_key_env": "OTHER_MAC"}, 0),
+        ({"mac_key_env": "OTHER_MAC", "previous_mac_key_env": "TEST_MAC"}, 5),
+        ({"mac_key_env": "TEST_MAC"}, 5),
+    ):
+        killed(kind, name, integrity={"mac_key_env": "TEST_MAC"})
+        with started(kind, name, integrity=section) as engine:
+            assert served(engine) == [hits] * 3, section
+
+
+@both
+def test_a_page_without_a_mac_is_not_believed_where_there_is_a_key(kind: str, name: str) -> None:
+    killed(kind, name)
+    with started(kind, name, integrity={"mac_key_env": "TEST_MAC"}) as engine:
+        assert served(engine) == [0, 0, 0]
+
+
+@both
+def test_kept_pages_give_way_to_new_ones_the_oldest_first(kind: str, name: str) -> None:
+    killed(kind, name, host_pages=16)
+    with started(kind, name, host_pages=16) as engine:
+        assert engine.cache.host.allocator.used_pages == PAGES
+        assert engine.serve(PROMPTS[1]) == 5  # its copies need room: four pages of others
+        engine.settle()
+        for first in (50, 60):
+            assert engine.serve(prompt(*range(first, first + 5))) == 0
+            engine.settle()
+        assert engine.serve(PROMPTS[1]) == 5
+        assert engine.wrong == 0
+        engine.settle()
+        assert engine.serve(PROMPTS[0]) < 5
+
+
+@both
+def test_a_write_that_was_cut_short_leaves_nothing(kind: str, name: str) -> None:
+    killed(kind, name)
+    with started(kind, name) as engine:
+        assert engine.cache.host.allocator.used_pages == PAGES
+
+
+@both
+def test_clear_and_new_weights_forget_kept_pages(kind: str, name: str) -> None:
+    killed(kind, name)
+    with started(kind, name) as engine:
+        engine.cache.clear()
+        assert served(engine) == [0, 0, 0]
+    with started(kind, name) as engine:
+        engine.cache.update_weights(1)
+        wait_for(lambda: engine.cache.controller.gate.storage is not None, engine.step)
+        assert served(engine) == [0, 0, 0]
+    with started(kind, name, dataclasses.replace(NAMESPACE, weights_epoch=1)) as engine:
+        assert served(engine) == [5, 5, 5]
+
+
+@both
+def test_storage_serves_what_was_not_kept_and_gets_what_it_lacks(kind: str, name: str, tmp_path: Path) -> None:
+    storage = {"type": "file", "options": {"path": str(tmp_path), "capacity": "1MiB"}}
+    killed(kind, name, storage=storage)
+    flip(name, PROMPTS[0], 1, 300)
+    lost = PROMPTS[2].page_keys(GEOMETRY.page_size, b"", 0, 5)[4]
+    (path,) = tmp_path.rglob(f"{lost.hex()}*")
+    path.unlink()
+    with started(kind, name, storage=storage) as engine:
+        assert served(engine) == [5, 5, 5]
+        assert kept_statistics(engine).gets[GetOutcome.HIT] == PAGES - 1
+        assert SetOutcome.REJECTED not in {o for o, n in kept_statistics(engine).sets.items() if n}
+    assert path.exists()  # it was kept, but not in storage
+    path_of(name).unlink()
+    with started(kind, name, storage=storage) as engine:
+        assert served(engine) == [5, 5, 5]
+
+
+@pytest.mark.parametrize("has_storage", [False, True])
+def test_a_page_whose_sealed_frame_is_gone_is_not_stored(name: str, tmp_path: Path, has_storage: bool) -> None:
+    storage = {"type": "file", "options": {"path": str(tmp_path), "capacity": "1MiB"}}
+    with started("radix", name, storage=storage if has_storage else None) as engine:
+        assert isinstance(engine, RadixEngine)
+        engine.serve(PROMPTS[0])
+        engine.settle()
+        tree = engine.cache.tree
+        for node in tree.nodes():
+            assert node.stored
+            engine.cache.host.free(tree.leave_host(node))
+            assert node.stored is has_storage
+        engine.serve(PROMPTS[0])  # is not copied to L2 once more, only to seal it
+        engine.settle()
+        assert tree.host_pages == 0
+        engine.cache.evict(100)
+        engine.settle()
+        # What is in storage may leave; anything else is written back first.
+        assert engine.cache.peek(PROMPTS[0]).host_pages == (0 if has_storage else 5)
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"host": {"tokens": 128, "shared": {"keep": True}}}, "needs host.shared.name"),
+        ({"storage_format": {"compression": "zstd"}}, "compressed or encrypted"),
+        ({"storage_format": {"encryption_key_env": "TEST_MAC"}}, "compressed or encrypted"),
+        ({"integrity": {"tag": "none"}}, "tag none proves nothing"),
+        ({"host": {"tokens": 128, "shared": {"name": "a", "keep": True, "owner": "daemon"}}}, "use owner engine"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(sections: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        HiCacheConfig.model_validate({**options("a"), **sections})
