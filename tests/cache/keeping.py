@@ -51,6 +51,7 @@ class Engine:
     """The engine's side of a cache. `wrong` counts the pages that came from the cache with other bytes."""
 
     cache: HiRadixCache | HostCache
+    wrong: int
 
     def serve(self, key: RadixKey) -> int:
         """Serve a prompt; return how many pages came from the cache."""

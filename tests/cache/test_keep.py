@@ -22,8 +22,8 @@ from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome
 from hicache.config import HiCacheConfig
 from hicache.keys import Namespace, RadixKey
 from hicache.shared_memory import CONTROL_BYTES, path_of
-from tests.cache.keeping import GEOMETRY, KINDS, NAMESPACE, PAGES, PROMPTS, Engine, RadixEngine, options
-from tests.cache.world import codec, prompt
+from tests.cache.keeping import KINDS, PAGES, PROMPTS, Engine, RadixEngine, options
+from tests.cache.world import GEOMETRY, NAMESPACE, codec, prompt
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
