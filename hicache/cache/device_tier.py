@@ -3,7 +3,7 @@
 Backup, from L1 to L2. A node that is being copied is locked.
 
     write_through            a run is copied to L2 as soon as it is computed
-    write_through_selective  as soon as `selective_hits` requests have used it
+    write_through_selective  as soon as `selective_hits` requests have used it, wherever it was (`uses`)
     write_back               when L1 evicts it, in two phases: the copy is started, and when it has arrived the run
                              leaves L1; with it are copied those of its ancestors that storage needs before it
 

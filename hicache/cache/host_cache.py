@@ -151,7 +151,7 @@ class HostCache(TieredCache):
         """
         start_page = whole("start_page", start_page)
         match = self._match(rid, key)
-        request = self._request(rid, key, match.node, start_page)
+        request = self._request(rid, key, match, start_page)
         pages = 0 if request.failed else max(0, match.pages - start_page)
         loading = self._is_loading(rid, match.node, pages)
         if pages == 0 or not (loading or self._pays(request, pages)):
@@ -181,7 +181,7 @@ class HostCache(TieredCache):
         tree, node = self.tree, match.node
         if start_page:
             tree.match(self._head(key, start_page))  # a node ends there now
-        request = self._request(rid, key, node, start_page)
+        request = self._request(rid, key, match, start_page)
         request.decided_pages = 0
         tree.hold_host(node)
         host_pages = _host_pages(tree, node, end_page - start_page)
@@ -234,6 +234,8 @@ class HostCache(TieredCache):
         if request is not None and request.tree is not tree:
             return None
         match = tree.match(key)
+        if self._uses is not None:  # a page that another request brings, or brought, is used by this one too
+            self._use(rid, key, end_page, match, begins=request is None)
         begin = self._reach(key, match.pages)
         if begin >= end_page:
             return None
@@ -292,8 +294,8 @@ class HostCache(TieredCache):
         self._prefetcher.conclude(instance("rid", rid, str))
         return self.tree.match(key)
 
-    def _request(self, rid: str, key: RadixKey, node: Node, start_page: int) -> _Request:
-        """What is remembered of a request. A new one counts as using the path to `node`, on its device or on L2."""
+    def _request(self, rid: str, key: RadixKey, match: Match, start_page: int) -> _Request:
+        """What is remembered of a request. A new one counts as using what it has on its device, and `match` on L2."""
         request = self._requests.get(rid)
         if request is None:
             request = self._requests[rid] = _Request(self.tree)
@@ -301,9 +303,15 @@ class HostCache(TieredCache):
             self._counters.requests += 1
             self._counters.prompt_tokens += tokens
             self._counters.hit_tokens["device"] += min(start_page * self.page_size, tokens)
-            self.tree.use(node)
-            self._l2.store_path(node, self._store_hits_min)
+            self._use(rid, key, max(start_page, match.pages), match, begins=True)
         return request
+
+    def _use(self, rid: str, key: RadixKey, pages: int, match: Match, *, begins: bool) -> None:
+        """Count a request as a user of `pages` pages of `key`, of which L2 has `match`, and store what that asks for.
+        """
+        known_pages = self._note_uses(rid, key, pages, begins=begins).known_pages
+        self.tree.use(match.node, 0, match.pages - known_pages)
+        self._l2.store_path(match.node, self._store_hits_min)
 
     def _pays(self, request: _Request, pages: int) -> bool:
         """Whether to load so many pages, decided when a request asks about another number than before."""
@@ -375,7 +383,8 @@ class HostCache(TieredCache):
     def _show(self, write: HostWrite) -> list[HostWrite]:
         """Show a write. Returns those that follow it directly; what it brought is held for them now."""
         tree = write._tree
-        node, unused = tree.insert_host(write._key, write.start_page, write.host_pages)
+        uses = self._note_uses(write.rid, write._key, write._end_page)
+        node, unused = tree.insert_host(write._key, write.start_page, write.host_pages, uses=uses)
         self._end_write(write, unused)
         self._l2.store_path(node, self._store_hits_min)
         following = [other for other in self._behind(write) if other.start_page <= write._end_page]

@@ -90,7 +90,8 @@ class HiRadixCache(TieredCache):
         self.running.add(request)
         if self._verifier is not None:
             self._verifier.forget(rid)
-        tree.use(node, priority)
+        known_pages = self._note_uses(rid, key, len(shared), begins=True).known_pages
+        tree.use(node, priority, len(shared) - known_pages)
         self._pins.used(node)
         self._l1.used(node)
         self._count_hits(request, len(match.device_pages), len(loaded))
@@ -131,9 +132,11 @@ class HiRadixCache(TieredCache):
         shared = request.shared_pages
         if self.controller.is_loading and self.tree.awaits_load(key, request.last_node, shared):
             return
+        uses = self._note_uses(request.rid, key, full)
         inserted = self.tree.insert(
-            key, request.pages[shared:full], priority=request.priority, below=request.last_node, start_page=shared
-        )
+            key, request.pages[shared:full], priority=request.priority, below=request.last_node, start_page=shared,
+            uses=uses,
+        )  # fmt: skip
         if inserted.present_pages:
             self._l1.free(request.pages[shared : shared + inserted.present_pages])
             request.pages = np.concatenate((self.tree.device_pages(inserted.node), request.pages[full:]))
@@ -167,7 +170,9 @@ class HiRadixCache(TieredCache):
         `page_source`.
         """
         priority = whole("priority", priority, -WHOLE_MAX)
-        inserted = self.tree.insert(key, require_pages(device_pages), priority=priority)
+        self.tree.require_fitting(key)
+        uses = self._note_uses(None, key, key.pages(self.page_size))
+        inserted = self.tree.insert(key, require_pages(device_pages), priority=priority, uses=uses)
         self._l1.request_pages -= len(device_pages) - inserted.present_pages
         self._l1.used(inserted.node)
         return inserted

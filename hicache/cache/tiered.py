@@ -27,8 +27,8 @@ from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
 from ..frame import FrameCodec
 from ..histogram import STEP_BOUNDS_S, Histogram
-from ..keys import TOKEN_BYTES, Namespace, require_epoch
-from ..radix import RUN_PAGES_MAX, RadixTree, check_tree, make_policy
+from ..keys import TOKEN_BYTES, Namespace, RadixKey, require_epoch
+from ..radix import NEW, RUN_PAGES_MAX, RadixTree, Uses, check_tree, make_policy
 from ..tiers import HostPool, PageAllocator
 from .break_even import BreakEven, Rates
 from .host_tier import HostTier
@@ -39,6 +39,7 @@ from .report import CacheLog, log_end
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 from .storage import StorageControl
 from .trees import Trees
+from .uses import UseMemory
 from .verification import LoadVerifier
 
 # How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
@@ -99,6 +100,9 @@ class TieredCache:
         self._publisher: Publisher | None = None
         self._stores_on_host = kept is not None and config.storage is None
         self._trees = Trees(self._new_tree, device, host)
+        self._uses: UseMemory | None = None
+        if config.write_policy == "write_through_selective":  # no other policy asks how often a page was used
+            self._uses = UseMemory(self.tree.page_bytes, config.selective_hits)
         self._l2 = HostTier(host, self._trees, controller, self._counters, kept)
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self._host_codec = host_codec
@@ -149,6 +153,8 @@ class TieredCache:
         self._trees.retire()
         if self._l2.kept is not None:
             self._l2.kept.drop()
+        if self._uses is not None:
+            self._uses.clear()
         if self._events is not None:
             self._events.cleared()
 
@@ -219,6 +225,10 @@ class TieredCache:
             self._prefetcher.found(found)
         for read in acks.read:
             self._prefetcher.ended(read)
+
+    def _note_uses(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> Uses:
+        """Count a request as a user of the first `pages` pages of `key`, once for each page; see `UseMemory`."""
+        return NEW if self._uses is None else self._uses.note(rid, key, pages, begins=begins)
 
     def _require_service(self) -> None:
         if self._closed:

@@ -322,7 +322,9 @@ class HiCacheConfig(Section):
     )
     selective_hits: Count = Field(
         default=2, ge=1, le=1 << 30,
-        description="Requests that must have used a page before `write_through_selective` copies it.",
+        description="Requests that must have used a page before `write_through_selective` copies it. A use counts "
+        "while the page is on a tier and after it has left, for the last million pages or so; a request that is "
+        "preempted and runs again is one use.",
     )
     eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
         default="lru",

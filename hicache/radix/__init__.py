@@ -4,11 +4,12 @@ from ..policies import POLICIES, make_policy
 from .check import check_tree, pretty_print
 from .node import Node, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import Peek
-from .results import Fate, Inserted, Match, TreeObserver
+from .results import NEW, Fate, Inserted, Match, TreeObserver, Uses
 from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, RadixTree
 
 __all__ = [
     "CUT_PAGES_MIN",
+    "NEW",
     "POLICIES",
     "RUN_PAGES_MAX",
     "Fate",
@@ -18,6 +19,7 @@ __all__ = [
     "Peek",
     "RadixTree",
     "TreeObserver",
+    "Uses",
     "check_tree",
     "make_policy",
     "may_leave_device",

@@ -8,6 +8,7 @@ which tier a run is on. Owned by the scheduler thread; no lock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ..errors import InvalidInput, InvariantError
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, key_page_bytes, page_keys, split_keys
 from ..types import NO_PAGES, PageIds
 from .node import NO_CHILDREN, Node
+from .results import Uses
 
 
 class Peek(NamedTuple):
@@ -31,13 +33,15 @@ class PrefixTree:
     """Nodes below one root per seed.
 
     `page_size` is in tokens, or in bigrams; `position_bytes` is the kind of the keys (see `RadixKey`), `page_bytes` are
-    the key bytes of one page. Where the engine gives the page keys, a node's key and its page keys are the same bytes.
+    the key bytes of one page. No node has more than `run_pages_max` pages. Where the engine gives the page keys, a
+    node's key and its page keys are the same bytes.
     """
 
-    def __init__(self, page_size: int, position_bytes: int) -> None:
+    def __init__(self, page_size: int, position_bytes: int, run_pages_max: int) -> None:
         self.page_size = page_size
         self.position_bytes = position_bytes
         self.page_bytes = key_page_bytes(page_size, position_bytes)
+        self._run_pages_max = run_pages_max
         self.node_count = 0
         self._roots: dict[bytes, Node] = {}
         self._clock = 0
@@ -128,10 +132,14 @@ class PrefixTree:
             children = child.children
         return Peek(device_pages, host_pages)
 
-    def use(self, node: Node, priority: int = 0) -> None:
-        """Count a request that reuses the path to `node`, and raise the path's priority to at least `priority`."""
+    def use(self, node: Node, priority: int = 0, new_pages: float = math.inf) -> None:
+        """Count a request that reuses the path to `node`, and raise the path's priority to at least `priority`.
+
+        Only runs in the last `new_pages` pages count it: the others have done so before.
+        """
         while node.parent is not None:
-            node.hit_count += 1
+            new_pages -= len(node.key) // self.page_bytes
+            node.hit_count += new_pages >= 0
             node.priority = max(node.priority, priority)
             node = node.parent
 
@@ -244,6 +252,18 @@ class PrefixTree:
         node = self._new_node(parent, key, priority)
         self._file(parent, node)
         return node
+
+    def _add_runs(
+        self, parent: Node, key: RadixKey, start_page: int, end_page: int, uses: Uses, priority: int = 0
+    ) -> Iterator[tuple[Node, int, int]]:
+        """Add the pages of `key` from `start_page` to `end_page` as a chain below `parent`: each new node with its
+        pages, on no tier yet."""
+        while start_page < end_page:
+            hits, end = uses.of_run(start_page, min(start_page + self._run_pages_max, end_page))
+            parent = self._add_child(parent, key.tokens[start_page * self.page_bytes : end * self.page_bytes], priority)
+            parent.hit_count = hits
+            yield parent, start_page, end
+            start_page = end
 
     def _file(self, parent: Node, child: Node) -> None:
         """Enter `child` under its first page, in place of a node that begins with the same one."""

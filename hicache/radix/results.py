@@ -30,6 +30,30 @@ class Inserted(NamedTuple):
     present_pages: int
 
 
+class Uses(NamedTuple):
+    """How many requests have used the pages of a prompt, on whichever tier they were, or before they left all of them.
+
+    The request that inserts them counted the first `known_pages` of them before, and counts no more for those.
+    `steps` are (end page, uses), the ends ascending and the uses descending.
+    """
+
+    known_pages: int = 0
+    steps: tuple[tuple[int, int], ...] = ()
+
+    def of_run(self, start_page: int, end_page: int) -> tuple[int, int]:
+        """Return how many requests have used page `start_page`, and the end of the pages that as many have used, at
+        most `end_page`. One has used what is behind the last step.
+        """
+        for end, count in self.steps:
+            if start_page < end:
+                return count, min(end, end_page)
+        return 1, end_page
+
+
+# For whoever keeps no count beside the tree: a page that is new there has been used once.
+NEW = Uses()
+
+
 class Fate(enum.Enum):
     """What becomes of an L1 victim that has no copy on L2."""
 

@@ -28,7 +28,7 @@ from ..types import NO_PAGES, PageIds
 from .eviction import CopyStack, EvictionQueue
 from .node import Node, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import PrefixTree, joined
-from .results import Evicted, Fate, Inserted, Match, TreeObserver
+from .results import NEW, Evicted, Fate, Inserted, Match, TreeObserver, Uses
 
 # A node of this many pages still matches at the speed of memory; more would make single operations too large.
 RUN_PAGES_MAX = 1024
@@ -54,7 +54,7 @@ class RadixTree(PrefixTree):
         position_bytes: int = TOKEN_BYTES,
         observer: TreeObserver | None = None,
     ) -> None:
-        super().__init__(page_size, position_bytes)
+        super().__init__(page_size, position_bytes, run_pages_max)
         self.observer = observer
         self.stores_on_host = False  # storage is L2 itself, where pages are sealed for the next process
         self.device_evictable_pages = 0
@@ -65,7 +65,6 @@ class RadixTree(PrefixTree):
         self.pinned_pages = 0
         self.device_queue = EvictionQueue(policy, may_leave_device, "device_entry")
         self.host_queue = EvictionQueue(policy, may_leave_host, "host_entry")
-        self._run_pages_max = run_pages_max
         self._reorders = policy.falls_on_use
         self.copies = CopyStack()
 
@@ -96,11 +95,13 @@ class RadixTree(PrefixTree):
         priority: int = 0,
         below: Node | None = None,
         start_page: int = 0,
+        uses: Uses = NEW,
     ) -> Inserted:
         """Add the whole pages of `key` from `start_page` on, with the L1 pages that hold them.
 
         Runs that were only on L2 come back to L1 with the given pages; what was on L1 stays as it is. The tree takes
-        over `device_pages[present_pages:]`. What is there already counts one more request and gets at least `priority`.
+        over `device_pages[present_pages:]`. What is there already counts one more request, unless `uses` says that this
+        one has been counted, and gets at least `priority`; what is new counts the `uses` that it has had before.
         Raises InvalidInput, and changes nothing, if the page counts differ. REQUIRES: the path to `below`, if given, is
         the first `start_page` pages of `key`, and on L1; else `start_page` is 0.
         """
@@ -113,19 +114,16 @@ class RadixTree(PrefixTree):
         present = done = 0
         for node in path[1:]:
             count = len(node.key) // self.page_bytes
-            node.hit_count += 1
+            node.hit_count += start_page + done >= uses.known_pages
             node.priority = max(node.priority, priority)
             if node.device is None:
                 self.set_device(node, device_pages[done : done + count].copy())
             else:
                 present += count
             done += count
-        while done < pages:
-            end = min(done + self._run_pages_max, pages)
-            run = key.tokens[(start_page + done) * self.page_bytes : (start_page + end) * self.page_bytes]
-            node = self._add_child(node, run, priority)
-            self.set_device(node, device_pages[done:end].copy())
-            done = end
+        for added, begin, end in self._add_runs(node, key, start_page + done, start_page + pages, uses, priority):
+            node = added
+            self.set_device(node, device_pages[begin - start_page : end - start_page].copy())
         return Inserted(node, present)
 
     def insert_host(
@@ -136,12 +134,14 @@ class RadixTree(PrefixTree):
         keys: list[bytes] | None = None,
         *,
         stored: bool = True,
+        uses: Uses = NEW,
     ) -> tuple[Node, PageIds]:
         """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
         the pages that the tree did not take because it has them, or lacks their prefix: the caller frees those.
 
         `keys` are their page keys if they were read from storage, which has them still if `stored`: a new run counts no
-        request yet. Without, a request has just computed them. REQUIRES: the pages are complete and verified.
+        request yet. Without, a request has just computed them, which is one of their `uses`. REQUIRES: the pages are
+        complete and verified.
         """
         tokens = key.tokens[: (start_page + len(host_pages)) * self.page_bytes]
         path = self._use_path(RadixKey(tokens, key.seed, key.position_bytes))
@@ -155,16 +155,15 @@ class RadixTree(PrefixTree):
                 self._gain_host(node, run, None if keys is None else keys[begin:done], stored)
             else:
                 unused.append(run)
-        while 0 <= done < len(host_pages):
-            end = min(done + self._run_pages_max, len(host_pages))
-            node = self._add_child(
-                node, tokens[(start_page + done) * self.page_bytes : (start_page + end) * self.page_bytes]
-            )
-            node.hit_count = 0 if keys is not None else 1
-            self._gain_host(node, host_pages[done:end], None if keys is None else keys[done:end], stored)
-            done = end
-        unused.append(host_pages[max(done, 0) :])
-        return node, np.concatenate(unused)
+        if done < 0:
+            return node, host_pages
+        for added, begin, end in self._add_runs(node, key, start_page + done, start_page + len(host_pages), uses):
+            node = added
+            if keys is not None:
+                node.hit_count = 0
+            part = slice(begin - start_page, end - start_page)
+            self._gain_host(node, host_pages[part], None if keys is None else keys[part], stored)
+        return node, _concatenated(unused)
 
     def accept_backup(self, node: Node, host_pages: PageIds) -> PageIds:
         """Record that a backup of the run that ended at `node` has arrived in `host_pages`.
@@ -181,7 +180,7 @@ class RadixTree(PrefixTree):
                 self.set_host(part, run.copy())
             else:
                 unused.append(run)
-        return np.concatenate(unused) if unused else NO_PAGES
+        return _concatenated(unused)
 
     def _gain_host(self, node: Node, host_pages: PageIds, keys: list[bytes] | None, stored: bool) -> None:
         """Record that `node` is on L2, and with `keys` that it came from storage."""

@@ -265,17 +265,53 @@ def test_write_through_selective_stores_what_a_second_request_uses() -> None:
     )
     world = HostWorld(backend=store, config=options)
     world.write("a", KEY)
-    world.cache.lookup("a", KEY)  # asks twice, counts once
-    world.cache.abort("b")
+    world.load("a", KEY)  # as after a preemption: the one that wrote them counts once
     world.settle()
-    assert store.usage().pages == 4  # the request that wrote them and the one that found them
-    world.write("a", prompt(5, 6, tail=0))
-    world.cache.lookup("a", prompt(5, 6, tail=0))
+    assert store.usage().pages == 0
+    world.cache.lookup("b", prompt(1, 2, tail=0))
+    world.cache.lookup("b", prompt(1, 2, tail=0))
+    world.settle()
+    assert store.usage().pages == 2
+    world.load("c", KEY)
     world.settle()
     assert store.usage().pages == 4
-    world.cache.lookup("c", prompt(5, tail=0))
+
+
+def test_the_second_use_of_a_page_counts_after_it_has_left_the_host() -> None:
+    store = memory_backend()
+    options = every_hit(write_policy="write_through_selective")
+    world = HostWorld(backend=store, config=options, host_pages=4)
+    world.write("a", KEY)
+    world.write("b", prompt(5, 6, 7, 8, tail=0))
     world.settle()
-    assert store.usage().pages == 5
+    assert store.usage().pages == 0 and world.cache.tree.peek(KEY).host_pages == 0
+    world.write("c", prompt(1, 2, 9, tail=0))
+    world.settle()
+    assert store.usage().pages == 2
+
+
+def test_pages_that_two_requests_compute_at_once_are_used_twice() -> None:
+    store = memory_backend()
+    world = HostWorld(backend=store, config=every_hit(write_policy="write_through_selective"))
+    write = world.begin_write("a", KEY)
+    assert world.cache.begin_write("b", prompt(1, 2, tail=0)) is None  # the other one brings them
+    assert world.cache.begin_write("a", KEY) is None
+    world.copy(KEY, write)
+    world.cache.end_write(write, complete=True)
+    world.settle()
+    assert store.usage().pages == 2
+
+
+def test_pages_on_the_device_of_the_engine_are_used_too() -> None:
+    store = memory_backend()
+    world = HostWorld(backend=store, config=every_hit(write_policy="write_through_selective"), host_pages=4)
+    world.write("a", KEY)
+    world.write("b", prompt(5, 6, 7, 8, tail=0))
+    world.cache.lookup("c", KEY, 3)
+    world.cache.abort("c")
+    world.write("c", KEY)  # evicted from the device while it ran, and computed again
+    world.settle()
+    assert store.usage().pages == 4
 
 
 def test_what_storage_could_not_take_is_stored_when_a_request_finds_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache.backends.base import StorageBackend
 from hicache.cache import Eviction
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.keys import RadixKey
@@ -17,8 +18,10 @@ def world(
     host_pages: int = 32,
     selective_hits: int = 2,
     eviction_policy: str = "lru",
+    backend: StorageBackend | None = None,
 ) -> World:
     return World(
+        backend=backend,
         device_pages=device_pages,
         host_pages=host_pages,
         config=HiCacheConfig(
@@ -88,6 +91,55 @@ def test_an_aborted_request_that_reused_a_prefix_counts() -> None:
     w.cache.cache_finished_req(request, None)
     w.settle()
     assert w.cache.tree.host_pages == 2
+
+
+def test_the_second_use_of_a_page_counts_after_it_has_left_the_device() -> None:
+    backend = memory_backend()
+    w = world("write_through_selective", backend=backend)
+    w.serve("a", prompt(1, 2))
+    w.cache.evict(2)
+    assert w.cache.tree.node_count == 0
+    w.serve("b", prompt(1, 2, 3))
+    w.settle()
+    assert w.cache.tree.host_pages == 2 == backend.usage().pages  # not the third, which is new
+    w.cache.evict(3)
+    assert w.serve("c", prompt(1, 2, 3)).host_hit_tokens == 8
+    w.settle()
+    assert backend.usage().pages == 3
+
+
+def test_what_is_cleared_has_not_been_used() -> None:
+    w = world("write_through_selective")
+    w.serve("a", prompt(1, 2))
+    w.cache.clear()
+    w.serve("b", prompt(1, 2))
+    w.settle()
+    assert w.cache.tree.host_pages == 0
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_that_is_preempted_and_runs_again_is_one_use(leaves: bool) -> None:
+    w = world("write_through_selective")
+    longer = prompt(1, 2, 3, 4)
+    for rid in ("a", "a", "b"):
+        request = w.begin(rid, prompt(1, 2, 3, tail=0))
+        w.cache.cache_unfinished_req(request, prompt(1, 2, 3, tail=0))
+        assert w.cache.extend(request, len(longer))
+        w.fill(longer, request.pages, request.shared_pages)
+        w.cache.cache_finished_req(request, longer)  # what it has generated is shared too, then and now
+        w.settle()
+        assert w.cache.tree.host_pages == (4 if rid == "b" else 0)
+        if leaves:
+            w.cache.evict(16)
+
+
+def test_each_call_of_insert_is_a_use() -> None:
+    w = world("write_through_selective")
+    for uses in (1, 2):
+        insert(w, prompt(1, 2, tail=0))
+        w.settle()
+        assert w.cache.tree.host_pages == (0 if uses == 1 else 2)
+        w.cache.evict(2)
 
 
 def test_write_back_copies_a_page_when_it_is_evicted_and_frees_it_when_the_copy_has_arrived() -> None:

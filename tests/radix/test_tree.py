@@ -8,7 +8,7 @@ import pytest
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import PageChain, RadixKey, page_keys
 from hicache.policies import POLICIES
-from hicache.radix import Node, RadixTree, check_tree, pretty_print
+from hicache.radix import Node, RadixTree, Uses, check_tree, pretty_print
 from hicache.radix.check import PRETTY_NODES_MAX
 from hicache.types import PageIds
 
@@ -68,6 +68,28 @@ def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     assert len(t.insert_host(key, 0, np.arange(100, dtype=np.int32), page_keys(key.tokens, 1))[1]) == 0
     assert t.node_count == 4 and t.match(key).host_hit_pages == 100
     check_tree(t)
+
+
+def test_new_pages_begin_with_the_uses_that_they_have_had_and_are_cut_where_these_change() -> None:
+    for host in (False, True):
+        t, key = tree(page_size=1), RadixKey.of(list(range(6)))
+        uses = Uses(0, ((2, 5), (4, 3)))
+        if host:
+            t.insert_host(key, 0, ids(0, 1, 2, 3, 4, 5), uses=uses)
+        else:
+            t.insert(key, ids(1, 2, 3, 4, 5, 6), uses=uses)
+        assert [(t.pages(node), node.hit_count) for node in t.nodes()] == [(2, 5), (2, 3), (2, 1)]
+        check_tree(t)
+
+
+def test_pages_that_a_request_has_counted_count_no_more() -> None:
+    t, key = tree(page_size=1), RadixKey.of(list(range(4)))
+    t.insert(key.head(2), ids(1, 2))
+    t.insert(key, ids(1, 2, 3, 4))
+    t.insert(key, ids(1, 2, 3, 4), uses=Uses(2))
+    t.use(t.match(key).node, new_pages=2)
+    t.use(t.match(key).node, new_pages=1)  # a part of a run is not counted
+    assert [node.hit_count for node in t.nodes()] == [2, 3]
 
 
 def on_host(t: RadixTree, key: RadixKey, first: int) -> Node:

@@ -1,0 +1,134 @@
+"""UseMemory: which pages were used before, by how many requests, wherever they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hicache.cache import uses
+from hicache.cache.uses import UseMemory
+from hicache.keys import RadixKey
+from hicache.radix import Uses
+from tests.cache.world import GEOMETRY, prompt
+
+PAGE_BYTES = 4 * GEOMETRY.page_size
+
+
+def memory(uses_max: int = 4) -> UseMemory:
+    return UseMemory(PAGE_BYTES, uses_max)
+
+
+def counts(memory: UseMemory, rid: str | None, key: RadixKey, pages: int | None = None) -> list[int]:
+    """The uses of each page after request `rid` has used `pages` of them, by default all."""
+    pages = key.pages(GEOMETRY.page_size) if pages is None else pages
+    found = memory.note(rid, key, pages)
+    return [found.of_run(page, pages)[0] for page in range(pages)]
+
+
+def test_each_request_counts_once_for_each_page() -> None:
+    m = memory()
+    assert counts(m, "a", prompt(1, 2)) == [1, 1]
+    assert counts(m, "b", prompt(1, 2, 3)) == [2, 2, 1]
+    assert counts(m, "c", prompt(1)) == [3]
+    assert counts(m, None, prompt(1, 2, 3, 4)) == [4, 3, 2, 1]
+    assert counts(m, None, prompt(1, 2)) == [4, 4]  # as far as it was asked to count
+
+
+def test_a_run_of_pages_with_equal_uses_is_one_step() -> None:
+    m = memory()
+    m.note("a", prompt(1, 2, 3), 3)
+    assert m.note("b", prompt(1, 2, 3, 4, 5), 5) == Uses(0, ((3, 2), (5, 1)))
+    assert m.note("c", prompt(9), 0) == Uses(0)
+
+
+def test_a_page_is_known_by_all_that_comes_before_it() -> None:
+    m = memory()
+    m.note("a", prompt(1, 2, 3), 3)
+    for other in (prompt(7, 2, 3), prompt(2, 1, 3), prompt(2, 3), prompt(1, 2, 3, salt="tenant"), prompt(1, 1, 1)):
+        assert max(counts(m, None, other)[1:]) == 1, other
+        assert counts(m, None, other)[-1] == 2
+
+
+def test_a_request_that_begins_again_is_no_second_use() -> None:
+    m = memory()
+    assert m.note("a", prompt(1, 2, tail=0), 0, begins=True) == Uses(0)
+    assert m.note("a", prompt(1, tail=0), 1) == Uses(0, ((1, 1),))  # chunk by chunk
+    assert m.note("a", prompt(1, 2, 3), 3) == Uses(1, ((3, 1),))
+    assert m.note("a", prompt(1, 2, 3), 1, begins=True) == Uses(3, ((1, 1),))  # preempted, it finds less than it had
+    assert m.note("a", prompt(1, 2, 3, 4), 4) == Uses(3, ((4, 1),))
+    assert m.note("a", prompt(1, 2), 1, begins=True).known_pages == 4  # without what it has generated
+    assert counts(m, "b", prompt(1, 2, 3)) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("other", [prompt(5, 6), prompt(1), prompt(1, 3), prompt(1, 2, salt="tenant")])
+def test_a_request_that_begins_under_the_name_of_another_is_one_of_its_own(other: RadixKey) -> None:
+    m = memory()
+    m.note("a", prompt(1, 2), 2, begins=True)
+    assert m.note("a", other, 1, begins=True).known_pages == 0
+
+
+def test_a_page_whose_place_was_taken_is_known_by_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = RadixKey.of(list(range(4 * 4000)))
+    m = memory()
+    m.note("a", key, 4000)
+    m._slots[::2] = 0
+    known = counts(m, "b", key)
+    assert known[:3980] == [2] * 3980
+
+
+def test_memory_is_bounded() -> None:
+    m = memory()
+    slots = m._slots.nbytes
+    for number in range(uses.REQUESTS_MAX + 100):
+        m.note(f"r{number}", prompt(number), 1)
+    assert len(m._requests) == uses.REQUESTS_MAX and m._slots.nbytes == slots == 4 << uses.SLOTS_LOG2
+    assert m.note("r0", prompt(0), 1).known_pages == 0
+    assert m.note(f"r{uses.REQUESTS_MAX}", prompt(uses.REQUESTS_MAX), 1).known_pages == 1
+
+
+def test_few_new_pages_are_taken_for_known_ones() -> None:
+    m = memory()
+    m.note("a", RadixKey.of(list(range(4 * 200_000))), 200_000)
+    wrong = sum(counts(m, None, RadixKey.of(list(range(start, start + 400))))[0] - 1 for start in range(1, 4000, 4))
+    assert wrong <= 1
+
+
+def test_what_is_cleared_is_forgotten() -> None:
+    m = memory()
+    m.note("a", prompt(1), 1)
+    m.clear()
+    assert m.note("a", prompt(1), 1) == Uses(0, ((1, 1),))
+
+
+@pytest.mark.parametrize("position_bytes", [8, 32])
+def test_bigrams_and_given_page_keys_are_counted_too(position_bytes: int) -> None:
+    bigram = position_bytes == 8
+    one, two = (
+        RadixKey.of([*range(9), last], bigram=True) if bigram
+        else RadixKey.of_hashes([bytes([page]) * 32 for page in (1, 2, last)])
+        for last in (50, 60)
+    )  # fmt: skip
+    m = UseMemory(32, 4)
+    pages = len(one.tokens) // 32
+    m.note("a", one, pages)
+    found = m.note("b", two, pages)
+    assert found.steps == (((pages, 2),) if bigram else ((2, 2), (3, 1)))
+
+
+def test_the_same_pages_take_the_same_places_in_every_process() -> None:
+    """Else ranks would take other pages for known ones."""
+    program = (
+        "from hicache.cache.uses import UseMemory\nfrom hicache.keys import RadixKey\n"
+        "print(UseMemory(256, 2)._hashes(RadixKey.of(range(640), cache_salt='a'), 10).tolist())"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
+            capture_output=True, timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(outputs) == 1
