@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import subprocess
@@ -489,3 +490,26 @@ def test_a_key_that_cannot_be_looked_up_is_not_stored_and_an_error(tmp_path: Pat
     assert store.backend.statistics().errors == {"EIO": 1}
     assert exists(store, keys) == 1
     assert store.backend.statistics().errors == {"EIO": 2}
+
+
+def test_a_page_that_was_used_again_outlives_newer_ones_that_were_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count(time.time_ns() // 1000, 1000)  # time is what is done
+    for module in ("backend", "writes"):
+        monkeypatch.setattr(f"hicache.backends.file.{module}.now_us", lambda: next(ticks))
+    store = open_file(tmp_path / "s", capacity=40 * PAGE)
+    used, fresh = make_keys(3, "used"), [make_keys(1, f"fresh {number}") for number in range(120)]
+    store_chain(store, used)
+    for number, keys in enumerate(fresh):
+        assert store_chain(store, keys) == [STORED]
+        if number == 30:
+            assert load(store, used) == [HIT] * 3
+    assert held(store, used) == 3, "89 pages came after it, and 40 fit"
+    for number in range(400):
+        store_chain(store, make_keys(1, f"fresher {number}"))
+    assert held(store, used) == 0, "it is not kept for ever"
+
+
+def held(store: Store, keys: list[bytes]) -> int:
+    return store.backend.batch_exists(keys, deadline=soon())

@@ -209,7 +209,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         with self._state:
             uses, self._uses, self._uses_since = self._uses, {}, math.inf
         if uses:
-            index.touch(self.codec.namespace, uses)
+            index.reuse(self.codec.namespace, uses)
 
     def write(self, pages: PageWrites) -> None:
         """See PageStore. Two transactions per batch; pages appear together at its end, head first."""
