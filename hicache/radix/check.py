@@ -44,6 +44,11 @@ def check_tree(tree: RadixTree) -> None:
             copies += 0 if node.device is None else len(node.host)
             if not node.host_ref and (node.device is not None or not node.lock_ref):
                 host_evictable += len(node.host)
+    for key, node in tree.stored_ends().items():
+        indexed = node.stored and node.page_keys is not None and node.page_keys.endswith(key)
+        _require(indexed, "{!r} is found as stored by a key that is not its last", node)
+        there = node.parent is not None and node.parent.children.get(node.key[: tree.page_bytes]) is node
+        _require(there, "{!r} is found as stored but is not in the tree", node)
     _require(nodes == tree.node_count, "{} nodes, but {} are counted", nodes, tree.node_count)
     _require(evictable == tree.device_evictable_pages, "device_evictable_pages is not the sum over the nodes")
     _require(protected == tree.device_protected_pages, "device_protected_pages is not the sum over the nodes")

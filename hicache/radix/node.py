@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..keys import PageChain
@@ -48,6 +49,7 @@ class Node:
     copy_listed: bool = False  # it has a valid entry in the stack of copies
     store_pending: bool = False  # a store to L3 is in flight
     stored: bool = False  # L3 had it when this was last known
+    touched_s: float = -math.inf  # when L3 was last told that this run was used
     proved_until_s: float = 0.0  # until when a load may rely on a verification of the host pages
     device_entry: int = 0  # which entry of the L1 eviction queue is this node's; 0 for none
     host_entry: int = 0  # the same for L2, of a node that is on no other tier

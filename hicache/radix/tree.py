@@ -22,13 +22,14 @@ import numpy as np
 
 from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
-from ..keys import TOKEN_BYTES, PageChain, RadixKey
+from ..keys import TOKEN_BYTES, RadixKey
 from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds
 from .eviction import CopyStack, EvictionQueue
 from .node import Node, may_leave_device, may_leave_host, may_lose_copy
-from .prefixes import PrefixTree, joined
+from .prefixes import joined
 from .results import NEW, Evicted, Fate, Inserted, Match, TreeObserver, Uses
+from .stored import StoredPrefixes
 
 # A node of this many pages still matches at the speed of memory; more would make single operations too large.
 RUN_PAGES_MAX = 1024
@@ -38,7 +39,7 @@ RUN_PAGES_MAX = 1024
 CUT_PAGES_MIN = 16
 
 
-class RadixTree(PrefixTree):
+class RadixTree(StoredPrefixes):
     """See the module's docstring.
 
     `run_pages_max` bounds a node, and with it every operation on one: a long prompt becomes a chain of nodes, whose
@@ -186,32 +187,9 @@ class RadixTree(PrefixTree):
         """Record that `node` is on L2, and with `keys` that it came from storage."""
         if keys is not None:
             node.page_keys = b"".join(keys)
-            node.stored = stored
-        self.set_host(node, host_pages.copy())
-
-    # Stores
-
-    def begin_store(self, node: Node) -> PageChain:
-        """Record that the pages of `node` are being stored; their keys, which the storage worker hashes."""
-        parent = node.parent
-        if parent is None:
-            raise InvariantError("store: a root has no pages")
-        known = None if node.page_keys is None else self.page_keys(node)
-        node.chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, self.prior(parent), known)
-        node.store_pending = True
-        return node.chain
-
-    def end_store(self, node: Node, chain: PageChain, *, stored: bool) -> None:
-        """Record that the store of a run that ends at `node` has ended. Its keys are kept if they were hashed."""
-        keys, end = chain.hashed, chain.pages
-        for part in self.span(node, chain.pages):
-            begin = end - self.pages(part)
-            part.store_pending, part.chain = False, None
-            if keys is not None and part.page_keys is None:
-                part.page_keys = b"".join(keys[begin:end])
             if stored:
-                self.set_stored(part)
-            end = begin
+                self._mark_stored(node)
+        self.set_host(node, host_pages.copy())
 
     # Locks, holds, pins: a node counts its own and each child that has any, so a path is walked only to the first
     # ancestor that had some already
@@ -326,20 +304,6 @@ class RadixTree(PrefixTree):
         self._offer(node)
         if self.observer is not None:
             self.observer.stored(Medium.HOST, self, node)
-
-    def set_stored(self, node: Node) -> None:
-        """Record that L3 has the pages of `node`. The tree does not learn when L3 drops them."""
-        node.stored = True
-        if self.observer is not None:
-            self.observer.stored(Medium.STORAGE, self, node)
-
-    def forget_stored(self) -> None:
-        """Record that L3 has nothing of what is in the tree: another store is to be used. Visits every node."""
-        for node in reversed(list(self.nodes())):
-            if node.stored:
-                node.stored = False
-                if self.observer is not None:
-                    self.observer.removed(Medium.STORAGE, self, node)
 
     def leave_device(self, node: Node) -> PageIds:
         """Take `node` off L1, and out of the tree if it is on no other tier; its L1 pages, which are free now.

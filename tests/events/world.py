@@ -21,14 +21,6 @@ class RecordedMachine(Machine):
         self.recorder = EventRecorder(stream)
         super().__init__(page_size, random_numbers, scale=4, observer=self.recorder, position_bytes=TOKEN_BYTES)
 
-    def lose_store(self) -> None:
-        """Storage turns out not to have a node."""
-        node = self.tree.match(self.prompt()).node
-        if node.stored:
-            self.recorder.removed(Medium.STORAGE, self.tree, node)
-            node.stored = False
-            self.set_stored(node, False)
-
     def reset(self) -> None:
         """The tree is emptied at once, as for an update of the weights. Rare."""
         if self.random.random() < 0.9:
@@ -41,7 +33,7 @@ class RecordedMachine(Machine):
         operations = [
             self.match, self.insert, self.insert, self.backup, self.finish_copy, self.load_back, self.prefetch,
             self.finish_prefetch, self.lock, self.unlock, self.evict_device, self.evict_host, self.acknowledge_store,
-            self.lose_store, self.reset,
+            self.lose_page, self.reset,
         ]  # fmt: skip
         self.random.choice(operations)()
         self.check()

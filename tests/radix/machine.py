@@ -277,8 +277,25 @@ class Machine:
         """Storage has acknowledged a node on L2."""
         node = self.tree.match(self.prompt()).node
         if node.host is not None and not node.stored:
+            if self.random.random() < 0.8:  # else another rank has hashed them
+                self.tree.page_keys(node)
             self.tree.set_stored(node)
             self.set_stored(node, True)
+
+    def lose_page(self) -> None:
+        """Storage turns out to lack the last page of a node, so what is below it is lost with it."""
+        node = self.tree.match(self.prompt()).node
+        key = self.tree.last_key(node)
+        if not node.stored or key not in self.tree.stored_ends():
+            assert node.parent is None or self.tree.forget_pages([key]) == 0
+            return
+        lost = [node]
+        for one in lost:
+            lost += [child for child in one.children.values() if child.stored]
+        assert self.tree.forget_pages([key, key]) == sum(map(self.tree.pages, lost))
+        for one in lost:
+            assert not one.stored
+            self.set_stored(one, False)
 
     def set_stored(self, node: Node, stored: bool) -> None:
         """Tell the oracle."""

@@ -216,3 +216,62 @@ def test_the_text_of_a_large_tree_is_cut() -> None:
     lines = pretty_print(t).splitlines()
     assert len(lines) == PRETTY_NODES_MAX + 2
     assert "5 nodes more" in lines[-1]
+
+
+# What storage has lost
+
+
+def stored_on(t: RadixTree, key: RadixKey, first: int) -> Node:
+    """The run of `key` that the tree lacks, on L2 and stored."""
+    node = on_host(t, key, first)
+    chain = t.begin_store(node)
+    chain.keys()
+    t.end_store(node, chain, stored=True)
+    return node
+
+
+def test_a_lost_page_takes_its_run_and_what_is_stored_below_it() -> None:
+    t = tree()
+    key = RadixKey.of(range(12))
+    chain = page_keys(key.tokens, 2)
+    head, middle, tail = (stored_on(t, key.head(size), size * 10) for size in (4, 8, 12))
+    assert t.forget_pages([chain[2]]) == 0, "the last page of a run tells"
+    assert t.forget_pages([chain[3], chain[3]]) == 4
+    assert [node.stored for node in (head, middle, tail)] == [True, False, False]
+    check_tree(t)
+    t.set_stored(middle)
+    assert t.forget_pages(chain) == 4 and not head.stored
+
+
+def test_both_parts_of_a_run_that_was_split_can_be_lost() -> None:
+    t = tree()
+    key = RadixKey.of(range(8))
+    chain = page_keys(key.tokens, 2)
+    tail = stored_on(t, key, 10)
+    head = t.match(key.head(4)).node
+    assert head is not tail and head.stored
+    assert t.forget_pages([chain[3]]) == 2
+    assert (head.stored, tail.stored) == (True, False)
+    assert t.forget_pages([chain[1]]) == 2
+    assert not head.stored
+    check_tree(t)
+
+
+def test_a_run_that_left_the_tree_is_not_lost_again() -> None:
+    t = tree()
+    key = RadixKey.of(range(4))
+    stored_on(t, key, 10)
+    t.evict_device(2)
+    assert len(t.evict_host(2)) == 2 and not t.node_count
+    assert t.forget_pages(page_keys(key.tokens, 2)) == 0
+    again = stored_on(t, key, 20)
+    assert t.forget_pages(page_keys(key.tokens, 2)) == 2 and not again.stored
+    check_tree(t)
+
+
+def test_another_store_has_nothing_that_could_be_lost() -> None:
+    t = tree()
+    key = RadixKey.of(range(4))
+    stored_on(t, key, 10)
+    t.forget_stored()
+    assert t.forget_pages(page_keys(key.tokens, 2)) == 0 and not t.stored_ends()

@@ -23,8 +23,8 @@ def step(machine: Machine) -> None:
         [
             machine.match, machine.peek, machine.hash_pages, machine.use, machine.insert, machine.insert,
             machine.insert, machine.load_back, machine.backup, machine.finish_copy, machine.finish_copy,
-            machine.prefetch, machine.finish_prefetch, machine.acknowledge_store, machine.lock, machine.unlock,
-            machine.unlock, machine.hold, machine.release, machine.release, machine.pin, machine.unpin,
+            machine.prefetch, machine.finish_prefetch, machine.acknowledge_store, machine.lose_page, machine.lock,
+            machine.unlock, machine.unlock, machine.hold, machine.release, machine.release, machine.pin, machine.unpin,
             machine.unpin, machine.evict_device, machine.evict_device, machine.evict_host,
         ]
     )()  # fmt: skip

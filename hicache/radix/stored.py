@@ -1,0 +1,117 @@
+"""Which runs of the tree storage has, as far as is known.
+
+A run is `stored` from the end of its store, or because it came from there, until storage is known to lack one of its
+pages: it was evicted, or not found when it was read or touched. Then the whole run counts as not stored, and what is
+below it too, since no lookup reaches that any more. The write policy stores it again when it is used next.
+
+Invariant: `_stored_ends` has the stored runs whose page keys were known when they became stored, each by its last page
+key. Stores evict the tail of a chain first, so that is mostly the page by which a loss shows.
+
+Owned by the scheduler thread; no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from ..errors import InvariantError
+from ..events.types import Medium
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain
+from .node import Node
+from .prefixes import PrefixTree
+from .results import TreeObserver
+
+if TYPE_CHECKING:
+    from .tree import RadixTree
+
+
+class StoredPrefixes(PrefixTree):
+    """See the module's docstring. `observer` is told what storage has gained and lost."""
+
+    def __init__(self, page_size: int, position_bytes: int, run_pages_max: int) -> None:
+        super().__init__(page_size, position_bytes, run_pages_max)
+        self.observer: TreeObserver | None = None
+        self._stored_ends: dict[bytes, Node] = {}
+
+    def begin_store(self, node: Node) -> PageChain:
+        """Record that the pages of `node` are being stored; their keys, which the storage worker hashes."""
+        parent = node.parent
+        if parent is None:
+            raise InvariantError("store: a root has no pages")
+        known = None if node.page_keys is None else self.page_keys(node)
+        node.chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, self.prior(parent), known)
+        node.store_pending = True
+        return node.chain
+
+    def end_store(self, node: Node, chain: PageChain, *, stored: bool) -> None:
+        """Record that the store of a run that ends at `node` has ended. Its keys are kept if they were hashed."""
+        keys, end = chain.hashed, chain.pages
+        for part in self.span(node, chain.pages):
+            begin = end - self.pages(part)
+            part.store_pending, part.chain = False, None
+            if keys is not None and part.page_keys is None:
+                part.page_keys = b"".join(keys[begin:end])
+            if stored:
+                self.set_stored(part)
+            end = begin
+
+    def set_stored(self, node: Node) -> None:
+        """Record that storage has the pages of `node`."""
+        self._mark_stored(node)
+        if self.observer is not None:
+            self.observer.stored(Medium.STORAGE, cast("RadixTree", self), node)
+
+    def forget_stored(self) -> None:
+        """Record that storage has nothing of what is in the tree: another store is to be used. Visits every node."""
+        for node in reversed(list(self.nodes())):
+            if node.stored:
+                self._forget(node)
+
+    def forget_pages(self, keys: Iterable[bytes]) -> int:
+        """Record that storage lacks the pages `keys`; the pages of the runs that count as not stored from now on.
+
+        A run is found by its last page only. Visits stored runs below those that it finds, and no others.
+        """
+        pages = 0
+        for key in keys:
+            found = self._stored_ends.get(key)
+            lost = [] if found is None else [found]
+            for node in lost:  # parents first
+                lost += [child for child in node.children.values() if child.stored]
+            for node in reversed(lost):
+                pages += self.pages(node)
+                self._forget(node)
+        return pages
+
+    def split(self, tail: Node, pages: int) -> Node:
+        """As in `PrefixTree`."""
+        head = super().split(tail, pages)
+        head.touched_s = tail.touched_s
+        if head.stored:
+            self._mark_stored(head)
+        return head
+
+    def _mark_stored(self, node: Node) -> None:
+        node.stored = True
+        if node.page_keys is not None:
+            self._stored_ends[node.page_keys[-PAGE_KEY_BYTES:]] = node
+
+    def _forget(self, node: Node) -> None:
+        self._unmark_stored(node)
+        node.stored = False
+        if self.observer is not None:
+            self.observer.removed(Medium.STORAGE, cast("RadixTree", self), node)
+
+    def _unmark_stored(self, node: Node) -> None:
+        if node.page_keys is not None:
+            self._stored_ends.pop(node.page_keys[-PAGE_KEY_BYTES:], None)
+
+    def _detach(self, node: Node) -> Node:
+        if node.stored:
+            self._unmark_stored(node)
+        return super()._detach(node)
+
+    def stored_ends(self) -> dict[bytes, Node]:
+        """The stored runs that `forget_pages` can find, by their last page key; for checks."""
+        return dict(self._stored_ends)
