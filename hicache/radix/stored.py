@@ -99,17 +99,16 @@ class StoredPrefixes(PrefixTree):
 
     def _forget(self, node: Node) -> None:
         self._unmark_stored(node)
-        node.stored = False
         if self.observer is not None:
             self.observer.removed(Medium.STORAGE, cast("RadixTree", self), node)
 
     def _unmark_stored(self, node: Node) -> None:
-        if node.page_keys is not None:
+        if node.stored and node.page_keys is not None:
             self._stored_ends.pop(node.page_keys[-PAGE_KEY_BYTES:], None)
+        node.stored = False
 
     def _detach(self, node: Node) -> Node:
-        if node.stored:
-            self._unmark_stored(node)
+        self._unmark_stored(node)
         return super()._detach(node)
 
     def stored_ends(self) -> dict[bytes, Node]:

@@ -394,7 +394,8 @@ class RadixTree(StoredPrefixes):
         else:
             self._end_copy(node)
             node.host = None
-            node.stored = node.stored and not self.stores_on_host
+            if self.stores_on_host:
+                self._unmark_stored(node)
         return pages
 
     # Inside
