@@ -192,7 +192,7 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
     epoch = namespace.weights_epoch
     opener = storage_opener(config, namespace, environ)
     options: TieredOptions = {"weights_epoch": epoch}
-    if config.host.shared.keep or config.integrity.verify == "load":
+    if config.host.shared.keep or config.integrity.verifies_host:
         options["host_codec"] = codecs = host_codecs(config, namespace, environ)
     if config.host.shared.keep:
         if ranks is not None:

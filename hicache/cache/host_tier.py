@@ -98,9 +98,10 @@ class HostTier:
         self.commit(len(pages), pages)
 
     def drop(self, tree: RadixTree, node: Node) -> None:
-        """Take `node` and the nodes below it off L2, deepest first, as far as nothing needs them there."""
+        """Take `node` off L2 as far as nothing needs it there. Unless it is on L1 too, first the nodes below it, which
+        nothing finds without it."""
         below = [node]
-        for part in below:
+        for part in below if node.device is None else ():
             below.extend(part.children.values())
         for part in reversed(below):
             if may_leave_host(part) or may_lose_copy(part):

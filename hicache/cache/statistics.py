@@ -93,7 +93,7 @@ class CacheStatistics:
     `events` and `publisher` are None where events are not recorded, or not published.
 
     `lookups` counts lookups in storage by what they found. `verified_pages` counts by outcome (sound, damaged,
-    untagged) the pages of L2 that were verified before a load. `prefetch_wait` is how long requests waited for their
+    untagged) the pages of L2 that were verified there. `prefetch_wait` is how long requests waited for their
     prefetch, `step` how long `poll` took the scheduler; None for a cache that has neither. `sessions` is None for a
     cache without sessions.
     """

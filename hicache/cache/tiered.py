@@ -51,9 +51,9 @@ class TieredOptions(TypedDict, total=False):
 
     `position_bytes` says which keys the cache takes (see `RadixKey`): 8 bytes for an engine whose keys are bigrams.
     `open_storage` opens the store of a weights epoch, for `update_weights`; the controller's backend is that of
-    `weights_epoch`. `host_codec` gives the codec that proves frames on L2 of a weights epoch, for `integrity.verify:
-    load`. `kept` are frames that an earlier process has left in `host`; `open_storage` opens a store that reads them.
-    `release` is called at the end of `close`.
+    `weights_epoch`. `host_codec` gives the codec that proves frames on L2 of a weights epoch, for `integrity.verify`
+    and `scrub_rate`. `kept` are frames that an earlier process has left in `host`; `open_storage` opens a store that
+    reads them. `release` is called at the end of `close`.
     """
 
     position_bytes: int
@@ -106,7 +106,8 @@ class TieredCache:
         self._l2 = HostTier(host, self._trees, controller, self._counters, kept)
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self._host_codec = host_codec
-        self._verifier = self._new_verifier() if config.integrity.verify == "load" else None
+        self._scrubber = self._new_verifier() if config.integrity.verifies_host else None
+        self._verifier = self._scrubber if config.integrity.verify == "load" else None  # what loads wait for
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self.mailbox = Mailbox()
         self._log: CacheLog | None = None
@@ -127,11 +128,13 @@ class TieredCache:
 
     def _new_verifier(self) -> LoadVerifier:
         if self._host_codec is None:
-            raise InvalidInput("integrity.verify: load: give host_codec, the codec of frames on L2")
+            raise InvalidInput("integrity.verify, scrub_rate: give host_codec, the codec of frames on L2")
         if self.controller.has_ranks:
-            raise InvalidInput("integrity.verify: load: ranks do not agree on damaged pages; use read")
-        codec = self._host_codec(self.weights_epoch)
-        return LoadVerifier(self._trees, self._l2, self._counters, codec, clock=self.controller.clock)
+            raise InvalidInput("integrity.verify, scrub_rate: ranks do not agree on damaged pages; leave them out")
+        return LoadVerifier(
+            self._trees, self._l2, self._counters, self._host_codec(self.weights_epoch),
+            scrub_rate=self.config.integrity.scrub_rate, clock=self.controller.clock,
+        )  # fmt: skip
 
     @property
     def tree(self) -> RadixTree:
@@ -169,8 +172,8 @@ class TieredCache:
         self.storage.require_opener()
         self.weights_epoch = epoch
         self.clear()
-        if self._verifier is not None and self._host_codec is not None:
-            self._verifier.codec = self._host_codec(epoch)
+        if self._scrubber is not None and self._host_codec is not None:
+            self._scrubber.codec = self._host_codec(epoch)
         self.storage.use_epoch(epoch)
 
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
@@ -205,7 +208,9 @@ class TieredCache:
         if acks is not None:
             self._take_in(acks)
             self._trees.sweep()
-        has_proved = self._verifier is not None and self._verifier.poll()
+        has_proved = self._scrubber is not None and self._scrubber.poll(scrubs=acks is None and self.controller.idle)
+        if has_proved:
+            self._trees.sweep()
         if self._events is not None:
             self._events.poll(self.tree)
         self.controller.launch_backups()
@@ -299,8 +304,8 @@ class TieredCache:
         except RankError:
             pass  # the others are gone; what is in flight here ends all the same
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
-        if self._verifier is not None:
-            ended &= self._verifier.close(max(0.0, deadline - time.monotonic()))
+        if self._scrubber is not None:
+            ended &= self._scrubber.close(max(0.0, deadline - time.monotonic()))
         self.poll()
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - time.monotonic()))

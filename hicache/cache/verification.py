@@ -1,4 +1,5 @@
-"""Verification of L2: sealed frames are proved once more before they are loaded to L1 (`integrity.verify: load`).
+"""Verification of L2: sealed frames are proved once more before they are loaded to L1 (`integrity.verify: load`), and
+by a scrub that walks L2 while the engine is idle (`integrity.scrub_rate`).
 
 A page was proved when it was read from storage, and sealed when it was stored. Memory can change since then. With
 `verify: load` a worker computes the tag of each frame again before its load is submitted, so no copy begins with a
@@ -8,9 +9,13 @@ L2, with the pages behind it, and the request computes them.
 A frame that was computed here carries a tag once it is stored. A page that is not stored yet, or that came from storage
 compressed, has no tag: it is loaded as without this option, and counted.
 
-Locking design: the scheduler thread makes every call but `_prove` and owns all fields, so there is no lock. The worker
-writes `sound_pages`, `untagged_pages` and `damage` of the proof that it was given; they are final once the proof is in
-`_finished`. The frames of a proof are held on L2 (`hold_host`) until it has ended.
+The scrub proves a node at a time, at its rate, and stops in the middle of it for a request. A node that could not be
+proved whole, and one that came while the scrub was elsewhere, has its turn in the next round.
+
+Locking design: the scheduler thread makes every call but `_prove` and owns all fields, so there is no lock; the worker
+reads `_closed` and the length of `_running`. It writes `sound_pages`, `untagged_pages` and `damage` of the proof that
+it was given; they are final once the proof is in `_finished`. The frames of a proof are held on L2 (`hold_host`) until
+it has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import itertools
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..frame import Damage, FrameCodec
@@ -36,6 +41,8 @@ logger = logging.getLogger(__name__)
 # A request is scheduled in the step after its proof, or some steps later where it waits for room on L1. A later load
 # proves the frames again.
 PROOF_S = 10.0
+# Nodes that one step of the scrub looks at: those that are on L1 alone are passed.
+SCRUB_NODES_MAX = 64
 # A frame of any size is hashed within a second; a worker that needs longer hangs.
 _PATIENCE_S = 60.0
 
@@ -52,6 +59,7 @@ class Proof:
     sound_pages: int = 0  # worker: leading pages with which nothing is wrong
     untagged_pages: int = 0  # worker: how many of them carry no tag
     damage: Damage | None = None  # worker: what is wrong with the next page
+    scrubs: bool = False  # no request waits for it
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +71,8 @@ class _Request:
 
 
 class LoadVerifier:
-    """See the module's docstring. `codec` is that of the frames in the current tree.
+    """See the module's docstring. `codec` is that of the frames in the current tree; `scrub_rate` is in bytes per
+    second, None for no scrub.
 
     Invariant: `_running` are the proofs that are not taken in; the pages of each are held. A node may be loaded until
     its `proved_until_s`, which is 0 for pages that were not proved since they came to L2.
@@ -76,6 +85,7 @@ class LoadVerifier:
         counters: CacheCounters,
         codec: FrameCodec,
         *,
+        scrub_rate: int | None = None,
         workers: WorkerFactory = SupervisedPool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,6 +94,10 @@ class LoadVerifier:
         self._host = host
         self._counters = counters
         self._clock = clock
+        self._scrub_rate = scrub_rate
+        self._round: tuple[RadixTree, Iterator[Node]] | None = None  # where the scrub is
+        self._scrub_at = 0.0
+        self._closed = False
         self._requests: dict[str, _Request] = {}
         self._running: dict[Proof, None] = {}
         self._finished: queue.SimpleQueue[Proof] = queue.SimpleQueue()
@@ -119,7 +133,9 @@ class LoadVerifier:
         request = self._requests.setdefault(rid, _Request(key))
         proof = request.proof
         if proof is None or (proof.until_s and (proof.until_s <= self._clock() or proof.tree is not self._tree)):
-            same = (running for running in self._running if running.node is nodes[-1])
+            pages = sum(map(self._tree.pages, nodes))
+            waited_for = (one for one in self._running if not one.scrubs)
+            same = (one for one in waited_for if one.node is nodes[-1] and len(one.pages) >= pages)
             proof = request.proof = next(same, None) or self._start(nodes)
         return proof.until_s > 0
 
@@ -142,19 +158,23 @@ class LoadVerifier:
 
     @property
     def idle(self) -> bool:
-        """True if no proof is in flight."""
-        return not self._running
+        """True if no request waits for a proof."""
+        return all(proof.scrubs for proof in self._running)
 
-    def poll(self) -> bool:
-        """Take in the proofs that have ended; True if there are any. Once per step; does not block."""
+    def poll(self, *, scrubs: bool = False) -> bool:
+        """Take in the proofs that have ended; True if there are any. Once per step; does not block. `scrubs`: the
+        engine is idle, so the scrub may go on."""
         self._worker.supervise()
         ended = [self._finished.get_nowait() for _ in range(self._finished.qsize())]
         for proof in ended:
             self._take(proof)
+        if scrubs and self._scrub_rate is not None and not self._running and self._clock() >= self._scrub_at:
+            self._scrub(self._scrub_rate)
         return bool(ended)
 
     def close(self, timeout_s: float) -> bool:
         """End the worker; blocks. False if it is left behind."""
+        self._closed = True
         return self._worker.close(timeout_s)
 
     # Inside
@@ -172,7 +192,19 @@ class LoadVerifier:
             node = node.parent
         return nodes[::-1]
 
-    def _start(self, nodes: list[Node]) -> Proof:
+    def _scrub(self, rate: int) -> None:
+        """Start a proof of the next node of the round."""
+        tree = self._tree
+        if self._round is None or self._round[0] is not tree:
+            self._round = tree, tree.nodes()
+        for node in itertools.islice(self._round[1], SCRUB_NODES_MAX):
+            if node.host is not None:  # a node that has left the tree since has none
+                self._scrub_at = self._clock() + len(node.host) * self._host.host.frame_bytes / rate
+                self._start([node], scrubs=True)
+                return
+        self._round = None
+
+    def _start(self, nodes: list[Node], *, scrubs: bool = False) -> Proof:
         tree = self._tree
         pages: list[tuple[int, bytes | None]] = []
         for node in nodes:
@@ -182,7 +214,7 @@ class LoadVerifier:
             sealed = node.page_keys is not None and not node.store_pending
             keys = tree.page_keys(node) if sealed else [None] * len(node.host)
             pages += zip(node.host.tolist(), keys, strict=True)
-        proof = Proof(tree, nodes[-1], self.codec, pages)
+        proof = Proof(tree, nodes[-1], self.codec, pages, scrubs=scrubs)
         self._running[proof] = None
         tree.hold_host(proof.node)
         self._worker.submit(proof)
@@ -192,6 +224,8 @@ class LoadVerifier:
         """Worker: compute the tags again, up to the first page that is damaged."""
         for page, key in proof.pages:
             beat()
+            if self._closed or (proof.scrubs and len(self._running) > 1):
+                return
             frame = self._host.host.frame(page)
             if key is None or not proof.codec.is_tagged(frame):
                 proof.untagged_pages += 1

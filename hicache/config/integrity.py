@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ..units import Count
+from ..units import Count, PositiveSize
 from .secret import read_key
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
@@ -63,6 +63,12 @@ class IntegrityConfig(_KeySection):
         "takes longer, see docs/benchmarks.md. Pages that carry no tag, such as those that are not stored yet, are not "
         "covered. Not for several ranks, each with a cache of its own.",
     )
+    scrub_rate: PositiveSize | None = Field(
+        default=None,
+        description="Bytes per second of host memory that are verified while the engine has nothing else to do, in "
+        "turn; damaged pages leave. It finds faulty memory before a request needs the page, and takes that much of a "
+        "core and of the memory's bandwidth. Covers what `verify: load` covers. Not set: none.",
+    )
     mac_key_file: FileSystemPath | None = Field(
         default=None,
         description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. With a key, whoever can "
@@ -82,6 +88,11 @@ class IntegrityConfig(_KeySection):
         default=None, pattern=VARIABLE_PATTERN,
         description="Name of the environment variable that holds the second MAC key.",
     )
+
+    @property
+    def verifies_host(self) -> bool:
+        """True if frames on the host are verified there."""
+        return self.verify == "load" or self.scrub_rate is not None
 
 
 class StorageFormatConfig(_KeySection):

@@ -78,8 +78,8 @@ class SharedHostConfig(Section):
         description="Leave the memory when the engine ends or dies, for the engine that starts next under the same "
         "name, which reads the pages that it can prove as if from a fast store. The memory is taken until then; "
         "`rm /dev/shm/hicache.NAME` frees it. What is found is what was stored, or without `storage` what would have "
-        "been: it is sealed then, a hash of each page on a worker. Not for several ranks, `owner: daemon`, compressed "
-        "or encrypted pages.",
+        "been: it is sealed then, a hash of each page on a worker. Not for several ranks, vLLM, `owner: daemon`, "
+        "compressed or encrypted pages.",
     )
 
 
@@ -370,11 +370,15 @@ class HiCacheConfig(Section):
             )
         if shared.keep:
             self._check_keep()
-        if self.integrity.verify == "load":
+        if self.integrity.verifies_host:
             if [*self.storage_format.key_sources()]:
-                raise ValueError("integrity.verify: load: frames of an encrypted store have no tag; use read")
+                raise ValueError(
+                    "integrity.verify, scrub_rate: frames of an encrypted store have no tag; leave them out"
+                )
             if self.integrity.tag == "none" and not [*self.integrity.key_sources()]:
-                raise ValueError("integrity.verify: load: tag none proves nothing; use tag xxh3_128, or verify read")
+                raise ValueError(
+                    "integrity.verify, scrub_rate: tag none proves nothing; use tag xxh3_128, or leave them out"
+                )
         if self.sessions.enabled and not self.prefix_cache:
             raise ValueError("sessions.enabled needs prefix_cache: true; without it nothing is kept between turns")
         has_socket = isinstance(options, RemoteStorageOptions) and options.url is None

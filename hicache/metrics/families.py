@@ -99,10 +99,11 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("evicted_pages_total", "Pages that left a tier for lack of room.", ("tier",),
                lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")},
                "Normal for a full tier. Rises while the hit rate falls: the tier is too small."),
-    MetricSpec("verified_pages_total", "Pages of L2 verified before a load, by outcome.", ("outcome",),
+    MetricSpec("verified_pages_total", "Pages of L2 verified there, by outcome.", ("outcome",),
                lambda s: {outcome: s.verified_pages.get(outcome, 0) for outcome in ("sound", "damaged", "untagged")},
-               "With integrity.verify: load. damaged above 0: the memory of the host is faulty, or something writes "
-               "where it must not. untagged: pages that were not sealed yet, which are loaded unverified."),
+               "With integrity.verify: load or scrub_rate. damaged above 0: the memory of the host is faulty, or "
+               "something writes where it must not. untagged: pages that were not sealed yet, which are loaded "
+               "unverified."),
     MetricSpec("skipped_total", "What the cache did not do, by reason; each is a slower request.", ("reason",),
                lambda s: s.skipped,
                "The reasons are listed below. ..._no_host_room and prefetch_host_share: host.size is too "

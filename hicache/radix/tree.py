@@ -128,15 +128,9 @@ class RadixTree(StoredPrefixes):
         return Inserted(node, present)
 
     def insert_host(
-        self,
-        key: RadixKey,
-        start_page: int,
-        host_pages: PageIds,
-        keys: list[bytes] | None = None,
-        *,
-        stored: bool = True,
-        uses: Uses = NEW,
-    ) -> tuple[Node, PageIds]:
+        self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes] | None = None, *,
+        stored: bool = True, uses: Uses = NEW,
+    ) -> tuple[Node, PageIds]:  # fmt: skip
         """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
         the pages that the tree did not take because it has them, or lacks their prefix: the caller frees those.
 

@@ -187,6 +187,61 @@ def test_a_mac_proves_frames_on_the_host_too() -> None:
     assert verified(world) == {"sound": 1, "damaged": 1}
 
 
+def scrubbed(rate: int, **parts: Any) -> World:
+    return on_host(every_hit(integrity=IntegrityConfig(scrub_rate=rate)), **parts)
+
+
+def test_an_idle_scrub_finds_damage_before_a_request_does() -> None:
+    world = scrubbed(1 << 40)
+    flip(world, KEY, 2)
+    world.until(lambda: verified(world).get("damaged", 0) == 1)
+    assert world.cache.peek(KEY).host_pages == 2
+    assert world.serve("again", KEY).host_hit_tokens == 8  # which waits for no proof
+    assert world.wrong_pages == 0
+
+
+def test_a_scrub_goes_round_at_its_rate() -> None:
+    clock = ShiftedClock()
+    world = scrubbed(codec().frame_bytes, clock=clock)  # a page a second
+    leave(world, prompt(5, 6, 7, 8))
+    for turn in range(1, 6):
+        sound = 4 * turn
+        world.until(lambda: verified(world).get("sound", 0) >= sound)  # noqa: B023
+        for _ in range(50):
+            world.step()
+        assert verified(world) == {"sound": sound}
+        clock.shift_s += 4.1
+
+
+def test_a_damaged_copy_of_what_is_on_l1_leaves_l2_alone() -> None:
+    world = World(
+        config=every_hit(integrity=IntegrityConfig(scrub_rate=1 << 40)), backend=memory_backend(), host_codec=codec
+    )
+    world.serve("first", KEY)
+    world.serve("longer", prompt(1, 2, 3, 4, 5, 6))
+    world.settle()
+    (node,) = [node for node in world.cache.tree.nodes() if node.parent is not None and node.parent.parent is None]
+    assert node.host is not None
+    world.host.frame(int(node.host[0]))[PAYLOAD] ^= 1
+    world.until(lambda: verified(world).get("damaged", 0) == 1)
+    assert world.cache.tree.host_pages == 2
+    assert world.serve("again", KEY).device_hit_tokens == 16
+
+
+def test_a_scrub_makes_way_for_a_request() -> None:
+    clock = ShiftedClock()
+    world = on_host(every_hit(integrity=IntegrityConfig(verify="load", scrub_rate=1 << 40)), clock=clock)
+    verifier = world.cache._verifier
+    assert verifier is not None
+    world.until(lambda: not verifier._running)
+    clock.shift_s += 11
+    proofs = [verifier._start(list(world.cache.tree.nodes()), scrubs=scrubs) for scrubs in (True, False)]
+    verifier._prove(proofs[0], lambda wait_s=0.0: None)
+    assert proofs[0].sound_pages < 4
+    world.until(lambda: all(proof.until_s for proof in proofs))
+    assert proofs[1].sound_pages == 4
+
+
 def test_what_cannot_be_verified_is_refused_at_the_start() -> None:
     with pytest.raises(InvalidInput, match="give host_codec"):
         World(config=every_hit(integrity=VERIFIES))

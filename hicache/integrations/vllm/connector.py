@@ -196,7 +196,7 @@ class HiCacheConnector(KVConnectorBase_V1):
             self._worker.side.close(_CLOSE_S)
         if self._scheduler is not None:
             self._scheduler.close()
-        if self._pool is not None and not self._pool.keep:
+        if self._pool is not None:
             self._pool.unlink()
 
     # Inside

@@ -78,6 +78,10 @@ class Engine:
                 "host.shared.owner: the processes of vLLM create the memory that they share; use 'engine'"
             )
         layers = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        if config.host.shared.keep:
+            raise ConfigError(
+                "host.shared.keep: workers of a vLLM that has died may still write to its memory; leave it out"
+            )
         sizes = tuple(layers.get(name, spec).unpadded_page_size_bytes for name in group.layer_names)
         layout = BlockLayout(
             spec.block_size, config.page_size, sizes, vllm.parallel_config.tensor_parallel_size, cache.kv_tp_replicas
@@ -104,9 +108,8 @@ class Engine:
         pin = worker and current_platform.is_cuda() and self.config.host.pin != "off"
         processes = None if shared else self.layout.ranks + 1
         pool = SharedHostPool.open(
-            name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S,
-            keep=self.config.host.shared.keep,
-        )  # fmt: skip
+            name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S
+        )
         if not worker:
             pool.claim()
         return pool
