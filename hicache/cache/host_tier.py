@@ -83,6 +83,11 @@ class HostTier:
             self.reserved_pages += count
         return pages
 
+    @property
+    def room(self) -> int:
+        """Pages that `reserve` gives now without a store that gives way."""
+        return self.host.allocator.free_pages + self._trees.current.host_evictable_pages
+
     def free_evicted(self, pages: PageIds) -> None:
         """Take back pages that the tree has evicted from L2."""
         self.host.free(pages)

@@ -9,77 +9,54 @@ Pages that are still being read stay reserved until the read has really ended.
     wait_complete  it waits for all that storage has, up to `PREFETCH_S_MAX`
     timeout        it waits for a time that grows with the length of what it lacks
 
+The time runs from `start`. A prefetch that cannot start waits (`waiting`), in order of arrival: for one of the
+operations, and while storage is paused. One that has found enough waits while other prefetches hold the room on L2 that
+it needs: they read, or their pages have arrived and their requests have not begun. When none of them holds any room,
+what fits is read, so no prefetch waits for room that cannot come. A prefetch that waits holds nothing.
+
+A waiting prefetch is given up when its request begins, and is counted. It is not given up when the time of its request
+is over: the request waits no more, and if it cannot be scheduled yet, what storage has arrives meanwhile. No request
+waits for a store that is paused: an outage costs hits and no time.
+
 A request whose next page is being fetched for another one waits for that instead, and then looks again for what is
-still missing: equal prompts that arrive together are read once. If the other one's time ran out, or storage had nothing
-for it, the follower goes on without asking again.
+still missing: equal prompts that arrive together are read once.
+
+With ranks, all decide alike: by acks, counts of pages, the gate's answer and the time that are agreed on.
 
 Called by the scheduler thread alone; no lock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 from ..arguments import instance
 from ..backends.guard import Direction
 from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
+from ..errors import InvariantError
 from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
-from ..radix import Node, RadixTree
+from ..radix import Match
+from ..types import PageIds
 from .break_even import BreakEven, Route
 from .host_tier import HostTier
+from .prefetch_share import PrefetchShare
 from .statistics import CacheCounters
 from .trees import Trees
+from .waiting import Leaders, Prefetch, PrefetchRequest, Verdict, WaitingRequests, outcome
 
-
-class FirstPage(NamedTuple):
-    """Which page a prefetch starts with: its part of the key below a node, 0 for the root of a seed."""
-
-    seed: bytes
-    node_id: int
-    tokens: bytes
-
-    def __repr__(self) -> str:
-        return f"FirstPage(below node {self.node_id}, {len(self.tokens)} bytes)"
-
-
-@dataclass(slots=True, eq=False)
-class _Prefetch:
-    rid: str
-    operation: Lookup | Read  # the read, once the lookup has found enough
-    key: RadixKey
-    start_page: int  # pages before it are on L2 already
-    tree: RadixTree
-    anchor: Node
-    first_page: FirstPage = field(repr=False)
-    taken_pages: int = 0  # leading pages of the read that went into the tree
-    expired: bool = False  # its time is over, on some rank
-    answered: bool = False  # the request goes on; nothing that arrives later is for it
-    in_vain: bool = False  # it has ended and brought nothing
-
-
-class _Arrived(NamedTuple):
-    """Pages up to `node` that came for a request that has not begun."""
-
-    tree: RadixTree
-    node: Node
-    pages: int
-
-
-@dataclass(slots=True, eq=False)
-class _Follower:
-    """A request that waits for the prefetch of another one."""
-
-    key: RadixKey
-    leader: _Prefetch
+# More requests than an engine begins in the time that the first of them waits. Each costs an object and no copy.
+WAITING_MAX = 4096
+# If the prefix of a request leaves each time that the request waits for room, L2 is too small for what is asked of it.
+LOOKUPS_MAX = 4
+# How many waiting requests a step looks at: a lookup in the tree each, some ten microseconds.
+TRIES_PER_STEP = 32
 
 
 class Prefetcher:
     """At most one prefetch per request id at a time.
 
-    Invariant: `_active` and `_operations` have the prefetches whose operation is not acknowledged, by request id and by
-    operation; `_leaders` has the unanswered ones of them by the page they start with, one each.
+    Invariants: `_active` has the prefetches whose operation is not acknowledged, and those that wait for room, which
+    are in `_for_room` too, in the order in which they found enough; at most `operations_max` in all. `_operations` has
+    the former by operation. A request in `_waiting` has no prefetch.
     """
 
     def __init__(
@@ -94,62 +71,57 @@ class Prefetcher:
         self._host = host
         self._controller = controller
         self._gate = controller.gate
-        self._config = config = controller.config.prefetch
+        self._config = controller.config.prefetch
         self._counters = counters
         self._break_even = break_even
-        self._active: dict[str, _Prefetch] = {}
-        self._operations: dict[Lookup | Read, _Prefetch] = {}
-        self._leaders: dict[FirstPage, _Prefetch] = {}
-        self._followers: dict[str, _Follower] = {}
-        self._arrived: dict[str, _Arrived] = {}
-        self._arrived_pages = 0
+        self._arrivals = 0
+        self._waiting = WaitingRequests()
+        self._active: dict[str, Prefetch] = {}
+        self._operations: dict[Lookup | Read, Prefetch] = {}
+        self._for_room: dict[Prefetch, None] = {}
+        self._leaders = Leaders()
+        self._share = PrefetchShare(host, controller)
         self.wait = Histogram(BOUNDS_S)  # of requests, from `start` until they need not wait any more
         self._asked_s: dict[str, float] = {}  # when each of those that wait began to
-        self._pages_max = int(config.host_share * host.host.pages)
+
+    # Requests
 
     def start(self, rid: str, key: RadixKey) -> bool:
-        """Look for what L1 and L2 lack of the whole pages of `key`. False if it is not worth it or not possible now."""
-        started = self._start(rid, key)
-        if started:
-            self._asked_s[rid] = self._controller.clock()
-        return started
-
-    def _start(self, rid: str, key: RadixKey) -> bool:
-        if not self._gate.attached or rid in self._active or rid in self._followers:
+        """Look for what L1 and L2 lack of the whole pages of `key`, now or in its turn. False if it is not worth it or
+        not possible.
+        """
+        if not self._gate.attached or rid in self._active or rid in self._waiting:
             return False
-        if self._pages_max == 0:
+        if self._share.pages_max == 0:
             return self._skip("prefetch_host_share")
-        tree = self._trees.current
-        match = tree.match(key)
-        missing_tokens = (key.pages(tree.page_size) - match.pages) * tree.page_size
-        if missing_tokens < self._config.threshold_tokens:
+        match = self._trees.current.match(key)
+        missing_pages = key.pages(self._trees.current.page_size) - match.pages
+        if missing_pages < self._share.pages_min:
             return self._skip("prefetch_too_short")
-        if not self._gate.may(Direction.READ):
-            return self._skip("prefetch_paused")
-        start = match.pages * tree.page_bytes
-        above = match.node.id if match.pages else 0
-        first_page = FirstPage(key.seed, above, key.tokens[start : start + tree.page_bytes])
-        leader = self._leaders.get(first_page)
-        if leader is not None:
-            self._followers[rid] = _Follower(key, leader)
-            return True
-        lookup = self._controller.submit_lookup(
-            key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=self._timeout_s(missing_tokens)
-        )
-        if lookup is None:
+        self._arrivals += 1
+        until_s = self._controller.time_s() + self._timeout_s(missing_pages)
+        request = PrefetchRequest(self._arrivals, rid, key, until_s)
+        leader = self._leaders.find(request, self._trees.current, match)
+        if leader is None and not self._waiting.any_turns and self._may_lead():
+            self._lead(request, match)
+        elif len(self._waiting) >= WAITING_MAX:
+            self._controller.refused["prefetch"] += 1
             return False
-        tree.hold_host(match.node)
-        prefetch = _Prefetch(rid, lookup, key, match.pages, tree, match.node, first_page)
-        self._active[rid] = self._operations[lookup] = self._leaders[first_page] = prefetch
+        elif leader is not None:
+            self._waiting.follow(request, leader)
+        else:
+            self._waiting.queue(request)
+        self._asked_s[rid] = self._controller.clock()
         return True
 
-    def _timeout_s(self, missing_tokens: int) -> float:
+    def _timeout_s(self, missing_pages: int) -> float:
         if self._config.policy != "timeout":
             return PREFETCH_S_MAX
-        return self._config.timeout_base + self._config.timeout_per_1024_tokens / 1024 * missing_tokens
+        tokens = missing_pages * self._trees.current.page_size
+        return self._config.timeout_base + self._config.timeout_per_1024_tokens / 1024 * tokens
 
     def ready(self, rid: str) -> bool:
-        """Whether the request need not wait (any more). Ends the wait of one whose time is over."""
+        """Whether the request need not wait. One that need not may have to again, when storage works again."""
         instance("rid", rid, str)
         is_ready = self._ready(rid)
         if is_ready:
@@ -165,56 +137,59 @@ class Prefetcher:
     def _ready(self, rid: str) -> bool:
         if self._config.policy == "best_effort":
             return True
-        follower = self._followers.get(rid)
-        if follower is not None and not self._lead_again(rid, follower):
-            return False
-        prefetch = self._active.get(rid)
+        request, prefetch = self._waiting.get(rid), self._active.get(rid)
+        if request is not None:
+            in_flight = request.leader is not None and request.leader not in self._for_room
+            return not self._waits(request, in_flight)
         if prefetch is None or prefetch.answered:
             return True
-        if not prefetch.expired:
-            return False
-        self._skip("prefetch_timeout")
-        self._answer(prefetch)
-        if prefetch.taken_pages == 0:
-            self._gate.failed(Direction.READ)  # it may hang; let the next requests go on without waiting for it
-        return True
+        if prefetch in self._for_room:
+            return not self._waits(prefetch.request, in_flight=False)
+        return not prefetch.awaited
 
-    def _lead_again(self, rid: str, follower: _Follower) -> bool:
-        """Look again once what a follower waits for has ended; False if it has not, or if there is more to follow."""
-        leader = follower.leader
-        in_vain = leader.in_vain or leader.expired
-        if not leader.answered and not in_vain:
-            return False
-        del self._followers[rid]
-        if in_vain:
-            return True
-        self._start(rid, follower.key)
-        return rid not in self._followers
+    def _waits(self, request: PrefetchRequest, in_flight: bool) -> bool:
+        """Whether a request waits for what is in flight, or can be."""
+        return self._controller.time_s() < request.until_s and (in_flight or self._gate.may(Direction.READ))
 
     def is_active(self, rid: str) -> bool:
-        """Whether something is being looked up or read for a request that has not begun."""
+        """Whether something is being looked up or read for a request that has not begun, or will be in its turn."""
         prefetch = self._active.get(rid)
-        return prefetch is not None and not prefetch.answered
+        return rid in self._waiting or (prefetch is not None and not prefetch.answered)
 
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; what has arrived stays."""
-        self.conclude(instance("rid", rid, str))
+        self._stop(instance("rid", rid, str))
         self.take_arrived(rid)
 
     def conclude(self, rid: str) -> None:
         """End the wait of a request that begins: what has not arrived from storage by now is computed."""
+        reason = self._stop(rid)
+        if reason is not None:
+            self._skip(reason)
+
+    def _stop(self, rid: str) -> str | None:
+        """Stop the prefetch of a request. Return why it was waiting, if it was."""
         self._note_wait(rid)
-        self._followers.pop(rid, None)
+        if self._waiting.remove(rid) is not None:
+            return "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
         prefetch = self._active.get(rid)
-        if prefetch is not None and not prefetch.answered:
-            self._answer(prefetch)
+        if prefetch is None or prefetch.answered:
+            return None
+        if prefetch in self._for_room:
+            del self._for_room[prefetch]
+            self._end(prefetch)
+            return prefetch.lacks
+        self._answer(prefetch)
+        return None
 
     def cancel_all(self) -> None:
         """Stop all prefetches; nothing that they bring is shown any more."""
         self._asked_s.clear()
-        self._followers.clear()
-        for rid in list(self._arrived):
-            self.take_arrived(rid)
+        self._waiting.clear()
+        self._share.take_all()
+        for prefetch in self._for_room:
+            self._end(prefetch)
+        self._for_room.clear()
         for prefetch in self._active.values():
             if not prefetch.answered:
                 self._cancel(prefetch)
@@ -224,56 +199,33 @@ class Prefetcher:
 
         They were held until now, so that they did not leave before they were used once.
         """
-        arrived = self._arrived.pop(rid, None)
-        if arrived is None:
-            return 0
-        self._arrived_pages -= arrived.pages
-        arrived.tree.release_host(arrived.node)
-        return arrived.pages
+        return self._share.take(rid)
 
-    def expired(self, operation: Lookup | Read) -> None:
-        """The time of a prefetch is over; `ready` answers its request."""
-        self._operations[operation].expired = True
+    # Each step
 
     def found(self, found: Lookup) -> None:
-        """The lookup has ended: start the reads if they pay and fit, else drop the prefetch."""
+        """The lookup has ended: start the reads if they pay and fit, or let them wait for room; else drop the prefetch.
+        """
         prefetch = self._operations.pop(found)
-        self._counters.lookups[_outcome(found, prefetch)] += 1
-        page_size, threshold = prefetch.tree.page_size, self._config.threshold_tokens
-        held_pages = self._controller.read_pages + self._arrived_pages
-        pages = min(found.pages, self._pages_max - held_pages)
-        host_pages = None
-        if prefetch.answered:
-            reason = "prefetch_too_late"
-        elif found.failed:
-            reason = "prefetch_failed"
-        elif found.pages * page_size < threshold:
-            reason = "prefetch_hit_too_short"
-        elif pages * page_size < threshold:
-            reason = "prefetch_host_share"
-        elif not self._break_even.decide(Route.PREFETCH, pages * page_size, pages).go:
-            reason = "prefetch_does_not_pay"
-        else:
-            reason = "prefetch_no_host_room"
-            host_pages = self._host.reserve(pages)
-        if host_pages is not None:
-            prefetch.operation = self._controller.submit_read(found, host_pages)
-            self._operations[prefetch.operation] = prefetch
+        self._counters.lookups[outcome(found, prefetch.tree.page_size)] += 1
+        reason = self._reason_against(prefetch, found)
+        if reason is not None:
+            self._drop(prefetch, found, reason)
             return
-        self._skip(reason)
-        prefetch.in_vain = not prefetch.answered
-        if found.failed:
-            self._gate.failed(Direction.READ)
-        elif not prefetch.answered:
-            self._gate.succeeded(Direction.READ)
-        self._end(prefetch)
+        self._for_room[prefetch] = None
+        if len(self._for_room) == 1 and self._read_or_drop(prefetch):
+            del self._for_room[prefetch]
+        else:
+            self._wait_for_room(prefetch, prefetch.lacks or "prefetch_host_share")
 
     def ended(self, read: Read) -> None:
         """The reads have ended, well or not: take what is whole, give the rest of the host pages back."""
         prefetch = self._operations.pop(read)
         if not prefetch.answered:
             self._take(prefetch, read, read.pages)
-            prefetch.in_vain = prefetch.taken_pages == 0
+            if prefetch.taken_pages == 0:  # whatever the lookup said
+                verdict = Verdict("prefetch_hit_too_short", prefetch.start_page)
+                prefetch.judge(verdict, has_ranks=self._controller.has_ranks)
         unused = read.host_pages[prefetch.taken_pages :]
         self._host.release(unused)
         if read.failed:
@@ -285,20 +237,182 @@ class Prefetcher:
                 self._gate.succeeded(Direction.READ)
         self._end(prefetch)
 
-    def _answer(self, prefetch: _Prefetch) -> None:
+    def expired(self, operation: Lookup | Read) -> None:
+        """The time of a prefetch is over: end the wait of its request, if it waits. Call it after `found` and `ended`.
+        """
+        prefetch = self._operations.get(operation)
+        if prefetch is None or prefetch.answered or not prefetch.awaited:
+            return
+        self._skip("prefetch_timeout")
+        self._answer(prefetch)
+        if prefetch.taken_pages == 0:
+            self._gate.failed(Direction.READ)  # it may hang; let the next requests go on without waiting for it
+
+    def start_waiting(self) -> None:
+        """Start what has waited and may start now: reads in the order of their lookups, then lookups in order of
+        arrival. Call it last in a step, when it is known whether storage may be used. Costs nothing if nothing waits.
+        """
+        while self._for_room and self._gate.may(Direction.READ):
+            prefetch = next(iter(self._for_room))
+            if not self._read_or_drop(prefetch):
+                break
+            del self._for_room[prefetch]
+        for _ in range(TRIES_PER_STEP):
+            if not (self._waiting.any_turns and self._may_lead()):
+                return
+            self._try(self._waiting.next())
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose prefetch waits: for its turn, for that of another one, or for room on L2."""
+        return len(self._waiting) + len(self._for_room)
+
+    def check(self) -> None:
+        """Raises InvariantError if an invariant does not hold."""
+        self._waiting.check()
+        in_flight = len(self._active) - len(self._for_room)
+        holding = sum(prefetch.anchor is not None for prefetch in self._active.values())
+        if not len(self._operations) == in_flight == holding or len(self._active) > self._config.operations_max:
+            raise InvariantError(
+                f"prefetch: {len(self._operations)} operations for {in_flight} prefetches in flight, {holding} anchors"
+            )
+        if any(rid in self._waiting for rid in self._active):
+            raise InvariantError("prefetch: a request waits for its turn, but has a prefetch")
+
+    # Leading
+
+    def _may_lead(self) -> bool:
+        """Whether a lookup may start now. Prefetches that wait for room count, so that their reads need not wait for
+        an operation too.
+        """
+        return self._gate.may(Direction.READ) and len(self._active) < self._config.operations_max
+
+    def _try(self, request: PrefetchRequest) -> None:
+        """Look for what a request that has waited still lacks: nothing, something that is being fetched, or more."""
+        tree = self._trees.current
+        match = tree.match(request.key)
+        if request.key.pages(tree.page_size) - match.pages < self._share.pages_min:
+            return
+        leader = self._leaders.find(request, tree, match)
+        if leader is None:
+            self._lead(request, match)
+        else:
+            self._waiting.follow(request, leader)
+
+    def _lead(self, request: PrefetchRequest, match: Match) -> None:
+        tree = self._trees.current
+        request.lookups += 1
+        timeout_s, awaited = self._time_left(request, request.key.pages(tree.page_size) - match.pages)
+        lookup = self._controller.submit_lookup(
+            request.key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=timeout_s
+        )
+        prefetch = Prefetch(request, lookup, match.pages, match.pages, tree, awaited)
+        self._hold(prefetch, match)
+        self._active[request.rid] = self._operations[lookup] = prefetch
+        self._leaders.add(prefetch, match)
+
+    def _time_left(self, request: PrefetchRequest, missing_pages: int) -> tuple[float, bool]:
+        """How long an operation may take, and whether the request waits for it. If it does not, or not any more, that
+        is what a request that starts now would wait.
+        """
+        left_s = request.until_s - self._controller.time_s()
+        if self._config.policy == "best_effort" or left_s <= 0:
+            return self._timeout_s(missing_pages), False
+        return left_s, True
+
+    # Reading
+
+    def _reason_against(self, prefetch: Prefetch, found: Lookup) -> str | None:
+        """Why what was found is not read; None if it is, as soon as there is room."""
+        pages = min(found.pages, self._share.pages_max)
+        if prefetch.answered:
+            return "prefetch_too_late"
+        if found.failed:
+            return "prefetch_failed"
+        if found.expired and prefetch.awaited:
+            return "prefetch_timeout"
+        if found.pages < self._share.pages_min:
+            return "prefetch_hit_too_short"
+        if pages < self._share.pages_min:
+            return "prefetch_host_share"
+        pays = self._break_even.decide(Route.PREFETCH, pages * prefetch.tree.page_size, pages).go
+        return None if pays else "prefetch_does_not_pay"
+
+    def _read_or_drop(self, prefetch: Prefetch) -> bool:
+        """Read what was found, as far as it fits, or drop it if too little does. False if it has to wait for room that
+        other prefetches hold; then it holds nothing.
+        """
+        found = prefetch.operation
+        if not isinstance(found, Lookup):
+            raise InvariantError(f"prefetch: {prefetch.rid!r} waits for room, but has no lookup")
+        share = self._share
+        may_wait = share.others_hold(prefetch.rid)
+        if may_wait and min(found.pages, share.pages_max) > share.free_pages:
+            return self._wait_for_room(prefetch, "prefetch_host_share")
+        has_waited = prefetch.anchor is None
+        if has_waited:
+            self._hold(prefetch, prefetch.tree.match(prefetch.key))
+        skip_pages = prefetch.start_page - prefetch.asked_page
+        rest_pages = found.pages - skip_pages
+        if skip_pages < 0 and prefetch.request.lookups < LOOKUPS_MAX:
+            self._end(prefetch)  # its prefix has left meanwhile, so storage is asked for that too
+            self._try(prefetch.request)
+        elif skip_pages < 0:
+            self._drop(prefetch, found, "prefetch_no_host_room")
+        elif rest_pages < share.pages_min:
+            self._end(prefetch)  # others have brought the rest
+        elif (pages := min(rest_pages, share.free_pages)) < share.pages_min:
+            self._drop(prefetch, found, "prefetch_host_share")
+        elif (host_pages := share.reserve(pages, all_of_them=may_wait, again=has_waited)) is not None:
+            self._read(prefetch, found, host_pages, has_waited=has_waited)
+        elif may_wait:
+            return self._wait_for_room(prefetch, "prefetch_no_host_room")
+        else:
+            self._drop(prefetch, found, "prefetch_no_host_room")
+        return True
+
+    def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> bool:
+        prefetch.lacks = lacks
+        self._release(prefetch)
+        return False
+
+    def _read(self, prefetch: Prefetch, found: Lookup, host_pages: PageIds, *, has_waited: bool) -> None:
+        timeout_s = None
+        if has_waited:
+            timeout_s, prefetch.awaited = self._time_left(prefetch.request, len(host_pages))
+        skip_pages = prefetch.start_page - prefetch.asked_page
+        read = self._controller.submit_read(found, host_pages, skip_pages=skip_pages, timeout_s=timeout_s)
+        prefetch.operation = read
+        self._operations[read] = prefetch
+
+    # Ending
+
+    def _drop(self, prefetch: Prefetch, found: Lookup, reason: str) -> None:
+        """End a prefetch that reads nothing."""
+        self._skip(reason)
+        prefetch.judge(Verdict(reason, found.start_page + found.pages), has_ranks=self._controller.has_ranks)
+        if found.failed or reason == "prefetch_timeout":
+            self._gate.failed(Direction.READ)
+        elif not prefetch.answered:
+            self._gate.succeeded(Direction.READ)
+        self._end(prefetch)
+
+    def _answer(self, prefetch: Prefetch) -> None:
         if isinstance(read := prefetch.operation, Read):
             self._take(prefetch, read, read.pages)
         self._cancel(prefetch)
 
-    def _cancel(self, prefetch: _Prefetch) -> None:
+    def _cancel(self, prefetch: Prefetch) -> None:
         self._controller.cancel_prefetch(prefetch.operation)
         self._close(prefetch)
 
-    def _close(self, prefetch: _Prefetch) -> None:
+    def _close(self, prefetch: Prefetch) -> None:
         prefetch.answered = True
-        del self._leaders[prefetch.first_page]
+        self._leaders.remove(prefetch)
+        for verdict in self._waiting.release(prefetch):
+            self._skip(verdict.reason)
 
-    def _take(self, prefetch: _Prefetch, read: Read, arrived: int) -> None:
+    def _take(self, prefetch: Prefetch, read: Read, arrived: int) -> None:
         """Put the leading `arrived` pages, which are read and verified, into the tree."""
         prefetch.taken_pages = arrived
         if arrived == 0:
@@ -309,26 +423,24 @@ class Prefetcher:
         )  # fmt: skip
         self._host.commit(arrived, unused)
         if arrived > len(unused):
-            pages = arrived - len(unused) + self.take_arrived(prefetch.rid)
-            prefetch.tree.hold_host(node)
-            self._arrived[prefetch.rid] = _Arrived(prefetch.tree, node, pages)
-            self._arrived_pages += pages
+            self._share.arrive(prefetch.rid, prefetch.tree, node, arrived - len(unused))
 
-    def _end(self, prefetch: _Prefetch) -> None:
+    def _end(self, prefetch: Prefetch) -> None:
         if not prefetch.answered:
             self._close(prefetch)
-        prefetch.tree.release_host(prefetch.anchor)
+        self._release(prefetch)
         del self._active[prefetch.rid]
+
+    def _hold(self, prefetch: Prefetch, match: Match) -> None:
+        """Keep the end of the prefix, behind which the prefetch starts or goes on."""
+        prefetch.anchor, prefetch.start_page = match.node, match.pages
+        prefetch.tree.hold_host(match.node)
+
+    def _release(self, prefetch: Prefetch) -> None:
+        if prefetch.anchor is not None:
+            prefetch.tree.release_host(prefetch.anchor)
+            prefetch.anchor = None
 
     def _skip(self, reason: str) -> bool:
         self._counters.skipped[reason] += 1
         return False
-
-
-def _outcome(found: Lookup, prefetch: _Prefetch) -> str:
-    """Return one of `LOOKUP_OUTCOMES`."""
-    if found.failed:
-        return "failed"
-    if not found.pages:
-        return "miss"
-    return "whole" if found.pages == found.key.pages(prefetch.tree.page_size) - found.start_page else "part"

@@ -34,6 +34,7 @@ SKIP_REASONS = (
     "prefetch_host_share",
     "prefetch_no_host_room",
     "prefetch_paused",
+    "prefetch_queued",
     "prefetch_timeout",
     "prefetch_too_late",
     "prefetch_too_short",
@@ -94,7 +95,8 @@ class CacheStatistics:
 
     `lookups` counts lookups in storage by what they found. `verified_pages` counts by outcome (sound, damaged,
     untagged) the pages of L2 that were verified there. `prefetch_wait` is how long requests waited for their
-    prefetch, `step` how long `poll` took the scheduler; None for a cache that has neither. `sessions` is None for a
+    prefetch, `step` how long `poll` took the scheduler; None for a cache that has neither. `prefetches_waiting` is how
+    many wait now: for their turn, for the prefetch of another request, or for room on L2. `sessions` is None for a
     cache without sessions.
     """
 
@@ -115,6 +117,7 @@ class CacheStatistics:
     lookups: Mapping[str, int] = field(default_factory=dict)
     verified_pages: Mapping[str, int] = field(default_factory=dict)
     prefetch_wait: HistogramStatistics | None = None
+    prefetches_waiting: int = 0
     step: HistogramStatistics | None = None
     sessions: SessionStatistics | None = None
 

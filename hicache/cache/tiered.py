@@ -216,6 +216,7 @@ class TieredCache:
         self.controller.launch_backups()
         self.controller.report(self.break_even.rates())
         self.break_even.use_rates(Rates(*self.controller.rates))
+        self._prefetcher.start_waiting()
         if self.mailbox.pending:
             self.mailbox.serve()
         self._step_time.add(time.perf_counter() - began_s)
@@ -224,12 +225,12 @@ class TieredCache:
     def _take_in(self, acks: Acks) -> None:
         for store in acks.stored:  # first, because what they held on L2 is room for reads
             self._l2.stored(store)
-        for operation in acks.expired:
-            self._prefetcher.expired(operation)
         for found in acks.found:
             self._prefetcher.found(found)
         for read in acks.read:
             self._prefetcher.ended(read)
+        for operation in acks.expired:
+            self._prefetcher.expired(operation)
 
     def _note_uses(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> Uses:
         """Count a request as a user of the first `pages` pages of `key`, once for each page; see `UseMemory`."""
@@ -264,6 +265,7 @@ class TieredCache:
             lookups=dict(counters.lookups),
             verified_pages=dict(counters.verified_pages),
             prefetch_wait=self._prefetcher.wait.statistics(),
+            prefetches_waiting=self._prefetcher.waiting,
             step=self._step_time.statistics(),
         )
 
@@ -273,6 +275,7 @@ class TieredCache:
         for tree in self._trees.all():
             check_tree(tree)
         self._l2.check()
+        self._prefetcher.check()
         self.controller.gate.check()
 
     def drain(self, timeout_s: float) -> bool:

@@ -3,7 +3,7 @@
     queue     operation, its ack      carries            bound; when full
     write     Backup, acks.written    L1 -> L2 copies    pages lent; no backup now, counted
     load      Load, acks.loaded       L2 -> L1 copies    pages lent; the request recomputes
-    prefetch  Lookup, acks.found      storage lookups    operations; no prefetch, counted
+    prefetch  Lookup, acks.found      storage lookups    operations; the caller's queue
     reads     Read, acks.read         L3 -> L2 reads     pages (the caller's share of L2)
     backup    Store, acks.stored      L2 -> L3 writes    a share of L2; the newest store is dropped, counted
 
@@ -232,13 +232,12 @@ class HiCacheController:
 
     def submit_lookup(
         self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float
-    ) -> Lookup | None:
-        """Ask storage how much of `key` from `start_page` on it has; None, counted, over the bound.
+    ) -> Lookup:
+        """Ask storage how much of `key` from `start_page` on it has.
 
-        `timeout_s` bounds a read that follows, too. REQUIRES: the gate is open for reads.
+        `timeout_s` bounds a read that follows, too. REQUIRES: the gate is open for reads, and fewer than
+        `prefetch.operations_max` lookups and reads are in flight.
         """
-        if not self._within("prefetch", len(self._prefetches) < self.config.prefetch.operations_max):
-            return None
         deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
         lookup = Lookup(key, start_page, prior, storage=self.gate.enter(), deadline=deadline)
         self._prefetches[lookup] = None
@@ -246,12 +245,16 @@ class HiCacheController:
         self._storage.submit(lookup)
         return lookup
 
-    def submit_read(self, found: Lookup, host_pages: PageIds) -> Read:
-        """Read the leading `len(host_pages)` pages that were found. REQUIRES: called in answer to the ack, with the
-        storage that was asked.
+    def submit_read(
+        self, found: Lookup, host_pages: PageIds, *, skip_pages: int = 0, timeout_s: float | None = None
+    ) -> Read:
+        """Read `len(host_pages)` pages of those that were found, behind the first `skip_pages`.
+
+        Without `timeout_s` the time of the lookup goes on. REQUIRES: the storage that was asked is in use.
         """
-        keys = found.keys[: len(host_pages)]
-        read = Read(keys, host_pages, storage=self.gate.enter(), deadline=found.deadline)
+        keys = found.keys[skip_pages : skip_pages + len(host_pages)]
+        deadline = found.deadline if timeout_s is None else self.clock() + min(timeout_s, PREFETCH_S_MAX)
+        read = Read(keys, host_pages, storage=self.gate.enter(), deadline=deadline)
         self._prefetches[read] = None
         self.read_pages += len(host_pages)
         self._storage.submit(read)

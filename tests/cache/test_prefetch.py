@@ -166,14 +166,17 @@ def test_a_stuck_worker_gets_a_substitute() -> None:
 
 def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() -> None:
     backend = held_backend()
-    world = World(backend=backend, config=timeout(0.1))
+    world = World(backend=backend, device_pages=32, config=timeout(0.1))
     assert world.serve("a", KEY).storage_hit_tokens == 0
     world.step()
-    assert not world.cache.prefetch_from_storage("b", prompt(*range(20, 28)))
+    other = prompt(*range(20, 28))
+    assert world.cache.prefetch_from_storage("b", other)
+    assert world.cache.check_prefetch_progress("b"), "it need not wait"
+    world.attempt("b", other)
     assert world.cache.statistics().skipped["prefetch_paused"] == 1
     backend.gate.set()
     world.settle()
-    world.until(lambda: world.cache.prefetch_from_storage("c", prompt(*range(30, 38))))
+    assert world.serve("c", KEY).cached_tokens == 32
 
 
 def test_a_request_that_finds_no_room_keeps_what_was_read_for_it() -> None:
@@ -200,16 +203,6 @@ def test_an_aborted_prefetch_gives_its_pages_back() -> None:
     backend.gate.set()
     world.close()
     assert world.host.allocator.used_pages == world.cache.tree.host_pages
-
-
-def test_prefetches_over_the_bound_are_refused_and_counted() -> None:
-    backend = held_backend()
-    world = World(backend=backend, config=HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4, operations_max=1)))
-    assert world.cache.prefetch_from_storage("a", KEY)
-    assert not world.cache.prefetch_from_storage("b", prompt(7, 7, 7))
-    assert world.controller.statistics().refused == {"prefetch": 1}
-    backend.gate.set()
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
 
 
 def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
@@ -331,7 +324,7 @@ def test_a_request_that_does_not_wait_for_its_prefetch_ends_it() -> None:
     backend.gate.set()
     world.cache.cache_finished_req(request, KEY)
     world.settle()
-    assert not world.cache._prefetcher._arrived_pages
+    assert not world.cache._prefetcher._share.arrived_pages
 
 
 def test_a_full_backup_queue_drops_the_newest_store() -> None:

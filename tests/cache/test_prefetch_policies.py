@@ -193,19 +193,3 @@ def test_a_share_without_a_page_asks_storage_for_nothing() -> None:
     assert not world.cache.prefetch_from_storage("a", KEY)
     assert world.cache.check_prefetch_progress("a")
     assert world.cache.statistics().skipped["prefetch_host_share"] == 1
-
-
-def test_what_waits_for_its_request_counts_against_the_share_of_prefetches() -> None:
-    backend = stored()
-    options = HiCacheConfig(load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4, host_share=0.25))
-    world = World(device_pages=64, host_pages=32, backend=backend, config=options)
-    world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
-    other = World(backend=backend)
-    other.serve("store", prompt(11, 12, 13))
-    other.close()
-    world.cache.prefetch_from_storage("b", prompt(11, 12, 13))
-    world.until(lambda: world.cache.check_prefetch_progress("b"))
-    assert world.cache.statistics().skipped["prefetch_host_share"] == 1
-    for rid in "ab":
-        world.cache.abort_prefetch(rid)

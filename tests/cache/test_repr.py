@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hicache.cache.prefetch import FirstPage
+from hicache.cache.waiting import FirstPages, PrefetchRequest
 from hicache.engine.model import Span
 from hicache.engine.requests import FinishReason, Request, Update
 from hicache.errors import HiCacheError
@@ -59,7 +59,8 @@ def test_pins_matches_and_events_show_lengths() -> None:
 
 def test_the_place_of_a_prefetch_shows_lengths() -> None:
     """It is a key of a table, so an error would name it."""
-    assert repr(FirstPage(SECRET.seed, 3, SECRET.tokens[:16])) == "FirstPage(below node 3, 16 bytes)"
+    assert repr(FirstPages(SECRET.seed, 3, SECRET.tokens[:16])) == "FirstPages(below node 3, 16 bytes)"
+    assert not shows_tokens(repr(PrefetchRequest(1, "a", SECRET, 1.0)))
 
 
 def test_requests_of_the_engine_show_lengths() -> None:

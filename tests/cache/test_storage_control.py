@@ -274,8 +274,9 @@ def test_while_the_breaker_is_open_nothing_is_submitted_and_it_heals_by_itself()
         world.cache.clear()
     world.step()
     submitted = world.controller._submitted["prefetches"]
-    assert not world.cache.prefetch_from_storage("c", KEY)
+    assert world.cache.prefetch_from_storage("c", KEY) and world.cache.check_prefetch_progress("c")
     assert world.controller._submitted["prefetches"] == submitted
+    world.attempt("c", KEY)
     assert world.cache.statistics().skipped["prefetch_paused"] > 0
     server.faults[0].fail(False)
     world.until(lambda: world.controller.gate.may(READ))

@@ -13,7 +13,6 @@ from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
 from hicache.controller import Acks, Backup, HiCacheController, Load, Read, Store
 from hicache.controller.agreement import PrefetchProgress, StoreProgress
-from hicache.keys import RadixKey
 from hicache.radix import Fate, Match, Node, RadixTree
 from hicache.tiers import Fence
 from hicache.types import NO_PAGES, PageIds
@@ -176,12 +175,11 @@ class _BelievesShortReads(HiCacheController):
 class _DoesNotHoldAnchors(Prefetcher):
     """A prefetch attaches what arrives to the node behind which it started, without having kept that node there."""
 
-    def start(self, rid: str, key: RadixKey) -> bool:
-        known = set(self._active)
-        started = super().start(rid, key)
-        for new in set(self._active) - known:
-            self._active[new].tree.release_host(self._active[new].anchor)
-        return started
+    def _hold(self, prefetch: Any, match: Match) -> None:
+        prefetch.anchor, prefetch.start_page = match.node, match.pages
+
+    def _release(self, prefetch: Any) -> None:
+        prefetch.anchor = None
 
     def _take(self, prefetch: Any, read: Read, arrived: int) -> None:
         tree, anchor, pages = prefetch.tree, prefetch.anchor, read.host_pages[:arrived]
@@ -192,10 +190,6 @@ class _DoesNotHoldAnchors(Prefetcher):
             return
         tree.set_host(tree._add_child(anchor, tokens), pages.copy())
         self._host.commit(arrived, NO_PAGES)
-
-    def _end(self, prefetch: Any) -> None:
-        prefetch.tree.hold_host(prefetch.anchor)
-        super()._end(prefetch)
 
 
 # Storage and workers

@@ -1,0 +1,83 @@
+"""PrefetchShare: which part of L2 prefetches hold until their requests begin, and how much more they may take.
+
+They hold the pages that are being read, and those that have arrived for a request that has not begun: these are held in
+the tree, so that they do not leave before they were used once.
+
+Called by the scheduler thread alone; no lock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..controller import HiCacheController
+from ..radix import Node, RadixTree
+from ..types import PageIds
+from .host_tier import HostTier
+
+
+class _Arrived(NamedTuple):
+    """Pages up to `node` that came for a request that has not begun."""
+
+    tree: RadixTree
+    node: Node
+    pages: int
+
+
+class PrefetchShare:
+    """Invariant: `arrived_pages` is the sum of `_arrived`, whose nodes are held once each.
+
+    `pages_max` is what prefetches may hold, `pages_min` what a read must have to be worth it.
+    """
+
+    def __init__(self, host: HostTier, controller: HiCacheController) -> None:
+        config = controller.config.prefetch
+        self.pages_max = int(config.host_share * host.host.pages)
+        self.pages_min = -(-config.threshold_tokens // host.host.shape.tokens)
+        self.arrived_pages = 0
+        self._host = host
+        self._controller = controller
+        self._arrived: dict[str, _Arrived] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """What prefetches may take besides what they hold."""
+        return self.pages_max - self._controller.read_pages - self.arrived_pages
+
+    def others_hold(self, rid: str) -> bool:
+        """True if prefetches of other requests than `rid` hold pages: those come free without it."""
+        own = self._arrived.get(rid)
+        return self._controller.read_pages + self.arrived_pages > (0 if own is None else own.pages)
+
+    def reserve(self, pages: int, *, all_of_them: bool, again: bool) -> PageIds | None:
+        """Reserve `pages` pages of L2, or as many as fit, if not `all_of_them`; None if that would be too few.
+
+        With `again`, no store gives way for all of them, which has been tried.
+        """
+        if all_of_them:
+            return None if again and self._host.room < pages else self._host.reserve(pages)
+        host_pages = self._host.reserve(pages)
+        if host_pages is None and self._host.room >= self.pages_min:
+            host_pages = self._host.reserve(self._host.room)
+        return host_pages
+
+    def arrive(self, rid: str, tree: RadixTree, node: Node, pages: int) -> None:
+        """Hold the path to `node`, whose last `pages` pages have arrived for `rid`, until `take`."""
+        pages += self.take(rid)
+        tree.hold_host(node)
+        self._arrived[rid] = _Arrived(tree, node, pages)
+        self.arrived_pages += pages
+
+    def take(self, rid: str) -> int:
+        """Hold what has arrived for a request no more; how many pages that was."""
+        arrived = self._arrived.pop(rid, None)
+        if arrived is None:
+            return 0
+        self.arrived_pages -= arrived.pages
+        arrived.tree.release_host(arrived.node)
+        return arrived.pages
+
+    def take_all(self) -> None:
+        """Hold nothing that has arrived any more."""
+        for rid in list(self._arrived):
+            self.take(rid)

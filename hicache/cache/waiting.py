@@ -1,0 +1,270 @@
+"""Requests that wait for a prefetch: for their turn to look storage up, or for what the prefetch of another one brings.
+
+A request follows the prefetch (its leader) that fetches the same pages for another request. When the leader ends, what
+it learned is shared with a follower as far as their prompts agree: if a lookup for the follower would have the same
+answer, a fruitless one ends the follower's wait too. Every other follower waits for its turn, and then matches, follows
+or leads by itself. One that a fruitless leader held up follows next only a leader that shares the page on which the two
+parted, so followers that differ there look storage up at the same time.
+
+Why nobody waits in a circle, or looks storage up without end: a request never follows and leads at a time, and a leader
+waits for workers, or for room that other prefetches hold and give back, never for a follower. For each `start` a
+request leads at most `LOOKUPS_MAX` times: once, and again only if its prefix has left L2 while it waited for room. A
+follow ends when that lead ends, and a lead is followed by a request once. So n requests lead and follow a bounded
+number of times. Each step tries a waiting request at most once, and no request waits longer than until its `until_s`.
+
+Called by the scheduler thread alone; no lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from ..controller import Lookup, Read
+from ..errors import InvariantError
+from ..keys import RadixKey
+from ..radix import Match, Node, RadixTree
+
+_ARRIVAL = attrgetter("arrival")
+
+
+class FirstPages(NamedTuple):
+    """Which pages a prefetch starts with: their part of the key below a node, 0 for the root of a seed."""
+
+    seed: bytes
+    node_id: int
+    tokens: bytes
+
+    def __repr__(self) -> str:
+        return f"FirstPages(below node {self.node_id}, {len(self.tokens)} bytes)"
+
+
+class Verdict(NamedTuple):
+    """Why a prefetch was fruitless, and the first page that storage lacks, or the end of the key."""
+
+    reason: str
+    page: int
+
+
+@dataclass(slots=True, eq=False)
+class PrefetchRequest:
+    """A request that wants a prefetch. It waits no longer than until `until_s`, in `HiCacheController.time_s`.
+
+    Pages before `apart_page` tell it from the fruitless leaders that it has followed.
+    """
+
+    arrival: int
+    rid: str
+    key: RadixKey
+    until_s: float
+    leader: Prefetch | None = field(default=None, repr=False)
+    apart_page: int = 0
+    lookups: int = 0
+
+    def first_pages(self, tree: RadixTree, match: Match, end_page: int = 0) -> FirstPages:
+        """The pages behind `match`, up to `end_page` and at least one."""
+        start, end = match.pages * tree.page_bytes, max(match.pages + 1, end_page) * tree.page_bytes
+        return FirstPages(self.key.seed, match.node.id if match.pages else 0, self.key.tokens[start:end])
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """A prefetch, from its lookup until the ack of its last operation. `awaited`: its request waits for it."""
+
+    request: PrefetchRequest
+    operation: Lookup | Read  # the read, once the lookup has found enough and there is room
+    asked_page: int  # the first page that storage was asked for
+    start_page: int  # pages before it are cached already; moves on if some of those that it waits to read arrive
+    tree: RadixTree
+    awaited: bool
+    anchor: Node | None = None  # held; None while the prefetch waits for room on L2
+    first_pages: tuple[FirstPages, ...] = field(default=(), repr=False)  # that it leads
+    followers: dict[PrefetchRequest, None] = field(default_factory=dict, repr=False)
+    taken_pages: int = 0  # leading pages of the read that went into the tree
+    answered: bool = False  # the request goes on; nothing that arrives later is for it
+    verdict: Verdict | None = None
+    lacks: str = ""  # why there was no room, while it waits for some
+
+    @property
+    def rid(self) -> str:
+        """The id of its request."""
+        return self.request.rid
+
+    @property
+    def key(self) -> RadixKey:
+        """The key of its request."""
+        return self.request.key
+
+    def judge(self, verdict: Verdict, *, has_ranks: bool) -> None:
+        """Let followers learn that the operation, which has ended, brought too little, unless it says nothing about
+        what storage has: its time was over, or it failed.
+
+        With ranks a failure is the answer that nothing is there: only how much there is on all of them is agreed on.
+        """
+        operation = self.operation
+        if operation.expired:
+            return
+        if isinstance(operation, Read):
+            was_stopped = operation.seconds == 0.0  # a worker came to it too late
+        else:  # a lookup that was stopped has asked for no page that storage lacks
+            was_stopped = (
+                operation.pages == len(operation.keys) and outcome(operation, self.tree.page_size) != "whole"
+            )
+        if has_ranks or not (operation.failed or was_stopped):
+            self.verdict = verdict
+
+
+class Leaders:
+    """The unanswered prefetches by the pages they start with. One leads two entries if it has followed in vain before:
+    its first page too, if no other one leads that.
+    """
+
+    def __init__(self) -> None:
+        self._prefetches: dict[FirstPages, Prefetch] = {}
+
+    def find(self, request: PrefetchRequest, tree: RadixTree, match: Match) -> Prefetch | None:
+        """The prefetch that fetches for another request what `request` lacks behind `match`."""
+        return self._prefetches.get(request.first_pages(tree, match, request.apart_page))
+
+    def add(self, prefetch: Prefetch, match: Match) -> None:
+        """Let `prefetch`, which starts behind `match`, lead. REQUIRES: `find` gave None."""
+        request, tree = prefetch.request, prefetch.tree
+        wanted = {request.first_pages(tree, match, request.apart_page), request.first_pages(tree, match)}
+        prefetch.first_pages = tuple(pages for pages in wanted if pages not in self._prefetches)
+        self._prefetches.update(dict.fromkeys(prefetch.first_pages, prefetch))
+
+    def remove(self, prefetch: Prefetch) -> None:
+        """End the lead of `prefetch`."""
+        for pages in prefetch.first_pages:
+            del self._prefetches[pages]
+        prefetch.first_pages = ()
+
+
+def outcome(found: Lookup, page_size: int) -> str:
+    """Return one of `LOOKUP_OUTCOMES`."""
+    if found.failed:
+        return "failed"
+    if not found.pages:
+        return "miss"
+    return "whole" if found.start_page + found.pages == found.key.pages(page_size) else "part"
+
+
+class WaitingRequests:
+    """Invariant: `_requests` has all that wait, by request id. Each follows a prefetch, which has it in `followers`,
+    or is in `_turns`, in order of arrival.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[str, PrefetchRequest] = {}
+        self._turns: list[PrefetchRequest] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._requests
+
+    def get(self, rid: str) -> PrefetchRequest | None:
+        """The request of that id, if it waits."""
+        return self._requests.get(rid)
+
+    @property
+    def any_turns(self) -> bool:
+        """True if a request waits for its turn."""
+        return bool(self._turns)
+
+    def queue(self, request: PrefetchRequest) -> None:
+        """Let `request` wait for its turn, behind those that arrived before it."""
+        self._requests[request.rid] = request
+        insort(self._turns, request, key=_ARRIVAL)
+
+    def follow(self, request: PrefetchRequest, leader: Prefetch) -> None:
+        """Let `request` wait for `leader`. REQUIRES: it is not in the queue."""
+        self._requests[request.rid] = request
+        request.leader = leader
+        leader.followers[request] = None
+
+    def next(self) -> PrefetchRequest:
+        """Take the request whose turn it is out. REQUIRES: `any_turns`."""
+        request = self._turns.pop(0)
+        del self._requests[request.rid]
+        return request
+
+    def remove(self, rid: str) -> PrefetchRequest | None:
+        """End the wait of a request and return it; None if it does not wait."""
+        request = self._requests.pop(rid, None)
+        if request is None:
+            return None
+        if request.leader is not None:
+            del request.leader.followers[request]
+            request.leader = None
+        else:
+            del self._turns[bisect_left(self._turns, request.arrival, key=_ARRIVAL)]
+        return request
+
+    def release(self, leader: Prefetch) -> list[Verdict]:
+        """Let the followers of `leader`, which has ended, wait for their turn.
+
+        Those with whose prompt it agrees as far as it looked share its verdict and wait no more; return theirs.
+        """
+        shared: list[Verdict] = []
+        followers, leader.followers = leader.followers, {}
+        for request in followers:
+            request.leader = None
+            if leader.verdict is not None:
+                common = _common_pages(leader, request.key, leader.verdict.page + 1)
+                if _same_answer(leader, request.key, common):
+                    del self._requests[request.rid]
+                    shared.append(leader.verdict)
+                    continue
+                request.apart_page = common + 1
+            insort(self._turns, request, key=_ARRIVAL)
+        return shared
+
+    def clear(self) -> None:
+        """End all waits."""
+        for rid in list(self._requests):
+            self.remove(rid)
+
+    def check(self) -> None:
+        """Raises InvariantError if the invariant does not hold."""
+        turns = {request.rid for request in self._turns}
+        arrivals = [request.arrival for request in self._turns]
+        if arrivals != sorted(arrivals) or len(turns) != len(arrivals):
+            raise InvariantError("prefetch: the queue is not in order of arrival, or has a request twice")
+        for rid, request in self._requests.items():
+            leader = request.leader
+            if (leader is None) != (rid in turns) or (leader and (leader.answered or request not in leader.followers)):
+                raise InvariantError(f"prefetch: {rid!r} waits for neither its turn nor a prefetch that goes on")
+        if not turns <= self._requests.keys():
+            raise InvariantError("prefetch: a request that does not wait is in the queue")
+
+
+def _same_answer(leader: Prefetch, key: RadixKey, common_pages: int) -> bool:
+    """True if a lookup for `key` would find what that of `leader` did: both keys have the first page that storage
+    lacks, or are equal to the end.
+    """
+    if leader.verdict is None:
+        return False
+    page_size = leader.tree.page_size
+    longest = max(leader.key.pages(page_size), key.pages(page_size))
+    return common_pages >= min(leader.verdict.page + 1, longest)
+
+
+def _common_pages(leader: Prefetch, key: RadixKey, pages_max: int) -> int:
+    """How many leading pages the key of `leader` shares with that of a follower, at most `pages_max`.
+
+    REQUIRES: they agree before `leader.asked_page`.
+    """
+    page_bytes, page_size = leader.tree.page_bytes, leader.tree.page_size
+    start = leader.asked_page * page_bytes
+    low, high = leader.asked_page, min(pages_max, leader.key.pages(page_size), key.pages(page_size))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if key.tokens.startswith(leader.key.tokens[start : middle * page_bytes], start):
+            low = middle
+        else:
+            high = middle - 1
+    return low

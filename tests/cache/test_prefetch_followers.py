@@ -1,0 +1,323 @@
+"""What a request learns from the prefetch of another one that it waited for, and what it has to find out by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from hicache.backends.base import GetOutcome
+from hicache.backends.guard import Direction
+from hicache.cache.prefetch import LOOKUPS_MAX
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
+from hicache.frame import PageBuffer
+from hicache.keys import RadixKey
+from tests.cache.world import GatedBackend, ShiftedClock, World, prompt
+from tests.seeds import rng, seeds
+
+KEY = prompt(*range(1, 9))
+
+
+class LookupsWait(GatedBackend):
+    """A store whose lookups wait too, all but the first `free_lookups`; whose next lookups and reads may fail; and
+    which may claim to have all pages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free_lookups = 0
+        self.claims = False
+        self.failures = {"lookup": 0, "read": 0}
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        found = super().batch_exists(keys, deadline=deadline)
+        if self.lookups > self.free_lookups:
+            assert self.reads.wait(30)
+        self._fail("lookup")
+        return len(keys) if self.claims else found
+
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+        outcomes = super().batch_get(keys, pages, deadline=deadline)
+        self._fail("read")
+        return outcomes
+
+    def _fail(self, verb: str) -> None:
+        if self.failures[verb]:
+            self.failures[verb] -= 1
+            raise RuntimeError("driver bug")
+
+
+def store_of(*keys: RadixKey) -> LookupsWait:
+    backend = LookupsWait()
+    world = World(device_pages=1000, host_pages=1000, backend=backend)
+    for number, key in enumerate(keys):
+        world.serve(f"store {number}", key)
+        world.settle()
+    world.close()
+    backend.lookups = backend.pages_read = 0
+    return backend
+
+
+def world_of(
+    backend: GatedBackend, *, threshold_pages: int = 3, clock: ShiftedClock | None = None, **changes: object
+) -> World:
+    entries = {"policy": "wait_complete", "threshold_tokens": 4 * threshold_pages, **changes}
+    options = HiCacheConfig(
+        load_back_threshold_tokens=4,
+        break_even=BreakEvenConfig(mode="always"),
+        prefetch=PrefetchConfig.model_validate(entries),
+    )
+    return World(device_pages=400, host_pages=400, backend=backend, config=options, clock=clock or ShiftedClock())
+
+
+def arrive(world: World, backend: GatedBackend, keys: dict[str, RadixKey]) -> None:
+    """Let all arrive while the first lookup waits, then let it go on."""
+    backend.reads.clear()
+    for rid, key in keys.items():
+        world.cache.prefetch_from_storage(rid, key)
+    assert len(world.cache._prefetcher._active) == 1, "the others follow"
+    backend.reads.set()
+
+
+def hits(world: World, keys: dict[str, RadixKey]) -> dict[str, int]:
+    """Pages that each request finds in the cache, once it need not wait any more."""
+    for rid in keys:
+        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
+    return {rid: world.attempt(rid, key).cached_tokens // 4 for rid, key in keys.items()}
+
+
+def test_a_follower_of_a_fruitless_leader_asks_for_what_the_leader_did_not_have() -> None:
+    backend = store_of(KEY)
+    world = world_of(backend)
+    keys = {"leader": prompt(1, 701, 702, 703), "follower": KEY}  # they share a page, which is stored
+    arrive(world, backend, keys)
+    assert hits(world, keys) == {"leader": 1, "follower": 8}
+
+
+def test_a_follower_that_shares_the_page_which_storage_lacks_does_not_ask() -> None:
+    backend = store_of(prompt(1))
+    world = world_of(backend)
+    keys = {"leader": prompt(1, 2, 701, 702), "follower": prompt(1, 2, 801, 802)}
+    arrive(world, backend, keys)
+    assert hits(world, keys) == {"leader": 0, "follower": 0}
+    assert backend.lookups == 1
+    assert world.cache.statistics().skipped["prefetch_hit_too_short"] == 2
+
+
+def test_100_followers_that_agree_with_a_fruitless_leader_make_no_lookup() -> None:
+    backend = store_of(prompt(1, 2))
+    world = world_of(backend)
+    keys = {str(number): prompt(1, 2, 3, 4, 500 + number) for number in range(101)}
+    arrive(world, backend, keys)
+    assert set(hits(world, keys).values()) == {0}
+    assert backend.lookups == 1
+
+
+def test_100_followers_that_part_from_a_fruitless_leader_at_the_same_page_ask_together() -> None:
+    """One lookup and one read for what they share, and not 100, nor one after the other."""
+    shared = prompt(1, *range(2, 30))
+    backend = store_of(shared)
+    world = world_of(backend)
+    keys = {"leader": prompt(1, 701, 702, 703)}
+    keys |= {str(number): prompt(1, *range(2, 30), 500 + number, 501, 502) for number in range(100)}
+    arrive(world, backend, keys)
+    for rid in keys:
+        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
+    assert backend.pages_read == 29
+    assert backend.lookups == 1 + 1 + 99  # the leader; the first, for what they share too; what the others have behind
+    assert {world.attempt(rid, key).cached_tokens // 4 for rid, key in list(keys.items())[1:]} == {29}
+
+
+def test_followers_that_part_from_a_fruitless_leader_at_different_pages_do_not_wait_for_each_other() -> None:
+    backend = store_of(prompt(1))
+    world = world_of(backend)
+    keys = {str(number): prompt(1, 500 + number, 2, 3) for number in range(20)}
+    backend.reads.clear()
+    backend.free_lookups = 1
+    for rid, key in keys.items():
+        world.cache.prefetch_from_storage(rid, key)
+    world.until(lambda: len(world.cache._prefetcher._active) == 19)
+    assert world.cache.statistics().prefetches_waiting == 0
+    backend.reads.set()
+    assert sum(hits(world, keys).values()) == 0
+
+
+def test_a_follower_whose_prompt_goes_on_where_that_of_its_leader_ends_asks_for_the_rest() -> None:
+    backend = store_of(prompt(*range(1, 21)))
+    world = world_of(backend, host_share=8 / 400)
+    keys = {"leader": prompt(*range(1, 5)), "follower": prompt(*range(1, 9))}
+    arrive(world, backend, keys)
+    world.until(lambda: world.cache.check_prefetch_progress("leader"))
+    assert world.attempt("leader", keys["leader"]).cached_tokens == 16
+    world.until(lambda: world.cache.check_prefetch_progress("follower"))
+    assert world.attempt("follower", keys["follower"]).cached_tokens == 32
+
+
+@pytest.mark.parametrize("end", ["abort", "begin"])
+def test_followers_of_a_leader_that_goes_away_look_themselves(end: str) -> None:
+    backend = store_of(KEY)
+    world = world_of(backend)
+    keys = dict.fromkeys(("leader", "one", "two"), KEY)
+    backend.reads.clear()
+    for rid, key in keys.items():
+        world.cache.prefetch_from_storage(rid, key)
+    world.cache.abort_prefetch("leader") if end == "abort" else world.attempt("leader", KEY)
+    del keys["leader"]
+    assert not any(world.cache.check_prefetch_progress(rid) for rid in keys)
+    backend.reads.set()
+    assert hits(world, keys) == {"one": 8, "two": 8}
+    assert backend.pages_read == 8
+
+
+def test_a_follower_that_waits_longer_than_its_leader_looks_itself_when_that_is_late() -> None:
+    backend, clock = store_of(prompt(*range(1, 90))), ShiftedClock()
+    world = world_of(backend, policy="timeout", timeout_base=5, timeout_per_1024_tokens=100, clock=clock)
+    keys = {"leader": prompt(*range(1, 9)), "follower": prompt(*range(1, 90))}
+    backend.reads.clear()
+    for rid, key in keys.items():
+        world.cache.prefetch_from_storage(rid, key)
+    clock.shift_s = 10  # 8 s for the leader, 40 s for the follower
+    world.step()
+    assert world.cache.check_prefetch_progress("leader")
+    assert "follower" in world.cache._prefetcher._waiting
+    backend.reads.set()
+    world.until(lambda: world.controller.statistics().prefetched_pages == 89)
+    assert world.attempt("follower", keys["follower"]).cached_tokens == 89 * 4
+    world.cache.abort_prefetch("leader")
+
+
+def test_a_follower_waits_no_longer_than_its_own_time() -> None:
+    backend, clock = store_of(prompt(*range(1, 90))), ShiftedClock()
+    world = world_of(backend, policy="timeout", timeout_base=5, timeout_per_1024_tokens=100, clock=clock)
+    keys = {"leader": prompt(*range(1, 90)), "follower": prompt(*range(1, 9))}
+    backend.reads.clear()
+    for rid, key in keys.items():
+        world.cache.prefetch_from_storage(rid, key)
+    clock.shift_s = 10
+    world.step()
+    assert world.cache.check_prefetch_progress("follower")
+    assert not world.cache.check_prefetch_progress("leader")
+    backend.reads.set()
+    assert world.attempt("follower", keys["follower"]).cached_tokens == 0
+    world.until(lambda: world.cache.check_prefetch_progress("leader"))
+    world.cache.abort_prefetch("leader")
+
+
+@pytest.mark.parametrize("what", ["lookup", "read"])
+def test_followers_of_a_leader_that_fails_look_themselves_after_the_pause(what: str) -> None:
+    backend = store_of(KEY)
+    backend.failures[what] = 1
+    world = world_of(backend)
+    keys = dict.fromkeys(("leader", "one", "two"), KEY)
+    arrive(world, backend, keys)
+    world.until(lambda: world.controller.statistics().prefetched_pages == 8)
+    assert backend.lookups == 2 and backend.failures[what] == 0
+    assert hits(world, keys) == dict.fromkeys(keys, 8)
+
+
+def test_followers_of_a_leader_whose_read_brings_nothing_do_not_all_try_the_same() -> None:
+    backend = store_of(prompt(1))
+    backend.claims = True  # lookups find what no read brings
+    world = world_of(backend)
+    backend.delete([KEY.page_keys(4, b"", 0, 1)[0]], deadline=float("inf"))
+    keys = {str(number): KEY for number in range(100)}
+    arrive(world, backend, keys)
+    assert set(hits(world, keys).values()) == {0}
+    assert backend.lookups == 1
+
+
+def test_followers_of_a_store_that_fails_do_not_all_ask_it_in_a_pause() -> None:
+    backend = store_of(KEY)
+    backend.failures["lookup"] = 1
+    world = world_of(backend)
+    keys = {str(number): KEY for number in range(100)}
+    arrive(world, backend, keys)
+    world.until(lambda: not world.controller.gate.may(Direction.READ))
+    assert all(world.cache.check_prefetch_progress(rid) for rid in keys)
+    assert backend.lookups == 1
+    for rid in keys:
+        world.cache.abort_prefetch(rid)
+
+
+@pytest.mark.parametrize("end", ["clear", "detach", "attach another"])
+def test_followers_of_a_leader_that_is_revoked_wait_no_more(end: str) -> None:
+    backend = store_of(KEY)
+    world = world_of(backend)
+    keys = dict.fromkeys(("leader", "one", "two"), KEY)
+    backend.reads.clear()
+    for rid, key in keys.items():
+        world.cache.prefetch_from_storage(rid, key)
+    if end == "clear":
+        world.cache.clear()
+    elif end == "detach":
+        world.cache.storage.detach()
+    else:
+        world.cache.storage.attach(lambda epoch: store_of(KEY))
+    assert all(world.cache.check_prefetch_progress(rid) for rid in keys)
+    backend.reads.set()
+    world.settle()
+    assert world.cache.tree.host_pages == 0
+    if end != "detach":
+        world.until(lambda: world.controller.gate.may(Direction.READ))
+        assert world.serve("later", KEY).storage_hit_tokens == 32
+
+
+def test_a_request_whose_prefix_leaves_each_time_that_it_waits_for_room_gives_up() -> None:
+    """The bound on lookups: without it, a request could ask for ever."""
+    backend = store_of(KEY, prompt(*range(11, 15)))
+    world = world_of(backend, threshold_pages=1, host_share=4 / 400)
+    world.serve("prefix", prompt(*range(1, 6)))
+    world.settle()
+    world.cache.prefetch_from_storage("other", prompt(*range(11, 15)))
+    world.until(lambda: world.cache.check_prefetch_progress("other"))
+    world.cache.prefetch_from_storage("a", KEY)
+    prefetcher = world.cache._prefetcher
+    world.until(lambda: bool(prefetcher._for_room))
+    (waiting,) = prefetcher._for_room
+    waiting.request.lookups = LOOKUPS_MAX
+    world.cache.evict(100)
+    freed = world.cache.tree.evict_host(100)
+    world.host.free(freed)
+    world.cache.abort_prefetch("other")
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.cache.statistics().skipped["prefetch_no_host_room"] == 1
+    assert backend.lookups == 3  # of the prefix, of the other one, and of this one once
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_many_requests_with_random_prompts_all_come_to_an_end_and_find_what_they_would_alone(seed: int) -> None:
+    """Whatever the others ask for, each finds all that is stored of its prompt, but for a rest below the threshold."""
+    numbers = rng(seed)
+    stored = [random_prompt(numbers) for _ in range(6)]
+    backend = store_of(*stored)
+    threshold_pages = numbers.choice([1, 2, 4])
+    world = world_of(backend, threshold_pages=threshold_pages, operations_max=numbers.choice([1, 3, 64]))
+    waiting = {str(number): random_prompt(numbers) for number in range(60)}
+    alone = {rid: stored_pages(backend, key) for rid, key in waiting.items()}
+    asked = len(waiting)
+    for rid, key in waiting.items():
+        world.cache.prefetch_from_storage(rid, key)
+        if numbers.random() < 0.2:
+            world.step()
+
+    def all_begun() -> bool:
+        for rid, key in list(waiting.items()):
+            if world.cache.check_prefetch_progress(rid):
+                found = world.attempt(rid, key).cached_tokens // 4
+                assert found > alone[rid] - threshold_pages
+                del waiting[rid]
+        return not waiting
+
+    world.until(all_begun)
+    assert backend.lookups - asked <= asked  # `stored_pages` asked once for each too
+    assert world.cache.statistics().prefetches_waiting == 0
+
+
+def random_prompt(numbers: random.Random) -> RadixKey:
+    """One of few beginnings, and ends that often agree for a while."""
+    return prompt(*(10 * depth + numbers.choice([1, 1, 1, 2]) for depth in range(numbers.randint(2, 12))))
+
+
+def stored_pages(backend: GatedBackend, key: RadixKey) -> int:
+    return backend.batch_exists(key.page_keys(4, b"", 0, key.pages(4)), deadline=float("inf"))
