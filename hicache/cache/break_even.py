@@ -6,15 +6,18 @@ is measured while the engine runs, and a hit is fetched if
 
     fetching <= margin x computing
 
+A page is stored if a hit on it could pay: if fetching a prefix of it, however long and so without the fixed parts, is
+not slower than computing. A store that is slower than that costs bandwidth and brings nothing.
+
 Nothing is taken off for what overlaps: a load hides behind the layers that compute meanwhile, a prefetch behind the
 requests before it. So what pays here pays anyhow, and an engine that wants to free its device for others, even if a
 single request takes longer, raises the margin.
 
 Each speed is a line through the last few operations (`RateEstimator`). While a speed is unknown the hit is fetched, in
 order to measure; while hits are refused, one in `probe_every` is fetched all the same, so that a tier that was slow
-once is measured again. A tier that recovers is used again after four such probes as a rule, after seven at most. Where
-all requests are hits, as after a restart, no prefill would ever be measured: so a few hits are computed, one in
-`probe_every` too.
+once is measured again; and one run in `probe_every` is stored, so that there is something to fetch. A tier that
+recovers is used again after four such probes as a rule, after seven at most. Where all requests are hits, as after a
+restart, no prefill would ever be measured: so a few hits are computed, one in `probe_every` too.
 
 Ranks must decide alike although each measures for itself. So measurements go into local estimates, `rates` shows
 those, and decisions read only what `use_rates` was given: the minimum over all ranks, agreed once per step. Probes
@@ -58,6 +61,8 @@ PROBE_EVERY = 16
 CALIBRATIONS_MAX = 2 * OBSERVATIONS_MIN
 # A fixed part below a microsecond is none, and rates stay small integers.
 OPERATIONS_PER_S_MAX = 1_000_000
+# For a time without its fixed part.
+_NO_FIXED_PART = 1 << 62
 # What ranks can exchange. A time so short that a speed would be more rounds to no time at all.
 SPEED_MAX = 2.0**62
 
@@ -67,10 +72,11 @@ class Route(enum.Enum):
 
     LOAD = "load"  # L2 to L1
     PREFETCH = "prefetch"  # storage to L2; its pages are loaded afterwards
+    STORE = "store"  # L2 to storage, for a prefetch later
 
 
 class Decision(enum.Enum):
-    """What to do with a hit, and why."""
+    """What to do with a hit, or with a run that storage lacks, and why."""
 
     PAYS = "pays"
     TOO_SLOW = "too_slow"  # refused
@@ -81,7 +87,7 @@ class Decision(enum.Enum):
 
     @property
     def go(self) -> bool:
-        """Whether to fetch."""
+        """Whether to fetch, or to store."""
         return self not in (Decision.TOO_SLOW, Decision.CALIBRATION)
 
 
@@ -186,7 +192,9 @@ class BreakEven:
         if probe_every < 1:
             raise InvalidInput(f"break_even: probe_every must be at least 1, got {probe_every}")
         config = config or BreakEvenConfig()
-        self._always = config.mode == "always"
+        self._always = {route for route in Route if config.mode == "always"}
+        if config.writes == "always":
+            self._always.add(Route.STORE)
         self._margin = config.margin
         self._probe_every = probe_every
         self._page_bytes = page_bytes
@@ -197,7 +205,8 @@ class BreakEven:
         self._refused = dict.fromkeys(Route, 0)  # since the last fetch
         self._unmeasured = 0  # fetched for lack of a speed since the last calibration
         # Where all speeds are given, a probe would measure nothing that counts.
-        self._given = {Route.LOAD: host.given, Route.PREFETCH: host.given and storage.given}
+        both = host.given and storage.given
+        self._given = {Route.LOAD: host.given, Route.PREFETCH: both, Route.STORE: both}
         self._agreed = self._estimate()
         self._measured: Rates | None = self._agreed
 
@@ -223,18 +232,22 @@ class BreakEven:
         self._agreed = rates
 
     def decide(self, route: Route, tokens: int, pages: int) -> Decision:
-        """Whether to fetch a hit of `tokens` tokens, which are `pages` pages; counts the decision.
+        """Whether to fetch a hit of `tokens` tokens, which are `pages` pages, or to store them; counts the decision.
 
         REQUIRES: under several ranks all call it in the same order with the same arguments.
         """
-        decision = self._judge(route, tokens, pages * self._page_bytes)
+        decision = self.would(route, tokens, pages)
         self._refused[route] = 0 if decision.go else self._refused[route] + 1
         self._decisions[route, decision] += 1
-        if decision is Decision.UNMEASURED:
+        if decision is Decision.UNMEASURED and route is not Route.STORE:
             self._unmeasured += 1
         elif decision is Decision.CALIBRATION:
             self._unmeasured = 0
         return decision
+
+    def would(self, route: Route, tokens: int, pages: int) -> Decision:
+        """What `decide` would answer. Changes nothing."""
+        return self._judge(route, tokens, pages * self._page_bytes)
 
     def statistics(self) -> BreakEvenStatistics:
         """A snapshot; a decision that was never taken counts 0."""
@@ -248,13 +261,15 @@ class BreakEven:
             raise InvariantError(f"break_even: no probe although {self._refused} hits were refused in a row")
 
     def _judge(self, route: Route, tokens: int, bytes_: int) -> Decision:
-        if self._always:
+        if route in self._always:
             return Decision.OVERRIDDEN
         fetch_s, prefill_tokens_per_s = self._fetch_s(route, bytes_), self._agreed.prefill_tokens_per_s
         if fetch_s is None:
             return Decision.UNMEASURED
         may_refuse = self._refused[route] + 1 < self._probe_every or self._given[route]
         if prefill_tokens_per_s == 0:
+            if route is Route.STORE:
+                return Decision.UNMEASURED  # not storing would measure nothing
             calibrations = sum(self._decisions[each, Decision.CALIBRATION] for each in Route)
             due = self._unmeasured + 1 >= self._probe_every and calibrations < CALIBRATIONS_MAX
             return Decision.CALIBRATION if due and may_refuse else Decision.UNMEASURED
@@ -263,8 +278,11 @@ class BreakEven:
         return Decision.TOO_SLOW if may_refuse else Decision.PROBE
 
     def _fetch_s(self, route: Route, bytes_: int) -> float | None:
-        """How long fetching takes by the rates agreed on, None if one of them is unknown."""
+        """How long fetching takes by the rates agreed on, None if one of them is unknown. Of what is stored: without
+        the fixed parts, since the prefix that it will be fetched with may be long."""
         agreed = self._agreed
+        if route is Route.STORE:
+            agreed = agreed._replace(host_operations_per_s=_NO_FIXED_PART, storage_operations_per_s=_NO_FIXED_PART)
         load_s = _transfer_s(bytes_, agreed.host_bytes_per_s, agreed.host_operations_per_s)
         if route is Route.LOAD or load_s is None:
             return load_s

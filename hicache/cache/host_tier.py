@@ -24,6 +24,7 @@ from ..errors import InvariantError
 from ..radix import Node, RadixTree, may_leave_host, may_lose_copy
 from ..tiers import HostPool
 from ..types import PageIds
+from .break_even import BreakEven, Route
 from .statistics import CacheCounters
 from .trees import Trees, require_conservation
 
@@ -48,6 +49,7 @@ class HostTier:
         trees: Trees,
         controller: HiCacheController,
         counters: CacheCounters,
+        break_even: BreakEven,
         kept: KeptFrames | None = None,
     ) -> None:
         self.host = host
@@ -57,6 +59,7 @@ class HostTier:
         self._controller = controller
         self._gate = controller.gate
         self._counters = counters
+        self._break_even = break_even
         self._stores: dict[Store, tuple[RadixTree, Node]] = {}
 
     # Pages
@@ -125,6 +128,7 @@ class HostTier:
             and not self._trees.current.stores_on_host
             and self._gate.may(Direction.WRITE)
             and self._controller.has_store_room(self._trees.current.pages(node))
+            and self._break_even.would(Route.STORE, *self._size(node)).go
         )
 
     def store_path(self, node: Node, hits_min: int = 0) -> None:
@@ -155,6 +159,8 @@ class HostTier:
         if not self._gate.may(Direction.WRITE):
             self._counters.skipped["store_paused"] += 1
             return False
+        if not (node.parent.store_pending or self._pays(node)):
+            return False
         if not self._controller.takes_store(len(node.host)):
             return False
         tree = self._trees.current
@@ -162,6 +168,19 @@ class HostTier:
         self._stores[store] = tree, node
         tree.hold_host(node)
         return True
+
+    def _pays(self, node: Node) -> bool:
+        """Whether what is stored of `node` could be worth reading. What continues a run on its way is stored with it.
+        """
+        if self._trees.current.stores_on_host or self._break_even.decide(Route.STORE, *self._size(node)).go:
+            return True
+        self._counters.skipped["store_does_not_pay"] += 1
+        return False
+
+    def _size(self, node: Node) -> tuple[int, int]:
+        """Tokens and pages of a run."""
+        pages = self._trees.current.pages(node)
+        return pages * self._trees.current.page_size, pages
 
     def stored(self, store: Store) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""

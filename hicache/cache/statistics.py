@@ -38,6 +38,7 @@ SKIP_REASONS = (
     "prefetch_timeout",
     "prefetch_too_late",
     "prefetch_too_short",
+    "store_does_not_pay",
     "store_gave_way",
     "store_incomplete",
     "store_paused",

@@ -103,7 +103,7 @@ class TieredCache:
         self._uses: UseMemory | None = None
         if config.write_policy == "write_through_selective":  # no other policy asks how often a page was used
             self._uses = UseMemory(self.tree.page_bytes, config.selective_hits)
-        self._l2 = HostTier(host, self._trees, controller, self._counters, kept)
+        self._l2 = HostTier(host, self._trees, controller, self._counters, self.break_even, kept)
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self._host_codec = host_codec
         self._scrubber = self._new_verifier() if config.integrity.verifies_host else None

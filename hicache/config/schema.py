@@ -172,6 +172,13 @@ class BreakEvenConfig(Section):
         description="Time that fetching may take, in multiples of computing. Above 1 frees the device for other "
         "requests at the expense of this one; below 1 asks for a clear gain.",
     )
+    writes: Literal["measure", "always"] = Field(
+        default="measure",
+        description="`measure`: a page is not stored while, by the speeds measured since start, reading it back takes "
+        "longer than computing it in a prefix of any length; one in sixteen is, so that a store that has become faster "
+        "is noticed. `always`: pages are stored whatever was measured here, for engines that share the store and "
+        "compute more slowly or are nearer to it. With `mode: always` they are as well.",
+    )
     prefill_tokens_per_second: Tokens | None = Field(
         default=None,
         description="Speed of computing a prompt, instead of the measured one.",

@@ -108,7 +108,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                lambda s: s.skipped,
                "The reasons are listed below. ..._no_host_room and prefetch_host_share: host.size is too "
                "small; ..._paused: storage fails; prefetch_timeout: storage is slow."),
-    MetricSpec("break_even_decisions_total", "Hits fetched (or not: too_slow, calibration), by why.",
+    MetricSpec("break_even_decisions_total", "Hits fetched, or runs stored (or not: too_slow, calibration), by why.",
                ("route", "reason"), lambda s: s.break_even.decisions,
                "Many too_slow: fetching from that tier is slower than computing, so the tier is not worth its price, "
                "or is overloaded."),

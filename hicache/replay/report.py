@@ -36,6 +36,7 @@ REASONS: Mapping[str, str] = {
     "skipped prefetch_too_late": "a prefetch was answered too late",
     "skipped prefetch_failed": "a prefetch failed",
     "skipped prefetch_paused": "storage not asked: it has just failed",
+    "skipped store_does_not_pay": "not stored: reading it could never be faster than computing",
     "skipped store_paused": "nothing stored: storage has just failed",
     "skipped store_gave_way": "not stored: the page was waiting when L2 had no other room",
     "skipped store_incomplete": "storage did not take all pages",

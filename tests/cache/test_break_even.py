@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.backends.faults import FaultyBackend
 from hicache.cache.break_even import (
     CALIBRATIONS_MAX,
     OBSERVATIONS_MIN,
@@ -22,6 +24,7 @@ from hicache.cache.break_even import (
     Route,
 )
 from hicache.config import BreakEvenConfig, HiCacheConfig
+from hicache.config.guard import InjectConfig
 from hicache.errors import InvalidInput, InvariantError
 from tests.cache.world import GEOMETRY, World, memory_backend, prompt
 from tests.seeds import rng, seeds
@@ -202,7 +205,7 @@ def test_every_decision_is_counted_with_its_route_and_reason_and_others_are_zero
 def test_where_all_requests_are_hits_a_few_are_computed_to_measure_prefill() -> None:
     break_even = measured(prefill=10**12)
     break_even.use_rates(break_even.rates()._replace(prefill_tokens_per_s=0))
-    decisions = [decide(break_even, route) for _ in range(10 * PROBE_EVERY) for route in Route]
+    decisions = [decide(break_even, route) for _ in range(10 * PROBE_EVERY) for route in (Route.LOAD, Route.PREFETCH)]
     computed = [number for number, decision in enumerate(decisions) if decision is Decision.CALIBRATION]
     assert computed == [PROBE_EVERY * (n + 1) - 1 for n in range(CALIBRATIONS_MAX)]
     assert set(decisions) == {Decision.CALIBRATION, Decision.UNMEASURED}
@@ -494,4 +497,107 @@ def test_an_engine_that_says_nothing_about_prefills_has_every_hit_fetched() -> N
     assert world.cache.break_even.rates().prefill_tokens_per_s == 0
     assert world.serve("a", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
     decisions = world.cache.statistics().break_even.decisions
-    assert {key for key, count in decisions.items() if count} == {("load", "unmeasured"), ("prefetch", "unmeasured")}
+    expected = {("load", "unmeasured"), ("prefetch", "unmeasured"), ("store", "unmeasured")}
+    assert {key for key, count in decisions.items() if count} == expected
+
+
+# What is stored
+
+
+def test_what_could_be_read_at_a_gain_is_stored_and_else_one_run_in_sixteen_is() -> None:
+    assert decide(measured(storage=FAST), Route.STORE) is Decision.PAYS
+    assert decide(measured(host=4 * GIB, storage=4 * GIB), Route.STORE) is Decision.TOO_SLOW
+    slow = measured(storage=SLOW)
+    decisions = [decide(slow, Route.STORE) for _ in range(2 * PROBE_EVERY)]
+    assert decisions == 2 * [*[Decision.TOO_SLOW] * (PROBE_EVERY - 1), Decision.PROBE]
+
+
+def test_a_run_is_stored_as_part_of_a_prefix_that_may_be_long() -> None:
+    break_even = measured()
+    break_even.use_rates(break_even.rates()._replace(storage_operations_per_s=10, host_operations_per_s=10))
+    assert decide(break_even, Route.PREFETCH, 64) is Decision.TOO_SLOW
+    assert decide(break_even, Route.STORE, 64) is Decision.PAYS
+
+
+@given(rates, hits, st.integers(1, 1 << 30), st.floats(1 / 64, 64))
+def test_no_hit_that_pays_has_been_refused_when_it_was_stored(
+    speeds: Rates, tokens: int, bytes_: int, margin: float
+) -> None:
+    break_even = BreakEven(BreakEvenConfig(margin=margin))
+    break_even.use_rates(speeds)
+    pays = break_even.would(Route.PREFETCH, tokens, bytes_) is Decision.PAYS
+    assert not pays or break_even.would(Route.STORE, tokens, bytes_) is Decision.PAYS
+
+
+@pytest.mark.parametrize("unknown", [name for name in Rates._fields if not name.endswith("operations_per_s")])
+def test_while_a_speed_is_unknown_everything_is_stored(unknown: str) -> None:
+    break_even = measured(host=1, storage=1)
+    break_even.use_rates(break_even.rates()._replace(**{unknown: 0}))
+    assert {decide(break_even, Route.STORE) for _ in range(3 * PROBE_EVERY)} == {Decision.UNMEASURED}
+
+
+def test_an_engine_may_store_for_others_what_does_not_pay_here() -> None:
+    break_even = measured(storage=SLOW, config=BreakEvenConfig(writes="always"))
+    assert decide(break_even, Route.STORE) is Decision.OVERRIDDEN
+    assert decide(break_even, Route.PREFETCH) is Decision.TOO_SLOW
+
+
+SLOW_CALLS = InjectConfig(latency="100ms")
+
+
+class Stored:
+    """A cache that computes a token in a millisecond, and has measured a store that is faster."""
+
+    def __init__(self, *, probe_every: int = 4, writes: Literal["measure", "always"] = "measure") -> None:
+        config = BreakEvenConfig(prefill_tokens_per_second=1000, host_bandwidth=1 << 50, writes=writes)
+        self.backend = FaultyBackend(memory_backend())
+        self.world = World(backend=self.backend, break_even=BreakEven(config, probe_every=probe_every))
+        self.prompts = itertools.count(1)
+        self.world.serve("store", KEY)
+        for _ in range(WINDOW):
+            assert self.is_read()
+
+    def is_read(self) -> bool:
+        forget(self.world)
+        return self.world.serve(f"r{next(self.prompts)}", KEY).storage_hit_tokens > 0
+
+    def stores(self, count: int) -> int:
+        """How many of so many new prompts go to storage. Two pages each, shared one after the other."""
+        before = self.backend.usage().pages
+        for _ in range(count):
+            number = next(self.prompts)
+            request = self.world.begin(f"r{number}", key := prompt(1000 + number, 7, tail=0))
+            self.world.cache.cache_unfinished_req(request, key.head(4))
+            self.world.cache.cache_finished_req(request, key)
+            self.world.settle()
+        return (self.backend.usage().pages - before) // 2
+
+    @property
+    def refused(self) -> int:
+        return self.world.cache.statistics().skipped["store_does_not_pay"]
+
+
+@pytest.mark.parametrize("probe_every", [4, 1 << 30])
+def test_a_store_that_turns_slow_is_written_to_now_and_then_and_again_when_it_is_fast(probe_every: int) -> None:
+    """Without probes nobody would find out."""
+    probes = probe_every == 4
+    s = Stored(probe_every=probe_every)
+    assert s.stores(8) == 8 and s.refused == 0
+    s.backend.options = SLOW_CALLS
+    for _ in range(USUAL_PROBES):
+        assert s.is_read()
+    refused = s.refused
+    assert s.stores(8) == (2 if probes else 0)
+    assert s.refused > refused
+    s.backend.options = InjectConfig()
+    for _ in range(WINDOW * 4):
+        s.is_read()
+    assert s.stores(8) == (8 if probes else 0)
+
+
+def test_a_store_that_is_slow_here_is_written_to_for_others_if_so_configured() -> None:
+    s = Stored(writes="always")
+    s.backend.options = SLOW_CALLS
+    for _ in range(USUAL_PROBES):
+        assert s.is_read()
+    assert s.stores(5) == 5 and s.refused == 0
