@@ -3,6 +3,7 @@ it. What members do among themselves is in `tiers/test_shared.py`."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -121,6 +122,24 @@ def test_a_leftover_is_joined_only_once_its_daemon_has_let_go(name: str) -> None
     after = open_it(name)
     assert path_of(name).stat().st_ino == after.identity[1], "the control: without a daemon it is joined"
     after.unlink()
+
+
+def test_a_daemon_leaves_what_is_to_outlive_its_engine(name: str) -> None:
+    keeping = dataclasses.replace(KEPT, keep=True)
+    open_it(name).close()  # another engine has left it, without that wish
+    engine = open_it(name, keeping)
+    daemon, identity = attach(name), engine.identity
+    assert daemon.layout == keeping
+    engine.frames[:4] = b"kept"
+    engine.close()
+    assert daemon.unlink_if_left() and path_of(name).exists()
+    daemon.close()
+    again = open_it(name, keeping)
+    assert again.identity == identity and bytes(again.frames[:4]) == b"kept"
+    again.close()
+    last = open_it(name)  # nor does the wish outlive the engine that had it
+    assert attach(name).layout == KEPT
+    last.unlink()
 
 
 def test_a_leftover_whose_daemon_hangs_is_replaced_at_the_deadline(name: str) -> None:
