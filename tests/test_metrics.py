@@ -264,7 +264,17 @@ def test_a_scrape_shows_steps_waits_copies_and_lookups() -> None:
         "backend_call_seconds_count", backend="near", verb="set"
     )
     assert value("prefetch_wait_seconds_count") == 2
+    assert value("waiting_prefetches") == 0
     assert value("lookups_total", outcome="miss") == value("lookups_total", outcome="whole") == 1
+
+
+def test_a_scrape_shows_how_many_prefetches_wait() -> None:
+    with closing(World(backend=guarded())) as world:
+        world.controller.gate.failed(Direction.READ)
+        world.step()
+        world.cache.prefetch_from_storage("one", prompt(1, 2, 3))
+        assert shown(world)["hicache_waiting_prefetches", ()] == 1
+        world.cache.abort_prefetch("one")
 
 
 def test_a_scrape_shows_sessions_only_where_there_are_some() -> None:

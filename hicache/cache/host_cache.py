@@ -118,7 +118,8 @@ class HostCache(TieredCache):
     # Storage
 
     def prefetch(self, rid: str, key: RadixKey) -> bool:
-        """Start reading what storage has of `key` beyond L2. False if it is not worth it or not possible now.
+        """Start reading what storage has of `key` beyond L2, now or in its turn. False if it is not worth it or not
+        possible.
 
         Then, or once `check_prefetch` says so, look the request up.
         """
@@ -127,7 +128,8 @@ class HostCache(TieredCache):
         return not self._closed and self._prefetcher.start(rid, key)
 
     def check_prefetch(self, rid: str) -> bool:
-        """True once the prefetch of a request has ended or its time is over; what has arrived by then is on L2."""
+        """True once the prefetch of a request has ended or its time is over, and while storage is paused; what has
+        arrived by then is on L2."""
         return self._prefetcher.ready(rid)
 
     def abort(self, rid: str) -> None:

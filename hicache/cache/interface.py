@@ -57,7 +57,8 @@ class TreeCache(Protocol):
         """
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """Whether the request need not wait for its prefetch (any more)."""
+        """Whether the request need not wait for its prefetch. One that need not while storage is paused may have to
+        again when storage works."""
 
     def abort_prefetch(self, rid: str) -> None:
         """Forget a request that has not begun and will not."""

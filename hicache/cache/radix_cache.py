@@ -214,7 +214,8 @@ class HiRadixCache(TieredCache):
     # Storage
 
     def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
-        """Start reading what storage has of `key` beyond L1 and L2. False if it is not worth it or not possible."""
+        """Start reading what storage has of `key` beyond L1 and L2, now or in its turn. False if it is not worth it or
+        not possible."""
         instance("rid", rid, str)
         reusable = self._reusable(key)
         in_service = self._device_fault is None and not self._closed
@@ -223,7 +224,8 @@ class HiRadixCache(TieredCache):
         return in_service and self._prefetcher.start(rid, reusable)
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """True once the prefetch has ended or its time is over; what has arrived by then is in the tree.
+        """True once the prefetch has ended or its time is over, and while storage is paused; what has arrived by then
+        is in the tree.
 
         With `integrity.verify: load`, True once the frames that the request would load are verified, too.
         """

@@ -34,13 +34,14 @@ LIMITS: Mapping[str, str] = {
     "pin_share": "pins were refused (pin_host_share)",
     "prefetch_host_share": "prefetches found their share of the host taken (prefetch.host_share)",
     "prefetch_no_host_room": "prefetches found no room on the host (host.size)",
+    "prefetch_queued": "prefetches were still waiting when their requests began (prefetch.operations_max)",
     "prefetch_timeout": "prefetches took too long (prefetch.timeout_base, or a slow store)",
     "store_gave_way": "stores gave way to other pages on the host (host.size, or a slow store)",
     "store_incomplete": "stores were not taken whole (the store is full, slow or down)",
     "write_back_dropped": "pages were dropped before they could be written back (host.size)",
     "queue backup": "stores: backup queue full (transfer.store_host_share, or a slow store)",
     "queue load": "loads: load queue full (transfer.load_pages_max)",
-    "queue prefetch": "prefetches: prefetch queue full (prefetch.operations_max)",
+    "queue prefetch": "prefetches: too many were waiting (prefetch.operations_max)",
     "queue write": "backups: write queue full (transfer.write_pages_max)",
 }
 

@@ -150,12 +150,14 @@ class PrefetchConfig(Section):
     )
     operations_max: Count = Field(
         default=64, ge=1, le=65536,
-        description="Prefetches under way at once. Beyond that a request is computed without one, which is counted.",
+        description="Prefetches in flight at once. Others wait for their turn; one whose request begins before that is "
+        "given up, which is counted.",
     )
     host_share: Number = Field(
         default=0.5, ge=0, le=1,
         description="Part of the host pages that prefetches may hold before their requests run. More helps bursts of "
-        "long prompts; it takes the place of pages that are known to be useful. 0 switches prefetching off.",
+        "long prompts; it takes the place of pages that are known to be useful. A prefetch that does not fit waits "
+        "until others have given room back. 0 switches prefetching off.",
     )
 
 

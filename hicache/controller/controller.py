@@ -233,10 +233,9 @@ class HiCacheController:
     def submit_lookup(
         self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float
     ) -> Lookup:
-        """Ask storage how much of `key` from `start_page` on it has.
+        """Ask storage how much of `key` from `start_page` on it has. `timeout_s` bounds a read that follows, too.
 
-        `timeout_s` bounds a read that follows, too. REQUIRES: the gate is open for reads, and fewer than
-        `prefetch.operations_max` lookups and reads are in flight.
+        REQUIRES: the gate is open for reads, and fewer prefetches than `operations_max` are in flight.
         """
         deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
         lookup = Lookup(key, start_page, prior, storage=self.gate.enter(), deadline=deadline)
@@ -245,18 +244,15 @@ class HiCacheController:
         self._storage.submit(lookup)
         return lookup
 
-    def submit_read(
-        self, found: Lookup, host_pages: PageIds, *, skip_pages: int = 0, timeout_s: float | None = None
-    ) -> Read:
-        """Read `len(host_pages)` pages of those that were found, behind the first `skip_pages`.
-
-        Without `timeout_s` the time of the lookup goes on. REQUIRES: the storage that was asked is in use.
+    def submit_read(self, found: Lookup, pages: PageIds, skip_pages: int = 0, timeout_s: float | None = None) -> Read:
+        """Read pages that were found, behind the first `skip_pages`, into the L2 pages `pages`; within `timeout_s`, or
+        the time that the lookup has left. REQUIRES: the storage that was asked is in use.
         """
-        keys = found.keys[skip_pages : skip_pages + len(host_pages)]
+        keys = found.keys[skip_pages : skip_pages + len(pages)]
         deadline = found.deadline if timeout_s is None else self.clock() + min(timeout_s, PREFETCH_S_MAX)
-        read = Read(keys, host_pages, storage=self.gate.enter(), deadline=deadline)
+        read = Read(keys, pages, storage=self.gate.enter(), deadline=deadline)
         self._prefetches[read] = None
-        self.read_pages += len(host_pages)
+        self.read_pages += len(pages)
         self._storage.submit(read)
         return read
 

@@ -107,7 +107,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("skipped_total", "What the cache did not do, by reason; each is a slower request.", ("reason",),
                lambda s: s.skipped,
                "The reasons are listed below. ..._no_host_room and prefetch_host_share: host.size is too "
-               "small; ..._paused: storage fails; prefetch_timeout: storage is slow."),
+               "small; ..._paused: storage fails; prefetch_timeout and prefetch_queued: storage is slow."),
     MetricSpec("break_even_decisions_total", "Hits fetched, or runs stored (or not: too_slow, calibration), by why.",
                ("route", "reason"), lambda s: s.break_even.decisions,
                "Many too_slow: fetching from that tier is slower than computing, so the tier is not worth its price, "
@@ -201,6 +201,10 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                lambda s: s.prefetch_wait,
                "Part of the time to the first token. Near the limit of prefetch.timeout_base: storage is slow; a "
                "lower limit, or policy best_effort, trades hits for time.", True),
+    MetricSpec("waiting_prefetches", "Prefetches that wait for their turn, for another request's, or for room.", (),
+               lambda s: s.prefetches_waiting,
+               "Normal in a burst. Stays high: storage is slower than requests arrive (see skipped_total for what was "
+               "given up), or the share of prefetches of L2 is too small (prefetch.host_share, host.size)."),
     MetricSpec("lookups_total", "Lookups in storage, by how many of the pages that the request lacked they found.",
                ("outcome",), lambda s: {found: s.lookups.get(found, 0) for found in LOOKUP_OUTCOMES},
                "whole, part or miss say how well storage fits the load. failed: the worker met an error; see "
