@@ -305,6 +305,7 @@ class HostCache(TieredCache):
             self._counters.requests += 1
             self._counters.prompt_tokens += tokens
             self._counters.hit_tokens["device"] += min(start_page * self.page_size, tokens)
+            self._l2.reused(match.node)
             self._use(rid, key, max(start_page, match.pages), match, begins=True)
         return request
 

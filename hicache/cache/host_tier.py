@@ -7,11 +7,17 @@ Storage must not cost hits on L2: what waits is bounded as a share of L2, and gi
 that no worker has begun is cancelled then, after all stores that continue its chain. With ranks no store gives way (see
 `HiCacheController.cancel_store`), and the bound alone limits what is held.
 
+Storage sees neither hits on L1 and L2 nor who depends on them, so it is told: of each stored run that a request reuses,
+once in `TOUCH_EVERY_S`, in one operation a second. A chain stays in storage as long as it is used here. What storage
+turns out to lack, by its answers and by what it evicts in this process, counts as not stored, so the next use stores it
+again. With ranks storage is told too, but what it lacks is not taken in: each rank would hear of other pages.
+
 Called by the scheduler thread alone; no lock.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -30,6 +36,12 @@ from .trees import Trees, require_conservation
 
 # While copies of what is on L1 too take more of L2 than this, they leave before what is on L2 only.
 COPIES_SHARE_MAX = 0.5
+# Storage is told again that a run is used after so long: much less than a page stays in a store that is worth having.
+TOUCH_EVERY_S = 60.0
+# Uses are told together: a request a step would keep a worker busy with small calls.
+TOUCH_PAUSE_S = 1.0
+# Page keys that wait to be told; 16,384 pages. Beyond, uses are dropped: the next use of the run tells it.
+TOUCH_BYTES_MAX = 512 << 10
 
 
 class HostTier:
@@ -40,7 +52,8 @@ class HostTier:
     Invariants: used pages of the pool = pages held by nodes + `reserved_pages`, which an operation fills + those that
     `kept` holds. `_stores` has
     the stores that are not acknowledged, in order of submission, each with the last node of its run, into however many
-    nodes the run was split since. These nodes are `store_pending` and held, and no others are `store_pending`.
+    nodes the run was split since. These nodes are `store_pending` and held, and no others are `store_pending`. `_used`
+    are page keys of stored runs that were used, tails before heads, of `_used_bytes` together.
     """
 
     def __init__(
@@ -61,6 +74,9 @@ class HostTier:
         self._counters = counters
         self._break_even = break_even
         self._stores: dict[Store, tuple[RadixTree, Node]] = {}
+        self._used: list[bytes] = []
+        self._used_bytes = 0
+        self._touch_at_s = -math.inf
 
     # Pages
 
@@ -146,6 +162,40 @@ class HostTier:
         for part in reversed(lacking):
             if not self.store(part):
                 break  # its descendants would be out of reach without it
+
+    def reused(self, node: Node) -> None:
+        """A request that begins reuses the path to `node`: note for `tell_uses` what storage has of it. Hashes nothing.
+        """
+        if not self._gate.attached:
+            return
+        time_s = self._controller.time_s()
+        while node.parent is not None:
+            if node.stored and time_s - node.touched_s >= TOUCH_EVERY_S:
+                self._note_use(node, time_s)
+            node = node.parent
+
+    def _note_use(self, node: Node, time_s: float) -> None:
+        keys = node.page_keys
+        if keys is None or not self._controller.stores_pages:
+            return
+        if self._used_bytes + len(keys) > TOUCH_BYTES_MAX:
+            self._counters.skipped["touch_dropped"] += 1
+            return
+        node.touched_s = time_s
+        self._used.append(keys)
+        self._used_bytes += len(keys)
+
+    def tell_uses(self) -> None:
+        """Tell storage which stored runs were reused since it was told last, `TOUCH_PAUSE_S` ago. Once per step."""
+        if not self._used or (time_s := self._controller.time_s()) < self._touch_at_s:
+            return
+        if self._gate.may(Direction.WRITE) and self._controller.touch(self._used[::-1]):
+            self._used, self._used_bytes = [], 0
+            self._touch_at_s = time_s + TOUCH_PAUSE_S
+
+    def lost(self, keys: Sequence[bytes]) -> None:
+        """Storage lacks these pages: what depends on them is stored again when it is used next."""
+        self._counters.lost_pages += self._trees.current.forget_pages(keys)
 
     def store(self, node: Node) -> bool:
         """Whether the pages of `node` are in storage or on their way there, now or since before."""

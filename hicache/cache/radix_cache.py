@@ -93,6 +93,7 @@ class HiRadixCache(TieredCache):
         known_pages = self._note_uses(rid, key, len(shared), begins=True).known_pages
         tree.use(node, priority, len(shared) - known_pages)
         self._pins.used(node)
+        self._l2.reused(node)
         self._l1.used(node)
         self._count_hits(request, len(match.device_pages), len(loaded))
         return request

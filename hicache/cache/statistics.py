@@ -42,6 +42,7 @@ SKIP_REASONS = (
     "store_gave_way",
     "store_incomplete",
     "store_paused",
+    "touch_dropped",
     "write_back_dropped",
 )
 
@@ -62,6 +63,7 @@ class CacheCounters:
     verified_pages: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     lookups: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_OUTCOMES, 0))
+    lost_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class CacheStatistics:
     untagged) the pages of L2 that were verified there. `prefetch_wait` is how long requests waited for their
     prefetch, `step` how long `poll` took the scheduler; None for a cache that has neither. `prefetches_waiting` is how
     many wait now: for their turn, for the prefetch of another request, or for room on L2. `sessions` is None for a
-    cache without sessions.
+    cache without sessions. `lost_pages` were believed to be in storage and turned out not to be.
     """
 
     requests: int
@@ -121,6 +123,7 @@ class CacheStatistics:
     prefetches_waiting: int = 0
     step: HistogramStatistics | None = None
     sessions: SessionStatistics | None = None
+    lost_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,7 @@ class TieredCache:
         if self._events is not None:
             self._events.poll(self.tree)
         self.controller.launch_backups()
+        self._l2.tell_uses()
         self.controller.report(self.break_even.rates())
         self.break_even.use_rates(Rates(*self.controller.rates))
         self._prefetcher.start_waiting()
@@ -225,6 +226,8 @@ class TieredCache:
     def _take_in(self, acks: Acks) -> None:
         for store in acks.stored:  # first, because what they held on L2 is room for reads
             self._l2.stored(store)
+        if acks.lost:
+            self._l2.lost(acks.lost)
         for found in acks.found:
             self._prefetcher.found(found)
         for read in acks.read:
@@ -263,6 +266,7 @@ class TieredCache:
             events=None if self._events is None else self._events.stream.statistics(),
             publisher=None if publisher is None else publisher.statistics(),
             lookups=dict(counters.lookups),
+            lost_pages=counters.lost_pages,
             verified_pages=dict(counters.verified_pages),
             prefetch_wait=self._prefetcher.wait.statistics(),
             prefetches_waiting=self._prefetcher.waiting,

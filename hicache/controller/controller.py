@@ -6,6 +6,7 @@
     prefetch  Lookup, acks.found      storage lookups    operations; the caller's queue
     reads     Read, acks.read         L3 -> L2 reads     pages (the caller's share of L2)
     backup    Store, acks.stored      L2 -> L3 writes    a share of L2; the newest store is dropped, counted
+              Touch, acks.lost        uses on L1 and L2  one in flight, behind the stores
 
 Copies are merged: all that was submitted to one direction since the last launch becomes one, once per step, and for
 backups also when an eviction waits for them. A copy starts once the fence has passed that was the latest at its launch.
@@ -25,9 +26,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -51,7 +51,7 @@ from .agreement import (
     store_progress,
 )
 from .gate import OpenBackend
-from .operations import Acks, Backup, Copy, Launch, Load, Lookup, Read, Store
+from .operations import Acks, Backup, Copy, Launch, Load, Lookup, Read, Store, leading_done
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, CopyCounter, QueueStatistics
 from .storage import StorageExecutor
@@ -109,7 +109,7 @@ class HiCacheController:
         self._backup_times, self._load_times = CopyCounter(host.payload_bytes), CopyCounter(host.payload_bytes)
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
-        self._storage = StorageExecutor(backend, host, config.transfer, workers, clock)
+        self._storage = StorageExecutor(backend, host, config.transfer, workers, clock, hears_losses=ranks is None)
         self.gate = self._storage.gate
         self._agreement: Agreement | None = None
         share = config.transfer.store_host_share or (1.0 if ranks is None else STORE_HOST_SHARE_OF_RANKS)
@@ -290,6 +290,10 @@ class HiCacheController:
         self._end_store(store)
         return True
 
+    def touch(self, runs: Sequence[bytes]) -> bool:
+        """Submit a Touch; False if the one before has not ended. REQUIRES: the gate is open for writes."""
+        return self._storage.touch(runs)
+
     # Acks
 
     def poll(self) -> Acks | None:
@@ -316,10 +320,10 @@ class HiCacheController:
         return acks if acks.any else None
 
     def _poll_alone(self) -> Acks | None:
-        backups, loads = _leading_done(self._launched_backups), _leading_done(self._launched_loads)
+        backups, loads = leading_done(self._launched_backups), leading_done(self._launched_loads)
         if not (backups or loads or self._prefetches or self._storage.any_finished):
             return None
-        acks = Acks()
+        acks = Acks(lost=self._storage.lost())
         if backups or loads:
             self._take_copies(backups, loads, acks)
         for operation in self._storage.drain():
@@ -340,7 +344,7 @@ class HiCacheController:
             self.rates = rates
             return
         self._storage.drain()
-        backups, loads = _leading_done(self._launched_backups), _leading_done(self._launched_loads)
+        backups, loads = leading_done(self._launched_backups), leading_done(self._launched_loads)
         ended = [launch.transfer for launch in islice(self._launched_backups, backups)]
         ended += [launch.transfer for launch in islice(self._launched_loads, loads)]
         progress = Progress(
@@ -466,6 +470,7 @@ class HiCacheController:
                 "device_to_host": self._backup_times.statistics(), "host_to_device": self._load_times.statistics(),
             },
             ranks=None if self._agreement is None else self._agreement.statistics(),
+            touched_pages=self._storage.touched_pages,
         )  # fmt: skip
 
     def close(self, timeout_s: float) -> bool:
@@ -488,13 +493,3 @@ class HiCacheController:
 def _joined(runs: list[PageIds]) -> PageIds:
     """All pages in order. Nobody writes to a run, so a single one needs no copy."""
     return runs[0] if len(runs) == 1 else np.concatenate(runs)
-
-
-def _leading_done(launched: Iterable[Launch[Any]]) -> int:
-    """How many merged copies have ended, well or not, before the first that runs."""
-    done = 0
-    for launch in launched:
-        if not launch.transfer.done():
-            break
-        done += 1
-    return done

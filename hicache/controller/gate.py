@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from ..backends.base import StorageBackend, register_memory
+from ..backends.base import EvictionListener, StorageBackend, register_memory, watch_evictions
 from ..backends.guard import Direction, Override, Overrides, may_pass
 from ..backoff import Backoff
 from ..errors import BackendError, InvariantError
@@ -83,6 +83,7 @@ class Readiness(NamedTuple):
 class StorageGate:
     """Which store is in use, and whether it may be read and written now. `memory`, where frames will come from, is
     registered with each store. `workers` makes the pool that opens and closes them; `clock` is monotonic, in seconds.
+    `on_evicted` is told what a store in use evicts, as far as the store tells.
 
     Invariant: `may(direction)` is True exactly if no reason of the table above held on any rank when the ranks last
     agreed, and this rank has called neither `retire` nor `stop(direction)` since. `storage` is the open store if
@@ -92,13 +93,20 @@ class StorageGate:
     REQUIRES: with ranks, all call `replace` in the same step. Then `may` is equal on all ranks until they close.
     """
 
-    def __init__(self, memory: memoryview, workers: WorkerFactory, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        workers: WorkerFactory,
+        clock: Callable[[], float],
+        on_evicted: EvictionListener | None = None,
+    ) -> None:
         self.open_failures = 0
         self._log = LimitedLog(logger, _OPEN_LOG_S)
         self.storage: OpenStore | None = None
         self.attached = False  # True if a store is open or being opened
         self.wanted, self.opened = 1, 0  # numbers: of the store that is wanted, and of the last one that was opened
         self._memory = memory
+        self._on_evicted = on_evicted
         self._workers = workers
         self._clock = clock
         self._agreed = Readiness()
@@ -264,6 +272,8 @@ class StorageGate:
         """Use `backend` as the store that is wanted. REQUIRES: no store is open."""
         self.storage, self.attached, self.opened = OpenStore(backend, self._until), True, self.wanted
         self.overrides.apply(backend)
+        if self._on_evicted is not None:
+            watch_evictions(backend, self._on_evicted)
 
     def retire(self, *, for_another: bool) -> OpenStore | None:
         """Stop using the open store, cancel its work and return it. `for_another`: another one is being opened."""

@@ -10,9 +10,9 @@ one reference. What a worker writes is final once the operation has come back to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import TransferError
 from ..keys import PageChain, RadixKey
@@ -46,6 +46,16 @@ class Launch(NamedTuple, Generic[Copy]):
     transfer: Transfer
     operations: list[Copy]
     pages: int
+
+
+def leading_done(launched: Iterable[Launch[Any]]) -> int:
+    """Return how many merged copies have ended, well or not, before the first that runs."""
+    done = 0
+    for launch in launched:
+        if not launch.transfer.done():
+            break
+        done += 1
+    return done
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -102,6 +112,14 @@ class Store(_StorageOperation):
 
 
 @dataclass(slots=True, eq=False)
+class Touch(_StorageOperation):
+    """Tell storage that the pages of `runs` are used: the page keys of each run, ancestors first. It has no ack."""
+
+    runs: Sequence[bytes]
+    pages: int = 0  # worker: how many pages storage was told of
+
+
+@dataclass(slots=True, eq=False)
 class Acks:
     """Everything that ended since the last poll, in order."""
 
@@ -113,6 +131,7 @@ class Acks:
     found: list[Lookup] = field(default_factory=list)
     read: list[Read] = field(default_factory=list)
     stored: list[Store] = field(default_factory=list)
+    lost: list[bytes] = field(default_factory=list)  # keys of pages that storage lacks, as a touch, read or notice says
     load_times: list[tuple[int, float]] = field(default_factory=list)  # (pages, seconds) of each merged copy
     fault: TransferError | None = None  # a copy has failed, on some rank: no rank may vouch for its L1 any more
 
@@ -120,6 +139,6 @@ class Acks:
     def any(self) -> bool:
         """Whether there is anything in it."""
         return bool(
-            self.written or self.loaded or self.expired or self.found or self.read or self.stored
+            self.written or self.loaded or self.expired or self.found or self.read or self.stored or self.lost
             or self.failed_backups or self.failed_loads or self.fault
         )  # fmt: skip

@@ -86,6 +86,7 @@ class ControllerStatistics:
     copies: Mapping[str, CopyStatistics]
     l1_copies: Mapping[str, CopyTimes] = field(default_factory=dict)
     ranks: RankStatistics | None = None
+    touched_pages: int = 0
 
     @property
     def usage(self) -> Usage | None:

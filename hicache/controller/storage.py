@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from ..backends.base import GetOutcome, SetOutcome, StorageBackend
+from ..backends.base import GetOutcome, SetOutcome, StorageBackend, touch
 from ..backends.guard import Direction
 from ..config import TransferConfig
 from ..errors import BackendError
+from ..keys import split_keys
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import HostPool
 from .gate import OpenBackend, StorageGate
-from .operations import Lookup, Read, Store
+from .operations import Lookup, Read, Store, Touch
 
 # Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
 SUPERVISE_EVERY_S = 0.1
@@ -30,8 +32,14 @@ SUPERVISE_EVERY_S = 0.1
 STUCK_GRACE_S = 2.0
 # More failed chains than operations fit into the queue of small pages need not be remembered.
 _BROKEN_CHAINS_MAX = 4096
+# Pages of one call that tells of uses: a key is a hundred bytes on its way to a server.
+_TOUCHED_AT_ONCE = 1024
+# Pages that storage has lost and the scheduler has not heard of. Beyond, the oldest are dropped: a touch tells again.
+_LOST_MAX = 65_536
+# Of these the scheduler takes so many in one step, at less than a microsecond each.
+_LOST_PER_STEP = 128
 
-Operation: TypeAlias = Lookup | Read | Store
+Operation: TypeAlias = Lookup | Read | Store | Touch
 _Beat: TypeAlias = Callable[[], None]
 
 
@@ -39,8 +47,9 @@ class StorageExecutor:
     """Started with an open `backend`, or without one: then there are no threads until `replace`, and nothing may be
     submitted.
 
-    `workers` makes a pool of threads for each kind of operation, `clock` is monotonic, in seconds. Registers the memory
-    of `host` with each backend, which may block, here as well. Raises BackendError where no guard counts it instead.
+    `workers` makes a pool of threads for each kind of operation, `clock` is monotonic, in seconds. With `hears_losses`
+    `lost` says what storage turned out to lack. Registers the memory of `host` with each backend, which may block, here
+    as well. Raises BackendError where no guard counts it instead.
     """
 
     def __init__(
@@ -50,9 +59,15 @@ class StorageExecutor:
         config: TransferConfig,
         workers: WorkerFactory,
         clock: Callable[[], float],
+        *,
+        hears_losses: bool = True,
     ) -> None:
         self.pools: dict[type[Operation], SupervisedPool[Any]] = {}
-        self.gate = StorageGate(host.memory, workers, clock)
+        self.touched_pages = 0
+        self._lost: deque[bytes] = deque(maxlen=_LOST_MAX)
+        self._hears_losses = hears_losses
+        self._touch: Touch | None = None  # the last one, until it has ended
+        self.gate = StorageGate(host.memory, workers, clock, self._lost.extend if hears_losses else None)
         self._host = host
         self._config = config
         self._workers = workers
@@ -68,7 +83,7 @@ class StorageExecutor:
         for kind, name, threads, handle in (
             (Lookup, "prefetch", config.lookup_workers, self.look_up),
             (Read, "io", config.io_workers, self.read),
-            (Store, "backup", config.backup_workers, self.store),
+            (Store, "backup", config.backup_workers, self._store_or_touch),
         ):
             self.pools[kind] = self._workers(
                 name, threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
@@ -82,8 +97,16 @@ class StorageExecutor:
         self.gate.replace(open_backend)
 
     def submit(self, operation: Operation) -> None:
-        """Queue an operation for its workers; it comes out of `drain`."""
-        self.pools[type(operation)].submit(operation)
+        """Queue an operation for its workers; it comes out of `drain`, unless it is a touch."""
+        self.pools[Store if isinstance(operation, Touch) else type(operation)].submit(operation)
+
+    def touch(self, runs: Sequence[bytes]) -> bool:
+        """See `HiCacheController.touch`."""
+        if self._touch is not None and self._touch.storage is self.gate.storage:
+            return False
+        self._touch = Touch(runs, storage=self.gate.enter())
+        self.submit(self._touch)
+        return True
 
     def supervise(self) -> None:
         """Replace workers that died or hang, and come on with opening and closing backends. Once per step."""
@@ -98,15 +121,27 @@ class StorageExecutor:
 
     @property
     def any_finished(self) -> bool:
-        """Whether `drain` would return something."""
-        return not self._finished.empty()
+        """Whether an operation has ended, or storage has lost a page, since the last call of `drain` or `lost`."""
+        return bool(self._lost) or not self._finished.empty()
 
-    def drain(self) -> list[Operation]:
+    def lost(self) -> list[bytes]:
+        """Take keys of pages that storage turned out to lack, some of them at a time."""
+        lost = self._lost
+        return [lost.popleft() for _ in range(min(_LOST_PER_STEP, len(lost)))] if lost else []
+
+    def drain(self) -> list[Lookup | Read | Store]:
         """The operations that have ended since the last call, marked as such."""
         # Only what is there now: workers may add faster than this loop drains.
-        operations = [self._finished.get_nowait() for _ in range(self._finished.qsize())]
-        for operation in operations:
+        operations: list[Lookup | Read | Store] = []
+        for _ in range(self._finished.qsize()):
+            operation = self._finished.get_nowait()
             operation.ended = True
+            if isinstance(operation, Touch):
+                operation.storage.in_flight -= 1
+                self.touched_pages += operation.pages
+                self._touch = None if operation is self._touch else self._touch
+            else:
+                operations.append(operation)
         return operations
 
     def finish(self, store: Store) -> None:
@@ -162,7 +197,36 @@ class StorageExecutor:
                 hits += 1
             read.pages_here = start + hits
             if hits < len(keys):
+                if outcomes[hits] in (GetOutcome.MISS, GetOutcome.CORRUPT):
+                    self._note_lost(read.keys[start + hits :])
                 return
+
+    def _store_or_touch(self, operation: Store | Touch, beat: _Beat) -> None:
+        if isinstance(operation, Touch):
+            self.tell_uses(operation, beat)
+        else:
+            self.store(operation, beat)
+
+    def tell_uses(self, told: Touch, beat: _Beat) -> None:
+        """Touch batch by batch. Of a run with a page that storage lacks, the pages from there on are lost."""
+        storage, runs = told.storage, [split_keys(run) for run in told.runs]
+        keys = [key for run in runs for key in run]
+        missing: set[bytes] = set()
+        for start in range(0, len(keys), _TOUCHED_AT_ONCE):
+            deadline = self._deadline(storage.until[Direction.WRITE])
+            if self._clock() >= deadline:
+                break
+            beat()
+            some = keys[start : start + _TOUCHED_AT_ONCE]
+            missing.update(touch(storage.backend, some, deadline=deadline))
+            told.pages += len(some)
+        for run in runs if missing else ():
+            first = next((number for number, key in enumerate(run) if key in missing), len(run))
+            self._note_lost(run[first:])
+
+    def _note_lost(self, keys: Sequence[bytes]) -> None:
+        if self._hears_losses:
+            self._lost.extend(keys)
 
     def store(self, store: Store, beat: _Beat) -> None:
         """Store batch by batch, head first; a page that could not be stored ends the operation, and with it the

@@ -104,6 +104,12 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                "With integrity.verify: load or scrub_rate. damaged above 0: the memory of the host is faulty, or "
                "something writes where it must not. untagged: pages that were not sealed yet, which are loaded "
                "unverified."),
+    MetricSpec("touched_pages_total", "Stored pages that storage was told are used, because they hit on L1 or L2.", (),
+               lambda s: s.controller.touched_pages,
+               "0 while prompts hit: nothing tells storage what is hot, and it evicts that."),
+    MetricSpec("lost_pages_total", "Pages that turned out not to be in storage any more, while L1 or L2 has them.", (),
+               lambda s: s.lost_pages,
+               "They are stored again when they are used next. Rises steadily: storage is smaller than what is used."),
     MetricSpec("skipped_total", "What the cache did not do, by reason; each is a slower request.", ("reason",),
                lambda s: s.skipped,
                "The reasons are listed below. ..._no_host_room and prefetch_host_share: host.size is too "

@@ -39,6 +39,7 @@ REASONS: Mapping[str, str] = {
     "skipped prefetch_queued": "storage not asked: the request began before its turn",
     "skipped store_does_not_pay": "not stored: reading it could never be faster than computing",
     "skipped store_paused": "nothing stored: storage has just failed",
+    "skipped touch_dropped": "storage not told of a use: too many waited to be told",
     "skipped store_gave_way": "not stored: the page was waiting when L2 had no other room",
     "skipped store_incomplete": "storage did not take all pages",
     "refused write": "no backup to L2: queue full",

@@ -136,7 +136,7 @@ def test_a_head_whose_store_failed_is_stored_again_though_what_follows_came_from
     world.serve("b", prompt(1, 2, 3))
     world.settle()
     head = next(node for node in world.cache.tree.nodes() if node.parent is not None and node.parent.parent is None)
-    head.stored = False
+    world.cache.tree._unmark_stored(head)
     stored_again: list[int] = []
     world.cache.tree.observer = Observer(stored_again)
     world.serve("c", prompt(1, 2, 3, 4))
