@@ -1,67 +1,181 @@
 """What happens in the tree, as events in a stream, and the whole tree as a snapshot of events.
 
-Storage is an attribute of pages in the tree: a page is reported as stored there when a store was acknowledged or when
-it came from there, and as removed when it leaves its last tier, whatever storage still has of it.
+The scheduler hashes no page keys here: an event has the chain of its keys, and the thread that reads it hashes them.
+Storage outlives the tree: a page is reported as stored there when a store was acknowledged or when it came from there,
+and as removed when the tree is told that storage has lost it, not when it leaves the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
 
-from ..events import Cleared, EventStream, Medium, Removed, Stored
-from ..keys import PAGE_KEY_BYTES
+from ..events import Cleared, EventStream, Medium, Origin, Recorded, Removed, RemovedRun, Snapshot, StoredRun
+from ..events.types import NO_ORIGIN
+from ..keys import PAGE_KEY_BYTES, namespace_seed
 from ..radix import Node, RadixTree
+
+# How long a snapshot holds the scheduler in one step: a tree of 100,000 nodes takes some 500 steps.
+SLICE_S = 0.0005
+# Adapters and tenants whose names are known at once; the one that was described first is forgotten first.
+ORIGINS_MAX = 65_536
 
 
 class EventRecorder:
-    """The observer of a tree that writes events into `stream`. Scheduler thread; never blocks."""
+    """The observer of a tree that writes events into `stream`. Scheduler thread; never blocks.
 
-    def __init__(self, stream: EventStream) -> None:
+    `session_id` is that of the turn whose pages are being inserted, which the caller sets around the insertion.
+    `slice_s` bounds what a snapshot takes in one step.
+    """
+
+    def __init__(self, stream: EventStream, *, slice_s: float = SLICE_S) -> None:
         self.stream = stream
+        self._slice_s = slice_s
+        self.session_id: str | None = None
+        self._origins: dict[bytes, Origin] = {}
+        self._walk: SnapshotWalk | None = None
+        self._walks = 0
+
+    def describe(
+        self, extra_key: str | None, cache_salt: str | None, lora_id: int | None, lora_name: str | None
+    ) -> None:
+        """Name what prompts of (`extra_key`, `cache_salt`) belong to, in the events from now on."""
+        seed = namespace_seed(extra_key, cache_salt)
+        self._origins.pop(seed, None)
+        while len(self._origins) >= ORIGINS_MAX:
+            del self._origins[next(iter(self._origins))]
+        self._origins[seed] = Origin(lora_id, lora_name, cache_salt)
 
     def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` has just appeared on `medium`. One that comes to the host from storage is reported on both."""
-        event = stored_event(medium, tree, node)
+        event = self.stored_run(medium, tree, node)
         self.stream.put(event)
+        walk = self._walk
+        if walk is not None:
+            walk.stored(event, tree, node)
         if node.stored and medium is Medium.HOST:
-            self.stream.put(event._replace(medium=Medium.STORAGE))
+            event = event._replace(medium=Medium.STORAGE)
+            self.stream.put(event)
+            if walk is not None:
+                walk.stored(event, tree, node)
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` is about to leave `medium`. With its last tier it leaves the tree, so storage as well."""
-        keys = tuple(tree.page_keys(node))
-        self.stream.put(Removed(medium, keys))
-        if node.stored and (node.device is None or node.host is None):
-            self.stream.put(Removed(Medium.STORAGE, keys))
+        """`node` is about to leave `medium`, or has been lost by storage."""
+        event = RemovedRun(medium, tree.pages(node), tree.run_keys(node))
+        self.stream.put(event)
+        if self._walk is not None:
+            self._walk.removed(event, node)
+
+    def lost(self, keys: list[bytes]) -> None:
+        """Storage lacks the pages `keys`, which need not be in the tree."""
+        event = Removed(Medium.STORAGE, tuple(keys))
+        self.stream.put(event)
+        if self._walk is not None:
+            self._walk.snapshot.put(event)
+
+    def storage_replaced(self) -> None:
+        """Nothing that was reported as stored is in reach any more, in the tree or not. Only a snapshot says so."""
+        self.stream.request_snapshot()
 
     def cleared(self) -> None:
-        """All nodes of the tree are gone at once."""
+        """All nodes of the tree are gone at once, and the tree that is used now is empty."""
         self.stream.put(Cleared())
+        if self._walk is not None:
+            self._walk.snapshot.put(Cleared())
+            self._walk.snapshot.end()
+            self._walk = None
 
     def poll(self, tree: RadixTree) -> None:
-        """Provide a snapshot of `tree` if a reader waits for one, which costs a walk over all nodes. Once per step."""
-        if self.stream.snapshot_wanted:
-            self.stream.put_snapshot(snapshot(tree))
+        """Work for about `slice_s` on a snapshot of `tree` if a reader waits for one. Once per step."""
+        if self._walk is None and self.stream.snapshot_wanted:
+            self._walks += 1
+            self._walk = SnapshotWalk(tree, self.stream.begin_snapshot(), self._walks, self)
+        if self._walk is not None and self._walk.advance(tree, self._slice_s):
+            self._walk = None
+
+    def stored_run(self, medium: Medium, tree: RadixTree, node: Node) -> StoredRun:
+        """The event that `node` is on `medium`. Hashes nothing. Where page keys are given, the tokens are not known and
+        the event has none."""
+        parent = node.parent
+        begins = parent is None or parent.parent is None
+        keys = tree.run_keys(node)
+        prior = tree.prior_of(node) if isinstance(keys, bytes) else b""
+        tokens = b"" if tree.position_bytes == PAGE_KEY_BYTES else node.key
+        origin = self._origin(node) if self._origins or self.session_id else NO_ORIGIN
+        return StoredRun(medium, tree.pages(node), keys, prior, begins, tokens, tree.page_size, origin)
+
+    def _origin(self, node: Node) -> Origin:
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        origin = self._origins.get(root.page_keys or b"", NO_ORIGIN)
+        return origin if self.session_id is None else origin._replace(session_id=self.session_id)
 
 
-def stored_event(medium: Medium, tree: RadixTree, node: Node) -> Stored:
-    """The event that `node` is on `medium`. Hashes its tokens unless they are hashed; where page keys are given, the
-    tokens are not known and the event has none."""
-    parent = node.parent
-    prior = tree.last_key(parent)
-    keys = tuple(tree.page_keys(node))
-    tokens = b"" if tree.position_bytes == PAGE_KEY_BYTES else node.key
-    if parent is None or parent.parent is None:
-        return Stored(medium, keys, None, prior, tokens, tree.page_size)
-    return Stored(medium, keys, prior, b"", tokens, tree.page_size)
+class SnapshotWalk:
+    """A snapshot of a tree that is made in slices, while the tree changes between them.
 
+    Invariant: what was put into the snapshot so far, applied in its order, is the state of the *told* nodes
+    (`Node.told` is `mark`): on which media they are now. A told node has told ancestors.
 
-def snapshot(tree: RadixTree) -> Iterator[Stored]:
-    """The events that make an empty index equal to `tree`, parents before children. Scheduler thread."""
-    for node in tree.nodes():
-        event = stored_event(Medium.DEVICE, tree, node)
-        if node.device is not None:
-            yield event
-        if node.host is not None:
-            yield event._replace(medium=Medium.HOST)
-        if node.stored:
-            yield event._replace(medium=Medium.STORAGE)
+    It holds because a node is told as a whole, with the media it is on at that moment, behind its ancestors, and from
+    then on each event of it follows as it happens. An event of a node that is not told is left out if it removes
+    something, because the node is told later with what it has then, or never if it has left the tree; one that adds
+    something is replaced by telling the node, because the walk may have passed its place. A split copies the mark to
+    the new node, and moves no page.
+
+    At the end all nodes of the tree are told. The nodes that were in the tree at the begin are told when the stack
+    comes to them: a node waits in the stack itself, or below one that waits, and a split changes neither, because the
+    new node has the old one below it. Nodes that have come since have appeared on a medium, and were told then. So at
+    the end the snapshot is the tree at that moment, and goes on with the stream.
+    """
+
+    def __init__(self, tree: RadixTree, snapshot: Snapshot, mark: int, recorder: EventRecorder) -> None:
+        self.snapshot = snapshot
+        self._mark = mark
+        self._recorder = recorder
+        self._stack = tree.roots()
+
+    def advance(self, tree: RadixTree, seconds: float) -> bool:
+        """Tell more nodes, for about `seconds`; True at the end of the snapshot."""
+        end_s = time.perf_counter() + seconds
+        stack = self._stack
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.device is not None or node.host is not None:  # else a root, or it has left the tree
+                self._tell(tree, node)
+            if time.perf_counter() >= end_s:
+                break
+        if stack:
+            return False
+        self.snapshot.end()
+        return True
+
+    def stored(self, event: Recorded, tree: RadixTree, node: Node) -> None:
+        """`node` has just appeared on a medium, as `event` says."""
+        if node.told == self._mark:
+            self.snapshot.put(event)
+        else:
+            self._tell(tree, node)
+
+    def removed(self, event: Recorded, node: Node) -> None:
+        """`node` is about to leave a medium, as `event` says."""
+        if node.told == self._mark:
+            self.snapshot.put(event)
+
+    def _tell(self, tree: RadixTree, node: Node) -> None:
+        """Put `node` into the snapshot, and those of its ancestors that are not told yet before it."""
+        untold: list[Node] = []
+        part: Node | None = node
+        while part is not None and part.parent is not None and part.told != self._mark:
+            untold.append(part)
+            part = part.parent
+        for part in reversed(untold):
+            part.told = self._mark
+            event = self._recorder.stored_run(Medium.DEVICE, tree, part)
+            if part.device is not None:
+                self.snapshot.put(event)
+            if part.host is not None:
+                self.snapshot.put(event._replace(medium=Medium.HOST))
+            if part.stored:
+                self.snapshot.put(event._replace(medium=Medium.STORAGE))

@@ -5,8 +5,20 @@ and `subscriber` take them over a network in the form of docs/formats/kv_events.
 """
 
 from .index import PrefixIndex
-from .stream import EventReader, EventStream, StreamStatistics
-from .types import Cleared, Event, Medium, Publisher, PublisherStatistics, Removed, Stored
+from .stream import EventReader, EventStream, Snapshot, StreamStatistics
+from .types import (
+    Cleared,
+    Event,
+    Medium,
+    Origin,
+    Publisher,
+    PublisherStatistics,
+    Recorded,
+    Removed,
+    RemovedRun,
+    Stored,
+    StoredRun,
+)
 
 __all__ = [
     "Cleared",
@@ -14,10 +26,15 @@ __all__ = [
     "EventReader",
     "EventStream",
     "Medium",
+    "Origin",
     "PrefixIndex",
     "Publisher",
     "PublisherStatistics",
+    "Recorded",
     "Removed",
+    "RemovedRun",
+    "Snapshot",
     "Stored",
+    "StoredRun",
     "StreamStatistics",
 ]

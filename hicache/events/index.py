@@ -2,9 +2,12 @@
 
 Invariants, verified by `check`:
 1. A page is on at least one medium, else it is not in the index.
-2. A page on the device or on the host has the page before it there too; on storage it has it in the index.
-3. Where tokens are known, a page's key is the hash of what it is chained from and of its tokens.
-4. No event has contradicted what was known.
+2. A page on the device has the page before it there too; one on the host has it on the device or on the host. Of a page
+   that is on storage alone, the page before it may be unknown: storage evicts as it likes.
+3. At most `stored_pages_max` pages are on storage alone. What storage evicts may never be told, so the pages that left
+   the other media first are forgotten.
+4. Where tokens are known, a page's key is the hash of what it is chained from and of its tokens.
+5. No event has contradicted what was known.
 """
 
 from __future__ import annotations
@@ -15,25 +18,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import InvariantError
-from .types import Cleared, Event, Medium, Removed, Stored
+from .types import NO_ORIGIN, Cleared, Event, Medium, Origin, Removed, Stored
+
+# Some 500 bytes each, and 4 for each token.
+STORED_PAGES_MAX = 1_000_000
+_STORED_ALONE = {Medium.STORAGE}
 
 
 @dataclass(slots=True)
 class IndexedPage:
     """A page as events told it: the key of the page before it, or None and the seed where a prompt begins; its tokens
-    as in `Stored`, empty if withheld; the media that it is on."""
+    as in `Stored`, empty if withheld; whose it was when it was stored first; the media that it is on."""
 
     parent: bytes | None
     seed: bytes
     tokens: bytes
+    origin: Origin = NO_ORIGIN
     media: set[Medium] = field(default_factory=set)
 
 
 class PrefixIndex:
     """See the module's docstring. An index starts in sync with an empty tree. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stored_pages_max: int = STORED_PAGES_MAX) -> None:
+        self._stored_pages_max = stored_pages_max
         self._pages: dict[bytes, IndexedPage] = {}
+        self._stored_alone: dict[bytes, None] = {}  # pages on storage alone, in the order in which they became so
         self._in_sync = True
         self._contradictions = 0
 
@@ -43,7 +53,7 @@ class PrefixIndex:
         """Follow events in their order. While the index is out of sync, all before a `Cleared` are ignored."""
         for event in events:
             if isinstance(event, Cleared):
-                self._pages.clear()
+                self._forget_all()
                 self._in_sync = True
             elif not self._in_sync:
                 continue
@@ -54,11 +64,15 @@ class PrefixIndex:
 
     def lose(self) -> None:
         """Forget everything, because events were missed; a `Cleared` starts it over, and with it each snapshot."""
-        self._pages.clear()
+        self._forget_all()
         self._in_sync = False
 
+    def _forget_all(self) -> None:
+        self._pages.clear()
+        self._stored_alone.clear()
+
     def _store(self, event: Stored) -> None:
-        if event.parent is not None and not self._holds(event.parent, event.medium):
+        if event.parent is not None and not self._may_follow(event.parent, event.medium):
             self._contradictions += 1
         page_bytes = len(event.tokens) // len(event.keys)
         parent = event.parent
@@ -66,24 +80,40 @@ class PrefixIndex:
             page = self._pages.get(key)
             if page is None:
                 tokens = event.tokens[number * page_bytes : (number + 1) * page_bytes]
-                page = self._pages[key] = IndexedPage(parent, event.seed if parent is None else b"", tokens)
+                seed = event.seed if parent is None else b""
+                page = self._pages[key] = IndexedPage(parent, seed, tokens, event.origin)
             page.media.add(event.medium)
+            self._note(key, page)
             parent = key
 
     def _remove(self, event: Removed) -> None:
         for key in event.keys:
             page = self._pages.get(key)
             if page is None or event.medium not in page.media:
-                # Storage is known by hearsay: a page may leave the tree before its store was reported.
+                # Storage is known by hearsay: it may lose what nobody has reported, or what was forgotten here.
                 self._contradictions += event.medium is not Medium.STORAGE
                 continue
             page.media.discard(event.medium)
-            if not page.media:
-                del self._pages[key]
+            self._note(key, page)
 
-    def _holds(self, key: bytes, medium: Medium) -> bool:
-        page = self._pages.get(key)
-        return page is not None and (medium in page.media or medium is Medium.STORAGE)
+    def _note(self, key: bytes, page: IndexedPage) -> None:
+        """Keep the invariants for a page whose media have changed."""
+        if not page.media:
+            del self._pages[key]
+        if page.media == _STORED_ALONE:
+            self._stored_alone.setdefault(key)
+            if len(self._stored_alone) > self._stored_pages_max:
+                oldest = next(iter(self._stored_alone))
+                del self._stored_alone[oldest], self._pages[oldest]
+        else:
+            self._stored_alone.pop(key, None)
+
+    def _may_follow(self, parent: bytes, medium: Medium) -> bool:
+        """Whether a page may be on `medium` behind the page `parent`."""
+        page = self._pages.get(parent)
+        if medium is Medium.STORAGE:
+            return True
+        return page is not None and (Medium.DEVICE in page.media or (medium is Medium.HOST and medium in page.media))
 
     # Asking
 
@@ -122,8 +152,10 @@ class PrefixIndex:
         for key, page in self._pages.items():
             if not page.media:
                 raise InvariantError("prefix index: a page is on no medium")
-            if page.parent is not None and not all(self._holds(page.parent, medium) for medium in page.media):
+            if page.parent is not None and not all(self._may_follow(page.parent, medium) for medium in page.media):
                 raise InvariantError("prefix index: a page is on a medium, the page before it is not")
+            if (page.media == _STORED_ALONE) is not (key in self._stored_alone):
+                raise InvariantError("prefix index: the pages on storage alone are not those that are listed")
             prior = page.seed if page.parent is None else page.parent
             if page.tokens and hashlib.sha256(prior + page.tokens).digest() != key:
                 raise InvariantError("prefix index: a key is not the hash of its tokens")

@@ -5,21 +5,25 @@ than the capacity unless it is a single one. Events are kept after they were rea
 A reader that falls further behind than the capacity has a gap: it forgets everything, and a snapshot of the tree, which
 it asks for and the scheduler provides, puts it right.
 
+A snapshot comes in parts, because a large tree is walked in slices. Until it is complete its readers read from it
+alone, so the scheduler puts each event of that time into the snapshot too, in its place between the parts.
+
 Locking design: the scheduler alone writes the events and the counters; it takes no lock and waits for nobody. A reader
 belongs to one thread at a time. It finds events by number in a dictionary, whose single operations are atomic: an
-event that is missing below `next` was dropped, which is all that a race can look like. `_wanted` and `_snapshot` of a
-reader are single references, set by one side and cleared by the other. `_lock` guards the list of readers and is taken
-where one comes or goes, never by the scheduler.
+event that is missing below `next` was dropped, which is all that a race can look like. `_wanted` of a reader is a
+single reference, set by one side and cleared by the other. Snapshots reach a reader through deques, which the scheduler
+appends to and the reader pops from. `_lock` guards the list of readers and is taken where one comes or goes, never by
+the scheduler.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections import deque
 from dataclasses import dataclass
 
 from ..errors import InvalidInput, InvariantError
-from .types import Cleared, Event, Stored
+from .types import Cleared, Event, Recorded, RemovedRun, StoredRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class EventStream:
         # Whether a reader waits for a snapshot; the scheduler looks at it once per step.
         self.snapshot_wanted = False
         self._capacity_bytes = capacity_bytes
-        self._events: dict[int, Event] = {}
+        self._events: dict[int, Recorded] = {}
         self._next = 0
         self._oldest = 0
         self._held_bytes = 0
@@ -51,7 +55,7 @@ class EventStream:
         self._readers: tuple[EventReader, ...] = ()
         self._lock = threading.Lock()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Recorded) -> None:
         """Append an event, dropping the oldest if there is no room. Scheduler thread; never blocks."""
         number = self._next
         self._events[number] = event
@@ -62,15 +66,22 @@ class EventStream:
             oldest, self._oldest = self._oldest, self._oldest + 1
             self._held_bytes -= self._events.pop(oldest).size_bytes
 
-    def put_snapshot(self, events: Iterable[Stored]) -> None:
-        """Hand a description of the whole tree to the readers that wait for one. Scheduler thread; never blocks."""
+    def begin_snapshot(self) -> Snapshot:
+        """Begin a description of the whole tree for the readers that wait for one. Scheduler thread; never blocks."""
         self.snapshot_wanted = False  # before the readers are looked at: one that asks from now on sets it again
-        snapshot: tuple[int, tuple[Event, ...]] = (self._next, (Cleared(), *events))
         self._snapshots += 1
+        snapshot = Snapshot(self)
         for reader in self._readers:
             if reader._wanted:
                 reader._wanted = False
-                reader._snapshot = snapshot
+                snapshot._feeds.append(feed := deque[Recorded | _End]([Cleared()]))
+                reader._feeds.append(feed)
+        return snapshot
+
+    def request_snapshot(self) -> None:
+        """Have all readers start over, because they know more than events can take back. Scheduler thread."""
+        for reader in self._readers:
+            reader.request_snapshot()
 
     def subscribe(self) -> EventReader:
         """Return a reader that begins with the first event ever, so with a gap if that is gone. Any thread."""
@@ -96,11 +107,36 @@ class EventStream:
             raise InvariantError("event stream: holds more than its capacity")
 
 
+class Snapshot:
+    """A description of the whole tree on its way to readers; it begins with `Cleared`. Scheduler thread."""
+
+    def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
+        self._feeds: list[deque[Recorded | _End]] = []
+
+    def put(self, event: Recorded) -> None:
+        """Append an event: of a part of the tree, or one that has just gone into the stream."""
+        for feed in self._feeds:
+            feed.append(event)
+
+    def end(self) -> None:
+        """Say that all of the tree was described. The readers go on with what goes into the stream from now on."""
+        for feed in self._feeds:
+            feed.append(_End(self._stream._next))
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of a snapshot: the number of the event after it."""
+
+    next: int
+
+
 class EventReader:
     """One follower's place in a stream. Made by `EventStream.subscribe`; used by one thread at a time.
 
-    `gaps` counts how often events were dropped before they were read. `in_sync` is False from a gap to the snapshot
-    after it: what has come since is less than there is.
+    `gaps` counts how often events were dropped before they were read. `in_sync` is False from a gap to the end of the
+    snapshot after it: what has come since is less than there is.
     """
 
     def __init__(self, stream: EventStream) -> None:
@@ -109,35 +145,47 @@ class EventReader:
         self._stream = stream
         self._cursor = 0
         self._wanted = False
-        self._snapshot: tuple[int, tuple[Event, ...]] | None = None
+        self._feeds: deque[deque[Recorded | _End]] = deque()
 
     def drain(self, events_max: int) -> tuple[Event, ...]:
-        """Return the next events, `events_max` at most; none if nothing has happened. Never blocks.
+        """Return the next events, `events_max` at most; none if nothing has happened. Never waits; hashes the page keys
+        of these events if nobody has.
 
-        A gap comes as `Cleared`, once, and asks for a snapshot. Nothing follows until that arrives, because what
+        A gap comes as `Cleared`, once, and asks for a snapshot. Nothing follows until that begins, because what
         happens to an unknown tree says nothing. A snapshot comes as `Cleared` and a `Stored` for everything, parents
-        first, however many these are.
+        first, with what happens meanwhile between them.
         """
-        snapshot = self._snapshot
-        if snapshot is not None:
-            self._snapshot = None
-            self.in_sync = True
-            # The events before it are part of it. Some after it may have been read already; they come again.
-            self._cursor, events = snapshot
+        if self._feeds and (events := self._drain_snapshot(events_max)):
             return events
         if not self.in_sync:
             return ()
         kept = self._stream._events
         end = min(self._stream._next, self._cursor + events_max)
         found = [kept.get(number) for number in range(self._cursor, end)]
-        events = tuple(event for event in found if event is not None)
-        if len(events) < len(found):
+        there = [event for event in found if event is not None]
+        if len(there) < len(found):
             self.in_sync = False
             self.gaps += 1
             self.request_snapshot()
             return (Cleared(),)
         self._cursor = end
-        return events
+        return tuple(map(_resolved, there))
+
+    def _drain_snapshot(self, events_max: int) -> tuple[Event, ...]:
+        while len(self._feeds) > 1:  # a later snapshot says it all
+            self._feeds.popleft()
+        feed, events = self._feeds[0], list[Event]()
+        self.in_sync = False
+        while feed and len(events) < events_max:
+            event = feed.popleft()
+            if isinstance(event, _End):
+                self._feeds.popleft()
+                self.in_sync = True
+                # The events before it are part of it. Some after it may have been read already; they come again.
+                self._cursor = event.next
+                break
+            events.append(_resolved(event))
+        return tuple(events)
 
     def request_snapshot(self) -> None:
         """Ask the scheduler for a description of the whole tree; `drain` returns it some steps later."""
@@ -148,3 +196,7 @@ class EventReader:
         """Leave the stream. Any thread; may be called twice."""
         with self._stream._lock:
             self._stream._readers = tuple(other for other in self._stream._readers if other is not self)
+
+
+def _resolved(event: Recorded) -> Event:
+    return event.resolve() if isinstance(event, (StoredRun, RemovedRun)) else event

@@ -36,7 +36,7 @@ class Node:
     device: PageIds | None = None
     host: PageIds | None = None
     page_keys: bytes | None = None  # 32 bytes a page, once something has needed them; the seed of a root
-    chain: PageChain | None = None  # of a run that is being stored, as far as it goes down to here
+    chain: PageChain | None = None  # ends with the keys of this run, for a store or an event; it may begin above
     hit_count: int = 1  # requests that computed or reused this run
     # Each counts those who need this run, and the children that have any.
     lock_ref: int = 0  # requests and copies: it stays where it is
@@ -53,6 +53,7 @@ class Node:
     proved_until_s: float = 0.0  # until when a load may rely on a verification of the host pages
     device_entry: int = 0  # which entry of the L1 eviction queue is this node's; 0 for none
     host_entry: int = 0  # the same for L2, of a node that is on no other tier
+    told: int = 0  # the last snapshot of events that has this node
 
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"

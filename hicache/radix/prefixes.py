@@ -89,8 +89,30 @@ class PrefixTree:
             missing.append(part)
             part = part.parent
         for part in reversed(missing):
-            part.page_keys = b"".join(page_keys(part.key, self.page_bytes // TOKEN_BYTES, self.last_key(part.parent)))
+            if part.chain is not None:
+                part.page_keys = b"".join(part.chain.keys()[-self.pages(part) :])
+            else:
+                prior = self.last_key(part.parent)
+                part.page_keys = b"".join(page_keys(part.key, self.page_bytes // TOKEN_BYTES, prior))
         return split_keys(node.page_keys or b"")
+
+    def run_keys(self, node: Node) -> bytes | PageChain:
+        """The page keys of `node`, 32 bytes each, but hashes nothing: where they are not known, the chain that ends
+        with them, which the node keeps until they are."""
+        chain = node.chain
+        if node.page_keys is None:
+            if chain is None:
+                node.chain = chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, self.prior_of(node))
+            if chain.hashed is None:
+                return chain
+            node.page_keys = b"".join(chain.hashed[-self.pages(node) :])
+        if chain is not None and not node.store_pending:
+            node.chain = None
+        return node.page_keys
+
+    def prior_of(self, node: Node) -> bytes | PageChain:
+        """What the keys of `node` are chained from; hashes nothing."""
+        return b"" if node.parent is None else self.prior(node.parent)
 
     def last_key(self, node: Node | None) -> bytes:
         """What the key of the page after `node` is chained from: its last page key; the seed for a root."""
@@ -287,7 +309,7 @@ class PrefixTree:
         # Whoever needs the run has the tail; for the head that counts as one child.
         head.lock_ref, head.host_ref, head.pin_ref = map(int, (tail.lock_ref > 0, tail.host_ref > 0, tail.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = tail.load_pending, tail.backup_pending, tail.copied
-        head.store_pending, head.stored = tail.store_pending, tail.stored
+        head.store_pending, head.stored, head.told = tail.store_pending, tail.stored, tail.told
         head.proved_until_s = tail.proved_until_s
         if tail.device is not None:
             head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()

@@ -79,7 +79,13 @@ class TreeObserver(Protocol):
     """
 
     def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` has just appeared on `medium`; its parent is there already."""
+        """`node` has just appeared on `medium`; its parent is in the tree, and on L1 if `medium` is."""
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` is about to leave `medium`; its children have left before."""
+        """`node` is about to leave `medium`, or storage has lost it; on L1 its children have left before."""
+
+    def lost(self, keys: list[bytes]) -> None:
+        """Storage lacks the pages `keys`, whose runs have left the tree, or which are not the last of their run."""
+
+    def storage_replaced(self) -> None:
+        """What was stored before is out of reach, also what is not in the tree any more."""

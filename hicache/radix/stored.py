@@ -40,9 +40,11 @@ class StoredPrefixes(PrefixTree):
         if parent is None:
             raise InvariantError("store: a root has no pages")
         known = None if node.page_keys is None else self.page_keys(node)
-        node.chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, self.prior(parent), known)
+        chain = node.chain  # of an event, which may begin above the node
+        if chain is None or known is not None or chain.pages != self.pages(node):
+            chain = node.chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, self.prior(parent), known)
         node.store_pending = True
-        return node.chain
+        return chain
 
     def end_store(self, node: Node, chain: PageChain, *, stored: bool) -> None:
         """Record that the store of a run that ends at `node` has ended. Its keys are kept if they were hashed."""
@@ -67,21 +69,28 @@ class StoredPrefixes(PrefixTree):
         for node in reversed(list(self.nodes())):
             if node.stored:
                 self._forget(node)
+        if self.observer is not None:
+            self.observer.storage_replaced()
 
     def forget_pages(self, keys: Iterable[bytes]) -> int:
         """Record that storage lacks the pages `keys`; the pages of the runs that count as not stored from now on.
 
         A run is found by its last page only. Visits stored runs below those that it finds, and no others.
         """
-        pages = 0
+        pages, unknown = 0, list[bytes]()
         for key in keys:
             found = self._stored_ends.get(key)
-            lost = [] if found is None else [found]
+            if found is None:
+                unknown.append(key)
+                continue
+            lost = [found]
             for node in lost:  # parents first
                 lost += [child for child in node.children.values() if child.stored]
             for node in reversed(lost):
                 pages += self.pages(node)
                 self._forget(node)
+        if unknown and self.observer is not None:
+            self.observer.lost(unknown)
         return pages
 
     def split(self, tail: Node, pages: int) -> Node:

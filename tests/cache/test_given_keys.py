@@ -33,7 +33,7 @@ def test_events_of_given_keys_have_the_keys_and_no_tokens() -> None:
     tree.insert(KEY, np.arange(3, 9, dtype=np.int32))
     reader, index = stream.subscribe(), PrefixIndex()
     events = reader.drain(100)
-    assert [event[1:] for event in events if isinstance(event, Stored)] == [
+    assert [event[1:-1] for event in events if isinstance(event, Stored)] == [
         (tuple(HASHES[:2]), None, b"", b"", 4), (tuple(HASHES[2:]), HASHES[1], b"", b"", 4),
     ]  # fmt: skip
     index.apply(events)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hicache.cache.recorder import EventRecorder
 from hicache.errors import InvariantError
 from hicache.events import Cleared, Event, EventStream, Medium, PrefixIndex, Removed, Stored
-from hicache.keys import RadixKey, page_keys, token_bytes
+from hicache.keys import PageChain, RadixKey, page_keys, token_bytes
 from hicache.policies import POLICIES
 from hicache.radix import RadixTree
 from hicache.tiers import PageAllocator
-from tests.events.world import RecordedMachine, pages_of_index, pages_of_tree
+from tests.events.world import RecordedMachine, pages_of_index
 from tests.seeds import rng, seeds
 
 pytestmark = pytest.mark.long
@@ -31,7 +32,7 @@ def test_an_index_that_follows_random_operations_equals_the_tree_after_each(page
         index.apply(reader.drain(1000))
         stream.check()
         index.check()
-        assert pages_of_index(index) == pages_of_tree(machine.tree)
+        assert pages_of_index(index) == machine.told()
 
 
 @pytest.mark.parametrize("seed", seeds(15))
@@ -46,12 +47,107 @@ def test_a_reader_that_falls_behind_meets_a_gap_and_equals_the_tree_again_after_
         stream.check()
         if random_numbers.random() < 0.8:
             continue
-        while events := reader.drain(7):
+        while (events := reader.drain(7)) or not reader.in_sync:
             index.apply(events)
             machine.recorder.poll(machine.tree)
         index.check()
-        assert reader.in_sync and pages_of_index(index) == pages_of_tree(machine.tree)
+        assert machine.is_known(index)
     assert reader.gaps == stream.statistics().snapshots > 0
+
+
+def followed_in_slices(seed: int, *, deaf: bool = False) -> list[bool]:
+    """Whether an index equals the tree at the end of each snapshot that was made a node at a time, with operations on
+    the tree in between; `deaf` leaves out of the snapshot what is removed meanwhile."""
+    random_numbers = rng(seed)
+    stream = EventStream(LARGE_BYTES)
+    machine = RecordedMachine(4, random_numbers, stream, slice_s=0.0)
+    reader, index, right = stream.subscribe(), PrefixIndex(), list[bool]()
+    for _ in range(STEPS):
+        machine.step()
+    for _ in range(20):
+        reader.request_snapshot()
+        machine.recorder.poll(machine.tree)
+        index.apply(reader.drain(random_numbers.randrange(1, 9)))
+        while not reader.in_sync:
+            machine.step()
+            if deaf and (walk := machine.recorder._walk) is not None:
+                walk.removed = lambda event, node: None  # type: ignore[method-assign]
+            if random_numbers.random() < 0.7:
+                machine.recorder.poll(machine.tree)
+            index.apply(reader.drain(random_numbers.randrange(1, 9)))
+            if not deaf:
+                index.check()
+        index.apply(reader.drain(1000))
+        right.append(machine.is_known(index))
+    return right
+
+
+@pytest.mark.parametrize("seed", seeds(15))
+def test_a_snapshot_made_in_slices_equals_the_tree_at_its_end_whatever_happens_in_between(seed: int) -> None:
+    assert all(followed_in_slices(seed))
+
+
+def test_a_snapshot_without_what_happens_in_between_does_not_equal_the_tree() -> None:
+    """Negative control."""
+    assert not all(right for seed in range(5) for right in followed_in_slices(seed, deaf=True))
+
+
+def test_one_step_takes_a_slice_of_a_large_tree_and_no_more() -> None:
+    stream = EventStream(LARGE_BYTES)
+    tree = RadixTree(1, POLICIES["lru"], observer=(recorder := EventRecorder(stream, slice_s=0.0)))
+    for number in range(50):
+        tree.insert(RadixKey.of([number]), np.array([number], np.int32))
+    reader = stream.subscribe()
+    reader.request_snapshot()
+    recorder.poll(tree)  # comes to the root
+    recorder.poll(tree)
+    assert [type(event) for event in reader.drain(100)] == [Cleared, Stored] and not reader.in_sync
+    for _ in range(49):
+        recorder.poll(tree)
+    assert len(reader.drain(100)) == 49 and stream.statistics().snapshots == 1
+    assert reader.in_sync
+
+
+def test_emptying_the_cache_ends_a_snapshot_and_a_reader_that_asked_meanwhile_gets_the_next() -> None:
+    stream = EventStream(LARGE_BYTES)
+    tree = RadixTree(1, POLICIES["lru"], observer=(recorder := EventRecorder(stream, slice_s=0.0)))
+    for number in range(5):
+        tree.insert(RadixKey.of([number]), np.array([number], np.int32))
+    readers = [stream.subscribe(), stream.subscribe()]
+    for reader in readers:
+        reader.request_snapshot()
+        recorder.poll(tree)
+    recorder.cleared()
+    recorder.poll(RadixTree(1, POLICIES["lru"]))
+    for reader in readers:
+        index = PrefixIndex()
+        while events := reader.drain(100):
+            index.apply(events)
+        assert reader.in_sync and len(index) == 0
+    assert stream.statistics().snapshots == 2
+
+
+def test_events_are_recorded_without_hashing_and_a_page_that_leaves_unhashed_has_its_key() -> None:
+    stream, tree, key = filled_tree()
+    (node,) = tree.nodes()
+    chain = tree.run_keys(node)
+    tree.match(key.head(16))  # which splits the node
+    tree.evict_device(3)
+    assert isinstance(chain, PageChain) and chain.hashed is None
+    stored, removed = everything(stream)
+    whole = page_keys(key.tokens, 16, key.seed)
+    assert isinstance(stored, Stored) and (stored.keys, stored.seed) == (tuple(whole), key.seed)
+    assert removed == Removed(Medium.DEVICE, tuple(whole[1:]))
+
+
+def test_a_store_and_an_event_share_the_hashing() -> None:
+    stream, tree, _ = filled_tree()
+    (node,) = tree.nodes()
+    chain = tree.begin_store(node)
+    everything(stream)
+    assert chain.hashed is not None
+    tree.end_store(node, chain, stored=False)
+    assert node.page_keys == b"".join(chain.hashed) and tree.run_keys(node) == node.page_keys
 
 
 def everything(stream: EventStream) -> tuple[Event, ...]:
@@ -76,7 +172,7 @@ def test_an_index_that_missed_one_event_differs_from_the_tree(seed: int) -> None
         events = everything(stream)
         # Storage alone may be reported twice.
         if len(events) > before and getattr(events[-1], "medium", None) in (Medium.DEVICE, Medium.HOST):
-            assert pages_of_index(followed(*events[:-1])) != pages_of_tree(machine.tree)
+            assert pages_of_index(followed(*events[:-1])) != machine.told()
             compared += 1
     assert compared > STEPS / 10
 

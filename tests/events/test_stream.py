@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hicache.errors import InvalidInput, InvariantError
-from hicache.events import Cleared, EventStream, Medium, Removed, Stored
+from hicache.events import Cleared, EventStream, Medium, Recorded, Removed, Stored
 from hicache.events.types import EVENT_OVERHEAD_BYTES
 
 
@@ -39,11 +39,18 @@ def test_an_event_larger_than_the_capacity_is_kept_alone_and_a_capacity_of_nothi
         EventStream(0)
 
 
+def give_snapshot(stream: EventStream, *events: Recorded) -> None:
+    snapshot = stream.begin_snapshot()
+    for event in events:
+        snapshot.put(event)
+    snapshot.end()
+
+
 def test_a_snapshot_goes_only_to_those_who_asked_and_a_closed_reader_is_forgotten() -> None:
     stream = EventStream(100 * SIZE)
     asks, follows = stream.subscribe(), stream.subscribe()
     asks.request_snapshot()
-    stream.put_snapshot([STORED])
+    give_snapshot(stream, STORED)
     assert (asks.drain(5), follows.drain(5)) == ((Cleared(), STORED), ())
     asks.close()
     asks.close()
@@ -103,11 +110,11 @@ def test_a_reader_on_another_thread_sees_each_event_once_or_a_gap(soak_factor: i
     for number in range(events):
         stream.put(removed(number))
         if stream.snapshot_wanted:
-            stream.put_snapshot([numbered(stream)])
+            give_snapshot(stream, numbered(stream))
     deadline = time.monotonic() + 60
     while thread.is_alive() and time.monotonic() < deadline:
         if stream.snapshot_wanted:
-            stream.put_snapshot([numbered(stream)])
+            give_snapshot(stream, numbered(stream))
         thread.join(0.001)
     assert not thread.is_alive() and not problems
     stream.check()

@@ -14,12 +14,46 @@ from tests.radix.machine import Machine
 Pages = dict[bytes, tuple[bytes | None, bytes, bytes]]
 
 
+class Recorder(EventRecorder):
+    """One that remembers which pages storage has lost that the tree did not know as stored."""
+
+    def __init__(self, stream: EventStream, **options: float) -> None:
+        super().__init__(stream, **options)
+        self.gone: set[bytes] = set()
+
+    def lost(self, keys: list[bytes]) -> None:
+        """As before."""
+        self.gone.update(keys)
+        super().lost(keys)
+
+
 class RecordedMachine(Machine):
     """The operations of the tree's oracle test, on a tree that records its events."""
 
-    def __init__(self, page_size: int, random_numbers: random.Random, stream: EventStream) -> None:
-        self.recorder = EventRecorder(stream)
+    def __init__(self, page_size: int, random_numbers: random.Random, stream: EventStream, **options: float) -> None:
+        self.recorder = Recorder(stream, **options)
+        self.storage: Pages = {}  # what storage was said to have and not said to have lost
         super().__init__(page_size, random_numbers, scale=4, observer=self.recorder, position_bytes=TOKEN_BYTES)
+
+    def acknowledge_store(self) -> None:
+        """As before, but the tree always knows the keys, so a loss of the page is a loss of the run."""
+        node = self.tree.match(self.prompt()).node
+        if node.host is not None and not node.stored:
+            self.tree.page_keys(node)
+            self.tree.set_stored(node)
+            self.set_stored(node, True)
+
+    def lose_page(self) -> None:
+        """As before, or of a page that has left the tree."""
+        before = pages_of_tree(self.tree)[Medium.STORAGE]
+        outside = sorted(self.storage.keys() - before.keys())
+        if outside and self.random.random() < 0.3:
+            self.tree.forget_pages([self.random.choice(outside)])
+        else:
+            super().lose_page()
+        for key in {*self.recorder.gone, *before.keys() - pages_of_tree(self.tree)[Medium.STORAGE].keys()}:
+            self.storage.pop(key, None)
+        self.recorder.gone.clear()
 
     def reset(self) -> None:
         """The tree is emptied at once, as for an update of the weights. Rare."""
@@ -27,6 +61,7 @@ class RecordedMachine(Machine):
             return
         self.restart()
         self.recorder.cleared()
+        self.storage.clear()
 
     def step(self) -> None:
         """One random operation."""
@@ -37,6 +72,17 @@ class RecordedMachine(Machine):
         ]  # fmt: skip
         self.random.choice(operations)()
         self.check()
+        self.storage |= pages_of_tree(self.tree)[Medium.STORAGE]
+
+    def told(self) -> dict[Medium, Pages]:
+        """What an index must hold that has missed nothing."""
+        return pages_of_tree(self.tree) | {Medium.STORAGE: self.storage}
+
+    def is_known(self, index: PrefixIndex) -> bool:
+        """Whether an index is right that begins with a snapshot: it need not know what is on storage alone."""
+        found, tree = pages_of_index(index), pages_of_tree(self.tree)
+        stored = found.pop(Medium.STORAGE).items()
+        return tree.pop(Medium.STORAGE).items() <= stored <= self.storage.items() and found == tree
 
 
 def pages_of_tree(tree: RadixTree) -> dict[Medium, Pages]:

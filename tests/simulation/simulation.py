@@ -22,6 +22,8 @@ STEPS = 400
 DEPTH_MAX = 5
 # Rounds until everything has come to rest: far above what a healthy cache takes.
 DRAIN_ROUNDS_MAX = 400
+# Slices of a snapshot, each of half a millisecond.
+SNAPSHOT_POLLS_MAX = 1000
 
 
 class Simulation(Engine):
@@ -117,10 +119,13 @@ class Simulation(Engine):
         return users == self.cache.storage.attached == (self.controller.backend is not None)
 
     def _require_followed(self) -> None:
-        if self.follower is not None and not self.follower.compare():
+        if self.follower is None:
+            return
+        for _ in range(SNAPSHOT_POLLS_MAX):
+            if self.follower.compare():
+                return
             self.cache.poll()
-            if not self.follower.compare():
-                raise Finding("events", "a snapshot was asked for and did not come")
+        raise Finding("events", "a snapshot was asked for and did not come")
 
     def _close(self) -> None:
         """End with whatever is under way."""
