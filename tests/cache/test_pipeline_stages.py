@@ -153,7 +153,7 @@ def test_a_page_that_one_stage_lacks_shortens_the_prefix_on_all(start: Start, ra
 
 def test_stages_of_unequal_pages_agree_on_what_pays(start: Start) -> None:
     """Loading a page of the shorter stage alone would pay, of the longer one it does not."""
-    slow = {"prefill_tokens_per_second": 1000, "storage_bandwidth": 1 << 40}
+    slow = {"prefill_tokens_per_second": 1000, "storage_bandwidth": 1 << 40, "writes": "always"}
     page_s = PAGE_SIZE / 1000
     between = sum(STAGE_LAYERS) / 2 * 2 * PAGE_SIZE * 2 * 16 * 4 / page_s
     ranks = start({"host_bandwidth": int(between), **slow})
