@@ -92,6 +92,7 @@ class UseMemory:
         """A hash per page of all tokens up to its end, for the leading `pages` pages that `key` has."""
         words = np.frombuffer(key.tokens, "<u4", min(pages, len(key.tokens) // (4 * self._words)) * self._words)
         of_page = np.einsum("ij,j->i", words.reshape(-1, self._words), self._word_factors)
+        of_page += _GOLDEN  # so that a page of zeros is one too
         # Each page has a factor of its own, so that an order is a difference.
         of_page *= np.full(len(of_page), _GOLDEN, np.uint64).cumprod(dtype=np.uint64)
         if key.seed:
