@@ -102,7 +102,7 @@ class TieredCache:
         self._trees = Trees(self._new_tree, device, host)
         self._uses: UseMemory | None = None
         if config.write_policy == "write_through_selective":  # no other policy asks how often a page was used
-            self._uses = UseMemory(self.tree.page_bytes, config.selective_hits)
+            self._uses = UseMemory(self.tree.page_bytes, config.selective_hits, config.selective_first_share)
         self._l2 = HostTier(host, self._trees, controller, self._counters, self.break_even, kept)
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self._host_codec = host_codec

@@ -41,12 +41,15 @@ _TAG = np.uint32(0xFFFFFF00)
 
 @dataclass(slots=True)
 class _Request:
-    """A request: its key when it began, and how many leading pages are counted."""
+    """A request: its key when it began, how many leading pages are counted, and, once it has brought a new page,
+    whether its pages are wanted at once.
+    """
 
     key_bytes: int
     digest: int
     seed: bytes
     pages: int = 0
+    at_once: bool | None = None
 
     def continues(self, key: RadixKey) -> bool:
         """Whether `key` is that of this request, with or without what it has generated."""
@@ -56,12 +59,13 @@ class _Request:
 
 class UseMemory:
     """See the module's docstring. `page_bytes` are the key bytes of a page; counts above `uses_max` mean nothing to the
-    caller.
+    caller. New pages of `first_share` of the requests count as much at once; the first of them decides, by its hash.
     """
 
-    def __init__(self, page_bytes: int, uses_max: int) -> None:
+    def __init__(self, page_bytes: int, uses_max: int, first_share: float = 0.0) -> None:
         self._words = page_bytes // 4
         self._uses_max = min(uses_max, _COUNT_MAX)
+        self._first_below = int(first_share * 2**64)
         self._word_factors = _odd_numbers(self._words)
         self._slots = np.zeros(1 << SLOTS_LOG2, np.uint32)
         self._requests: dict[str, _Request] = {}  # by request id, the oldest first
@@ -81,7 +85,12 @@ class UseMemory:
                 del self._requests[next(iter(self._requests))]
         known, hashes = request.pages, self._hashes(key, pages)
         request.pages = max(known, len(hashes))
-        return Uses(known, _steps(self._count(hashes, known)) if len(hashes) else ())
+        if not len(hashes):
+            return Uses(known)
+        counts = self._count(hashes, known)
+        if request.at_once is None and counts[-1] == 1:
+            request.at_once = int(hashes[np.argmax(counts == 1)]) < self._first_below
+        return Uses(known, ((len(hashes), self._uses_max),) if request.at_once else _steps(counts))
 
     def clear(self) -> None:
         """Forget everything."""

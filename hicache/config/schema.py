@@ -335,6 +335,12 @@ class HiCacheConfig(Section):
         "while the page is on a tier and after it has left, for the last million pages or so; a request that is "
         "preempted and runs again is one use.",
     )
+    selective_first_share: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = Field(
+        default=0.0,
+        description="Part of the prompts whose new pages `write_through_selective` copies at their first use. A page "
+        "that waits for its second use is computed twice, and where most of what comes back comes back once, that is "
+        "half of the hits: this buys them for writes. Engines that share a store choose the same prompts.",
+    )
     eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
         default="lru",
         description="Which page leaves a full tier first. `lru`: the one unused for longest. `lfu`: used by the fewest "

@@ -8,7 +8,7 @@ from hicache.backends.base import StorageBackend
 from hicache.cache import Eviction
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.keys import RadixKey
-from tests.cache.world import World, memory_backend, prompt
+from tests.cache.world import World, every_hit, memory_backend, prompt
 
 
 def world(
@@ -106,6 +106,18 @@ def test_the_second_use_of_a_page_counts_after_it_has_left_the_device() -> None:
     assert w.serve("c", prompt(1, 2, 3)).host_hit_tokens == 8
     w.settle()
     assert backend.usage().pages == 3
+
+
+def test_a_share_of_new_prompts_is_copied_at_once() -> None:
+    w = World(
+        config=every_hit(write_policy="write_through_selective", selective_first_share=0.5), device_pages=80,
+        host_pages=80,
+    )  # fmt: skip
+    for number in range(40):
+        w.serve(f"r{number}", prompt(number, 50))
+        w.settle()
+        assert w.cache.tree.host_pages % 2 == 0
+    assert 20 < w.cache.tree.host_pages < 60
 
 
 def test_what_is_cleared_has_not_been_used() -> None:

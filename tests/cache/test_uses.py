@@ -47,7 +47,8 @@ def test_a_run_of_pages_with_equal_uses_is_one_step() -> None:
 def test_a_page_is_known_by_all_that_comes_before_it() -> None:
     m = memory()
     m.note("a", prompt(1, 2, 3), 3)
-    for other in (prompt(7, 2, 3), prompt(2, 1, 3), prompt(2, 3), prompt(1, 2, 3, salt="tenant"), prompt(1, 1, 1)):
+    others = [(7, 2, 3), (2, 1, 3), (2, 3), (1, 1, 1), (1, 0, 0), (0, 0, 0)]
+    for other in (*(prompt(*pages) for pages in others), prompt(1, 2, 3, salt="tenant")):
         assert max(counts(m, None, other)[1:]) == 1, other
         assert counts(m, None, other)[-1] == 2
 
@@ -94,6 +95,29 @@ def test_few_new_pages_are_taken_for_known_ones() -> None:
     m.note("a", RadixKey.of(list(range(4 * 200_000))), 200_000)
     wrong = sum(counts(m, None, RadixKey.of(list(range(start, start + 400))))[0] - 1 for start in range(1, 4000, 4))
     assert wrong <= 1
+
+
+def test_a_share_of_the_requests_is_wanted_at_once_with_all_its_pages() -> None:
+    m = UseMemory(PAGE_BYTES, 3, first_share=0.25)
+    chosen = []
+    for number in range(1000):
+        key = prompt(1, number + 2, number, number)
+        m.note(f"r{number}", key, 2)
+        found = m.note(f"r{number}", key, 4)  # piece by piece
+        assert found.steps in (((4, 3),), ((1, min(number + 1, 3)), (4, 1)), ((4, 1),)), number
+        chosen.append(found.steps == ((4, 3),))
+    assert 200 < sum(chosen) < 300
+    again = UseMemory(PAGE_BYTES, 3, first_share=0.25)
+    again.note("first", prompt(1), 1)
+    others = [again.note(None, prompt(1, number + 2), 2).steps == ((2, 3),) for number in range(1, 1000)]
+    assert others == chosen[1:]  # in another process as well, in any order
+
+
+def test_what_was_wanted_at_once_has_been_used_once_all_the_same() -> None:
+    m = UseMemory(PAGE_BYTES, 3, first_share=1.0)
+    assert m.note("a", prompt(1, 2), 2).steps == ((2, 3),)
+    m._first_below = 0
+    assert m.note("b", prompt(1, 2), 2).steps == ((2, 2),)
 
 
 def test_what_is_cleared_is_forgotten() -> None:
