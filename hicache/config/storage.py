@@ -130,8 +130,9 @@ class LevelsOptions(Section):
     )
     cascade_bytes_max: PositiveSize = Field(
         default=256 * MIB,
-        description="Bytes of host memory for pages on their way to one level in the background, of each level. More "
-        "rides out bursts and slow moments; beyond it copies are dropped and counted.",
+        description="Bytes of pages that may wait to be copied to one level in the background, of each level. Promoted "
+        "pages wait in host memory, stored ones in the level that has them. More rides out bursts and slow moments; "
+        "beyond it copies are dropped and counted.",
     )
 
     @model_validator(mode="after")

@@ -195,7 +195,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                "became of them.", ("backend", "outcome"),
                lambda s: copies_by_outcome(s.controller.copies),
                "dropped: storage.options.cascade_bytes_max was full, so the level below lacks pages. failed: see "
-               "backend_errors_total of that part."),
+               "backend_errors_total of that part, and of the part above, which may also have evicted the pages."),
     MetricSpec("backend_waiting_copies", "Pages that wait to be copied to a part.", ("backend",),
                lambda s: waiting_copies(s.controller.copies),
                "Stays high: the level below is slower than what is stored."),

@@ -7,7 +7,8 @@ Three ways of a page between levels:
     promotion a page that was read from below is copied to the levels above that did not have it whole
 
 Falling is part of the call; cascades and promotions are copies in the background (see `copier`), bounded in bytes and
-dropped beyond that: a dropped cascade costs a hit some day, a dropped promotion the same way once more. A level that
+dropped beyond that: a dropped cascade costs a hit some day, a dropped promotion the same way once more. A cascade reads
+its pages back from the level that stored them, so a store pays nothing for the levels below. A level that
 fails is stepped over: pages are read from and written to the others, and it is asked again with the next call, which
 its guard answers at once as long as it is down. A page is on any number of levels.
 
@@ -125,8 +126,10 @@ class LevelsBackend(ComposedBackend):
                     outcomes[position] = min(outcomes[position], answer, key=_STORE_ORDER.index)
                     stored_on[position] = number
         new = [p for p, outcome in enumerate(outcomes) if outcome is SetOutcome.STORED]
-        for number, copier in enumerate(self._copiers[1:], 1):
-            copier.submit([p for p in new if stored_on[p] < number], keys, pages, parents)
+        for number, source in enumerate(self._parts[:-1]):
+            on_source = [p for p in new if stored_on[p] == number]
+            for copier in self._copiers[number + 1 :]:
+                copier.submit(on_source, keys, pages, parents, source)
         return outcomes
 
     def watch_evictions(self, listener: EvictionListener) -> None:

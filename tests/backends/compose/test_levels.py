@@ -226,6 +226,48 @@ def test_copies_beyond_the_bound_are_dropped_and_counted() -> None:
     assert load(world.store, keys) == [HIT] * 8
 
 
+def test_a_stored_page_is_read_back_from_its_level_when_its_copy_is_written() -> None:
+    world, keys = World(3, first_pages=2), make_keys(4)
+    world.levels[2].gate.clear()
+    frames = full_frames(CODEC, keys)
+    assert world.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 4
+    for frame in frames:
+        frame[:] = b"\xee" * PAGE  # the caller's again
+    world.levels[2].gate.set()
+    world.settle()
+    assert world.on(2, keys) == [True] * 4
+    assert world.levels[0].called("get") == [tuple(keys[:2])] * 2, "for each of the levels below"
+    assert world.levels[1].called("get") == [tuple(keys[2:])], "the pages that fell to the second level"
+    assert load(Store(world.levels[2], world.levels[2].peek, world.levels[2].poke), keys) == [HIT] * 4
+
+
+def test_a_promoted_page_is_read_from_below_once() -> None:
+    """The control of the test above."""
+    world, keys = World(), make_keys(4)
+    world.put_on(1, keys)
+    load(world.store, keys)
+    world.settle()
+    assert world.on(0, keys) == [True] * 4
+    assert world.levels[1].called("get") == [tuple(keys)]
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_a_page_that_its_level_has_lost_is_not_copied_nor_is_the_tail_behind_it(harm: str) -> None:
+    world, keys = World(), make_keys(5)
+    world.levels[1].gate.clear()
+    store_chain(world.store, make_keys(1, "another"))  # keeps the thread busy until the page is hurt
+    store_chain(world.store, keys)
+    if harm == "gone":
+        world.levels[0].delete(keys[2:3], deadline=soon())
+    else:
+        world.levels[0].poke(keys[2], b"x" * PAGE)
+    world.levels[1].gate.set()
+    world.settle()
+    assert world.on(1, keys) == [True, True, False, False, False]
+    copies = world.backend.copies()["part-1"]
+    assert (copies.copied, copies.failed) == (3, 3)
+
+
 def test_a_deleted_page_does_not_come_back_from_the_queue() -> None:
     world, keys, others = World(), make_keys(4), make_keys(2, "other")
     world.levels[1].gate.clear()
