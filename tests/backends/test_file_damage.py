@@ -21,7 +21,7 @@ from hicache.backends.testing import (
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, FrameHeader, frame_bytes
 from tests.seeds import seeds
 
-from ._files import FORMS, MAC_KEY, open_file
+from ._files import FORMS, MAC_KEY, Faulty, open_file
 
 pytestmark = pytest.mark.long
 
@@ -46,13 +46,27 @@ def test_a_page_that_is_read_in_pieces_is_checked_whole(tmp_path: Path, name: st
     header = FrameHeader.parse(good)
     assert header is not None and len(good) == frame_bytes(header.stored_bytes)
     end = HEADER_BYTES + header.stored_bytes
-    for place in (23, 24, mib - 1, mib, *(edge for edge in (2 * mib - 1, 2 * mib, 3 * mib) if edge < end), end - 1):
+    edges = (mib, mib + 4096, 2 * mib, 2 * mib + 8192, 3 * mib)  # the longest form is read in three equal pieces
+    for place in (23, 24, *(edge + side for edge in edges for side in (-1, 0) if edge < end), end - 1):
         raw = bytearray(good)
         raw[place] ^= 0x40
         store.write(key, bytes(raw))
         assert load(store, [key]) == [CORRUPT], f"byte {place}"
     store.write(key, good)
     assert load(store, [key]) == [HIT]
+
+
+def test_a_large_page_is_read_in_equal_pieces(tmp_path: Path) -> None:
+    """A header must not cost a call of its own behind a payload of whole pieces."""
+    lengths: list[int] = []
+    system = Faulty(lambda name, _, args: lengths.append(sum(map(len, args[1]))) if name == "preadv" else None)
+    store = open_file(tmp_path / "s", large_codec("gmac", 2 << 20), system=system)
+    plain = open_file(tmp_path / "plain", FrameCodec(NAMESPACE, 2 << 20), system=system)
+    for where in (store, plain):
+        store_chain(where, keys := make_keys(1))
+        lengths.clear()
+        assert load(where, keys) == [HIT]
+        assert lengths == ([(2 << 20) + 4096] if where is store else [(1 << 20) + 4096, 1 << 20])
 
 
 def large_codec(name: str, payload_bytes: int) -> FrameCodec:
