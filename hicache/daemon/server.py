@@ -192,7 +192,7 @@ class Server:
         sampled_s = 0.0
         while True:
             for name in await loop.run_in_executor(None, self._node.memories.tend):
-                logger.warning("memory %s: its engine has died; the memory was unmapped, and its file removed unless it is kept", name)
+                logger.warning("memory %s: its engine has died; it was unmapped, its file removed unless kept", name)
                 self._history.note(FaultKind.CLIENT, name)
             if time.monotonic() - sampled_s >= SAMPLE_S:
                 sampled_s = time.monotonic()
