@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.guard import Direction
 from hicache.cache import HiRadixCache, create_cache, create_host_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import BackendUnavailable, ConfigError, SharedMemoryError
@@ -88,7 +89,8 @@ def crash(settings: dict[str, Any]) -> None:
 def stored_tokens(cache: HiRadixCache) -> int:
     """Read what storage has of TOKENS into L2; return how many tokens that are."""
     key = RadixKey.of(TOKENS)
-    wait_for(lambda: cache.prefetch_from_storage("r", key), cache.poll)  # possible once storage is open
+    wait_for(lambda: cache.controller.gate.may(Direction.READ), cache.poll)  # once storage is open
+    assert cache.prefetch_from_storage("r", key)
     wait_for(lambda: cache.check_prefetch_progress("r"), cache.poll)
     return cache.peek(key).host_pages * 4
 
