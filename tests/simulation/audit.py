@@ -91,7 +91,9 @@ class Auditor:
     def emptied(self) -> None:
         """Whatever was cached can leave, and then every page is free. REQUIRES: as `at_rest`. Empties the cache."""
         cache = self._cache
-        cache.device.allocator.free(cache.tree.evict_device(cache.device.pages).pages)
+        evicted = cache.tree.evict_device(cache.device.pages)
+        cache.device.allocator.free(evicted.pages)
+        cache.host.free(evicted.host_pages)
         cache.host.free(cache.tree.evict_host(cache.host.pages))
         cache.check()
         if cache.tree.node_count or cache.device.allocator.used_pages or cache.host.allocator.used_pages:
