@@ -36,8 +36,8 @@ _BROKEN_CHAINS_MAX = 4096
 _TOUCHED_AT_ONCE = 1024
 # Pages that storage has lost and the scheduler has not heard of. Beyond, the oldest are dropped: a touch tells again.
 _LOST_MAX = 65_536
-# Of these the scheduler takes so many in one step, at less than a microsecond each.
-_LOST_PER_STEP = 128
+# Of these the scheduler takes so many in one step, at a microsecond or less each.
+_LOST_PER_STEP = 64
 
 Operation: TypeAlias = Lookup | Read | Store | Touch
 _Beat: TypeAlias = Callable[[], None]

@@ -17,6 +17,7 @@ from hicache.backends.pages import PageReads
 from hicache.backends.redis import RedisBackend
 from hicache.backends.testing import Store, store_chain
 from hicache.cache import host_tier
+from hicache.config import TransferConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.config.storage import FileStorageOptions
 from hicache.controller import storage as storage_workers
@@ -27,6 +28,7 @@ from hicache.radix import Node
 from tests.backends.redis.store import grow_old
 from tests.cache.host_world import HostWorld
 from tests.cache.world import LastingBackend, ShiftedClock, World, codec, every_hit, prompt
+from tests.ranks import Exchange
 from tests.waiting import wait_for
 
 PAGE = codec().frame_bytes
@@ -256,7 +258,9 @@ def test_uses_wait_for_a_store_that_hangs_up_to_a_bound_and_are_counted_beyond(
 def test_a_store_that_is_replaced_while_it_hangs_is_told_no_more() -> None:
     old, new = Listening(), Listening()
     clock = ShiftedClock()
-    world = World(backend=old, clock=clock, open_storage=lambda epoch: new)
+    world = World(
+        backend=old, clock=clock, open_storage=lambda epoch: new, transfer=TransferConfig(backup_workers=2)
+    )
     world.serve("first", HOT)
     world.settle()
     old.may_answer.clear()
@@ -426,3 +430,32 @@ def test_evictions_of_storage_are_events() -> None:
     assert index.prefix_pages(keys_of(HOT), Medium.STORAGE) == 0
     assert index.prefix_pages(keys_of(HOT), Medium.DEVICE) == 3
     index.check()
+
+
+# Ranks
+
+
+def test_ranks_tell_storage_of_uses_and_take_in_no_losses() -> None:
+    """Only one of them has lost the prompt: with the mark gone there alone, they would decide differently."""
+    stores, exchange, clock = [Listening(6), Listening()], Exchange(2), ShiftedClock()
+    worlds = [
+        World(backend=store, ranks=rank, clock=clock) for store, rank in zip(stores, exchange.ranks(), strict=True)
+    ]
+
+    def serve(rid: str, key: RadixKey) -> None:
+        for world in worlds:
+            world.cache.cache_finished_req(world.begin(rid, key), key)
+        wait_for(lambda: all(world.controller.idle for world in worlds), step)
+
+    def step() -> None:
+        for world in worlds:
+            world.step()
+
+    for number, key in enumerate([HOT, other(0), other(1), HOT]):
+        serve(f"{number}", key)
+    wait_for(lambda: all(keys_of(HOT)[0] in store.told for store in stores), step)
+    for _ in range(4):
+        step()
+    assert [has(store, HOT) for store in stores] == [0, 3]
+    assert [node_of(world, HOT).stored for world in worlds] == [True, True]
+    assert [world.cache.statistics().lost_pages for world in worlds] == [0, 0]
