@@ -164,7 +164,8 @@ def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable
             if config.events.endpoint is not None and (ranks is None or ranks.rank == 0):
                 # All ranks have the same tree, and one address.
                 stream = EventStream(config.events.buffer)
-                cache.record_events(stream, create_publisher(config.events, stream))
+                given = isinstance(cache, HostCache) and cache.tree.position_bytes == PAGE_KEY_BYTES
+                cache.record_events(stream, create_publisher(config.events, stream, given_keys=given))
         except RankError:  # all ranks know, or cannot be told
             raise
         except HiCacheError:

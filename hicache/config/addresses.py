@@ -139,6 +139,20 @@ def split_endpoint(endpoint: str, *, listens: bool) -> Address | Path:
     return split_address(f"{host}:{'0' if port == '*' else port}", lowest=0)
 
 
+def ranked_endpoint(endpoint: str, rank: int | None) -> str:
+    """Return the ZeroMQ endpoint at which a data-parallel rank listens if rank 0 listens at `endpoint`: the port is
+    higher by the rank, unless any free one is asked for, and the name of a socket ends with the rank. Raises ValueError
+    if the endpoint is not valid, or has no such port."""
+    place = split_endpoint(endpoint, listens=True)
+    if not rank or (isinstance(place, Address) and place.port == 0):
+        return endpoint
+    if isinstance(place, Path):
+        ranked = f"{endpoint}_dp{rank}"
+        split_endpoint(ranked, listens=True)
+        return ranked
+    return f"{endpoint.rpartition(':')[0]}:{check_port(place.port + rank)}"
+
+
 def is_loopback(host: str) -> bool:
     """True if `host` names this machine alone. Resolves no name: any name but `localhost` counts as remote."""
     try:

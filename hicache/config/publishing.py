@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..units import MIB, Count, PositiveDuration, PositiveSize
-from .addresses import PORT_MAX, check_host, check_port, is_loopback, split_endpoint
+from .addresses import PORT_MAX, check_host, check_port, is_loopback, ranked_endpoint, split_endpoint
 from .section import FileSystemPath, Section
 
 
@@ -57,13 +57,25 @@ class EventsConfig(Section):
         description="Where subscribers ask for batches they missed. Without it one that missed something stays wrong.",
     )
     topic: str = Field(
-        default="kv-events", max_length=255,
+        default="kv-events",
+        max_length=255,
         description="Topic of the published messages.",
     )
     token_ids: bool = Field(
         default=True,
         description="Publish the token ids of stored pages. They are the prompts: whoever may subscribe can read them. "
         "Off, consumers can match page keys only.",
+    )
+    tenants: bool = Field(
+        default=False,
+        description="Publish `cache_salt` and `session_id` in clear, as vLLM and SGLang do. A salt is a secret of its "
+        "tenant: who knows it can ask what the tenant has cached.",
+    )
+    data_parallel_rank: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        default=None,
+        description="Rank of this engine among its data-parallel ones, which events name. As in vLLM and SGLang, it is "
+        "added to the TCP ports of the endpoints, so that all ranks can have one configuration; the name of a Unix "
+        "socket gets `_dp` and the rank.",
     )
     buffer: PositiveSize = Field(
         default=32 * MIB,
@@ -76,7 +88,9 @@ class EventsConfig(Section):
         "snapshot.",
     )
     queued_batches_max: Count = Field(
-        default=1000, ge=1, le=65536,
+        default=1000,
+        ge=1,
+        le=65536,
         description="Batches queued for one slow subscriber, each of up to some 256 KiB, and at most a node of the "
         "tree more. Beyond that it misses some, which is counted.",
     )
@@ -101,4 +115,6 @@ class EventsConfig(Section):
             raise ValueError("replay_endpoint without endpoint: there is nothing to replay")
         if (self.curve_secret_key_file is None) is not (self.curve_client_keys_file is None):
             raise ValueError("curve_secret_key_file and curve_client_keys_file need each other")
+        for endpoint in filter(None, (self.endpoint, self.replay_endpoint)):
+            ranked_endpoint(endpoint, self.data_parallel_rank)
         return self

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from .publisher import EventPublisher
 
 
-def create_publisher(section: EventsConfig, stream: EventStream) -> EventPublisher | None:
-    """Publish `stream` as the section `events` says; None if it names no endpoint. Starts a thread.
+def create_publisher(section: EventsConfig, stream: EventStream, *, given_keys: bool = False) -> EventPublisher | None:
+    """Publish `stream` as the section `events` says; None if it names no endpoint. Starts a thread. `given_keys` says
+    that the engine gives the page keys.
 
     Raises ConfigError if the extra `events` is not installed, a key cannot be read, or an endpoint cannot be bound or
     is open to strangers.
@@ -26,4 +27,4 @@ def create_publisher(section: EventsConfig, stream: EventStream) -> EventPublish
         from .publisher import EventPublisher  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise MissingPackage(f"events need the package {error.name}; {install_hint('events')}") from error
-    return EventPublisher(stream, section, curve)
+    return EventPublisher(stream, section, curve, given_keys=given_keys)

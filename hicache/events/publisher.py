@@ -25,11 +25,12 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..config import EventsConfig
+from ..config.addresses import ranked_endpoint
 from ..errors import ConfigError
 from .security import CurveKeys, require_private
 from .stream import EventStream
 from .types import Cleared, Event, PublisherStatistics
-from .wire import encode_batch
+from .wire import WireForm, encode_batch
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +74,19 @@ class _ListedKeys:
 class EventPublisher:
     """See the module's docstring. Starts a thread; a context manager that closes.
 
-    Raises ConfigError without an endpoint, and for one that is open to strangers or cannot be bound.
+    `given_keys` says that the engine gives the page keys. Raises ConfigError without an endpoint, and for one that is
+    open to strangers or cannot be bound.
     """
 
-    def __init__(self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None) -> None:
+    def __init__(
+        self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None, *, given_keys: bool = False
+    ) -> None:
         if config.endpoint is None:
             raise ConfigError("events.endpoint: there is none; say where to publish, such as tcp://127.0.0.1:5557")
         require_private(config, curve)
         self._config = config
         self._topic = config.topic.encode()
+        self._form = WireForm(config.token_ids, config.tenants, given_keys, config.data_parallel_rank)
         self._kept: deque[bytes] = deque()  # the payloads of the batches up to number `_sequence` - 1
         self._kept_bytes = 0
         # Microseconds since 1970, so that the numbers of a later publisher at this address are larger: a subscriber
@@ -103,8 +108,9 @@ class EventPublisher:
                 self._authenticator.configure_curve_callback(_ZAP_DOMAIN, self._listed)
                 undo.callback(self._authenticator.stop)
                 self._authenticator.start()
-            self._pub = self._bind(zmq.PUB, config.endpoint, curve)
-            self._router = self._bind(zmq.ROUTER, config.replay_endpoint, curve) if config.replay_endpoint else None
+            rank, replay = config.data_parallel_rank, config.replay_endpoint
+            self._pub = self._bind(zmq.PUB, ranked_endpoint(config.endpoint, rank), curve)
+            self._router = self._bind(zmq.ROUTER, ranked_endpoint(replay, rank), curve) if replay else None
             # Where subscribers connect to, with the port that was taken.
             self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
             self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT) if self._router else None
@@ -217,7 +223,7 @@ class EventPublisher:
         return bool(events)
 
     def _send(self, events: Sequence[Event]) -> None:
-        payload = encode_batch(events, time.time(), token_ids=self._config.token_ids)
+        payload = encode_batch(events, time.time(), self._form)
         frames = (self._topic, _number(self._sequence), payload)
         if self._router is not None:
             self._kept.append(payload)
@@ -247,8 +253,9 @@ class EventPublisher:
         self._snapshot_asked |= start < first and first > self._origin
         for number in range(max(start, first), self._sequence):
             # Drops what does not fit into the queue of a client that asks and does not read; it sees missing numbers.
-            router.send_multipart((client, b"", _number(number), self._kept[number - first]), zmq.NOBLOCK, copy=False)
-        router.send_multipart((client, b"", END_OF_REPLAY, b""), zmq.NOBLOCK)
+            answer = (client, b"", self._topic, _number(number), self._kept[number - first])
+            router.send_multipart(answer, zmq.NOBLOCK, copy=False)
+        router.send_multipart((client, b"", b"", END_OF_REPLAY, b""), zmq.NOBLOCK)
 
     def _request_snapshot(self) -> None:
         """Ask the scheduler for the whole tree, which it walks over, no more often than `snapshot_interval` allows."""

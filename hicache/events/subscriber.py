@@ -166,13 +166,13 @@ class EventFollower:
         deadline_s = time.monotonic() + self._replay_timeout_s
         while self._dealer.poll(max(0, int(1000 * (deadline_s - time.monotonic())))):
             frames = self._dealer.recv_multipart()
-            if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
+            if len(frames) != 4 or len(frames[2]) != SEQUENCE_BYTES:
                 self._refused += 1
                 continue
-            if frames[1] == END_OF_REPLAY:
+            if frames[2] == END_OF_REPLAY:
                 return
-            sequence = int.from_bytes(frames[1], "big")
-            events = self._decode(frames[2])
+            sequence = int.from_bytes(frames[2], "big")
+            events = self._decode(frames[3])
             if events is not None and sequence >= self._expected:
                 self._skip_to(sequence)
                 self._apply(sequence, events)

@@ -1,78 +1,135 @@
 """KV events as bytes: one MessagePack document per batch, as docs/formats/kv_events.md has it.
 
-The form is vLLM's, as arrays with hashes of bytes. Needs msgspec (extra `events`).
+Events are maps that the decoders of vLLM and of SGLang read alike: hashes are integers, and a field `hicache`, which
+both skip, has the whole page keys. Needs msgspec (extra `events`).
 """
 
 from __future__ import annotations
 
 import array
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..errors import InvalidInput
-from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES
-from .types import Cleared, Event, Medium, Removed, Stored
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, split_keys
+from .types import Cleared, Event, Medium, Origin, Removed, Stored
 
 # What consumers call the media.
 _NAMES = {Medium.DEVICE: "GPU", Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"}
 _MEDIA = {name: medium for medium, name in _NAMES.items()}
+_HASHES_PER_KEY = PAGE_KEY_BYTES // 8
 
 
-# What consumers declare. Limits are checked below and not by `msgspec.Meta`: some releases of msgspec crash the garbage
-# collector over its objects (msgspec issue 717).
-class _BlockStored(msgspec.Struct, tag="BlockStored", array_like=True):
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int | tuple[int, int]]
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """What a publisher writes. `token_ids` are tokens and seeds, `tenants` are salts and sessions. `given_keys` says
+    that page keys are the engine's own hashes, as in vLLM. `data_parallel_rank` is that of the engine, if it has any.
+    """
+
+    token_ids: bool = True
+    tenants: bool = False
+    given_keys: bool = False
+    data_parallel_rank: int | None = None
+
+
+class _Own(msgspec.Struct, array_like=True):
+    """What HiCache adds to a stored run: its page keys, 32 bytes each, the key before them, the seed, and the second
+    token of the last pair where positions are pairs."""
+
+    keys: bytes
+    parent: bytes | None = None
+    seed: bytes = b""
+    last_token: int | None = None
+
+
+# What consumers declare; a field without a default is always there, because vLLM demands it. Limits are checked below
+# and not by `msgspec.Meta`: some releases of msgspec crash the garbage collector over its objects (msgspec issue 717).
+class _BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
     block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
     extra_keys: list[list[Any] | None] | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    hicache: _Own | None = None
 
 
-class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True):
-    block_hashes: list[bytes]
-    medium: str | None = None
+class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
+    block_hashes: list[int]
+    medium: str | None
+    hicache: bytes | None = None  # the page keys, 32 bytes each
 
 
-class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True):
+class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
 _decoder = msgspec.msgpack.Decoder(tuple[float, list[_BlockStored | _BlockRemoved | _AllBlocksCleared], int | None])
 
 
-def encode_batch(events: Iterable[Event], timestamp_s: float, *, token_ids: bool = True) -> bytes:
-    """Return the bytes of one batch. `timestamp_s` is the publisher's clock, since 1970. Without `token_ids`, tokens
-    and seeds are left out."""
-    return msgspec.msgpack.encode((timestamp_s, [_to_wire(event, token_ids) for event in events], None))
+def encode_batch(events: Iterable[Event], timestamp_s: float, form: WireForm = WireForm()) -> bytes:
+    """Return the bytes of one batch. `timestamp_s` is the publisher's clock, since 1970."""
+    return msgspec.msgpack.encode((timestamp_s, [_to_wire(event, form) for event in events], form.data_parallel_rank))
 
 
-def _to_wire(event: Event, token_ids: bool) -> msgspec.Struct:
+def _to_wire(event: Event, form: WireForm) -> msgspec.Struct:
     if isinstance(event, Cleared):
         return _AllBlocksCleared()
-    hashes, medium = list(event.keys), _NAMES[event.medium]
+    joined, medium = b"".join(event.keys), _NAMES[event.medium]
     if isinstance(event, Removed):
-        return _BlockRemoved(hashes, medium)
-    ids: list[Any] = []
-    if token_ids:
+        return _BlockRemoved(_hashes(joined, form), medium, joined)
+    ids: list[int] = []
+    own = _Own(joined, event.parent)
+    if form.token_ids:
         numbers = np.frombuffer(event.tokens, dtype="<u4")
-        pairs = event.position_bytes == 2 * TOKEN_BYTES
-        ids = (numbers.reshape(-1, 2) if pairs else numbers).tolist()
-    # One entry a page, as vLLM has them: what went into the hash of that page beside its tokens.
-    extra = [[event.seed], *[None] * (len(hashes) - 1)] if event.seed and token_ids else None
-    return _BlockStored(hashes, event.parent, ids, event.page_size, None, medium, None, extra)
+        if event.position_bytes == 2 * TOKEN_BYTES:  # each pair begins with the end of the one before
+            own.last_token = int(numbers[-1])
+            numbers = numbers[::2]
+        ids = numbers.tolist()
+        own.seed = event.seed
+    parent, origin = event.parent, event.origin
+    return _BlockStored(
+        _hashes(joined, form), None if parent is None else _hashes(parent, form)[0], ids, event.page_size,
+        origin.lora_id, medium, origin.lora_name, _extra_keys(event, own.seed, form),
+        origin.cache_salt if form.tenants else None, origin.session_id if form.tenants else None, own,
+    )  # fmt: skip
+
+
+def _hashes(keys: bytes, form: WireForm) -> list[int]:
+    """The integers that consumers know pages by: the first 64 bits of each page key, as SGLang has them, whose keys are
+    the same; of keys that vLLM gives the last 64 bits, as vLLM has them."""
+    numbers = np.frombuffer(keys, dtype=">u8" if form.given_keys else ">i8")
+    hashes: list[int] = numbers[_HASHES_PER_KEY - 1 if form.given_keys else 0 :: _HASHES_PER_KEY].tolist()
+    return hashes
+
+
+def _extra_keys(event: Stored, seed: bytes, form: WireForm) -> list[list[Any] | None] | None:
+    """One entry a page, as vLLM has them: the adapter, and where a prompt begins the salt. The seed stands for what is
+    not told, so that a consumer does not take the page for one of all tenants."""
+    name, salt = event.origin.lora_name, event.origin.cache_salt if event.parent is None else None
+    each: list[Any] = [] if name is None else [name]
+    first = list(each)
+    if salt is not None and form.tenants:
+        first.append(salt)
+    elif seed and (salt is not None or name is None):
+        first.append(seed)
+    if not first:
+        return None
+    return [first, *[each or None] * (len(event.keys) - 1)]
 
 
 def decode_batch(payload: bytes) -> tuple[Event, ...]:
-    """Return the events of a batch. Further fields at the end of an event are skipped.
+    """Return the events of a batch. Further fields of an event are skipped.
 
-    Raises InvalidInput if `payload` is not such a batch.
+    Raises InvalidInput if `payload` is not such a batch, and for one that another publisher than HiCache's has made.
     """
     try:
         _, events, _ = _decoder.decode(payload)
@@ -84,37 +141,42 @@ def decode_batch(payload: bytes) -> tuple[Event, ...]:
 def _from_wire(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> Event:
     if isinstance(event, _AllBlocksCleared):
         return Cleared()
-    keys = _keys(event.block_hashes)
-    if isinstance(event, _BlockRemoved):
-        return Removed(_medium(event.medium), keys)
+    own = event.hicache
+    if own is None:
+        raise InvalidInput("KV events: there are no page keys; follow a publisher of HiCache")
+    if isinstance(own, bytes):
+        return Removed(_medium(event.medium), _keys(own, len(event.block_hashes)))
+    assert isinstance(event, _BlockStored)
+    keys = _keys(own.keys, len(event.block_hashes))
     positions = len(keys) * event.block_size
     if not keys or event.block_size < 1:
         raise InvalidInput("KV events: a stored run has no positions")
     if event.token_ids and len(event.token_ids) != positions:
         raise InvalidInput(f"KV events: {len(event.token_ids)} token ids for {positions} positions")
-    parent = None if event.parent_block_hash is None else _keys([event.parent_block_hash])[0]
-    seed = event.extra_keys[0][0] if event.extra_keys and event.extra_keys[0] else b""
-    if not isinstance(seed, bytes):
-        raise InvalidInput("KV events: the extra key of a first page is not a seed")
-    tokens = _token_bytes(event.token_ids)
-    return Stored(_medium(event.medium), keys, parent, seed and _keys([seed])[0], tokens, event.block_size)
+    parent = None if own.parent is None else _keys(own.parent, 1)[0]
+    seed = own.seed and _keys(own.seed, 1)[0]
+    tokens = _token_bytes(event.token_ids, own.last_token)
+    origin = Origin(event.lora_id, event.lora_name, event.cache_salt, event.session_id)
+    return Stored(_medium(event.medium), keys, parent, seed, tokens, event.block_size, origin)
 
 
-def _token_bytes(ids: list[Any]) -> bytes:
-    """Ids, or pairs of them, as uint32 little endian."""
-    pairs = bool(ids) and isinstance(ids[0], tuple)
+def _token_bytes(ids: Sequence[int], last_token: int | None) -> bytes:
+    """Ids, or the pairs that begin with them, as uint32 little endian."""
     try:
         # An array takes a list of integers three times as fast as numpy does.
-        numbers = array.array("I", itertools.chain.from_iterable(ids) if pairs else ids)
-    except (TypeError, OverflowError) as error:
-        raise InvalidInput("KV events: token ids are beyond 32 bits, or mixed with pairs of them") from error
-    return np.asarray(numbers).astype("<u4", copy=False).tobytes()
+        numbers = np.asarray(array.array("I", ids)).astype("<u4", copy=False)
+        if not ids or last_token is None:
+            return numbers.tobytes()
+        seconds = np.append(numbers[1:], np.asarray(array.array("I", [last_token])).astype("<u4"))
+    except OverflowError as error:
+        raise InvalidInput("KV events: token ids are beyond 32 bits") from error
+    return np.stack((numbers, seconds), axis=1).astype("<u4").tobytes()
 
 
-def _keys(hashes: list[bytes]) -> tuple[bytes, ...]:
-    if any(len(key) != PAGE_KEY_BYTES for key in hashes):
-        raise InvalidInput(f"KV events: a hash is not a page key of {PAGE_KEY_BYTES} bytes")
-    return tuple(hashes)
+def _keys(joined: bytes, count: int) -> tuple[bytes, ...]:
+    if len(joined) != PAGE_KEY_BYTES * count:
+        raise InvalidInput(f"KV events: {len(joined)} bytes of page keys for {count} pages of {PAGE_KEY_BYTES}")
+    return tuple(split_keys(joined))
 
 
 def _medium(name: str | None) -> Medium:

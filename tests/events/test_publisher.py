@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -175,6 +176,17 @@ def test_closing_sends_what_is_left_and_frees_the_port() -> None:
     published(stream, endpoint=publisher.endpoint).close()
 
 
+def test_a_rank_listens_at_a_port_of_its_own_and_its_batches_say_which() -> None:
+    with published(EventStream(1)) as free:
+        port = int(free.endpoint.rpartition(":")[2])
+    with published(EventStream(1), endpoint=f"tcp://127.0.0.1:{port - 3}", data_parallel_rank=3) as publisher:
+        assert publisher.endpoint == f"tcp://127.0.0.1:{port}"
+        wait_for(lambda: publisher.statistics().batches == 1)
+        for dealer in raw_requests(publisher):
+            (_, payload), *_ = replayed(dealer, 0)
+        assert msgspec.msgpack.decode(payload)[2] == 3
+
+
 @contextmanager
 def stuck(publisher: EventPublisher) -> Iterator[None]:
     """A subscriber that does not read."""
@@ -219,11 +231,11 @@ def replayed(dealer: zmq.Socket[bytes], start: int) -> list[tuple[int, bytes]]:
     dealer.send_multipart([b"", start.to_bytes(8, "big")])
     found: list[tuple[int, bytes]] = []
     while dealer.poll(int(1000 * TIMEOUT_S)):
-        empty, number, payload = dealer.recv_multipart()
-        assert empty == b""
+        empty, topic, number, payload = dealer.recv_multipart()
         if number == END_OF_REPLAY:
-            assert payload == b""
+            assert (empty, topic, payload) == (b"", b"", b"")
             return found
+        assert (empty, topic) == (b"", b"kv-events")
         found.append((int.from_bytes(number, "big"), payload))
     raise AssertionError("no end of the replay")
 
@@ -251,14 +263,14 @@ def test_a_request_that_is_none_is_refused_and_the_next_one_served(request_frame
         for dealer in raw_requests(publisher):
             dealer.send_multipart(request_frames)
             dealer.send_multipart([b"", (1 << 60).to_bytes(8, "big")])
-            assert dealer.recv_multipart() == [b"", END_OF_REPLAY, b""]
+            assert dealer.recv_multipart() == [b"", b"", END_OF_REPLAY, b""]
         assert publisher.statistics().refused == 1
 
 
 def test_a_batch_that_cannot_be_read_is_skipped_and_counted() -> None:
     stream = EventStream(LARGE_BYTES)
     with published(stream) as publisher, follower_of(publisher) as follower:
-        stream.put(stored(1)._replace(keys=(b"short",)))
+        stream.put(stored(1)._replace(keys=(b"8 bytes.",)))
         wait_for(lambda: follower.statistics().refused > 0, lambda: follower.poll(0.01))
         assert len(follower.index) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,88 +13,96 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import InvalidInput
-from hicache.events import Cleared, Event, Medium, Removed, Stored
-from hicache.events.wire import decode_batch, encode_batch
-from hicache.keys import page_keys, token_bytes
+from hicache.events import Cleared, Event, Medium, Origin, Removed, Stored
+from hicache.events.wire import WireForm, decode_batch, encode_batch
+from hicache.keys import RadixKey, page_keys, token_bytes
 
 TOKENS = token_bytes(range(1, 9))
 KEYS = tuple(page_keys(TOKENS, 4))
+PAIRS = RadixKey.of([*range(1, 9), 9], bigram=True).tokens
 SEED = bytes(range(32))
+OF_SEED = tuple(page_keys(TOKENS, 4, SEED))
+ORIGIN = Origin(7, "lora", "salt", "session")
 EVENTS: tuple[Event, ...] = (
     Stored(Medium.DEVICE, KEYS, None, b"", TOKENS, 4),
     Stored(Medium.HOST, KEYS[1:], KEYS[0], b"", TOKENS[16:], 4),
-    Stored(Medium.STORAGE, tuple(page_keys(TOKENS, 4, SEED)), None, SEED, TOKENS, 4),
-    Stored(Medium.DEVICE, tuple(page_keys(TOKENS, 4)), None, b"", TOKENS, 2),  # bigrams
+    Stored(Medium.STORAGE, OF_SEED, None, SEED, TOKENS, 4),
+    Stored(Medium.DEVICE, tuple(page_keys(PAIRS, 8)), None, b"", PAIRS, 4),
     Removed(Medium.HOST, KEYS),
     Cleared(),
 )
-
-
-class ArrayEvent(msgspec.Struct, array_like=True, tag=True):
-    """How consumers of positional events declare them."""
-
-
-class BlockStored(ArrayEvent):
-    """Of the time before `medium` had a companion."""
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[Any]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-
-
-class BlockRemoved(ArrayEvent):
-    """Pages that left."""
-
-    block_hashes: list[bytes]
-    medium: str | None
-
-
-class AllBlocksCleared(ArrayEvent):
-    """All pages that left."""
-
-
-class ArrayBatch(msgspec.Struct, array_like=True):
-    """How consumers declare the envelope."""
-
-    ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    data_parallel_rank: int | None = None
+NAMED = (Stored(Medium.DEVICE, OF_SEED, None, SEED, TOKENS, 4, ORIGIN),)
+OPEN = WireForm(tenants=True)
 
 
 def test_what_was_written_is_read_back() -> None:
     assert decode_batch(encode_batch(EVENTS, 12.5)) == EVENTS
+    assert decode_batch(encode_batch(NAMED, 12.5, OPEN)) == NAMED
 
 
-def test_other_consumers_read_the_batch() -> None:
-    batch = msgspec.msgpack.decode(encode_batch(EVENTS, 1.0), type=ArrayBatch)
-    assert (batch.ts, batch.data_parallel_rank) == (1.0, None)
-    first, second, third, bigrams, removed, cleared = batch.events
-    assert first == BlockStored(list(KEYS), None, list(range(1, 9)), 4, None, "GPU")
-    assert second == BlockStored([KEYS[1]], KEYS[0], [5, 6, 7, 8], 4, None, "CPU")
-    assert isinstance(third, BlockStored) and (third.parent_block_hash, third.medium) == (None, "STORAGE")
-    assert msgspec.msgpack.decode(encode_batch(EVENTS, 1.0))[1][2][-2:] == [None, [[SEED], None]]
-    assert isinstance(bigrams, BlockStored) and bigrams.token_ids == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert removed == BlockRemoved(list(KEYS), "CPU")
-    assert cleared == AllBlocksCleared()
+def as_maps(events: Iterable[Event], form: WireForm = OPEN) -> list[dict[str, Any]]:
+    """The events of a batch, without what only HiCache reads."""
+    _, found, _ = msgspec.msgpack.decode(encode_batch(events, 1.0, form))
+    return [{name: value for name, value in event.items() if name != "hicache"} for event in found]
+
+
+def test_a_page_is_known_by_the_first_64_bits_of_its_key_or_by_the_last_of_one_that_vllm_gives() -> None:
+    first, second, *_, removed, cleared = as_maps(EVENTS)
+    numbers = [int.from_bytes(key[:8], "big", signed=True) for key in KEYS]
+    assert (first["block_hashes"], first["parent_block_hash"]) == (numbers, None)
+    assert (second["block_hashes"], second["parent_block_hash"]) == (numbers[1:], numbers[0])
+    assert removed == {"type": "BlockRemoved", "block_hashes": numbers, "medium": "CPU"}
+    assert cleared == {"type": "AllBlocksCleared"}
+    given = as_maps(EVENTS, WireForm(given_keys=True))
+    assert given[4]["block_hashes"] == [int.from_bytes(key[-8:], "big") for key in KEYS]
+
+
+def test_ids_are_single_integers_also_where_positions_are_pairs() -> None:
+    assert [event["token_ids"] for event in as_maps(EVENTS[:4])] == [
+        list(range(1, 9)), list(range(5, 9)), list(range(1, 9)), list(range(1, 9)),
+    ]  # fmt: skip
 
 
 def test_without_token_ids_neither_tokens_nor_seeds_are_written() -> None:
-    payload = encode_batch(EVENTS, 1.0, token_ids=False)
+    payload = encode_batch(EVENTS, 1.0, WireForm(token_ids=False))
     assert SEED not in payload
     events = decode_batch(payload)
-    assert events[2] == Stored(Medium.STORAGE, tuple(page_keys(TOKENS, 4, SEED)), None, b"", b"", 4)
+    assert events[2] == Stored(Medium.STORAGE, OF_SEED, None, b"", b"", 4)
     assert SEED in encode_batch(EVENTS, 1.0)  # negative control
 
 
-def stored(**changes: object) -> list[object]:
+def test_salts_and_sessions_are_written_only_if_that_is_asked_for_and_the_adapter_always() -> None:
+    payload = encode_batch(NAMED, 1.0)
+    assert b"salt" not in payload.replace(b"cache_salt", b"") and b"session" not in payload
+    (event,) = as_maps(NAMED, WireForm())
+    assert (event["lora_id"], event["lora_name"], event["extra_keys"]) == (7, "lora", [["lora", SEED], ["lora"]])
+    (event,) = as_maps(NAMED)
+    assert (event["cache_salt"], event["session_id"], event["extra_keys"]) == (
+        "salt", "session", [["lora", "salt"], ["lora"]],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("origin", "extra_keys"),
+    [(Origin(), [[SEED], None]), (Origin(lora_name="lora"), [["lora"], ["lora"]]),
+     (Origin(cache_salt="salt"), [["salt"], None])],
+)  # fmt: skip
+def test_the_extra_keys_say_what_the_pages_depend_on(origin: Origin, extra_keys: object) -> None:
+    (event,) = as_maps([NAMED[0]._replace(origin=origin)])
+    assert event["extra_keys"] == extra_keys
+    assert "extra_keys" not in as_maps(EVENTS[:1])[0]
+
+
+def stored(own: object = (), **changes: object) -> dict[str, object]:
     fields: dict[str, object] = {
-        "type": "BlockStored", "block_hashes": [KEYS[0]], "parent_block_hash": None, "token_ids": [1, 2, 3, 4],
-        "block_size": 4, "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": None,
+        "type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": [1, 2, 3, 4],
+        "block_size": 4, "lora_id": None, "medium": "GPU", "lora_name": None, "hicache": own or [KEYS[0]],
     }  # fmt: skip
-    return list((fields | changes).values())
+    return fields | changes
+
+
+def removed(**changes: object) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU", "hicache": KEYS[0]} | changes
 
 
 def decoded(*events: object) -> tuple[Event, ...]:
@@ -101,25 +110,25 @@ def decoded(*events: object) -> tuple[Event, ...]:
 
 
 def test_fields_from_the_future_are_skipped() -> None:
-    assert decoded(stored(group_idx=1)) == decoded(stored())
-    assert decoded(["BlockRemoved", [KEYS[0]], "GPU", 7]) == (Removed(Medium.DEVICE, KEYS[:1]),)
+    assert decoded(stored(group_idx=1)) == decoded(stored()) == decoded(stored([KEYS[0], None, b"", None, 8]))
+    assert decoded(removed(locality="LOCAL")) == (Removed(Medium.DEVICE, KEYS[:1]),)
 
 
 def test_an_event_without_a_medium_is_of_the_device() -> None:
-    assert decoded(["BlockRemoved", [KEYS[0]]], ["BlockRemoved", [KEYS[0]], None]) == 2 * (
-        Removed(Medium.DEVICE, KEYS[:1]),
-    )
+    assert decoded(removed(medium=None)) == (Removed(Medium.DEVICE, KEYS[:1]),)
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        stored(block_hashes=[]), stored(block_hashes=[b"short"]), stored(block_hashes=[7]), stored(block_size=0),
-        stored(parent_block_hash=b""), stored(token_ids=[1]), stored(token_ids=[1, 2, [3, 4], 5]),
-        stored(token_ids=[-1, 2, 3, 4]), stored(token_ids=[2**32, 2, 3, 4]), stored(token_ids=[[1, 2, 3]] * 4),
-        stored(medium="TAPE"), stored(extra_keys=[["salt"]]), stored(extra_keys=[[b"short"]]), stored(type="Other"),
-        *(stored(extra_keys=[[seed]]) for seed in (None, 0, "", False)),
-        {"type": "AllBlocksCleared"}, ["BlockStored"], ["BlockRemoved", 5], [], {}, 5, None,
+        stored(block_hashes=[]), stored(block_hashes=[KEYS[0]]), stored(block_hashes=[7, 8]), stored(block_size=0),
+        stored([b"short"]), stored([KEYS[0], b"short"]), stored([KEYS[0], None, b"short"]), stored([KEYS[0], 5]),
+        stored([KEYS[0], None, None]), stored([KEYS[0], None, b"", 2**32]), stored([KEYS[0], None, b"", -1]),
+        stored(block_hashes=[], hicache=[b""]), stored(hicache=None), stored(hicache=KEYS[0]), removed(hicache=None),
+        removed(hicache=[KEYS[0]]), removed(hicache=b"short"), stored(parent_block_hash="x"), stored(token_ids=[1]),
+        stored(token_ids=[1, 2, [3, 4], 5]), stored(token_ids=[-1, 2, 3, 4]), stored(token_ids=[2**32, 2, 3, 4]),
+        stored(medium="TAPE"), stored(type="Other"), stored(lora_name=5), stored(cache_salt=b"x"), {},
+        {"type": "BlockStored"}, {"type": "BlockRemoved", "block_hashes": 5}, ["AllBlocksCleared"], [], 5, None,
     ],
 )  # fmt: skip
 def test_what_is_no_event_is_refused(event: object) -> None:
@@ -146,14 +155,14 @@ def test_damaged_batches_raise_nothing_but_the_typed_error(data: st.DataObject) 
         pass
 
 
-@pytest.mark.parametrize("start", ["", "93cb" + "00" * 8 + "91", "93cb" + "00" * 8 + "91" + "99a178"])
+@pytest.mark.parametrize("start", ["", "93cb" + "00" * 8 + "91", "93cb" + "00" * 8 + "91" + "82a178"])
 def test_a_batch_that_nests_deeply_is_the_typed_error(start: str) -> None:
     """As the whole, as an event, and as a field that is skipped."""
     with pytest.raises(InvalidInput, match="not a batch of events"):
         decode_batch(bytes.fromhex(start) + b"\x91" * 100_000 + b"\xc0\xc0")
 
 
-@given(st.binary(max_size=300), st.sampled_from([b"", b"\x93\xcb" + bytes(8), b"\x93\xcb" + bytes(8) + b"\x91\x98"]))
+@given(st.binary(max_size=300), st.sampled_from([b"", b"\x93\xcb" + bytes(8), b"\x93\xcb" + bytes(8) + b"\x91\x8b"]))
 def test_any_bytes_are_a_batch_or_the_typed_error(noise: bytes, start: bytes) -> None:
     try:
         decode_batch(start + noise)
