@@ -161,6 +161,18 @@ class ChunkCache:
             raise InvalidInput("events: record them from the start, before the first request, and into one stream")
         self._events, self._publisher = EventRecorder(stream), publisher
 
+    def name_origin(
+        self,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """See `TreeCache`. There are no events that could say it."""
+        if self._events is not None:
+            self._events.describe(extra_key, cache_salt, lora_id, lora_name)
+
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Nothing to compare it with."""
         whole("tokens", tokens)

@@ -139,6 +139,21 @@ class TreeCache(Protocol):
         REQUIRES: called before the first request and once; InvalidInput otherwise.
         """
 
+    def name_origin(
+        self,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """Say whose prompts those of (`extra_key`, `cache_salt`) are: events name the LoRA adapter, and the salt if
+        `events.tenants` is set. Call it before the first such prompt; cheap, and may be repeated. Does nothing unless
+        events are recorded. At most 65,536 pairs are known at once, and the first of them is forgotten first.
+
+        Raises InvalidInput as `RadixKey.of` does, and for a lora_id or a lora_name of another type.
+        """
+
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Say how long a forward over `tokens` prompt tokens took: what a hit has to be faster than.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from ..arguments import instance, whole
 from ..events import Cleared, EventStream, Medium, Origin, Recorded, Removed, RemovedRun, Snapshot, StoredRun
 from ..events.types import NO_ORIGIN
 from ..keys import PAGE_KEY_BYTES, namespace_seed
@@ -39,6 +40,10 @@ class EventRecorder:
         self, extra_key: str | None, cache_salt: str | None, lora_id: int | None, lora_name: str | None
     ) -> None:
         """Name what prompts of (`extra_key`, `cache_salt`) belong to, in the events from now on."""
+        if lora_id is not None:
+            whole("lora_id", lora_id)
+        if lora_name is not None:
+            instance("lora_name", lora_name, str)
         seed = namespace_seed(extra_key, cache_salt)
         self._origins.pop(seed, None)
         while len(self._origins) >= ORIGINS_MAX:
@@ -47,7 +52,7 @@ class EventRecorder:
 
     def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` has just appeared on `medium`. One that comes to the host from storage is reported on both."""
-        event = self.stored_run(medium, tree, node)
+        event = self.stored_run(medium, tree, node, self.session_id)
         self.stream.put(event)
         walk = self._walk
         if walk is not None:
@@ -92,7 +97,7 @@ class EventRecorder:
         if self._walk is not None and self._walk.advance(tree, self._slice_s):
             self._walk = None
 
-    def stored_run(self, medium: Medium, tree: RadixTree, node: Node) -> StoredRun:
+    def stored_run(self, medium: Medium, tree: RadixTree, node: Node, session_id: str | None = None) -> StoredRun:
         """The event that `node` is on `medium`. Hashes nothing. Where page keys are given, the tokens are not known and
         the event has none."""
         parent = node.parent
@@ -100,15 +105,16 @@ class EventRecorder:
         keys = tree.run_keys(node)
         prior = tree.prior_of(node) if isinstance(keys, bytes) else b""
         tokens = b"" if tree.position_bytes == PAGE_KEY_BYTES else node.key
-        origin = self._origin(node) if self._origins or self.session_id else NO_ORIGIN
+        origin = self._origin(node) if self._origins else NO_ORIGIN
+        if session_id is not None:
+            origin = origin._replace(session_id=session_id)
         return StoredRun(medium, tree.pages(node), keys, prior, begins, tokens, tree.page_size, origin)
 
     def _origin(self, node: Node) -> Origin:
         root = node
         while root.parent is not None:
             root = root.parent
-        origin = self._origins.get(root.page_keys or b"", NO_ORIGIN)
-        return origin if self.session_id is None else origin._replace(session_id=self.session_id)
+        return self._origins.get(root.page_keys or b"", NO_ORIGIN)
 
 
 class SnapshotWalk:
@@ -119,8 +125,8 @@ class SnapshotWalk:
 
     It holds because a node is told as a whole, with the media it is on at that moment, behind its ancestors, and from
     then on each event of it follows as it happens. An event of a node that is not told is left out if it removes
-    something, because the node is told later with what it has then, or never if it has left the tree; one that adds
-    something is replaced by telling the node, because the walk may have passed its place. A split copies the mark to
+    something, because the node is told later with what it has then, or never if it has left the tree; before one that
+    adds something the node is told, because the walk may have passed its place. A split copies the mark to
     the new node, and moves no page.
 
     At the end all nodes of the tree are told. The nodes that were in the tree at the begin are told when the stack
@@ -153,10 +159,8 @@ class SnapshotWalk:
 
     def stored(self, event: Recorded, tree: RadixTree, node: Node) -> None:
         """`node` has just appeared on a medium, as `event` says."""
-        if node.told == self._mark:
-            self.snapshot.put(event)
-        else:
-            self._tell(tree, node)
+        self._tell(tree, node)
+        self.snapshot.put(event)
 
     def removed(self, event: Recorded, node: Node) -> None:
         """`node` is about to leave a medium, as `event` says."""

@@ -181,6 +181,18 @@ class SessionCache(HiRadixCache):
                 return False
         return True
 
+    def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
+        """As in `HiRadixCache`; events of what a turn has computed name its session."""
+        session = self._turns.get(request.rid)
+        if session is None or self._events is None:
+            super().cache_unfinished_req(request, key)
+            return
+        self._events.session_id = session.session_id
+        try:
+            super().cache_unfinished_req(request, key)
+        finally:
+            self._events.session_id = None
+
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request. A turn leaves its KV to its session: that of `key`, or after an abort what it was before."""
         self.running.require(request)

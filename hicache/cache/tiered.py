@@ -188,6 +188,18 @@ class TieredCache:
         self._events = self.tree.observer = EventRecorder(stream)
         self._publisher = publisher
 
+    def name_origin(
+        self,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """See `TreeCache`."""
+        if self._events is not None:
+            self._events.describe(extra_key, cache_salt, lora_id, lora_name)
+
     # Each step
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
