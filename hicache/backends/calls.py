@@ -155,10 +155,11 @@ class Calls:
         evicted_pages: int = 0,
     ) -> None:
         """Count the outcomes of a batch. `corrupt` are reasons, `errors` classes."""
-        errors = list(errors)
-        collected = getattr(_collecting, "errors", None)
-        if collected is not None:
-            collected += errors
+        if errors:
+            errors = list(errors)
+            collected = getattr(_collecting, "errors", None)
+            if collected is not None:
+                collected += errors
         with self._lock:
             if gets:
                 _tally(self._gets, gets)

@@ -42,6 +42,8 @@ _CHANGES_MAX = 64
 class Direction(enum.StrEnum):
     """Which way pages go. Lookups read, removals write."""
 
+    __hash__ = str.__hash__  # that of Enum is a function in Python, for each key of a dictionary
+
     READ = "read"
     WRITE = "write"
 
@@ -54,6 +56,8 @@ _FIRST_PROBE_S = {Direction.READ: 0.25, Direction.WRITE: 0.5}
 class Verb(enum.StrEnum):
     """What is asked of a backend."""
 
+    __hash__ = str.__hash__  # as above
+
     EXISTS = "exists"
     GET = "get"
     SET = "set"
@@ -63,7 +67,7 @@ class Verb(enum.StrEnum):
     @property
     def direction(self) -> Direction:
         """Which breaker decides about it."""
-        return Direction.READ if self in (Verb.EXISTS, Verb.GET) else Direction.WRITE
+        return Direction.READ if self is Verb.GET or self is Verb.EXISTS else Direction.WRITE
 
 
 class Refusal(enum.StrEnum):
@@ -221,7 +225,8 @@ class AdmissionControl:
         self._options = options
         self._clock = clock
         self._wake = wake
-        self._state = threading.Condition()
+        self._state = threading.RLock()
+        self._room = threading.Condition(self._state)
         self._breakers = {
             Direction.READ: Breaker(options, options.read, jitter),
             Direction.WRITE: Breaker(options, options.write, jitter),
@@ -282,7 +287,7 @@ class AdmissionControl:
             if call.bytes:
                 self._call_bytes[call.verb].add(call.bytes)
             if self._waiting:
-                self._state.notify_all()
+                self._room.notify_all()
             if call.result is not CallResult.UNKNOWN and not call.overdue:
                 self._record(call, call.result, time_s)
 
@@ -393,7 +398,7 @@ class AdmissionControl:
         """Let no call wait any more."""
         with self._state:
             self._closed = True
-            self._state.notify_all()
+            self._room.notify_all()
 
     def check(self) -> None:
         """Raises InvariantError if the books do not add up."""
@@ -417,7 +422,7 @@ class AdmissionControl:
             while not (self._waiting[0] is place and self._has_room(size_bytes)):
                 # Woken also when a call hangs too long, which may open the breaker.
                 wait_s = min(deadline, self._overdue_at) - self._clock()
-                self._state.wait(max(0.0, min(wait_s, threading.TIMEOUT_MAX)))
+                self._room.wait(max(0.0, min(wait_s, threading.TIMEOUT_MAX)))
                 time_s = self._clock()
                 if time_s >= self._overdue_at:
                     self._note_overdue()
@@ -430,7 +435,7 @@ class AdmissionControl:
             return None
         finally:
             self._waiting.remove(place)
-            self._state.notify_all()
+            self._room.notify_all()
 
     def _has_room(self, size_bytes: int) -> bool:
         return self._in_flight_bytes == 0 or self._in_flight_bytes + size_bytes <= self._options.in_flight
@@ -439,10 +444,10 @@ class AdmissionControl:
         direction = call.verb.direction
         is_good = result is CallResult.GOOD
         if not is_good:
-            self._failures[direction, result.value] += 1
+            self._failures[direction, result] += 1
         breaker = self._breakers[direction]
         before = breaker.state
-        breaker.record(call.admitted, is_good, result.value, time_s)
+        breaker.record(call.admitted, is_good, result, time_s)
         # A good call moves a breaker only if it closes it, or ends a suspicion.
         if not is_good or breaker.state is not before or self.probe_at < math.inf:
             self._breakers_moved()
@@ -457,7 +462,7 @@ class AdmissionControl:
                 self._note_change(direction, breaker)
         self._tend()
         if self._waiting:
-            self._state.notify_all()
+            self._room.notify_all()
 
     def _note_change(self, direction: Direction, breaker: Breaker) -> None:
         """Keep a change for the log, which the thread of the probes writes: this may be a scheduler's thread."""
