@@ -100,14 +100,16 @@ class DeviceTier:
 
         Inside a free group nothing is evicted: what it frees comes too late for this call.
         """
+        has_room = self._has_room(pages)
+        self._counters.skipped["no_device_room"] += not has_room
+        return has_room
+
+    def _has_room(self, pages: int) -> bool:
         free, coming = self.allocator.free_pages, self.writeback_pages
         evictable = 0 if self.allocator.group_open else self._trees.current.device_evictable_pages
         if free + coming < pages <= free + coming + evictable:
             self.evict(pages - free - coming)
-        if self.allocator.free_pages >= pages:
-            return True
-        self._counters.skipped["no_device_room"] += 1
-        return False
+        return self.allocator.free_pages >= pages
 
     def may_have_room(self, pages: int) -> bool:
         """Whether `make_room` could succeed now, or once the write-backs have arrived. Changes nothing."""
@@ -120,6 +122,7 @@ class DeviceTier:
             self._controller.launch_backups()  # now: the sooner they end, the sooner there is room
         self._free_evicted([evicted.pages])
         self._host.free_evicted(evicted.host_pages)
+        self._counters.skipped["write_back_dropped"] += evicted.lost_pages
         freed = len(evicted.pages)
         return Eviction(freed, evicted.writeback_pages, max(0, pages - freed - evicted.writeback_pages))
 
@@ -194,8 +197,7 @@ class DeviceTier:
             path = [victim, *self._lacking_above(victim)]
             if self._back_up(path[::-1], evicts=True) or (path[1:] and self._back_up([victim], evicts=True)):
                 return Fate.WRITING_BACK
-            if not held:
-                self._counters.skipped["write_back_dropped"] += self._trees.current.pages(victim)
+            return Fate.KEEP if held else Fate.LOSE
         return Fate.KEEP if held else Fate.DROP
 
     def _lacking_above(self, node: Node) -> list[Node]:
@@ -295,10 +297,35 @@ class DeviceTier:
             return none
         if cut is not None:
             nodes.append(tree.split(cut, rest))
-        tree.hold_host(nodes[-1])
-        pages = self.allocator.alloc(count)
+        load = self._load(tree, nodes)
+        return nodes[-1], load.device_pages, load
+
+    def promote(self, tree: RadixTree, node: Node) -> Load | None:
+        """Load what is on L2 only of the path to `node`, for a request that still waits; of more than the load queue
+        takes the head. It starts at once. None if there is no room for it now. REQUIRES: `node` is held.
+        """
+        path: list[Node] = []
+        while node.device is None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        nodes: list[Node] = []
+        room = self._controller.load_room
+        while path and tree.pages(path[-1]) <= room:
+            room -= tree.pages(path[-1])
+            nodes.append(path.pop())
+        if self._halted or not nodes or not self._has_room(sum(map(tree.pages, nodes))):
+            return None
+        load = self._load(tree, nodes)
+        self._controller.launch_loads()
+        return load
+
+    def _load(self, tree: RadixTree, nodes: list[Node]) -> Load:
+        """Load adjacent nodes, root first. REQUIRES: there is room on L1, and they stay on L2 until this returns."""
+        host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
+        pages = self.allocator.alloc(len(host_pages))
         if pages is None:
             raise InvariantError("L1: room was made for a load, but there is none")
+        tree.hold_host(nodes[-1])
         done = 0
         for node in nodes:
             run = tree.pages(node)
@@ -306,10 +333,9 @@ class DeviceTier:
             node.load_pending = True
             done += run
         tree.lock(nodes[-1])
-        host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
         load = self._controller.submit_load(host_pages, pages)
         self._loads[load] = tree, nodes[-1]
-        return nodes[-1], pages, load
+        return load
 
     def loaded(self, load: Load) -> None:
         """A load has ended, well or not."""

@@ -1,6 +1,6 @@
 """Prefetch: from storage to L2, before a request is scheduled.
 
-A prefetch starts behind the last node of the prompt's prefix, its anchor, which is held so that what arrives can be
+A prefetch starts behind the last node of the prompt's prefix, its anchor, which is locked so that what arrives can be
 attached there. Storage is asked first; only if what it has is long enough and pays are host pages taken and reads
 started. The request goes on when the policy lets it, with what has arrived by then: a contiguous, verified prefix.
 Pages that are still being read stay reserved until the read has really ended.
@@ -12,7 +12,8 @@ Pages that are still being read stay reserved until the read has really ended.
 The time runs from `start`. A prefetch that cannot start waits (`waiting`), in order of arrival: for one of the
 operations, and while storage is paused. One that has found enough waits while other prefetches hold the room on L2 that
 it needs: they read, or their pages have arrived and their requests have not begun. When none of them holds any room,
-what fits is read, so no prefetch waits for room that cannot come. A prefetch that waits holds nothing.
+what fits is read, so no prefetch waits for room that cannot come. The rest follows once that is on L1 (`climbs`). A
+prefetch that waits holds nothing.
 
 A waiting prefetch is given up when its request begins, and is counted. It is not given up when the time of its request
 is over: the request waits no more, and if it cannot be scheduled yet, what storage has arrives meanwhile. No request
@@ -30,13 +31,14 @@ from __future__ import annotations
 
 from ..arguments import instance
 from ..backends.guard import Direction
-from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
+from ..controller import PREFETCH_S_MAX, HiCacheController, Load, Lookup, Read
 from ..errors import InvariantError
 from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
 from ..radix import Match
 from ..types import PageIds
 from .break_even import BreakEven, Route
+from .climbs import Climbs, Promote
 from .host_tier import HostTier
 from .prefetch_share import PrefetchShare
 from .statistics import CacheCounters
@@ -81,6 +83,7 @@ class Prefetcher:
         self._for_room: dict[Prefetch, None] = {}
         self._leaders = Leaders()
         self._share = PrefetchShare(host, controller)
+        self._climbs = Climbs(self._share)
         self.wait = Histogram(BOUNDS_S)  # of requests, from `start` until they need not wait any more
         self._asked_s: dict[str, float] = {}  # when each of those that wait began to
 
@@ -90,7 +93,7 @@ class Prefetcher:
         """Look for what L1 and L2 lack of the whole pages of `key`, now or in its turn. False if it is not worth it or
         not possible.
         """
-        if not self._gate.attached or rid in self._active or rid in self._waiting:
+        if not self._gate.attached or rid in self._active or rid in self._waiting or self._climbs.get(rid):
             return False
         if self._share.pages_max == 0:
             return self._skip("prefetch_host_share")
@@ -141,6 +144,8 @@ class Prefetcher:
         if request is not None:
             in_flight = request.leader is not None and request.leader not in self._for_room
             return not self._waits(request, in_flight)
+        if (climbing := self._climbs.get(rid)) is not None:
+            return not self._waits(climbing, in_flight=True)
         if prefetch is None or prefetch.answered:
             return True
         if prefetch in self._for_room:
@@ -154,12 +159,14 @@ class Prefetcher:
     def is_active(self, rid: str) -> bool:
         """Whether something is being looked up or read for a request that has not begun, or will be in its turn."""
         prefetch = self._active.get(rid)
-        return rid in self._waiting or (prefetch is not None and not prefetch.answered)
+        waits = rid in self._waiting or self._climbs.get(rid) is not None
+        return waits or (prefetch is not None and not prefetch.answered)
 
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; what has arrived stays."""
         self._stop(instance("rid", rid, str))
         self.take_arrived(rid)
+        self.take_promoted(rid)
 
     def conclude(self, rid: str) -> None:
         """End the wait of a request that begins: what has not arrived from storage by now is computed."""
@@ -170,6 +177,7 @@ class Prefetcher:
     def _stop(self, rid: str) -> str | None:
         """Stop the prefetch of a request. Return why it was waiting, if it was."""
         self._note_wait(rid)
+        self._climbs.stop(rid)
         if self._waiting.remove(rid) is not None:
             return "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
         prefetch = self._active.get(rid)
@@ -186,6 +194,7 @@ class Prefetcher:
         """Stop all prefetches; nothing that they bring is shown any more."""
         self._asked_s.clear()
         self._waiting.clear()
+        self._climbs.stop_all()
         self._share.take_all()
         for prefetch in self._for_room:
             self._end(prefetch)
@@ -200,6 +209,14 @@ class Prefetcher:
         They were held until now, so that they did not leave before they were used once.
         """
         return self._share.take(rid)
+
+    def promote_with(self, promote: Promote | None) -> None:
+        """From now on let what has arrived go up to L1 by `promote`, where storage has more than L2 has room for."""
+        self._climbs.promote = promote
+
+    def take_promoted(self, rid: str) -> int:
+        """As `take_arrived`, of the pages that went up to L1 before the request began."""
+        return self._climbs.take(rid)
 
     # Each step
 
@@ -235,7 +252,20 @@ class Prefetcher:
             self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
             if prefetch.taken_pages:
                 self._gate.succeeded(Direction.READ)
+        has_rest = prefetch.wanted_pages - prefetch.taken_pages >= self._share.pages_min
+        if has_rest and not prefetch.answered and prefetch.taken_pages == len(read.host_pages):
+            self._climbs.start(prefetch.request)
         self._end(prefetch)
+
+    def loaded(self, load: Load) -> None:
+        """A load has ended. If it made room on L2 for what else storage has for a request, look for that."""
+        request = self._climbs.ended(load)
+        if request is not None:
+            self._look_again(request)
+
+    def _look_again(self, request: PrefetchRequest) -> None:
+        request.lookups = 0
+        self._waiting.queue(request)
 
     def expired(self, operation: Lookup | Read) -> None:
         """The time of a prefetch is over: end the wait of its request, if it waits. Call it after `found` and `ended`.
@@ -249,9 +279,12 @@ class Prefetcher:
             self._gate.failed(Direction.READ)  # it may hang; let the next requests go on without waiting for it
 
     def start_waiting(self) -> None:
-        """Start what has waited and may start now: reads in the order of their lookups, then lookups in order of
-        arrival. Call it last in a step, when it is known whether storage may be used. Costs nothing if nothing waits.
+        """Start what has waited and may start now: copies to L1, reads in the order of their lookups, then lookups in
+        order of arrival. Call it last in a step, when it is known whether storage may be used. Costs nothing if nothing
+        waits.
         """
+        for request in self._climbs.advance():
+            self._look_again(request)
         while self._for_room and self._gate.may(Direction.READ):
             prefetch = next(iter(self._for_room))
             if not self._read_or_drop(prefetch):
@@ -270,8 +303,9 @@ class Prefetcher:
     def check(self) -> None:
         """Raises InvariantError if an invariant does not hold."""
         self._waiting.check()
+        self._climbs.check()
         in_flight = len(self._active) - len(self._for_room)
-        holding = sum(prefetch.anchor is not None for prefetch in self._active.values())
+        holding = sum(prefetch.anchor is not None or prefetch.answered for prefetch in self._active.values())
         if not len(self._operations) == in_flight == holding or len(self._active) > self._config.operations_max:
             raise InvariantError(
                 f"prefetch: {len(self._operations)} operations for {in_flight} prefetches in flight, {holding} anchors"
@@ -364,8 +398,9 @@ class Prefetcher:
         elif (pages := min(rest_pages, share.free_pages)) < share.pages_min:
             self._drop(prefetch, found, "prefetch_host_share")
         elif (host_pages := share.reserve(pages, all_of_them=may_wait, again=has_waited)) is not None:
+            prefetch.wanted_pages = rest_pages
             self._read(prefetch, found, host_pages, has_waited=has_waited)
-        elif may_wait:
+        elif may_wait or not self._controller.idle:  # what is in flight holds room on L2 too
             return self._wait_for_room(prefetch, "prefetch_no_host_room")
         else:
             self._drop(prefetch, found, "prefetch_no_host_room")
@@ -408,6 +443,7 @@ class Prefetcher:
 
     def _close(self, prefetch: Prefetch) -> None:
         prefetch.answered = True
+        self._release(prefetch)  # now, as nothing is shown any more: a store that hangs must not keep pages on L1
         self._leaders.remove(prefetch)
         for verdict in self._waiting.release(prefetch):
             self._skip(verdict.reason)
@@ -428,17 +464,18 @@ class Prefetcher:
     def _end(self, prefetch: Prefetch) -> None:
         if not prefetch.answered:
             self._close(prefetch)
-        self._release(prefetch)
         del self._active[prefetch.rid]
 
     def _hold(self, prefetch: Prefetch, match: Match) -> None:
-        """Keep the end of the prefix, behind which the prefetch starts or goes on."""
+        """Keep the end of the prefix, behind which the prefetch starts or goes on. Not the copies on L2 of what is on
+        L1: for a prompt that comes part by part they make room for the next one.
+        """
         prefetch.anchor, prefetch.start_page = match.node, match.pages
-        prefetch.tree.hold_host(match.node)
+        prefetch.tree.lock(match.node)
 
     def _release(self, prefetch: Prefetch) -> None:
         if prefetch.anchor is not None:
-            prefetch.tree.release_host(prefetch.anchor)
+            prefetch.tree.unlock(prefetch.anchor)
             prefetch.anchor = None
 
     def _skip(self, reason: str) -> bool:

@@ -68,6 +68,11 @@ class PrefetchShare:
         self._arrived[rid] = _Arrived(tree, node, pages)
         self.arrived_pages += pages
 
+    def end_of(self, rid: str) -> tuple[RadixTree, Node] | None:
+        """Where what has arrived for a request ends; None if nothing has."""
+        arrived = self._arrived.get(rid)
+        return None if arrived is None else (arrived.tree, arrived.node)
+
     def take(self, rid: str) -> int:
         """Hold what has arrived for a request no more; how many pages that was."""
         arrived = self._arrived.pop(rid, None)

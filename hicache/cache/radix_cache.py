@@ -46,6 +46,8 @@ class HiRadixCache(TieredCache):
             device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
             may_load=None if self._verifier is None else self._verifier.may_load,
         )  # fmt: skip
+        if self._verifier is None:  # which proves what a request is about to load
+            self._prefetcher.promote_with(self._l1.promote)
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # the forward that has to learn of it is still to come
@@ -264,6 +266,7 @@ class HiRadixCache(TieredCache):
             self._l1.written(backup)
         for load in (*acks.loaded, *acks.failed_loads):
             self._l1.loaded(load)
+            self._prefetcher.loaded(load)
         for page_count, seconds in acks.load_times:
             self.break_even.observe_transfer(Route.LOAD, page_count, seconds)
         super()._take_in(acks)
@@ -283,10 +286,11 @@ class HiRadixCache(TieredCache):
         super()._require_service()
 
     def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int) -> None:
-        from_storage = min(loaded_pages, self._prefetcher.take_arrived(request.rid))
-        request.device_hit_tokens = device_pages * self.page_size
-        request.host_hit_tokens = (loaded_pages - from_storage) * self.page_size
-        request.storage_hit_tokens = from_storage * self.page_size
+        arrived = min(loaded_pages, self._prefetcher.take_arrived(request.rid))
+        promoted = min(device_pages, self._prefetcher.take_promoted(request.rid))
+        request.device_hit_tokens = (device_pages - promoted) * self.page_size
+        request.host_hit_tokens = (loaded_pages - arrived) * self.page_size
+        request.storage_hit_tokens = (arrived + promoted) * self.page_size
         counters = self._counters
         counters.requests += 1
         counters.prompt_tokens += request.key.prompt_tokens

@@ -8,9 +8,10 @@ parted, so followers that differ there look storage up at the same time.
 
 Why nobody waits in a circle, or looks storage up without end: a request never follows and leads at a time, and a leader
 waits for workers, or for room that other prefetches hold and give back, never for a follower. For each `start` a
-request leads at most `LOOKUPS_MAX` times: once, and again only if its prefix has left L2 while it waited for room. A
-follow ends when that lead ends, and a lead is followed by a request once. So n requests lead and follow a bounded
-number of times. Each step tries a waiting request at most once, and no request waits longer than until its `until_s`.
+request leads at most `LOOKUPS_MAX` times: once, and again only if its prefix has left L2 while it waited for room; and
+as often again after each part of its prompt that went up to L1, which is progress. A follow ends when that lead ends,
+and a lead is followed by a request once. So n requests lead and follow a bounded number of times. Each step tries a
+waiting request at most once, and no request waits longer than until its `until_s`.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -79,9 +80,10 @@ class Prefetch:
     start_page: int  # pages before it are cached already; moves on if some of those that it waits to read arrive
     tree: RadixTree
     awaited: bool
-    anchor: Node | None = None  # held; None while the prefetch waits for room on L2
+    anchor: Node | None = None  # locked; None while the prefetch waits for room on L2, and once it is answered
     first_pages: tuple[FirstPages, ...] = field(default=(), repr=False)  # that it leads
     followers: dict[PrefetchRequest, None] = field(default_factory=dict, repr=False)
+    wanted_pages: int = 0  # that storage had, when the read began
     taken_pages: int = 0  # leading pages of the read that went into the tree
     answered: bool = False  # the request goes on; nothing that arrives later is for it
     verdict: Verdict | None = None

@@ -60,16 +60,18 @@ class Fate(enum.Enum):
     DROP = "drop"  # it leaves the tree
     WRITING_BACK = "writing_back"  # a copy to L2 was started; it leaves L1 when that has arrived
     KEEP = "keep"  # it must not be lost and cannot be copied to L2 now
+    LOSE = "lose"  # as KEEP, but it leaves the tree if too few others can leave L1
 
 
 class Evicted(NamedTuple):
     """`pages` are free now, `writeback_pages` more will be once their copies to L2 have arrived. `host_pages` of L2 are
-    free too: what was below a victim on L2 only left with it.
+    free too: what was below a victim on L2 only left with it. `lost_pages` of `pages` had `Fate.LOSE`.
     """
 
     pages: PageIds
     writeback_pages: int
     host_pages: PageIds
+    lost_pages: int
 
 
 class TreeObserver(Protocol):

@@ -38,6 +38,9 @@ RUN_PAGES_MAX = 1024
 # conversation; but not into pieces smaller than this, because every piece is a node that each later match has to pass.
 CUT_PAGES_MIN = 16
 
+# An eviction from L1 looks past so many victims that would be lost, because L2 has no room for them now, for others.
+SPARED_MAX = 16
+
 
 class RadixTree(StoredPrefixes):
     """See the module's docstring.
@@ -331,24 +334,36 @@ class RadixTree(StoredPrefixes):
         freed: list[PageIds] = []
         host_freed: list[PageIds] = []
         kept: list[Node] = []
-        missing, writeback_pages = pages, 0
+        last: list[Node] = []  # those to lose if nothing else is left
+        missing, writeback_pages, lost_pages = pages, 0, 0
         while missing > 0 and (node := self.device_queue.pop()) is not None:
             count = self._cut(node, missing)
             if node.host is None:
                 fate = Fate.DROP if write_back is None else write_back(node)
-                if fate is Fate.KEEP or (fate is Fate.DROP and node.host_ref):
+                if fate is Fate.KEEP or (fate is not Fate.WRITING_BACK and node.host_ref):
                     kept.append(node)
+                    continue
+                if fate is Fate.LOSE and len(last) < SPARED_MAX:
+                    last.append(node)
                     continue
                 if fate is Fate.WRITING_BACK:
                     writeback_pages += count
                     missing -= count
                     continue
                 host_freed += self._drop_below(node)
+                lost_pages += count if fate is Fate.LOSE else 0
             missing -= count
             freed.append(self.leave_device(node))
-        for node in kept:
+        for node in last:
+            # One that lost its last child on L2 since was offered again: it may have left, or be on its way.
+            if missing > 0 and may_leave_device(node) and not node.host_ref:
+                host_freed += self._drop_below(node)
+                freed.append(self.leave_device(node))
+                missing -= len(freed[-1])
+                lost_pages += len(freed[-1])
+        for node in (*kept, *last):
             self._offer(node)
-        return Evicted(_concatenated(freed), writeback_pages, _concatenated(host_freed))
+        return Evicted(_concatenated(freed), writeback_pages, _concatenated(host_freed), lost_pages)
 
     def evict_host(self, pages: int, *, copy_pages_max: int = 0) -> PageIds:
         """Take `pages` pages off L2 if that many may leave, else fewer; the freed page ids, at most some twice as many.

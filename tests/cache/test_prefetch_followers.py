@@ -267,6 +267,7 @@ def test_a_request_whose_prefix_leaves_each_time_that_it_waits_for_room_gives_up
     """The bound on lookups: without it, a request could ask for ever."""
     backend = store_of(KEY, prompt(*range(11, 15)))
     world = world_of(backend, threshold_pages=1, host_share=4 / 400)
+    world.cache._prefetcher.promote_with(None)
     world.serve("prefix", prompt(*range(1, 6)))
     world.settle()
     world.cache.prefetch_from_storage("other", prompt(*range(11, 15)))

@@ -343,12 +343,14 @@ def test_what_waits_for_room_holds_nothing_itself() -> None:
 def test_of_a_stored_prefix_that_is_longer_than_the_share_as_much_as_fits_is_read() -> None:
     long = prompt(*range(1, 25))
     world = world_of(store_of(long), host_share=0.25)
+    world.cache._prefetcher.promote_with(None)  # or the rest would come by way of L1
     assert world.serve("a", long).storage_hit_tokens == 32
 
 
 def test_what_fits_is_read_where_no_other_prefetch_will_give_room_back() -> None:
     long = prompt(*range(1, 17))
     world = world_of(store_of(long), host_share=1.0)
+    world.cache._prefetcher.promote_with(None)
     kept = prompt(*range(900, 920))
     world.serve("kept", kept)
     world.settle()

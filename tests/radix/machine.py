@@ -383,7 +383,7 @@ class Machine:
         fate = self.random.choice(list(Fate))
         if fate is Fate.WRITING_BACK and self.start_copies(victim, evicts=True):
             return Fate.WRITING_BACK
-        return Fate.KEEP if fate is Fate.KEEP else Fate.DROP
+        return Fate.DROP if fate is Fate.WRITING_BACK else fate
 
     def _left_device(self, freed: PageIds) -> None:
         self.device.free(freed)

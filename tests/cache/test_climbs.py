@@ -1,0 +1,121 @@
+"""What storage has for a prompt, and L2 has no room for at once, comes by way of L1, part by part."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.backends.memory import MemoryBackend
+from hicache.config import HiCacheConfig, PrefetchConfig
+from tests.cache.world import GEOMETRY, World, memory_backend, prompt
+
+PAGES = 24
+KEY = prompt(*range(1, PAGES + 1))
+HOST_PAGES = 8  # of which prefetches may hold four
+
+
+@pytest.fixture
+def backend() -> MemoryBackend:
+    """KEY is stored in it."""
+    backend = memory_backend()
+    world = World(device_pages=64, host_pages=64, backend=backend)
+    world.serve("store", KEY)
+    world.settle()
+    world.close()
+    return backend
+
+
+def small_l2(backend: MemoryBackend, device_pages: int = 64) -> World:
+    prefetch = PrefetchConfig(threshold_tokens=4, policy="wait_complete")
+    config = HiCacheConfig(load_back_threshold_tokens=4, prefetch=prefetch)
+    return World(device_pages=device_pages, host_pages=HOST_PAGES, backend=backend, config=config)
+
+
+def pages_from_storage(world: World, rid: str) -> int:
+    return world.serve(rid, KEY).storage_hit_tokens // GEOMETRY.page_size
+
+
+def climb(world: World, rid: str) -> None:
+    """Ask for KEY, and step until its first part goes up."""
+    assert world.cache.prefetch_from_storage(rid, KEY)
+    world.until(lambda: world.cache.tree.device_pages_total > 0)
+    assert not world.cache.check_prefetch_progress(rid)
+
+
+def test_a_prompt_three_times_as_long_as_l2_comes_whole_from_storage(backend: MemoryBackend) -> None:
+    world = small_l2(backend)
+    request = world.serve("a", KEY)
+    hits = (request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens)
+    assert hits == (0, 0, PAGES * GEOMETRY.page_size)
+    assert world.compared_pages == PAGES and world.wrong_pages == 0
+
+
+def test_where_l1_is_not_ours_what_fits_is_read(backend: MemoryBackend) -> None:
+    world = small_l2(backend)
+    world.cache._prefetcher.promote_with(None)
+    assert world.cache.prefetch_from_storage("a", KEY)
+    for _ in range(200):
+        world.step()
+    assert world.attempt("a", KEY).storage_hit_tokens == HOST_PAGES // 2 * GEOMETRY.page_size
+
+
+def test_pages_go_up_as_soon_as_l1_has_room(backend: MemoryBackend) -> None:
+    world = small_l2(backend, device_pages=PAGES + 8)
+    others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
+    for _ in range(20):
+        world.step()
+    assert not world.cache.check_prefetch_progress("a"), "it waits for room on L1"
+    world.cache.cache_finished_req(others, None)
+    assert pages_from_storage(world, "a") == PAGES
+
+
+def test_a_request_that_begins_meanwhile_has_what_has_come_by_then(backend: MemoryBackend) -> None:
+    world = small_l2(backend)
+    climb(world, "a")
+    request = world.begin("a", KEY)
+    assert (request.device_hit_tokens, request.storage_hit_tokens) == (0, HOST_PAGES // 2 * GEOMETRY.page_size)
+    world.cache.cache_finished_req(request, KEY)
+    world.settle()
+
+
+@pytest.mark.parametrize("end", ["abort", "clear", "detach"])
+def test_a_request_that_ends_meanwhile_leaves_nothing_behind(backend: MemoryBackend, end: str) -> None:
+    world = small_l2(backend)
+    climb(world, "a")
+    if end == "abort":
+        world.cache.abort_prefetch("a")
+    elif end == "clear":
+        world.cache.clear()
+    else:
+        world.cache.storage.detach()
+    world.settle()
+    assert world.cache.check_prefetch_progress("a")
+    world.cache.evict(PAGES)
+    world.cache.check()
+    assert world.cache._prefetcher.take_promoted("a") == 0
+
+
+def test_several_long_prompts_take_turns(backend: MemoryBackend) -> None:
+    world = small_l2(backend, device_pages=128)
+    other = prompt(*range(1, 9), *range(50, 66))
+    helper = World(device_pages=64, host_pages=64, backend=backend)
+    helper.serve("store", other)
+    helper.settle()
+    helper.close()
+    for rid, key in (("a", KEY), ("b", other)):
+        assert world.cache.prefetch_from_storage(rid, key)
+    for rid, key in (("a", KEY), ("b", other)):
+        world.until(lambda rid=rid: world.cache.check_prefetch_progress(rid))
+        assert world.attempt(rid, key).cached_tokens == PAGES * GEOMETRY.page_size
+
+
+def test_pages_that_others_have_loaded_need_not_go_up(backend: MemoryBackend) -> None:
+    world = small_l2(backend, device_pages=PAGES + 8)
+    others = world.begin("others", prompt(*range(100, 100 + PAGES + 2)))
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
+    assert world.attempt("b", KEY.head(17)).cached_tokens == 16
+    world.cache.cache_finished_req(others, None)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.attempt("a", KEY).cached_tokens == PAGES * GEOMETRY.page_size
