@@ -365,9 +365,10 @@ def test_calls_are_timed_by_verb(store: Troubled) -> None:
     get(guard, keys)
     get(guard, keys)
     guard.batch_exists(keys, deadline=soon())
+    guard.batch_touch(keys, deadline=soon())
     guard.delete(keys, deadline=soon())
     calls = {verb: latency.calls for verb, latency in guard.guard_statistics().latency.items()}
-    assert calls == {Verb.EXISTS: 1, Verb.GET: 2, Verb.SET: 1, Verb.DELETE: 1}
+    assert calls == {Verb.EXISTS: 1, Verb.GET: 2, Verb.SET: 1, Verb.DELETE: 1, Verb.TOUCH: 1}
 
 
 def test_the_leaf_behind_a_guard_is_found(store: Troubled) -> None:
