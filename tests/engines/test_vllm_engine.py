@@ -35,7 +35,7 @@ def vllm_config(**changes: Any) -> Any:
         },
         "parallel_config": {
             "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "nnodes": 1, "prefill_context_parallel_size": 1,
-            "decode_context_parallel_size": 1, "data_parallel_index": 0,
+            "decode_context_parallel_size": 1, "data_parallel_index": 0, "data_parallel_size": 1,
         },
         "cache_config": {"prefix_caching_hash_algo": "sha256", "cache_dtype": "fp8_e4m3"},
         "kv_transfer_config": {
@@ -97,6 +97,11 @@ def open_engine(changes: dict[str, Any], spec: dict[str, Any], groups: int = 1) 
 
 def test_an_engine_with_full_attention_is_served() -> None:
     assert open_engine({}, {}).layout.shape.tokens == 64
+
+
+def test_events_of_a_data_parallel_rank_name_it() -> None:
+    assert open_engine({"data_parallel_size": 2, "data_parallel_index": 1}, {}).config.events.data_parallel_rank == 1
+    assert open_engine({}, {}).config.events.data_parallel_rank is None
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -75,7 +75,7 @@ READ = {
     "vllm.config:ModelConfig": "model hf_config dtype quantization is_diffusion "
     "is_prefix_caching_supported",
     "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size nnodes prefill_context_parallel_size "
-    "decode_context_parallel_size data_parallel_index",
+    "decode_context_parallel_size data_parallel_index data_parallel_size",
     "vllm.config:SpeculativeConfig": "uses_draft_kv_cache",
     "vllm.config:VllmConfig": "model_config parallel_config cache_config speculative_config kv_transfer_config "
     "kv_events_config",

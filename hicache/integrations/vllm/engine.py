@@ -21,7 +21,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs, group_kernel_blocks
 
-from ...config import HiCacheConfig
+from ...config import EventsConfig, HiCacheConfig
 from ...errors import ConfigError
 from ...keys import Namespace
 from ...tiers import SharedHostPool
@@ -77,6 +77,9 @@ class Engine:
             raise ConfigError(
                 "host.shared.owner: the processes of vLLM create the memory that they share; use 'engine'"
             )
+        if vllm.parallel_config.data_parallel_size > 1 and config.events.data_parallel_rank is None:
+            rank = {"data_parallel_rank": vllm.parallel_config.data_parallel_index}
+            config = config.model_copy(update={"events": EventsConfig(**config.events.model_dump() | rank)})
         layers = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
         if config.host.shared.keep:
             raise ConfigError(
