@@ -33,16 +33,12 @@ BURST_PAGES = 256.0
 # to repair something needs that long.
 _DAMAGE_BACKOFF_GROWTH = 4
 _DAMAGE_BACKOFF_S_MAX = 3600.0
-
-
 # Changes of breakers that wait for the log; they come seconds apart.
 _CHANGES_MAX = 64
 
 
 class Direction(enum.StrEnum):
     """Which way pages go. Lookups read, removals write."""
-
-    __hash__ = str.__hash__  # that of Enum is a function in Python, for each key of a dictionary
 
     READ = "read"
     WRITE = "write"
@@ -56,8 +52,7 @@ _FIRST_PROBE_S = {Direction.READ: 0.25, Direction.WRITE: 0.5}
 class Verb(enum.StrEnum):
     """What is asked of a backend."""
 
-    __hash__ = str.__hash__  # as above
-
+    __hash__ = str.__hash__  # that of Enum is a function in Python, for each key of a dictionary
     EXISTS = "exists"
     GET = "get"
     SET = "set"
