@@ -102,13 +102,13 @@ clean:
 	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py native/pack_token_ids.c | $(BIN)/python
+$(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
 	$(PIP_INSTALL) -e ".[engine]"
 	touch $@
 
 # Has all that the demo needs as well.
-$(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py native/pack_token_ids.c | $(BIN)/python
+$(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
 	$(PIP_INSTALL) -e ".[engine,redis,s3,mooncake-cpu,daemon,events,compression,dev-servers,dev]"
 	$(BIN)/python -m hicache.devservers.install_libraries || echo "the tests that need them will fail until then" >&2

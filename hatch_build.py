@@ -1,4 +1,4 @@
-"""Build hook: compiles `native/pack_token_ids.c` if the machine can; if not, everything works the same, only slower.
+"""Build hook: compiles `native/*.c` if the machine can; if not, everything works the same, only slower.
 
 A wheel carries the library, an editable install gets it beside the modules. `HICACHE_NATIVE=0` leaves it out. A wheel
 also carries the ready configurations, which an editable install finds in `configs/`.
@@ -31,10 +31,10 @@ def compile_native(root: Path, library: Path) -> bool:
         return False
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     include = sysconfig.get_path("include")
-    source = str(root / "native/pack_token_ids.c")
-    # It calls nothing of libc, but glibc's loader chooses a function (IFUNC). Named, so that `make wheel` can tell.
+    sources = [str(source) for source in sorted((root / "native").glob("*.c"))]
+    # Named, so that `make wheel` can tell which glibc it needs.
     libc = ["-Wl,--no-as-needed", "-lc"]
-    command = [*compiler, "-O3", "-shared", "-fPIC", f"-I{include}", source, "-o", str(library), *libc]
+    command = [*compiler, "-O3", "-shared", "-fPIC", f"-I{include}", *sources, "-o", str(library), *libc]
     try:
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMPILE_S_MAX)
     except (OSError, subprocess.SubprocessError):

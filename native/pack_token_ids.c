@@ -46,7 +46,10 @@ static PyObject *pack_token_ids(PyObject *module, PyObject *tokens)
     return packed;
 }
 
+PyObject *copy_rows(PyObject *module, PyObject *arguments); /* in copy_rows.c */
+
 static PyMethodDef methods[] = {
+    {"copy_rows", copy_rows, METH_VARARGS, "Copy rows of bytes between two arrays, without the interpreter's lock."},
     {"pack_token_ids", pack_token_ids, METH_O,
      "uint32 bytes of a buffer of int64, or None if one is outside 0 .. 2**31 - 1."},
     {NULL, NULL, 0, NULL},

@@ -7,16 +7,19 @@ what passed once passes again; a longer run draws new ones.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hatch_build import LIBRARY, compile_native
 from hicache.devservers import DevService
 
 # Fixtures that are to be had everywhere.
@@ -73,6 +76,19 @@ def _is_server(value: object) -> bool:
 def repository() -> Path:
     """The root of the source tree."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def native(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The native helper, compiled for these tests."""
+    library = tmp_path_factory.mktemp("native") / LIBRARY
+    if not compile_native(repository, library):
+        pytest.skip("no C compiler here")
+    spec = importlib.util.spec_from_file_location("_native", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from hicache.tiers import (
     HostPool,
     HostWindow,
     KVPool,
+    copy_cpu,
     create_copy_engine,
     create_device_pool,
 )
@@ -45,10 +46,14 @@ def ids(*pages: int) -> PageIds:
 Make = Callable[[EngineBlocks, HostWindow], CopyEngine]
 
 
-@pytest.fixture(params=[CpuCopyEngine, staged], ids=["cpu", "cuda-code-inline"])
-def engine(request: pytest.FixtureRequest) -> Make:
-    make: Make = request.param
-    return make
+@pytest.fixture(params=["cpu", "cpu-native", "cuda-code-inline"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Each engine, that of the CPU without and with the native helper."""
+    if request.param == "cuda-code-inline":
+        return staged
+    helper = request.getfixturevalue("native").copy_rows if request.param == "cpu-native" else None
+    monkeypatch.setattr(copy_cpu, "copy_rows", helper)
+    return CpuCopyEngine
 
 
 def fill(pool: KVPool, seed: int) -> None:
@@ -63,6 +68,45 @@ def two_regions(blocks: int, seed: int) -> EngineBlocks:
     numbers, size = torch.Generator().manual_seed(seed), (2, blocks, MHA.block_bytes)
     tensors = [torch.randint(0, 256, size, dtype=torch.uint8, generator=numbers) for _ in range(MHA.layers)]
     return EngineBlocks([[tensor[0], tensor[1]] for tensor in tensors], first=1)
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 100, 4096])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_helper_copies_rows_of_any_length_from_and_to_any_place(native: Any, size: int, shift: int) -> None:
+    numbers = np.random.default_rng(size)
+    source = numbers.integers(0, 256, (7, 3, size + 32), dtype=np.uint8)[:, :, 5 : 5 + size]
+    memory = np.zeros((4, 3, size + 48), dtype=np.uint8)
+    target = memory[:, :, 16 + shift : 16 + shift + size]
+    rows, places = np.array([20, 3, 11, 3]), np.array([0, 11, 5, 7])
+    native.copy_rows(target, places, source, rows)
+    expected = np.zeros_like(memory)
+    expected[places // 3, places % 3, 16 + shift : 16 + shift + size] = source[rows // 3, rows % 3]
+    assert np.array_equal(memory, expected), "and nothing beside the rows is touched"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"places": np.array([0, 12])}, {"places": np.array([0, -1])}, {"places": np.array([0])},
+        {"rows": np.array([0, 2**62])}, {"source": np.zeros((7, 1, 9), np.uint8)},
+        {"source": np.zeros((7, 8), np.uint8)}, {"source": np.zeros((7, 1, 8), np.int16)},
+        {"source": np.zeros((7, 1, 16), np.uint8)[:, :, ::2]}, {"target": np.zeros((0, 3, 8), np.uint8)},
+    ],
+    ids=lambda wrong: f"{next(iter(wrong))} {next(iter(wrong.values())).shape}",
+)  # fmt: skip
+def test_the_helper_refuses_rows_that_are_not_there(native: Any, wrong: dict[str, Any]) -> None:
+    right = {
+        "target": np.zeros((4, 3, 8), np.uint8), "places": np.array([0, 11]),
+        "source": np.ones((7, 1, 8), np.uint8), "rows": np.array([0, 6]),
+    }  # fmt: skip
+    given = right | wrong
+    with pytest.raises(ValueError, match="int64 rows of both sides"):
+        native.copy_rows(*given.values())
+    assert not given["target"].any()
+    with pytest.raises(ValueError, match="read-only"):
+        native.copy_rows(np.frombuffer(bytes(96), np.uint8).reshape(4, 3, 8), *list(right.values())[1:])
+    native.copy_rows(*right.values())
+    assert right["target"].sum() == 16
 
 
 def test_staging_larger_than_its_bound_goes_in_pieces() -> None:
