@@ -17,6 +17,7 @@ ratio = time : time; the default tag may cost a tenth.
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from hicache.backends.file import FileBackend
 from hicache.config import FileStorageOptions
 from hicache.engine import BUNDLED_MODEL, LlamaModel, Span, load_checkpoint, load_tokenizer
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, TagKind, unseal
+from hicache.shared_memory import populate
 from hicache.tiers import MHATokenToKVPool, RequestToTokenPool
 
 KEY = bytes(32)
@@ -137,7 +139,11 @@ class FileStore:
 
     def __init__(self, folder: Path, codec: FrameCodec) -> None:
         self.backend = FileBackend(codec, FileStorageOptions(path=folder, io_threads=1))
-        memory = np.random.default_rng(2).integers(0, 256, (STORE_PAGES, codec.frame_bytes), dtype=np.uint8)
+        # As a host pool has it, in huge pages and aligned: loads take two thirds of the time that others take.
+        mapping = mmap.mmap(-1, STORE_PAGES * codec.frame_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        populate(mapping)
+        memory = np.frombuffer(mapping, dtype=np.uint8).reshape(STORE_PAGES, codec.frame_bytes)
+        memory[:] = np.random.default_rng(2).integers(0, 256, memory.shape, dtype=np.uint8)
         self.frames = [memoryview(row.data) for row in memory]
         self.keys = [number.to_bytes(32, "big") for number in range(STORE_PAGES)]
 
