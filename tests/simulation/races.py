@@ -301,7 +301,10 @@ class _DropsPinnedRuns(DeviceTier):
 
     def write_back(self, victim: Node) -> Fate:
         fate = super().write_back(victim)
-        return Fate.DROP if fate is Fate.KEEP else fate
+        if fate is not Fate.KEEP:
+            return fate
+        victim.host_ref = 0  # by which the tree would keep it
+        return Fate.DROP
 
 
 def _tree(kind: type[RadixTree]) -> Parts:
