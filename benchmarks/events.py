@@ -2,8 +2,11 @@
 
     python -m benchmarks.events
 
-"record" is a node's event from the tree's call to the stream, its page keys known, as `EventRecorder` makes it; the
-reference is putting a tuple that is there already into a `queue.Queue`, the least that a publisher fed by one costs.
+"record" is the event of a new node from the tree's call to the stream, as `EventRecorder` makes it, which hashes no
+page key; the reference is putting a tuple that is there already into a `queue.Queue`, the least that a publisher fed by
+one costs. "read" is the event at the reader's thread, which hashes. "snapshot" are the steps that describe a tree of
+100,000 nodes to a reader that keeps up: how long the longest of them and the median hold the scheduler's thread, in
+processor time of that thread, and how many there are.
 "publish" is the time from the stream to a subscriber's socket; the reference packs the same fields with msgspec and
 sends them with pyzmq in one loop, without a thread, a bound or a replay buffer. ratio = our time : the reference's.
 """
@@ -39,6 +42,8 @@ SHORT_EVENTS = 200
 SHORT_RUNS = 300
 CAPACITY_BYTES = 1 << 30
 PER_BATCH = 64
+SNAPSHOT_NODES = 100_000
+DEPTH = 100
 
 
 def events(pages: int) -> list[Stored]:
@@ -51,13 +56,11 @@ def events(pages: int) -> list[Stored]:
 
 
 def nodes(tree: RadixTree, pages: int) -> list[Node]:
-    """Nodes of `pages` pages, their keys computed."""
+    """Nodes of `pages` pages, their keys not computed."""
     made = []
     for number in range(SHORT_EVENTS):
         tokens = np.arange(pages * PAGE_SIZE) + number * PAGE_SIZE
-        node = tree.insert(RadixKey.of(tokens), np.arange(pages, dtype=np.int32)).node
-        tree.page_keys(node)
-        made.append(node)
+        made.append(tree.insert(RadixKey.of(tokens), np.arange(pages, dtype=np.int32)).node)
     return made
 
 
@@ -72,7 +75,7 @@ def short(work: Callable[[], object]) -> float:
 
 
 def record(pages: int) -> Row:
-    """The recorder's part, the list of page keys included."""
+    """The recorder's part."""
     tree = RadixTree(PAGE_SIZE, POLICIES["lru"])
     made = nodes(tree, pages)
     event = events(pages)[0]
@@ -80,6 +83,7 @@ def record(pages: int) -> Row:
     def ours() -> None:
         recorder = EventRecorder(EventStream(CAPACITY_BYTES))
         for node in made:
+            node.chain, node.told = None, 0  # as of a new node
             recorder.stored(Medium.DEVICE, tree, node)
 
     def bare() -> None:
@@ -90,11 +94,49 @@ def record(pages: int) -> Row:
     return row(f"record, {pages} pages a node", short(ours), short(bare))
 
 
-def keys_alone(pages: int) -> Row:
-    """What of that is the list of page keys, which the tree makes."""
+def read(pages: int) -> Row:
+    """The reader's part."""
     tree = RadixTree(PAGE_SIZE, POLICIES["lru"])
-    made = nodes(tree, pages)
-    return row(f"of it the list of keys, {pages} pages a node", short(lambda: [tree.page_keys(node) for node in made]))
+    recorder = EventRecorder(EventStream(CAPACITY_BYTES))
+    times = []
+    for _ in range(RUNS):
+        for node in nodes(tree, pages):
+            node.chain, node.told = None, 0
+            recorder.stored(Medium.DEVICE, tree, node)
+        reader = recorder.stream.subscribe()
+        reader.drain(recorder.stream.statistics().events - SHORT_EVENTS)
+        begin = time.perf_counter()
+        reader.drain(SHORT_EVENTS)
+        times.append((time.perf_counter() - begin) / SHORT_EVENTS)
+    return row(f"read, {pages} pages a node", min(times))
+
+
+def snapshot(shape: str) -> Row:
+    """Steps of the scheduler that describe 100,000 nodes."""
+    recorder = EventRecorder(EventStream(CAPACITY_BYTES))
+    tree = RadixTree(PAGE_SIZE, POLICIES["lru"], observer=recorder)
+    stem = np.arange(PAGE_SIZE)
+    for number in range(SNAPSHOT_NODES):
+        if shape == "deep" and number % DEPTH == 0:
+            stem = np.full(0, 0)
+        own = np.full(PAGE_SIZE, number)
+        tokens = np.concatenate((stem, own))
+        tree.insert(RadixKey.of(tokens), np.arange(len(tokens) // PAGE_SIZE, dtype=np.int32))
+        stem = tokens if shape == "deep" else stem
+    reader = recorder.stream.subscribe()
+    reader.request_snapshot()
+    steps = []
+    while True:
+        begin = time.thread_time()
+        recorder.poll(tree)
+        steps.append(time.thread_time() - begin)
+        while reader.drain(1000):
+            pass
+        if reader.in_sync:
+            break
+    longest, median = max(steps) * 1e3, sorted(steps)[len(steps) // 2] * 1e3
+    what = f"snapshot of {tree.node_count:,} nodes, {shape}: longest of {len(steps)} steps (median)"
+    return Row(what, f"{longest:.2f} ms ({median:.2f})", "1 ms", longest, 1.0)
 
 
 def put_alone(full: bool) -> Row:
@@ -208,7 +250,8 @@ def row(what: str, ours_s: float, reference_s: float | None = None) -> Row:
 def main() -> None:
     """Command line."""
     rows = [put_alone(False), put_alone(True)]
-    rows += [measured(pages) for measured in (record, keys_alone, publish, follow) for pages in (1, 16)]
+    rows += [measured(pages) for measured in (record, read, publish, follow) for pages in (1, 16)]
+    rows += [snapshot(shape) for shape in ("flat", "deep")]
     print_table(f"KV events, per event, pages of {PAGE_SIZE} tokens (ratio = our time : the reference's)", rows)
 
 

@@ -17,6 +17,8 @@ from ..radix import Node, RadixTree
 
 # How long a snapshot holds the scheduler in one step: a tree of 100,000 nodes takes some 500 steps.
 SLICE_S = 0.0005
+# Nodes that a snapshot lists at once.
+BLOCK_NODES = 256
 # Adapters and tenants whose names are known at once; the one that was described first is forgotten first.
 ORIGINS_MAX = 65_536
 
@@ -26,6 +28,10 @@ class EventRecorder:
 
     `session_id` is that of the turn whose pages are being inserted, which the caller sets around the insertion.
     `slice_s` bounds what a snapshot takes in one step.
+
+    Invariant: `_blocks` has each leaf of the tree, by its id, in blocks of neighbouring ids. It has all nodes from
+    their first event to their end, except heads that were split off and have children still. So a snapshot finds all
+    nodes, some hundred at a time, also where one node has 100,000 children, which could only be listed at once.
     """
 
     def __init__(self, stream: EventStream, *, slice_s: float = SLICE_S) -> None:
@@ -33,8 +39,9 @@ class EventRecorder:
         self._slice_s = slice_s
         self.session_id: str | None = None
         self._origins: dict[bytes, Origin] = {}
+        self._blocks: dict[int, dict[int, Node]] = {}
         self._walk: SnapshotWalk | None = None
-        self._walks = 0
+        self._walks = 1
 
     def describe(
         self, extra_key: str | None, cache_salt: str | None, lora_id: int | None, lora_name: str | None
@@ -52,6 +59,9 @@ class EventRecorder:
 
     def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` has just appeared on `medium`. One that comes to the host from storage is reported on both."""
+        if not node.told:
+            node.told = 1
+            self._enter(node)
         event = self.stored_run(medium, tree, node, self.session_id)
         self.stream.put(event)
         walk = self._walk
@@ -69,6 +79,28 @@ class EventRecorder:
         self.stream.put(event)
         if self._walk is not None:
             self._walk.removed(event, node)
+        if (node.host if medium is Medium.DEVICE else node.device) is None and medium is not Medium.STORAGE:
+            self._leave(tree, node)
+
+    def _enter(self, node: Node) -> None:
+        number = node.id // BLOCK_NODES
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = {}
+        block[node.id] = node
+
+    def _leave(self, tree: RadixTree, node: Node) -> None:
+        """`node` is about to leave the tree, so its parent may become a leaf."""
+        number = node.id // BLOCK_NODES
+        block = self._blocks[number]
+        del block[node.id]
+        if not block:
+            del self._blocks[number]
+        parent = node.parent
+        if parent is not None and parent.parent is not None and len(parent.children) == 1:
+            self._enter(parent)
+            if self._walk is not None:  # which may have passed the place of the new leaf
+                self._walk.tell(tree, parent)
 
     def lost(self, keys: list[bytes]) -> None:
         """Storage lacks the pages `keys`, which need not be in the tree."""
@@ -83,6 +115,7 @@ class EventRecorder:
 
     def cleared(self) -> None:
         """All nodes of the tree are gone at once, and the tree that is used now is empty."""
+        self._blocks = {}
         self.stream.put(Cleared())
         if self._walk is not None:
             self._walk.snapshot.put(Cleared())
@@ -93,7 +126,7 @@ class EventRecorder:
         """Work for about `slice_s` on a snapshot of `tree` if a reader waits for one. Once per step."""
         if self._walk is None and self.stream.snapshot_wanted:
             self._walks += 1
-            self._walk = SnapshotWalk(tree, self.stream.begin_snapshot(), self._walks, self)
+            self._walk = SnapshotWalk(self._blocks, self.stream.begin_snapshot(), self._walks, self)
         if self._walk is not None and self._walk.advance(tree, self._slice_s):
             self._walk = None
 
@@ -129,37 +162,40 @@ class SnapshotWalk:
     adds something the node is told, because the walk may have passed its place. A split copies the mark to
     the new node, and moves no page.
 
-    At the end all nodes of the tree are told. The nodes that were in the tree at the begin are told when the stack
-    comes to them: a node waits in the stack itself, or below one that waits, and a split changes neither, because the
-    new node has the old one below it. Nodes that have come since have appeared on a medium, and were told then. So at
-    the end the snapshot is the tree at that moment, and goes on with the stream.
+    At the end all nodes of the tree are told. A leaf that was one at the begin is in a block that was listed then, or
+    has left the tree; one that is new was told when it appeared on a medium, and a node that has become a leaf was told
+    when the last node below it left. What is above a leaf is told with it. So at the end the snapshot is the tree at
+    that moment, and goes on with the stream.
     """
 
-    def __init__(self, tree: RadixTree, snapshot: Snapshot, mark: int, recorder: EventRecorder) -> None:
+    def __init__(
+        self, blocks: dict[int, dict[int, Node]], snapshot: Snapshot, mark: int, recorder: EventRecorder
+    ) -> None:
         self.snapshot = snapshot
+        self._blocks = blocks
         self._mark = mark
         self._recorder = recorder
-        self._stack = tree.roots()
+        self._numbers = list(blocks)
+        self._nodes: list[Node] = []
 
     def advance(self, tree: RadixTree, seconds: float) -> bool:
         """Tell more nodes, for about `seconds`; True at the end of the snapshot."""
         end_s = time.perf_counter() + seconds
-        stack = self._stack
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            if node.device is not None or node.host is not None:  # else a root, or it has left the tree
-                self._tell(tree, node)
-            if time.perf_counter() >= end_s:
-                break
-        if stack:
-            return False
+        while self._numbers or self._nodes:
+            if not self._nodes:
+                self._nodes += self._blocks.get(self._numbers.pop(), {}).values()
+            while self._nodes:
+                node = self._nodes.pop()
+                if node.device is not None or node.host is not None:  # else it has left the tree
+                    self.tell(tree, node)
+                if (self._nodes or self._numbers) and time.perf_counter() >= end_s:
+                    return False
         self.snapshot.end()
         return True
 
     def stored(self, event: Recorded, tree: RadixTree, node: Node) -> None:
         """`node` has just appeared on a medium, as `event` says."""
-        self._tell(tree, node)
+        self.tell(tree, node)
         self.snapshot.put(event)
 
     def removed(self, event: Recorded, node: Node) -> None:
@@ -167,7 +203,7 @@ class SnapshotWalk:
         if node.told == self._mark:
             self.snapshot.put(event)
 
-    def _tell(self, tree: RadixTree, node: Node) -> None:
+    def tell(self, tree: RadixTree, node: Node) -> None:
         """Put `node` into the snapshot, and those of its ancestors that are not told yet before it."""
         untold: list[Node] = []
         part: Node | None = node

@@ -99,7 +99,6 @@ def test_one_step_takes_a_slice_of_a_large_tree_and_no_more() -> None:
         tree.insert(RadixKey.of([number]), np.array([number], np.int32))
     reader = stream.subscribe()
     reader.request_snapshot()
-    recorder.poll(tree)  # comes to the root
     recorder.poll(tree)
     assert [type(event) for event in reader.drain(100)] == [Cleared, Stored] and not reader.in_sync
     for _ in range(49):
