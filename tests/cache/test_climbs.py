@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from hicache.backends.memory import MemoryBackend
@@ -106,7 +108,7 @@ def test_several_long_prompts_take_turns(backend: MemoryBackend) -> None:
     for rid, key in (("a", KEY), ("b", other)):
         assert world.cache.prefetch_from_storage(rid, key)
     for rid, key in (("a", KEY), ("b", other)):
-        world.until(lambda rid=rid: world.cache.check_prefetch_progress(rid))
+        world.until(partial(world.cache.check_prefetch_progress, rid))
         assert world.attempt(rid, key).cached_tokens == PAGES * GEOMETRY.page_size
 
 

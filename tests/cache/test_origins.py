@@ -73,5 +73,5 @@ def test_a_name_of_another_type_is_refused_and_the_repr_shows_no_secret() -> Non
     recorded(world)
     for bad in ({"lora_id": "7"}, {"lora_name": 7}, {"extra_key": ""}):
         with pytest.raises(InvalidInput):
-            world.cache.name_origin(**bad)  # type: ignore[arg-type]
+            world.cache.name_origin(**bad)
     assert repr(Origin(7, "adapter", "salt", "session")) == "Origin(lora_id, lora_name, cache_salt, session_id)"

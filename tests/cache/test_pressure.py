@@ -157,5 +157,8 @@ class Observer:
     def removed(self, medium: object, tree: object, node: object) -> None:
         """Not looked at."""
 
-    def cleared(self, tree: object) -> None:
+    def lost(self, keys: list[bytes]) -> None:
+        """Not looked at."""
+
+    def storage_replaced(self) -> None:
         """Not looked at."""
