@@ -15,7 +15,7 @@ from ..events.types import NO_ORIGIN
 from ..keys import PAGE_KEY_BYTES, namespace_seed
 from ..radix import Node, RadixTree
 
-# How long a snapshot holds the scheduler in one step: a tree of 100,000 nodes takes some 500 steps.
+# How long a snapshot holds the scheduler in one step: a tree of 100,000 nodes takes some 300 steps.
 SLICE_S = 0.0005
 # Nodes that a snapshot lists at once.
 BLOCK_NODES = 256
@@ -75,11 +75,11 @@ class EventRecorder:
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` is about to leave `medium`, or has been lost by storage."""
-        event = RemovedRun(medium, tree.pages(node), tree.run_keys(node))
+        event = RemovedRun(medium, len(node.key) // tree.page_bytes, node.page_keys or node.chain or tree.run_keys(node))
         self.stream.put(event)
         if self._walk is not None:
             self._walk.removed(event, node)
-        if (node.host if medium is Medium.DEVICE else node.device) is None and medium is not Medium.STORAGE:
+        if (node.device is None or node.host is None) and medium is not Medium.STORAGE:  # its last tier
             self._leave(tree, node)
 
     def _enter(self, node: Node) -> None:
@@ -91,11 +91,10 @@ class EventRecorder:
 
     def _leave(self, tree: RadixTree, node: Node) -> None:
         """`node` is about to leave the tree, so its parent may become a leaf."""
-        number = node.id // BLOCK_NODES
-        block = self._blocks[number]
+        block = self._blocks[node.id // BLOCK_NODES]
         del block[node.id]
         if not block:
-            del self._blocks[number]
+            del self._blocks[node.id // BLOCK_NODES]
         parent = node.parent
         if parent is not None and parent.parent is not None and len(parent.children) == 1:
             self._enter(parent)
