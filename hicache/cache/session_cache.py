@@ -183,6 +183,7 @@ class SessionCache(HiRadixCache):
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """As in `HiRadixCache`; events of what a turn has computed name its session."""
+        self.running.require(request)
         session = self._turns.get(request.rid)
         if session is None or self._events is None:
             super().cache_unfinished_req(request, key)
