@@ -75,7 +75,8 @@ class EventRecorder:
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` is about to leave `medium`, or has been lost by storage."""
-        event = RemovedRun(medium, len(node.key) // tree.page_bytes, node.page_keys or node.chain or tree.run_keys(node))
+        keys = node.page_keys or node.chain or tree.run_keys(node)
+        event = RemovedRun(medium, len(node.key) // tree.page_bytes, keys)
         self.stream.put(event)
         if self._walk is not None:
             self._walk.removed(event, node)
