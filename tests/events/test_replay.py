@@ -126,6 +126,46 @@ def test_emptying_the_cache_ends_a_snapshot_and_a_reader_that_asked_meanwhile_ge
     assert stream.statistics().snapshots == 2
 
 
+def test_what_leaves_the_tree_stays_in_storage_until_that_has_lost_it() -> None:
+    stream, tree, _ = filled_tree()
+    (node,) = tree.nodes()
+    keys = tree.page_keys(node)
+    tree.set_stored(node)
+    tree.evict_device(4)
+    assert tree.node_count == 0
+    index = followed(*everything(stream))
+    assert index.pages() == {Medium.STORAGE: 4}
+    tree.forget_pages(keys[2:])  # as a store evicts, tails first
+    index = followed(*everything(stream))
+    assert index.keys(Medium.STORAGE) == set(keys[:2])
+    index.check()
+
+
+def test_with_another_store_a_reader_starts_over() -> None:
+    stream, tree, _ = filled_tree()
+    reader, index = stream.subscribe(), PrefixIndex()
+    (node,) = tree.nodes()
+    tree.set_stored(node)
+    tree.evict_device(4)
+    tree.forget_stored()
+    assert isinstance(tree.observer, EventRecorder)
+    tree.observer.poll(tree)
+    while events := reader.drain(100):
+        index.apply(events)
+    assert reader.in_sync and len(index) == 0
+
+
+def test_an_index_keeps_no_more_pages_that_are_in_storage_alone_than_allowed() -> None:
+    events = [event._replace(medium=Medium.STORAGE) for event in chain(16)[:4] if isinstance(event, Stored)]
+    index = PrefixIndex(stored_pages_max=2)
+    index.apply([*chain(16)[:1], *events])
+    first, second, third, fourth = (event.keys[0] for event in events)
+    assert index.keys(Medium.STORAGE) == {first, third, fourth}  # the first is on the device too
+    index.apply([Removed(Medium.DEVICE, (first,))])
+    assert index.keys(Medium.STORAGE) == {fourth, first} and second not in index.keys(Medium.STORAGE)
+    index.check()
+
+
 def test_events_are_recorded_without_hashing_and_a_page_that_leaves_unhashed_has_its_key() -> None:
     stream, tree, key = filled_tree()
     (node,) = tree.nodes()
