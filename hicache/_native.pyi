@@ -2,6 +2,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+def hash_pages(tokens: bytes, page_bytes: int, prior: bytes, /) -> list[bytes] | None: ...
 def pack_token_ids(tokens: npt.NDArray[Any], /) -> bytes | None: ...
 def copy_rows(
     target: npt.NDArray[Any], target_rows: npt.NDArray[Any], source: npt.NDArray[Any], source_rows: npt.NDArray[Any], /

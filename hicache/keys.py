@@ -45,12 +45,15 @@ _PACKED = np.dtype("<u4")
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 _SIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 
-# The optional native helper: int64 to uint32 bytes in one pass (numpy: three), None if an id is out of range.
+# The optional native helper. int64 to uint32 bytes in one pass (numpy: three), None if an id is out of range:
 pack_token_ids: Callable[[npt.NDArray[Any]], bytes | None] | None = None
-with contextlib.suppress(ImportError):
+# and the keys of many pages in one call (hashlib: one for each), None if the processor has no instructions for SHA-256.
+hash_pages: Callable[[bytes, int, bytes], list[bytes] | None] | None = None
+with contextlib.suppress(ImportError, AttributeError):  # a build may be older than this
     from . import _native
 
     pack_token_ids = _native.pack_token_ids
+    hash_pages = _native.hash_pages
 
 TokenInput: TypeAlias = "Sequence[int] | array.array[int] | npt.NDArray[Any] | torch.Tensor"
 
@@ -124,12 +127,15 @@ def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:
     """Keys of the full pages in `tokens` (uint32 little endian), `page_size` tokens each, chained from `prior`.
 
     A page of n bigrams is 2 n tokens here: both of each pair are hashed, as SGLang does.
-    `prior` is the key of the page before the first one, or the seed, or empty. Costs about 0.4 us per 64-token page.
+    `prior` is the key of the page before the first one, or the seed, or empty. Costs about 0.5 us per 64-token page,
+    half of that with the native helper, which does not hold the interpreter's lock for it.
     Raises InvalidInput if `prior` is neither empty nor 32 bytes.
     """
     if len(prior) not in (0, PAGE_KEY_BYTES):
         raise InvalidInput(f"page_keys: prior must be empty or {PAGE_KEY_BYTES} bytes, got {len(prior)}")
     page_bytes = page_size * TOKEN_BYTES
+    if hash_pages is not None and (keys := hash_pages(tokens, page_bytes, prior)) is not None:
+        return keys
     # A void array hands out its elements as bytes objects in one call, faster than a slice per page.
     pages = np.frombuffer(tokens, dtype=f"V{page_bytes}", count=len(tokens) // page_bytes).tolist()
     sha256, key = hashlib.sha256, prior

@@ -46,10 +46,14 @@ static PyObject *pack_token_ids(PyObject *module, PyObject *tokens)
     return packed;
 }
 
-PyObject *copy_rows(PyObject *module, PyObject *arguments); /* in copy_rows.c */
+/* Each in the file of its name. */
+PyObject *copy_rows(PyObject *module, PyObject *arguments);
+PyObject *hash_pages(PyObject *module, PyObject *arguments);
 
 static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS, "Copy rows of bytes between two arrays, without the interpreter's lock."},
+    {"hash_pages", hash_pages, METH_VARARGS,
+     "Chained SHA-256 keys of the whole pages in some bytes, or None if the processor has no SHA instructions."},
     {"pack_token_ids", pack_token_ids, METH_O,
      "uint32 bytes of a buffer of int64, or None if one is outside 0 .. 2**31 - 1."},
     {NULL, NULL, 0, NULL},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import hashlib
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -35,10 +37,25 @@ TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
 @pytest.fixture(scope="module", params=["numpy", "native"], autouse=True)
 def _native(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test of this module runs without and with the native helper."""
-    helper = request.getfixturevalue("native").pack_token_ids if request.param == "native" else None
+    helper = request.getfixturevalue("native") if request.param == "native" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys_module, "pack_token_ids", helper)
+        for name in ("pack_token_ids", "hash_pages"):
+            patch.setattr(keys_module, name, getattr(helper, name, None))
         yield
+
+
+def hashlib_keys(pages: bytes, page_bytes: int, prior: bytes) -> list[bytes]:
+    """The definition of page keys."""
+    starts = range(0, len(pages) - page_bytes + 1, page_bytes)
+    return [prior := hashlib.sha256(prior + pages[start : start + page_bytes]).digest() for start in starts]
+
+
+@pytest.fixture(scope="module")
+def hash_pages(native: Any) -> Any:
+    """That of the helper."""
+    if native.hash_pages(b"", 1, b"") is None:
+        pytest.skip("the processor has no instructions for SHA-256")
+    return native.hash_pages
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**31 - 1), min_size=1, max_size=300))
@@ -67,6 +84,59 @@ def test_the_helper_refuses_what_is_no_contiguous_memory(native: Any) -> None:
     with pytest.raises(TypeError):
         pack_token_ids(5)
     assert pack_token_ids(b"") == b""
+
+
+@pytest.mark.parametrize("prior", [b"", bytes(range(32))], ids=["no prior", "prior"])
+def test_the_helper_hashes_as_hashlib_does(hash_pages: Any, prior: bytes) -> None:
+    """Each length of a page modulo the 64 bytes of a block, with all there is to pad."""
+    some = np.random.default_rng(5).bytes(40_000)
+    for page_bytes in (*range(1, 330), 4096, 13_000):
+        for count in (0, 1, 3):
+            run = some[: page_bytes * count + page_bytes // 2]  # a part of a page has no key
+            assert hash_pages(run, page_bytes, prior) == hashlib_keys(run, page_bytes, prior), (page_bytes, count)
+
+
+def test_the_helper_refuses_to_hash_what_are_no_pages(hash_pages: Any) -> None:
+    for page_bytes, prior in ((0, b""), (-4, b""), (4, bytes(31)), (4, bytes(33))):
+        with pytest.raises(ValueError, match="hash_pages: pass pages"):
+            hash_pages(bytes(64), page_bytes, prior)
+    with pytest.raises(BufferError):
+        hash_pages(memoryview(bytes(64))[::2], 4, b"")
+
+
+def test_other_threads_run_while_the_helper_hashes_a_long_run(hash_pages: Any) -> None:
+    """The interpreter makes no thread give up its lock within an hour. A main thread that wakes up late finds the run
+    hashed, so there are some tries; with the lock held all of them fail."""
+    run, interval = bytes(32 << 20), sys.getswitchinterval()
+
+    def interrupts() -> bool:
+        begun, ended = threading.Event(), threading.Event()
+
+        def work() -> None:
+            begun.set()
+            hash_pages(run, 64, b"")
+            ended.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        begun.wait()
+        early = not ended.is_set()
+        thread.join()
+        return early
+
+    sys.setswitchinterval(3600)
+    try:
+        assert any(interrupts() for _ in range(20))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_processor_without_the_instructions_has_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = token_bytes(range(1000))
+    expected = hashlib_keys(packed, 64, b"")
+    assert page_keys(packed, 16) == expected
+    monkeypatch.setattr(keys_module, "hash_pages", lambda tokens, page_bytes, prior: None)
+    assert page_keys(packed, 16) == expected
 
 
 def test_ids_in_the_other_byte_order_are_the_same_ids() -> None:
