@@ -38,7 +38,7 @@ def serve(cache: HiRadixCache, allocator: PagedTokenToKVPoolAllocator, prompt: l
     tree, node = cache.tree, match.device_node
     tree.lock(node)  # before anything is allocated, which may evict
     cached = len(match.device_pages) * PAGE_SIZE
-    prefix = torch.tensor(token_slots(match.device_pages, PAGE_SIZE), dtype=torch.int64)
+    prefix = torch.from_numpy(token_slots(match.device_pages, PAGE_SIZE))
     last = prefix[-1:] if cached else torch.tensor([-1])
     prefix_lens, seq_lens = torch.tensor([cached]), torch.tensor([len(prompt)])
     own = allocator.alloc_extend(prefix_lens, seq_lens, last, len(prompt) - cached)

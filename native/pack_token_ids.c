@@ -48,10 +48,12 @@ static PyObject *pack_token_ids(PyObject *module, PyObject *tokens)
 
 /* Each in the file of its name. */
 PyObject *copy_rows(PyObject *module, PyObject *arguments);
+PyObject *fill_slots(PyObject *module, PyObject *arguments);
 PyObject *hash_pages(PyObject *module, PyObject *arguments);
 
 static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS, "Copy rows of bytes between two arrays, without the interpreter's lock."},
+    {"fill_slots", fill_slots, METH_VARARGS, "Write the int64 slots of the tokens of int32 pages."},
     {"hash_pages", hash_pages, METH_VARARGS,
      "Chained SHA-256 keys of the whole pages in some bytes, or None if the processor has no SHA instructions."},
     {"pack_token_ids", pack_token_ids, METH_O,

@@ -199,7 +199,7 @@ class LlamaModel:
             raise InvariantError(f"engine: {len(rows)} requests run, but the rows in use are others")
         for request in running:
             slots = torch.from_numpy(token_slots(request.held_kv().pages, self._page_size))[: table.shape[1]]
-            if not torch.equal(table[self._rows[request.rid], : len(slots)].cpu(), slots):
+            if not torch.equal(table[self._rows[request.rid], : len(slots)].cpu().long(), slots):
                 raise InvariantError(f"engine: the row of {request.rid} does not name its pages")
 
     @torch.inference_mode()

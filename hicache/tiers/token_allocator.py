@@ -115,7 +115,7 @@ class PagedTokenToKVPoolAllocator:
         if pages is None:
             return None
         with self._given_back_on_error(pages):
-            return self._to_device(token_slots(pages, self.page_size).astype(np.int64))
+            return self._to_device(token_slots(pages, self.page_size))
 
     def alloc_extend(
         self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, extend_tokens: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hicache.tiers import (
     MLATokenToKVPool,
     RequestToTokenPool,
     create_device_pool,
+    device,
     token_slots,
 )
 from hicache.tiers.memory import DeviceMemory, device_pages, host_pages, profile_max_num_tokens
@@ -29,10 +31,34 @@ MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
 MLA = KVGeometry(layers=3, heads=1, head_dim=16, page_size=4, layout=KVLayout.MLA)
 
 
+@pytest.fixture(params=["numpy", "native"])
+def _slots_helper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = request.getfixturevalue("native").fill_slots if request.param == "native" else None
+    monkeypatch.setattr(device, "fill_slots", helper)
+
+
+@pytest.mark.usefixtures("_slots_helper")
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_the_slots_of_a_page_follow_each_other(page_size: int) -> None:
+    pages = np.array([7, 1, 2**31 - 1, 3, 4], np.int32)  # the third has slots beyond int32
+    for some in (pages, pages[::2], pages[:0]):
+        expected = [int(page) * page_size + offset for page in some for offset in range(page_size)]
+        slots = token_slots(some, page_size)
+        assert slots.dtype == np.int64 and slots.tolist() == expected
+
+
+@pytest.mark.parametrize(("slots", "page_size"), [(7, 4), (9, 4), (8, 0), (8, -4), (0, 4)])
+def test_the_helper_writes_as_many_slots_as_there_are_and_no_more(native: Any, slots: int, page_size: int) -> None:
+    room, pages = np.zeros(slots, np.int64), np.array([1, 2], np.int32)
+    with pytest.raises(ValueError, match="fill_slots"):
+        native.fill_slots(room, pages, page_size)
+    assert not room.any()
+
+
 def test_slots_written_by_token_are_entries_of_their_page() -> None:
     pool = create_device_pool(MHA, 5)
     assert isinstance(pool, MHATokenToKVPool)
-    slots = torch.from_numpy(token_slots(np.array([2, 5], dtype=np.int32), 4)).long()
+    slots = torch.from_numpy(token_slots(np.array([2, 5], dtype=np.int32), 4))
     assert slots.tolist() == [8, 9, 10, 11, 20, 21, 22, 23]
     k, v = torch.randn(2, 8, 2, 8).to(torch.bfloat16)
     pool.set_kv_buffer(1, slots, k, v)
