@@ -3,14 +3,16 @@
     python -m benchmarks.tree [--peer DIR] [--numpy]
 
 With `--peer`, SGLang's native tree core runs side by side on the same prompts (see `benchmarks._native`); its time is
-the reference. Each figure is the best of many runs, the two sides taking turns; the median is in brackets. `--numpy`
-leaves our native helper out.
+the reference. Each figure is the best of many runs, the two sides taking turns; the median is in brackets. Memory is
+as in a process that has served for a while: what either side allocates has been used before. `--numpy` leaves our
+native helper out.
 """
 
 from __future__ import annotations
 
 import argparse
 import array
+import ctypes
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from hicache.cache.recorder import EventRecorder
 from hicache.events import EventStream
 from hicache.keys import RadixKey, page_keys, token_bytes
 from hicache.radix import POLICIES, RadixTree
+from hicache.tiers import device, token_slots
 
 from ._native import NativeTree, load_bindings
 from ._table import Row, Sides, alternate, print_table, row
@@ -35,8 +38,23 @@ TREE_PAGES = 100_000
 DEEP = 48  # nodes of the deep prompt
 LEAVES = (1_000, 10_000, 100_000)
 EVENT_BYTES = 32 << 20
-# Each page is one call of OpenSSL from Python; for small pages the call costs more than the hash.
-PAGE_KEY_GOALS = {16: None, 64: 1.4}
+# Two blocks of SHA-256 for 64 bytes of tokens, five for 256: the smaller the pages, the more the rest of a key counts.
+PAGE_KEY_GOALS = {16: 1.2, 64: 1.0}
+USED_BYTES = 512 << 20  # more than the inserts of one table allocate
+
+
+def use_memory() -> None:
+    """Have the C library keep freed memory, and free `USED_BYTES` that were written to.
+
+    Otherwise an insert is charged for pages of memory that the kernel has to clear first, which takes longer than the
+    insert and hits the side that allocates more.
+    """
+    libc = ctypes.CDLL(None)
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)
+        if libc.mallopt(parameter, 1 << 30) != 1:
+            raise RuntimeError("mallopt(3) failed; use glibc")
+    parts = [b"x" * (1 << 20) for _ in range(USED_BYTES >> 20)]
+    parts.clear()
 
 
 def tokens(count: int, seed: int) -> array.array[int]:
@@ -78,10 +96,15 @@ class Pair:
         return sides
 
     def matches_with_slots(self, prompt: array.array[int]) -> Sides:
-        """As `matches`, but the peer hands over its token slots as well, as an engine needs them."""
-        sides: Sides = [lambda: self.ours.match(RadixKey.of(prompt))]
+        """As `matches`, and each side makes the int64 tensor of token slots that an engine needs of the prefix."""
+
+        def ours() -> torch.Tensor:
+            return torch.from_numpy(token_slots(self.ours.match(RadixKey.of(prompt)).device_pages, self.page_size))
+
+        sides: Sides = [ours]
         if (peer := self.peer) is not None:
             sides.append(lambda: peer.match_with_slots(prompt))
+            assert torch.equal(ours(), peer.match_with_slots(prompt))
         return sides
 
     def evictions(self, pages: int) -> Sides:
@@ -117,7 +140,7 @@ def tree_rows(bindings: Any, page_size: int) -> Iterator[Row]:
     pair.insert(deep)
     for prompt, shape in ((flat, "flat"), (deep, f"{DEEP} nodes")):
         yield row(f"match, {shape}", alternate(600, pair.matches(prompt)))
-        yield row(f"match and hand over slots, {shape}", alternate(300, pair.matches_with_slots(prompt)), None)
+        yield row(f"match and hand over slots, {shape}", alternate(300, pair.matches_with_slots(prompt)))
     branches = [deep[: cut * page_size] + tokens(page_size, cut) for cut in cuts]
     for branch in branches:
         pair.insert(branch)
@@ -189,7 +212,8 @@ def main() -> None:
     parser.add_argument("--numpy", action="store_true", help="leave our native helper out")
     arguments = parser.parse_args()
     if arguments.numpy:
-        keys.pack_token_ids = None
+        keys.pack_token_ids = keys.hash_pages = device.fill_slots = None
+    use_memory()
     print("reference:", "SGLang's native core" if arguments.peer else "none (give --peer)")
     helper = "no" if keys.pack_token_ids is None else "yes"
     print("ratio = time of ours : time of the reference; native helper:", helper)
