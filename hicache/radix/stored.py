@@ -117,7 +117,8 @@ class StoredPrefixes(PrefixTree):
         node.stored = False
 
     def _detach(self, node: Node) -> Node:
-        self._unmark_stored(node)
+        if node.stored:
+            self._unmark_stored(node)
         return super()._detach(node)
 
     def stored_ends(self) -> dict[bytes, Node]:

@@ -336,22 +336,24 @@ class RadixTree(StoredPrefixes):
         kept: list[Node] = []
         last: list[Node] = []  # those to lose if nothing else is left
         missing, writeback_pages, lost_pages = pages, 0, 0
+        keep, lose, writing_back = Fate.KEEP, Fate.LOSE, Fate.WRITING_BACK  # an enum looks its members up slowly
         while missing > 0 and (node := self.device_queue.pop()) is not None:
             count = self._cut(node, missing)
             if node.host is None:
                 fate = Fate.DROP if write_back is None else write_back(node)
-                if fate is Fate.KEEP or (fate is not Fate.WRITING_BACK and node.host_ref):
+                if fate is keep or (node.host_ref and fate is not writing_back):
                     kept.append(node)
                     continue
-                if fate is Fate.LOSE and len(last) < SPARED_MAX:
+                if fate is lose and len(last) < SPARED_MAX:
                     last.append(node)
                     continue
-                if fate is Fate.WRITING_BACK:
+                if fate is writing_back:
                     writeback_pages += count
                     missing -= count
                     continue
-                host_freed += self._drop_below(node)
-                lost_pages += count if fate is Fate.LOSE else 0
+                if node.children:
+                    host_freed += self._drop_below(node)
+                lost_pages += count if fate is lose else 0
             missing -= count
             freed.append(self.leave_device(node))
         for node in last:
@@ -417,12 +419,12 @@ class RadixTree(StoredPrefixes):
 
     def _cut(self, victim: Node, pages: int) -> int:
         """Split off the head of a victim if at least as much stays as is needed; how many pages the victim has then."""
-        count, needed = self.pages(victim), max(pages, CUT_PAGES_MIN)
-        head = count - needed
-        if head < needed:
+        count = len(victim.key) // self.page_bytes
+        if count < 2 * CUT_PAGES_MIN or count < 2 * pages:
             return count
-        self.split(victim, head)
-        return count - head
+        needed = max(pages, CUT_PAGES_MIN)
+        self.split(victim, count - needed)
+        return needed
 
     def _drop_below(self, node: Node) -> list[PageIds]:
         """Take everything below `node` off L2; the freed pages. REQUIRES: it is on L2 only, and not held."""
@@ -441,8 +443,10 @@ class RadixTree(StoredPrefixes):
 
     def _remove(self, node: Node) -> None:
         parent = self._detach(node)
-        self.device_queue.forget(node)
-        self.host_queue.forget(node)
+        if node.device_entry:
+            self.device_queue.forget(node)
+        if node.host_entry:
+            self.host_queue.forget(node)
         self._offer(parent)
 
     def _count_host(self, node: Node, sign: int) -> None:
@@ -456,7 +460,7 @@ class RadixTree(StoredPrefixes):
         if node.device is not None:
             if not node.device_entry and node.device_children == 0 and not node.lock_ref:
                 self.device_queue.push(node)
-            if not node.copy_listed and may_lose_copy(node):
+            if node.host is not None and not node.copy_listed and may_lose_copy(node):
                 self.copies.push(node)
         elif not node.host_entry and may_leave_host(node):
             self.host_queue.push(node)
