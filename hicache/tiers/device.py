@@ -213,9 +213,11 @@ def token_slots(pages: PageIds, page_size: int) -> npt.NDArray[np.int64]:
     """Pool rows of all tokens of `pages`, int64 `[len(pages) * page_size]`, in order. Raises as `require_pages`."""
     page_size = whole("page_size", page_size, 1)
     pages = np.ascontiguousarray(require_pages(pages))
-    slots = np.empty((len(pages), page_size), np.int64)
-    if fill_slots is not None:
-        fill_slots(slots, pages, page_size)
-    else:
-        np.add(pages.astype(np.int64)[:, None] * page_size, np.arange(page_size), out=slots)
-    return slots.reshape(-1)
+    if fill_slots is None:
+        slots = np.repeat(pages.astype(np.int64) * page_size, page_size)
+        by_page = slots.reshape(-1, page_size)
+        by_page += np.arange(page_size)
+        return slots
+    slots = np.empty(len(pages) * page_size, np.int64)
+    fill_slots(slots, pages, page_size)
+    return slots
