@@ -145,7 +145,7 @@ def test_an_error_in_the_middle_of_a_list_costs_one_page(tmp_path: Path, call: s
     def fault(name: str, number: int, args: tuple[Any, ...]) -> int | None:
         if name != call:
             return None
-        if number == 4:  # of the second page: its first bytes have been moved
+        if number == 6:  # of the second page: its first bytes have been moved
             raise OSError(errno.EIO, "broken")
         return (os.preadv if call == "preadv" else os.pwritev)(args[0], first_bytes(args[1], MIB), args[2])
 

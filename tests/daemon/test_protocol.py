@@ -277,7 +277,7 @@ def test_the_memory_of_an_engine_that_died_is_removed(daemon: Daemon, client: Cl
     engine.join()
     wait_for(lambda: all(one["name"] != memory for one in daemon.status()["clients"]))
     assert client.verb("get", keys=keys_of(1), memory=memory, frames=[0])[0] == 404
-    assert f"memory {memory}: its engine has died" in daemon.log
+    wait_for(lambda: f"memory {memory}: its engine has died" in daemon.log)
 
 
 def test_the_daemon_creates_memory_for_an_engine_that_asks_for_it(client: Client) -> None:
