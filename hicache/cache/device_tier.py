@@ -40,6 +40,12 @@ from .host_tier import HostTier
 from .statistics import CacheCounters
 from .trees import Trees, require_conservation
 
+# A prompt that is computed in chunks is copied to L2 so many tokens at a time: some seconds of computing, and
+# milliseconds of copying.
+GATHER_TOKENS = 32_768
+# But not a larger part of L2 at once.
+GATHER_SHARE = 1 / 16
+
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
@@ -169,6 +175,15 @@ class DeviceTier:
             self._counters.evicted_pages["device"] += len(pages)
 
     # From L1 to L2
+
+    def gathers(self, node: Node) -> bool:
+        """Whether what a request has computed up to `node` should wait for more of its prompt, so that `used` starts
+        one copy of both: each copy costs the scheduler the same, however short it is.
+        """
+        tree = self._trees.current
+        return tree.pages(node) < min(
+            GATHER_TOKENS // tree.page_size, tree.run_pages_max, int(GATHER_SHARE * self._host.host.pages)
+        )
 
     def used(self, node: Node) -> None:
         """A request has computed or reused the path to `node`: start what the policy wants and the path still lacks.

@@ -146,10 +146,12 @@ class HiRadixCache(TieredCache):
         self._l1.request_pages -= full - shared - inserted.present_pages
         self.tree.move_lock(request.last_node, inserted.node)
         request.last_node, request.shared_pages = inserted.node, full
+        request.gathers = len(key) < len(request.key) and self._l1.gathers(inserted.node)
         if full * self.page_size > len(request.key):
             request.key = key.head(full * self.page_size)
         self._pins.used(inserted.node)
-        self._l1.used(inserted.node)
+        if not request.gathers:
+            self._l1.used(inserted.node)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request: share the whole pages of `key` (None: share nothing, as after an abort) and free the rest.
@@ -159,6 +161,8 @@ class HiRadixCache(TieredCache):
         self.running.require(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
+        if request.gathers and request.tree is self.tree:
+            self._l1.used(request.last_node)
         self._l1.free(request.pages[request.shared_pages :])
         request.tree.unlock(request.last_node)
         if key is None and request.load is not None:

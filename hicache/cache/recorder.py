@@ -12,7 +12,7 @@ import time
 from ..arguments import instance, whole
 from ..events import Cleared, EventStream, Medium, Origin, Recorded, Removed, RemovedRun, Snapshot, StoredRun
 from ..events.types import NO_ORIGIN
-from ..keys import PAGE_KEY_BYTES, namespace_seed
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, namespace_seed
 from ..radix import Node, RadixTree
 
 # How long a snapshot holds the scheduler in one step: a tree of 100,000 nodes takes some 300 steps.
@@ -72,6 +72,19 @@ class EventRecorder:
             self.stream.put(event)
             if walk is not None:
                 walk.stored(event, tree, node)
+
+    def grown(self, tree: RadixTree, node: Node, pages: int, prior: bytes | PageChain) -> None:
+        """See `TreeObserver`."""
+        part = node.key[-pages * tree.page_bytes :]
+        given = tree.position_bytes == PAGE_KEY_BYTES
+        keys = part if given else PageChain(part, tree.page_bytes // TOKEN_BYTES, prior)
+        event = StoredRun(
+            Medium.DEVICE, pages, keys, prior if given else b"", False, b"" if given else part, tree.page_size,
+            self._origin(node, self.session_id),
+        )  # fmt: skip
+        self.stream.put(event)
+        if self._walk is not None:
+            self._walk.grown(event, tree, node)
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` is about to leave `medium`, or has been lost by storage."""
@@ -138,16 +151,17 @@ class EventRecorder:
         keys = tree.run_keys(node)
         prior = tree.prior_of(node) if isinstance(keys, bytes) else b""
         tokens = b"" if tree.position_bytes == PAGE_KEY_BYTES else node.key
-        origin = self._origin(node) if self._origins else NO_ORIGIN
-        if session_id is not None:
-            origin = origin._replace(session_id=session_id)
+        origin = self._origin(node, session_id)
         return StoredRun(medium, tree.pages(node), keys, prior, begins, tokens, tree.page_size, origin)
 
-    def _origin(self, node: Node) -> Origin:
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        return self._origins.get(root.page_keys or b"", NO_ORIGIN)
+    def _origin(self, node: Node, session_id: str | None) -> Origin:
+        origin = NO_ORIGIN
+        if self._origins:
+            root = node
+            while root.parent is not None:
+                root = root.parent
+            origin = self._origins.get(root.page_keys or b"", NO_ORIGIN)
+        return origin if session_id is None else origin._replace(session_id=session_id)
 
 
 class SnapshotWalk:
@@ -197,6 +211,13 @@ class SnapshotWalk:
         """`node` has just appeared on a medium, as `event` says."""
         self.tell(tree, node)
         self.snapshot.put(event)
+
+    def grown(self, event: Recorded, tree: RadixTree, node: Node) -> None:
+        """`node`, on L1, has just got more pages, as `event` says."""
+        if node.told == self._mark:
+            self.snapshot.put(event)
+        else:
+            self.tell(tree, node)
 
     def removed(self, event: Recorded, node: Node) -> None:
         """`node` is about to leave a medium, as `event` says."""

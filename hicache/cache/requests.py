@@ -36,6 +36,7 @@ class RequestKV:
     last_node: Node
     priority: int = 0
     load: Load | None = None  # what brings its L2 part to L1
+    gathers: bool = False  # what it has shared last waits for more of its prompt, to be copied to L2 with that
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0

@@ -84,3 +84,11 @@ def may_leave_host(node: Node) -> bool:
 def may_lose_copy(node: Node) -> bool:
     """Whether eviction may take the copy on L2 of `node`, which is on L1: it is not held."""
     return node.device is not None and node.host is not None and node.host_ref == 0
+
+
+def may_grow(node: Node) -> bool:
+    """Whether what follows `node` may become part of it: it is on L1 alone, nothing of it is on its way, and nobody
+    needs it but one who has locked it.
+    """
+    in_use = node.lock_ref != 1 or node.host_ref or node.children or node.backup_pending
+    return not (in_use or node.host is not None or node.stored)

@@ -41,7 +41,7 @@ class PrefixTree:
         self.page_size = page_size
         self.position_bytes = position_bytes
         self.page_bytes = key_page_bytes(page_size, position_bytes)
-        self._run_pages_max = run_pages_max
+        self.run_pages_max = run_pages_max
         self.node_count = 0
         self._roots: dict[bytes, Node] = {}
         self._clock = 0
@@ -281,7 +281,7 @@ class PrefixTree:
         """Add the pages of `key` from `start_page` to `end_page` as a chain below `parent`: each new node with its
         pages, on no tier yet."""
         while start_page < end_page:
-            hits, end = uses.of_run(start_page, min(start_page + self._run_pages_max, end_page))
+            hits, end = uses.of_run(start_page, min(start_page + self.run_pages_max, end_page))
             parent = self._add_child(parent, key.tokens[start_page * self.page_bytes : end * self.page_bytes], priority)
             parent.hit_count = hits
             yield parent, start_page, end

@@ -6,6 +6,7 @@ import enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..events.types import Medium
+from ..keys import PageChain
 from ..types import PageIds
 from .node import Node
 
@@ -82,6 +83,10 @@ class TreeObserver(Protocol):
 
     def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` has just appeared on `medium`; its parent is in the tree, and on L1 if `medium` is."""
+
+    def grown(self, tree: RadixTree, node: Node, pages: int, prior: bytes | PageChain) -> None:
+        """The last `pages` pages of `node`, which was on L1 before, have just appeared there. Their page keys are
+        chained from `prior`."""
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` is about to leave `medium`, or storage has lost it; on L1 its children have left before."""

@@ -22,11 +22,11 @@ import numpy as np
 
 from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
-from ..keys import TOKEN_BYTES, RadixKey
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
 from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds
 from .eviction import CopyStack, EvictionQueue
-from .node import Node, may_leave_device, may_leave_host, may_lose_copy
+from .node import Node, may_grow, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import joined
 from .results import NEW, Evicted, Fate, Inserted, Match, TreeObserver, Uses
 from .stored import StoredPrefixes
@@ -105,9 +105,10 @@ class RadixTree(StoredPrefixes):
 
         Runs that were only on L2 come back to L1 with the given pages; what was on L1 stays as it is. The tree takes
         over `device_pages[present_pages:]`. What is there already counts one more request, unless `uses` says that this
-        one has been counted, and gets at least `priority`; what is new counts the `uses` that it has had before.
+        one has been counted, and gets at least `priority`; what is new counts the `uses` that it has had before. What
+        continues a run that is on L1 alone, and that the caller alone needs, becomes part of its node.
         Raises InvalidInput, and changes nothing, if the page counts differ. REQUIRES: the path to `below`, if given, is
-        the first `start_page` pages of `key`, and on L1; else `start_page` is 0.
+        the first `start_page` pages of `key`, on L1, and locked by the caller; else `start_page` is 0.
         """
         self.require_fitting(key)
         pages = key.pages(self.page_size) - start_page
@@ -115,6 +116,11 @@ class RadixTree(StoredPrefixes):
             raise InvalidInput(f"insert: {len(device_pages)} pages for {pages} pages of tokens")
         path = self._use_path(key, below, start_page * self.page_bytes)
         node = path[0]
+        end_page = start_page + pages
+        is_like = priority == node.priority and uses.of_run(start_page, end_page) == (node.hit_count, end_page)
+        if len(path) == 1 and is_like and may_grow(node) and 0 < pages <= self.run_pages_max - self.pages(node):
+            self._grow(node, key.tokens[start_page * self.page_bytes : end_page * self.page_bytes], device_pages)
+            return Inserted(node, 0)
         present = done = 0
         for node in path[1:]:
             count = len(node.key) // self.page_bytes
@@ -125,7 +131,7 @@ class RadixTree(StoredPrefixes):
             else:
                 present += count
             done += count
-        for added, begin, end in self._add_runs(node, key, start_page + done, start_page + pages, uses, priority):
+        for added, begin, end in self._add_runs(node, key, start_page + done, end_page, uses, priority):
             node = added
             self.set_device(node, device_pages[begin - start_page : end - start_page].copy())
         return Inserted(node, present)
@@ -416,6 +422,17 @@ class RadixTree(StoredPrefixes):
         if self._reorders:
             self._reorder(path)
         return path
+
+    def _grow(self, node: Node, key: bytes, pages: PageIds) -> None:
+        """Add `pages` on L1 to the end of `node`, of which `key` are the key bytes."""
+        prior = None if self.observer is None else self.prior(node)
+        node.key += key
+        node.device = joined([NO_PAGES if node.device is None else node.device, pages])
+        node.page_keys = node.key if self.position_bytes == PAGE_KEY_BYTES else None
+        node.chain = None
+        self.device_protected_pages += len(pages)
+        if self.observer is not None and prior is not None:
+            self.observer.grown(self, node, len(pages), prior)
 
     def _cut(self, victim: Node, pages: int) -> int:
         """Split off the head of a victim if at least as much stays as is needed; how many pages the victim has then."""

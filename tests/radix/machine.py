@@ -94,6 +94,7 @@ class Machine:
         self.page_size = page_size
         self.scale = scale
         self.observer = observer
+        self.grown = 0  # nodes that an insertion made longer
         self.position_bytes = position_bytes or numbers.choice([TOKEN_BYTES, BIGRAM_BYTES, PAGE_KEY_BYTES])
         self.long = numbers.random() < 0.1  # runs that eviction cuts
         self.policy = numbers.choice(list(POLICIES))
@@ -183,17 +184,39 @@ class Machine:
         key = self.prompt()
         pages = self.pages_of(key)
         self.evict_device(max(0, len(pages) - self.device.free_pages))
-        below, start = None, 0
-        if self.random.random() < 0.5:  # as a request does that goes on where it has shared its pages
-            found = self.tree.match(key)
-            below, start = found.device_node, len(found.device_pages)
-        ids = self.device.alloc(len(pages) - start)
-        if ids is None:
+        if self.random.random() < 0.5:
+            ids, priority = self.device.alloc(len(pages)), self.random.randrange(3)
+            if ids is not None:
+                inserted = self.tree.insert(key, ids, priority=priority)
+                assert inserted.present_pages == self.oracle.insert(key.seed, pages, ids.tolist(), priority, 0)
+                self.device.free(ids[: inserted.present_pages])
             return
-        priority = self.random.randrange(3)
-        inserted = self.tree.insert(key, ids, priority=priority, below=below, start_page=start)
+        # As a request does that shares its pages piece by piece: it has locked what it goes on behind.
+        found = self.tree.match(key)
+        start, reference = len(found.device_pages), self._lock(found.device_node)
+        if self.device.free_pages >= len(pages) - start:
+            positions = self.tree.page_bytes // self.position_bytes
+            for end in (self.random.randint(start, len(pages)), len(pages)):
+                reference, start = self._insert(key.head(end * positions), reference, start), end
+        self.who.locks.append(reference)
+        if self.random.random() < 0.5:
+            self.unlock()
+
+    def _insert(self, key: RadixKey, below: Reference, start: int) -> Reference:
+        """Insert what is behind `below`, whose lock moves to the end of it."""
+        pages = self.pages_of(key)
+        ids = self.device.alloc(len(pages) - start)
+        assert ids is not None
+        priority = self.random.choice([0, 0, 1])
+        inserted = self.tree.insert(key, ids, priority=priority, below=below.node, start_page=start)
         assert inserted.present_pages == self.oracle.insert(key.seed, pages, ids.tolist(), priority, start)
         self.device.free(ids[: inserted.present_pages])
+        self.grown += inserted.node is below.node and len(pages) > start
+        self.tree.move_lock(below.node, inserted.node)
+        reference = Reference(inserted.node, self.path_of(inserted.node))
+        for page in reference.path[len(below.path) :]:
+            page.locks += 1
+        return reference
 
     def load_back(self) -> None:
         found = self.tree.match(self.prompt())

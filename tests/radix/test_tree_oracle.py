@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hicache.keys import RadixKey
-from hicache.radix import Node, RadixTree
+from hicache.radix import Inserted, Node, RadixTree
+from hicache.types import PageIds
 from tests.radix.machine import Machine
 from tests.seeds import rng, seeds
 
@@ -38,6 +41,13 @@ def test_random_operations_agree_with_the_oracle(page_size: int, seed: int) -> N
     for _ in range(STEPS):
         step(machine)
     machine.empty()
+
+
+def test_what_a_request_computes_in_pieces_becomes_one_node_now_and_then() -> None:
+    machine = Machine(16, rng(1))
+    for _ in range(STEPS):
+        step(machine)
+    assert machine.grown
 
 
 class _ForgetsPriority(RadixTree):
@@ -77,7 +87,20 @@ class _DropsPins(RadixTree):
         pass
 
 
-@pytest.mark.parametrize("kind", [_ForgetsPriority, _MixesPages, _PeekMarks, _DropsPins])
+class _GrowsUnderOthers(RadixTree):
+    """Makes a run longer for one request that another one has locked up to its end."""
+
+    def insert(self, key: RadixKey, device_pages: PageIds, *, below: Node | None = None, **options: Any) -> Inserted:
+        others = [below] * (below.lock_ref - 1) if below is not None else []
+        for node in others:
+            self.unlock(node)
+        inserted = super().insert(key, device_pages, below=below, **options)
+        for node in others:
+            self.lock(node)
+        return inserted
+
+
+@pytest.mark.parametrize("kind", [_ForgetsPriority, _MixesPages, _PeekMarks, _DropsPins, _GrowsUnderOthers])
 def test_the_oracle_notices_a_tree_that(kind: type[RadixTree]) -> None:
     """Negative control: one small change of the tree shows within a few seeds."""
     for seed in range(5):

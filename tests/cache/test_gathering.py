@@ -1,0 +1,101 @@
+"""A prompt that is computed in chunks becomes few nodes, and is copied and stored in few pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.backends.memory import MemoryBackend
+from hicache.cache import RequestKV
+from hicache.config import HiCacheConfig
+from hicache.keys import RadixKey
+from tests.cache.world import GEOMETRY, World, codec, prompt
+
+KEY = prompt(*range(1, 13))  # 12 pages: copied 4 at a time, a sixteenth of L2
+PAGE = GEOMETRY.page_size
+
+
+def world(policy: str = "write_through") -> World:
+    return World(
+        device_pages=32, host_pages=64, backend=MemoryBackend(codec()), config=HiCacheConfig(write_policy=policy)
+    )
+
+
+def share(w: World, request: RequestKV, pages: int, key: RadixKey = KEY) -> None:
+    w.cache.cache_unfinished_req(request, key.head(pages * PAGE))
+
+
+def test_chunks_are_copied_and_stored_together() -> None:
+    w = world()
+    request = w.begin("a", KEY)
+    copied = []
+    for pages in range(1, 13):
+        share(w, request, pages)
+        w.settle()
+        copied.append(w.cache.tree.host_pages)
+    assert copied == [0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12]
+    w.cache.cache_finished_req(request, KEY)
+    assert w.cache.tree.node_count == 3
+    assert w.serve("b", KEY).cached_tokens == 12 * PAGE
+    assert w.wrong_pages == 0 and w.compared_pages
+
+
+def test_the_last_chunk_does_not_wait() -> None:
+    w = world()
+    request = w.begin("a", prompt(1, 2))
+    share(w, request, 1)
+    w.settle()
+    assert w.cache.tree.host_pages == 0
+    w.cache.cache_unfinished_req(request, prompt(1, 2))
+    w.settle()
+    assert w.cache.tree.host_pages == 2
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_request_that_ends_before_its_prompt_leaves_its_chunks_to_l2_and_storage(shares: bool) -> None:
+    w = world()
+    request = w.begin("a", KEY)
+    share(w, request, 2)
+    w.settle()
+    assert w.cache.tree.host_pages == 0
+    w.cache.cache_finished_req(request, KEY.head(3 * PAGE) if shares else None)
+    w.settle()
+    stored = w.controller.statistics().stored_pages
+    assert w.cache.tree.host_pages == stored == (3 if shares else 2)
+
+
+def test_chunks_that_another_request_reuses_are_copied_at_once() -> None:
+    w = world()
+    request = w.begin("a", KEY)
+    share(w, request, 2)
+    w.cache.cache_finished_req(w.begin("b", KEY.head(2 * PAGE + 1)), None)
+    w.settle()
+    assert w.cache.tree.host_pages == 2
+    share(w, request, 3)  # behind a run that is on L2: a node of its own
+    w.cache.cache_finished_req(request, KEY)
+    w.settle()
+    assert w.cache.tree.host_pages == 12 and w.cache.tree.node_count == 2
+
+
+def test_a_run_does_not_grow_under_another_request() -> None:
+    w = world("write_back")
+    first = w.begin("a", KEY)
+    share(w, first, 2)
+    second = w.begin("b", prompt(1, 2, 99))
+    share(w, first, 4)
+    assert second.shared_pages == 2 and w.cache.tree.node_count == 2
+    w.cache.check()
+    w.cache.cache_finished_req(second, prompt(1, 2, 99))
+    w.cache.cache_finished_req(first, KEY)
+    w.cache.check()
+    assert w.serve("c", KEY).cached_tokens == 12 * PAGE and w.wrong_pages == 0
+
+
+def test_chunks_that_wait_are_forgotten_with_the_weights() -> None:
+    w = world()
+    request = w.begin("a", KEY)
+    share(w, request, 2)
+    w.cache.clear()
+    w.cache.cache_finished_req(request, KEY)
+    w.settle()
+    assert w.cache.tree.node_count == w.cache.tree.host_pages == 0
+    w.cache.check()
