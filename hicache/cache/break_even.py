@@ -61,13 +61,11 @@ PROBE_EVERY = 16
 CALIBRATIONS_MAX = 2 * OBSERVATIONS_MIN
 # A fixed part below a microsecond is none, and rates stay small integers.
 OPERATIONS_PER_S_MAX = 1_000_000
-# For a time without its fixed part.
-_NO_FIXED_PART = 1 << 62
 # What ranks can exchange. A time so short that a speed would be more rounds to no time at all.
 SPEED_MAX = 2.0**62
 
 
-class Route(enum.Enum):
+class Route(enum.StrEnum):
     """Which copy a decision is about."""
 
     LOAD = "load"  # L2 to L1
@@ -75,7 +73,7 @@ class Route(enum.Enum):
     STORE = "store"  # L2 to storage, for a prefetch later
 
 
-class Decision(enum.Enum):
+class Decision(enum.StrEnum):
     """What to do with a hit, or with a run that storage lacks, and why."""
 
     PAYS = "pays"
@@ -88,7 +86,7 @@ class Decision(enum.Enum):
     @property
     def go(self) -> bool:
         """Whether to fetch, or to store."""
-        return self not in (Decision.TOO_SLOW, Decision.CALIBRATION)
+        return self is not Decision.TOO_SLOW and self is not Decision.CALIBRATION
 
 
 class Rates(NamedTuple):
@@ -207,8 +205,11 @@ class BreakEven:
         # Where all speeds are given, a probe would measure nothing that counts.
         both = host.given and storage.given
         self._given = {Route.LOAD: host.given, Route.PREFETCH: both, Route.STORE: both}
-        self._agreed = self._estimate()
-        self._measured: Rates | None = self._agreed
+        self._measured: Rates | None = self._estimate()
+        self._agreed = self._measured
+        self._given_rates: tuple[int, ...] = ()
+        self._seconds: dict[Route, tuple[float, float] | None] = {}
+        self.use_rates(self._measured)
 
     def observe_transfer(self, route: Route, pages: int, seconds: float) -> None:
         """Take in how long a copy of `route` itself took, waiting in queues left out."""
@@ -227,9 +228,17 @@ class BreakEven:
             self._measured = self._estimate()
         return self._measured
 
-    def use_rates(self, rates: Rates) -> None:
+    def use_rates(self, rates: tuple[int, ...]) -> None:
         """Decide by `rates` from now on; once per step, with the minimum over all ranks (alone: `rates()`)."""
-        self._agreed = rates
+        if rates is self._given_rates:
+            return
+        self._given_rates = rates
+        self._agreed = agreed = Rates(*rates)
+        load = _seconds(self._page_bytes, agreed.host_bytes_per_s, agreed.host_operations_per_s)
+        read = _seconds(self._page_bytes, agreed.storage_bytes_per_s, agreed.storage_operations_per_s)
+        both = None if load is None or read is None else (load[0] + read[0], load[1] + read[1])
+        # Of what is stored without the fixed parts, since the prefix that it will be fetched with may be long.
+        self._seconds = {Route.LOAD: load, Route.PREFETCH: both, Route.STORE: None if both is None else (0.0, both[1])}
 
     def decide(self, route: Route, tokens: int, pages: int) -> Decision:
         """Whether to fetch a hit of `tokens` tokens, which are `pages` pages, or to store them; counts the decision.
@@ -247,7 +256,7 @@ class BreakEven:
 
     def would(self, route: Route, tokens: int, pages: int) -> Decision:
         """What `decide` would answer. Changes nothing."""
-        return self._judge(route, tokens, pages * self._page_bytes)
+        return self._judge(route, tokens, pages)
 
     def statistics(self) -> BreakEvenStatistics:
         """A snapshot; a decision that was never taken counts 0."""
@@ -260,11 +269,11 @@ class BreakEven:
         if any(self._refused[route] >= self._probe_every and not self._given[route] for route in Route):
             raise InvariantError(f"break_even: no probe although {self._refused} hits were refused in a row")
 
-    def _judge(self, route: Route, tokens: int, bytes_: int) -> Decision:
+    def _judge(self, route: Route, tokens: int, pages: int) -> Decision:
         if route in self._always:
             return Decision.OVERRIDDEN
-        fetch_s, prefill_tokens_per_s = self._fetch_s(route, bytes_), self._agreed.prefill_tokens_per_s
-        if fetch_s is None:
+        seconds, prefill_tokens_per_s = self._seconds[route], self._agreed.prefill_tokens_per_s
+        if seconds is None:
             return Decision.UNMEASURED
         may_refuse = self._refused[route] + 1 < self._probe_every or self._given[route]
         if prefill_tokens_per_s == 0:
@@ -273,21 +282,9 @@ class BreakEven:
             calibrations = sum(self._decisions[each, Decision.CALIBRATION] for each in Route)
             due = self._unmeasured + 1 >= self._probe_every and calibrations < CALIBRATIONS_MAX
             return Decision.CALIBRATION if due and may_refuse else Decision.UNMEASURED
-        if fetch_s <= self._margin * tokens / prefill_tokens_per_s:
+        if seconds[0] + pages * seconds[1] <= self._margin * tokens / prefill_tokens_per_s:
             return Decision.PAYS
         return Decision.TOO_SLOW if may_refuse else Decision.PROBE
-
-    def _fetch_s(self, route: Route, bytes_: int) -> float | None:
-        """How long fetching takes by the rates agreed on, None if one of them is unknown. Of what is stored: without
-        the fixed parts, since the prefix that it will be fetched with may be long."""
-        agreed = self._agreed
-        if route is Route.STORE:
-            agreed = agreed._replace(host_operations_per_s=_NO_FIXED_PART, storage_operations_per_s=_NO_FIXED_PART)
-        load_s = _transfer_s(bytes_, agreed.host_bytes_per_s, agreed.host_operations_per_s)
-        if route is Route.LOAD or load_s is None:
-            return load_s
-        read_s = _transfer_s(bytes_, agreed.storage_bytes_per_s, agreed.storage_operations_per_s)
-        return None if read_s is None else read_s + load_s
 
     def _estimate(self) -> Rates:
         # Of a prefill only what each further token costs: the rest of the prompt is computed in any case, and so is the
@@ -301,8 +298,8 @@ def _integer(speed: float) -> int:
     return round(min(max(speed, 1.0), SPEED_MAX))
 
 
-def _transfer_s(bytes_: int, bytes_per_s: int, operations_per_s: int) -> float | None:
-    """Seconds of one operation, None if its speed is unknown."""
+def _seconds(page_bytes: int, bytes_per_s: int, operations_per_s: int) -> tuple[float, float] | None:
+    """Seconds of an operation and of each of its pages, None if a speed is unknown."""
     if bytes_per_s == 0 or operations_per_s == 0:
         return None
-    return 1 / operations_per_s + bytes_ / bytes_per_s
+    return 1 / operations_per_s, page_bytes / bytes_per_s

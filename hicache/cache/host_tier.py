@@ -109,13 +109,15 @@ class HostTier:
 
     def free_evicted(self, pages: PageIds) -> None:
         """Take back pages that the tree has evicted from L2."""
-        self.host.free(pages)
-        self._counters.evicted_pages["host"] += len(pages)
+        if len(pages):
+            self.host.free(pages)
+            self._counters.evicted_pages["host"] += len(pages)
 
     def commit(self, count: int, unused: PageIds) -> None:
         """End the reservation of `count` pages: the tree holds them, but for `unused`, which are free again."""
         self.reserved_pages -= count
-        self.host.free(unused)
+        if len(unused):
+            self.host.free(unused)
 
     def release(self, pages: PageIds) -> None:
         """End the reservation of `pages`; all are free again."""

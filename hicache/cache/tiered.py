@@ -30,7 +30,7 @@ from ..histogram import STEP_BOUNDS_S, Histogram
 from ..keys import TOKEN_BYTES, Namespace, RadixKey, require_epoch
 from ..radix import NEW, RUN_PAGES_MAX, RadixTree, Uses, check_tree, make_policy
 from ..tiers import HostPool, PageAllocator
-from .break_even import BreakEven, Rates
+from .break_even import BreakEven
 from .host_tier import HostTier
 from .mailbox import Mailbox
 from .prefetch import Prefetcher
@@ -228,7 +228,7 @@ class TieredCache:
         self.controller.launch_backups()
         self._l2.tell_uses()
         self.controller.report(self.break_even.rates())
-        self.break_even.use_rates(Rates(*self.controller.rates))
+        self.break_even.use_rates(self.controller.rates)
         self._prefetcher.start_waiting()
         if self.mailbox.pending:
             self.mailbox.serve()

@@ -338,9 +338,8 @@ class HiCacheController:
 
         Does not wait. REQUIRES, with ranks: one `report` after each `poll`, equally many on all. Raises RankError.
         """
-        storage = self.gate.offer()
         if self._agreement is None:
-            self.gate.settle(storage)
+            self.gate.settle()
             self.rates = rates
             return
         self._storage.drain()
@@ -349,7 +348,7 @@ class HiCacheController:
         ended += [launch.transfer for launch in islice(self._launched_loads, loads)]
         progress = Progress(
             healthy=not any(transfer.error for transfer in ended),
-            storage=storage,
+            storage=self.gate.offer(),
             time_ms=int(1000 * (self.clock() - self._started_s)),
             writes_done=backups,
             loads_done=loads,

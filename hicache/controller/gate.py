@@ -109,7 +109,7 @@ class StorageGate:
         self._on_evicted = on_evicted
         self._workers = workers
         self._clock = clock
-        self._agreed = Readiness()
+        self._agreed: Readiness | None = Readiness()
         self._until = IN_SERVICE
         self._closed_until = dict.fromkeys(Direction, -math.inf)
         self._backoffs = {direction: Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX) for direction in Direction}
@@ -126,7 +126,10 @@ class StorageGate:
 
     def may(self, direction: Direction) -> bool:
         """Return True if a new operation of `direction` may be submitted. Within a step it changes only to False."""
-        opened, read, write = self._agreed
+        agreed = self._agreed
+        if agreed is None:
+            agreed = self._agreed = self.offer()
+        opened, read, write = agreed
         ready = read if direction is Direction.READ else write
         return ready and opened == self.wanted and self._until[direction] == math.inf
 
@@ -143,8 +146,10 @@ class StorageGate:
         """Return the answers of this rank alone. Asks the guards; does not block."""
         return Readiness(self.opened, self._is_ready(Direction.READ), self._is_ready(Direction.WRITE))
 
-    def settle(self, agreed: Readiness) -> None:
-        """Use `agreed` until the next call: the minimum of the offers of all ranks, or the only offer."""
+    def settle(self, agreed: Readiness | None = None) -> None:
+        """Use `agreed` until the next call, the minimum of the offers of all ranks. None, for a rank alone: its own
+        offer, which is made when it is asked for.
+        """
         self._agreed = agreed
 
     def _is_ready(self, direction: Direction) -> bool:

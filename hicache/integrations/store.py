@@ -156,7 +156,7 @@ class EngineStorage:
         """The store for one call, None while it may not be used."""
         with self._state:
             self._gate.advance()
-            self._gate.settle(self._gate.offer())
+            self._gate.settle()
             store = self._gate.enter() if self._gate.may(direction) else None
             if store is None:
                 self._skipped[direction] += 1

@@ -179,7 +179,9 @@ def _indices(name: str, ids: object, first: int, end: int) -> Indices:
         raise InvalidInput(f"copy: {name}s are {shown}; pass a numpy array of integers in one dimension")
     if not len(ids):
         raise InvalidInput(f"copy: there are no {name}s; pass at least one")
-    for least_or_most in (int(ids.min()), int(ids.max())):
-        if not first <= least_or_most < end:
-            raise InvalidInput(f"copy: {name} {least_or_most} is not one of {first} .. {end - 1}")
-    return ids.astype(np.intp)
+    indices = ids.astype(np.intp)
+    # Unsigned, so that one comparison finds what is below and what is above.
+    outside = (indices - first).view(np.uintp) >= end - first
+    if outside.any():
+        raise InvalidInput(f"copy: {name} {ids[outside][0]} is not one of {first} .. {end - 1}")
+    return indices

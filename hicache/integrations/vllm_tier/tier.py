@@ -202,7 +202,7 @@ class ChunkTier:
     def step(self) -> None:
         """Ask storage what `lookup` does not know yet, and look after stores and threads. Once per step of the engine;
         does not block."""
-        self._gate.settle(self._gate.offer())
+        self._gate.settle()
         batch = self._lookups.take_new()
         if batch is not None:
             if self._gate.may(Direction.READ):
