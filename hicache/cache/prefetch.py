@@ -455,7 +455,7 @@ class Prefetcher:
             return
         node, unused = prefetch.tree.insert_host(
             prefetch.key, prefetch.start_page, read.host_pages[:arrived], keys := list(read.keys[:arrived]),
-            stored=self._host.are_in_storage(keys),
+            stored=self._host.are_in_storage(keys), below=prefetch.anchor,
         )  # fmt: skip
         self._host.commit(arrived, unused)
         if arrived > len(unused):

@@ -138,20 +138,21 @@ class RadixTree(StoredPrefixes):
 
     def insert_host(
         self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes] | None = None, *,
-        stored: bool = True, uses: Uses = NEW,
+        stored: bool = True, uses: Uses = NEW, below: Node | None = None,
     ) -> tuple[Node, PageIds]:  # fmt: skip
         """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
         the pages that the tree did not take because it has them, or lacks their prefix: the caller frees those.
 
         `keys` are their page keys if they were read from storage, which has them still if `stored`: a new run counts no
         request yet. Without, a request has just computed them, which is one of their `uses`. REQUIRES: the pages are
-        complete and verified.
+        complete and verified; the path to `below`, if given, is the first `start_page` pages of `key`.
         """
         tokens = key.tokens[: (start_page + len(host_pages)) * self.page_bytes]
-        path = self._use_path(RadixKey(tokens, key.seed, key.position_bytes))
+        first = 0 if below is None else start_page
+        path = self._use_path(RadixKey(tokens, key.seed, key.position_bytes), below, first * self.page_bytes)
         node = path[0]
         unused: list[PageIds] = []
-        done = -start_page  # pages of `host_pages` that the path covers so far; negative before the first of them
+        done = first - start_page  # pages of `host_pages` that the path covers so far; negative before the first
         for node in path[1:]:
             begin, done = done, done + len(node.key) // self.page_bytes
             run = host_pages[max(begin, 0) : max(done, 0)]

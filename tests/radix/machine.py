@@ -289,7 +289,8 @@ class Machine:
         key, start, ids = arrival.key, arrival.start, arrival.host_pages
         count = self.random.choice([len(ids), self.random.randint(0, len(ids))])
         keys = self.keys_of(key)[start : start + count]
-        unused = self.tree.insert_host(key, start, ids[:count], keys)[1]
+        below = self.random.choice([None, arrival.anchor.node])
+        unused = self.tree.insert_host(key, start, ids[:count], keys, below=below)[1]
         pages = self.pages_of(key)[: start + count]
         assert unused.tolist() == self.oracle.insert_host(key.seed, pages, start, ids[:count].tolist())
         self.host.free(unused)
