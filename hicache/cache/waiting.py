@@ -32,10 +32,13 @@ _ARRIVAL = attrgetter("arrival")
 
 
 class FirstPages(NamedTuple):
-    """Which pages a prefetch starts with: their part of the key below a node, 0 for the root of a seed."""
+    """Which pages a prefetch starts with: their part of the key below a node, 0 for the root of a seed, that ends
+    before page `start_page`. A node that nobody has locked may grow.
+    """
 
     seed: bytes
     node_id: int
+    start_page: int
     tokens: bytes
 
     def __repr__(self) -> str:
@@ -67,7 +70,8 @@ class PrefetchRequest:
     def first_pages(self, tree: RadixTree, match: Match, end_page: int = 0) -> FirstPages:
         """The pages behind `match`, up to `end_page` and at least one."""
         start, end = match.pages * tree.page_bytes, max(match.pages + 1, end_page) * tree.page_bytes
-        return FirstPages(self.key.seed, match.node.id if match.pages else 0, self.key.tokens[start:end])
+        node_id = match.node.id if match.pages else 0
+        return FirstPages(self.key.seed, node_id, match.pages, self.key.tokens[start:end])
 
 
 @dataclass(slots=True, eq=False)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
+from hicache.cache.waiting import PrefetchRequest
 from hicache.config import HiCacheConfig
 from hicache.keys import RadixKey
+from hicache.policies import POLICIES
+from hicache.radix import RadixTree
 from tests.cache.world import GEOMETRY, World, codec, prompt
 
 KEY = prompt(*range(1, 13))  # 12 pages: copied 4 at a time, a sixteenth of L2
@@ -99,3 +103,27 @@ def test_chunks_that_wait_are_forgotten_with_the_weights() -> None:
     w.settle()
     assert w.cache.tree.node_count == w.cache.tree.host_pages == 0
     w.cache.check()
+
+
+def test_a_request_does_not_wait_for_another_ones_pages_behind_a_run_that_has_grown() -> None:
+    """Each lacks a page of the same content behind the same node, but one of them further down."""
+    tree, wanted = RadixTree(PAGE, POLICIES["lru"]), []
+    node = tree.insert(prompt(1).head(PAGE), np.array([1], np.int32)).node
+    tree.lock(node)
+    for pages in (1, 2):
+        key = prompt(*range(1, pages + 1), 9)
+        assert tree.insert(key.head(pages * PAGE), np.array([2] * (pages - 1), np.int32), below=node, start_page=1)
+        match = tree.match(key)
+        assert match.node is node and match.pages == pages
+        wanted.append(PrefetchRequest(pages, str(pages), key, 0.0).first_pages(tree, match))
+    assert wanted[0] != wanted[1]
+
+
+def test_a_run_that_was_copied_and_has_left_l2_does_not_grow() -> None:
+    """Its copy would not be made again, and that of what follows never."""
+    tree = RadixTree(PAGE, POLICIES["lru"])
+    node = tree.insert(prompt(1).head(PAGE), np.array([1], np.int32)).node
+    tree.lock(node)
+    tree.accept_backup(node, np.array([0], np.int32))
+    tree.leave_host(node)
+    assert tree.insert(prompt(1, 2).head(2 * PAGE), np.array([2], np.int32), below=node, start_page=1).node is not node

@@ -59,7 +59,7 @@ def test_pins_matches_and_events_show_lengths() -> None:
 
 def test_the_place_of_a_prefetch_shows_lengths() -> None:
     """It is a key of a table, so an error would name it."""
-    assert repr(FirstPages(SECRET.seed, 3, SECRET.tokens[:16])) == "FirstPages(below node 3, 16 bytes)"
+    assert repr(FirstPages(SECRET.seed, 3, 8, SECRET.tokens[:16])) == "FirstPages(below node 3, 16 bytes)"
     assert not shows_tokens(repr(PrefetchRequest(1, "a", SECRET, 1.0)))
 
 
