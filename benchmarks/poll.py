@@ -1,13 +1,19 @@
-"""What `poll` costs the scheduler: idle, with 64 operations under way, and when all 64 end at once.
+"""What the cache costs the scheduler: a `poll`, and all its calls for a request.
 
-    python -m benchmarks.poll
+    python -m benchmarks.poll [TRACE]
 
-The operations are 32 reads from storage, 16 stores and 16 copies to L2, of a real cache and controller; storage and the
-copy engine are held back and let go by hand. The limit is 200 us.
+*Poll*: idle, with 64 operations under way, and when all 64 end at once. The operations are 32 reads from storage, 16
+stores and 16 copies to L2, of a real cache and controller; storage and the copy engine are held back and let go by
+hand. The limit is 200 us.
+
+*Request*: the processor time of the scheduler's thread in the calls of the cache, for each request of a replay with the
+default tiers (docs/replay.md). The limit is 1 ms for 99 of 100 requests of the public conversation trace. Without TRACE
+a synthetic one is replayed.
 """
 
 from __future__ import annotations
 
+import argparse
 import array
 import threading
 import time
@@ -29,6 +35,7 @@ from hicache.tiers import CopyEngine, EngineBlocks, Fence, HostPool, HostWindow,
 from hicache.types import PageIds
 
 from ._table import Row, print_table, row
+from .hits import replayed
 
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=8, page_size=64)
 READS, STORES, COPIES = 32, 16, 16
@@ -36,6 +43,8 @@ RUN_PAGES = 8  # of each operation
 ROUNDS = 30
 LIMIT_US, IDLE_LIMIT_US = 200.0, 20.0
 WAIT_S = 10.0
+REPLAYED_REQUESTS = 600
+REQUEST_LIMIT_US = 1000.0
 
 
 class HeldBackend(MemoryBackend):
@@ -187,9 +196,23 @@ def run() -> list[Row]:
     ]
 
 
+def request_rows(trace: str | None) -> list[Row]:
+    """The scheduler's processor time for each request of a replay."""
+    times = replayed(trace, REPLAYED_REQUESTS)["scheduler"]["request_cpu"]
+    return [
+        Row(f"request of a replay, {percentile}th percentile", f"{times[field]:.0f} us", f"{REQUEST_LIMIT_US:.0f} us",
+            times[field] / REQUEST_LIMIT_US, 1.0)
+        for percentile, field in ((50, "p50_us"), (99, "p99_us"))
+    ]  # fmt: skip
+
+
 def main() -> None:
     """Command line."""
+    parser = argparse.ArgumentParser(description="What the cache costs the scheduler")
+    parser.add_argument("trace", nargs="?", help="the public conversation trace (default: a synthetic one)")
+    trace = parser.parse_args().trace
     print_table("Poll (the limit as reference; best of all runs, median in brackets)", run())
+    print_table("Processor time of the scheduler per request (the limit as reference)", request_rows(trace))
 
 
 if __name__ == "__main__":

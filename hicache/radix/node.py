@@ -87,8 +87,8 @@ def may_lose_copy(node: Node) -> bool:
 
 
 def may_grow(node: Node) -> bool:
-    """Whether what follows `node` may become part of it: it is on L1 alone, was copied nowhere yet, and nobody needs it
-    but one who has locked it.
+    """Whether what follows `node` may become part of it: it is on L1 alone, was copied nowhere yet, and only the
+    holder of its one lock needs it.
     """
     in_use = node.lock_ref != 1 or node.host_ref or node.children or node.backup_pending
     return not (in_use or node.host is not None or node.copied or node.stored)
