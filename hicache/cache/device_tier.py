@@ -181,9 +181,13 @@ class DeviceTier:
         one copy of both: each copy costs the scheduler the same, however short it is.
         """
         tree = self._trees.current
-        return tree.pages(node) < min(
-            GATHER_TOKENS // tree.page_size, tree.run_pages_max, int(GATHER_SHARE * self._host.host.pages)
-        )
+        missing = min(GATHER_TOKENS // tree.page_size, tree.run_pages_max, int(GATHER_SHARE * self._host.host.pages))
+        while missing > 0 and node.parent is not None:
+            if node.host is not None or node.backup_pending or node.copied:
+                break
+            missing -= tree.pages(node)
+            node = node.parent
+        return missing > 0
 
     def used(self, node: Node) -> None:
         """A request has computed or reused the path to `node`: start what the policy wants and the path still lacks.

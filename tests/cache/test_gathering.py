@@ -80,6 +80,22 @@ def test_chunks_that_another_request_reuses_are_copied_at_once() -> None:
     assert w.cache.tree.host_pages == 12 and w.cache.tree.node_count == 2
 
 
+def test_chunks_that_two_requests_compute_are_copied_as_often() -> None:
+    """Their nodes cannot grow, but count together."""
+    w = world()
+    requests = w.begin("a", KEY), w.begin("b", KEY)
+    copied = []
+    for pages in range(1, 9):
+        for request in requests:
+            share(w, request, pages)
+        w.settle()
+        copied.append(w.cache.tree.host_pages)
+    assert copied == [0, 0, 0, 4, 4, 4, 4, 8]
+    for request in requests:
+        w.cache.cache_finished_req(request, None)
+    w.cache.check()
+
+
 def test_a_run_does_not_grow_under_another_request() -> None:
     w = world("write_back")
     first = w.begin("a", KEY)
