@@ -14,10 +14,11 @@ import numpy as np
 
 from ..arguments import instance, whole
 from ..errors import InvalidInput, InvariantError
-from ..types import PageIds
+from ..types import Indices, PageIds
 
 # Below all places in an array, which mark pages that are free.
 _USED = np.int32(-1)
+_PAGE_ID = np.dtype(np.int32)
 
 
 class PageAllocator:
@@ -37,13 +38,15 @@ class PageAllocator:
         self.first = first = whole("first", first)
         self._ascending = instance("ascending", ascending, bool)
         # Its top is the end. Descending, so that a fresh pool hands out ascending ids: long runs make copies cheaper.
-        self._stack = np.arange(first + capacity - 1, first - 1, -1, dtype=np.int32)
+        self._stack = np.arange(first + capacity - 1, first - 1, -1, dtype=np.intp)
         self._ready = capacity
-        self._released: list[PageIds] = []
+        self._released: list[Indices] = []
         self._released_pages = 0
-        self._group: list[PageIds] | None = None
+        self._group: list[Indices] | None = None
         # By page: `_USED`, or anything else for one that is free.
         self._marks = np.zeros(first + capacity, dtype=np.int32)
+        # 0, 1, 2 ...: made once, because numpy lets other threads run while it makes one.
+        self._places = np.arange(capacity, dtype=np.int32)
 
     @property
     def free_pages(self) -> int:
@@ -66,31 +69,35 @@ class PageAllocator:
 
     def alloc(self, count: int) -> PageIds | None:
         """`count` pages as an int32 array of its own, or None if fewer are free. Atomic: None changes nothing."""
+        index = self.alloc_indices(count)
+        return None if index is None else index.astype(_PAGE_ID)
+
+    def alloc_indices(self, count: int) -> Indices | None:
+        """As `alloc`, to index with."""
         count = whole("count", count)
         if count > self._ready:
             if count > self.free_pages:
                 return None
             self._sort_in()
-        pages = self._stack[self._ready - count : self._ready][::-1].copy()
+        index = self._stack[self._ready - count : self._ready][::-1].copy()
         self._ready -= count
-        self._marks[pages.astype(np.intp)] = _USED
-        return pages
+        self._marks[index] = _USED
+        return index
 
     def free(self, pages: PageIds) -> None:
         """Return pages. Raises InvariantError, and changes nothing, for a page that is not in use or named twice;
         InvalidInput as `require_pages`.
         """
-        count = len(require_pages(pages))
-        if count == 0:
+        if len(require_pages(pages)) == 0:
             return
-        self._mark_free(pages)
+        index = self._mark_free(pages)
         if self._group is not None:
-            self._group.append(pages.copy())
+            self._group.append(index)
         elif self._ascending:
-            self._released.append(pages.copy())
-            self._released_pages += count
+            self._released.append(index)
+            self._released_pages += len(index)
         else:
-            self._push(pages)
+            self._push(index)
 
     @contextmanager
     def free_group(self) -> Iterator[None]:
@@ -110,8 +117,8 @@ class PageAllocator:
                 self._released += collected
                 self._released_pages += sum(map(len, collected))
             else:
-                for pages in collected:
-                    self._push(pages)
+                for index in collected:
+                    self._push(index)
 
     def check(self) -> None:
         """Raises InvariantError if the free stack, the lists of freed pages and the used marks disagree."""
@@ -125,10 +132,12 @@ class PageAllocator:
         if self._ascending and (np.diff(self._stack[: self._ready]) > 0).any():
             raise InvariantError("allocator: the free stack is not sorted")
 
-    def _mark_free(self, pages: PageIds) -> None:
-        """Mark pages as free. Raises InvariantError, changing nothing, if that is not what all of them become."""
-        # Unsigned, so that a negative id is out of bounds and not a page counted from the end. Converted once: numpy
-        # would for every use of it. Marks are compared as bytes, at a fraction of what comparing arrays costs.
+    def _mark_free(self, pages: PageIds) -> Indices:
+        """Mark pages as free and return them, in an array of its own. Raises InvariantError, changing nothing, if that
+        is not what all of them become.
+        """
+        # Unsigned, so that a negative id is out of bounds and not a page counted from the end. Marks are compared as
+        # bytes, at a fraction of what comparing arrays costs.
         index = pages.view(np.uint32).astype(np.intp)
         try:
             marks = self._marks[index]
@@ -137,20 +146,22 @@ class PageAllocator:
         if marks.tobytes() != _USED.tobytes() * len(pages):
             raise InvariantError(f"double free: {pages[marks != _USED][:8].tolist()} are free already")
         # Each page keeps the last place where it is named; a page that is named before that as well shows there.
-        order = np.arange(len(pages), dtype=np.int32)
-        self._marks[index] = order
-        if self._marks[index].tobytes() != order.tobytes():
+        places = self._places[: len(index)]
+        if len(places) == len(index):  # else there are more names than pages
+            self._marks[index] = places
+        if self._marks[index].tobytes() != places.tobytes():
             self._marks[index] = _USED
             raise InvariantError("double free: a page is named twice in one call")
+        return index
 
-    def _push(self, pages: PageIds) -> None:
-        end = self._ready + len(pages)
-        self._stack[self._ready : end] = pages[::-1]
+    def _push(self, index: Indices) -> None:
+        end = self._ready + len(index)
+        self._stack[self._ready : end] = index[::-1]
         self._ready = end
 
     def _sort_in(self) -> None:
-        for pages in self._released:
-            self._push(pages)
+        for index in self._released:
+            self._push(index)
         self._released.clear()
         self._released_pages = 0
         self._stack[: self._ready] = np.sort(self._stack[: self._ready])[::-1]
@@ -158,6 +169,6 @@ class PageAllocator:
 
 def require_pages(pages: PageIds) -> PageIds:
     """Return `pages`. Raises InvalidInput unless they are page ids as an allocator hands them out."""
-    if instance("pages", pages, np.ndarray).dtype != np.int32 or pages.ndim != 1:
+    if instance("pages", pages, np.ndarray).dtype != _PAGE_ID or pages.ndim != 1:
         raise InvalidInput(f"pages: expected int32 of one dimension, got {pages.dtype} of {pages.ndim}")
     return pages

@@ -13,22 +13,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..arguments import instance
 from ..errors import InvalidInput, TransferError
-from ..types import PageIds
+from ..types import Indices, PageIds
 from .blocks import EngineBlocks
 from .host import HostWindow
 
 # A copy that takes longer than this is not slow but stuck: 1 TiB at 10 GB/s is 110 s.
 LAYER_WAIT_S_MAX = 120.0
-# Block ids as numpy indexes with them: converted once per copy, not once per layer.
-Indices: TypeAlias = npt.NDArray[np.intp]
 
 
 @runtime_checkable
@@ -161,7 +158,7 @@ class CopyEngine(ABC):
     def _require_pairs(
         self, blocks: PageIds, host_blocks: PageIds, after: Fence | None
     ) -> tuple[Indices, Indices]:
-        """Return copies of both lists, to index with. Raises as `backup` does."""
+        """Return copies of both lists, to index with: once per copy, not once per layer. Raises as `backup` does."""
         if after is not None:
             self.require_fence(after)
         checked = (
@@ -180,8 +177,8 @@ def _indices(name: str, ids: object, first: int, end: int) -> Indices:
     if not len(ids):
         raise InvalidInput(f"copy: there are no {name}s; pass at least one")
     indices = ids.astype(np.intp)
-    # Unsigned, so that one comparison finds what is below and what is above.
-    outside = (indices - first).view(np.uintp) >= end - first
-    if outside.any():
-        raise InvalidInput(f"copy: {name} {ids[outside][0]} is not one of {first} .. {end - 1}")
+    # Unsigned, so that what is below shows as above.
+    if (indices - first).view(np.uintp).max() >= end - first:
+        outside = indices[(indices < first) | (indices >= end)]
+        raise InvalidInput(f"copy: {name} {outside[0]} is not one of {first} .. {end - 1}")
     return indices

@@ -20,9 +20,9 @@ import torch
 
 from ..arguments import whole
 from ..errors import TransferError
-from ..types import Bytes2D, PageIds
+from ..types import Bytes2D, Indices, PageIds
 from .blocks import EngineBlocks
-from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Indices, Transfer
+from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Transfer
 from .host import HostWindow
 
 logger = logging.getLogger(__name__)

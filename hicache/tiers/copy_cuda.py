@@ -21,9 +21,9 @@ import torch
 
 from ..arguments import whole
 from ..errors import InvalidInput, TransferError
-from ..types import PageIds
+from ..types import Indices, PageIds
 from .blocks import EngineBlocks
-from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Indices, Transfer
+from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Transfer
 from .device import upload
 from .host import HostWindow
 

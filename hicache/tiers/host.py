@@ -88,10 +88,11 @@ class HostPool:
 
     def alloc(self, count: int) -> PageIds | None:
         """`count` pages, or None if fewer are free (then nothing changed). Their frames are unsealed."""
-        pages = self.allocator.alloc(count)
-        if pages is not None:
-            self._stale[pages] = True
-        return pages
+        index = self.allocator.alloc_indices(count)
+        if index is None:
+            return None
+        self._stale[index] = True
+        return index.astype(np.int32)
 
     def free(self, pages: PageIds) -> None:
         """Return pages that no node and no operation holds any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from fractions import Fraction
 from typing import Any
 
@@ -202,3 +204,29 @@ def test_a_pool_over_an_engine_s_blocks_hands_out_all_but_the_padding_page() -> 
         KVPool(MHA, EngineBlocks([[kv]] * 2))
     with pytest.raises(InvalidInput, match=r"a block has 3 layers of \[128\] bytes; a page must be one block"):
         KVPool(MHA, EngineBlocks([[kv[:, :128]]] * MHA.layers))
+
+
+def test_no_other_thread_runs_while_pages_are_handed_out_and_taken_back() -> None:
+    """The interpreter makes no thread give up its lock within an hour, so the other one runs only if numpy lets it: a
+    scheduler would then wait for workers, some milliseconds each time."""
+    host, interval = HostPool(MHA, 256), sys.getswitchinterval()
+    may_run, ran = threading.Lock(), threading.Event()
+
+    def other() -> None:
+        with may_run:
+            ran.set()
+
+    may_run.acquire()
+    thread = threading.Thread(target=other)
+    thread.start()
+    sys.setswitchinterval(3600)
+    try:
+        may_run.release()
+        for _ in range(3000):
+            pages = host.alloc(128)
+            assert pages is not None
+            host.free(pages)
+        assert not ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
