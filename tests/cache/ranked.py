@@ -12,8 +12,8 @@ from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
 from hicache.frame import PageBuffer
 from hicache.radix import Node
-from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import Indices
 from tests.cache.world import World, codec
 
 CAPACITY_PAGES = 100

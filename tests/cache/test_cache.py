@@ -12,9 +12,8 @@ import torch
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.errors import InvalidInput, TransferError
 from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
-from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.types import PageIds
+from hicache.types import Indices, PageIds
 from tests.cache.world import GEOMETRY, World, memory_backend, prompt
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from hicache.config import HiCacheConfig, PrefetchConfig
 from hicache.errors import TransferError
-from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import Indices
 from tests.cache.world import World, prompt
 
 # Three pages: a shorter prefix is computed although L2 has it.

@@ -9,8 +9,8 @@ import pytest
 
 from hicache.frame import HEADER_BYTES
 from hicache.tiers import EngineBlocks, HostWindow
-from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import Indices
 from tests.cache.random_engine import RandomEngine, small_world
 from tests.cache.world import World, codec, memory_backend, prompt
 from tests.seeds import rng, seeds

@@ -11,7 +11,7 @@ from hicache.backends.base import StorageBackend
 from hicache.controller.ranks import RankGroup
 from hicache.errors import TransferError
 from hicache.radix import POLICIES
-from hicache.tiers.copy import Indices
+from hicache.types import Indices
 from tests.cache.random_engine import NO_POLICIES, STEPS, RandomEngine, small_world
 from tests.cache.ranked import LONG_S, SHORT_S, UnevenCopies, UnreliableBackend, decisions
 from tests.cache.world import WAIT_S, World, memory_backend, prompt

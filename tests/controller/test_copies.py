@@ -11,9 +11,8 @@ from hicache.config import HiCacheConfig
 from hicache.controller import Backup, HiCacheController, Load
 from hicache.errors import TransferError
 from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, Transfer, create_device_pool
-from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.types import PageIds
+from hicache.types import Indices, PageIds
 from tests.cache.world import GEOMETRY, World, prompt
 from tests.steps import StepCounter
 from tests.waiting import WAIT_S

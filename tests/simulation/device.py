@@ -10,8 +10,7 @@ import torch
 
 from hicache.errors import TransferError
 from hicache.tiers import CopyEngine, Fence, HostWindow, Transfer
-from hicache.tiers.copy import Indices
-from hicache.types import PageIds
+from hicache.types import Indices, PageIds
 from tests.simulation.memory import JUNK, SimulatedDevicePool, SimulatedHostPool
 
 

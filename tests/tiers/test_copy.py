@@ -24,10 +24,9 @@ from hicache.tiers import (
     create_copy_engine,
     create_device_pool,
 )
-from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.tiers.copy_cuda import CudaCopyEngine, EventTransfer
-from hicache.types import PageIds
+from hicache.types import Indices, PageIds
 from tests.steps import StepCounter
 from tests.tiers._streams import InlineEvent, InlineRuntime, staged
 
