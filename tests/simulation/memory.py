@@ -11,7 +11,7 @@ from hicache.frame import HEADER_BYTES
 from hicache.geometry import KVGeometry
 from hicache.tiers import EngineBlocks, HostPool, KVPool
 from hicache.tiers.allocator import PageAllocator
-from hicache.types import Bytes2D, PageIds
+from hicache.types import Bytes2D, Indices, PageIds
 from tests.simulation.stream import Stream
 
 POISON = 0xDB  # what a free page holds
@@ -43,8 +43,8 @@ class GuardedAllocator(PageAllocator):
         self._clean_from: dict[int, int] = {}  # free pages that hold no poison yet, and after which work they may
         blocks[...] = POISON
 
-    def alloc(self, count: int) -> PageIds | None:
-        pages = super().alloc(count)
+    def alloc_indices(self, count: int) -> Indices | None:
+        pages = super().alloc_indices(count)
         if pages is not None and count:
             self._require_poison(pages)
             for page in pages.tolist():
@@ -67,10 +67,10 @@ class GuardedAllocator(PageAllocator):
         for page in due:
             del self._clean_from[page]
 
-    def _require_poison(self, pages: PageIds) -> None:
+    def _require_poison(self, pages: Indices) -> None:
         self._poison()
         if self._clean_from:
-            pages = np.array([page for page in pages.tolist() if page not in self._clean_from], dtype=np.int32)
+            pages = np.array([page for page in pages.tolist() if page not in self._clean_from], dtype=np.intp)
         clean = self._blocks[..., pages, :] == POISON
         if not clean.all():
             changed = ~clean.reshape(-1, *clean.shape[-2:]).all(axis=(0, 2))
