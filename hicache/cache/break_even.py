@@ -256,20 +256,6 @@ class BreakEven:
 
     def would(self, route: Route, tokens: int, pages: int) -> Decision:
         """What `decide` would answer. Changes nothing."""
-        return self._judge(route, tokens, pages)
-
-    def statistics(self) -> BreakEvenStatistics:
-        """A snapshot; a decision that was never taken counts 0."""
-        counts = dict(self._decisions)
-        decisions = {(r.value, d.value): counts.get((r, d), 0) for r, d in itertools.product(Route, Decision)}
-        return BreakEvenStatistics(decisions, self._agreed)
-
-    def check(self) -> None:
-        """Raises InvariantError if a route has been refused for longer than it may be."""
-        if any(self._refused[route] >= self._probe_every and not self._given[route] for route in Route):
-            raise InvariantError(f"break_even: no probe although {self._refused} hits were refused in a row")
-
-    def _judge(self, route: Route, tokens: int, pages: int) -> Decision:
         if route in self._always:
             return Decision.OVERRIDDEN
         seconds, prefill_tokens_per_s = self._seconds[route], self._agreed.prefill_tokens_per_s
@@ -285,6 +271,17 @@ class BreakEven:
         if seconds[0] + pages * seconds[1] <= self._margin * tokens / prefill_tokens_per_s:
             return Decision.PAYS
         return Decision.TOO_SLOW if may_refuse else Decision.PROBE
+
+    def statistics(self) -> BreakEvenStatistics:
+        """A snapshot; a decision that was never taken counts 0."""
+        counts = dict(self._decisions)
+        decisions = {(r.value, d.value): counts.get((r, d), 0) for r, d in itertools.product(Route, Decision)}
+        return BreakEvenStatistics(decisions, self._agreed)
+
+    def check(self) -> None:
+        """Raises InvariantError if a route has been refused for longer than it may be."""
+        if any(self._refused[route] >= self._probe_every and not self._given[route] for route in Route):
+            raise InvariantError(f"break_even: no probe although {self._refused} hits were refused in a row")
 
     def _estimate(self) -> Rates:
         # Of a prefill only what each further token costs: the rest of the prompt is computed in any case, and so is the

@@ -320,7 +320,8 @@ class HiCacheController:
         return acks if acks.any else None
 
     def _poll_alone(self) -> Acks | None:
-        backups, loads = leading_done(self._launched_backups), leading_done(self._launched_loads)
+        backups = leading_done(self._launched_backups) if self._launched_backups else 0
+        loads = leading_done(self._launched_loads) if self._launched_loads else 0
         if not (backups or loads or self._prefetches or self._storage.any_finished):
             return None
         acks = Acks(lost=self._storage.lost())
