@@ -178,8 +178,7 @@ def _indices(name: str, ids: object, first: int, end: int) -> Indices:
     if not len(ids):
         raise InvalidInput(f"copy: there are no {name}s; pass at least one")
     indices = ids.astype(np.intp)
-    # Unsigned, so that what is below shows as above.
-    if (indices - first).view(np.uintp).max() >= end - first:
+    if indices.min() < first or indices.max() >= end:
         outside = ids[(indices < first) | (indices >= end)]
         raise InvalidInput(f"copy: {name} {outside[0]} is not one of {first} .. {end - 1}")
     return indices
