@@ -106,12 +106,15 @@ class DeviceTier:
 
         Inside a free group nothing is evicted: what it frees comes too late for this call.
         """
-        has_room = self._has_room(pages)
-        self._counters.skipped["no_device_room"] += not has_room
-        return has_room
+        if self._has_room(pages):
+            return True
+        self._counters.skipped["no_device_room"] += 1
+        return False
 
     def _has_room(self, pages: int) -> bool:
         free, coming = self.allocator.free_pages, self.writeback_pages
+        if pages <= free:
+            return True
         evictable = 0 if self.allocator.group_open else self._trees.current.device_evictable_pages
         if free + coming < pages <= free + coming + evictable:
             self.evict(pages - free - coming)

@@ -42,9 +42,9 @@ from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, JoinedTransfer,
 from ..types import PageIds
 from .agreement import (
     COUNTERS,
+    PREFETCH_GRACE_S,
     STORE_PLACES,
     Agreement,
-    PrefetchProgress,
     Progress,
     StoreProgress,
     prefetch_progress,
@@ -313,7 +313,7 @@ class HiCacheController:
             acks.fault = self._fault = TransferError("a copy between device and host failed on one of the ranks")
         self._take_copies(agreed.writes_done, agreed.loads_done, acks)
         for prefetch in agreed.prefetches:
-            self._take_prefetch(prefetch, acks)
+            self._take_prefetch(acks, *prefetch)
         for store, state in agreed.stores:
             if state is not StoreProgress.RUNNING:
                 self._take_store(store, state, acks)
@@ -330,8 +330,9 @@ class HiCacheController:
         for operation in self._storage.drain():
             if isinstance(operation, Store):
                 self._take_store(operation, store_progress(operation, elsewhere=not self.stores_pages), acks)
-        for prefetch in prefetch_progress(self._prefetches, self.clock()):
-            self._take_prefetch(prefetch, acks)
+        late_s = self.clock() - PREFETCH_GRACE_S
+        for prefetch in list(self._prefetches):
+            self._take_prefetch(acks, prefetch, prefetch.ended, prefetch.pages_here, late_s < prefetch.deadline)
         return acks if acks.any else None
 
     def report(self, rates: tuple[int, ...] = ()) -> None:
@@ -396,13 +397,12 @@ class HiCacheController:
             acks.fault = self._fault = transfer.error
         return self._fault is None
 
-    def _take_prefetch(self, progress: PrefetchProgress, acks: Acks) -> None:
-        operation = progress.operation
-        if not (progress.in_time or operation.expired):
+    def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int, in_time: bool) -> None:
+        if not (in_time or operation.expired):
             operation.expired = True
             acks.expired.append(operation)
-        operation.pages = progress.pages
-        if not progress.ended:
+        operation.pages = pages
+        if not ended:
             return
         del self._prefetches[operation]
         operation.storage.in_flight -= 1
