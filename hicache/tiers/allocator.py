@@ -37,9 +37,9 @@ class PageAllocator:
         self.capacity = capacity = whole("capacity", capacity)
         self.first = first = whole("first", first)
         self._ascending = instance("ascending", ascending, bool)
-        # Its top is the end. Descending, so that a fresh pool hands out ascending ids: long runs make copies cheaper.
-        self._stack = np.arange(first + capacity - 1, first - 1, -1, dtype=np.intp)
-        self._ready = capacity
+        # From `_top` on. A fresh pool hands out ascending ids: long runs make copies cheaper.
+        self._stack = np.arange(first, first + capacity, dtype=np.intp)
+        self._top = 0
         self._released: list[Indices] = []
         self._released_pages = 0
         self._group: list[Indices] | None = None
@@ -51,7 +51,7 @@ class PageAllocator:
     @property
     def free_pages(self) -> int:
         """Pages that can be allocated now."""
-        return self._ready + self._released_pages
+        return self.capacity - self._top + self._released_pages
 
     @property
     def group_open(self) -> bool:
@@ -75,12 +75,12 @@ class PageAllocator:
     def alloc_indices(self, count: int) -> Indices | None:
         """As `alloc`, to index with."""
         count = whole("count", count)
-        if count > self._ready:
+        if count > self.capacity - self._top:
             if count > self.free_pages:
                 return None
             self._sort_in()
-        index = self._stack[self._ready - count : self._ready][::-1].copy()
-        self._ready -= count
+        index = self._stack[self._top : self._top + count].copy()
+        self._top += count
         self._marks[index] = _USED
         return index
 
@@ -122,14 +122,14 @@ class PageAllocator:
 
     def check(self) -> None:
         """Raises InvariantError if the free stack, the lists of freed pages and the used marks disagree."""
-        free = np.concatenate((self._stack[: self._ready], *self._released, *(self._group or [])))
+        free = np.concatenate((self._stack[self._top :], *self._released, *(self._group or [])))
         if len(free) != self.free_pages + self._collected_pages:
             raise InvariantError("allocator: the release list does not hold as many pages as were counted")
         if len(np.unique(free)) != len(free):
             raise InvariantError("allocator: a page is free twice")
         if (self._marks[free] == _USED).any() or np.count_nonzero(self._marks == _USED) != self.used_pages:
             raise InvariantError("allocator: free pages and used marks disagree")
-        if self._ascending and (np.diff(self._stack[: self._ready]) > 0).any():
+        if self._ascending and (np.diff(self._stack[self._top :]) < 0).any():
             raise InvariantError("allocator: the free stack is not sorted")
 
     def _mark_free(self, pages: PageIds) -> Indices:
@@ -155,16 +155,15 @@ class PageAllocator:
         return index
 
     def _push(self, index: Indices) -> None:
-        end = self._ready + len(index)
-        self._stack[self._ready : end] = index[::-1]
-        self._ready = end
+        end, self._top = self._top, self._top - len(index)
+        self._stack[self._top : end] = index
 
     def _sort_in(self) -> None:
         for index in self._released:
             self._push(index)
         self._released.clear()
         self._released_pages = 0
-        self._stack[: self._ready] = np.sort(self._stack[: self._ready])[::-1]
+        self._stack[self._top :].sort()
 
 
 def require_pages(pages: PageIds) -> PageIds:

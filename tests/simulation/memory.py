@@ -58,7 +58,7 @@ class GuardedAllocator(PageAllocator):
 
     def require_poison(self) -> None:
         """Raises Finding if a free page was written to."""
-        self._require_poison(self._stack[: self._ready])
+        self._require_poison(self._stack[self._top :])
 
     def _poison(self) -> None:
         due = [page for page, end in self._clean_from.items() if end <= self._stream.done]

@@ -11,8 +11,8 @@ from typing import Any
 from hicache.cache.device_tier import DeviceTier
 from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
-from hicache.controller import Acks, Backup, HiCacheController, Load, Read, Store
-from hicache.controller.agreement import PrefetchProgress, StoreProgress
+from hicache.controller import Acks, Backup, HiCacheController, Load, Lookup, Read, Store
+from hicache.controller.agreement import StoreProgress
 from hicache.radix import Fate, Match, Node, RadixTree
 from hicache.tiers import Fence
 from hicache.types import NO_PAGES, PageIds
@@ -166,10 +166,10 @@ class _TakesLateArrivals(Prefetcher):
 class _BelievesShortReads(HiCacheController):
     """How much a read brought is taken from what was asked for, so a short read shows what lay there before."""
 
-    def _take_prefetch(self, progress: PrefetchProgress, acks: Acks) -> None:
-        if progress.ended and isinstance(progress.operation, Read):
-            progress = progress._replace(pages=len(progress.operation.host_pages))
-        super()._take_prefetch(progress, acks)
+    def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int, in_time: bool) -> None:
+        if ended and isinstance(operation, Read):
+            pages = len(operation.host_pages)
+        super()._take_prefetch(acks, operation, ended, pages, in_time)
 
 
 class _DoesNotHoldAnchors(Prefetcher):

@@ -172,12 +172,12 @@ def test_a_damaged_free_list_does_not_pass_the_check(damage: str) -> None:
     allocator.free(ids(1))
     allocator.check()
     if damage == "stack":
-        allocator._stack[0] = allocator._stack[1]
+        allocator._stack[-1] = allocator._stack[-2]
     elif damage == "marks":
         allocator._marks[5] = -1
     elif damage == "count":
         allocator._released_pages += 1
     else:
-        allocator._stack[:3] = allocator._stack[:3][::-1].copy()
+        allocator._stack[-3:] = allocator._stack[-3:][::-1].copy()
     with pytest.raises(InvariantError):
         allocator.check()
