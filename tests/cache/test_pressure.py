@@ -154,6 +154,9 @@ class Observer:
         if getattr(medium, "value", "") == "storage":
             self.stored_nodes.append(node.id)  # type: ignore[attr-defined]
 
+    def grown(self, tree: object, node: object, pages: int, prior: object) -> None:
+        """Not looked at."""
+
     def removed(self, medium: object, tree: object, node: object) -> None:
         """Not looked at."""
 
