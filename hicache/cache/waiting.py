@@ -33,7 +33,7 @@ _ARRIVAL = attrgetter("arrival")
 
 class FirstPages(NamedTuple):
     """Which pages a prefetch starts with: their part of the key below a node, 0 for the root of a seed, that ends
-    before page `start_page`. A node that nobody has locked may grow.
+    before page `start_page`. A node may grow while it is not locked by two.
     """
 
     seed: bytes
