@@ -325,9 +325,10 @@ class HiCacheConfig(Section):
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         default="write_through",
         description="When a page gets its host copy, and with it its place in storage. `write_through`: as soon as it "
-        "is computed, so that evicting it from the device costs nothing. `write_through_selective`: once "
-        "`selective_hits` requests have used it, which saves copies and storage writes of what nobody asks for again. "
-        "`write_back`: when the device evicts it, which copies least, but room on the device then takes a step longer.",
+        "is computed, and of a prompt that is computed in chunks 32,768 tokens at a time, so that evicting it "
+        "from the device costs nothing. `write_through_selective`: once `selective_hits` requests have used "
+        "it, which saves copies and storage writes of what nobody asks for again. `write_back`: when the "
+        "device evicts it, which copies least, but room on the device then takes a step longer.",
     )
     selective_hits: Count = Field(
         default=2, ge=1, le=1 << 30,
