@@ -52,7 +52,7 @@ def speed(size: int, times: list[float]) -> str:
 def rows_of(geometry: KVGeometry, device: torch.device, pages: int, runs: int) -> list[Row]:
     """Both directions for one page size. `pages` are copied at once, in scattered order."""
     pool = create_device_pool(geometry, pages, device)
-    host = HostPool(geometry, pages, pin=device.type == "cuda")
+    host = HostPool(geometry, pages, pin=device if device.type == "cuda" else None)
     copies = create_copy_engine(pool.blocks, HostWindow(host))
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
     size = pages * geometry.payload_bytes

@@ -224,9 +224,11 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
 def _own_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
     if config.host.size is None and config.host.tokens is None:
         raise ConfigError("host: give size or tokens; ratio is a multiple of L1, which this engine keeps for itself")
-    pin = config.host.pin == "on"  # `auto` asks for the device of L1, which only the engine knows
-    if pin and not torch.cuda.is_available():
-        raise ConfigError("host.pin: 'on' needs a CUDA device, and torch sees none; use auto or off")
+    pin = None
+    if config.host.pin == "on":  # `auto` asks for the device of L1, which only the engine knows
+        if not torch.cuda.is_available():
+            raise ConfigError("host.pin: 'on' needs a CUDA device, and torch sees none; use auto or off")
+        pin = torch.device("cuda", torch.cuda.current_device())
     return open_host_pool(config, shape, host_pages(config.host, shape, 0), pin=pin)
 
 
@@ -369,7 +371,7 @@ def _open_now_or_later(
     return backend
 
 
-def _pin(choice: str, device: torch.device) -> bool:
+def _pin(choice: str, device: torch.device) -> torch.device | None:
     if choice == "on" and device.type != "cuda":
         raise ConfigError(f"host.pin: 'on' needs a CUDA device, the engine runs on {device}; use auto or off")
-    return device.type == "cuda" and choice != "off"
+    return device if device.type == "cuda" and choice != "off" else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from ..backends.base import StorageBackend
 from ..backends.kept import KeptBackend, KeptFrames, KeptLevel
@@ -29,7 +30,7 @@ _OPEN_S = 10.0
 
 
 def open_host_pool(
-    config: HiCacheConfig, shape: PageShape | KVGeometry, pages: int, *, pin: bool, rank: int | None = None
+    config: HiCacheConfig, shape: PageShape | KVGeometry, pages: int, *, pin: torch.device | None, rank: int | None = None
 ) -> HostPool:
     """Open the pool of this process, which is rank `rank` of its engine. Blocks; memory under a name that a crashed
     engine has left is taken over, and an engine that has it open is waited for until `_OPEN_S`.

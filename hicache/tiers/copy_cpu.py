@@ -1,16 +1,13 @@
 """The copy engine of machines without a GPU: one thread per direction stands for a stream.
 
 Locking design: a `CpuTransfer` is written by its thread and read by the scheduler; `_layers_done` and `_error` change
-under `_condition` alone, `_seconds` by the thread before it counts the last layer. The threads share nothing else; each
-takes its work from a queue of its own, in order, and waits for the fence of a copy before it begins the copy.
+under the condition of the thread alone, `_seconds` by the thread before it counts the last layer. The threads share
+nothing else; each waits for the fence of a copy before it begins the copy.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,9 +20,8 @@ from ..errors import TransferError
 from ..types import Bytes2D, Indices, PageIds
 from .blocks import EngineBlocks
 from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Transfer
+from .copy_thread import CopyThread
 from .host import HostWindow
-
-logger = logging.getLogger(__name__)
 
 # The optional native helper: rows of one array to rows of another. Without it they pass through a temporary array of
 # numpy's, which takes 1.3 to 1.6 times as long.
@@ -41,17 +37,19 @@ _PART_BYTES = 2 << 20
 
 
 class CpuTransfer(Transfer):
-    """Counts finished layers; `wait_layer` blocks on the count.
+    """Counts finished layers; `wait_layer` blocks on the count."""
 
-    `condition` is that of the copying thread, which all its transfers share: making one costs more than a step should.
-    """
-
-    def __init__(self, layers: int, condition: threading.Condition) -> None:
+    def __init__(
+        self, thread: CopyThread, layers: int, copy_layer: Callable[[int], None], after: Fence | None
+    ) -> None:
+        self._thread = thread
         self._layers = layers
+        self._copy_layer = copy_layer
+        self._after = after
         self._layers_done = 0
         self._seconds: float | None = None
         self._error: TransferError | None = None
-        self._condition = condition
+        thread.submit(self)
 
     @property
     def error(self) -> TransferError | None:
@@ -65,37 +63,35 @@ class CpuTransfer(Transfer):
         return self._layers_done == self._layers or self._error is not None
 
     def wait(self, timeout_s: float) -> bool:
-        with self._condition:
-            return self._condition.wait_for(self.done, timeout_s)
+        return self._thread.wait_for(self.done, timeout_s)
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         whole("layer", layer, 0, self._layers - 1)
         if self._layers_done <= layer:
-            with self._condition:
-                self._condition.wait_for(lambda: self._layers_done > layer or self._error is not None, LAYER_WAIT_S_MAX)
+            self._thread.wait_for(lambda: self._layers_done > layer or self._error is not None, LAYER_WAIT_S_MAX)
         if self._error is not None:
             raise self._error
         if self._layers_done <= layer:
             raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
 
-    def run(self, copy_layer: Callable[[int], None], after: Fence | None) -> None:
-        """Copy layer by layer once `after` has passed. Called by the copying thread."""
-        if after is not None:
-            after.synchronize()
+    def run(self) -> None:
+        """Copy layer by layer once the fence has passed."""
+        if self._after is not None:
+            self._after.synchronize()
         begun = time.perf_counter()
         for layer in range(self._layers):
-            copy_layer(layer)
+            self._copy_layer(layer)
             if layer == self._layers - 1:
                 self._seconds = time.perf_counter() - begun
-            with self._condition:
+            with self._thread.condition:
                 self._layers_done += 1
-                self._condition.notify_all()
+                self._thread.condition.notify_all()
 
     def fail(self, error: TransferError) -> None:
-        """End without further layers. Called by the copying thread."""
-        with self._condition:
+        """As `CopyTask.fail`."""
+        with self._thread.condition:
             self._error = error
-            self._condition.notify_all()
+            self._thread.condition.notify_all()
 
 
 class CpuCopyEngine(CopyEngine):
@@ -106,23 +102,23 @@ class CpuCopyEngine(CopyEngine):
         # Rows of bytes: [blocks, bytes] for each region, [pages, blocks_per_page, bytes] for each layer on the host.
         self._regions: list[list[Bytes2D]] = [[region.numpy() for region in layer] for layer in blocks.layers]
         self._frames = [rows.numpy() for rows in self._host_rows]
-        self._backup_stream = _CopyThread("hicache-backup-copy")
-        self._load_stream = _CopyThread("hicache-load-copy")
+        self._backups = CopyThread("hicache-backup-copy")
+        self._loads = CopyThread("hicache-load-copy")
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         source, target = self._require_pairs(blocks, host_blocks, after)
         copy_layer = partial(self._backup_layer, blocks=source, host_blocks=target)
-        return self._backup_stream.submit(len(self._regions), copy_layer, after)
+        return CpuTransfer(self._backups, len(self._regions), copy_layer, after)
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         target, source = self._require_pairs(blocks, host_blocks, after)
         copy_layer = partial(self._load_layer, host_blocks=source, blocks=target)
-        return self._load_stream.submit(len(self._regions), copy_layer, after)
+        return CpuTransfer(self._loads, len(self._regions), copy_layer, after)
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        streams = (self._backup_stream, self._load_stream)
-        return all([stream.close(max(0.0, deadline - time.monotonic())) for stream in streams])
+        threads = (self._backups, self._loads)
+        return all([thread.close(max(0.0, deadline - time.monotonic())) for thread in threads])
 
     def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
         if copy_rows is not None:
@@ -158,38 +154,3 @@ class CpuCopyEngine(CopyEngine):
             for start in range(0, len(blocks), step):
                 pages, parts = np.divmod(host_blocks[start : start + step], self.window.blocks_per_page)
                 yield region, blocks[start : start + step], (pages, parts, slice(begin, end))
-
-
-class _CopyThread:
-    """Runs layer-wise copies in order of submission."""
-
-    def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[CpuTransfer, Callable[[int], None], Fence | None] | None]
-        self._tasks = queue.SimpleQueue()
-        self._condition = threading.Condition()
-        self._closed = False  # by the scheduler
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, layers: int, copy_layer: Callable[[int], None], after: Fence | None) -> CpuTransfer:
-        if self._closed:
-            raise TransferError("copy: the copy engine is closed")
-        transfer = CpuTransfer(layers, self._condition)
-        self._tasks.put((transfer, copy_layer, after))
-        return transfer
-
-    def close(self, timeout_s: float) -> bool:
-        self._closed = True
-        self._tasks.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            transfer, copy_layer, after = task
-            try:
-                transfer.run(copy_layer, after)
-            except Exception as error:
-                # The thread must outlive one bad copy; its transfer carries the error to the caller.
-                logger.exception("copy between device and host failed")
-                transfer.fail(TransferError(f"copy between device and host failed: {error}"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +24,8 @@ from ..shared_memory import populate
 from ..types import Bytes2D, PageIds
 from .allocator import PageAllocator, require_pages
 from .memory import available_host_bytes
+from .pinning import driver_of, frames_per_chunk
+from .pinning import pin as pin_memory
 
 # Left to the rest of the machine when a pool is checked against free memory.
 _RESERVE_BYTES = 64 << 20
@@ -33,15 +34,15 @@ _RESERVE_BYTES = 64 << 20
 class HostPool:
     """`pages` frames of host memory, 4096-aligned, touched at start so that no copy pays for page faults.
 
-    `pin` registers the memory with CUDA, which lets copies overlap with compute. Raises CapacityError if memory is
-    short (before touching it), InvalidInput for no pages, and for `pin` without CUDA.
+    `pin` is the CUDA device that copies from and to the pool: its driver pins the memory, without which no copy runs
+    beside compute. Raises CapacityError if memory is short (before touching it) or the driver refuses, InvalidInput for
+    no pages, and for a `pin` that is not a CUDA device of this machine.
     """
 
-    def __init__(self, shape: PageShape | KVGeometry, pages: int, *, pin: bool = False) -> None:
+    def __init__(self, shape: PageShape | KVGeometry, pages: int, *, pin: torch.device | None = None) -> None:
         pages = whole("host pool: pages", pages, 1)
-        self.pinned = instance("host pool: pin", pin, bool)
-        if pin and not torch.cuda.is_available():
-            raise InvalidInput("host pool: pin: torch sees no CUDA device to register memory with; pass pin=False")
+        driver = None if pin is None else driver_of(instance("host pool: pin", pin, torch.device))
+        self.pinned = driver is not None
         self.shape = page_shape(shape)
         self.payload_bytes = self.shape.payload_bytes
         self.frame_bytes = frame_bytes(self.payload_bytes)
@@ -56,11 +57,11 @@ class HostPool:
         self.tensor = torch.from_numpy(self.buffer)
         self._stale = np.zeros(pages, dtype=np.bool_)  # by page: its header is of a page that it held before
         self._unsealing = threading.Lock()
-        if pin:
-            _register(self.tensor, self.capacity_bytes)
-            # The finalizer holds the mapping, so the memory is unpinned before it is unmapped; a late operation that
-            # still has a frame keeps the mapping alive beyond that.
-            weakref.finalize(self, _unregister, self.tensor.data_ptr(), self._mapping)
+        # How many frames are within one registration with the driver.
+        self.frames_per_chunk = frames_per_chunk(self.frame_bytes)
+        if driver is not None:
+            chunk_bytes = self.frames_per_chunk * self.frame_bytes
+            pin_memory(driver, self.tensor.data_ptr(), self.capacity_bytes, chunk_bytes, self, self._mapping)
             # After a fork, the parent's next write would move a page away from under a copy of the device.
             self._mapping.madvise(mmap.MADV_DONTFORK)
 
@@ -189,16 +190,3 @@ class HostWindow:
                 f"{self.block_bytes}: piece {self._pieces[used].name} has no layer"
             )
         return found
-
-
-def _register(tensor: torch.Tensor, size_bytes: int) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)  # type: ignore[no-untyped-call]
-    if int(status) != 0:
-        raise CapacityError(
-            f"host pool: CUDA refused to pin {size_bytes} bytes (error {int(status)}); raise the locked-memory limit "
-            "(ulimit -l), lower the host pool, or set host.pin to off"
-        )
-
-
-def _unregister(pointer: int, mapping: mmap.mmap) -> None:
-    torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]

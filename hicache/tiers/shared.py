@@ -11,6 +11,8 @@ import json
 import mmap
 import time
 
+import torch
+
 from ..arguments import number, whole
 from ..geometry import KVGeometry, PageShape
 from ..shared_memory import PROCESSES_MAX, Layout, Role, SharedMemory, path_of
@@ -32,7 +34,7 @@ class SharedHostPool(HostPool):
         shape: PageShape | KVGeometry,
         pages: int,
         *,
-        pin: bool,
+        pin: torch.device | None,
         role: Role,
         keep: bool = False,
     ) -> None:
@@ -53,7 +55,7 @@ class SharedHostPool(HostPool):
         pages: int,
         *,
         processes: int | None = None,
-        pin: bool = False,
+        pin: torch.device | None = None,
         timeout_s: float,
         role: Role = Role.OWNER,
         keep: bool = False,
@@ -63,7 +65,7 @@ class SharedHostPool(HostPool):
 
         `name` is 1 to 128 letters, digits, dashes and dots; use one per engine, so that a restart takes over what a
         crash has left. `processes` is how many open it, this one included; None keeps it until `unlink`. `pin`
-        registers the memory with CUDA, in each process that needs it. `role` ALONE refuses a pool that another process
+        is the CUDA device that copies from and to the pool, in each process that has one. `role` ALONE refuses a pool that another process
         has open; so does GUEST, which opens one that a daemon has created for this process. `keep` tells daemons not to
         remove the memory when its engine has died.
 

@@ -68,7 +68,7 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "free pages": (lambda pools, bad: pools.pages.free(bad), PAGES),
     "HostPool shape": (lambda pools, bad: HostPool(bad, 4), [None, 4, "mha", [4]]),
     "HostPool pages": (lambda pools, bad: HostPool(GEOMETRY, bad), [*COUNTS, 0]),
-    "HostPool pin": (lambda pools, bad: HostPool(GEOMETRY, 4, pin=bad), [None, "auto", 1]),
+    "HostPool pin": (lambda pools, bad: HostPool(GEOMETRY, 4, pin=bad), [True, "auto", 1]),
     "host alloc": (lambda pools, bad: pools.host.alloc(bad), COUNTS),
     "host free": (lambda pools, bad: pools.host.free(bad), PAGES),
     "host frame": (lambda pools, bad: pools.host.frame(bad), [*COUNTS, 4]),
@@ -143,8 +143,9 @@ def test_a_layer_that_a_copy_does_not_have_is_a_typed_error_and_is_not_waited_fo
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal of a machine without CUDA")
 def test_pinned_memory_without_cuda_is_refused_with_what_to_pass() -> None:
-    with pytest.raises(InvalidInput, match="pin=False"):
-        HostPool(GEOMETRY, 4, pin=True)
+    for device in ("cuda", "cpu"):
+        with pytest.raises(InvalidInput, match="not a CUDA device that torch sees"):
+            HostPool(GEOMETRY, 4, pin=torch.device(device))
 
 
 def test_the_image_shows_what_a_call_has_changed() -> None:

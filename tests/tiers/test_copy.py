@@ -368,7 +368,7 @@ def recorded() -> Fence:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
 def test_cuda_copies_are_ordered_against_compute(geometry: KVGeometry) -> None:
-    device, host = create_device_pool(geometry, 64, "cuda"), HostPool(geometry, 64, pin=True)
+    device, host = create_device_pool(geometry, 64, "cuda"), HostPool(geometry, 64, pin=torch.device("cuda"))
     copies = create_copy_engine(*pools(device, host))
     assert isinstance(copies, CudaCopyEngine)
     with pytest.raises(InvalidInput, match="record an Event"):

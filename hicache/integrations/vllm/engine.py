@@ -108,7 +108,9 @@ class Engine:
         if shared and rank:  # each data-parallel rank is an engine of its own, of the same configuration
             shared += f"-dp{rank}"
         name = shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
-        pin = worker and current_platform.is_cuda() and self.config.host.pin != "off"
+        pin = None
+        if worker and current_platform.is_cuda() and self.config.host.pin != "off":
+            pin = torch.device("cuda", torch.cuda.current_device())
         processes = None if shared else self.layout.ranks + 1
         pool = SharedHostPool.open(
             name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S

@@ -1,0 +1,199 @@
+"""The calls of the CUDA driver that torch has no Python name for, by ctypes.
+
+Their signatures are those of `cuda.h` (CUDA 12.8 and 13.0). The batched copy is asked for in its form of 12.8, which
+names the copy that failed; newer drivers have that form too. An older driver has none, and copies are queued one by
+one.
+
+Locking design: nothing here changes after the constructor. The driver may be called from any thread; ctypes gives up
+the interpreter's lock during a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+import numpy as np
+
+from ..errors import TransferError
+from .runtime import Addresses
+
+LIBRARY = "libcuda.so.1"
+
+_SUCCESS = 0
+_NOT_READY = 600
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
+_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_BATCH_VERSION = 12080  # the first with cuMemcpyBatchAsync
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_PREFER_OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuInit": [c_uint],
+    "cuGetErrorString": [c_int, POINTER(c_char_p)],
+    "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceGetPCIBusId": [c_char_p, c_int, c_int],
+    "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
+    "cuCtxSetCurrent": [c_void_p],
+    "cuCtxPushCurrent_v2": [c_void_p],
+    "cuCtxPopCurrent_v2": [POINTER(c_void_p)],
+    "cuMemHostRegister_v2": [c_void_p, c_size_t, c_uint],
+    "cuMemHostUnregister": [c_void_p],
+    "cuStreamCreateWithPriority": [POINTER(c_void_p), c_uint, c_int],
+    "cuStreamDestroy_v2": [c_void_p],
+    "cuStreamSynchronize": [c_void_p],
+    "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
+    "cuEventCreate": [POINTER(c_void_p), c_uint],
+    "cuEventDestroy_v2": [c_void_p],
+    "cuEventRecord": [c_void_p, c_void_p],
+    "cuEventQuery": [c_void_p],
+    "cuEventElapsedTime": [POINTER(c_float), c_void_p, c_void_p],
+    "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, c_void_p],
+}
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = [
+        ("source_access_order", c_int),
+        ("source_hint", _Location),
+        ("target_hint", _Location),
+        ("flags", c_uint),
+    ]
+
+
+class CudaDriver:
+    """One device of the driver, and its primary context, which torch uses too.
+
+    Raises TransferError if the library cannot be loaded or the driver refuses. `library` is another file in tests.
+    """
+
+    def __init__(self, device: int, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+            for name, types in _SIGNATURES.items():
+                getattr(self._library, name).argtypes = types
+        except (OSError, AttributeError) as error:
+            raise TransferError(f"cuda: the driver's library cannot be used: {error}; install a driver") from error
+        self._batch = self._find_batch()
+        self._attributes = _CopyAttributes(source_access_order=_IN_STREAM_ORDER, flags=_PREFER_OVERLAP)
+        self.call("cuInit", 0)
+        number, context = c_int(), c_void_p()
+        self.call("cuDeviceGet", byref(number), device)
+        self._device = number.value
+        # Never given back: torch has it as long as the process lives.
+        self.call("cuDevicePrimaryCtxRetain", byref(context), self._device)
+        self.context = context.value
+
+    @property
+    def has_batched_copies(self) -> bool:
+        """True if one call queues many copies."""
+        return self._batch is not None
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver. Raises TransferError if it does not succeed."""
+        status = getattr(self._library, name)(*arguments)
+        if status != _SUCCESS:
+            raise TransferError(f"cuda: {name}: {self._reason(status)}")
+
+    def attach(self) -> None:
+        """Make the context current on the calling thread."""
+        self.call("cuCtxSetCurrent", self.context)
+
+    def pci_bus_id(self) -> str:
+        """Return where the device is on the bus, such as `0000:3b:00.0`, as sysfs names it."""
+        name = ctypes.create_string_buffer(32)
+        self.call("cuDeviceGetPCIBusId", name, len(name), self._device)
+        return name.value.decode().lower()
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pin host memory, for all devices."""
+        # The calling thread may have another device's context, or none.
+        self.call("cuCtxPushCurrent_v2", self.context)
+        try:
+            self.call("cuMemHostRegister_v2", address, size_bytes, _PORTABLE)
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def unregister(self, address: int) -> None:
+        """Unpin what `register` pinned."""
+        self.call("cuCtxPushCurrent_v2", self.context)
+        try:
+            self.call("cuMemHostUnregister", address)
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    # Streams and events: handles are integers
+
+    def stream(self) -> int:
+        """Create a stream."""
+        handle = c_void_p()
+        self.call("cuStreamCreateWithPriority", byref(handle), _NON_BLOCKING, 0)
+        return int(handle.value or 0)
+
+    def event(self, *, timed: bool) -> int:
+        """Create an event."""
+        handle = c_void_p()
+        self.call("cuEventCreate", byref(handle), 0 if timed else _DISABLE_TIMING)
+        return int(handle.value or 0)
+
+    def passed(self, event: int) -> bool:
+        """True if the work before `event` has ended."""
+        status = self._library.cuEventQuery(event)
+        if status not in (_SUCCESS, _NOT_READY):
+            raise TransferError(f"cuda: cuEventQuery: {self._reason(status)}")
+        return bool(status == _SUCCESS)
+
+    def elapsed_s(self, begin: int, end: int) -> float:
+        """Return the device time between two events."""
+        milliseconds = c_float()
+        self.call("cuEventElapsedTime", byref(milliseconds), begin, end)
+        return milliseconds.value / 1000
+
+    # Copies
+
+    def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        """Queue copies. Raises TransferError that names the copy which was refused, as far as the driver knows it."""
+        if self._batch is None:
+            for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                self.call("cuMemcpyAsync", *copy, stream)
+            return
+        count, failed = len(targets), c_size_t(np.iinfo(np.uintp).max)
+        first = c_size_t(0)  # all copies have the same attributes
+        status = self._batch(
+            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, count,
+            byref(self._attributes), byref(first), 1, byref(failed), stream,
+        )  # fmt: skip
+        if status != _SUCCESS:
+            which = f"copy {failed.value} of {count}" if failed.value < count else f"{count} copies"
+            raise TransferError(f"cuda: cuMemcpyBatchAsync: {which}: {self._reason(status)}")
+
+    def _find_batch(self) -> Any | None:
+        """Return cuMemcpyBatchAsync as of CUDA 12.8, None for a driver that is older."""
+        find = getattr(self._library, "cuGetProcAddress_v2", None)
+        if find is None:
+            return None
+        find.argtypes = [c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int)]
+        address, found = c_void_p(), c_int()
+        status = find(b"cuMemcpyBatchAsync", byref(address), _BATCH_VERSION, 0, byref(found))
+        if status != _SUCCESS or not address.value:
+            return None
+        kind = ctypes.CFUNCTYPE(
+            c_int, c_void_p, c_void_p, c_void_p, c_size_t,
+            POINTER(_CopyAttributes), POINTER(c_size_t), c_size_t, POINTER(c_size_t), c_void_p,
+        )  # fmt: skip
+        return kind(address.value)
+
+    def _reason(self, status: int) -> str:
+        text = c_char_p()
+        self._library.cuGetErrorString(status, byref(text))
+        return f"{(text.value or b'unknown error').decode(errors='replace')} (error {status})"

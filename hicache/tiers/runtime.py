@@ -1,0 +1,126 @@
+"""DeviceRuntime: what the copy engine of a device with streams needs of it. CUDA has one, a simulator in the tests too.
+
+A stream runs its work in order. An event marks a point in a stream: it is recorded there once, and passes when the work
+before it has ended. To wait for an event that is not recorded yet is a no-op on CUDA, so no caller of this interface
+may do it. Streams and events are opaque handles; events are reused after `release`.
+
+Locking design: every method may be called from any thread. A thread calls `attach` once before all else. The work of
+one stream is queued by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .copy import Fence
+
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+# Addresses and sizes in bytes, int64, one-dimensional and contiguous.
+Addresses: TypeAlias = npt.NDArray[np.int64]
+
+
+class Memory(NamedTuple):
+    """Memory of the device or pinned memory of the host: it stays allocated as long as `owner` is referenced."""
+
+    address: int
+    owner: object
+
+
+class Rows(NamedTuple):
+    """A move of rows within the device: row i of `staging` and block `blocks[i]` of each region.
+
+    All numbers but the counts are addresses on the device. `staging` is uint8 `[rows, row_bytes]`, `blocks` int64
+    `[rows]`. `regions` is int64 `[n, 4]`: the address of block 0, the bytes from a block to the next, the column of the
+    region in a payload, and the bytes of a block. Regions `first` to `first + count - 1` are moved; `column` is the
+    column of the payload at which a row of staging begins. `longest` is the size of the largest block among them and
+    `word` a number of bytes that divides every address, stride, column and size.
+    """
+
+    staging: int
+    row_bytes: int
+    regions: int
+    first: int
+    count: int
+    column: int
+    blocks: int
+    rows: int
+    word: int
+    longest: int
+
+
+class DeviceRuntime(ABC):
+    """See the module's docstring. Methods that reach the device raise TransferError if it refuses."""
+
+    @abstractmethod
+    def attach(self) -> None:
+        """Make the device the current one of the calling thread."""
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """Return a new stream, which no other part of the process uses."""
+
+    @abstractmethod
+    def stream_of(self, stream: object) -> Stream:
+        """Return the handle of an engine's stream. Raises InvalidInput for an object that is not one."""
+
+    @abstractmethod
+    def require_fence(self, fence: Fence) -> None:
+        """Raise InvalidInput unless streams of this device can wait for `fence`."""
+
+    @abstractmethod
+    def capture(self, fence: Fence) -> Event:
+        """Return an event of our own at the point of `fence`, which the engine may record anew from now on."""
+
+    @abstractmethod
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """Return an event behind the work queued on `stream`; a timed one can be given to `elapsed_s`."""
+
+    @abstractmethod
+    def release(self, event: Event, *, timed: bool = False) -> None:
+        """Take an event back. Waits that are queued already are not affected. REQUIRES: `timed` as recorded."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Queue a wait for `event` on `stream`. REQUIRES: the event is recorded."""
+
+    @abstractmethod
+    def passed(self, event: Event) -> bool:
+        """Return True once the work before `event` has ended. Never blocks."""
+
+    @abstractmethod
+    def elapsed_s(self, begin: Event, end: Event) -> float:
+        """Return the device time between two timed events, in seconds. REQUIRES: both have passed."""
+
+    @abstractmethod
+    def synchronize(self, stream: Stream) -> None:
+        """Block until all work queued on `stream` has ended."""
+
+    @abstractmethod
+    def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        """Queue copies between pinned host memory and the device, which may run in any order. The arrays can be reused
+        when the call returns. REQUIRES: on each side, all copies of a call are within one registration."""
+
+    @abstractmethod
+    def gather(self, stream: Stream, rows: Rows, programs: int) -> None:
+        """Queue a copy of blocks to staging; at most `programs` multiprocessors work on it."""
+
+    @abstractmethod
+    def scatter(self, stream: Stream, rows: Rows, programs: int) -> None:
+        """Queue a copy of staging to blocks. As `gather` otherwise."""
+
+    @abstractmethod
+    def device_memory(self, size_bytes: int) -> Memory:
+        """Allocate memory of the device; for the start, since it may block. Raises CapacityError."""
+
+    @abstractmethod
+    def pinned_memory(self, size_bytes: int) -> Memory:
+        """Allocate pinned memory of the host; for the start, since it may block. Raises CapacityError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release streams and events. REQUIRES: nothing is queued."""
