@@ -11,6 +11,8 @@ import numpy.typing as npt
 PageIds: TypeAlias = npt.NDArray[np.int32]
 # Page or block ids as numpy indexes with them; it converts others for each use, and lets another thread run meanwhile.
 Indices: TypeAlias = npt.NDArray[np.intp]
+# Addresses and sizes in bytes, one-dimensional and contiguous.
+Addresses: TypeAlias = npt.NDArray[np.int64]
 Bytes2D: TypeAlias = npt.NDArray[np.uint8]
 
 NO_PAGES: PageIds = np.empty(0, dtype=np.int32)

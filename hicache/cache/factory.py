@@ -103,7 +103,7 @@ def create_cache(
             return kind(l1, l2, controller, **options)
 
         with released_on_failure(l2):
-            copies = create_copy_engine(l1.blocks, HostWindow(l2))
+            copies = create_copy_engine(l1.blocks, HostWindow(l2), config.transfer)
             return _start(undo, config, namespace, environ, l2, copies, make, ranks)
 
     return _all_or_none(config, ranks, build)

@@ -215,6 +215,17 @@ class TransferConfig(Section):
         "several ranks cannot do that, so there the bound protects what is on the host. Over the bound a new store is "
         "dropped.",
     )
+    path: Literal["auto", "direct", "staged"] = Field(
+        default="auto",
+        description="How copies between host and a CUDA device go. `direct`: one piece for each page and layer, by the "
+        "copy engines alone; fast for long pieces. `staged`: several layers of a page at once to a buffer on the "
+        "device, and from there by a kernel; fast for short pieces. `auto` measures at start and takes the faster one.",
+    )
+    multiprocessors: Count = Field(
+        default=8, ge=1, le=1024,
+        description="Multiprocessors of a CUDA device that a kernel of the `staged` path may use. More ends copies "
+        "sooner, fewer leaves more to the computation.",
+    )
     storage_batch_pages: Count = Field(
         default=128, ge=1, le=65536,
         description="Pages per call of a storage backend. More means fewer round trips, fewer means that a deadline or "

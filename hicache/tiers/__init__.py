@@ -1,6 +1,7 @@
 """L1 and L2 memory: pools, their allocators, and the engines that copy between them."""
 
 from ..arguments import instance
+from ..config import TransferConfig
 from ..errors import InvalidInput
 from .allocator import PageAllocator, require_pages
 from .blocks import EngineBlocks
@@ -42,10 +43,13 @@ __all__ = [
 ]
 
 
-def create_copy_engine(blocks: EngineBlocks, window: HostWindow) -> CopyEngine:
+def create_copy_engine(
+    blocks: EngineBlocks, window: HostWindow, config: TransferConfig | None = None
+) -> CopyEngine:
     """Return the engine for the kind of device that `blocks` are on: CUDA streams, or threads on the CPU.
 
-    Raises InvalidInput if the layers of the blocks are not the pieces of the window, and for another kind of device.
+    `config` says how copies on a CUDA device go. Raises InvalidInput if the layers of the blocks are not the pieces of
+    the window, for another kind of device, and as `CudaCopyEngine` does.
     """
     device = instance("copy: blocks", blocks, EngineBlocks).device
     instance("copy: window", window, HostWindow)
@@ -54,7 +58,7 @@ def create_copy_engine(blocks: EngineBlocks, window: HostWindow) -> CopyEngine:
     if device.type == "cuda":
         from .copy_cuda import CudaCopyEngine  # noqa: PLC0415  needs no CUDA to import, but nobody else needs it
 
-        return CudaCopyEngine(blocks, window)
+        return CudaCopyEngine(blocks, window, config)
     from .copy_cpu import CpuCopyEngine  # noqa: PLC0415
 
     return CpuCopyEngine(blocks, window)

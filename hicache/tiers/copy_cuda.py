@@ -1,243 +1,279 @@
-"""The copy engine of CUDA devices: two streams, one event per layer.
+"""The copy engine of CUDA devices: a copy thread and streams for each direction, one event per layer.
 
-A backup gathers the blocks of all layers into a staging buffer on the device and sends one piece per block to pinned
-host memory. A load sends one piece per (block, layer), which is contiguous in the frame: straight to the block where
-the layer is one region, else to staging, from which it is scattered into the regions. Layer i computes while layer
-i + 1 is in flight.
+The scheduler thread checks the ids and queues one entry. The copy thread computes all addresses and submits, layer by
+layer; the driver's queue may fill and block it, and only it. Layer i computes while layer i + 1 is in flight.
+`copy_paths` has the two ways a copy goes, of which the engine chooses one at start.
 
-Locking design: the scheduler thread submits; the device signals through events; there is no other thread.
-The streams come from a `CudaRuntime`, which the tests replace, so that the same code runs without a GPU, in order.
+A wait for an event that is not recorded yet does nothing on CUDA. So `wait_layer` first waits until the copy thread has
+recorded the event of the layer. By then the wait for the fence of that copy, and of all before it, is queued too: an
+engine may record its event again after that, and no copy waits for a forward that waits for the copy.
+
+Locking design: the scheduler thread submits and asks; a `StreamTransfer` belongs to it, but for what `run`, `arrived`
+and `fail` write, which the copy thread does under the condition of the thread. A transfer whose submission fails has
+not ended before the device is idle, since a part that is queued may still write to its pages.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from ..arguments import whole
+from ..config import TransferConfig
 from ..errors import InvalidInput, TransferError
 from ..types import Indices, PageIds
+from ..units import format_size
 from .blocks import EngineBlocks
 from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Transfer
-from .device import upload
+from .copy_paths import SLOT_BYTES, CopyPath, DirectPath, Pieces, StagedPath, direct_from_bytes
+from .copy_thread import CopyThread
 from .host import HostWindow
+from .runtime import DeviceRuntime, Event
 
-# Staging is taken from the device pool's neighbour memory; this much keeps PCIe busy without crowding activations.
-STAGING_BYTES_MAX = 256 << 20
+logger = logging.getLogger(__name__)
+
 _POLL_S = 50e-6
+# Engines whose copies have not ended when they were closed: their memory stays allocated, pinned and mapped.
+_UNFINISHED: list[CopyEngine] = []
+
+MakeThread = Callable[[str, Callable[[], None]], CopyThread]
 
 
-class CudaRuntime:
-    """The few stream operations of one CUDA device that this engine needs. Tests give one of another device."""
+class StreamTransfer(Transfer):
+    """A copy whose layers end at events. A copy with one event for all layers ends in one piece."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def stream(self) -> Any:
-        """A new stream."""
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def use(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Work inside the context is queued on `stream`, which becomes the current one."""
-        return torch.cuda.stream(stream)
-
-    def record(self) -> Fence:
-        """An event behind the work queued on the current stream, which notes when the device passes it."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def wait(self, event: Fence, stream: Any) -> None:
-        """Queue a wait for `event` on `stream`. Raises InvalidInput unless both are of CUDA."""
-        if not isinstance(event, torch.cuda.Event) or not isinstance(stream, torch.cuda.Stream):
-            raise InvalidInput("copy engine: a fence and a stream of a CUDA device are torch.cuda.Event and .Stream")
-        stream.wait_event(event)
-
-    def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Device time between two events that it has passed. Does not block; raises RuntimeError if it failed."""
-        return float(begin.elapsed_time(end)) / 1000
-
-    def upload(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of a small host tensor on the device, queued on the current stream."""
-        return upload(values, self._device)
-
-
-class EventTransfer(Transfer):
-    """A copy whose layers end at events; a copy with one event ends in one piece. It starts at `begin`."""
-
-    def __init__(self, runtime: CudaRuntime, begin: Fence, events: list[Fence]) -> None:
-        self._runtime = runtime
-        self._begin = begin
-        self._events = events
-        self._error: TransferError | None = None
+    def __init__(
+        self, direction: Direction, host_blocks: Indices, blocks: Indices, after: Fence | None, layers: int
+    ) -> None:
+        self._direction = direction
+        self._host_blocks, self._blocks = host_blocks, blocks
+        self._after = after
+        self._layers = layers
+        # By the copy thread: events in order, and for each layer that was submitted the one that it ends with.
+        self._events: list[Event] = []
+        self._by_layer: list[Event] = []
+        self._begin: Event | None = None
+        self._failure: TransferError | None = None
+        self._submitted = False
+        self._over = False  # by the scheduler: the device has passed all of it
+        self._seconds: float | None = None
 
     @property
     def error(self) -> TransferError | None:
-        return self._error
+        return self._failure if self.done() else None
 
     @property
     def seconds(self) -> float | None:
-        if not self.done() or self._error is not None:
-            return None
-        try:
-            return self._runtime.elapsed_s(self._begin, self._events[-1])
-        except RuntimeError:
-            return None  # the device has failed since; the next call to it says so
+        return self._seconds if self.done() else None
 
     def done(self) -> bool:
-        return self._passed(self._events[-1])
+        if self._over:
+            return True
+        if not self._submitted or (self._failure is None and not self._passed(self._events[-1])):
+            return False
+        self._finish()
+        return True
 
     def wait(self, timeout_s: float) -> bool:
-        return self._wait(self._events[-1], timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if not self._direction.thread.wait_for(lambda: self._submitted, timeout_s):
+            return False
+        return self._poll(self.done, deadline)
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        event = self._events[min(whole("layer", layer), len(self._events) - 1)]
-        if stream is not None and self._error is None:
-            self._runtime.wait(event, stream)
-        elif not self._wait(event, LAYER_WAIT_S_MAX):
-            raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
-        if self._error is not None:
-            raise self._error
+        layer = whole("layer", layer, 0, self._layers - 1)
+        if not self._over:
+            self._wait_layer(layer, stream)
+        if self._failure is not None:
+            raise self._failure
 
-    def _passed(self, event: Fence) -> bool:
+    def _wait_layer(self, layer: int, stream: torch.cuda.Stream | None) -> None:
+        deadline = time.monotonic() + LAYER_WAIT_S_MAX
+
+        def is_recorded() -> bool:
+            return len(self._by_layer) > layer or self._submitted
+
+        recorded = self._direction.thread.wait_for(is_recorded, LAYER_WAIT_S_MAX)
+        if self._failure is not None:
+            return
+        if recorded and stream is not None:
+            runtime = self._direction.runtime
+            runtime.wait(runtime.stream_of(stream), self._by_layer[layer])
+        elif not (recorded and self._poll(lambda: self._passed(self._by_layer[layer]), deadline)):
+            raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
+
+    def _passed(self, event: Event) -> bool:
         """True if the copy has failed or come to `event`."""
         try:
-            return self._error is not None or event.query()
-        except RuntimeError as error:
-            self._error = TransferError(f"copy between device and host failed: {error}")
+            return self._failure is not None or self._direction.runtime.passed(event)
+        except TransferError as error:
+            self._failure = error  # of the device, which does nothing more
             return True
 
-    def _wait(self, event: Fence, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not self._passed(event):
+    def _finish(self) -> None:
+        """Read the time and give the events back."""
+        runtime, self._over = self._direction.runtime, True
+        if self._begin is None:
+            return
+        if self._failure is None:
+            try:
+                self._seconds = runtime.elapsed_s(self._begin, self._events[-1])
+            except TransferError:
+                return  # the device has failed since; the next call to it says so
+            runtime.release(self._events.pop(), timed=True)
+        for event in self._events:
+            runtime.release(event)
+        runtime.release(self._begin, timed=True)
+        self._begin = None
+
+    @staticmethod
+    def _poll(condition: Callable[[], bool], deadline: float) -> bool:
+        while not condition():
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
         return True
 
+    # What the copy thread calls
+
+    def run(self) -> None:
+        """Submit the copy."""
+        try:
+            self._begin = self._direction.path.submit(self._host_blocks, self._blocks, self._after, self.arrived)
+        except BaseException:
+            self._direction.settle()
+            raise
+        with self._direction.thread.condition:
+            self._submitted = True
+            self._direction.thread.condition.notify_all()
+
+    def arrived(self, event: Event, layers: int) -> None:
+        """Note that `layers` more end with `event`."""
+        with self._direction.thread.condition:
+            self._events.append(event)
+            self._by_layer += [event] * layers
+            self._direction.thread.condition.notify_all()
+
+    def fail(self, error: TransferError) -> None:
+        """As `CopyTask.fail`."""
+        with self._direction.thread.condition:
+            self._failure = error
+            self._submitted = True
+            self._direction.thread.condition.notify_all()
+
+
+class Direction:
+    """One direction: its path, its thread, and the copies that may be in flight."""
+
+    def __init__(self, runtime: DeviceRuntime, path: CopyPath, thread: CopyThread) -> None:
+        self.runtime = runtime
+        self.path = path
+        self.thread = thread
+        self._in_flight: deque[StreamTransfer] = deque()
+
+    def submit(self, transfer: StreamTransfer) -> StreamTransfer:
+        """Queue a transfer."""
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft()
+        self.thread.submit(transfer)
+        self._in_flight.append(transfer)
+        return transfer
+
+    def settle(self) -> None:
+        """Block until nothing that was queued still runs. On a device that has failed, nothing does."""
+        try:
+            self.path.synchronize()
+        except TransferError as error:
+            logger.warning("the device cannot say whether its copies have ended: %s", error)
+
+    def close(self, deadline: float) -> bool:
+        """End the thread and wait for the copies; False if that takes longer than to `deadline`."""
+        ended = self.thread.close(max(0.0, deadline - time.monotonic()))
+        return ended and all(one.wait(max(0.0, deadline - time.monotonic())) for one in self._in_flight)
+
 
 class CudaCopyEngine(CopyEngine):
-    """Copies on two streams of a CUDA device. The host pool should be pinned, else copies block the caller."""
+    """See the module's docstring.
+
+    Blocks for some milliseconds while it measures which path is faster, and allocates `STAGING_BYTES` on the device for
+    the staged one. Raises InvalidInput for a host pool that is not pinned, and for `transfer.path: staged` with layers
+    that are longer than a slot of staging. `runtime`, `thread` and
+    `slot_bytes` are others in tests.
+    """
 
     def __init__(
         self,
         blocks: EngineBlocks,
         window: HostWindow,
-        runtime: CudaRuntime | None = None,
+        config: TransferConfig | None = None,
         *,
-        staging_bytes_max: int = STAGING_BYTES_MAX,
+        runtime: DeviceRuntime | None = None,
+        thread: MakeThread = CopyThread,
+        slot_bytes: int = SLOT_BYTES,
     ) -> None:
         super().__init__(blocks, window)
-        self._staging_bytes_max = staging_bytes_max
-        self._runtime = runtime if runtime is not None else CudaRuntime(blocks.device)
-        self._backup_stream = self._runtime.stream()
-        self._load_stream = self._runtime.stream()
-        # Copies of one direction end in order, so the last one stands for all.
-        self._last: dict[str, Transfer] = {}
+        if runtime is None:
+            from .cuda_runtime import CudaRuntime  # noqa: PLC0415  loads the driver
+
+            if not window.host.pinned:
+                raise InvalidInput("copy: the host pool is not pinned for a CUDA device; open it with `pin`")
+            runtime = CudaRuntime(blocks.device)
+        self._runtime = runtime
+        runtime.attach()
+        self._pieces = Pieces(blocks, window)
+        make_path = self._choose(config or TransferConfig(), slot_bytes)
+        self._backups, self._loads = (
+            Direction(runtime, make_path(is_load), thread(name, runtime.attach))
+            for name, is_load in (("hicache-backup-copy", False), ("hicache-load-copy", True))
+        )
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         source, target = self._require_pairs(blocks, host_blocks, after)
-        with self._on(self._backup_stream, after):
-            begin = self._runtime.record()
-            self._in_pieces(len(source), self.window.block_bytes, partial(self._backup_piece, source, target))
-            events = [self._runtime.record()]
-        transfer = self._last["backup"] = EventTransfer(self._runtime, begin, events)
-        return transfer
+        return self._submit(self._backups, target, source, after)
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         target, source = self._require_pairs(blocks, host_blocks, after)
-        events: list[Fence] = []
-        with self._on(self._load_stream, after):
-            begin = self._runtime.record()
-            for layer, layer_bytes in enumerate(self.blocks.layer_bytes):
-                self._in_pieces(len(source), layer_bytes, partial(self._load_piece, layer, source, target))
-                events.append(self._runtime.record())
-        transfer = self._last["load"] = EventTransfer(self._runtime, begin, events)
-        return transfer
+        return self._submit(self._loads, source, target, after)
 
     def require_fence(self, fence: Fence) -> None:
-        """As every engine's; on a CUDA device a fence is a `torch.cuda.Event`."""
+        """As every engine's; on a CUDA device a fence is a `torch.cuda.Event` that was recorded."""
         super().require_fence(fence)
-        if self.blocks.device.type == "cuda" and not isinstance(fence, torch.cuda.Event):
-            raise InvalidInput(f"fence: a {type(fence).__name__} cannot order copies of a CUDA device; record an Event")
-
-    @contextlib.contextmanager
-    def _on(self, stream: object, after: Fence | None) -> Iterator[None]:
-        """Queue work on `stream` behind `after`. If that fails halfway, wait for the queued part, then raise.
-
-        Staging and indices are made on this stream too: its allocator reuses them in stream order once they are
-        dropped. Tensors that an engine has made in inference mode can be written in inference mode alone.
-        """
-        if after is not None:
-            self._runtime.wait(after, stream)
-        with torch.inference_mode(), self._runtime.use(stream):
-            queued = False
-            try:
-                yield
-                queued = True
-            finally:
-                if not queued:
-                    # The caller takes the blocks back: no queued part of the copy may still write to them.
-                    self._runtime.record().synchronize()
-
-    def _in_pieces(self, blocks: int, block_bytes: int, copy: Callable[[slice], None]) -> None:
-        """Copy blocks in pieces that staging has room for; if the device has less, in smaller ones from there on.
-
-        A piece that was begun in vain is copied again as a whole.
-        """
-        start, rows = 0, max(1, min(blocks, self._staging_bytes_max // block_bytes))
-        while start < blocks:
-            try:
-                copy(slice(start, start + rows))
-            except torch.OutOfMemoryError:
-                if rows == 1:
-                    raise
-                rows //= 2
-            else:
-                start += rows
-
-    def _backup_piece(self, blocks: Indices, host_blocks: Indices, piece: slice) -> None:
-        """Whole blocks, gathered in staging, each then copied to its part of a frame."""
-        index, staging = self._index(blocks[piece]), self._staging(len(blocks[piece]), self.window.block_bytes)
-        for column, region in _columns(staging, [region for layer in self.blocks.layers for region in layer]):
-            column.copy_(region.index_select(0, index))
-        for row, host_block in enumerate(host_blocks[piece].tolist()):
-            frame = self.window.rows[divmod(host_block, self.window.blocks_per_page)]
-            frame.copy_(staging[row], non_blocking=True)
-
-    def _load_piece(self, layer: int, host_blocks: Indices, blocks: Indices, piece: slice) -> None:
-        """One layer of some blocks: each is one piece of its frame, and of the device if the layer is one region."""
-        regions = self.blocks.layers[layer]
-        staged = len(regions) > 1
-        rows = self._staging(len(blocks[piece]), self.blocks.layer_bytes[layer]) if staged else regions[0]
-        targets = range(len(rows)) if staged else blocks[piece].tolist()
-        for row, host_block in zip(targets, host_blocks[piece].tolist(), strict=True):
-            frame = self._host_rows[layer][divmod(host_block, self.window.blocks_per_page)]
-            rows[row].copy_(frame, non_blocking=True)
-        if staged:
-            index = self._index(blocks[piece])
-            for column, region in _columns(rows, regions):
-                region.index_copy_(0, index, column)
+        self._runtime.require_fence(fence)
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        return all([last.wait(max(0.0, deadline - time.monotonic())) for last in self._last.values()])
+        ended = all([direction.close(deadline) for direction in (self._backups, self._loads)])
+        if ended:
+            self._runtime.close()
+        else:
+            _UNFINISHED.append(self)
+        return ended
 
-    def _index(self, blocks: Indices) -> torch.Tensor:
-        return self._runtime.upload(torch.from_numpy(blocks))
+    def _submit(self, direction: Direction, host_blocks: Indices, blocks: Indices, after: Fence | None) -> Transfer:
+        return direction.submit(StreamTransfer(direction, host_blocks, blocks, after, self._pieces.layers))
 
-    def _staging(self, rows: int, row_bytes: int) -> torch.Tensor:
-        return torch.empty((rows, row_bytes), dtype=torch.uint8, device=self.blocks.device)
-
-
-def _columns(staging: torch.Tensor, regions: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The columns of `staging` that belong to each region, with the region."""
-    end = 0
-    for region in regions:
-        begin, end = end, end + region.shape[1]
-        yield staging[:, begin:end], region
+    def _choose(self, config: TransferConfig, slot_bytes: int) -> Callable[[bool], CopyPath]:
+        """Return what makes the path of a direction (True: load). Says in the log what was chosen and why."""
+        pieces, runtime = self._pieces, self._runtime
+        path, reason = config.path, "as configured"
+        fits = max(self.blocks.layer_bytes) <= slot_bytes
+        if path == "auto":
+            threshold = direct_from_bytes(runtime)
+            path = "staged" if fits and pieces.shortest < threshold else "direct"
+            reason = f"direct copies are fast from {format_size(threshold)} on"
+        elif path == "staged" and not fits:
+            raise InvalidInput(
+                f"transfer.path: staged: a layer of a page has {format_size(max(self.blocks.layer_bytes))}, a slot of "
+                f"staging {format_size(slot_bytes)}; use direct or auto"
+            )
+        shortest = format_size(pieces.shortest)
+        logger.info("copies on %s are %s: the shortest piece has %s, %s", self.blocks.device, path, shortest, reason)
+        self.path = path
+        if path == "direct":
+            return lambda is_load: DirectPath(runtime, pieces, load=is_load)
+        programs = config.multiprocessors
+        return lambda is_load: StagedPath(runtime, pieces, load=is_load, programs=programs, slot_bytes=slot_bytes)

@@ -10,14 +10,16 @@ the interpreter's lock during a call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
 
 from ..errors import TransferError
-from .runtime import Addresses
+from ..types import Addresses
 
 LIBRARY = "libcuda.so.1"
 
@@ -117,33 +119,28 @@ class CudaDriver:
 
     def register(self, address: int, size_bytes: int) -> None:
         """Pin host memory, for all devices."""
-        # The calling thread may have another device's context, or none.
-        self.call("cuCtxPushCurrent_v2", self.context)
-        try:
+        with self._current():
             self.call("cuMemHostRegister_v2", address, size_bytes, _PORTABLE)
-        finally:
-            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def unregister(self, address: int) -> None:
         """Unpin what `register` pinned."""
-        self.call("cuCtxPushCurrent_v2", self.context)
-        try:
+        with self._current():
             self.call("cuMemHostUnregister", address)
-        finally:
-            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     # Streams and events: handles are integers
 
     def stream(self) -> int:
         """Create a stream."""
         handle = c_void_p()
-        self.call("cuStreamCreateWithPriority", byref(handle), _NON_BLOCKING, 0)
+        with self._current():
+            self.call("cuStreamCreateWithPriority", byref(handle), _NON_BLOCKING, 0)
         return int(handle.value or 0)
 
     def event(self, *, timed: bool) -> int:
         """Create an event."""
         handle = c_void_p()
-        self.call("cuEventCreate", byref(handle), 0 if timed else _DISABLE_TIMING)
+        with self._current():
+            self.call("cuEventCreate", byref(handle), 0 if timed else _DISABLE_TIMING)
         return int(handle.value or 0)
 
     def passed(self, event: int) -> bool:
@@ -176,6 +173,15 @@ class CudaDriver:
         if status != _SUCCESS:
             which = f"copy {failed.value} of {count}" if failed.value < count else f"{count} copies"
             raise TransferError(f"cuda: cuMemcpyBatchAsync: {which}: {self._reason(status)}")
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Have the context for a while: the calling thread may be at work on another device, or on none."""
+        self.call("cuCtxPushCurrent_v2", self.context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def _find_batch(self) -> Any | None:
         """Return cuMemcpyBatchAsync as of CUDA 12.8, None for a driver that is older."""

@@ -162,6 +162,8 @@ class HostWindow:
             )
         self.blocks = host.pages * self.blocks_per_page
         self.block_bytes = sum(run)
+        # Where the first block begins in a frame, in bytes.
+        self.offset = host.piece_slice(first, count).start
         # uint8 [pages, blocks of a page, bytes of a block], a view of the frames.
         self.rows = host.tensor[:, host.piece_slice(first, count)].view(host.pages, self.blocks_per_page, -1)
 

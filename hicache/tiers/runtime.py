@@ -13,15 +13,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from ..types import Addresses
 from .copy import Fence
 
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
-# Addresses and sizes in bytes, int64, one-dimensional and contiguous.
-Addresses: TypeAlias = npt.NDArray[np.int64]
 
 
 class Memory(NamedTuple):
@@ -73,8 +69,8 @@ class DeviceRuntime(ABC):
         """Raise InvalidInput unless streams of this device can wait for `fence`."""
 
     @abstractmethod
-    def capture(self, fence: Fence) -> Event:
-        """Return an event of our own at the point of `fence`, which the engine may record anew from now on."""
+    def wait_fence(self, stream: Stream, fence: Fence) -> None:
+        """Queue a wait for the latest point at which the engine has recorded `fence`."""
 
     @abstractmethod
     def record(self, stream: Stream, *, timed: bool = False) -> Event:

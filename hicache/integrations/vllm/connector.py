@@ -239,7 +239,9 @@ class _Worker:
     def __init__(self, engine: Engine, caches: dict[str, torch.Tensor], blocks: int) -> None:
         pool = engine.open_pool(worker=True)
         rank = get_tensor_model_parallel_rank()
-        self.side = WorkerSide(pool, engine.layout, rank, engine.layers(caches, blocks))
+        self.side = WorkerSide(
+            pool, engine.layout, rank, engine.layers(caches, blocks), engine.config.transfer
+        )
         self.layout = engine.worker_layout(caches, pool)
         self.collected = Collected()
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...config import TransferConfig
 from ...errors import TransferError
 from ...tiers import CopyEngine, EngineBlocks, Fence, HostWindow, SharedHostPool, Transfer, create_copy_engine
 from .jobs import Ended, Job, Report, Step
@@ -72,14 +73,16 @@ class WorkerSide:
     """
 
     def __init__(
-        self, pool: SharedHostPool, layout: BlockLayout, rank: int, layers: list[list[torch.Tensor]]
+        self, pool: SharedHostPool, layout: BlockLayout, rank: int, layers: list[list[torch.Tensor]],
+        transfer: TransferConfig | None = None,
     ) -> None:
         blocks = EngineBlocks(layers)
         first, pieces = layout.window(rank)
         self.pool = pool
         self._layout = layout
         self._saves_here = layout.saves(rank)
-        self._copies: CopyEngine = create_copy_engine(blocks, HostWindow(pool, first, pieces, layout.blocks_per_page))
+        window = HostWindow(pool, first, pieces, layout.blocks_per_page)
+        self._copies: CopyEngine = create_copy_engine(blocks, window, transfer)
         self._device = blocks.device
         self._loads: dict[int, _Copy] = {}
         self._saves: dict[int, _Copy] = {}

@@ -1,0 +1,317 @@
+"""The two ways of one direction between frames and blocks: straight, or through staging on the device.
+
+`DirectPath` queues one copy per (block, region), a batch per layer. It needs no memory and no multiprocessor, and is as
+fast as the link if the pieces are long. `StagedPath` is for short pieces: a copy carries several layers of a block,
+which are together in a frame, to a row of staging, and a kernel scatters the rows within the device (a backup gathers
+them first). Staging is a ring of slots: while a kernel works on one, the link fills the next.
+
+    load     link:   copy to slot      | kernels:  scatter to blocks
+    backup   kernels: gather to slot   | link:     copy to frames
+
+Locking design: a path belongs to the copy thread of its direction. Its memory is allocated at start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import TransferError
+from ..types import Addresses, Indices
+from .blocks import EngineBlocks
+from .copy import Fence
+from .host import HostWindow
+from .runtime import DeviceRuntime, Event, Memory, Rows, Stream
+
+# A few of them keep link and kernels busy at once.
+SLOTS = 3
+SLOT_BYTES = 16 << 20
+# Layers that a load carries together: more makes longer pieces, fewer lets the forward begin sooner.
+LOAD_PIECE_BYTES = 64 << 10
+# Nothing waits for a single layer of a backup.
+BACKUP_PIECE_BYTES = 1 << 20
+# What both directions take on the device.
+STAGING_BYTES = 2 * SLOTS * SLOT_BYTES
+
+# Words that the kernels move, longest first.
+_WORDS = (8, 4, 2, 1)
+_WAIT_S_MAX = 120.0
+_POLL_S = 20e-6
+
+# Called with an event, and how many layers more have arrived when it passes.
+Arrived = Callable[[Event, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers `first` to `end - 1` as one piece of a frame, and their regions in the table."""
+
+    first: int
+    end: int
+    regions: slice
+    column: int
+    size: int
+
+
+class Pieces:
+    """Where each region of each layer is: on the device, and in the payload of a frame."""
+
+    def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
+        regions = [region for layer in blocks.layers for region in layer]
+        sizes = [region.shape[1] for region in regions]
+        columns = np.cumsum([0, *sizes])[:-1]
+        # int64 [regions, 4]: the address of block 0, bytes from a block to the next, column in the payload, bytes.
+        self.table = np.array(
+            [[region.data_ptr(), region.stride(0), column, size]
+             for region, column, size in zip(regions, columns, sizes, strict=True)], np.int64,
+        )  # fmt: skip
+        self._ends = np.cumsum([0] + [len(layer) for layer in blocks.layers])
+        self.layers = len(blocks.layers)
+        self.shortest = min(sizes)
+        self._window = window
+        self._payload = window.host.buffer.ctypes.data + window.offset
+
+    def regions(self, first: int, end: int) -> slice:
+        """Return the rows of the table that are layers `first` to `end - 1`."""
+        return slice(int(self._ends[first]), int(self._ends[end]))
+
+    def groups(self, piece_bytes: int, slot_bytes: int) -> list[Group]:
+        """Return runs of layers of at least `piece_bytes`, as far as there are so many, and at most a slot."""
+        found, first = [], 0
+        while first < self.layers:
+            end = first + 1
+            while end < self.layers and self._size(first, end) < piece_bytes:
+                if self._size(first, end + 1) > slot_bytes:
+                    break
+                end += 1
+            regions = self.regions(first, end)
+            found.append(Group(first, end, regions, int(self.table[regions.start, 2]), self._size(first, end)))
+            first = end
+        return found
+
+    def frames_at(self, host_blocks: Indices) -> Addresses:
+        """Return where the payload of each host block begins, int64 `[blocks]`."""
+        pages, parts = np.divmod(host_blocks, self._window.blocks_per_page)
+        return (self._payload + pages * self._window.host.frame_bytes + parts * self._window.block_bytes).astype(
+            np.int64, copy=False
+        )
+
+    def batches(self, host_blocks: Indices) -> list[Indices]:
+        """Return which host blocks may be copied in one call: those within one registration with the driver."""
+        chunks = host_blocks // (self._window.blocks_per_page * self._window.host.frames_per_chunk)
+        if (chunks == chunks[0]).all():
+            return [np.arange(len(chunks))]
+        return [np.flatnonzero(chunks == chunk) for chunk in np.unique(chunks)]
+
+    def _size(self, first: int, end: int) -> int:
+        return int(self.table[self.regions(first, end), 3].sum())
+
+
+class CopyPath(ABC):
+    """One direction; `load` says which. Raises TransferError from every method if the device refuses."""
+
+    def __init__(self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool) -> None:
+        self._runtime = runtime
+        self._pieces = pieces
+        self._load = load
+
+    @abstractmethod
+    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> Event:
+        """Queue the copy of all layers behind `after`. Return a timed event at its begin; the last one that `arrived`
+        gets is timed too. May block until earlier copies have left a buffer."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until all that was queued has ended."""
+
+    def _copy(self, stream: Stream, device: Addresses, host: Addresses, sizes: Addresses) -> None:
+        targets, sources = (device, host) if self._load else (host, device)
+        self._runtime.copy(stream, targets, sources, sizes)
+
+
+class DirectPath(CopyPath):
+    """See the module's docstring."""
+
+    def __init__(self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool) -> None:
+        super().__init__(runtime, pieces, load=load)
+        self._stream = runtime.stream()
+
+    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> Event:
+        runtime, pieces, stream = self._runtime, self._pieces, self._stream
+        frames, batches = pieces.frames_at(host_blocks), pieces.batches(host_blocks)
+        if after is not None:
+            runtime.wait_fence(stream, after)
+        begin = runtime.record(stream, timed=True)
+        for layer in range(pieces.layers):
+            base, stride, column, size = pieces.table[pieces.regions(layer, layer + 1)].T[:, :, np.newaxis]
+            for batch in batches:
+                device, host = base + blocks[batch] * stride, frames[batch] + column
+                self._copy(stream, device.ravel(), host.ravel(), np.broadcast_to(size, device.shape).ravel())
+            is_last = layer == pieces.layers - 1
+            if self._load or is_last:
+                arrived(runtime.record(stream, timed=is_last), 1 if self._load else pieces.layers)
+        return begin
+
+    def synchronize(self) -> None:
+        self._runtime.synchronize(self._stream)
+
+
+class _Slot:
+    """Part of the ring: staging for rows, and their block ids on both sides. `filled` and `emptied` are events of its
+    last use, None before the first and after an error, when the device is idle."""
+
+    def __init__(self, runtime: DeviceRuntime, slot_bytes: int, rows_max: int) -> None:
+        self.staging = runtime.device_memory(slot_bytes)
+        self.device_ids = runtime.device_memory(8 * rows_max)
+        self.pinned_ids = runtime.pinned_memory(8 * rows_max)
+        self.ids = _int64_at(self.pinned_ids, rows_max)
+        self.filled: Event | None = None
+        self.emptied: Event | None = None
+
+
+class StagedPath(CopyPath):
+    """See the module's docstring. At most `programs` multiprocessors work on a kernel. REQUIRES: a slot has room for
+    every layer of a block."""
+
+    def __init__(
+        self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool, programs: int, slot_bytes: int = SLOT_BYTES
+    ) -> None:
+        super().__init__(runtime, pieces, load=load)
+        self._programs = programs
+        self._slot_bytes = slot_bytes
+        self._groups = pieces.groups(LOAD_PIECE_BYTES if load else BACKUP_PIECE_BYTES, slot_bytes)
+        self._first, self._second = runtime.stream(), runtime.stream()
+        rows_max = slot_bytes // min(group.size for group in self._groups)
+        self._slots = [_Slot(runtime, slot_bytes, rows_max) for _ in range(SLOTS)]
+        self._used = 0
+        table = pieces.table
+        numbers = [int(number) for number in table.ravel()] + [group.column for group in self._groups]
+        numbers += [group.size for group in self._groups] + [slot.staging.address for slot in self._slots]
+        self._word = next(word for word in _WORDS if math.gcd(*numbers) % word == 0)
+        self._table = self._upload(table)
+
+    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> Event:
+        runtime = self._runtime
+        if after is not None:
+            runtime.wait_fence(self._first, after)
+        begin = runtime.record(self._first, timed=True)
+        frames = self._pieces.frames_at(host_blocks)
+        for group in self._groups:
+            rows_max = self._slot_bytes // group.size
+            for start in range(0, len(blocks), rows_max):
+                part = slice(start, start + rows_max)
+                self._move(group, host_blocks[part], frames[part] + group.column, blocks[part])
+            is_last = group.end == self._pieces.layers
+            if self._load or is_last:
+                layers = group.end - group.first if self._load else self._pieces.layers
+                arrived(runtime.record(self._second, timed=is_last), layers)
+        return begin
+
+    def synchronize(self) -> None:
+        for stream in (self._first, self._second):
+            self._runtime.synchronize(stream)
+
+    def _move(self, group: Group, host_blocks: Indices, host: Addresses, blocks: Indices) -> None:
+        """Queue a slot full of rows: on the first stream into the slot, on the second out of it."""
+        runtime, slot = self._runtime, self._slots[self._used % SLOTS]
+        self._used += 1
+        filled, emptied, slot.filled, slot.emptied = slot.filled, slot.emptied, None, None
+        if filled is not None:
+            # The ids are read from pinned memory on the first stream, which this thread now writes.
+            _wait(runtime, filled)
+            runtime.release(filled)
+        if emptied is not None:
+            runtime.wait(self._first, emptied)
+            runtime.release(emptied)
+        count = len(blocks)
+        slot.ids[:count] = blocks
+        one = np.array([slot.device_ids.address]), np.array([slot.pinned_ids.address]), np.array([8 * count])
+        runtime.copy(self._first, *one)
+        rows = Rows(
+            slot.staging.address, group.size, self._table.address, group.regions.start,
+            group.regions.stop - group.regions.start, group.column, slot.device_ids.address, count, self._word,
+            int(self._pieces.table[group.regions, 3].max()),
+        )  # fmt: skip
+        if self._load:
+            self._link(self._first, slot, group, host_blocks, host)
+        else:
+            runtime.gather(self._first, rows, self._programs)
+        slot.filled = runtime.record(self._first)
+        runtime.wait(self._second, slot.filled)
+        if self._load:
+            runtime.scatter(self._second, rows, self._programs)
+        else:
+            self._link(self._second, slot, group, host_blocks, host)
+        slot.emptied = runtime.record(self._second)
+
+    def _link(self, stream: Stream, slot: _Slot, group: Group, host_blocks: Indices, host: Addresses) -> None:
+        """Queue the copies between the rows of a slot and the frames."""
+        staging = slot.staging.address + np.arange(len(host)) * group.size
+        sizes = np.full(len(host), group.size)
+        for batch in self._pieces.batches(host_blocks):
+            self._copy(stream, staging[batch], host[batch], sizes[batch])
+
+    def _upload(self, table: npt.NDArray[np.int64]) -> Memory:
+        """Return the table on the device."""
+        runtime, size = self._runtime, table.nbytes
+        pinned, memory = runtime.pinned_memory(size), runtime.device_memory(size)
+        _int64_at(pinned, table.size)[:] = table.ravel()
+        runtime.copy(self._first, np.array([memory.address]), np.array([pinned.address]), np.array([size]))
+        runtime.synchronize(self._first)
+        return memory
+
+
+# The sizes of pieces that are tried, and how many bytes of each.
+_TRIED = tuple(1 << shift for shift in range(12, 21))
+_TRIAL_BYTES = 8 << 20
+_TRIALS = 3
+# A piece is long enough if it reaches this part of the speed of the longest ones.
+_GOOD_SHARE = 0.85
+
+
+def direct_from_bytes(runtime: DeviceRuntime) -> int:
+    """Measure from which size of pieces on the direct path is about as fast as the link, in bytes; for the start, since
+    it blocks for some milliseconds. Moves scratch memory in both directions."""
+    stream = runtime.stream()
+    device, host = runtime.device_memory(_TRIAL_BYTES), runtime.pinned_memory(_TRIAL_BYTES)
+    good: list[int] = []
+    for here, there in ((device, host), (host, device)):
+        times = [
+            min(_seconds(runtime, stream, here.address, there.address, size) for _ in range(_TRIALS))
+            for size in _TRIED
+        ]
+        good.append(next(size for size, time_s in zip(_TRIED, times, strict=True) if times[-1] >= _GOOD_SHARE * time_s))
+    return max(good)
+
+
+def _seconds(runtime: DeviceRuntime, stream: Stream, target: int, source: int, size: int) -> float:
+    """Return the seconds that `_TRIAL_BYTES` in pieces of `size` bytes take."""
+    offsets = np.arange(0, _TRIAL_BYTES, size)
+    begin = runtime.record(stream, timed=True)
+    runtime.copy(stream, target + offsets, source + offsets, np.full(len(offsets), size))
+    end = runtime.record(stream, timed=True)
+    _wait(runtime, end)
+    seconds = runtime.elapsed_s(begin, end)
+    for event in (begin, end):
+        runtime.release(event, timed=True)
+    return seconds
+
+
+def _wait(runtime: DeviceRuntime, event: Event) -> None:
+    deadline = time.monotonic() + _WAIT_S_MAX
+    while not runtime.passed(event):
+        if time.monotonic() > deadline:
+            raise TransferError(f"copy: the device has not ended a copy within {_WAIT_S_MAX:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _int64_at(memory: Memory, count: int) -> npt.NDArray[np.int64]:
+    """View pinned memory as int64 `[count]`."""
+    return np.frombuffer((ctypes.c_int64 * count).from_address(memory.address), np.int64)

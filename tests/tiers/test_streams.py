@@ -1,0 +1,301 @@
+"""The CUDA copy engine's own code on a simulated device, in seeded interleavings of streams and threads.
+
+An engine computes on a stream of its own, backs pages up, frees them, loads others into them and reads those, while
+earlier work is still queued. Pages and frames carry stamps; what is freed is overwritten at once by its next owner. A
+copy that comes too early, too late or after its end shows as a wrong stamp. TEST_SEED=n replays a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hicache.config import TransferConfig
+from hicache.errors import TransferError
+from hicache.geometry import PageShape, Piece
+from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, Transfer
+from hicache.tiers.copy_cuda import CudaCopyEngine, StreamTransfer
+from hicache.types import PageIds
+from tests.seeds import seeds
+from tests.tiers.simulated_device import Finding, SimulatedRuntime, SimulatedThread, Turns
+
+SEEDS = 100
+ACTIONS = 40
+PAGES, FRAMES = 14, 12
+
+
+class Simulation:
+    """One seed. `dropped` is a wait that is left out; `kind` may have other mistakes."""
+
+    def __init__(
+        self,
+        seed: int,
+        path: str,
+        *,
+        dropped: tuple[str, str] | None = None,
+        fail_rate: float | None = None,
+        kind: type[CudaCopyEngine] = CudaCopyEngine,
+    ) -> None:
+        self.turns = Turns(seed)
+        self.random = numbers = random.Random(seed)
+        rate = numbers.choice([0, 0, 0.1]) if fail_rate is None else fail_rate
+        self.layers = numbers.randint(1, 4)
+        sizes = [[numbers.choice([3, 8, 16]) for _ in range(numbers.randint(1, 2))] for _ in range(self.layers)]
+        tensors = [[torch.full((PAGES + 1, size), 0xEE, dtype=torch.uint8) for size in layer] for layer in sizes]
+        self.regions: list[list[Any]] = [[tensor.numpy() for tensor in layer] for layer in tensors]
+        self.host = HostPool(PageShape(1, tuple(Piece("kv", sum(layer)) for layer in sizes)), FRAMES)
+        self.host.frames_per_chunk = numbers.choice([2, FRAMES])
+        self.runtime = SimulatedRuntime(self.turns, fail_rate=0.0, dropped=dropped)
+        slot_bytes = max(sum(layer) for layer in sizes) * numbers.choice([1, 1, 3])
+        self.copies = kind(
+            EngineBlocks(tensors, first=1), HostWindow(self.host), TransferConfig(path=path),  # type: ignore[arg-type]
+            runtime=self.runtime, thread=partial(SimulatedThread, self.turns), slot_bytes=slot_bytes,
+        )  # fmt: skip
+        self.runtime._fail_rate = rate
+        self.stamp = 0
+        self.pages: dict[int, int] = {}  # the stamps of pages that hold something
+        self.frames: dict[int, int] = {}
+        self.lent_pages: set[int] = set()
+        self.lent_frames: set[int] = set()
+        self.backups: list[tuple[Transfer, list[int], list[int]]] = []
+        self.loads: list[tuple[Transfer, list[int], list[int]]] = []
+        self.verified = self.untimed = 0
+        for frame in range(FRAMES // 2):
+            self._overwrite(frame)
+        self.fence = self.runtime.record(self.runtime.compute)  # one event, recorded again after each forward
+
+    def run(self) -> None:
+        actions = [self.forward, self.backup, self.load, self.free_pages, self.free_frame, self.poll]
+        try:
+            for _ in range(ACTIONS):
+                self.random.choice(actions)()
+                for _ in range(self.random.choice([0, 1, 5])):
+                    self.turns.pause()
+            self.forward()
+            assert self.copies.close(10)
+            self.poll()
+            assert not self.backups and not self.loads
+            while self.turns.step():
+                pass
+        finally:
+            self.turns.end()
+
+    # What the engine does
+
+    def forward(self) -> None:
+        """Read all pages that hold something, layer by layer behind the loads, and write some free ones."""
+        free = [page for page in range(1, PAGES + 1) if page not in self.pages and page not in self.lent_pages]
+        written = {page: self._new_stamp() for page in free[: self.random.randint(0, 4)]}
+        read, arriving = dict(self.pages), []
+        for transfer, pages, frames in self.loads:
+            arriving.append((transfer, dict(zip(pages, (self.frames[frame] for frame in frames), strict=True))))
+        for layer in range(self.layers):
+            for transfer, content in arriving:
+                try:
+                    transfer.wait_layer(layer, self.runtime.compute)  # type: ignore[arg-type]
+                except TransferError:
+                    content.clear()
+            for content in [read, *(content for _, content in arriving)]:
+                self.runtime.compute.steps.append(partial(self._reads, layer, dict(content)))
+            self.runtime.compute.steps.append(partial(self._writes, layer, written))
+        self.pages |= written
+        self.runtime.record_again(self.fence, self.runtime.compute)
+        if self.random.random() < 0.5:
+            self.turns.pause()
+
+    def backup(self) -> None:
+        pages = [page for page in self.pages if page not in self.lent_pages]
+        frames = [frame for frame in range(FRAMES) if frame not in self.frames and frame not in self.lent_frames]
+        count = min(len(pages), len(frames), self.random.randint(1, 8))
+        if count:
+            pages, frames = self.random.sample(pages, count), self.random.sample(frames, count)
+            transfer = self.copies.backup(np.array(pages), np.array(frames), after=self.fence)
+            self._lend(pages, frames)
+            self.backups.append((transfer, pages, frames))
+
+    def load(self) -> None:
+        """Into free pages, which forwards that are queued may still read."""
+        pages = [page for page in range(1, PAGES + 1) if page not in self.pages and page not in self.lent_pages]
+        frames = [frame for frame in self.frames if frame not in self.lent_frames]
+        count = min(len(pages), len(frames), self.random.randint(1, 8))
+        if count:
+            pages, frames = self.random.sample(pages, count), self.random.sample(frames, count)
+            transfer = self.copies.load(np.array(frames), np.array(pages), after=self.fence)
+            self._lend(pages, frames)
+            self.loads.append((transfer, pages, frames))
+
+    def free_pages(self) -> None:
+        """Their next owner is a forward or a load, which comes behind the fence."""
+        free = [page for page in self.pages if page not in self.lent_pages]
+        for page in self.random.sample(free, self.random.randint(0, len(free))):
+            del self.pages[page]
+
+    def free_frame(self) -> None:
+        """Its next owner is the host, which writes at once."""
+        free = [frame for frame in self.frames if frame not in self.lent_frames]
+        if free:
+            self._overwrite(self.random.choice(free))
+
+    def poll(self) -> None:
+        for transfers in (self.backups, self.loads):
+            for entry in [entry for entry in transfers if entry[0].done()]:
+                transfers.remove(entry)
+                self._ended(entry[0], entry[1], entry[2], is_load=transfers is self.loads)
+
+    def _ended(self, transfer: Transfer, pages: list[int], frames: list[int], *, is_load: bool) -> None:
+        self.lent_pages -= set(pages)
+        self.lent_frames -= set(frames)
+        self.untimed += transfer.error is None and transfer.seconds is None
+        for page, frame in zip(pages, frames, strict=True):
+            if is_load:
+                if transfer.error is None:
+                    self.pages[page] = self.frames[frame]
+                elif self.random.random() < 0.5:
+                    self._hand_on(page)
+                if self.random.random() < 0.5:
+                    self._overwrite(frame)
+            elif transfer.error is None:
+                self.frames[frame] = self.pages[page]
+                self._require_frame(frame)
+            else:
+                self._overwrite(frame)
+        for frame in self.frames:
+            self._require_frame(frame)
+
+    # Bytes
+
+    def _new_stamp(self) -> int:
+        self.stamp += 1
+        return self.stamp
+
+    def _content(self, stamp: int, layer: int, region: int) -> Any:
+        size = self.regions[layer][region].shape[1]
+        return np.random.default_rng([stamp, layer, region]).integers(0, 256, size, dtype=np.uint8)
+
+    def _reads(self, layer: int, content: dict[int, int]) -> bool:
+        for page, stamp in content.items():
+            for number, region in enumerate(self.regions[layer]):
+                if not np.array_equal(region[page], self._content(stamp, layer, number)):
+                    raise Finding(f"a forward read other bytes in layer {layer} of page {page}")
+                self.verified += 1
+        return True
+
+    def _writes(self, layer: int, content: dict[int, int]) -> bool:
+        for page, stamp in content.items():
+            for number, region in enumerate(self.regions[layer]):
+                region[page] = self._content(stamp, layer, number)
+        return True
+
+    def _hand_on(self, page: int) -> None:
+        """Give the page of a load that has failed to a forward at once: no part of the load may write it after that."""
+        self.pages[page] = self._new_stamp()
+        for layer in range(self.layers):
+            self.runtime.compute.steps.append(partial(self._writes, layer, {page: self.pages[page]}))
+
+    def _overwrite(self, frame: int) -> None:
+        """Give a frame to its next owner, which writes at once."""
+        self.frames[frame] = self._new_stamp()
+        self.host.payload(frame)[:] = self._payload(self.frames[frame])
+
+    def _payload(self, stamp: int) -> bytes:
+        return b"".join(
+            bytes(self._content(stamp, layer, region))
+            for layer in range(self.layers)
+            for region in range(len(self.regions[layer]))
+        )
+
+    def _require_frame(self, frame: int) -> None:
+        if bytes(self.host.payload(frame)) != self._payload(self.frames[frame]) and frame not in self.lent_frames:
+            raise Finding(f"frame {frame} holds other bytes")
+
+    def _lend(self, pages: list[int], frames: list[int]) -> None:
+        self.lent_pages |= set(pages)
+        self.lent_frames |= set(frames)
+
+
+PATHS = ["direct", "staged"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_page_is_right_in_every_interleaving(path: str) -> None:
+    verified = 0
+    for seed in seeds(SEEDS):
+        simulation = Simulation(seed, path)
+        try:
+            simulation.run()
+        except BaseException as finding:
+            raise AssertionError(f"TEST_SEED={seed} replays this: {finding}") from finding
+        verified += simulation.verified
+        assert simulation.untimed == 0
+    assert verified > SEEDS
+
+
+def found(seeds_max: int, make: Callable[[int], Simulation]) -> str | None:
+    """What the first seed that shows something shows."""
+    for seed in range(seeds_max):
+        try:
+            make(seed).run()
+        except Finding as finding:
+            return str(finding)
+    return None
+
+
+# Negative controls: every wait that the engine makes is needed
+
+# Streams: direct: own 1 backs up, own 2 loads; staged: own 1 and 2 back up, own 3 and 4 load. A wait of the host is
+# "main" (the ack), "copy thread" (a buffer of ids) or "synchronize" (after an error).
+DIRECT = [
+    ("own 1", "compute"), ("own 2", "compute"), ("compute", "own 2"), ("main", "own 1"),
+    ("main", "own 2"), ("synchronize", "own 1"), ("synchronize", "own 2"),
+]  # fmt: skip
+STAGED = [
+    ("own 1", "compute"), ("own 3", "compute"), ("compute", "own 4"),
+    ("own 2", "own 1"), ("own 1", "own 2"), ("own 4", "own 3"), ("own 3", "own 4"),
+    ("main", "own 2"), ("main", "own 4"), ("copy thread", "own 1"), ("copy thread", "own 3"),
+    ("synchronize", "own 1"), ("synchronize", "own 2"), ("synchronize", "own 3"), ("synchronize", "own 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "wait"), [("direct", wait) for wait in DIRECT] + [("staged", wait) for wait in STAGED], ids=str
+)
+def test_a_wait_that_is_left_out_is_found(path: str, wait: tuple[str, str]) -> None:
+    fail_rate = 0.2 if wait[0] == "synchronize" else 0.0
+    assert found(8 * SEEDS, partial(Simulation, path=path, dropped=wait, fail_rate=fail_rate))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_list_of_waits_is_whole(path: str) -> None:
+    made: set[tuple[str, str]] = set()
+    for seed in range(30):
+        simulation = Simulation(seed, path)
+        simulation.run()
+        made |= simulation.runtime.waits
+    print(sorted(made))
+    assert made == set(DIRECT if path == "direct" else STAGED)
+
+
+class _WaitsBeforeRecord(StreamTransfer):
+    """Waits for a layer whether or not its event is recorded, which does nothing on CUDA if it is not."""
+
+    def _wait_layer(self, layer: int, stream: Any) -> None:
+        if layer < len(self._by_layer):
+            super()._wait_layer(layer, stream)
+
+
+class _EagerEngine(CudaCopyEngine):
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        transfer = super().load(host_blocks, blocks, after=after)
+        transfer.__class__ = _WaitsBeforeRecord
+        return transfer
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_wait_for_a_layer_whose_event_is_not_recorded_yet_is_found(path: str) -> None:
+    assert found(8 * SEEDS, partial(Simulation, path=path, kind=_EagerEngine, fail_rate=0.0))
