@@ -30,7 +30,12 @@ _OPEN_S = 10.0
 
 
 def open_host_pool(
-    config: HiCacheConfig, shape: PageShape | KVGeometry, pages: int, *, pin: torch.device | None, rank: int | None = None
+    config: HiCacheConfig,
+    shape: PageShape | KVGeometry,
+    pages: int,
+    *,
+    pin: torch.device | None,
+    rank: int | None = None,
 ) -> HostPool:
     """Open the pool of this process, which is rank `rank` of its engine. Blocks; memory under a name that a crashed
     engine has left is taken over, and an engine that has it open is waited for until `_OPEN_S`.

@@ -99,9 +99,8 @@ class Pieces:
     def frames_at(self, host_blocks: Indices) -> Addresses:
         """Return where the payload of each host block begins, int64 `[blocks]`."""
         pages, parts = np.divmod(host_blocks, self._window.blocks_per_page)
-        return (self._payload + pages * self._window.host.frame_bytes + parts * self._window.block_bytes).astype(
-            np.int64, copy=False
-        )
+        at: Addresses = self._payload + pages * self._window.host.frame_bytes + parts * self._window.block_bytes
+        return at
 
     def batches(self, host_blocks: Indices) -> list[Indices]:
         """Return which host blocks may be copied in one call: those within one registration with the driver."""
@@ -314,4 +313,4 @@ def _wait(runtime: DeviceRuntime, event: Event) -> None:
 
 def _int64_at(memory: Memory, count: int) -> npt.NDArray[np.int64]:
     """View pinned memory as int64 `[count]`."""
-    return np.frombuffer((ctypes.c_int64 * count).from_address(memory.address), np.int64)
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(memory.address))

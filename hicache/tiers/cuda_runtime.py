@@ -20,11 +20,11 @@ from .runtime import DeviceRuntime, Memory, Rows
 
 
 class CudaRuntime(DeviceRuntime):
-    """See the module's docstring. Streams and events are the driver's handles."""
+    """See the module's docstring. Streams and events are the driver's handles. REQUIRES: `device` has an index."""
 
     def __init__(self, device: torch.device) -> None:
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", self._index)
+        self._device = device
+        self._index = device.index
         self._driver = CudaDriver(self._index)
         self._streams: list[int] = []
         self._torch_streams: dict[int, torch.cuda.Stream] = {}
@@ -51,7 +51,7 @@ class CudaRuntime(DeviceRuntime):
         if not isinstance(fence, torch.cuda.Event):
             raise InvalidInput(f"fence: a {type(fence).__name__} cannot order copies of a CUDA device; record an Event")
         if not fence.cuda_event:
-            raise InvalidInput("fence: the event was never recorded, so that nothing would wait for it; record it first")
+            raise InvalidInput("fence: the event was never recorded, so nothing would wait for it; record it first")
 
     def wait_fence(self, stream: int, fence: Fence) -> None:
         assert isinstance(fence, torch.cuda.Event)  # required before
@@ -88,13 +88,13 @@ class CudaRuntime(DeviceRuntime):
         from .rows_triton import gather_rows  # noqa: PLC0415  needs triton, which torch for CUDA brings
 
         with torch.cuda.stream(self._torch_streams[stream]):
-            gather_rows(**rows._asdict(), programs=programs)
+            gather_rows(rows, programs)
 
     def scatter(self, stream: int, rows: Rows, programs: int) -> None:
         from .rows_triton import scatter_rows  # noqa: PLC0415
 
         with torch.cuda.stream(self._torch_streams[stream]):
-            scatter_rows(**rows._asdict(), programs=programs)
+            scatter_rows(rows, programs)
 
     def device_memory(self, size_bytes: int) -> Memory:
         try:

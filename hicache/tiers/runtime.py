@@ -11,6 +11,7 @@ one stream is queued by one thread at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ..types import Addresses
@@ -27,7 +28,8 @@ class Memory(NamedTuple):
     owner: object
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Rows:
     """A move of rows within the device: row i of `staging` and block `blocks[i]` of each region.
 
     All numbers but the counts are addresses on the device. `staging` is uint8 `[rows, row_bytes]`, `blocks` int64

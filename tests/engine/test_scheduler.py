@@ -18,8 +18,8 @@ from hicache.engine import Engine, EngineOptions, FinishReason, LlamaModel, Samp
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
-from hicache.tiers import Fence, Transfer
-from hicache.tiers.copy_cpu import CpuCopyEngine, CpuTransfer
+from hicache.tiers import FailedTransfer, Fence, Transfer
+from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
 from tests.engine.world import (
     TINY,
@@ -378,9 +378,7 @@ class FailingLoads(CpuCopyEngine):
     """A copy engine that never brings a page back."""
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        transfer = CpuTransfer(len(self.blocks.layers), threading.Condition())
-        transfer.fail(TransferError("the copy failed"))
-        return transfer
+        return FailedTransfer(TransferError("the copy failed"))
 
 
 def test_a_failed_load_fails_the_request_that_needs_it_and_no_token_comes_of_it() -> None:

@@ -16,12 +16,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
+from hicache.config import TransferConfig
 from hicache.errors import InvalidInput, TransferError
-from hicache.tiers import Fence
+from hicache.tiers import EngineBlocks, Fence, HostWindow
+from hicache.tiers.copy_cuda import CudaCopyEngine
 from hicache.tiers.copy_thread import CopyTask, CopyThread
 from hicache.tiers.runtime import DeviceRuntime, Memory, Rows
 from hicache.types import Addresses
@@ -243,7 +246,7 @@ class SimulatedRuntime(DeviceRuntime):
     def elapsed_s(self, begin: SimulatedEvent, end: SimulatedEvent) -> float:
         if not (begin.query() and end.query()):
             raise TransferError("the simulated device has not passed the events")
-        return 1e-3
+        return 1e-9
 
     def synchronize(self, stream: SimulatedStream) -> None:
         if self._is_dropped("synchronize", SimulatedEvent(self.turns, stream)):
@@ -255,7 +258,7 @@ class SimulatedRuntime(DeviceRuntime):
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         self.turns.random.shuffle(pieces)
         for piece in pieces:
-            stream.steps.append(lambda piece=piece: _moved(*piece))
+            stream.steps.append(partial(_moved, *piece))
 
     def gather(self, stream: SimulatedStream, rows: Rows, programs: int) -> None:
         self._kernel(stream, rows, scatters=False)
@@ -281,7 +284,7 @@ class SimulatedRuntime(DeviceRuntime):
             return True
 
         for row in range(rows.rows):
-            stream.steps.append(lambda row=row: move(row))
+            stream.steps.append(partial(move, row))
 
     def device_memory(self, size_bytes: int) -> Memory:
         memory = np.full(size_bytes + 8, 0xEE, np.uint8)
@@ -305,8 +308,17 @@ class SimulatedRuntime(DeviceRuntime):
         return wait == self._dropped
 
 
+def simulated_copies(
+    blocks: EngineBlocks, window: HostWindow, *, path: Literal["direct", "staged"], **rest: Any
+) -> CudaCopyEngine:
+    """Return the copy engine of CUDA devices over blocks in host memory. `rest` are arguments of it."""
+    runtime = rest.pop("runtime", None) or SimulatedRuntime(Turns(0))
+    thread = partial(SimulatedThread, runtime.turns)
+    return CudaCopyEngine(blocks, window, TransferConfig(path=path), runtime=runtime, thread=thread, **rest)
+
+
 def _int64(address: int, count: int) -> Any:
-    return np.frombuffer((ctypes.c_int64 * count).from_address(address), np.int64)
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
 
 
 def _moved(target: int, source: int, size: int) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +19,17 @@ from hicache.geometry import KVGeometry, KVLayout
 from hicache.tiers import (
     CopyEngine,
     EngineBlocks,
-    Fence,
     HostPool,
     HostWindow,
     KVPool,
     copy_cpu,
-    create_copy_engine,
+    copy_cuda,
     create_device_pool,
 )
 from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.tiers.copy_cuda import CudaCopyEngine, EventTransfer
 from hicache.types import Indices, PageIds
 from tests.steps import StepCounter
-from tests.tiers._streams import InlineEvent, InlineRuntime, staged
+from tests.tiers.simulated_device import SimulatedEvent, SimulatedRuntime, Turns, simulated_copies
 
 MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
 MLA = KVGeometry(layers=3, heads=1, head_dim=16, page_size=4, layout=KVLayout.MLA)
@@ -45,11 +46,11 @@ def ids(*pages: int) -> PageIds:
 Make = Callable[[EngineBlocks, HostWindow], CopyEngine]
 
 
-@pytest.fixture(params=["cpu", "cpu-native", "cuda-code-inline"])
+@pytest.fixture(params=["cpu", "cpu-native", "direct", "staged"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Each engine, that of the CPU without and with the native helper."""
-    if request.param == "cuda-code-inline":
-        return staged
+    if request.param in ("direct", "staged"):
+        return partial(simulated_copies, path=request.param)
     helper = request.getfixturevalue("native").copy_rows if request.param == "cpu-native" else None
     monkeypatch.setattr(copy_cpu, "copy_rows", helper)
     return CpuCopyEngine
@@ -108,83 +109,82 @@ def test_the_helper_refuses_rows_that_are_not_there(native: Any, wrong: dict[str
     assert right["target"].sum() == 16
 
 
-def test_staging_larger_than_its_bound_goes_in_pieces() -> None:
-    blocks, host = two_regions(6, seed=4), HostPool(MHA, 5)
+@pytest.mark.parametrize("slot_bytes", [2 * MHA.layer_bytes, MHA.payload_bytes, 7 * MHA.layer_bytes])
+def test_what_does_not_fit_into_a_slot_of_staging_goes_in_parts(slot_bytes: int) -> None:
+    blocks, host = two_regions(9, seed=4), HostPool(MHA, 8)
     before = [region.clone() for layer in blocks.layers for region in layer]
-    window = HostWindow(host)
-    copies = CudaCopyEngine(blocks, window, InlineRuntime(), staging_bytes_max=2 * MHA.payload_bytes)
-    copies.backup(ids(1, 2, 3, 4, 5), ids(4, 3, 2, 1, 0)).wait(10)
-    assert bytes(host.payload(0)) == b"".join(bytes(region[5].numpy()) for region in before)
-    small = CudaCopyEngine(blocks, window, InlineRuntime(), staging_bytes_max=2 * MHA.layer_bytes)
-    small.load(ids(4, 3, 2, 1, 0), ids(5, 4, 3, 2, 1)).wait(10)
+    copies = simulated_copies(blocks, HostWindow(host), path="staged", slot_bytes=slot_bytes)
+    pages = np.arange(1, 9, dtype=np.int32)
+    assert copies.backup(pages, 8 - pages).wait(10)
+    assert bytes(host.payload(0)) == b"".join(bytes(region[8].numpy()) for region in before)
+    load = copies.load(8 - pages, pages[::-1].copy())
+    load.wait_layer(MHA.layers - 1)
     for region, old in zip([region for layer in blocks.layers for region in layer], before, strict=True):
         assert torch.equal(region[1:], old[1:].flip(0))
-    copies.close(10)
+    assert copies.close(10)
 
 
-class ShortOfMemory(CudaCopyEngine):
-    """Has memory for staging of `rows_max` pages."""
-
-    rows_max = 2
-
-    def _staging(self, rows: int, row_bytes: int) -> torch.Tensor:
-        if rows > self.rows_max:
-            raise torch.OutOfMemoryError("no memory left for staging")
-        return super()._staging(rows, row_bytes)
+def test_staging_without_room_for_a_layer_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"a layer of a page has 256 B, a slot of staging 255 B; use direct or auto"):
+        simulated_copies(
+            two_regions(2, seed=4), HostWindow(HostPool(MHA, 2)), path="staged", slot_bytes=MHA.layer_bytes - 1
+        )
 
 
-def test_a_device_short_of_memory_for_staging_copies_in_smaller_pieces() -> None:
-    blocks, host = two_regions(8, seed=4), HostPool(MHA, 7)
-    before = [region.clone() for layer in blocks.layers for region in layer]
-    copies = ShortOfMemory(blocks, HostWindow(host), InlineRuntime())
-    copies.backup(ids(1, 2, 3, 4, 5, 6, 7), ids(6, 5, 4, 3, 2, 1, 0)).wait(10)
-    for layer in blocks.layers:
-        for region in layer:
-            region.zero_()
-    copies.load(ids(0, 1, 2, 3, 4, 5, 6), ids(7, 6, 5, 4, 3, 2, 1)).wait(10)
-    for region, old in zip([region for layer in blocks.layers for region in layer], before, strict=True):
-        assert torch.equal(region[1:], old[1:])
-    copies.rows_max = 0
-    with pytest.raises(torch.OutOfMemoryError):
-        copies.backup(ids(1, 2), ids(0, 1))
-    copies.rows_max = 2
-    assert copies.backup(ids(1, 2), ids(0, 1)).wait(10), "the copy that could not be made is the only one"
-    copies.close(10)
+class LostDevice(SimulatedRuntime):
+    """A device that fails while a copy runs."""
+
+    def passed(self, event: SimulatedEvent) -> bool:
+        raise TransferError("cuda: cuEventQuery: an illegal memory access was encountered (error 700)")
 
 
-class FaultyEvent(InlineEvent):
-    """What an event of a device that has failed does."""
+class ForgetfulDevice(SimulatedRuntime):
+    """A device that fails between the end of a copy and the question how long it took."""
 
-    def query(self) -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def elapsed_s(self, begin: SimulatedEvent, end: SimulatedEvent) -> float:
+        raise TransferError("cuda: cuEventElapsedTime: unspecified launch failure (error 719)")
 
 
-def test_a_device_that_fails_is_a_typed_error_and_not_an_exception_of_poll() -> None:
-    transfer = EventTransfer(InlineRuntime(), InlineEvent(), [FaultyEvent()])
-    assert transfer.done()
-    assert isinstance(transfer.error, TransferError) and transfer.seconds is None
-    with pytest.raises(TransferError):
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_a_device_that_fails_is_a_typed_error_and_not_an_exception_of_poll(path: Any) -> None:
+    copies = simulated_copies(
+        *pools(create_device_pool(MHA, 2), HostPool(MHA, 2)), path=path, runtime=LostDevice(Turns(0))
+    )
+    transfer = copies.load(ids(0), ids(1))
+    assert transfer.wait(10) and transfer.seconds is None
+    assert isinstance(transfer.error, TransferError) and "error 700" in str(transfer.error)
+    with pytest.raises(TransferError, match="error 700"):
         transfer.wait_layer(0)
 
 
-class PendingEvent(InlineEvent):
-    """What an event is before the device has passed it."""
+def test_a_copy_has_taken_no_known_time_before_it_has_ended_or_if_the_device_cannot_say() -> None:
+    device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
+    copies = simulated_copies(*pools(device, host), path="direct", runtime=ForgetfulDevice(Turns(0)))
+    transfer = copies.load(ids(0), ids(1))
+    assert not transfer.done() and transfer.seconds is None
+    assert transfer.wait(10) and transfer.error is None and transfer.seconds is None
+    assert copies.close(10)
 
-    def query(self) -> bool:
+
+class StoppedDevice(SimulatedRuntime):
+    """A device that has stopped: no event passes."""
+
+    def passed(self, event: SimulatedEvent) -> bool:
         return False
 
 
-class ForgetfulRuntime(InlineRuntime):
-    """A device that fails between the end of a copy and the question how long it took."""
-
-    def elapsed_s(self, begin: Fence, end: Fence) -> float:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-
-def test_a_copy_on_a_stream_has_taken_no_known_time_before_it_has_ended_or_if_the_device_cannot_say() -> None:
-    assert EventTransfer(InlineRuntime(), InlineEvent(), [InlineEvent(), PendingEvent()]).seconds is None
-    transfer = EventTransfer(ForgetfulRuntime(), InlineEvent(), [InlineEvent()])
-    assert transfer.done() and transfer.seconds is None and transfer.error is None
+def test_memory_of_copies_that_have_not_ended_at_close_is_kept() -> None:
+    device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
+    copies = simulated_copies(*pools(device, host), path="direct", runtime=StoppedDevice(Turns(0)))
+    copies.load(ids(0), ids(1))
+    memory = weakref.ref(host)
+    assert not copies.close(0.01)
+    del copies, host, device
+    gc.collect()
+    assert memory() is not None, "a copy may still read it"
+    copy_cuda._UNFINISHED.clear()
+    gc.collect()
+    assert memory() is None
 
 
 def test_a_copy_says_how_long_it_took_itself(engine: Make) -> None:
@@ -266,8 +266,11 @@ def test_the_time_of_a_copy_does_not_contain_the_wait_for_the_one_before_it() ->
     assert copies.close(10)
 
 
-class LostFence(InlineEvent):
+class LostFence:
     """A fence of an engine that has failed."""
+
+    def query(self) -> bool:
+        return False
 
     def synchronize(self) -> None:
         raise RuntimeError("the step failed")
@@ -320,75 +323,4 @@ def test_a_load_overwrites_a_block_only_after_its_fence() -> None:
     behind.wait_layer(0)
     assert not device.blocks.layers[0][0][1].any()
     assert copies.load(ids(0), ids(1), after=step.fence(1)).wait(10), "a fence that has passed stays passed"
-    assert copies.close(10)
-
-
-def test_a_copy_on_a_stream_queues_the_wait_for_its_fence_before_its_work() -> None:
-    runtime = InlineRuntime()
-    copies = CudaCopyEngine(*pools(create_device_pool(MHA, 2), HostPool(MHA, 2)), runtime)
-    copies.backup(ids(1), ids(0), after=InlineEvent())
-    copies.load(ids(0), ids(1), after=InlineEvent())
-    copies.load(ids(0), ids(2))
-    backup, load = copies._backup_stream, copies._load_stream
-    assert runtime.log == [("wait", backup), ("work", backup), ("wait", load), ("work", load), ("work", load)]
-
-
-class LateEvent(InlineEvent):
-    """An event that the device passes between the third look and the fourth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looks = 0
-
-    def query(self) -> bool:
-        self.looks += 1
-        return self.looks > 3
-
-
-def test_a_layer_is_waited_for_by_the_stream_that_is_given_or_else_by_the_caller() -> None:
-    runtime, last = InlineRuntime(), PendingEvent()
-    queued, blocked = LateEvent(), LateEvent()
-    transfer = EventTransfer(runtime, InlineEvent(), [queued, blocked, last])
-    stream = cast(torch.cuda.Stream, object())
-    transfer.wait_layer(0, stream)
-    assert runtime.log == [("wait", stream)] and queued.looks == 0
-    transfer.wait_layer(1)
-    assert blocked.looks == 4 and len(runtime.log) == 1
-    assert not transfer.done()
-
-
-def recorded() -> Fence:
-    """A fence behind the work that is queued on the current stream."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
-def test_cuda_copies_are_ordered_against_compute(geometry: KVGeometry) -> None:
-    device, host = create_device_pool(geometry, 64, "cuda"), HostPool(geometry, 64, pin=torch.device("cuda"))
-    copies = create_copy_engine(*pools(device, host))
-    assert isinstance(copies, CudaCopyEngine)
-    with pytest.raises(InvalidInput, match="record an Event"):
-        copies.require_fence(StepCounter().fence(0))
-    pages = np.arange(1, 65, dtype=np.int32)
-    for layer in range(geometry.layers):
-        for block in device.blocks.layers[layer]:
-            block.random_(0, 256)  # queued on the current stream; the fence makes the backup wait for it
-    expected = [[block.clone() for block in device.blocks.layers[layer]] for layer in range(geometry.layers)]
-    backup = copies.backup(pages, pages - 1, after=recorded())
-    for layer in range(geometry.layers):
-        for block in device.blocks.layers[layer]:
-            torch.cuda.current_stream().wait_stream(copies._backup_stream)
-            block.zero_()
-    transfer = copies.load(pages - 1, pages, after=recorded())
-    for layer in range(geometry.layers):
-        transfer.wait_layer(layer, torch.cuda.current_stream())
-        for block, old in zip(device.blocks.layers[layer], expected[layer], strict=True):
-            assert torch.equal(block[1:], old[1:])
-    assert backup.wait(10) and transfer.wait(10)
-    for copy in (backup, transfer):
-        assert copy.seconds is not None and 0 < copy.seconds < 10
     assert copies.close(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from hicache.geometry import PageShape, Piece
 from hicache.tiers import CopyEngine, EngineBlocks, HostPool, HostWindow
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
-from tests.tiers._streams import staged
+from tests.tiers.simulated_device import simulated_copies
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 7, 4, 2, 8
 # K and V of one block in one layer, bfloat16.
@@ -83,7 +84,10 @@ def across_layers(seed: int) -> Layout:
 LAYOUTS = [slots_of_sglang, k_and_v_outermost, k_and_v_inside, across_layers]
 
 
-@pytest.fixture(params=[CpuCopyEngine, staged], ids=["cpu", "cuda-code-inline"])
+@pytest.fixture(
+    params=[CpuCopyEngine, partial(simulated_copies, path="direct"), partial(simulated_copies, path="staged")],
+    ids=["cpu", "direct", "staged"],
+)
 def engine(request: pytest.FixtureRequest) -> Make:
     make: Make = request.param
     return make

@@ -54,7 +54,7 @@ class Simulation:
         self.runtime = SimulatedRuntime(self.turns, fail_rate=0.0, dropped=dropped)
         slot_bytes = max(sum(layer) for layer in sizes) * numbers.choice([1, 1, 3])
         self.copies = kind(
-            EngineBlocks(tensors, first=1), HostWindow(self.host), TransferConfig(path=path),  # type: ignore[arg-type]
+            EngineBlocks(tensors, first=1), HostWindow(self.host), TransferConfig(path=path),
             runtime=self.runtime, thread=partial(SimulatedThread, self.turns), slot_bytes=slot_bytes,
         )  # fmt: skip
         self.runtime._fail_rate = rate
