@@ -29,9 +29,10 @@ from ..types import Indices, PageIds
 from ..units import format_size
 from .blocks import EngineBlocks
 from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Transfer
-from .copy_paths import SLOT_BYTES, CopyPath, DirectPath, Pieces, StagedPath, direct_from_bytes
+from .copy_paths import CopyPath, DirectPath, Pieces, StagedPath, direct_from_bytes
 from .copy_thread import CopyThread
 from .host import HostWindow
+from .memory import STAGING_SLOT_BYTES
 from .runtime import DeviceRuntime, Event
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class StreamTransfer(Transfer):
         def is_recorded() -> bool:
             return len(self._by_layer) > layer or self._submitted
 
-        recorded = self._direction.thread.wait_for(is_recorded, LAYER_WAIT_S_MAX)
+        recorded = is_recorded() or self._direction.thread.wait_for(is_recorded, LAYER_WAIT_S_MAX)
         if self._failure is not None:
             return
         if recorded and stream is not None:
@@ -213,7 +214,7 @@ class CudaCopyEngine(CopyEngine):
         *,
         runtime: DeviceRuntime | None = None,
         thread: MakeThread = CopyThread,
-        slot_bytes: int = SLOT_BYTES,
+        slot_bytes: int = STAGING_SLOT_BYTES,
     ) -> None:
         super().__init__(blocks, window)
         if runtime is None:

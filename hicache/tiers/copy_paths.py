@@ -28,17 +28,13 @@ from ..types import Addresses, Indices
 from .blocks import EngineBlocks
 from .copy import Fence
 from .host import HostWindow
+from .memory import STAGING_SLOT_BYTES, STAGING_SLOTS
 from .runtime import DeviceRuntime, Event, Memory, Rows, Stream
 
-# A few of them keep link and kernels busy at once.
-SLOTS = 3
-SLOT_BYTES = 16 << 20
 # Layers that a load carries together: more makes longer pieces, fewer lets the forward begin sooner.
 LOAD_PIECE_BYTES = 64 << 10
 # Nothing waits for a single layer of a backup.
 BACKUP_PIECE_BYTES = 1 << 20
-# What both directions take on the device.
-STAGING_BYTES = 2 * SLOTS * SLOT_BYTES
 
 # Words that the kernels move, longest first.
 _WORDS = (8, 4, 2, 1)
@@ -180,7 +176,7 @@ class StagedPath(CopyPath):
     every layer of a block."""
 
     def __init__(
-        self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool, programs: int, slot_bytes: int = SLOT_BYTES
+        self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool, programs: int, slot_bytes: int = STAGING_SLOT_BYTES
     ) -> None:
         super().__init__(runtime, pieces, load=load)
         self._programs = programs
@@ -188,7 +184,7 @@ class StagedPath(CopyPath):
         self._groups = pieces.groups(LOAD_PIECE_BYTES if load else BACKUP_PIECE_BYTES, slot_bytes)
         self._first, self._second = runtime.stream(), runtime.stream()
         rows_max = slot_bytes // min(group.size for group in self._groups)
-        self._slots = [_Slot(runtime, slot_bytes, rows_max) for _ in range(SLOTS)]
+        self._slots = [_Slot(runtime, slot_bytes, rows_max) for _ in range(STAGING_SLOTS)]
         self._used = 0
         table = pieces.table
         numbers = [int(number) for number in table.ravel()] + [group.column for group in self._groups]
@@ -219,7 +215,7 @@ class StagedPath(CopyPath):
 
     def _move(self, group: Group, host_blocks: Indices, host: Addresses, blocks: Indices) -> None:
         """Queue a slot full of rows: on the first stream into the slot, on the second out of it."""
-        runtime, slot = self._runtime, self._slots[self._used % SLOTS]
+        runtime, slot = self._runtime, self._slots[self._used % STAGING_SLOTS]
         self._used += 1
         filled, emptied, slot.filled, slot.emptied = slot.filled, slot.emptied, None, None
         if filled is not None:

@@ -192,13 +192,19 @@ class RequestToTokenPool:
 
 
 def known_device(device: torch.device | str) -> torch.device:
-    """Return the device. Raises InvalidInput for a name that torch does not know."""
-    if isinstance(device, torch.device):
-        return device
-    try:
-        return torch.device(instance("device", device, str))  # which also takes numbers and None
-    except RuntimeError as error:
-        raise InvalidInput(f"device {device[:40]!r} is not known; use cpu, cuda or cuda:N") from error
+    """Return the device; `cuda` alone becomes the current one, by number: other threads may have another current one.
+
+    Raises InvalidInput for a name that torch does not know.
+    """
+    if not isinstance(device, torch.device):
+        name = instance("device", device, str)  # torch also takes numbers and None
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise InvalidInput(f"device {name[:40]!r} is not known; use cpu, cuda or cuda:N") from error
+    if str(device) == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,11 @@ from ..errors import CapacityError, ConfigError
 from ..frame import frame_bytes
 from ..geometry import KVGeometry, PageShape, page_shape
 from ..units import format_size
+
+# Staging of copies on a CUDA device: a ring of slots for each direction, a few so that link and kernels are both busy.
+STAGING_SLOTS = 3
+STAGING_SLOT_BYTES = 16 << 20
+STAGING_BYTES = 2 * STAGING_SLOTS * STAGING_SLOT_BYTES
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -54,7 +59,8 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
     An engine of several ranks takes the smallest `available_bytes` of them all, so that all come to the same number of
     pages.
     """
-    torch.cuda.empty_cache()
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
     return DeviceMemory(*torch.cuda.mem_get_info(device))
 
 
@@ -86,6 +92,8 @@ def device_pages(
         )
     if memory is None and device.type == "cuda":
         memory = cuda_memory(device)
+    if memory is not None and device.type == "cuda":  # the copies take theirs beside L1
+        memory = replace(memory, available_bytes=max(0, memory.available_bytes - STAGING_BYTES))
     available = available_host_bytes() if memory is None else memory.available_bytes
     if fraction is not None and memory is not None:
         pages = profile_max_num_tokens(memory, fraction, geometry.token_bytes) // geometry.page_size - 1

@@ -17,6 +17,7 @@ import torch
 from ..errors import CapacityError, InvalidInput, TransferError
 from ..units import format_size
 from .cuda_driver import CudaDriver
+from .device import known_device
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +57,10 @@ def pin(
 
 
 def driver_of(device: torch.device) -> CudaDriver:
-    """Return the driver of a CUDA device. Raises InvalidInput for a device of another kind or without an index, and
-    where torch sees no CUDA."""
+    """Return the driver of a CUDA device. Raises InvalidInput for another device, and where torch sees no CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         raise InvalidInput(f"host pool: pin: {device} is not a CUDA device that torch sees; leave pin out")
-    if (index := cuda_index(device)) is None:
-        raise InvalidInput("host pool: pin: cuda may be any of the devices; name one, such as cuda:0")
-    return CudaDriver(device.index)
+    return CudaDriver(known_device(device).index)
 
 
 def _unregister(driver: CudaDriver, chunks: list[int], mapping: object = None) -> None:

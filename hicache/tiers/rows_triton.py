@@ -20,10 +20,10 @@ _TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 # A variant for each combination of odd and even numbers would be compiled otherwise.
-@triton.jit(
+@triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["staging", "row_bytes", "regions", "first", "count", "column", "blocks", "rows", "chunks"]
 )
-def _move_kernel(  # type: ignore[no-untyped-def]
+def _move_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  what a launch passes
     staging, row_bytes, regions, first, count, column, blocks, rows, chunks,
     words: tl.constexpr, word: tl.constexpr, block: tl.constexpr, scatters: tl.constexpr,
 ):  # fmt: skip

@@ -64,10 +64,10 @@ class SharedHostPool(HostPool):
         kernel needs to zero the memory, for the process that creates it).
 
         `name` is 1 to 128 letters, digits, dashes and dots; use one per engine, so that a restart takes over what a
-        crash has left. `processes` is how many open it, this one included; None keeps it until `unlink`. `pin`
-        is the CUDA device that copies from and to the pool, in each process that has one. `role` ALONE refuses a pool that another process
-        has open; so does GUEST, which opens one that a daemon has created for this process. `keep` tells daemons not to
-        remove the memory when its engine has died.
+        crash has left. `processes` is how many open it, this one included; None keeps it until `unlink`. `pin` is the
+        CUDA device that copies from and to the pool, in each process that has one. `role` ALONE refuses a pool that
+        another process has open; so does GUEST, which opens one that a daemon has created for this process. `keep`
+        tells daemons not to remove the memory when its engine has died.
 
         Raises CapacityError if the memory does not fit (then nothing is left of it), SharedMemoryError if the pool has
         other pages than asked for, is not ready in time, or if the path holds a file that HiCache did not create or

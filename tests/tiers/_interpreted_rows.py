@@ -38,11 +38,9 @@ def compare(name: str, rows: int, programs: int, seed: int) -> None:
     columns = np.cumsum([0, *sizes])
     memory = [aligned(numbers.integers(0, 256, ((rows + 3) * spread * size), dtype=np.uint8)) for size in sizes]
     blocks = aligned(numbers.permutation(rows + 3)[:rows].astype(np.int64))
-    table = aligned(
-        np.array(
-            [[region.ctypes.data, spread * size, column, size] for region, size, column in zip(memory, sizes, columns)]
-        )
-    )
+    starts = [region.ctypes.data for region in memory]
+    rows_of_table = zip(starts, sizes, columns[:-1], strict=True)
+    table = aligned(np.array([[start, spread * size, column, size] for start, size, column in rows_of_table]))
     for first, end in {(0, len(sizes)), (len(sizes) - 1, len(sizes)), (0, 1)}:
         column, row_bytes = int(columns[first]), int(columns[end] - columns[first])
         staging = aligned(numbers.integers(0, 256, rows * row_bytes + 64, dtype=np.uint8))
