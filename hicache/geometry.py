@@ -4,7 +4,7 @@ A page is an ordered list of pieces, one behind the other, so that any run of pi
 that list and knows nothing of attention: K and V of different sizes, layers of different length, an indexer's bytes or
 an engine's own blocks are all pieces. `KVGeometry` is the shape of a model with equal layers in the terms of
 attention, one piece per layer: the K block and then the V block (MHA), or one latent block (MLA). Each block is
-`page_size x heads x head_dim` elements, contiguous, as in the device pool of that layer.
+`page_size x heads x head_dim` elements (V: `v_head_dim`), contiguous, as in the device pool of that layer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class KVLayout(Enum):
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
     """Shape of the KV cache of one rank. `heads` and `head_dim` are this rank's (MLA: heads = 1, head_dim = latent
-    dim).
+    dim). `v_head_dim` is for MHA whose V has heads of another size than K; it is stored as None where they are equal.
 
     Raises InvalidInput for a shape that cannot exist.
     """
@@ -93,6 +93,7 @@ class KVGeometry:
     page_size: int
     dtype: str = "bfloat16"
     layout: KVLayout = KVLayout.MHA
+    v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "page_size"):
@@ -103,6 +104,16 @@ class KVGeometry:
         instance("geometry: layout", self.layout, KVLayout)
         if instance("geometry: dtype", self.dtype, str) not in DTYPE_BYTES:
             raise InvalidInput(f"geometry: unknown dtype {self.dtype!r}; known: {', '.join(sorted(DTYPE_BYTES))}")
+        if self.v_head_dim is not None:
+            v_head_dim = whole("geometry: v_head_dim", self.v_head_dim, 1, _SIZE_MAX)
+            if self.layout is KVLayout.MLA:
+                raise InvalidInput("geometry: v_head_dim is for MHA; with MLA, V is a part of the latent: leave it out")
+            object.__setattr__(self, "v_head_dim", None if v_head_dim == self.head_dim else v_head_dim)
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head of V: `v_head_dim`, or else `head_dim`."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def blocks_per_layer(self) -> int:
@@ -111,13 +122,15 @@ class KVGeometry:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one K, V or latent block of one page and layer."""
+        """Bytes of the K or latent block of one page and layer; of the V block too, unless `v_head_dim` is set."""
         return self.page_size * self.heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one page in one layer: the piece a layer-wise copy moves."""
-        return self.blocks_per_layer * self.block_bytes
+        if self.layout is KVLayout.MLA:
+            return self.block_bytes
+        return self.block_bytes // self.head_dim * (self.head_dim + self.value_dim)
 
     @property
     def payload_bytes(self) -> int:

@@ -471,7 +471,8 @@ def _shape_fields(geometry: KVGeometry | PageShape) -> list[tuple[str, bytes]]:
     fields = [*_texts(shape, ("tokens",)), ("pieces", _tagged("hicache.pieces", pieces))]
     if isinstance(geometry, KVGeometry):
         fields.append(("layout", geometry.layout.value.encode()))
-        fields += _texts(geometry, ("dtype", "layers", "heads", "head_dim"))
+        names = ("dtype", "layers", "heads", "head_dim", *(("v_head_dim",) if geometry.v_head_dim else ()))
+        fields += _texts(geometry, names)
     return fields
 
 

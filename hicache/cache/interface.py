@@ -75,6 +75,8 @@ class TreeCache(Protocol):
         """Start the loads of this step as one copy, and return what the forward waits for layer by layer: all loads in
         flight. `wait_layer(i)` raises if any of them failed. None if there are none.
 
+        `device.loading` is the same transfer from here on, so that reading a layer of L1 through the pool waits for it.
+
         REQUIRES: called once per step, after `begin_request` and before the forward.
         """
 

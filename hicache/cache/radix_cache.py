@@ -103,7 +103,8 @@ class HiRadixCache(TieredCache):
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward."""
         fault, self._untold_fault = self._untold_fault, None
-        return self.controller.launch_loads() if fault is None else FailedTransfer(fault)
+        self.device.loading = self.controller.launch_loads() if fault is None else FailedTransfer(fault)
+        return self.device.loading
 
     def record_fence(self, fence: Fence) -> None:
         """Order the copies that start from now on after `fence`."""

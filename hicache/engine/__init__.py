@@ -4,6 +4,7 @@ It shows how an engine uses the cache, and it proves the cache: its results are 
 computed or came from any tier (`model` explains why). It is not built for speed.
 """
 
+from .attention import AttentionBatch, Queries, RadixAttention
 from .checkpoint import Checkpoint, LlamaConfig, load_checkpoint, load_tokenizer
 from .factory import BUNDLED_MODEL, create_engine
 from .interface import Batch, Model, Output
@@ -16,6 +17,7 @@ from .scheduler import Engine
 __all__ = [
     "BUNDLED_MODEL",
     "TILE",
+    "AttentionBatch",
     "Batch",
     "Checkpoint",
     "Engine",
@@ -26,6 +28,8 @@ __all__ = [
     "LlamaModel",
     "Model",
     "Output",
+    "Queries",
+    "RadixAttention",
     "Request",
     "RequestRecord",
     "Sampling",

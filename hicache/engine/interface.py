@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-from ..tiers import Fence, KVPool, Transfer
+from ..tiers import Fence, KVPool
 from .requests import Request
 
 # Requests of one forward, and how many tokens to compute of each, from its `kv_tokens` on.
@@ -58,11 +58,11 @@ class Model(Protocol):
     def place(self, request: Request) -> None:
         """Take note that the pages of a running request are others than before, or more. Their content is the same."""
 
-    def compute(self, batch: Batch, transfer: Transfer | None) -> Output:
+    def compute(self, batch: Batch) -> Output:
         """Compute the KV of `batch`. May return before that has ended, if `fence` says when it has.
 
-        `transfer` is waited for layer by layer before the layer's KV is read. Raises TransferError if it failed; no
-        request of the batch has advanced then.
+        Waits for the pool's load in flight, layer by layer, before the layer's KV is read. Raises TransferError if it
+        failed; no request of the batch has advanced then.
         """
 
     def fence(self) -> Fence | None:

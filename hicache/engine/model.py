@@ -8,11 +8,12 @@ test for equality instead of one for closeness. It holds by construction:
    p // TILE. Rows that are not computed now are zeros.
 2. Every product of activations and weights is one call of the fixed shape [TILE, in] x [in, out]. BLAS libraries
    choose kernels, and with them the order of a sum, by shape; so tiles are never stacked, however fast that would be.
-3. Attention of tile t runs over exactly (t + 1) * TILE keys, read from the pool: its shapes depend on the position
-   alone. KV of the tile itself goes through the pool too, so a pool of a narrower dtype rounds it once, for everybody.
-4. Row i of a matrix product, a normalisation or a softmax depends on row i of its input alone. Keys that lie after a
-   position get the score -inf, hence the weight 0; K and V behind the last token that is computed are replaced by
-   zeros, so that whatever the pool holds there (a freed page, a NaN) cannot pass through 0 * x.
+3. A tile is an `AttentionBatch` of its own, TILE queries over exactly (t + 1) * TILE keys, read from the pool: the
+   shapes of `RadixAttention` then depend on the position alone. KV of the tile itself goes through the pool too, so a
+   pool of a narrower dtype rounds it once, for all requests.
+4. Row i of a matrix product, a normalisation or an attention depends on row i of its input alone. Keys after a position
+   have the weight 0; K and V behind the last token that is computed are zeros, so that the content of the pool there
+   (a freed page, a NaN) cannot pass through 0 * x.
 5. Products run on one thread, since the number of threads moves the cuts inside a sum, and operands lie in memory that
    torch has aligned, since vector code treats the ends of unaligned rows in another way.
 
@@ -23,7 +24,6 @@ libraries compute a fixed shape in a fixed order, which they do on one stream wi
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,8 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import CapacityError, InvalidInput, InvariantError
-from ..tiers import Fence, MHATokenToKVPool, RequestToTokenPool, Transfer, token_slots
+from ..tiers import Fence, MHATokenToKVPool, RequestToTokenPool, token_slots
+from .attention import AttentionBatch, Queries, RadixAttention
 from .checkpoint import LlamaConfig
 from .interface import Batch
 from .requests import Request
@@ -48,9 +49,9 @@ TILE = 16
 class Span:
     """Tokens to compute: `tokens` are positions `start ..` of the request in row `row` of the request table.
 
-    REQUIRES: KV of all positions before `start` is in the pool, or arrives with the transfer given to `forward`; the
-    row names the slots of every position up to the last one, each `page_size` of them one page; no two spans of a
-    forward have the same row.
+    REQUIRES: KV of all positions before `start` is in the pool, or arrives with the load in flight; the row names the
+    slots of every position up to the last one, each `page_size` of them one page; no two spans of a forward have the
+    same row.
     """
 
     row: int
@@ -60,10 +61,8 @@ class Span:
 
 class _Tile(NamedTuple):
     number: int
-    first: int  # rows first .. last - 1 of the tile are computed
-    last: int
-    slots: torch.Tensor  # int64 [last - first], where their KV is written
-    pages: torch.Tensor  # int32, the pages of all keys up to the end of the tile; the last may hold more
+    last: int  # the row behind the last one that is computed
+    batch: AttentionBatch  # of this tile alone
 
 
 class _Layer(NamedTuple):
@@ -134,8 +133,9 @@ class LlamaModel:
         self._final_norm = self._weight(tensors, "model.norm.weight")
         self._head = self._embedding if config.tied_embeddings else self._weight(tensors, "lm_head.weight")
         self._layers = [self._load_layer(tensors, f"model.layers.{layer}") for layer in range(config.layers)]
-        # True where a key of the last tile lies after the query's position.
-        self._future = torch.ones((TILE, TILE), dtype=torch.bool, device=self.device).triu(1)
+        self._attention = [
+            RadixAttention(config.heads, config.head_dim, config.kv_heads, layer) for layer in range(config.layers)
+        ]
         self._cos, self._sin = _rotary_tables(config, columns, self.device)
 
     def _weight(self, tensors: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor:
@@ -175,14 +175,14 @@ class LlamaModel:
     def place(self, request: Request) -> None:
         self.requests.write(self._rows[request.rid], request.held_kv().pages, self._page_size)
 
-    def compute(self, batch: Batch, transfer: Transfer | None) -> _Logits:
+    def compute(self, batch: Batch) -> _Logits:
         begin_s = time.perf_counter()
         spans = [
             Span(self._rows[request.rid], request.kv_tokens,
                  request.tokens[request.kv_tokens : request.kv_tokens + count])
             for request, count in batch
         ]  # fmt: skip
-        return _Logits(self.forward(spans, transfer), batch, begin_s)
+        return _Logits(self.forward(spans), batch, begin_s)
 
     def fence(self) -> Fence | None:
         return None if (stream := self.stream) is None else stream.record_event()
@@ -203,14 +203,14 @@ class LlamaModel:
                 raise InvariantError(f"engine: the row of {request.rid} does not name its pages")
 
     @torch.inference_mode()
-    def forward(self, spans: Sequence[Span], transfer: Transfer | None = None) -> torch.Tensor:
+    def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         """Compute the KV of all `spans` into the pool; returns the logits of each span's last token, float32
         `[len(spans), vocab_size]`.
 
-        A prefill is a span of many tokens, a decode step a span of one; both may be in one call. `transfer` is waited
-        for layer by layer before the layer's KV is read. Raises InvalidInput for an empty span or a token outside the
+        A prefill is a span of many tokens, a decode step a span of one; both may be in one call. Reading the KV of a
+        layer waits for the pool's load in flight. Raises InvalidInput for an empty span or a token outside the
         vocabulary and CapacityError for a position beyond the table (nothing was computed then), TransferError if the
-        transfer failed (the pool then holds no usable KV of these spans).
+        load failed (the pool then holds no usable KV of these spans).
         """
         for span in spans:
             self._check_span(span)
@@ -222,8 +222,6 @@ class LlamaModel:
                 self._cut(span, tiles, states)
                 last_tiles.append(len(tiles) - 1)
             for layer in range(self.config.layers):
-                if transfer is not None:
-                    transfer.wait_layer(layer, self.stream)
                 for position, tile in enumerate(tiles):
                     states[position] = self._layer(layer, tile, states[position])
             logits = torch.empty((len(spans), self.config.vocab_size), device=self.device)
@@ -250,9 +248,8 @@ class LlamaModel:
             last = min(TILE, first + count - done)
             state = torch.zeros((TILE, self.config.hidden_size), device=self.device)
             state[first:last] = embedded[done : done + last - first]
-            slots = self.requests.table[span.row, : (index + 1) * TILE]
-            written = slots[index * TILE + first : index * TILE + last].to(torch.int64)
-            tiles.append(_Tile(index, first, last, written, slots[:: self._page_size] // self._page_size))
+            queries = Queries(span.row, index * TILE, TILE, before=first, behind=TILE - last)
+            tiles.append(_Tile(index, last, AttentionBatch(self.pool, self.requests.table, [queries])))
             states.append(state)
             done += last - first
 
@@ -260,38 +257,21 @@ class LlamaModel:
         """One layer of one tile, `[TILE, hidden]` in and out; writes the KV of the computed rows."""
         weights = self._layers[layer]
         normed = self._norm(state, weights.input_norm)
-        attended = self._attention(layer, tile, torch.mm(normed, weights.qkv.t()))
+        attended = self._attend(layer, tile, torch.mm(normed, weights.qkv.t()))
         state = state + torch.mm(attended, weights.output.t())
         gate, up = torch.mm(self._norm(state, weights.mlp_norm), weights.gate_up.t()).chunk(2, dim=1)
         return state + torch.mm(F.silu(gate) * up, weights.down.t())
 
-    def _attention(self, layer: int, tile: _Tile, qkv: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, tile: _Tile, qkv: torch.Tensor) -> torch.Tensor:
         """Causal attention of one tile: `[TILE, (heads + 2 * kv_heads) * head_dim]` to `[TILE, heads * head_dim]`."""
-        config = self.config
-        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-        group = heads // kv_heads
-        parts = qkv.view(TILE, heads + 2 * kv_heads, dim)
-        begin, keys = tile.number * TILE, (tile.number + 1) * TILE
-        turned = _rotate(parts[:, : heads + kv_heads], self._cos[begin:keys], self._sin[begin:keys])
-        computed = slice(tile.first, tile.last)
-        self.pool.set_kv_buffer(
-            layer,
-            tile.slots,
-            turned[computed, heads:].to(self.pool.dtype),
-            parts[computed, heads + kv_heads :].to(self.pool.dtype),
+        heads, kv_heads = self.config.heads, self.config.kv_heads
+        parts = qkv.view(TILE, heads + 2 * kv_heads, self.config.head_dim)
+        place = slice(tile.number * TILE, (tile.number + 1) * TILE)
+        turned = _rotate(parts[:, : heads + kv_heads], self._cos[place], self._sin[place])
+        attended: torch.Tensor = self._attention[layer](
+            turned[:, :heads], turned[:, heads:], parts[:, heads + kv_heads :], tile.batch
         )
-        k, v = (
-            buffer.index_select(0, tile.pages).flatten(0, 1)[:keys].to(torch.float32)
-            for buffer in self.pool.get_kv_buffer(layer)
-        )
-        k[begin + tile.last :] = 0
-        v[begin + tile.last :] = 0
-        # Query heads that share a KV head become rows of one product: [kv_heads, group * TILE, dim].
-        q = turned[:, :heads].reshape(TILE, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-        scores = torch.bmm(q, k.permute(1, 2, 0)).mul_(1.0 / math.sqrt(dim))
-        scores.view(kv_heads, group, TILE, keys)[..., begin:].masked_fill_(self._future, -math.inf)
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), v.permute(1, 0, 2))
-        return mixed.view(kv_heads, group, TILE, dim).permute(2, 0, 1, 3).reshape(TILE, heads * dim)
+        return attended
 
     def _norm(self, state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm (Zhang and Sennrich, 2019) over the last dimension."""

@@ -180,6 +180,8 @@ class Engine:
         transfer = self.cache.start_loading()
         if chunks:
             self._prefill(chunks, transfer, admitted)
+        # KV of requests that decode is on L1 already: a load that failed must not fail them.
+        self.cache.device.loading = None
         self._decode()
         updates, self._updates = self._updates, []
         return updates
@@ -314,7 +316,7 @@ class Engine:
 
     def _prefill(self, chunks: list[tuple[Request, int]], transfer: Transfer | None, admitted: list[Request]) -> None:
         try:
-            output = self._compute(chunks, transfer)
+            output = self._compute(chunks)
         except TransferError as error:
             # The others did not read what was to be loaded; they compute the same chunk again.
             for request in admitted:
@@ -338,10 +340,10 @@ class Engine:
         if transfer is None and took_s is not None:
             self.cache.record_prefill(sum(count for _, count in chunks), took_s)
 
-    def _compute(self, batch: Batch, transfer: Transfer | None = None) -> Output:
+    def _compute(self, batch: Batch) -> Output:
         """Run the forward. Copies that start later come after it, also after the layers of one that failed."""
         try:
-            output = self.model.compute(batch, transfer)
+            output = self.model.compute(batch)
         finally:
             if (fence := self.model.fence()) is not None:
                 self.cache.record_fence(fence)

@@ -29,7 +29,7 @@ import torch
 from ..engine import Batch, Request
 from ..errors import InvalidInput, InvariantError
 from ..keys import page_keys
-from ..tiers import Fence, KVPool, Transfer
+from ..tiers import Fence, KVPool
 from ..types import NO_PAGES, PageIds
 from .result import SOURCES, TIERS, TokenCounts
 from .tokens import VOCAB_SIZE, Prompt, mixed
@@ -146,11 +146,11 @@ class StandIn:
     def place(self, request: Request) -> None:
         pass  # it looks at the pages of requests in each forward
 
-    def compute(self, batch: Batch, transfer: Transfer | None) -> _Stamped:
+    def compute(self, batch: Batch) -> _Stamped:
         prefill_tokens = sum(count for request, count in batch if request.prefilling)
         took_s = prefill_tokens / self._rate if self._rate and prefill_tokens else None
         end_s = time.monotonic() + (took_s or 0.0)
-        self._compare_prefixes([request for request, _ in batch], transfer)
+        self._compare_prefixes([request for request, _ in batch])
         pages, seeds, next_tokens = [NO_PAGES], [_NO_SEEDS], []
         for request, count in batch:
             known, end = self._known[request.rid], request.kv_tokens + count
@@ -163,10 +163,10 @@ class StandIn:
         self._bytes.fill(np.concatenate(pages), np.concatenate(seeds))
         return _Stamped(next_tokens, end_s, took_s)
 
-    def _compare_prefixes(self, requests: Sequence[Request], transfer: Transfer | None) -> None:
+    def _compare_prefixes(self, requests: Sequence[Request]) -> None:
         """Compare what the cache has given to those that begin, each layer as soon as it is there."""
         begun = [request for request in requests if not self._known[request.rid].compared]
-        if not begun and transfer is None:
+        if not begun and self.pool.loading is None:
             return
         pages, seeds = [NO_PAGES], [_NO_SEEDS]
         for request in begun:
@@ -176,8 +176,7 @@ class StandIn:
         expected = self._bytes.expected(np.concatenate(pages), np.concatenate(seeds))
         wrong = np.zeros(len(expected.rows), np.int64)
         for layer in range(self.pool.geometry.layers):
-            if transfer is not None:
-                transfer.wait_layer(layer)
+            self.pool.wait_layer(layer)
             wrong += self._bytes.wrong_bytes(layer, expected)
         self.counts.checked_bytes += len(wrong) * self.pool.geometry.payload_bytes
         first = 0

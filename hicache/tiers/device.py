@@ -20,6 +20,7 @@ from ..geometry import KVGeometry, KVLayout
 from ..types import PageIds
 from .allocator import PageAllocator, require_pages
 from .blocks import EngineBlocks
+from .copy import Transfer
 
 # The optional native helper: slots from page ids in one pass. numpy takes five times as long for pages of 16.
 fill_slots: Callable[..., None] | None = None
@@ -31,6 +32,9 @@ with contextlib.suppress(ImportError, AttributeError):  # a build may be older t
 
 class KVPool:
     """L1: memory as blocks, one block a page, and the allocator of the pages. For `ascending` see `PageAllocator`.
+
+    `loading` is the load that reads wait for, layer by layer: a cache sets it in `start_loading`, to None when no load
+    is in flight. An engine that has waited elsewhere may set it to None.
 
     The memory is an engine's, whose tensors `blocks` views, or that of a subclass, which allocates its own. `pages` are
     handed out, from page `blocks.first` on and never page 0; by default all that there are. Raises InvalidInput for
@@ -54,6 +58,7 @@ class KVPool:
         self.geometry = geometry
         self.blocks = blocks
         self.device = blocks.device
+        self.loading: Transfer | None = None
         self.allocator = PageAllocator(pages, first=first, ascending=ascending)
 
     @property
@@ -61,35 +66,53 @@ class KVPool:
         """Pages that can be handed out, the padding page not counted."""
         return self.allocator.capacity
 
+    def wait_layer(self, layer: int) -> None:
+        """Order the caller's next work on `layer` after the load in flight; does nothing if there is none.
+
+        On CUDA this queues a wait on the device's current stream and returns at once; on the CPU it blocks. Raises
+        TransferError, at each call, if the load failed: the pages that it was to fill must be recomputed.
+        """
+        if self.loading is not None:
+            stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+            self.loading.wait_layer(layer, stream)
+
 
 class MHATokenToKVPool(KVPool):
     """K and V of one layer in one tensor, `[pages + 1, 2, page_size, heads, head_dim]`, as FlashInfer has it.
 
-    So a (page, layer) is one piece of memory. Raises InvalidInput for a geometry of another layout or no pages, and
-    CapacityError, with the numbers, if the device does not have that much memory.
+    So a (page, layer) is one piece of memory. With a `v_head_dim` of its own the tensor is `[pages + 1, page_size *
+    heads * (head_dim + v_head_dim)]`, the K block of a page before its V block. Raises InvalidInput for a geometry of
+    another layout or no pages, and CapacityError, with the numbers, if the device does not have that much memory.
     """
 
     def __init__(
         self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
     ) -> None:
-        shape = (2, geometry.page_size, geometry.heads, geometry.head_dim)
+        size, heads, k_dim, v_dim = geometry.page_size, geometry.heads, geometry.head_dim, geometry.value_dim
+        shape = (2, size, heads, k_dim) if v_dim == k_dim else (size * heads * (k_dim + v_dim),)
         self.kv_buffer = _allocate(geometry, KVLayout.MHA, pages, shape, device)
         self.dtype = self.kv_buffer[0].dtype
-        self._parts = [(kv[:, 0], kv[:, 1]) for kv in self.kv_buffer]
-        self._rows = [kv.view(-1, geometry.heads, geometry.head_dim) for kv in self.kv_buffer]
+        blocks = [kv.flatten(1).split([size * heads * k_dim, size * heads * v_dim], dim=1) for kv in self.kv_buffer]
+        self._parts = [(k.unflatten(1, (size, heads, k_dim)), v.unflatten(1, (size, heads, v_dim))) for k, v in blocks]
         super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
 
     def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each `[pages + 1, page_size, heads, head_dim]`, for an attention kernel to read."""
+        """K and V of one layer, each `[pages + 1, page_size, heads, head_dim]`, for an attention kernel to read.
+
+        Waits for the layer's load, as `wait_layer`, and raises as that does.
+        """
+        self.wait_layer(layer)
         return self._parts[layer]
 
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V `[tokens, heads, head_dim]` of one layer at `slots` `[tokens]` (int64, on the device)."""
+        """Write K and V `[tokens, heads, head_dim]` of one layer at `slots` `[tokens]` (int64, on the device).
+
+        Does not wait for a load: a load fills pages that are shared, and a request writes to its own alone.
+        """
         page_size = self.geometry.page_size
-        # A page is page_size rows of K and then as many of V.
-        k_rows = slots + slots // page_size * page_size
-        self._rows[layer][k_rows] = k
-        self._rows[layer][k_rows + page_size] = v
+        place = (slots // page_size, slots % page_size)
+        for part, rows in zip(self._parts[layer], (k, v), strict=True):
+            part[place] = rows
 
 
 class MLATokenToKVPool(KVPool):
@@ -104,11 +127,15 @@ class MLATokenToKVPool(KVPool):
         super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
 
     def get_kv_buffer(self, layer: int) -> torch.Tensor:
-        """The latents of one layer, `[pages + 1, page_size, 1, latent_dim]`."""
+        """The latents of one layer, `[pages + 1, page_size, 1, latent_dim]`. Waits and raises as `wait_layer`."""
+        self.wait_layer(layer)
         return self.kv_buffer[layer]
 
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, latent: torch.Tensor) -> None:
-        """Write latents `[tokens, 1, latent_dim]` of one layer at `slots` `[tokens]` (int64, on the device)."""
+        """Write latents `[tokens, 1, latent_dim]` of one layer at `slots` `[tokens]` (int64, on the device).
+
+        Does not wait for a load: a load fills pages that are shared, and a request writes to its own alone.
+        """
         self.kv_buffer[layer].flatten(0, 1)[slots] = latent
 
 

@@ -404,9 +404,9 @@ class Streamed(LlamaModel):
 
     forwards = 0
 
-    def forward(self, spans: Sequence[Span], transfer: Transfer | None = None) -> torch.Tensor:
+    def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         self.forwards += 1
-        return super().forward(spans, transfer)
+        return super().forward(spans)
 
     @property
     def stream(self) -> Any:

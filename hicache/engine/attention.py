@@ -1,0 +1,312 @@
+"""RadixAttention: attention over the paged KV of L1, one per layer of a model.
+
+It is named as in SGLang (Zheng et al., 2024) and does not know the tree: it writes the KV of new tokens to a pool, reads
+the KV of all tokens through a page table, and leaves the product to PyTorch. A forward needs nothing else from HiCache,
+since reading a layer waits for the load of that layer:
+
+    batch = AttentionBatch(cache.device, rows.table, [Queries(row, cached_tokens, new_tokens), ...])   # once
+    attended = attention[layer](q, k, v, batch)                                                        # in each layer
+
+A batch may mix prefills, prefills behind a cached prefix, and decodes. The shape of the work follows from numbers that
+the host has beforehand, so nothing here waits for the device.
+
+How it computes. The queries are cut into blocks. Blocks with as many queries and about as many keys go together: their
+K and V are gathered page by page into `[blocks, keys]`, entries without a key become zeros, and one product with a mask
+gives the result. Query heads that share a head of KV are rows of one product, so KV is never repeated. The product is
+PyTorch's `scaled_dot_product_attention`; with a logit cap, which that function does not have, it is written out.
+
+A batch of a single block has shapes and a mask that follow from `start` and `count` alone; `model` relies on that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..arguments import number, whole
+from ..errors import InvalidInput
+from ..tiers import MHATokenToKVPool, MLATokenToKVPool
+from ..tiers.device import upload
+
+# Rows of one product: queries times the query heads that share a head of KV. The mask has rows times keys entries, with
+# 128 Ki keys 256 MiB.
+ROWS_MAX = 2048
+# Kernels on CUDA copy a mask whose rows are not a multiple of 16 bytes, in each layer.
+KEYS_MULTIPLE = 16
+
+
+class Queries(NamedTuple):
+    """Consecutive tokens of one request to compute: `count` from position `start` on of row `row` of the page table.
+
+    The first `before` and the last `behind` of them are padding, for a model that wants fixed shapes: their K and V go
+    to the padding page, and their results mean nothing.
+
+    REQUIRES: KV of all positions before the first computed one is in the pool, or arrives with the load in flight.
+    """
+
+    row: int
+    start: int
+    count: int
+    before: int = 0
+    behind: int = 0
+
+
+class _Block(NamedTuple):
+    """Queries that are computed together, and the positions of their keys, `begin` .. `end - 1`."""
+
+    row: int
+    start: int
+    count: int
+    token: int  # place of the first query in the batch
+    begin: int  # a multiple of the page size
+    end: int
+    new: int  # position of the first key that this forward computes,
+    new_token: int  # and its place in the batch
+
+    @property
+    def keys(self) -> int:
+        return -(-(self.start + self.count - self.begin) // KEYS_MULTIPLE) * KEYS_MULTIPLE
+
+
+class _Group(NamedTuple):
+    """Blocks of one product, and the tensors for it."""
+
+    blocks: Sequence[_Block]
+    keys: int
+    shortest: int  # from here on, keys are missing in some of the blocks
+    tokens: torch.Tensor  # int64 [blocks * queries], places in the batch
+    pages: torch.Tensor  # int64 [blocks * pages], the padding page where a block has none
+    missing: torch.Tensor  # bool [blocks, keys - shortest, 1, 1]
+    visible: torch.Tensor  # bool [blocks, 1, rows, keys]
+
+
+class AttentionBatch:
+    """The requests of one forward, for all of its layers. Its tokens are those of `queries`, one after the other.
+
+    `table` is `[requests, context]`, integers on the pool's device: row r, column t is the slot of token t, and the
+    columns of a page are slots of one page, as in `RequestToTokenPool`. KV of the batch is written at `slots`, int64
+    `[tokens]`. All tensors are made on the device's current stream; nothing waits for the device.
+
+    REQUIRES: no two `queries` have the same row. Raises InvalidInput for a pool that is not one for attention or holds
+    integers, for no queries, and for queries outside the table.
+    """
+
+    def __init__(
+        self, pool: MHATokenToKVPool | MLATokenToKVPool, table: torch.Tensor, queries: Sequence[Queries]
+    ) -> None:
+        if not isinstance(pool, MHATokenToKVPool | MLATokenToKVPool) or not pool.dtype.is_floating_point:
+            raise InvalidInput(f"attention: a {type(pool).__name__}; pass an MHA or MLA pool of floating-point numbers")
+        if not queries:
+            raise InvalidInput("attention: there are no queries; a batch needs at least one")
+        for some in queries:
+            _require_place(some, *table.shape)
+        self.pool = pool
+        self.table = table
+        self.queries = queries
+        self.tokens = sum(some.count for some in queries)
+        self._groups: dict[tuple[int | None, int], list[_Group]] = {}
+        places = np.empty((3, self.tokens), np.int64)
+        token = 0
+        for row, start, count, before, behind in queries:
+            here = places[:, token : token + count]
+            here[0], here[1], here[2] = row, np.arange(start, start + count), 0
+            here[2, before : count - behind] = 1
+            token += count
+        rows, positions, computed = upload(torch.from_numpy(places), pool.device)
+        self.slots = table[rows, positions].to(torch.int64) * computed
+
+    def groups(self, window: int | None, sharing: int) -> list[_Group]:
+        """Return the products of a layer: with this sliding window, and `sharing` query heads to a head of KV.
+
+        They are made once for all layers that are alike.
+        """
+        key = (window, sharing)
+        if key not in self._groups:
+            alike: dict[tuple[int, int], list[_Block]] = {}
+            for block in self._cut(window, max(1, ROWS_MAX // sharing)):
+                # Padding at most doubles the keys of a block.
+                alike.setdefault((block.count, block.keys.bit_length()), []).append(block)
+            self._groups[key] = [
+                self._group(blocks[first : first + step], window, sharing)
+                for (count, _), blocks in alike.items()
+                for step in [max(1, ROWS_MAX // (sharing * count))]
+                for first in range(0, len(blocks), step)
+            ]
+        return self._groups[key]
+
+    def _cut(self, window: int | None, queries_max: int) -> Iterator[_Block]:
+        page_size, token = self.pool.geometry.page_size, 0
+        for row, start, count, before, behind in self.queries:
+            for done in range(0, count, queries_max):
+                first, here = start + done, min(queries_max, count - done)
+                begin = 0 if window is None else max(0, first - window + 1) // page_size * page_size
+                end = min(first + here, start + count - behind)
+                yield _Block(row, first, here, token + done, begin, end, start + before, token + before)
+            token += count
+
+    def _group(self, blocks: Sequence[_Block], window: int | None, sharing: int) -> _Group:
+        page_size, keys = self.pool.geometry.page_size, max(block.keys for block in blocks)
+        shortest = max(0, min(block.end - block.begin for block in blocks))
+        numbers = np.array([(b.row, b.start, b.token, b.begin, b.end) for b in blocks], np.int64)
+        row, start, token, begin, end = upload(torch.from_numpy(numbers.T.copy()), self.pool.device).unsqueeze(-1)
+        steps = torch.arange(keys, device=self.pool.device)
+        positions, queries = begin + steps, start + steps[: blocks[0].count]
+        columns = positions[:, ::page_size]
+        slots = self.table[row, columns.clamp(max=self.table.shape[1] - 1)].to(torch.int64)
+        visible = positions[:, None, :] <= queries[:, :, None]
+        if window is not None:
+            visible &= positions[:, None, :] > queries[:, :, None] - window
+        return _Group(
+            blocks, keys, shortest,
+            tokens=(token + steps[: blocks[0].count]).flatten(),
+            pages=torch.where(columns < end, slots // page_size, 0).flatten(),
+            missing=(positions >= end)[:, shortest:, None, None],
+            visible=visible.repeat(1, sharing, 1)[:, None],
+        )  # fmt: skip
+
+
+class RadixAttention(torch.nn.Module):
+    """Causal attention of one layer over the paged KV of a pool. Without weights and without state.
+
+    `heads` query heads of `head_dim` share `kv_heads` heads of KV. `layer` is the layer's number in the pool. `scale`
+    multiplies the logits, 1 / sqrt(head_dim) by default; `logit_cap` c makes c * tanh(logit / c) of them. With a
+    `sliding_window` of n a query sees n keys, its own among them. `v_head_dim` is the size of a head of V, that of K by
+    default. With an MLA pool, K is the latent (`head_dim` its size, `kv_heads` 1) and V its first `v_head_dim` columns,
+    as in the absorbed form.
+
+    Raises InvalidInput for a number out of range.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        kv_heads: int,
+        layer: int,
+        *,
+        scale: float | None = None,
+        v_head_dim: int | None = None,
+        logit_cap: float | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = whole("attention: heads", heads, 1), whole("attention: head_dim", head_dim, 1)
+        self.kv_heads, self.layer = whole("attention: kv_heads", kv_heads, 1), whole("attention: layer", layer)
+        if self.heads % self.kv_heads:
+            raise InvalidInput(f"attention: {heads} query heads cannot share {kv_heads} heads of KV; use a divisor")
+        self.v_head_dim = head_dim if v_head_dim is None else whole("attention: v_head_dim", v_head_dim, 1)
+        self.scale = 1.0 / math.sqrt(head_dim) if scale is None else number("attention: scale", scale, positive=True)
+        self.logit_cap = None if logit_cap is None else number("attention: logit_cap", logit_cap, positive=True)
+        self.sliding_window = None
+        if sliding_window is not None:
+            self.sliding_window = whole("attention: sliding_window", sliding_window, 1)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Return `[tokens, heads * v_head_dim]` in the dtype of `q`.
+
+        `q` is `[tokens, heads, head_dim]`, or the same elements in two dimensions; `k` and `v` are so with `kv_heads`,
+        and `v` is None with an MLA pool. K and V are written to the pool in its dtype, and read back from there, so
+        that a token's KV is rounded once for all requests. Without `save_kv_cache` the pool stays as it is, and the
+        result is the same. `k` None says that the KV of the batch is in the pool already. KV is read in the dtype of
+        `q`; scales of a quantised pool are the caller's.
+
+        Waits for the load in flight as `get_kv_buffer` does, on CUDA on the current stream, and raises TransferError if
+        the load failed. Raises InvalidInput for tensors of another shape and for a pool that does not fit; the pool is
+        unchanged then.
+        """
+        new = self._new(q, k, v, batch)
+        if save_kv_cache and new:
+            batch.pool.set_kv_buffer(self.layer, batch.slots, *new)
+            new = ()
+        buffers = batch.pool.get_kv_buffer(self.layer)
+        if isinstance(buffers, torch.Tensor):
+            buffers = (buffers,)
+        q = q.reshape(batch.tokens, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
+        output = q.new_empty((batch.tokens, self.heads * self.v_head_dim))
+        for group in batch.groups(self.sliding_window, self.heads // self.kv_heads):
+            parts = [_gather(buffer, group, q.dtype) for buffer in buffers]
+            for part, tokens in zip(parts, new, strict=False):
+                _place(part, tokens, group)
+            keys, values = parts if len(parts) == 2 else (parts[0], parts[0][..., : self.v_head_dim])
+            output.index_copy_(0, group.tokens, self._attend(q, keys, values, group))
+        return output
+
+    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group) -> torch.Tensor:
+        """One product: K and V `[blocks, keys, kv_heads, dim]` to `[blocks * queries, heads * v_head_dim]`."""
+        blocks, count, sharing = len(group.blocks), group.blocks[0].count, q.shape[2]
+        some = q.index_select(0, group.tokens).view(blocks, count, *q.shape[1:])
+        some = some.permute(0, 2, 3, 1, 4).reshape(blocks, self.kv_heads, sharing * count, self.head_dim)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if self.logit_cap is None:
+            mixed = F.scaled_dot_product_attention(some, keys, values, attn_mask=group.visible, scale=self.scale)
+        else:
+            logits = torch.matmul(some * (self.scale / self.logit_cap), keys.transpose(2, 3))
+            logits = logits.to(torch.promote_types(q.dtype, torch.float32)).tanh_().mul_(self.logit_cap)
+            logits.masked_fill_(~group.visible, -math.inf)
+            mixed = torch.matmul(torch.softmax(logits, dim=-1).to(values.dtype), values)
+        mixed = mixed.view(blocks, self.kv_heads, sharing, count, self.v_head_dim).permute(0, 3, 1, 2, 4)
+        return mixed.reshape(blocks * count, self.heads * self.v_head_dim)
+
+    def _new(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, batch: AttentionBatch
+    ) -> tuple[torch.Tensor, ...]:
+        """K and V, or the latent, in the pool's dtype; empty if they are in the pool. Raises as `forward` does."""
+        pool, shape, mla = batch.pool, batch.pool.geometry, isinstance(batch.pool, MLATokenToKVPool)
+        v_fits = self.v_head_dim <= shape.head_dim if mla else self.v_head_dim == shape.value_dim
+        if (shape.heads, shape.head_dim) != (self.kv_heads, self.head_dim) or not v_fits or self.layer >= shape.layers:
+            raise InvalidInput(
+                f"attention: layer {self.layer}, {self.kv_heads} heads of {self.head_dim} (V: {self.v_head_dim}), but "
+                f"the pool has {shape.layers} layers, {shape.heads} heads of {shape.head_dim} (V: {shape.value_dim})"
+            )
+        if (k is None or mla) is not (v is None):
+            raise InvalidInput("attention: pass K and V, or neither; with an MLA pool the latent as K and V as None")
+        sizes = {"q": (q, self.heads * self.head_dim), "k": (k, self.kv_heads * self.head_dim),
+                 "v": (v, self.kv_heads * self.v_head_dim)}  # fmt: skip
+        for name, (tensor, size) in sizes.items():
+            if tensor is not None and (tensor.shape[0], math.prod(tensor.shape[1:])) != (batch.tokens, size):
+                raise InvalidInput(
+                    f"attention: {name} is {list(tensor.shape)}; {batch.tokens} tokens of {size} elements are needed"
+                )
+        return tuple(
+            part.reshape(batch.tokens, self.kv_heads, -1).to(pool.dtype) for part in (k, v) if part is not None
+        )
+
+
+def _gather(buffer: torch.Tensor, group: _Group, dtype: torch.dtype) -> torch.Tensor:
+    """`[pages, page_size, heads, dim]` of a pool to `[blocks, keys, heads, dim]`, zeros where there is no key."""
+    pages = buffer.index_select(0, group.pages)
+    found = pages.view(len(group.blocks), -1, *buffer.shape[2:])[:, : group.keys].to(dtype)
+    if group.shortest < group.keys:
+        # Entries of a page without a token may hold anything, NaN too, which the weight 0 would not take away.
+        found[:, group.shortest :].masked_fill_(group.missing, 0)
+    return found
+
+
+def _place(gathered: torch.Tensor, tokens: torch.Tensor, group: _Group) -> None:
+    """Put the keys that are not in the pool, of `[tokens, heads, dim]`, where they would have been read."""
+    for found, block in zip(gathered, group.blocks, strict=True):
+        first = max(block.new, block.begin)
+        if first < block.end:
+            from_token = block.new_token + first - block.new
+            found[first - block.begin : block.end - block.begin] = tokens[from_token : from_token + block.end - first]
+
+
+def _require_place(queries: Queries, rows: int, columns: int) -> None:
+    row, start, count, before, behind = queries
+    if not (0 <= row < rows and start >= 0 and 0 < count <= columns - start):
+        raise InvalidInput(f"attention: {count} queries from position {start} of row {row}; the table is {rows} rows of "
+                           f"{columns} columns")  # fmt: skip
+    if not (before >= 0 and behind >= 0 and before + behind < count):
+        raise InvalidInput(f"attention: {before} and {behind} of {count} queries are padding; leave at least one")
