@@ -1,8 +1,8 @@
 """RadixAttention: attention over the paged KV of L1, one per layer of a model.
 
-It is named as in SGLang (Zheng et al., 2024) and does not know the tree: it writes the KV of new tokens to a pool, reads
-the KV of all tokens through a page table, and leaves the product to PyTorch. A forward needs nothing else from HiCache,
-since reading a layer waits for the load of that layer:
+It is named as in SGLang (Zheng et al., 2024) and does not know the tree: it writes the KV of new tokens to a pool,
+reads the KV of all tokens through a page table, and leaves the product to PyTorch. A forward needs nothing else from
+HiCache, since reading a layer waits for the load of that layer:
 
     batch = AttentionBatch(cache.device, rows.table, [Queries(row, cached_tokens, new_tokens), ...])   # once
     attended = attention[layer](q, k, v, batch)                                                        # in each layer
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ import torch.nn.functional as F
 
 from ..arguments import number, whole
 from ..errors import InvalidInput
-from ..tiers import MHATokenToKVPool, MLATokenToKVPool
+from ..tiers import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from ..tiers.device import upload
 
 # Rows of one product: queries times the query heads that share a head of KV. The mask has rows times keys entries, with
@@ -40,7 +41,8 @@ ROWS_MAX = 2048
 KEYS_MULTIPLE = 16
 
 
-class Queries(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Queries:
     """Consecutive tokens of one request to compute: `count` from position `start` on of row `row` of the page table.
 
     The first `before` and the last `behind` of them are padding, for a model that wants fixed shapes: their K and V go
@@ -56,7 +58,8 @@ class Queries(NamedTuple):
     behind: int = 0
 
 
-class _Block(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Block:
     """Queries that are computed together, and the positions of their keys, `begin` .. `end - 1`."""
 
     row: int
@@ -96,9 +99,7 @@ class AttentionBatch:
     integers, for no queries, and for queries outside the table.
     """
 
-    def __init__(
-        self, pool: MHATokenToKVPool | MLATokenToKVPool, table: torch.Tensor, queries: Sequence[Queries]
-    ) -> None:
+    def __init__(self, pool: KVPool, table: torch.Tensor, queries: Sequence[Queries]) -> None:
         if not isinstance(pool, MHATokenToKVPool | MLATokenToKVPool) or not pool.dtype.is_floating_point:
             raise InvalidInput(f"attention: a {type(pool).__name__}; pass an MHA or MLA pool of floating-point numbers")
         if not queries:
@@ -112,11 +113,11 @@ class AttentionBatch:
         self._groups: dict[tuple[int | None, int], list[_Group]] = {}
         places = np.empty((3, self.tokens), np.int64)
         token = 0
-        for row, start, count, before, behind in queries:
-            here = places[:, token : token + count]
-            here[0], here[1], here[2] = row, np.arange(start, start + count), 0
-            here[2, before : count - behind] = 1
-            token += count
+        for some in queries:
+            here = places[:, token : token + some.count]
+            here[0], here[1], here[2] = some.row, np.arange(some.start, some.start + some.count), 0
+            here[2, some.before : some.count - some.behind] = 1
+            token += some.count
         rows, positions, computed = upload(torch.from_numpy(places), pool.device)
         self.slots = table[rows, positions].to(torch.int64) * computed
 
@@ -141,13 +142,14 @@ class AttentionBatch:
 
     def _cut(self, window: int | None, queries_max: int) -> Iterator[_Block]:
         page_size, token = self.pool.geometry.page_size, 0
-        for row, start, count, before, behind in self.queries:
-            for done in range(0, count, queries_max):
-                first, here = start + done, min(queries_max, count - done)
-                begin = 0 if window is None else max(0, first - window + 1) // page_size * page_size
-                end = min(first + here, start + count - behind)
-                yield _Block(row, first, here, token + done, begin, end, start + before, token + before)
-            token += count
+        for some in self.queries:
+            for done in range(0, some.count, queries_max):
+                start, count = some.start + done, min(queries_max, some.count - done)
+                begin = 0 if window is None else max(0, start - window + 1) // page_size * page_size
+                end = min(start + count, some.start + some.count - some.behind)
+                new = some.start + some.before
+                yield _Block(some.row, start, count, token + done, begin, end, new, token + some.before)
+            token += some.count
 
     def _group(self, blocks: Sequence[_Block], window: int | None, sharing: int) -> _Group:
         page_size, keys = self.pool.geometry.page_size, max(block.keys for block in blocks)
@@ -230,9 +232,8 @@ class RadixAttention(torch.nn.Module):
         if save_kv_cache and new:
             batch.pool.set_kv_buffer(self.layer, batch.slots, *new)
             new = ()
-        buffers = batch.pool.get_kv_buffer(self.layer)
-        if isinstance(buffers, torch.Tensor):
-            buffers = (buffers,)
+        found = batch.pool.get_kv_buffer(self.layer)
+        buffers = [found] if isinstance(found, torch.Tensor) else found
         q = q.reshape(batch.tokens, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
         output = q.new_empty((batch.tokens, self.heads * self.v_head_dim))
         for group in batch.groups(self.sliding_window, self.heads // self.kv_heads):
@@ -303,10 +304,13 @@ def _place(gathered: torch.Tensor, tokens: torch.Tensor, group: _Group) -> None:
             found[first - block.begin : block.end - block.begin] = tokens[from_token : from_token + block.end - first]
 
 
-def _require_place(queries: Queries, rows: int, columns: int) -> None:
-    row, start, count, before, behind = queries
-    if not (0 <= row < rows and start >= 0 and 0 < count <= columns - start):
-        raise InvalidInput(f"attention: {count} queries from position {start} of row {row}; the table is {rows} rows of "
-                           f"{columns} columns")  # fmt: skip
-    if not (before >= 0 and behind >= 0 and before + behind < count):
-        raise InvalidInput(f"attention: {before} and {behind} of {count} queries are padding; leave at least one")
+def _require_place(some: Queries, rows: int, columns: int) -> None:
+    if not (0 <= some.row < rows and some.start >= 0 and 0 < some.count <= columns - some.start):
+        raise InvalidInput(
+            f"attention: {some.count} queries from position {some.start} of row {some.row}; the table has {rows} rows "
+            f"of {columns} columns"
+        )
+    if not (some.before >= 0 and some.behind >= 0 and some.before + some.behind < some.count):
+        raise InvalidInput(
+            f"attention: {some.before} and {some.behind} of {some.count} queries are padding; leave at least one"
+        )

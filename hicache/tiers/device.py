@@ -92,12 +92,16 @@ class MHATokenToKVPool(KVPool):
         shape = (2, size, heads, k_dim) if v_dim == k_dim else (size * heads * (k_dim + v_dim),)
         self.kv_buffer = _allocate(geometry, KVLayout.MHA, pages, shape, device)
         self.dtype = self.kv_buffer[0].dtype
-        blocks = [kv.flatten(1).split([size * heads * k_dim, size * heads * v_dim], dim=1) for kv in self.kv_buffer]
-        self._parts = [(k.unflatten(1, (size, heads, k_dim)), v.unflatten(1, (size, heads, v_dim))) for k, v in blocks]
+        k_block = size * heads * k_dim
+        self._parts = [
+            (kv[:, :k_block].view(-1, size, heads, k_dim), kv[:, k_block:].view(-1, size, heads, v_dim))
+            for kv in (layer.flatten(1) for layer in self.kv_buffer)
+        ]
         super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
 
     def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each `[pages + 1, page_size, heads, head_dim]`, for an attention kernel to read.
+        """K and V of one layer, each `[pages + 1, page_size, heads, head_dim]` (V: `v_head_dim`), for an attention
+        kernel to read.
 
         Waits for the layer's load, as `wait_layer`, and raises as that does.
         """
