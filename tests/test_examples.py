@@ -105,6 +105,14 @@ def test_a_conversation_goes_on_to_the_last_token_until_the_weights_change(repos
     assert "pin: ended, sessions: 0" in shown
 
 
+def test_a_forward_that_does_not_know_of_the_cache_computes_the_same_from_the_host(repository: Path) -> None:
+    assert run_example(repository, "own_forward.py") == [
+        "computed: 0 of 500 tokens from the cache",
+        "loaded: 496 of 500 tokens from the cache",
+        "the same result: True",
+    ]
+
+
 def test_slots_are_drawn_on_the_cache_which_evicts_for_them(repository: Path) -> None:
     cached = [int(line.split()[2]) for line in run_example(repository, "token_slots.py")]
     assert cached == [0, 48, 0, 0, 0, 0]

@@ -32,6 +32,19 @@ def test_a_geometry_has_one_piece_per_layer(layout: KVLayout) -> None:
     assert page_shape(shape) is shape
 
 
+def test_heads_of_v_may_have_another_size_than_those_of_k() -> None:
+    geometry = KVGeometry(layers=2, heads=3, head_dim=24, page_size=4, v_head_dim=16)
+    assert geometry.layer_bytes == 4 * 3 * (24 + 16) * 2 and geometry.value_dim == 16
+    equal = KVGeometry(layers=2, heads=3, head_dim=24, page_size=4, v_head_dim=24)
+    assert equal == KVGeometry(layers=2, heads=3, head_dim=24, page_size=4) and equal.value_dim == 24
+    assert equal.layer_bytes == equal.blocks_per_layer * equal.block_bytes
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(InvalidInput, match="v_head_dim"):
+            KVGeometry(layers=2, heads=3, head_dim=24, page_size=4, v_head_dim=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="leave it out"):
+        KVGeometry(layers=2, heads=1, head_dim=24, page_size=4, layout=KVLayout.MLA, v_head_dim=16)
+
+
 def test_numbers_of_numpy_make_the_same_shape_and_exact_sizes() -> None:
     piece = Piece("kv", np.int16(30_000))  # type: ignore[arg-type]
     shape = PageShape(np.int8(16), (piece,) * 3)  # type: ignore[arg-type]

@@ -395,7 +395,8 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
         replace(base, geometry=replace(shape, **change))
         for change in (
             {"layers": 3}, {"heads": 2}, {"head_dim": 16}, {"page_size": 32}, {"dtype": "float16"},
-            {"layout": KVLayout.MLA},
+            {"layout": KVLayout.MLA}, {"v_head_dim": 4},
+            {"head_dim": 4, "v_head_dim": 12}, {"head_dim": 12, "v_head_dim": 4},  # as many bytes
         )
     ]  # fmt: skip
     digests = {namespace.digest for namespace in [base, *others]}

@@ -181,7 +181,7 @@ class RadixAttention(torch.nn.Module):
     default. With an MLA pool, K is the latent (`head_dim` its size, `kv_heads` 1) and V its first `v_head_dim` columns,
     as in the absorbed form.
 
-    Raises InvalidInput for a number out of range.
+    REQUIRES: called without gradients, as in `torch.inference_mode()`. Raises InvalidInput for a number out of range.
     """
 
     def __init__(

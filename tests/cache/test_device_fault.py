@@ -43,8 +43,11 @@ def test_a_request_that_began_before_a_load_failed_hears_of_it_at_its_forward(wo
     assert transfer is not None
     with pytest.raises(TransferError):
         transfer.wait_layer(0)
+    with pytest.raises(TransferError):
+        world.device.wait_layer(0)
     world.cache.cache_finished_req(request, None)
     assert world.cache.start_loading() is None
+    world.device.wait_layer(0)
 
 
 def test_a_running_request_keeps_its_own_pages_once_a_load_has_failed(world: World) -> None:

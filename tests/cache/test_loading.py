@@ -50,7 +50,9 @@ def test_loads_of_one_step_are_one_copy() -> None:
     requests = [world.cache.begin_request(str(i), prompt(*pages)) for i, pages in enumerate([(1, 2), (3, 4)])]
     transfer = world.cache.start_loading()
     assert transfer is not None and world.controller.statistics().queues.load == 1
+    assert world.device.loading is transfer, "whoever reads L1 waits for it"
     world.settle()
+    assert (world.cache.start_loading(), world.device.loading) == (None, None)
     for request, pages in zip(requests, [(1, 2), (3, 4)], strict=True):
         assert request is not None
         world.compare(prompt(*pages), request.pages[:2])

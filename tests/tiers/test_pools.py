@@ -71,6 +71,19 @@ def test_slots_written_by_token_are_entries_of_their_page() -> None:
     assert pool.get_kv_buffer(0)[0].abs().sum() == 0
 
 
+def test_k_and_v_of_different_head_sizes_are_two_blocks_of_one_page() -> None:
+    geometry = KVGeometry(layers=2, heads=2, head_dim=6, page_size=4, v_head_dim=3)
+    pool = MHATokenToKVPool(geometry, 5)
+    slots = torch.from_numpy(token_slots(np.array([2, 5], dtype=np.int32), 4))
+    k, v = torch.randn(8, 2, 6).to(torch.bfloat16), torch.randn(8, 2, 3).to(torch.bfloat16)
+    pool.set_kv_buffer(1, slots, k, v)
+    k_pages, v_pages = pool.get_kv_buffer(1)
+    assert torch.equal(k_pages[2], k[:4]) and torch.equal(v_pages[5], v[4:])
+    (region,) = pool.blocks.layers[1]
+    assert torch.equal(region[5].view(torch.bfloat16), torch.cat((k[4:].flatten(), v[4:].flatten())))
+    assert pool.kv_buffer[1].count_nonzero() == 8 * 2 * (6 + 3)
+
+
 def test_mla_pools_have_one_latent_block_per_layer() -> None:
     pool = create_device_pool(MLA, 5)
     assert isinstance(pool, MLATokenToKVPool)

@@ -1,0 +1,79 @@
+"""A forward that does not know of HiCache: its attention reads L1, and reading waits for what is being loaded.
+
+    python examples/own_forward.py
+
+A prompt is computed, leaves L1, comes back from the host while it is computed on, and leads to the same result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
+from hicache.cache import TreeCache, create_cache
+from hicache.engine import AttentionBatch, Queries, RadixAttention
+from hicache.tiers import RequestToTokenPool
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WORDS = 4, 4, 2, 16, 64, 1000
+GEOMETRY = KVGeometry(layers=LAYERS, heads=KV_HEADS, head_dim=HEAD_DIM, page_size=16, dtype="float32")
+
+
+class Model:
+    """Layers of attention with random weights."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.embedding = torch.randn(WORDS, HIDDEN)
+        self.qkv = torch.randn(LAYERS, HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM) / HIDDEN**0.5
+        self.output = torch.randn(LAYERS, HEADS * HEAD_DIM, HIDDEN) / HIDDEN**0.5
+        self.attention = [RadixAttention(HEADS, HEAD_DIM, KV_HEADS, layer) for layer in range(LAYERS)]
+
+    def forward(self, tokens: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Hidden states of new tokens, `[tokens, HIDDEN]`; writes their KV."""
+        state = self.embedding[tokens]
+        for layer, attention in enumerate(self.attention):
+            q, k, v = (state @ self.qkv[layer]).split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], 1)
+            state = torch.tanh(state + attention(q, k, v, batch) @ self.output[layer])
+        return state
+
+
+def serve(cache: TreeCache, rows: RequestToTokenPool, model: Model, prompt: list[int]) -> tuple[int, torch.Tensor]:
+    """One request; how many tokens came from the cache, and the last hidden state."""
+    key = RadixKey.of(prompt)
+    request, row = cache.begin_request("request", key), rows.alloc()
+    if request is None or row is None:
+        raise SystemExit("L1 has no room; a scheduler would try again in its next step")
+    cache.start_loading()
+    rows.write(row, request.pages, cache.page_size)
+    cached = request.cached_tokens
+    # A batch has one entry for each request: prefills, and decodes with one new token.
+    batch = AttentionBatch(cache.device, rows.table, [Queries(row, cached, len(prompt) - cached)])
+    last = model.forward(torch.tensor(prompt[cached:]), batch)[-1]
+    cache.cache_finished_req(request, key)
+    rows.free(row)
+    return cached, last
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Serve a prompt twice, the second time from the host."""
+    config = HiCacheConfig.model_validate({
+        "page_size": GEOMETRY.page_size,
+        "device": {"tokens": 1024},
+        "host": {"ratio": 2},
+        "load_back_threshold_tokens": 16,
+        "break_even": {"mode": "always"},
+    })  # fmt: skip
+    prompt, model, rows = list(range(500)), Model(), RequestToTokenPool(1, 1024)
+    with create_cache(config, Namespace(model="random", geometry=GEOMETRY)) as cache:
+        computed = serve(cache, rows, model, prompt)
+        cache.drain(timeout_s=10)  # the copies to the host have ended
+        cache.evict(cache.device.pages)
+        loaded = serve(cache, rows, model, prompt)
+    print(f"computed: {computed[0]} of {len(prompt)} tokens from the cache")
+    print(f"loaded: {loaded[0]} of {len(prompt)} tokens from the cache")
+    print(f"the same result: {torch.allclose(computed[1], loaded[1], rtol=1e-4, atol=1e-4)}")
+
+
+if __name__ == "__main__":
+    main()
