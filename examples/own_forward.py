@@ -1,4 +1,4 @@
-"""A forward that does not know of HiCache: its attention reads L1, and reading waits for what is being loaded.
+"""A forward that does not know of HiCache: its attention reads L1, and reading waits for the load in flight.
 
     python examples/own_forward.py
 

@@ -50,9 +50,10 @@ def test_loads_of_one_step_are_one_copy() -> None:
     requests = [world.cache.begin_request(str(i), prompt(*pages)) for i, pages in enumerate([(1, 2), (3, 4)])]
     transfer = world.cache.start_loading()
     assert transfer is not None and world.controller.statistics().queues.load == 1
-    assert world.device.loading is transfer, "whoever reads L1 waits for it"
+    waited_for = [world.device.loading]
     world.settle()
-    assert (world.cache.start_loading(), world.device.loading) == (None, None)
+    world.cache.start_loading()
+    assert [*waited_for, world.device.loading] == [transfer, None]
     for request, pages in zip(requests, [(1, 2), (3, 4)], strict=True):
         assert request is not None
         world.compare(prompt(*pages), request.pages[:2])

@@ -294,6 +294,29 @@ def test_no_value_of_the_device_decides_what_the_host_does(kind: str, options: d
             q[q > 0]  # the control: to know how many these are, the host has to wait
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"logit_cap": 2.0}])
+@pytest.mark.parametrize("window", [None, 7])
+def test_on_cuda_it_is_dense_attention_and_never_waits(kind: str, options: dict[str, Any], window: int | None) -> None:
+    shape = SHAPES[kind]
+    world = Forward(shape, dtype="bfloat16", compute=torch.bfloat16, window=window)
+    pool = create_device_pool(world.pool.geometry, world.pool.pages, "cuda")
+    assert isinstance(pool, MHATokenToKVPool | MLATokenToKVPool)
+    for there, here in zip(pool.kv_buffer, world.pool.kv_buffer, strict=True):
+        there.copy_(here)
+    q, k, v, table = (some.cuda() for some in (world.new_q, world.new_k, world.new_v, world.table))
+    layer = shape.attention(sliding_window=window, **options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = layer(q, k, None if shape.mla else v, AttentionBatch(pool, table, world.queries))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    close(result.cpu(), world.expected(**options), 2e-2)
+
+
 def test_mistakes_of_the_caller_are_refused_and_change_nothing() -> None:
     world, shape = Forward(SHAPES["gqa"], [(4, 2)]), SHAPES["gqa"]
     pool, table, batch = world.pool, world.table, world.batch()
@@ -403,7 +426,7 @@ def test_without_the_wait_a_layer_is_read_too_early(loaded: tuple[Forward, Deman
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
-def test_a_load_that_failed_is_raised_to_whoever_reads_until_it_is_replaced(kind: str) -> None:
+def test_reading_raises_the_error_of_a_failed_load_until_it_is_replaced(kind: str) -> None:
     world = Forward(SHAPES[kind])
     world.pool.loading = FailedTransfer(TransferError("the copy failed"))
     for _ in range(2):
