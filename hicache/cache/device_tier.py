@@ -97,6 +97,8 @@ class DeviceTier:
         self._backups: dict[Backup, _Run] = {}
         self._loads: dict[Load, tuple[RadixTree, Node]] = {}
         self._halted = False
+        # By page: the number of the latest fence when a request that could read the page ended, or it was computed.
+        self._read_until = np.zeros(allocator.first + allocator.capacity, dtype=np.int64)
 
     # Pages
 
@@ -145,8 +147,13 @@ class DeviceTier:
 
     def free(self, pages: PageIds) -> None:
         """Take pages of a request back."""
+        self.read(pages)
         self.allocator.free(pages)
         self.request_pages -= len(pages)
+
+    def read(self, pages: PageIds) -> None:
+        """Note that forwards up to the latest fence may read or write `pages`; a load into them comes after it."""
+        self._read_until[pages.astype(np.intp)] = self._controller.fences.latest
 
     def free_group(self) -> AbstractContextManager[None]:
         """What is freed inside becomes free at the end of the block."""
@@ -355,7 +362,8 @@ class DeviceTier:
             node.load_pending = True
             done += run
         tree.lock(nodes[-1])
-        load = self._controller.submit_load(host_pages, pages)
+        after = int(self._read_until[pages.astype(np.intp)].max())
+        load = self._controller.submit_load(host_pages, pages, after)
         self._loads[load] = tree, nodes[-1]
         return load
 

@@ -81,8 +81,8 @@ class TreeCache(Protocol):
         """
 
     def record_fence(self, fence: Fence) -> None:
-        """Say what the copies that start from now on come after: KV handed to the cache up to here is written once
-        `fence` has passed, and pages freed up to here are read no more. It takes the place of the last one.
+        """Say what copies come after: KV handed to the cache from now on, until the next fence, is written once `fence`
+        has passed, and pages that are freed are read no more.
 
         REQUIRES, if a forward returns before it has ended: called after each forward was queued, also one that failed
         halfway, and before its KV is shared or its pages are freed.

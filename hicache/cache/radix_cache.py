@@ -164,6 +164,7 @@ class HiRadixCache(TieredCache):
             self.cache_unfinished_req(request, key)
         if request.gathers and request.tree is self.tree:
             self._l1.used(request.last_node)
+        self._l1.read(request.pages[: request.shared_pages])
         self._l1.free(request.pages[request.shared_pages :])
         request.tree.unlock(request.last_node)
         if key is None and request.load is not None:
@@ -182,6 +183,7 @@ class HiRadixCache(TieredCache):
         uses = self._note_uses(None, key, key.pages(self.page_size))
         inserted = self.tree.insert(key, require_pages(device_pages), priority=priority, uses=uses)
         self._l1.request_pages -= len(device_pages) - inserted.present_pages
+        self._l1.read(device_pages)
         self._l1.used(inserted.node)
         return inserted
 

@@ -9,7 +9,8 @@
               Touch, acks.lost        uses on L1 and L2  one in flight, behind the stores
 
 Copies are merged: all that was submitted to one direction since the last launch becomes one, once per step, and for
-backups also when an eviction waits for them. A copy starts once the fence has passed that was the latest at its launch.
+backups also when an eviction waits for them. A backup starts once the fence has passed that was the latest at its
+launch, a load once those have that the last readers of its L1 pages came before, so that it overlaps later forwards.
 Every submitted operation is acknowledged exactly once, by `poll`, or taken back by a `cancel_` call that says so; until
 then its pages are lent to it and must not be freed. After a copy has failed, all later ones are acknowledged as failed.
 
@@ -51,7 +52,7 @@ from .agreement import (
     store_progress,
 )
 from .gate import OpenBackend
-from .operations import Acks, Backup, Copy, Launch, Load, Lookup, Read, Store, leading_done
+from .operations import Acks, Backup, Copy, Fences, Launch, Load, Lookup, Read, Store, leading_done
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, CopyCounter, QueueStatistics
 from .storage import StorageExecutor
@@ -96,14 +97,13 @@ class HiCacheController:
         self._started_s = clock()
         self._agreed_s = 0.0
         self._copies = copies
-        self._fence: Fence | None = None
+        self.fences = Fences()
         self._backups: list[Backup] = []
         self._loads: list[Load] = []
         self._launched_backups: deque[Launch[Backup]] = deque()
         self._launched_loads: deque[Launch[Load]] = deque()
         self._backup_pages = self._load_pages = self.read_pages = self.store_pages = 0  # lent
-        # In order of submission, for the ranks to agree on them.
-        self._prefetches: dict[Lookup | Read, None] = {}
+        self._prefetches: dict[Lookup | Read, None] = {}  # both in order of submission, for the ranks to agree on them
         self._stores: dict[Store, None] = {}
         self._moved: Counter[str] = Counter()
         self._backup_times, self._load_times = CopyCounter(host.payload_bytes), CopyCounter(host.payload_bytes)
@@ -148,10 +148,10 @@ class HiCacheController:
     # L1 <-> L2
 
     def record_fence(self, fence: Fence) -> None:
-        """Start copies that are launched from now on once `fence` has passed. Raises as `CopyEngine.require_fence`."""
+        """Take note of a point in the engine's work. Raises as `CopyEngine.require_fence`."""
         if self._copies is not None:
             self._copies.require_fence(fence)
-        self._fence = fence
+        self.fences.add(fence)
 
     def takes_backup(self, pages: int) -> bool:
         """Whether the write queue takes `pages` more; a refusal is counted."""
@@ -165,9 +165,10 @@ class HiCacheController:
         self._backup_pages += len(device_pages)
         return backup
 
-    def submit_load(self, host_pages: PageIds, device_pages: PageIds) -> Load:
-        """Queue a copy to L1; the next `launch_loads` starts it. REQUIRES: `load_room` is enough."""
-        load = Load(host_pages, device_pages)
+    def submit_load(self, host_pages: PageIds, device_pages: PageIds, after: int) -> Load:
+        """Queue a copy to L1; the next `launch_loads` starts it. REQUIRES: `load_room` is enough; `after` is a fence's number.
+        """
+        load = Load(host_pages, device_pages, after)
         self._loads.append(load)
         self._submitted["loads"] += 1
         self._load_pages += len(device_pages)
@@ -220,11 +221,11 @@ class HiCacheController:
         transfer: Transfer
         try:
             if isinstance(operations[0], Load):
-                transfer = self._copies.load(host_pages, device_pages, after=self._fence)
+                number = max(operation.after for operation in operations)
+                transfer = self._copies.load(host_pages, device_pages, after=self.fences.at(number))
             else:
-                transfer = self._copies.backup(device_pages, host_pages, after=self._fence)
+                transfer = self._copies.backup(device_pages, host_pages, after=self.fences.at(self.fences.latest))
         except (RuntimeError, MemoryError, ValueError, IndexError) as error:
-            # The device has no memory left for staging, say. Part of the copy may be in flight.
             transfer = FailedTransfer(TransferError(f"a copy between device and host could not be started: {error}"))
         return Launch(transfer, operations, len(device_pages))
 

@@ -10,23 +10,46 @@ one reference. What a worker writes is final once the operation has come back to
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import TransferError
 from ..keys import PageChain, RadixKey
-from ..tiers import Transfer
+from ..tiers import Fence, Transfer
 from ..types import PageIds
 from .gate import OpenStore
+
+# More than the forwards that an engine queues ahead.
+FENCES_KEPT = 16
+
+
+class Fences:
+    """The latest points in the engine's work, numbered from 1. `latest` is the number of the last one, 0 without any.
+    """
+
+    def __init__(self) -> None:
+        self.latest = 0
+        self._kept: deque[tuple[int, Fence]] = deque(maxlen=FENCES_KEPT)
+
+    def add(self, fence: Fence) -> None:
+        """Take note of a fence."""
+        self.latest += 1
+        self._kept.append((self.latest, fence))
+
+    def at(self, number: int) -> Fence | None:
+        """Return fence `number`; for one of long ago the oldest that is kept, which comes later; None for 0."""
+        return next((fence for found, fence in self._kept if found >= number), None) if number else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """Copy L2 pages to L1, pairwise."""
+    """Copy L2 pages to L1, pairwise. `after` is the number of the fence behind the last reader of the L1 pages."""
 
     host_pages: PageIds
     device_pages: PageIds
+    after: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

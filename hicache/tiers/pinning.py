@@ -17,7 +17,6 @@ import torch
 from ..errors import CapacityError, InvalidInput, TransferError
 from ..units import format_size
 from .cuda_driver import CudaDriver
-from .device import known_device
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def driver_of(device: torch.device) -> CudaDriver:
     """Return the driver of a CUDA device. Raises InvalidInput for another device, and where torch sees no CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         raise InvalidInput(f"host pool: pin: {device} is not a CUDA device that torch sees; leave pin out")
-    return CudaDriver(known_device(device).index)
+    return CudaDriver(torch.cuda.current_device() if str(device) == "cuda" else device.index)
 
 
 def _unregister(driver: CudaDriver, chunks: list[int], mapping: object = None) -> None:

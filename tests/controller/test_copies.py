@@ -9,6 +9,7 @@ import pytest
 
 from hicache.config import HiCacheConfig
 from hicache.controller import Backup, HiCacheController, Load
+from hicache.controller.operations import FENCES_KEPT
 from hicache.errors import TransferError
 from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, Transfer, create_device_pool
 from hicache.tiers.copy_cpu import CpuCopyEngine
@@ -63,9 +64,9 @@ def rig() -> Iterator[Rig]:
 
 
 def test_a_failed_load_is_not_hidden_by_a_later_one_that_is_fine(rig: Rig) -> None:
-    failed = rig.controller.submit_load(pages(0), pages(1))
+    failed = rig.controller.submit_load(pages(0), pages(1), 0)
     first = rig.controller.launch_loads()
-    fine = rig.controller.submit_load(pages(1), pages(2))
+    fine = rig.controller.submit_load(pages(1), pages(2), 0)
     both = rig.controller.launch_loads()
     assert first is not None and both is not None and both.wait(WAIT_S) and both.done()
     assert rig.controller._launched_loads[1].transfer.error is None, "the later one alone would not tell"
@@ -79,11 +80,11 @@ def test_a_failed_load_is_not_hidden_by_a_later_one_that_is_fine(rig: Rig) -> No
 
 
 def test_a_transfer_over_all_loads_has_ended_when_the_last_one_has(rig: Rig) -> None:
-    rig.controller.submit_load(pages(1), pages(1))
+    rig.controller.submit_load(pages(1), pages(1), 0)
     first = rig.controller.launch_loads()
     assert first is not None and first.wait(WAIT_S)
     rig.controller.record_fence(rig.steps.fence(1))
-    rig.controller.submit_load(pages(2), pages(2))
+    rig.controller.submit_load(pages(2), pages(2), 1)
     both = rig.controller.launch_loads()
     assert both is not None
     assert not (both.done() or both.wait(0.0))
@@ -93,25 +94,39 @@ def test_a_transfer_over_all_loads_has_ended_when_the_last_one_has(rig: Rig) -> 
 
 
 def test_copies_of_the_same_pages_are_two_operations_that_do_not_change() -> None:
-    for kind in (Load, Backup):
-        one, other = kind(pages(1), pages(1)), kind(pages(1), pages(1))
+    for one, other in (
+        (Load(pages(1), pages(1), 0), Load(pages(1), pages(1), 0)),
+        (Backup(pages(1), pages(1)), Backup(pages(1), pages(1))),
+    ):
         assert len({one, other, one}) == 2
         with pytest.raises(AttributeError):
             one.host_pages = pages(2)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_the_copies_of_a_cache_come_after_the_fence_that_its_engine_recorded_last(policy: str) -> None:
+def test_backups_come_after_the_latest_fence_and_loads_after_that_of_the_last_reader(policy: str) -> None:
     world = World(copies=Copies, config=HiCacheConfig(write_policy=policy, load_back_threshold_tokens=4))
     copies, steps = world.controller._copies, StepCounter()
     assert isinstance(copies, Copies)
     world.serve("other", prompt(9))
+    world.cache.record_fence(read := steps.fence(0))
     world.serve("a", prompt(1, 2, 3))
     world.cache.record_fence(written := steps.fence(0))
     world.cache.evict(100)
     world.settle()
     world.cache.evict(100)
-    world.cache.record_fence(read := steps.fence(0))
+    assert copies.fences[-1] is written
+    world.cache.record_fence(steps.fence(10))  # of a forward that is still queued, and reads none of these pages
     world.serve("b", prompt(1, 2, 3))
-    assert copies.fences[0] is written and copies.fences[-1] is read
+    assert copies.fences[-1] is read
     world.close()
+
+
+def test_a_load_that_comes_after_a_fence_of_long_ago_comes_after_the_oldest_that_is_kept(rig: Rig) -> None:
+    recorded = [rig.steps.fence(0) for _ in range(FENCES_KEPT + 3)]
+    for fence in recorded:
+        rig.controller.record_fence(fence)
+    for page, after in enumerate((0, 1, 3, 4, len(recorded)), start=1):
+        rig.controller.submit_load(pages(page), pages(page), after)
+        rig.controller.launch_loads()
+    assert rig.copies.fences == [None, recorded[3], recorded[3], recorded[3], recorded[-1]]

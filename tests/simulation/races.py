@@ -90,6 +90,13 @@ class _IgnoresFencesOfLoads(SimulatedCopyEngine):
         return super().load(host_blocks, blocks)
 
 
+class _ForgetsReaders(DeviceTier):
+    """A load does not wait for the forwards of a request that has ended, though they may still read its pages."""
+
+    def read(self, pages: PageIds) -> None:
+        pass
+
+
 class _EagerTransfer(SimulatedTransfer):
     def done(self) -> bool:
         return True
@@ -330,6 +337,7 @@ RACES: dict[str, Race] = {
     "a device page of a load is freed at submit": Race(_l1(_UnlocksLoadsAtSubmit), {WRONG, LATE, BOOKS}, 400),
     "a backup ignores the fence": Race(Parts(copies=_IgnoresFencesOfBackups), {WRONG}, 40),
     "a load ignores the fence": Race(Parts(copies=_IgnoresFencesOfLoads), {WRONG}, 400),
+    "a load does not wait for the last reader of its pages": Race(_l1(_ForgetsReaders), {WRONG}, 400),
     "a backup is visible before its copy has ended": Race(Parts(copies=_AcknowledgesEarly), {WRONG}, 40),
     "a split during a backup loses a part": Race(_tree(_ForgetsSplits), {WRONG, BOOKS}, 40),
     "a device page of a write-back victim is freed at submit": Race(

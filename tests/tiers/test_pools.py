@@ -26,7 +26,7 @@ from hicache.tiers import (
     device,
     token_slots,
 )
-from hicache.tiers.memory import DeviceMemory, device_pages, host_pages, profile_max_num_tokens
+from hicache.tiers.memory import STAGING_BYTES, DeviceMemory, device_pages, host_pages, profile_max_num_tokens
 from tests.seeds import rng, seeds
 
 MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
@@ -166,7 +166,7 @@ def test_what_a_fraction_gives_fits_and_one_token_more_would_not(seed: int) -> N
 
 def test_a_fraction_of_the_device_sizes_l1_with_its_padding_page() -> None:
     cuda = torch.device("cuda")
-    memory = DeviceMemory(MHA.payload_bytes * 60, MHA.payload_bytes * 100)
+    memory = DeviceMemory(MHA.payload_bytes * 60 + STAGING_BYTES, MHA.payload_bytes * 100)
     assert device_pages(DeviceConfig(memory_fraction=0.5), MHA, cuda, memory) == 9
     with pytest.raises(CapacityError, match="memory_fraction"):
         device_pages(DeviceConfig(memory_fraction=0.41), MHA, cuda, memory)
