@@ -55,6 +55,7 @@ class Settings:
     max_new_tokens: int
     temperature: float
     verify: bool
+    device: str
 
     def config(self) -> HiCacheConfig:
         """The effective configuration. Raises ConfigError without storage: there would be nothing to restart from."""
@@ -72,6 +73,7 @@ class Settings:
 @click.option("--max-new-tokens", type=click.IntRange(1, 256), default=32, show_default=True, help="Per answer.")
 @click.option("--temperature", type=Number(0.0, 5.0), default=0.7, show_default=True,
               help="0 is greedy. Draws depend on position alone, so text must be equal either way.")  # fmt: skip
+@click.option("--device", default="cpu", show_default=True, help="Where the model runs and L1 is: cpu, cuda, cuda:1, ...")
 @click.option("--verify", is_flag=True, help="Also compare the KV bytes, and check all invariants at each step.")
 @click.option(
     "--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics meanwhile; 0: a free port."
@@ -139,7 +141,7 @@ class Demo:
     def run(self) -> list[str]:
         """All of it; what differs, in words."""
         # A store that cannot be used should be known before the first run and not after it.
-        create_engine(self._config, self._checkpoint).close()
+        create_engine(self._config, self._checkpoint, device=self._settings.device).close()
         with self._metrics():
             cold = self._serve("without reuse", self._config.model_copy(update={"storage": None}), reuse=False)
             cached = self._serve("with the cache", self._config, reuse=True)
@@ -162,7 +164,7 @@ class Demo:
         workload = load_workload(self._tokenizer, self._settings.rounds)
         requests = sum(len(wave) for wave in load_workload(self._tokenizer, self._settings.rounds).waves())
         with (
-            create_engine(config, self._checkpoint) as engine,
+            create_engine(config, self._checkpoint, device=self._settings.device) as engine,
             LiveTable(self._console, title, engine, requests) as table,
         ):
             self._engine = engine
@@ -173,7 +175,8 @@ class Demo:
             settle(engine)
             state = engine.cache.statistics()
             self._snapshot, self._engine = state, None
-        self._console.print(f"{title}: {len(answers)} requests, {state.prompt_tokens:,} prompt tokens")
+        where = "" if self._settings.device == "cpu" else f" on {self._settings.device}"
+        self._console.print(f"{title}{where}: {len(answers)} requests, {state.prompt_tokens:,} prompt tokens")
         if reuse:
             self._console.print(tier_table(state), highlight=False)
         return answers
@@ -190,6 +193,7 @@ class Demo:
         settings = self._settings
         command = [sys.executable, "-m", "hicache", "demo", "--restarted", "-c", str(settings.config_file)]
         command += ["--max-new-tokens", str(settings.max_new_tokens), "--temperature", str(settings.temperature)]
+        command += ["--device", settings.device]
         command += ["--verify"] if settings.verify else []
         for setting in settings.overrides:
             command += ["--set", setting]
@@ -242,7 +246,7 @@ def answer_again(settings: Settings) -> None:
     given = json.load(sys.stdin)
     asks = [Ask(**ask) for ask in given]
     checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)
-    with create_engine(settings.config(), checkpoint) as engine:
+    with create_engine(settings.config(), checkpoint, device=settings.device) as engine:
         runner = make_runner(engine, settings, reuse=True)
         answers = [answer.as_json() for ask in asks for answer in runner.serve([ask])]
     json.dump(answers, sys.stdout)

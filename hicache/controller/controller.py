@@ -166,8 +166,8 @@ class HiCacheController:
         return backup
 
     def submit_load(self, host_pages: PageIds, device_pages: PageIds, after: int) -> Load:
-        """Queue a copy to L1; the next `launch_loads` starts it. REQUIRES: `load_room` is enough; `after` is a fence's number.
-        """
+        """Queue a copy to L1 behind fence number `after`; the next `launch_loads` starts it. REQUIRES: there is
+        `load_room`."""
         load = Load(host_pages, device_pages, after)
         self._loads.append(load)
         self._submitted["loads"] += 1

@@ -1,0 +1,61 @@
+"""The runtime of a CUDA device whose streams stall, and which can leave a wait out."""
+
+from __future__ import annotations
+
+import torch
+
+from hicache.tiers import Fence
+from hicache.tiers.cuda_runtime import CudaRuntime
+from hicache.tiers.runtime import Rows
+from hicache.types import Addresses
+
+# Some milliseconds of a GPU, which are many times what a copy of these tests takes.
+STALL_CYCLES = 20_000_000
+
+
+class SlowRuntime(CudaRuntime):
+    """`slow` are the numbers of our streams, in the order in which they were made, that stall before each piece of
+    work. `dropped` is a wait that is left out: the number of the stream that waits and what it waits for, a stream's
+    number or "fence"; "engine" waits for layers."""
+
+    def __init__(
+        self, device: torch.device, *, slow: tuple[int, ...] = (), dropped: tuple[int | str, int | str] | None = None
+    ) -> None:
+        self._slow = slow
+        self._dropped = dropped
+        self._recorded_on: dict[int, int | str] = {}
+        super().__init__(device)
+
+    def _number(self, stream: int) -> int | str:
+        return self._streams.index(stream) if stream in self._streams else "engine"
+
+    def _stall(self, stream: int) -> None:
+        if self._number(stream) in self._slow:
+            with torch.cuda.stream(self._torch_streams[stream]):
+                torch.cuda._sleep(STALL_CYCLES)  # type: ignore[no-untyped-call]
+
+    def record(self, stream: int, *, timed: bool = False) -> int:
+        event = super().record(stream, timed=timed)
+        self._recorded_on[event] = self._number(stream)
+        return event
+
+    def wait(self, stream: int, event: int) -> None:
+        if (self._number(stream), self._recorded_on[event]) != self._dropped:
+            super().wait(stream, event)
+
+    def wait_fence(self, stream: int, fence: Fence) -> None:
+        assert isinstance(fence, torch.cuda.Event)
+        if (self._number(stream), "fence") != self._dropped:
+            CudaRuntime.wait(self, stream, int(fence.cuda_event))
+
+    def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        self._stall(stream)
+        super().copy(stream, targets, sources, sizes)
+
+    def gather(self, stream: int, rows: Rows, programs: int) -> None:
+        self._stall(stream)
+        super().gather(stream, rows, programs)
+
+    def scatter(self, stream: int, rows: Rows, programs: int) -> None:
+        self._stall(stream)
+        super().scatter(stream, rows, programs)
