@@ -73,7 +73,7 @@ class Settings:
 @click.option("--max-new-tokens", type=click.IntRange(1, 256), default=32, show_default=True, help="Per answer.")
 @click.option("--temperature", type=Number(0.0, 5.0), default=0.7, show_default=True,
               help="0 is greedy. Draws depend on position alone, so text must be equal either way.")  # fmt: skip
-@click.option("--device", default="cpu", show_default=True, help="Where the model runs and L1 is: cpu, cuda, cuda:1, ...")
+@click.option("--device", default="cpu", show_default=True, help="Where model and L1 are: cpu, cuda, cuda:1, ...")
 @click.option("--verify", is_flag=True, help="Also compare the KV bytes, and check all invariants at each step.")
 @click.option(
     "--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics meanwhile; 0: a free port."

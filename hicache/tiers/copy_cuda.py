@@ -33,7 +33,7 @@ from .copy_paths import CopyPath, DirectPath, Pieces, StagedPath, direct_from_by
 from .copy_thread import CopyThread
 from .host import HostWindow
 from .memory import STAGING_SLOT_BYTES
-from .runtime import DeviceRuntime, Event
+from .runtime import WORDS, DeviceRuntime, Event
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class CudaCopyEngine(CopyEngine):
         """Return what makes the path of a direction (True: load). Says in the log what was chosen and why."""
         pieces, runtime = self._pieces, self._runtime
         path, reason = config.path, "as configured"
-        fits = max(self.blocks.layer_bytes) <= slot_bytes
+        fits = max(self.blocks.layer_bytes) <= slot_bytes - slot_bytes % WORDS[0]
         if path == "auto":
             threshold = direct_from_bytes(runtime)
             path = "staged" if fits and pieces.shortest < threshold else "direct"

@@ -14,11 +14,11 @@ Locking design: a path belongs to the copy thread of its direction. Its memory i
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +29,15 @@ from .blocks import EngineBlocks
 from .copy import Fence
 from .host import HostWindow
 from .memory import STAGING_SLOT_BYTES, STAGING_SLOTS
-from .runtime import DeviceRuntime, Event, Memory, Rows, Stream
+from .runtime import WORDS, DeviceRuntime, Event, Memory, Rows, Stream, word_bytes
 
 # Layers that a load carries together: more makes longer pieces, fewer lets the forward begin sooner.
 LOAD_PIECE_BYTES = 64 << 10
 # Nothing waits for a single layer of a backup.
 BACKUP_PIECE_BYTES = 1 << 20
 
-# Words that the kernels move, longest first.
-_WORDS = (8, 4, 2, 1)
+# Rows of staging begin at multiples of it, so that the kernels can move the longest words.
+_ROW_ALIGN = WORDS[0]
 _WAIT_S_MAX = 120.0
 _POLL_S = 20e-6
 
@@ -54,6 +54,11 @@ class Group:
     regions: slice
     column: int
     size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """How far apart such pieces are in staging."""
+        return -(-self.size // _ROW_ALIGN) * _ROW_ALIGN
 
 
 class Pieces:
@@ -84,7 +89,7 @@ class Pieces:
         while first < self.layers:
             end = first + 1
             while end < self.layers and self._size(first, end) < piece_bytes:
-                if self._size(first, end + 1) > slot_bytes:
+                if self._size(first, end + 1) > slot_bytes - slot_bytes % _ROW_ALIGN:
                     break
                 end += 1
             regions = self.regions(first, end)
@@ -183,14 +188,18 @@ class StagedPath(CopyPath):
         self._slot_bytes = slot_bytes
         self._groups = pieces.groups(LOAD_PIECE_BYTES if load else BACKUP_PIECE_BYTES, slot_bytes)
         self._first, self._second = runtime.stream(), runtime.stream()
-        rows_max = slot_bytes // min(group.size for group in self._groups)
+        rows_max = slot_bytes // min(group.row_bytes for group in self._groups)
         self._slots = [_Slot(runtime, slot_bytes, rows_max) for _ in range(STAGING_SLOTS)]
         self._used = 0
         table = pieces.table
-        numbers = [int(number) for number in table.ravel()] + [group.column for group in self._groups]
-        numbers += [group.size for group in self._groups] + [slot.staging.address for slot in self._slots]
-        self._word = next(word for word in _WORDS if math.gcd(*numbers) % word == 0)
+        self._word = word_bytes(
+            [*table.ravel().tolist(), *(group.column for group in self._groups),
+             *(slot.staging.address for slot in self._slots)]
+        )  # fmt: skip
+        self._longest = int(table[:, 3].max())  # one number for all groups, so that one kernel serves all
         self._table = self._upload(table)
+        self._queue_kernel(self._first, self._rows(self._groups[0], self._slots[0], 0))  # which compiles it
+        runtime.synchronize(self._first)
 
     def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> Event:
         runtime = self._runtime
@@ -199,7 +208,7 @@ class StagedPath(CopyPath):
         begin = runtime.record(self._first, timed=True)
         frames = self._pieces.frames_at(host_blocks)
         for group in self._groups:
-            rows_max = self._slot_bytes // group.size
+            rows_max = self._slot_bytes // group.row_bytes
             for start in range(0, len(blocks), rows_max):
                 part = slice(start, start + rows_max)
                 self._move(group, host_blocks[part], frames[part] + group.column, blocks[part])
@@ -229,26 +238,29 @@ class StagedPath(CopyPath):
         slot.ids[:count] = blocks
         one = np.array([slot.device_ids.address]), np.array([slot.pinned_ids.address]), np.array([8 * count])
         runtime.copy(self._first, *one)
-        rows = Rows(
-            slot.staging.address, group.size, self._table.address, group.regions.start,
-            group.regions.stop - group.regions.start, group.column, slot.device_ids.address, count, self._word,
-            int(self._pieces.table[group.regions, 3].max()),
-        )  # fmt: skip
-        if self._load:
-            self._link(self._first, slot, group, host_blocks, host)
-        else:
-            runtime.gather(self._first, rows, self._programs)
+        by_link = partial(self._link, slot=slot, group=group, host_blocks=host_blocks, host=host)
+        by_kernel = partial(self._queue_kernel, rows=self._rows(group, slot, count))
+        into_slot, out_of_it = (by_link, by_kernel) if self._load else (by_kernel, by_link)
+        into_slot(self._first)
         slot.filled = runtime.record(self._first)
         runtime.wait(self._second, slot.filled)
-        if self._load:
-            runtime.scatter(self._second, rows, self._programs)
-        else:
-            self._link(self._second, slot, group, host_blocks, host)
+        out_of_it(self._second)
         slot.emptied = runtime.record(self._second)
+
+    def _rows(self, group: Group, slot: _Slot, count: int) -> Rows:
+        return Rows(
+            slot.staging.address, group.row_bytes, self._table.address, group.regions.start,
+            group.regions.stop - group.regions.start, group.column, slot.device_ids.address, count, self._word,
+            self._longest,
+        )  # fmt: skip
+
+    def _queue_kernel(self, stream: Stream, rows: Rows) -> None:
+        move = self._runtime.scatter if self._load else self._runtime.gather
+        move(stream, rows, self._programs)
 
     def _link(self, stream: Stream, slot: _Slot, group: Group, host_blocks: Indices, host: Addresses) -> None:
         """Queue the copies between the rows of a slot and the frames."""
-        staging = slot.staging.address + np.arange(len(host)) * group.size
+        staging = slot.staging.address + np.arange(len(host)) * group.row_bytes
         sizes = np.full(len(host), group.size)
         for batch in self._pieces.batches(host_blocks):
             self._copy(stream, staging[batch], host[batch], sizes[batch])

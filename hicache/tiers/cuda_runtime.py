@@ -9,6 +9,7 @@ Locking design: as `DeviceRuntime` says. The pools of events are deques, whose o
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 
 import torch
 
@@ -88,13 +89,13 @@ class CudaRuntime(DeviceRuntime):
         from .rows_triton import gather_rows  # noqa: PLC0415  needs triton, which torch for CUDA brings
 
         with torch.cuda.stream(self._torch_streams[stream]):
-            gather_rows(rows, programs)
+            gather_rows(**asdict(rows), programs=programs)
 
     def scatter(self, stream: int, rows: Rows, programs: int) -> None:
         from .rows_triton import scatter_rows  # noqa: PLC0415
 
         with torch.cuda.stream(self._torch_streams[stream]):
-            scatter_rows(rows, programs)
+            scatter_rows(**asdict(rows), programs=programs)
 
     def device_memory(self, size_bytes: int) -> Memory:
         try:

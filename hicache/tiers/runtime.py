@@ -10,12 +10,17 @@ one stream is queued by one thread at a time.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ..types import Addresses
 from .copy import Fence
+
+# Bytes that a kernel moves at once, most first. 16 is the widest load of a GPU.
+WORDS = (16, 8, 4, 2, 1)
 
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
@@ -35,8 +40,8 @@ class Rows:
     All numbers but the counts are addresses on the device. `staging` is uint8 `[rows, row_bytes]`, `blocks` int64
     `[rows]`. `regions` is int64 `[n, 4]`: the address of block 0, the bytes from a block to the next, the column of the
     region in a payload, and the bytes of a block. Regions `first` to `first + count - 1` are moved; `column` is the
-    column of the payload at which a row of staging begins. `longest` is the size of the largest block among them and
-    `word` a number of bytes that divides every address, stride, column and size.
+    column of the payload at which a row of staging begins. `longest` is at least the size of the largest block among
+    them, and `word` divides every address, stride, column and size.
     """
 
     staging: int
@@ -49,6 +54,12 @@ class Rows:
     rows: int
     word: int
     longest: int
+
+
+def word_bytes(values: Iterable[int]) -> int:
+    """Return the largest word size that divides all addresses, strides, columns and lengths of a move, in bytes."""
+    common = math.gcd(*values)
+    return next(word for word in WORDS if common % word == 0)
 
 
 class DeviceRuntime(ABC):

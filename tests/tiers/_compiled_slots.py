@@ -16,10 +16,10 @@ from triton.compiler import ASTSource
 from hicache.tiers import slots_triton
 
 
-def compile_for_gpu(kernel: Any, types: dict[str, str], constants: dict[str, int]) -> str:
+def compile_for_gpu(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
     """The kernel as PTX for compute capability 9.0."""
     source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
-    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     return text
 
 

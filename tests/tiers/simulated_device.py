@@ -287,8 +287,8 @@ class SimulatedRuntime(DeviceRuntime):
             stream.steps.append(partial(move, row))
 
     def device_memory(self, size_bytes: int) -> Memory:
-        memory = np.full(size_bytes + 8, 0xEE, np.uint8)
-        memory = memory[-memory.ctypes.data % 8 :][:size_bytes]
+        memory = np.full(size_bytes + 16, 0xEE, np.uint8)
+        memory = memory[-memory.ctypes.data % 16 :][:size_bytes]
         return Memory(memory.ctypes.data, memory)
 
     pinned_memory = device_memory

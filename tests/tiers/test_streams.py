@@ -52,7 +52,7 @@ class Simulation:
         self.host = HostPool(PageShape(1, tuple(Piece("kv", sum(layer)) for layer in sizes)), FRAMES)
         self.host.frames_per_chunk = numbers.choice([2, FRAMES])
         self.runtime = SimulatedRuntime(self.turns, fail_rate=0.0, dropped=dropped)
-        slot_bytes = max(sum(layer) for layer in sizes) * numbers.choice([1, 1, 3])
+        slot_bytes = -(-max(sum(layer) for layer in sizes) // 16) * 16 * numbers.choice([1, 1, 3])
         self.copies = kind(
             EngineBlocks(tensors, first=1), HostWindow(self.host), TransferConfig(path=path),
             runtime=self.runtime, thread=partial(SimulatedThread, self.turns), slot_bytes=slot_bytes,

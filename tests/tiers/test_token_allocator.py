@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from hicache.errors import InvalidInput, InvariantError
 from hicache.tiers import PageAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, slots_torch
 from tests.seeds import rng, seeds
 
+from ._children import run_child
 from ._slots import PAGE_SIZES, Batch, compare, compare_extremes, require_equal
 
 NOWHERE = -1  # where the prefix of a request without one ends
@@ -237,15 +235,6 @@ def test_the_comparison_finds_one_wrong_slot() -> None:
         require_equal(OneOff(), 0, batch)
     with pytest.raises(AssertionError):
         require_equal(OneOff(), 0, Batch(4, [4], [5], [7]), decode=True)
-
-
-def run_child(repository: Path, module: str, *arguments: str, **environ: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"tests.tiers.{module}", *arguments],
-        cwd=repository, env=os.environ | environ, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.long
