@@ -12,7 +12,7 @@
 #   make wheel   what an index accepts, in DIST (default dist): source, a pure wheel, and one with the native helper
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
 #   make bench-engines  beside the engines' own offloading, in .venv-engines
-#   make gpu     the tests and benchmarks that need a CUDA device
+#   make gpu     the tests and benchmarks that need a CUDA device; GPU_PYTHON=python3 where torch is installed already
 #   make clean   removes .venv, .venv-engines, caches and what the demo left behind
 
 SHELL := /bin/bash
@@ -29,6 +29,8 @@ unexport PYTHONDONTWRITEBYTECODE
 SOAK_FACTOR ?= 20
 HOSTILE_MINUTES ?= 10
 MINUTES ?= 3
+GPU_PYTHON ?=
+GPU_TESTS := tests/gpu tests/tiers tests/engine tests/controller
 PYTEST_ARGS ?=
 DIST ?= dist
 # One process for each; a file of tests stays in one of them, so that its module and its servers are set up once.
@@ -73,9 +75,9 @@ bench: $(VENV)/.test-stamp
 bench-engines: $(ENGINES)/.stamp
 	$(ENGINES)/bin/python -m benchmarks.engines
 
-gpu: $(VENV)/.test-stamp
-	$(BIN)/python -m pytest -m cuda $(PYTEST_ARGS)
-	$(BIN)/python -m benchmarks.copies --device cuda
+gpu: $(if $(GPU_PYTHON),,$(VENV)/.test-stamp)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -p no:cacheprovider -m cuda $(GPU_TESTS) $(PYTEST_ARGS)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.copies --device cuda
 
 docs: $(VENV)/.test-stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

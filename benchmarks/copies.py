@@ -2,9 +2,8 @@
 
     python -m benchmarks.copies [--device cuda]
 
-The reference is what the bus (on the CPU: the memory, to one thread) gives to a single large copy between pinned host
-memory and the device, measured in the same run; ratio = ours : reference speed. Best of many runs, the median in
-brackets.
+The reference is what the memory gives to a single large copy of one thread, measured in the same run; ratio = ours :
+reference speed. Best of many runs, the median in brackets. `benchmarks.copies_cuda` has the rows of a CUDA device.
 
 The rows "verified" are loads with `integrity.verify: load`: a thread computes the tags of all frames, then the copy
 starts. Their reference is the load without it.
@@ -16,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_device_pool
+from hicache.tiers.device import known_device
 
 from ._table import Row, print_table
 
@@ -32,14 +33,12 @@ GOAL = 0.85
 KEY = bytes(range(32))
 
 
-def seconds(runs: int, device: torch.device, work: Callable[[], object]) -> list[float]:
-    """Seconds of each run, to the end of the work on the device."""
+def seconds(runs: int, work: Callable[[], object]) -> list[float]:
+    """Seconds of each run."""
     times = []
     for _ in range(runs + 1):
         begin = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
     return times[1:]
 
@@ -49,15 +48,13 @@ def speed(size: int, times: list[float]) -> str:
     return f"{size / min(times) / 1e9:.1f} GB/s ({size / statistics.median(times) / 1e9:.1f})"
 
 
-def rows_of(geometry: KVGeometry, device: torch.device, pages: int, runs: int) -> list[Row]:
+def rows_of(geometry: KVGeometry, pages: int, runs: int) -> list[Row]:
     """Both directions for one page size. `pages` are copied at once, in scattered order."""
-    pool = create_device_pool(geometry, pages, device)
-    host = HostPool(geometry, pages, pin=device if device.type == "cuda" else None)
+    pool, host = create_device_pool(geometry, pages), HostPool(geometry, pages)
     copies = create_copy_engine(pool.blocks, HostWindow(host))
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
     size = pages * geometry.payload_bytes
-    flat_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    flat_device = torch.zeros(size, dtype=torch.uint8, device=device)
+    flat_host, flat_device = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
     def backup() -> None:
         copies.backup(order + 1, order[::-1].copy()).wait(WAIT_S)
@@ -70,11 +67,11 @@ def rows_of(geometry: KVGeometry, device: torch.device, pages: int, runs: int) -
         ("L1 to L2", backup, flat_host, flat_device),
         ("L2 to L1", load, flat_device, flat_host),
     ):
-        times = seconds(runs, device, ours)
-        limits = seconds(runs, device, partial(target.copy_, source, non_blocking=True))
+        times = seconds(runs, ours)
+        limits = seconds(runs, partial(target.copy_, source))
         label = f"{what}, {geometry.payload_bytes >> 20} MiB pages"
         rows.append(Row(label, speed(size, times), speed(size, limits), min(limits) / min(times), GOAL))
-    rows.append(verified_row(geometry, host, partial(seconds, runs, device), load))
+    rows.append(verified_row(geometry, host, partial(seconds, runs), load))
     copies.close(WAIT_S)
     return rows
 
@@ -99,11 +96,11 @@ def verified_row(
     return Row(label, speed(size, times), speed(size, plain), min(plain) / min(times))
 
 
-def run(device_name: str = "cpu", *, pages: int = 64, runs: int = 20) -> list[Row]:
-    """All rows: pages of 2 MiB and 8 MiB in the shape of Llama-3.1-8B."""
+def run(*, pages: int = 64, runs: int = 20) -> list[Row]:
+    """All rows of the CPU: pages of 2 MiB and 8 MiB in the shape of Llama-3.1-8B."""
     torch.set_num_threads(1)  # of the reference on the CPU: a copy engine has one thread for each direction
     shapes = [KVGeometry(layers=32, heads=heads, head_dim=128, page_size=64) for heads in (2, 8)]
-    return [row for shape in shapes for row in rows_of(shape, torch.device(device_name), pages, runs)]
+    return [row for shape in shapes for row in rows_of(shape, pages, runs)]
 
 
 def main() -> None:
@@ -111,8 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="a torch device, such as cuda or cuda:1")
     device = parser.parse_args().device
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU threads"
-    print_table(f"Copies between L1 and L2 ({name}; reference: one contiguous copy)", run(device))
+    if device.startswith("cuda"):
+        from .copies_cuda import rows  # noqa: PLC0415  needs a device
+
+        cuda = known_device(device)
+        name = f"{torch.cuda.get_device_name(cuda)}, {datetime.now(UTC):%Y-%m-%d}"
+        print_table(f"Copies between L1 and L2 ({name})", rows(cuda))
+    else:
+        print_table("Copies between L1 and L2 (CPU threads; reference: one contiguous copy)", run())
 
 
 if __name__ == "__main__":
