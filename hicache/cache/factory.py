@@ -374,4 +374,9 @@ def _open_now_or_later(
 def _pin(choice: str, device: torch.device) -> torch.device | None:
     if choice == "on" and device.type != "cuda":
         raise ConfigError(f"host.pin: 'on' needs a CUDA device, the engine runs on {device}; use auto or off")
-    return device if device.type == "cuda" and choice != "off" else None
+    if choice == "off" and device.type == "cuda":
+        raise ConfigError(
+            f"host.pin: 'off' is for machines without a GPU, and L1 is on {device}; use auto or on: copies of memory "
+            "that is not pinned block their thread and go through a buffer of the driver"
+        )
+    return device if device.type == "cuda" else None

@@ -106,7 +106,7 @@ class HostConfig(Section):
         default="auto",
         description="Page-lock the host memory. Pinned copies run at bus speed and beside the computation; pinning "
         "takes seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device, `on` refuses to start if it is "
-        "not.",
+        "not. `off` is for machines without a GPU and refuses to start with L1 on a CUDA device: copies would block.",
     )
     shared: SharedHostConfig = SharedHostConfig()
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache
+from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache, factory
 from hicache.config import HiCacheConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
 from hicache.frame import Encoding, FrameHeader, TagKind
@@ -142,6 +143,14 @@ def test_what_cannot_work_is_refused_at_start(
 ) -> None:
     with pytest.raises(error, match=message):
         create_cache(config(**sections), NAMESPACE)
+
+
+def test_memory_that_is_not_pinned_is_refused_beside_a_cuda_device_alone() -> None:
+    with pytest.raises(ConfigError, match=r"host\.pin: 'off' .* cuda:0; use auto or on"):
+        factory._pin("off", torch.device("cuda", 0))
+    assert factory._pin("auto", torch.device("cuda", 0))
+    with create_cache(config(host={"pin": "off"}), NAMESPACE) as cache:
+        assert isinstance(cache, HiRadixCache) and not cache.host.pinned
 
 
 def test_a_directory_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> None:

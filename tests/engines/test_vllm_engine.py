@@ -19,6 +19,7 @@ with warnings.catch_warnings():  # of vLLM and of what it imports
     warnings.simplefilter("ignore")
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    from hicache.integrations.vllm import engine as vllm_engine
     from hicache.integrations.vllm.engine import Engine
 from hicache.integrations.vllm.layout import BlockLayout
 
@@ -108,6 +109,16 @@ def test_events_of_a_data_parallel_rank_name_it() -> None:
 def test_what_would_give_wrong_kv_is_refused_at_start(what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         open_engine(*REFUSED[what])
+
+
+def test_memory_that_is_not_pinned_is_refused_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HICACHE_HOST__PIN", "off")
+    assert open_engine({}, {}).config.host.pin == "off"
+    monkeypatch.setattr(vllm_engine, "current_platform", SimpleNamespace(is_cuda=lambda: True, device_type="cuda"))
+    with pytest.raises(ConfigError, match=r"host\.pin: 'off' .* use auto or on"):
+        open_engine({}, {})
+    monkeypatch.delenv("HICACHE_HOST__PIN")
+    assert open_engine({}, {}).config.host.pin == "auto"
 
 
 def test_several_groups_of_caches_are_refused_with_what_to_use_instead() -> None:
