@@ -28,7 +28,6 @@ go, and replaces the file at its deadline. A GUEST joins it: the daemon has crea
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import errno
 import fcntl
@@ -45,6 +44,8 @@ from pathlib import Path
 
 from .arguments import instance
 from .errors import CapacityError, InvalidInput, SharedMemoryError
+from .mapping import address_of, populate
+from .numa import bind_file
 
 FOLDER = Path("/dev/shm")  # where Linux keeps POSIX shared memory
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,128}")
@@ -60,7 +61,6 @@ _CLAIMED = PROCESSES_MAX + 1
 _RETRY_S = 0.005
 # The file does not fit: no space, a quota, a limit of the process, or no memory.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named by the mmap module
 _VERSION = 1
 
 
@@ -154,18 +154,20 @@ class SharedMemory:
         *,
         deadline: float,
         role: Role = Role.OWNER,
+        node: int | None = None,
         require_memory: Callable[[], None] = lambda: None,
     ) -> SharedMemory:
         """Open the memory `name`, or create it; blocks until it is ready, until `deadline` at most (on the monotonic
         clock, and as long as the kernel needs to zero the memory, for the process that creates it).
 
-        `require_memory` is called before memory is taken, and raises if the machine has too little. REQUIRES: for
-        DAEMON, a layout of a kept file.
+        `require_memory` is called before memory is taken, and raises if the machine has too little. The process that
+        creates the file takes it from NUMA node `node` (None: any), as `numa.bind` does. REQUIRES: for DAEMON, a layout
+        of a kept file.
         Raises CapacityError if the memory does not fit (then nothing is left of it), SharedMemoryError if the file
         differs from `layout`, is not ready in time, is open elsewhere where that is refused, or if the path holds a
         file that HiCache did not create or that others may open; InvalidInput for a name that is not valid.
         """
-        opening = _Opening(path_of(name), layout, deadline, role, require_memory)
+        opening = _Opening(path_of(name), layout, deadline, role, node, require_memory)
         while True:
             descriptor = opening.descriptor()
             try:
@@ -174,8 +176,9 @@ class SharedMemory:
                 os.close(descriptor)
                 raise
             if mapping is not None:
+                memory = cls(name, layout, descriptor, mapping)  # closes the file if Ctrl-C ends `populate`
                 populate(mapping)
-                return cls(name, layout, descriptor, mapping)
+                return memory
             os.close(descriptor)
 
     @classmethod
@@ -261,6 +264,7 @@ class _Opening:
     wanted: Layout
     deadline: float
     role: Role
+    node: int | None
     require_memory: Callable[[], None]
 
     def descriptor(self) -> int:
@@ -334,8 +338,11 @@ class _Opening:
             if system.f_blocks and wanted.file_bytes > free_bytes:  # no blocks: a tmpfs without a limit
                 raise _full(wanted, free_bytes)
             self.require_memory()
+            if self.node is not None:
+                bind_file(descriptor, wanted.file_bytes, self.node)
             os.pwrite(descriptor, wanted.pack(), 0)
             try:
+                # By one thread: the kernel lets one call at a time take memory for a file. `populate` zeroes it.
                 os.posix_fallocate(descriptor, 0, wanted.file_bytes)
             except OSError as error:
                 raise _full(wanted, free_bytes) if error.errno in _FULL else error from error
@@ -358,11 +365,6 @@ class _Opening:
 _MAPPED: dict[int, weakref.ref[SharedMemory]] = {}
 
 
-def address_of(view: memoryview) -> int:
-    """Return where the bytes of a writable view are."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
 def find(view: memoryview) -> tuple[SharedMemory, int] | None:
     """Return the shared memory that a writable view of this process is part of, and its offset there; None if it is
     private memory. Costs two microseconds."""
@@ -382,18 +384,6 @@ def path_of(name: str) -> Path:
     if not _NAME.fullmatch(instance("shared host pool: name", name, str)):
         raise InvalidInput("shared host pool: name: use 1 to 128 letters, digits, dashes and dots")
     return FOLDER / f"hicache.{name}"
-
-
-def populate(mapping: mmap.mmap) -> bool:
-    """Ask for huge pages and map every page for writing, without changing a byte. False if the kernel cannot do it in
-    one call (before Linux 5.14); then each page is mapped when it is first touched.
-    """
-    # Not `mapping.madvise`: that holds the interpreter's lock, for seconds where the memory is large.
-    advise = ctypes.CDLL(None).madvise
-    address, size = ctypes.c_void_p(address_of(memoryview(mapping))), ctypes.c_size_t(len(mapping))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        advise(address, size, mmap.MADV_HUGEPAGE)  # may fail: small pages do as well
-    return int(advise(address, size, _MADV_POPULATE_WRITE)) == 0
 
 
 def _open_file(path: Path, *, creates: bool = False) -> int:

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 
 from ..backends.errors import ErrorKind
 from ..errors import CapacityError, SharedMemoryError
-from ..shared_memory import Layout, Role, SharedMemory, populate
+from ..mapping import populate
+from ..shared_memory import Layout, Role, SharedMemory
 from .refusal import Refused
 from .statistics import ClientStatistics
 

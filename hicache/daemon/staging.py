@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from ..backends.errors import ErrorKind
 from ..errors import InvariantError
 from ..frame import FRAME_ALIGN
-from ..shared_memory import populate
+from ..mapping import populate_zeroed
 from .refusal import Refused
 
 
@@ -33,7 +33,7 @@ class Staging:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = max(FRAME_ALIGN, capacity_bytes // FRAME_ALIGN * FRAME_ALIGN)
         memory = mmap.mmap(-1, self.capacity_bytes)
-        populate(memory)
+        populate_zeroed(memory)
         self._memory = memoryview(memory)
         self._free = [(0, self.capacity_bytes)]
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..shared_memory import populate
+from ..mapping import populate_zeroed
 
 # Units that lie behind each other: (first unit, number of units).
 Extent: TypeAlias = tuple[int, int]
@@ -87,8 +87,7 @@ def _touched(size: int) -> memoryview:
     if not size:
         return memoryview(b"")
     memory = mmap.mmap(-1, size)
-    if not populate(memory):
-        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
+    populate_zeroed(memory)
     return memoryview(memory)
 
 

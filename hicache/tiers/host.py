@@ -18,9 +18,10 @@ import torch
 
 from ..arguments import instance, whole
 from ..errors import CapacityError, InvalidInput
-from ..frame import FRAME_ALIGN, HEADER_BYTES, frame_bytes, unseal
+from ..frame import HEADER_BYTES, frame_bytes, unseal
 from ..geometry import KVGeometry, PageShape, page_shape
-from ..shared_memory import populate
+from ..mapping import populate_zeroed
+from ..numa import NODES_MAX, bind, numa_node
 from ..types import Bytes2D, PageIds
 from .allocator import PageAllocator, require_pages
 from .memory import available_host_bytes
@@ -35,14 +36,21 @@ class HostPool:
     """`pages` frames of host memory, 4096-aligned, touched at start so that no copy pays for page faults.
 
     `pin` is the CUDA device that copies from and to the pool: its driver pins the memory, without which no copy runs
-    beside compute. Raises CapacityError if memory is short (before touching it) or the driver refuses, InvalidInput for
-    no pages, and for a `pin` that is not a CUDA device of this machine.
+    beside compute. `node` is the NUMA node that the memory comes from: by default that of `pin`, else any. Raises
+    CapacityError if memory is short (before touching it) or the driver refuses, InvalidInput for no pages, and for a
+    `pin` that is not a CUDA device of this machine.
     """
 
-    def __init__(self, shape: PageShape | KVGeometry, pages: int, *, pin: torch.device | None = None) -> None:
+    def __init__(
+        self, shape: PageShape | KVGeometry, pages: int, *, pin: torch.device | None = None, node: int | None = None
+    ) -> None:
         pages = whole("host pool: pages", pages, 1)
         driver = None if pin is None else driver_of(instance("host pool: pin", pin, torch.device))
         self.pinned = driver is not None
+        if node is not None:
+            self.node: int | None = whole("host pool: node", node, 0, NODES_MAX - 1)
+        else:
+            self.node = None if driver is None else numa_node(driver.pci_bus_id())
         self.shape = page_shape(shape)
         self.payload_bytes = self.shape.payload_bytes
         self.frame_bytes = frame_bytes(self.payload_bytes)
@@ -69,8 +77,9 @@ class HostPool:
         """Return the memory of `pages` zeroed frames, 4096-aligned and touched. Kinds of pools differ in this alone."""
         self._require_available(pages)
         mapping = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if not populate(mapping):
-            np.frombuffer(mapping, dtype=np.uint8)[::FRAME_ALIGN] = 0
+        if self.node is not None:
+            bind(mapping, self.node)
+        populate_zeroed(mapping)
         return mapping
 
     def _require_available(self, pages: int) -> None:

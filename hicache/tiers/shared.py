@@ -26,7 +26,7 @@ class SharedHostPool(HostPool):
     a process may have been restarted, because the name is free again once all `processes` have opened the pool.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what `open` has checked
         self,
         name: str,
         processes: int,
@@ -35,6 +35,7 @@ class SharedHostPool(HostPool):
         pages: int,
         *,
         pin: torch.device | None,
+        node: int | None = None,
         role: Role,
         keep: bool = False,
     ) -> None:
@@ -45,10 +46,10 @@ class SharedHostPool(HostPool):
         self._deadline = deadline
         self._role = role
         self.keep = keep
-        super().__init__(shape, pages, pin=pin)
+        super().__init__(shape, pages, pin=pin, node=node)
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 - of the pool, and of its file
         cls,
         name: str,
         shape: PageShape | KVGeometry,
@@ -56,6 +57,7 @@ class SharedHostPool(HostPool):
         *,
         processes: int | None = None,
         pin: torch.device | None = None,
+        node: int | None = None,
         timeout_s: float,
         role: Role = Role.OWNER,
         keep: bool = False,
@@ -65,7 +67,8 @@ class SharedHostPool(HostPool):
 
         `name` is 1 to 128 letters, digits, dashes and dots; use one per engine, so that a restart takes over what a
         crash has left. `processes` is how many open it, this one included; None keeps it until `unlink`. `pin` is the
-        CUDA device that copies from and to the pool, in each process that has one. `role` ALONE refuses a pool that
+        CUDA device that copies from and to the pool, in each process that has one. `node` is the NUMA node of the
+        memory (by default that of `pin`, else any), if this process creates it. `role` ALONE refuses a pool that
         another process has open; so does GUEST, which opens one that a daemon has created for this process. `keep`
         tells daemons not to remove the memory when its engine has died.
 
@@ -76,7 +79,7 @@ class SharedHostPool(HostPool):
         members = 0 if processes is None else whole("shared host pool: processes", processes, 1, PROCESSES_MAX)
         deadline = time.monotonic() + number("shared host pool: timeout_s", timeout_s)
         pages = whole("shared host pool: pages", pages, 1)
-        return cls(name, members, deadline, shape, pages, pin=pin, role=role, keep=keep)
+        return cls(name, members, deadline, shape, pages, pin=pin, node=node, role=role, keep=keep)
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -94,7 +97,7 @@ class SharedHostPool(HostPool):
     def _map(self, pages: int) -> mmap.mmap:
         layout = Layout(self._processes, pages, self.frame_bytes, shape_digest(self.shape), keep=self.keep)
         self._shared = SharedMemory.open(
-            self._name, layout, deadline=self._deadline, role=self._role,
+            self._name, layout, deadline=self._deadline, role=self._role, node=self.node,
             require_memory=lambda: self._require_available(pages),
         )  # fmt: skip
         return self._shared.mapping
