@@ -12,26 +12,50 @@
 #include <emmintrin.h>
 #endif
 
-/* Past the cache of the processor, which most copies are larger than: a store through it reads what it overwrites. For
- * rows of 64 KiB that is 1.5 times as fast. */
-static void copy(char *to, const char *from, size_t size)
-{
-    size_t done = 0;
+#define LINE ((size_t)64)
+
+/* The source is fetched so many bytes ahead, from one row into the next: the processor's own prefetch starts again at
+ * each row. From 4 to 16 KiB the speed is the same; 512 bytes are too few. */
+#define AHEAD ((size_t)4096)
+
 #ifdef __SSE2__
-    if ((uintptr_t)to % sizeof(__m128i) == 0)
-        for (; done + 4 * sizeof(__m128i) <= size; done += 4 * sizeof(__m128i)) {
-            const __m128i *source = (const __m128i *)(from + done);
-            __m128i *target = (__m128i *)(to + done);
-            __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
-            __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
-            _mm_stream_si128(target, a);
-            _mm_stream_si128(target + 1, b);
-            _mm_stream_si128(target + 2, c);
-            _mm_stream_si128(target + 3, d);
-        }
-#endif
-    memcpy(to + done, from + done, size - done);
+/* Copy the whole lines of `size` bytes to `to`, which is aligned to a line. Return the number of bytes copied.
+ *
+ * The stores bypass the cache: a store through it first reads the line that it overwrites. The source is fetched as not
+ * needed again (NTA). The last AHEAD bytes of the row fetch the first bytes of `next`. */
+static size_t stream(char *to, const char *from, size_t size, const char *next)
+{
+    size_t done = 0, last = size > AHEAD ? size - AHEAD : 0;
+    for (; done + LINE <= size; done += LINE) {
+        _mm_prefetch(done < last ? from + done + AHEAD : next + (done - last), _MM_HINT_NTA);
+        const __m128i *source = (const __m128i *)(from + done);
+        __m128i *target = (__m128i *)(to + done);
+        __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+        __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+        _mm_stream_si128(target, a);
+        _mm_stream_si128(target + 1, b);
+        _mm_stream_si128(target + 2, c);
+        _mm_stream_si128(target + 3, d);
+    }
+    return done;
 }
+
+/* Order the streamed stores before any later one, so that a thread that is told of the copy sees its bytes. */
+static void finish(void)
+{
+    _mm_sfence();
+}
+#else
+static size_t stream(char *to, const char *from, size_t size, const char *next)
+{
+    (void)to, (void)from, (void)size, (void)next;
+    return 0;
+}
+
+static void finish(void)
+{
+}
+#endif
 
 typedef struct {
     Py_buffer rows;  /* uint8 [n, m, bytes]: row i is [i / m, i % m] */
@@ -75,6 +99,27 @@ static void close_side(Side *side)
     PyBuffer_Release(&side->wanted);
 }
 
+/* Copy the rows in order; rows may not overlap. All sizes are streamed, because memcpy gains little where few bytes
+ * stay in the cache: for one page of 2 MiB, copied and then read, it takes 0.94 to 1.0 times as long. */
+static void copy(const Side *target, const Side *source, Py_ssize_t count, size_t size)
+{
+    size_t last = size > AHEAD ? size - AHEAD : 0;
+    Py_ssize_t rows_ahead = 1 + (Py_ssize_t)(AHEAD / (size + 1));
+    for (Py_ssize_t i = 0; i < count; i++) {
+        char *to = row(target, i);
+        const char *from = row(source, i);
+        /* The last row has no next one: it fetches the line that it copies, which is in the cache. */
+        const char *next = i + rows_ahead < count ? row(source, i + rows_ahead) : from + last;
+        size_t head = -(uintptr_t)to % LINE, done = 0;
+        if (head + LINE <= size) {
+            memcpy(to, from, head);
+            done = head + stream(to + head, from + head, size - head, next);
+        }
+        memcpy(to + done, from + done, size - done);
+    }
+    finish();
+}
+
 /* Called with (target, target_rows, source, source_rows). */
 PyObject *copy_rows(PyObject *module, PyObject *arguments)
 {
@@ -92,11 +137,7 @@ PyObject *copy_rows(PyObject *module, PyObject *arguments)
         && target.rows.shape[2] == source.rows.shape[2];
     if (valid) {
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; i < target.wanted.len / (Py_ssize_t)sizeof(int64_t); i++)
-            copy(row(&target, i), row(&source, i), (size_t)source.rows.shape[2]);
-#ifdef __SSE2__
-        _mm_sfence(); /* the bytes are there before whoever waits for them is told so */
-#endif
+        copy(&target, &source, target.wanted.len / (Py_ssize_t)sizeof(int64_t), (size_t)source.rows.shape[2]);
         Py_END_ALLOW_THREADS
     } else {
         PyErr_SetString(PyExc_ValueError, "copy_rows: pass bytes [n, m, size] and as many int64 rows of both sides");

@@ -24,7 +24,7 @@ from .copy_thread import CopyThread
 from .host import HostWindow
 
 # The optional native helper: rows of one array to rows of another. Without it they pass through a temporary array of
-# numpy's, which takes 1.3 to 1.6 times as long.
+# numpy's, which takes 1.6 to 2 times as long.
 copy_rows: Callable[..., None] | None = None
 with contextlib.suppress(ImportError, AttributeError):  # a build may be older than this
     from .. import _native

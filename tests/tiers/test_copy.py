@@ -70,18 +70,25 @@ def two_regions(blocks: int, seed: int) -> EngineBlocks:
     return EngineBlocks([[tensor[0], tensor[1]] for tensor in tensors], first=1)
 
 
-@pytest.mark.parametrize("size", [1, 15, 64, 100, 4096])
-@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 128, 1000, 4095, 4096, 4097, 4160, 4223, 8192, 65536, 66666])
+@pytest.mark.parametrize("shift", [0, 1, 16, 63])
 def test_the_helper_copies_rows_of_any_length_from_and_to_any_place(native: Any, size: int, shift: int) -> None:
+    """Rows on both sides of a line of the cache, and of the bytes that the helper fetches ahead."""
     numbers = np.random.default_rng(size)
     source = numbers.integers(0, 256, (7, 3, size + 32), dtype=np.uint8)[:, :, 5 : 5 + size]
-    memory = np.zeros((4, 3, size + 48), dtype=np.uint8)
-    target = memory[:, :, 16 + shift : 16 + shift + size]
+    pitch = (size + 191) // 64 * 64  # so each row begins `shift` bytes behind the beginning of a line
+    memory = np.zeros(12 * pitch + 64, dtype=np.uint8)
+    begin = -memory.ctypes.data % 64
+    frames = memory[begin : begin + 12 * pitch].reshape(4, 3, pitch)
+    target = frames[:, :, 64 + shift : 64 + shift + size]
+    assert not size or target.ctypes.data % 64 == shift
     rows, places = np.array([20, 3, 11, 3]), np.array([0, 11, 5, 7])
     native.copy_rows(target, places, source, rows)
-    expected = np.zeros_like(memory)
-    expected[places // 3, places % 3, 16 + shift : 16 + shift + size] = source[rows // 3, rows % 3]
-    assert np.array_equal(memory, expected), "and nothing beside the rows is touched"
+    expected = np.zeros_like(frames)
+    expected[places // 3, places % 3, 64 + shift : 64 + shift + size] = source[rows // 3, rows % 3]
+    assert np.array_equal(frames, expected), "and nothing beside the rows is touched"
+    native.copy_rows(target, places[:1], source, rows[1:2])
+    assert np.array_equal(target[0, 0], source[1, 0]), "a single row"
 
 
 @pytest.mark.parametrize(
