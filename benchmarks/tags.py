@@ -35,7 +35,7 @@ from hicache.backends.file import FileBackend
 from hicache.config import FileStorageOptions
 from hicache.engine import BUNDLED_MODEL, LlamaModel, Span, load_checkpoint, load_tokenizer
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, TagKind, unseal
-from hicache.shared_memory import populate
+from hicache.mapping import populate
 from hicache.tiers import MHATokenToKVPool, RequestToTokenPool
 
 KEY = bytes(32)

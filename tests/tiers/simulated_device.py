@@ -188,6 +188,7 @@ class SimulatedRuntime(DeviceRuntime):
         self._fail_rate = fail_rate
         self._names = iter(["compute", *(f"own {number}" for number in range(1, 9))])
         self._main = threading.get_ident()
+        self.registered: Callable[[int], int | None] = lambda address: None  # which registration has an address
         self._events: list[SimulatedEvent] = []
         self.compute = self.stream()
 
@@ -255,6 +256,8 @@ class SimulatedRuntime(DeviceRuntime):
 
     def copy(self, stream: SimulatedStream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self._maybe_fail()
+        if any(len({self.registered(at) for at in side.tolist()} - {None}) > 1 for side in (targets, sources)):
+            raise Finding("a call copies from or to two registrations")
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         self.turns.random.shuffle(pieces)
         for piece in pieces:

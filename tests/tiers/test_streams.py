@@ -21,6 +21,7 @@ from hicache.errors import TransferError
 from hicache.geometry import PageShape, Piece
 from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, Transfer
 from hicache.tiers.copy_cuda import CudaCopyEngine, StreamTransfer
+from hicache.tiers.copy_paths import CopyPath
 from hicache.types import PageIds
 from tests.seeds import seeds
 from tests.tiers.simulated_device import Finding, SimulatedRuntime, SimulatedThread, Turns
@@ -52,6 +53,9 @@ class Simulation:
         self.host = HostPool(PageShape(1, tuple(Piece("kv", sum(layer)) for layer in sizes)), FRAMES)
         self.host.frames_per_chunk = numbers.choice([2, FRAMES])
         self.runtime = SimulatedRuntime(self.turns, fail_rate=0.0, dropped=dropped)
+        begin, size = self.host.buffer.ctypes.data, self.host.frames_per_chunk * self.host.frame_bytes
+        end = begin + self.host.capacity_bytes
+        self.runtime.registered = lambda at: (at - begin) // size if begin <= at < end else None
         slot_bytes = -(-max(sum(layer) for layer in sizes) // 16) * 16 * numbers.choice([1, 1, 3])
         self.copies = kind(
             EngineBlocks(tensors, first=1), HostWindow(self.host), TransferConfig(path=path),
@@ -294,6 +298,19 @@ class _EagerEngine(CudaCopyEngine):
         transfer = super().load(host_blocks, blocks, after=after)
         transfer.__class__ = _WaitsBeforeRecord
         return transfer
+
+
+class _OneBatch(CudaCopyEngine):
+    """Copies all pages in one call, wherever they are registered."""
+
+    def _choose(self, config: TransferConfig, slot_bytes: int) -> Callable[[bool], CopyPath]:
+        self._pieces.batches = lambda host_blocks: [np.arange(len(host_blocks))]  # type: ignore[method-assign]
+        return super()._choose(config, slot_bytes)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_call_that_crosses_the_edge_of_a_registration_is_found(path: str) -> None:
+    assert found(8 * SEEDS, partial(Simulation, path=path, kind=_OneBatch, fail_rate=0.0))
 
 
 @pytest.mark.parametrize("path", PATHS)

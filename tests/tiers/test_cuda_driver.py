@@ -1,0 +1,209 @@
+"""Calls of the CUDA driver and pinned memory, over a library that stands for the driver."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache.errors import CapacityError, TransferError
+from hicache.tiers.cuda_driver import CudaDriver
+from hicache.tiers.pinning import frames_per_chunk, pin
+from tests.tiers.fake_cuda import SOURCE, FakeCuda, built_fake_cuda, compiler, fake_cuda
+
+__all__ = ["built_fake_cuda", "fake_cuda"]
+
+# Folders with the headers of a CUDA that has batched copies.
+HEADERS = [
+    header.parent
+    for header in sorted(Path("/usr/local").glob("cuda*/include/cudaTypedefs.h"))
+    if "PFN_cuMemcpyBatchAsync_v12080" in header.read_text()
+]
+
+
+def rows(count: int, size: int) -> tuple[Any, Any, Any, Any, Any]:
+    """Some rows to copy in another order: source, target, and the arrays of addresses and sizes."""
+    source = np.random.default_rng(count).integers(0, 256, (count, size), dtype=np.uint8)
+    target = np.zeros_like(source)
+    order = np.random.default_rng(0).permutation(count)
+    at = np.arange(count) * size
+    return source, target, target.ctypes.data + at[order], source.ctypes.data + at, np.full(count, size)
+
+
+@pytest.mark.skipif(not HEADERS, reason="needs the headers of CUDA 12.8 or later")
+def test_the_library_of_these_tests_has_the_signatures_of_cuda_h(tmp_path: Path) -> None:
+    folder = HEADERS[0]
+    command = [compiler(), "-fsyntax-only", "-Wall", "-Wno-enum-conversion", "-Werror", f"-I{folder}", "-DREAL_HEADER"]
+    same = subprocess.run([*command, str(SOURCE)], capture_output=True, text=True, check=False)
+    assert same.returncode == 0, same.stderr
+    other = tmp_path / "other.c"
+    other.write_text(SOURCE.read_text().replace("CUevent event, unsigned int flags)", "CUevent event, long flags)"))
+    differs = subprocess.run([*command, str(other)], capture_output=True, text=True, check=False)
+    assert "conflicting types" in differs.stderr, "negative control"
+
+
+def test_a_batch_copies_all_rows_in_one_call_and_in_stream_order(fake_cuda: FakeCuda) -> None:
+    driver = CudaDriver(0, fake_cuda.path)
+    driver.attach()
+    source, target, targets, sources, sizes = rows(1000, 48)
+    assert driver.has_batched_copies
+    driver.copy(driver.stream(), targets, sources, sizes)
+    assert np.array_equal(target[np.random.default_rng(0).permutation(1000)], source)
+    assert (fake_cuda.number("batches"), fake_cuda.number("batched")) == (1, 1000)
+    assert (fake_cuda.number("order"), fake_cuda.number("flags")) == (1, 1)
+    assert fake_cuda.number("stream flags") == 1, "a stream that does not wait for the default stream"
+
+
+@pytest.mark.parametrize("definition", ["WITHOUT_BATCH", "WITHOUT_PROC_ADDRESS"])
+def test_an_older_driver_gets_the_copies_one_by_one(tmp_path: Path, definition: str) -> None:
+    fake = FakeCuda(tmp_path, definition)
+    driver = CudaDriver(0, fake.path)
+    driver.attach()
+    source, target, targets, sources, sizes = rows(20, 48)
+    assert not driver.has_batched_copies
+    driver.copy(driver.stream(), targets, sources, sizes)
+    assert np.array_equal(target[np.random.default_rng(0).permutation(20)], source)
+    assert (fake.number("batches"), fake.number("loops")) == (0, 20)
+
+
+def test_a_batch_that_is_refused_names_the_copy_and_the_reason(fake_cuda: FakeCuda) -> None:
+    driver = CudaDriver(0, fake_cuda.path)
+    driver.attach()
+    source, _, targets, sources, sizes = rows(10, 4096)
+    driver.register(source.ctypes.data, 4 * 4096)
+    driver.register(source.ctypes.data + 4 * 4096, 6 * 4096)
+    stream = driver.stream()
+    with pytest.raises(TransferError, match=r"cuMemcpyBatchAsync: copy 4 of 10: invalid argument \(error 1\)"):
+        driver.copy(stream, targets, sources, sizes)
+    driver.copy(stream, targets[:4], sources[:4], sizes[:4])
+    fake_cuda.fail("cuMemcpyBatchAsync", 2)
+    with pytest.raises(TransferError, match=r"cuMemcpyBatchAsync: 3 copies: out of memory \(error 2\)"):
+        driver.copy(stream, targets[:3], sources[:3], sizes[:3])
+    fake_cuda.fail("cuMemcpyBatchAsync", 719)
+    with pytest.raises(TransferError, match=r"unknown error \(error 719\)"):
+        driver.copy(stream, targets[:3], sources[:3], sizes[:3])
+
+
+def test_events_pass_or_do_not_or_say_that_the_device_has_failed(fake_cuda: FakeCuda) -> None:
+    driver = CudaDriver(0, fake_cuda.path)
+    event = driver.event(timed=False)
+    assert fake_cuda.number("event flags") == 2
+    assert event > 1 << 32, "a handle has the width of a pointer"
+    assert driver.passed(event)
+    fake_cuda.not_ready(True)
+    assert not driver.passed(event)
+    fake_cuda.fail("cuEventQuery", 700)
+    with pytest.raises(TransferError, match=r"cuEventQuery: unknown error \(error 700\)"):
+        driver.passed(event)
+    timed = driver.event(timed=True)
+    assert fake_cuda.number("event flags") == 0
+    assert driver.elapsed_s(timed, timed) == 0.0025
+
+
+def test_every_call_that_is_refused_is_a_typed_error(fake_cuda: FakeCuda) -> None:
+    for name in ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"):
+        fake_cuda.fail(name, 1)
+        with pytest.raises(TransferError, match=f"cuda: {name}: invalid argument"):
+            CudaDriver(0, fake_cuda.path)
+    driver = CudaDriver(0, fake_cuda.path)
+    for name, make in (("cuStreamCreateWithPriority", driver.stream), ("cuDeviceGetPCIBusId", driver.pci_bus_id)):
+        fake_cuda.fail(name, 2)
+        with pytest.raises(TransferError, match=f"cuda: {name}: out of memory"):
+            make()
+    assert driver.pci_bus_id() == "0000:3b:00.0"
+    with pytest.raises(TransferError, match="error 101"):
+        CudaDriver(7, fake_cuda.path)
+
+
+def test_a_library_that_is_missing_or_another_one_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(TransferError, match="install a driver"):
+        CudaDriver(0, str(tmp_path / "libcuda.so.1"))
+    with pytest.raises(TransferError, match=r"cannot be used: .*cuInit"):
+        CudaDriver(0, "libm.so.6")
+
+
+def test_the_context_of_the_caller_stays_what_it_was(fake_cuda: FakeCuda) -> None:
+    driver = CudaDriver(0, fake_cuda.path)
+    memory = mmap.mmap(-1, 8192)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    driver.call("cuCtxSetCurrent", 0x1234)
+    driver.register(address, 8192)
+    driver.event(timed=True)
+    fake_cuda.fail("cuMemHostUnregister", 2)
+    with pytest.raises(TransferError):
+        driver.unregister(address)
+    assert fake_cuda.number("depth") == 0
+    with pytest.raises(TransferError, match="error 201"):
+        driver.call("cuMemHostUnregister", address)  # negative control: the caller's own context would not do
+    driver.unregister(address)
+    assert fake_cuda.number("registered") == 0
+
+
+# Pinning
+
+
+@pytest.mark.parametrize("frame_bytes", [4096, 8192, 4096 * 3, 2 << 20, (2 << 20) + 4096])
+def test_a_chunk_is_whole_frames_and_system_pages_and_no_larger_than_its_bound(frame_bytes: int) -> None:
+    frames = frames_per_chunk(frame_bytes, 64 << 20)
+    assert 0 < frames * frame_bytes <= 64 << 20 < (frames + 1) * frame_bytes
+    assert frames * frame_bytes % mmap.PAGESIZE == 0
+    assert frames_per_chunk(frame_bytes, 1) >= 1, "a frame that is larger than the bound is a chunk of its own"
+
+
+class Owner:
+    """Whose memory it is."""
+
+
+def memory(pages: int) -> tuple[mmap.mmap, int]:
+    mapping = mmap.mmap(-1, pages * 4096)
+    return mapping, np.frombuffer(mapping, np.uint8).ctypes.data
+
+
+def test_a_pool_is_registered_in_chunks_which_go_with_it(fake_cuda: FakeCuda) -> None:
+    driver, owner = CudaDriver(0, fake_cuda.path), Owner()
+    mapping, address = memory(10)
+    fake_cuda.limit(4 * 4096)
+    pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
+    assert fake_cuda.number("registered") == 3
+    del owner
+    gc.collect()
+    assert fake_cuda.number("registered") == 0
+
+
+def test_one_registration_of_all_would_have_been_refused(fake_cuda: FakeCuda) -> None:
+    driver, owner = CudaDriver(0, fake_cuda.path), Owner()
+    mapping, address = memory(10)
+    fake_cuda.limit(4 * 4096)
+    with pytest.raises(CapacityError, match=r"CUDA refused to pin 40\.0 KiB at 0 B of 40\.0 KiB: .*invalid argument"):
+        pin(driver, address, 10 * 4096, 10 * 4096, owner, mapping)
+
+
+def test_a_chunk_that_is_refused_undoes_those_before_it(fake_cuda: FakeCuda) -> None:
+    driver, owner = CudaDriver(0, fake_cuda.path), Owner()
+    mapping, address = memory(10)
+    fake_cuda.fail("cuMemHostRegister_v2", 2, call=3)
+    with pytest.raises(CapacityError, match=r"8\.0 KiB at 32\.0 KiB of 40\.0 KiB: .*out of memory.*lower host\.size"):
+        pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
+    assert fake_cuda.number("registered") == 0
+    pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
+    assert fake_cuda.number("registered") == 3, "nothing was left of the first try"
+
+
+def test_a_chunk_that_cannot_be_unpinned_is_logged_and_the_others_are(
+    fake_cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, owner = CudaDriver(0, fake_cuda.path), Owner()
+    mapping, address = memory(10)
+    pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
+    fake_cuda.fail("cuMemHostUnregister", 2, call=2)
+    with caplog.at_level(logging.WARNING):
+        del owner
+        gc.collect()
+    assert fake_cuda.number("registered") == 1
+    assert "could not be unpinned: cuda: cuMemHostUnregister: out of memory" in caplog.text
