@@ -107,7 +107,7 @@ class Engine:
             shared += f"-dp{rank}"
         name = shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
         pin = None
-        if worker and current_platform.is_cuda() and self.config.host.pin != "off":
+        if worker and current_platform.is_cuda():
             pin = torch.device("cuda", torch.cuda.current_device())
         processes = None if shared else self.layout.ranks + 1
         pool = SharedHostPool.open(
