@@ -24,6 +24,7 @@ import torch
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_device_pool
+from hicache.tiers.copy_cpu import copy_rows
 from hicache.tiers.device import known_device
 
 from ._table import Row, print_table
@@ -108,6 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="a torch device, such as cuda or cuda:1")
     device = parser.parse_args().device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; leave --device out for the copies of the CPU")
     if device.startswith("cuda"):
         from .copies_cuda import rows  # noqa: PLC0415  needs a device
 
@@ -115,7 +118,8 @@ def main() -> None:
         name = f"{torch.cuda.get_device_name(cuda)}, {datetime.now(UTC):%Y-%m-%d}"
         print_table(f"Copies between L1 and L2 ({name})", rows(cuda))
     else:
-        print_table("Copies between L1 and L2 (CPU threads; reference: one contiguous copy)", run())
+        how = "numpy: the native helper is not built" if copy_rows is None else "the native helper"
+        print_table(f"Copies between L1 and L2 (CPU threads, {how}; reference: one contiguous copy)", run())
 
 
 if __name__ == "__main__":

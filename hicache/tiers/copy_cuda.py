@@ -224,12 +224,13 @@ class CudaCopyEngine(CopyEngine):
                 raise InvalidInput("copy: the host pool is not pinned for a CUDA device; open it with `pin`")
             runtime = CudaRuntime(blocks.device)
         self._runtime = runtime
-        runtime.attach()
         self._pieces = Pieces(blocks, window)
-        make_path = self._choose(config or TransferConfig(), slot_bytes)
+        with runtime.current():
+            make_path = self._choose(config or TransferConfig(), slot_bytes)
+            paths = make_path(False), make_path(True)
+        names = "hicache-backup-copy", "hicache-load-copy"
         self._backups, self._loads = (
-            Direction(runtime, make_path(is_load), thread(name, runtime.attach))
-            for name, is_load in (("hicache-backup-copy", False), ("hicache-load-copy", True))
+            Direction(runtime, path, thread(name, runtime.attach)) for path, name in zip(paths, names, strict=True)
         )
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:

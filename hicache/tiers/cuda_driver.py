@@ -119,12 +119,12 @@ class CudaDriver:
 
     def register(self, address: int, size_bytes: int) -> None:
         """Pin host memory, for all devices."""
-        with self._current():
+        with self.current():
             self.call("cuMemHostRegister_v2", address, size_bytes, _PORTABLE)
 
     def unregister(self, address: int) -> None:
         """Unpin what `register` pinned."""
-        with self._current():
+        with self.current():
             self.call("cuMemHostUnregister", address)
 
     # Streams and events: handles are integers
@@ -132,14 +132,14 @@ class CudaDriver:
     def stream(self) -> int:
         """Create a stream."""
         handle = c_void_p()
-        with self._current():
+        with self.current():
             self.call("cuStreamCreateWithPriority", byref(handle), _NON_BLOCKING, 0)
         return int(handle.value or 0)
 
     def event(self, *, timed: bool) -> int:
         """Create an event."""
         handle = c_void_p()
-        with self._current():
+        with self.current():
             self.call("cuEventCreate", byref(handle), 0 if timed else _DISABLE_TIMING)
         return int(handle.value or 0)
 
@@ -175,7 +175,7 @@ class CudaDriver:
             raise TransferError(f"cuda: cuMemcpyBatchAsync: {which}: {self._reason(status)}")
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
         """Have the context for a while: the calling thread may be at work on another device, or on none."""
         self.call("cuCtxPushCurrent_v2", self.context)
         try:

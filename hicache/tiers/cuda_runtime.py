@@ -9,6 +9,8 @@ Locking design: as `DeviceRuntime` says. The pools of events are deques, whose o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -31,11 +33,15 @@ class CudaRuntime(DeviceRuntime):
         self._torch_streams: dict[int, torch.cuda.Stream] = {}
         self._events: list[int] = []
         self._pools: dict[bool, deque[int]] = {False: deque(), True: deque()}  # by whether they take the time
-        self._driver.attach()
 
     def attach(self) -> None:
         torch.cuda.set_device(self._index)
         self._driver.attach()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), self._driver.current():
+            yield
 
     def stream(self) -> int:
         handle = self._driver.stream()

@@ -4,8 +4,8 @@ A stream runs its work in order. An event marks a point in a stream: it is recor
 before it has ended. To wait for an event that is not recorded yet is a no-op on CUDA, so no caller of this interface
 may do it. Streams and events are opaque handles; events are reused after `release`.
 
-Locking design: every method may be called from any thread. A thread calls `attach` once before all else. The work of
-one stream is queued by one thread at a time.
+Locking design: every method may be called from any thread. What allocates, queues copies and kernels is called after
+`attach` or inside `current`. The work of one stream is queued by one thread at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,7 +68,11 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def attach(self) -> None:
-        """Make the device the current one of the calling thread."""
+        """Make the device the current one of the calling thread, for good."""
+
+    @abstractmethod
+    def current(self) -> AbstractContextManager[None]:
+        """Make the device the current one of the calling thread inside the block, and what it was behind it."""
 
     @abstractmethod
     def stream(self) -> Stream:

@@ -43,6 +43,10 @@ class FakeCuda:
         """Refuse larger registrations."""
         self._library.fake_limit(ctypes.c_size_t(size_bytes))
 
+    def slow(self, microseconds: int) -> None:
+        """Have each call take so long."""
+        self._library.fake_sleep(microseconds)
+
     def not_ready(self, value: bool) -> None:
         """Whether events have not passed."""
         self._library.fake_not_ready(int(value))

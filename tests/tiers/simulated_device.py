@@ -15,6 +15,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -194,6 +195,9 @@ class SimulatedRuntime(DeviceRuntime):
 
     def attach(self) -> None:
         self.turns.pause()
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def stream(self) -> SimulatedStream:
         stream = SimulatedStream(next(self._names))

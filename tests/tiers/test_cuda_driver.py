@@ -6,6 +6,7 @@ import gc
 import logging
 import mmap
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,19 @@ def test_a_batch_that_is_refused_names_the_copy_and_the_reason(fake_cuda: FakeCu
     fake_cuda.fail("cuMemcpyBatchAsync", 719)
     with pytest.raises(TransferError, match=r"unknown error \(error 719\)"):
         driver.copy(stream, targets[:3], sources[:3], sizes[:3])
+
+
+def test_other_threads_run_during_a_slow_call(fake_cuda: FakeCuda) -> None:
+    driver = CudaDriver(0, fake_cuda.path)
+    driver.attach()
+    _, _, targets, sources, sizes = rows(10, 48)
+    stream, counted = driver.stream(), 0
+    fake_cuda.slow(50_000)
+    thread = threading.Thread(target=driver.copy, args=(stream, targets, sources, sizes))
+    thread.start()
+    while thread.is_alive():
+        counted += 1
+    assert counted > 100, "the driver's queue may be full for long"
 
 
 def test_events_pass_or_do_not_or_say_that_the_device_has_failed(fake_cuda: FakeCuda) -> None:
