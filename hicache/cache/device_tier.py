@@ -147,8 +147,8 @@ class DeviceTier:
 
     def free(self, pages: PageIds) -> None:
         """Take pages of a request back."""
-        self.read(pages)
         self.allocator.free(pages)
+        self.read(pages)
         self.request_pages -= len(pages)
 
     def read(self, pages: PageIds) -> None:

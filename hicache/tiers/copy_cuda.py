@@ -249,11 +249,14 @@ class CudaCopyEngine(CopyEngine):
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         ended = all([direction.close(deadline) for direction in (self._backups, self._loads)])
-        if ended:
-            self._runtime.close()
-        else:
+        if not ended:
             _UNFINISHED.append(self)
-        return ended
+            return False
+        try:
+            self._runtime.close()
+        except TransferError as error:
+            logger.warning("streams of a device that has failed could not be released: %s", error)
+        return True
 
     def _submit(self, direction: Direction, host_blocks: Indices, blocks: Indices, after: Fence | None) -> Transfer:
         return direction.submit(StreamTransfer(direction, host_blocks, blocks, after, self._pieces.layers))

@@ -18,7 +18,7 @@ from hicache.engine import Engine, EngineOptions, FinishReason, LlamaModel, Samp
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
-from hicache.tiers import FailedTransfer, Fence, Transfer
+from hicache.tiers import EngineBlocks, FailedTransfer, Fence, HostWindow, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
 from tests.engine.world import (
@@ -429,27 +429,25 @@ class PassedFence(NamedTuple):
 
 
 class FencedCopies(CpuCopyEngine):
-    """Counts the copies that come after all forwards that were queued before them, and those that do not."""
+    """Notes after how many forwards each copy comes, and how many were queued before it."""
 
     model: Streamed
-    fenced = early = 0
+
+    def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
+        super().__init__(blocks, window)
+        self.backups: list[tuple[int, int]] = []
+        self.loads: list[tuple[int, int]] = []
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        self._count(after)
+        self.backups.append((after.forwards if isinstance(after, PassedFence) else 0, self.model.forwards))
         return super().backup(blocks, host_blocks, after=after)
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        self._count(after)
+        self.loads.append((after.forwards if isinstance(after, PassedFence) else 0, self.model.forwards))
         return super().load(host_blocks, blocks, after=after)
 
-    def _count(self, after: Fence | None) -> None:
-        if isinstance(after, PassedFence) and after.forwards == self.model.forwards:
-            self.fenced += 1
-        else:
-            self.early += 1
 
-
-def test_on_a_stream_every_copy_comes_after_all_forwards_that_were_queued_before_it() -> None:
+def test_on_a_stream_backups_come_after_all_forwards_and_loads_after_the_last_that_used_their_pages() -> None:
     prompt = random_tokens(40, seed=24)
     with make_engine(CHECKPOINT, copies=FencedCopies, model=Streamed) as engine:
         copies = tiers(engine).controller._copies
@@ -457,13 +455,16 @@ def test_on_a_stream_every_copy_comes_after_all_forwards_that_were_queued_before
         copies.model = engine.model
         generate(engine, prompt)
         settle(engine)
+        used = engine.model.forwards
         engine.submit(random_tokens(20, seed=25), 30, ignore_eos=True)
         engine.step()
         tiers(engine).evict(tiers(engine).tree.device_evictable_pages)
         generate(engine, prompt)
         settle(engine)
         assert engine.statistics().hit_tokens["host"] > 0
-        assert copies.fenced >= 3 and copies.early == 0
+        assert len(copies.backups) >= 2 and all(after == queued for after, queued in copies.backups)
+        [(after, queued)] = copies.loads
+        assert after == used < queued, "forwards are queued that do not use these pages"
 
 
 def test_closing_aborts_what_is_left_and_leaks_nothing() -> None:

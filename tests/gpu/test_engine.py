@@ -24,7 +24,7 @@ def engine(folder: Path, path: str = "auto") -> Engine:
             "page_size": 16,
             "device": {"tokens": 4096},
             "host": {"tokens": 8192},
-            "storage": {"backend": "file", "path": str(folder), "capacity": "1GiB"},
+            "storage": {"type": "file", "options": {"path": str(folder), "capacity": "1GiB", "free_space_floor": 0}},
             "break_even": {"mode": "always"},
             "load_back_threshold_tokens": 1,
             "prefetch": {"threshold_tokens": 1},

@@ -16,6 +16,7 @@ from hicache.keys import RadixKey
 from hicache.radix import POLICIES
 from hicache.types import PageIds
 from tests.simulation.device import SimulatedCopyEngine
+from tests.simulation.streams import StreamedCopyEngine
 from tests.simulation.workers import SimulatedWorkers
 
 
@@ -111,7 +112,7 @@ def _choices(section: type[Section], entry: str) -> tuple[str, ...]:
 class Parts:
     """What a simulation is built from; a planted race replaces one of them, or changes the cache once it is built."""
 
-    copies: type[SimulatedCopyEngine] = SimulatedCopyEngine
+    copies: type[SimulatedCopyEngine | StreamedCopyEngine] = SimulatedCopyEngine
     workers: type[SimulatedWorkers[Any]] = SimulatedWorkers
     controller: type[HiCacheController] = HiCacheController
     waits_for_layers: bool = True

@@ -10,11 +10,14 @@ import pytest
 from tests.seeds import seeds
 from tests.simulation.memory import Finding
 from tests.simulation.races import RACES, Race
+from tests.simulation.setting import Parts
 from tests.simulation.simulation import Simulation
+from tests.simulation.streams import StagedCopyEngine, StreamedCopyEngine
 
 pytestmark = pytest.mark.long
 
 SEEDS = 2000
+STREAMED_SEEDS = 150
 BLOCK = 100  # seeds in one test
 
 
@@ -24,9 +27,9 @@ def blocks() -> list[list[int]]:
     return [all_seeds[first : first + BLOCK] for first in range(0, len(all_seeds), BLOCK)]
 
 
-def simulate(seed: int) -> Simulation:
+def simulate(seed: int, parts: Parts | None = None) -> Simulation:
     """Run one seed; the message of a failure says how to run it again and what came before."""
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, parts or Parts())
     try:
         simulation.run()
     except Finding as finding:
@@ -46,6 +49,12 @@ def test_every_page_is_right_and_the_books_balance_in(block: list[int]) -> None:
         hits.update(simulation.cache.statistics().hit_tokens)
     # A block that served nothing from some tier would prove nothing about it.
     assert len(block) < BLOCK or (verified and hits["device"] and hits["host"] and hits["storage"])
+
+
+@pytest.mark.parametrize("copies", [StreamedCopyEngine, StagedCopyEngine], ids=["direct", "staged"])
+def test_every_page_is_right_with_the_copies_of_a_cuda_device(copies: type[StreamedCopyEngine]) -> None:
+    verified = sum(simulate(seed, Parts(copies=copies)).verified_pages for seed in seeds(STREAMED_SEEDS))
+    assert verified > 0
 
 
 def test_a_seed_runs_the_same_way_twice() -> None:
