@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from ..arguments import number, whole
 from ..errors import InvalidInput
 from ..tiers import KVPool, MHATokenToKVPool, MLATokenToKVPool
-from ..tiers.device import upload
+from ..tiers.upload import upload
 
 # Rows of one product: queries times the query heads that share a head of KV. The mask has rows times keys entries, with
 # 128 Ki keys 256 MiB.
@@ -118,7 +118,7 @@ class AttentionBatch:
             here[0], here[1], here[2] = some.row, np.arange(some.start, some.start + some.count), 0
             here[2, some.before : some.count - some.behind] = 1
             token += some.count
-        rows, positions, computed = upload(torch.from_numpy(places), pool.device)
+        rows, positions, computed = upload(places, pool.device)
         self.slots = table[rows, positions].to(torch.int64) * computed
 
     def groups(self, window: int | None, sharing: int) -> list[_Group]:
@@ -155,7 +155,7 @@ class AttentionBatch:
         page_size, keys = self.pool.geometry.page_size, max(block.keys for block in blocks)
         shortest = max(0, min(block.end - block.begin for block in blocks))
         numbers = np.array([(b.row, b.start, b.token, b.begin, b.end) for b in blocks], np.int64)
-        row, start, token, begin, end = upload(torch.from_numpy(numbers.T.copy()), self.pool.device).unsqueeze(-1)
+        row, start, token, begin, end = upload(numbers.T, self.pool.device).unsqueeze(-1)
         steps = torch.arange(keys, device=self.pool.device)
         positions, queries = begin + steps, start + steps[: blocks[0].count]
         columns = positions[:, ::page_size]

@@ -30,6 +30,7 @@ from ..engine import Batch, Request
 from ..errors import InvalidInput, InvariantError
 from ..keys import page_keys
 from ..tiers import Fence, KVPool
+from ..tiers.upload import upload
 from ..types import NO_PAGES, PageIds
 from .result import SOURCES, TIERS, TokenCounts
 from .tokens import VOCAB_SIZE, Prompt, mixed
@@ -243,8 +244,8 @@ class PageBytes:
 
     def expected(self, pages: PageIds, seeds: Seeds) -> _Expected:
         """What `wrong_bytes` compares with, converted and brought to the device once for all layers."""
-        rows = torch.from_numpy(pages.astype(np.int64)).to(self._device)
-        return _Expected(rows, torch.from_numpy(seeds.reshape(-1, 1).copy()).to(self._device))
+        rows = upload(pages.astype(np.int64), self._device)
+        return _Expected(rows, upload(seeds.reshape(-1, 1).copy(), self._device))
 
     def wrong_bytes(self, layer: int, pages: _Expected) -> npt.NDArray[np.int64]:
         """How many bytes of `layer` differ in each page, int64 `[pages]`. Waits for the device."""

@@ -21,6 +21,7 @@ from ..types import PageIds
 from .allocator import PageAllocator, require_pages
 from .blocks import EngineBlocks
 from .copy import Transfer
+from .upload import upload
 
 # The optional native helper: slots from page ids in one pass. numpy takes five times as long for pages of 16.
 fill_slots: Callable[..., None] | None = None
@@ -203,7 +204,7 @@ class RequestToTokenPool:
         self._free.append(row)
 
     def write(self, row: int, pages: PageIds, page_size: int, *, first_page: int = 0) -> None:
-        """Point the row's tokens from page `first_page` on at `pages`.
+        """Point the row's tokens from page `first_page` on at `pages`. On CUDA this is queued on the current stream.
 
         Raises InvalidInput for a row that is not in use, CapacityError beyond the row's length.
         """
@@ -214,7 +215,7 @@ class RequestToTokenPool:
         if start >= columns or start + len(slots) >= columns + page_size:
             raise CapacityError(f"request pool: {start + len(slots)} tokens exceed the context of {columns}")
         slots = slots[: columns - start]
-        self.table[row, start : start + len(slots)] = torch.from_numpy(slots).to(self.table.device)
+        self.table[row, start : start + len(slots)] = upload(slots.astype(np.int32), self.table.device)
 
     def _require_used(self, row: int) -> int:
         if (row := whole("row", row)) not in self._used:
@@ -236,14 +237,6 @@ def known_device(device: torch.device | str) -> torch.device:
     if str(device) == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on `device`, queued on the current stream; on the CPU the tensor itself."""
-    if device.type == "cpu":
-        return values
-    # From pageable memory the copy would wait for the whole stream, and the scheduler with it.
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 def token_slots(pages: PageIds, page_size: int) -> npt.NDArray[np.int64]:

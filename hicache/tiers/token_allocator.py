@@ -21,7 +21,8 @@ import torch
 from ..arguments import instance, whole
 from ..errors import InvalidInput, InvariantError
 from ..types import PageIds
-from .device import known_device, token_slots, upload
+from .device import known_device, token_slots
+from .upload import upload
 
 Lengths = npt.NDArray[np.int64]
 
@@ -203,7 +204,7 @@ class PagedTokenToKVPoolAllocator:
                 self.pages.free(pages)
 
     def _to_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        return upload(torch.from_numpy(values), self.device)
+        return upload(values, self.device)
 
     def _last_loc(self, last_loc: torch.Tensor, prefix: Lengths) -> torch.Tensor:
         """`last_loc` as the kernels want it."""
