@@ -53,9 +53,11 @@ def greedy(logits: torch.Tensor) -> list[int]:
 def pick(logits: torch.Tensor, best: int, sampling: Sampling, position: int) -> int:
     """The next token of a request: `logits` are `[vocab_size]`, and `best` is what `greedy` gives of them.
 
+    REQUIRES: the logits are on the host, unless `sampling` is greedy.
+
     Raises HiCacheError for logits that have no most likely token, because one of them is not a finite number.
     """
-    token = _draw(logits.cpu(), sampling, position) if sampling.temperature > 0 else best
+    token = _draw(logits, sampling, position) if sampling.temperature > 0 else best
     if token == len(logits):
         raise HiCacheError(f"sampling: a logit at position {position} is not a finite number; check the weights")
     return token

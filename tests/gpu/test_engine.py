@@ -1,16 +1,20 @@
-"""The reference engine on a CUDA device: tokens do not depend on the tier that KV came from, and KV that was zeroed
-changes them."""
+"""The reference engine on a CUDA device: tokens do not depend on the tier that KV came from, KV that was zeroed changes
+them, and a step waits for the device once, for its tokens."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from hicache.config import HiCacheConfig
-from hicache.engine import Engine, create_engine
-from tests.engine.world import drive, random_tokens, settle, tiers
+from hicache.engine import Batch, Engine, Model, Output, RequestRecord, Sampling, create_engine
+from tests.engine.world import WAIT_S, drive, random_tokens, settle, tiers
 
 pytestmark = [
     pytest.mark.cuda,
@@ -70,3 +74,68 @@ def test_zeroed_kv_changes_the_tokens(tmp_path: Path) -> None:
             for region in layer:
                 region.zero_()
         assert answer(run, prompt)[0] != cold
+
+
+@contextmanager
+def host_waits(mode: str) -> Iterator[None]:
+    """Let torch raise ("error") or not ("default") where the host waits for the device."""
+    before = ("default", "warn", "error")[torch.cuda.get_sync_debug_mode()]
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class OneWait:
+    """A model whose output may wait for the device, and counts it. Nothing else may."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.waits = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def compute(self, batch: Batch) -> Output:
+        output = self._model.compute(batch)
+        wait = output.wait
+
+        def counted() -> float | None:
+            self.waits += 1
+            with host_waits("default"):
+                return wait()
+
+        output.wait = counted  # type: ignore[method-assign]
+        return output
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_a_step_waits_for_the_device_where_it_takes_its_tokens_and_nowhere_else(tmp_path: Path, path: str) -> None:
+    prompt = random_tokens(1500, seed=3)
+    with engine(tmp_path / "store", path) as run:
+        cold, _ = answer(run, prompt)  # what is allocated or compiled once may wait
+        settle(run)
+        tiers(run).evict(tiers(run).tree.device_evictable_pages)
+        model = OneWait(run.model)
+        run.model = cast("Model", model)
+        run.submit(random_tokens(700, seed=4), 16, ignore_eos=True, sampling=Sampling(0.7, top_k=40))
+        loaded = run.submit(prompt, 16, ignore_eos=True)
+        records: dict[str, RequestRecord] = {}
+        steps, deadline = 0, time.monotonic() + WAIT_S
+        with host_waits("error"):
+            while run.waiting or run.running:
+                records |= {update.rid: update.record for update in run.step() if update.record is not None}
+                steps += run.worked
+                assert time.monotonic() < deadline
+        record = records[loaded]
+        assert record.error is None and record.host_hit_tokens > 1400 and list(record.output_tokens) == cold
+        assert steps <= model.waits <= 2 * steps  # a step has at most a prefill and a decode
+
+
+def test_a_wait_that_is_not_allowed_is_seen(tmp_path: Path) -> None:
+    with engine(tmp_path / "store") as run, pytest.raises(RuntimeError, match="synchroniz"):
+        run.submit(random_tokens(100, seed=5), 16)
+        with host_waits("error"):
+            while run.waiting or run.running:
+                run.step()
