@@ -77,6 +77,8 @@ def test_there_are_ready_configurations() -> None:
 FORBIDDEN = {
     "code execution from data": r"\b(?:pickle|marshal|dill|cloudpickle)\b|torch\.load\(|yaml\.(?:unsafe_)?load\(",
     "listening on every address": r"\b0\.0\.0\.0\b",
+    # Each thread has a current device of its own.
+    "work on the current CUDA device": r"torch\.cuda\.(?:current_stream|mem_get_info|Stream|synchronize)\(\)",
 }
 FORBIDDEN_ANYWHERE = {
     "a path of one machine": r"(?<![\w.])/(?:work|farm|root|home)/[a-z]",
@@ -106,7 +108,8 @@ def test_no_source_file_names(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [("code execution from data", "import pickle"), ("code execution from data", "torch.load(f)"),
-     ("code execution from data", "yaml.load(f)"), ("listening on every address", "bind('0.0.0.0')")],
+     ("code execution from data", "yaml.load(f)"), ("listening on every address", "bind('0.0.0.0')"),
+     ("work on the current CUDA device", "torch.cuda.synchronize()")],
 )  # fmt: skip
 def test_the_search_for_forbidden_text_finds_it(what: str, text: str) -> None:
     assert re.search(FORBIDDEN[what], text)

@@ -269,7 +269,8 @@ def _l1_pages(
         return count_device_pages(config.device, geometry, device, memory)
     if pages is not None or config.device.is_given:
         raise ConfigError("device_blocks: the engine's tensors size L1; leave out device_pages and the size in device")
-    if instance("device_blocks", blocks, EngineBlocks).device.type != device.type:
+    on = instance("device_blocks", blocks, EngineBlocks).device
+    if (on.type, on.index or 0) != (device.type, device.index or 0):
         raise ConfigError(f"device_blocks: the tensors are on {blocks.device}; pass device={str(blocks.device)!r}")
     try:
         return KVPool(geometry, blocks).pages

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from ..arguments import instance_or_new
 from ..config import RanksConfig
 from ..errors import InvariantError, RankError
+from ..tiers.device import known_device
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
@@ -88,7 +89,7 @@ class TorchRankGroup:
         self._deadline_s = instance_or_new("options", options, RanksConfig).deadline
         self.rank = group.rank()
         self.size = group.size()
-        device = torch.device(device)
+        device = known_device(device)
         self._reduction: _HostReduction | _DeviceReduction
         if device.type == "cpu":
             self._reduction = _HostReduction(group, self._deadline_s)

@@ -50,7 +50,7 @@ def create_engine(
         if not isinstance(cache.device, MHATokenToKVPool):
             raise InvalidInput("engine: a Llama model needs an MHA pool")
         columns = -(-checkpoint.config.context_tokens // TILE) * TILE
-        rows = RequestToTokenPool(options.running_max, columns, device)
+        rows = RequestToTokenPool(options.running_max, columns, cache.device.device)
         engine = Engine(LlamaModel(checkpoint.config, checkpoint.tensors, cache.device, rows), cache, options)
         undo.pop_all()
     return engine

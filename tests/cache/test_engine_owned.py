@@ -75,3 +75,5 @@ def test_l1_has_one_size_and_one_device() -> None:
     meta = EngineBlocks([[region.to("meta") for region in layer] for layer in blocks.layers])
     with pytest.raises(ConfigError, match="the tensors are on meta; pass device='meta'"):
         create_cache(plain, NAMESPACE, device_blocks=meta)
+    with pytest.raises(ConfigError, match="the tensors are on cpu; pass device='cpu'"):
+        create_cache(plain, NAMESPACE, device_blocks=blocks, device="cpu:1")
