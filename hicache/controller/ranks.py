@@ -203,7 +203,8 @@ class _DeviceReduction:
         if len(values) != len(self._tensor):
             self._resize(len(values))
         self._outgoing.numpy()[:] = values
-        with torch.cuda.stream(self._stream):
+        # Leaving a stream of another device would set the current one, and so make a context there.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._tensor.copy_(self._outgoing, non_blocking=True)
             self._work = self._group.allreduce([self._tensor], self._options)
             self._work.wait()  # queues a wait on this stream; the host goes on

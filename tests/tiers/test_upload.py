@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hicache.tiers.copy import Fence
+from hicache.tiers.device import known_device
 from hicache.tiers.upload import ALIGN_BYTES, RING_BYTES, UploadRing, upload
 from tests.seeds import rng, seeds
 
@@ -190,3 +191,12 @@ def test_the_ring_can_be_taken_inside_of_inference_mode_and_used_outside() -> No
     thread.start()
     thread.join()
     assert found == [[0, 1, 2], [0, 1, 2, 3]]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_without_a_number_is_the_current_device_by_number() -> None:
+    for index in range(torch.cuda.device_count()):
+        with torch.cuda.device(index):
+            assert known_device("cuda") == known_device(torch.device("cuda")) == torch.device("cuda", index)
+    assert known_device("cuda:0").index == 0
