@@ -69,11 +69,11 @@ def test_a_seed_runs_the_same_way_twice() -> None:
 # Negative control: it finds the races that other caches have had, planted one at a time
 
 
-def first_finding(race: Race) -> tuple[int, str] | None:
+def first_finding(race: Race, parts: Parts | None = None) -> tuple[int, str] | None:
     """The first seed that shows the race as itself, and what it shows."""
     for seed in range(race.seeds):
         try:
-            Simulation(seed, race.parts).run()
+            Simulation(seed, parts or race.parts).run()
         except Finding as finding:
             if finding.kind in race.kinds:
                 return seed, str(finding)
@@ -83,3 +83,11 @@ def first_finding(race: Race) -> tuple[int, str] | None:
 @pytest.mark.parametrize("name", RACES)
 def test_the_simulation_finds_that(name: str) -> None:
     assert first_finding(RACES[name]) is not None, f"not found within {RACES[name].seeds} seeds"
+
+
+@pytest.mark.parametrize(
+    "name", ["a load does not wait for the last reader of its pages", "the forward does not wait for a layer"]
+)
+def test_with_the_copies_of_a_cuda_device_the_simulation_finds_that(name: str) -> None:
+    race = RACES[name]
+    assert first_finding(race, replace(race.parts, copies=StreamedCopyEngine)) is not None
