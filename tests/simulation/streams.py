@@ -1,7 +1,7 @@
 """The copy engine of CUDA devices under a whole cache: its own code, on a simulated device with streams.
 
-A copy is submitted as soon as it is asked for; `tests/tiers/test_streams.py` has the threads. The device does the work of
-the streams when the schedule says so, in any order that events and fences allow, beside the forwards.
+A copy is submitted as soon as it is asked for; `tests/tiers/test_streams.py` has the threads. The device does the work
+of the streams when the schedule says so, in any order that events and fences allow, beside the forwards.
 """
 
 from __future__ import annotations
