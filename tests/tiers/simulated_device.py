@@ -180,7 +180,11 @@ class SimulatedRuntime(DeviceRuntime):
 
     `dropped` names waits that are left out, as (stream that waits, stream that recorded) or, for the host, as
     ("main" or "copy thread", stream that recorded): each of them must be missed. `waits` collects those that were made.
+    Once `started`, no memory may be taken. `made` counts events, and `timed` those that take the time.
     """
+
+    started = False
+    made = timed = 0
 
     def __init__(self, turns: Turns, *, fail_rate: float = 0.0, dropped: tuple[str, str] | None = None) -> None:
         self.turns = turns
@@ -218,6 +222,8 @@ class SimulatedRuntime(DeviceRuntime):
         self.wait(stream, fence)
 
     def record(self, stream: SimulatedStream, *, timed: bool = False) -> SimulatedEvent:
+        self.made += not self._events
+        self.timed += timed
         event = self._events.pop() if self._events else SimulatedEvent(self.turns)
         self.record_again(event, stream)
         return event
@@ -294,6 +300,8 @@ class SimulatedRuntime(DeviceRuntime):
             stream.steps.append(partial(move, row))
 
     def device_memory(self, size_bytes: int) -> Memory:
+        if self.started:
+            raise Finding(f"{size_bytes} bytes are taken after the start")
         memory = np.full(size_bytes + 16, 0xEE, np.uint8)
         memory = memory[-memory.ctypes.data % 16 :][:size_bytes]
         return Memory(memory.ctypes.data, memory)

@@ -173,6 +173,22 @@ def test_a_copy_has_taken_no_known_time_before_it_has_ended_or_if_the_device_can
     assert copies.close(10)
 
 
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_events_are_used_again_and_two_of_a_copy_take_the_time(path: Any) -> None:
+    runtime = SimulatedRuntime(Turns(0))
+    blocks, host = two_regions(9, seed=4), HostPool(MHA, 8)
+    copies = simulated_copies(blocks, HostWindow(host), path=path, runtime=runtime, slot_bytes=2 * MHA.layer_bytes)
+    made = []
+    for _ in range(4):
+        timed = runtime.timed
+        for start in (copies.backup, copies.load):
+            assert start(ids(1, 2, 3), ids(1, 2, 3)).wait(10)
+        assert runtime.timed - timed == 4
+        made.append(runtime.made)
+    assert made[0] > 0 and made[-1] == made[1], "no event is made for the later copies"
+    assert copies.close(10)
+
+
 class StoppedDevice(SimulatedRuntime):
     """A device that has stopped: no event passes."""
 

@@ -62,6 +62,7 @@ class Simulation:
             runtime=self.runtime, thread=partial(SimulatedThread, self.turns), slot_bytes=slot_bytes,
         )  # fmt: skip
         self.runtime._fail_rate = rate
+        self.runtime.started = True
         self.stamp = 0
         self.pages: dict[int, int] = {}  # the stamps of pages that hold something
         self.frames: dict[int, int] = {}
