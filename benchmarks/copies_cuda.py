@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hicache.config import TransferConfig
-from hicache.geometry import KVGeometry, KVLayout
+from hicache.geometry import KVGeometry, KVLayout, PageShape, Piece
 from hicache.tiers import HostPool, HostWindow, KVPool, Transfer, create_device_pool
 from hicache.tiers.copy_cuda import CudaCopyEngine
 
@@ -42,11 +42,16 @@ def shapes() -> Iterator[tuple[str, KVGeometry]]:
 
 
 class Flat:
-    """One large copy in each direction, on streams of their own."""
+    """One large copy in each direction, on streams of their own.
+
+    Its host memory is a pool of one page, on the same NUMA node as every other.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        page = PageShape(1, (Piece("flat", FLAT_BYTES),))
         self._device = [torch.zeros(FLAT_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._host = [torch.zeros(FLAT_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._pools = [HostPool(page, 1, pin=device) for _ in range(2)]
+        self._host = [HostWindow(pool).rows[0, 0] for pool in self._pools]
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]  # type: ignore[no-untyped-call]
 
     def rate(self, *directions: str) -> float:
