@@ -202,8 +202,7 @@ class CudaCopyEngine(CopyEngine):
 
     Blocks for some milliseconds while it measures which path is faster, and allocates `STAGING_BYTES` on the device for
     the staged one. Raises InvalidInput for a host pool that is not pinned, and for `transfer.path: staged` with layers
-    that are longer than a slot of staging. `runtime`, `thread` and
-    `slot_bytes` are others in tests.
+    that are longer than a slot of staging. `runtime`, `thread` and `slot_bytes` are others in tests.
     """
 
     def __init__(
