@@ -27,7 +27,7 @@ from ..geometry import DTYPE_BYTES, KVGeometry, PageShape
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import CopyEngine, EngineBlocks, HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
 from ..tiers.device import known_device
-from ..tiers.memory import DeviceMemory, host_pages
+from ..tiers.memory import DeviceMemory, host_is_pinned, host_pages
 from ..tiers.memory import device_pages as count_device_pages
 from .break_even import BreakEven, Rates
 from .chunk_cache import ChunkCache
@@ -93,7 +93,8 @@ def create_cache(
             undo.callback(cache.close)
             return cache
         rank = None if ranks is None else ranks.rank
-        l2 = open_host_pool(config, geometry, l2_pages, pin=_pin(config.host.pin, known), rank=rank)
+        pin = known if host_is_pinned(config.host, known.type) else None
+        l2 = open_host_pool(config, geometry, l2_pages, pin=pin, rank=rank)
         kind = SessionCache if config.sessions.enabled else HiRadixCache
 
         def make(controller: HiCacheController, options: TieredOptions) -> HiRadixCache:
@@ -370,14 +371,3 @@ def _open_now_or_later(
         if not agreed:
             raise RankError("another rank could not start; its own error says why")
     return backend
-
-
-def _pin(choice: str, device: torch.device) -> torch.device | None:
-    if choice == "on" and device.type != "cuda":
-        raise ConfigError(f"host.pin: 'on' needs a CUDA device, the engine runs on {device}; use auto or off")
-    if choice == "off" and device.type == "cuda":
-        raise ConfigError(
-            f"host.pin: 'off' is for machines without a GPU, and L1 is on {device}; use auto or on: copies of memory "
-            "that is not pinned block their thread and go through a buffer of the driver"
-        )
-    return device if device.type == "cuda" else None

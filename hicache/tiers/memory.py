@@ -134,3 +134,16 @@ def host_pages(config: HostConfig, page: PageShape | KVGeometry, l1_pages: int) 
     if pages < 1:
         raise ConfigError("host: smaller than one page; raise host.size, host.tokens or host.ratio")
     return pages
+
+
+def host_is_pinned(config: HostConfig, platform: str) -> bool:
+    """Return True if L2 of an engine on `platform` (`cuda`, `cpu`, ...) is pinned, which it is on CUDA alone. Raises
+    ConfigError for a `host.pin` that the platform does not allow."""
+    if config.pin == "on" and platform != "cuda":
+        raise ConfigError(f"host.pin: 'on' needs a CUDA device, and the engine runs on {platform}; use auto or off")
+    if config.pin == "off" and platform == "cuda":
+        raise ConfigError(
+            "host.pin: 'off' is for machines without a GPU, and the engine runs on cuda; use auto or on: copies of "
+            "memory that is not pinned block their thread and go through a buffer of the driver"
+        )
+    return platform == "cuda"

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache, factory
-from hicache.config import HiCacheConfig
+from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache
+from hicache.config import HiCacheConfig, HostConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
 from hicache.frame import Encoding, FrameHeader, TagKind
 from hicache.frame.header import key_id
 from hicache.geometry import DTYPE_BYTES, KVGeometry
 from hicache.keys import Namespace, RadixKey
 from hicache.tiers import KVPool, create_device_pool
-from hicache.tiers.memory import DeviceMemory
+from hicache.tiers.memory import DeviceMemory, host_is_pinned
 from tests.ranks import gloo_ranks
 
 GEOMETRY = KVGeometry(layers=1, heads=1, head_dim=8, page_size=4, dtype="float32")
@@ -146,9 +145,9 @@ def test_what_cannot_work_is_refused_at_start(
 
 
 def test_memory_that_is_not_pinned_is_refused_beside_a_cuda_device_alone() -> None:
-    with pytest.raises(ConfigError, match=r"host\.pin: 'off' .* cuda:0; use auto or on"):
-        factory._pin("off", torch.device("cuda", 0))
-    assert factory._pin("auto", torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"host\.pin: 'off' .* cuda; use auto or on"):
+        host_is_pinned(HostConfig(pin="off"), "cuda")
+    assert host_is_pinned(HostConfig(), "cuda")
     with create_cache(config(host={"pin": "off"}), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache) and not cache.host.pinned
 

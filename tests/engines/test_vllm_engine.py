@@ -114,7 +114,7 @@ def test_what_would_give_wrong_kv_is_refused_at_start(what: str) -> None:
 def test_memory_that_is_not_pinned_is_refused_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HICACHE_HOST__PIN", "off")
     assert open_engine({}, {}).config.host.pin == "off"
-    monkeypatch.setattr(vllm_engine, "current_platform", SimpleNamespace(is_cuda=lambda: True, device_type="cuda"))
+    monkeypatch.setattr(vllm_engine, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     with pytest.raises(ConfigError, match=r"host\.pin: 'off' .* use auto or on"):
         open_engine({}, {})
     monkeypatch.delenv("HICACHE_HOST__PIN")

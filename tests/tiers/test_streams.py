@@ -282,7 +282,6 @@ def test_the_list_of_waits_is_whole(path: str) -> None:
         simulation = Simulation(seed, path)
         simulation.run()
         made |= simulation.runtime.waits
-    print(sorted(made))
     assert made == set(DIRECT if path == "direct" else STAGED)
 
 

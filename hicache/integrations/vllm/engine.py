@@ -25,7 +25,7 @@ from ...config import EventsConfig, HiCacheConfig
 from ...errors import ConfigError
 from ...keys import Namespace
 from ...tiers import SharedHostPool
-from ...tiers.memory import host_pages
+from ...tiers.memory import host_is_pinned, host_pages
 from ..options import engine_config, known_options, model_identity
 from .layout import BlockLayout
 
@@ -70,7 +70,8 @@ class Engine:
         group = cache.kv_cache_groups[0]
         spec = group.kv_cache_spec
         config = engine_config(OPTIONS, extra, spec.block_size)
-        _require_pin(config.host.pin)
+        # Refuses what does not fit. The platform of ROCm has devices of type cuda, too, but not the driver.
+        host_is_pinned(config.host, "cuda" if current_platform.is_cuda() else current_platform.device_name)
         if config.host.shared.owner == "daemon":
             raise ConfigError(
                 "host.shared.owner: the processes of vLLM create the memory that they share; use 'engine'"
@@ -188,18 +189,6 @@ def form_of(workers: Mapping[Any, Any], pool: SharedHostPool, ranks: int) -> str
     if any(one.memory != pool.identity for one in found):
         raise ConfigError("a worker shares other memory than the scheduler; several nodes are not supported")
     return forms.pop()
-
-
-def _require_pin(choice: str) -> None:
-    is_cuda = current_platform.is_cuda()
-    if choice == "on" and not is_cuda:
-        platform = current_platform.device_type
-        raise ConfigError(f"host.pin: 'on' needs CUDA, but vLLM runs on {platform}; use auto or off")
-    if choice == "off" and is_cuda:
-        raise ConfigError(
-            "host.pin: 'off' is for machines without a GPU, and vLLM runs on CUDA; use auto or on: copies of memory "
-            "that is not pinned block their thread and go through a buffer of the driver"
-        )
 
 
 def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
