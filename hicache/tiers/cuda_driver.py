@@ -24,6 +24,7 @@ from ..types import Addresses
 LIBRARY = "libcuda.so.1"
 
 _SUCCESS = 0
+_NO_CONTEXT = 201
 _NOT_READY = 600
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
@@ -103,9 +104,7 @@ class CudaDriver:
 
     def call(self, name: str, *arguments: object) -> None:
         """Call a function of the driver. Raises TransferError if it does not succeed."""
-        status = getattr(self._library, name)(*arguments)
-        if status != _SUCCESS:
-            raise TransferError(f"cuda: {name}: {self._reason(status)}")
+        self._require_success(name, self._status(name, *arguments))
 
     def attach(self) -> None:
         """Make the context current on the calling thread."""
@@ -145,10 +144,11 @@ class CudaDriver:
 
     def passed(self, event: int) -> bool:
         """True if the work before `event` has ended."""
-        status = self._library.cuEventQuery(event)
-        if status not in (_SUCCESS, _NOT_READY):
-            raise TransferError(f"cuda: cuEventQuery: {self._reason(status)}")
-        return bool(status == _SUCCESS)
+        status = self._status("cuEventQuery", event)
+        if status == _NOT_READY:
+            return False
+        self._require_success("cuEventQuery", status)
+        return True
 
     def elapsed_s(self, begin: int, end: int) -> float:
         """Return the device time between two events."""
@@ -177,11 +177,11 @@ class CudaDriver:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Have the context for a while: the calling thread may be at work on another device, or on none."""
-        self.call("cuCtxPushCurrent_v2", self.context)
+        self._require_success("cuCtxPushCurrent_v2", self._library.cuCtxPushCurrent_v2(self.context))
         try:
             yield
         finally:
-            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+            self._require_success("cuCtxPopCurrent_v2", self._library.cuCtxPopCurrent_v2(byref(c_void_p())))
 
     def _find_batch(self) -> Any | None:
         """Return cuMemcpyBatchAsync as of CUDA 12.8, None for a driver that is older."""
@@ -198,6 +198,20 @@ class CudaDriver:
             POINTER(_CopyAttributes), POINTER(c_size_t), c_size_t, POINTER(c_size_t), c_void_p,
         )  # fmt: skip
         return kind(address.value)
+
+    def _status(self, name: str, *arguments: object) -> int:
+        """Call a function; once more with the context if the calling thread has none, as one that only asks about
+        events may."""
+        function = getattr(self._library, name)
+        status = int(function(*arguments))
+        if status == _NO_CONTEXT:
+            with self.current():
+                status = int(function(*arguments))
+        return status
+
+    def _require_success(self, name: str, status: int) -> None:
+        if status != _SUCCESS:
+            raise TransferError(f"cuda: {name}: {self._reason(status)}")
 
     def _reason(self, status: int) -> str:
         text = c_char_p()

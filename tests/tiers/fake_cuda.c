@@ -72,6 +72,12 @@ static int failed(const char *name)
         if (current != CONTEXT)                                                                                        \
             return INVALID_CONTEXT;                                                                                    \
     } while (0)
+/* A handle knows its context, but the calling thread must have some context. */
+#define NEEDS_ANY_CONTEXT()                                                                                            \
+    do {                                                                                                               \
+        if (!current)                                                                                                  \
+            return INVALID_CONTEXT;                                                                                    \
+    } while (0)
 
 /* What a test sets and reads. */
 
@@ -105,7 +111,8 @@ int fake_number(const char *name)
         : strcmp(name, "loops") == 0 ? loops : strcmp(name, "order") == 0 ? (int)seen.srcAccessOrder
         : strcmp(name, "flags") == 0 ? (int)seen.flags : strcmp(name, "stream flags") == 0 ? (int)stream_flags
         : strcmp(name, "event flags") == 0 ? (int)event_flags : strcmp(name, "streams") == 0 ? streams
-        : strcmp(name, "events") == 0 ? events : strcmp(name, "depth") == 0 ? depth : -1;
+        : strcmp(name, "events") == 0 ? events : strcmp(name, "depth") == 0 ? depth
+        : strcmp(name, "context") == 0 ? current != NULL : -1;
 }
 
 /* The driver. */
@@ -201,17 +208,20 @@ CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int pr
 CUresult cuStreamDestroy_v2(CUstream stream)
 {
     CALL(cuStreamDestroy_v2);
+    NEEDS_ANY_CONTEXT();
     streams--;
     return stream ? 0 : INVALID_VALUE;
 }
 CUresult cuStreamSynchronize(CUstream stream)
 {
     CALL(cuStreamSynchronize);
+    NEEDS_ANY_CONTEXT();
     return stream ? 0 : INVALID_VALUE;
 }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
 {
     CALL(cuStreamWaitEvent);
+    NEEDS_ANY_CONTEXT();
     return stream && event && !flags ? 0 : INVALID_VALUE;
 }
 CUresult cuEventCreate(CUevent *event, unsigned int flags)
@@ -225,28 +235,33 @@ CUresult cuEventCreate(CUevent *event, unsigned int flags)
 CUresult cuEventDestroy_v2(CUevent event)
 {
     CALL(cuEventDestroy_v2);
+    NEEDS_ANY_CONTEXT();
     events--;
     return event ? 0 : INVALID_VALUE;
 }
 CUresult cuEventRecord(CUevent event, CUstream stream)
 {
     CALL(cuEventRecord);
+    NEEDS_ANY_CONTEXT();
     return stream && event ? 0 : INVALID_VALUE;
 }
 CUresult cuEventQuery(CUevent event)
 {
     CALL(cuEventQuery);
+    NEEDS_ANY_CONTEXT();
     return !event ? INVALID_VALUE : not_ready ? NOT_READY : 0;
 }
 CUresult cuEventElapsedTime(float *milliseconds, CUevent begin, CUevent end)
 {
     CALL(cuEventElapsedTime);
+    NEEDS_ANY_CONTEXT();
     *milliseconds = 2.5f;
     return begin && end ? 0 : INVALID_VALUE;
 }
 CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream stream)
 {
     CALL(cuMemcpyAsync);
+    NEEDS_ANY_CONTEXT();
     if (!stream)
         return INVALID_VALUE;
     memcpy((void *)(uintptr_t)target, (const void *)(uintptr_t)source, size);
@@ -268,6 +283,7 @@ static CUresult batch(CUdeviceptr *targets, CUdeviceptr *sources, size_t *sizes,
 {
     *failed_index = SIZE_MAX;
     CALL(cuMemcpyBatchAsync);
+    NEEDS_ANY_CONTEXT();
     if (!stream || !count || attrs_count != 1 || attrs_index[0] != 0)
         return INVALID_VALUE;
     int known[2] = {-1, -1};

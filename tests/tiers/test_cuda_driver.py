@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import mmap
@@ -97,7 +98,7 @@ def test_other_threads_run_during_a_slow_call(fake_cuda: FakeCuda) -> None:
     _, _, targets, sources, sizes = rows(10, 48)
     stream, counted = driver.stream(), 0
     fake_cuda.slow(50_000)
-    thread = threading.Thread(target=driver.copy, args=(stream, targets, sources, sizes))
+    thread = threading.Thread(target=lambda: (driver.attach(), driver.copy(stream, targets, sources, sizes)))
     thread.start()
     while thread.is_alive():
         counted += 1
@@ -153,10 +154,24 @@ def test_the_context_of_the_caller_stays_what_it_was(fake_cuda: FakeCuda) -> Non
     with pytest.raises(TransferError):
         driver.unregister(address)
     assert fake_cuda.number("depth") == 0
-    with pytest.raises(TransferError, match="error 201"):
-        driver.call("cuMemHostUnregister", address)  # negative control: the caller's own context would not do
     driver.unregister(address)
     assert fake_cuda.number("registered") == 0
+
+
+def test_a_thread_without_a_context_may_ask_and_stays_without_one(fake_cuda: FakeCuda) -> None:
+    driver = CudaDriver(0, fake_cuda.path)
+    stream, event = driver.stream(), driver.event(timed=True)
+    assert ctypes.CDLL(fake_cuda.path).cuEventQuery(ctypes.c_void_p(event)) == 201, "negative control"
+    assert driver.passed(event) and driver.elapsed_s(event, event) == 0.0025
+    fake_cuda.not_ready(True)
+    assert not driver.passed(event)
+    driver.call("cuStreamWaitEvent", stream, event, 0)
+    driver.call("cuStreamDestroy_v2", stream)
+    driver.call("cuEventDestroy_v2", event)
+    assert fake_cuda.number("depth") == 0 and not fake_cuda.number("context")
+    fake_cuda.fail("cuCtxPushCurrent_v2", 201)
+    with pytest.raises(TransferError, match=r"cuCtxPushCurrent_v2: .*201"):
+        driver.passed(event)
 
 
 # Pinning
