@@ -103,7 +103,7 @@ class AttentionBatch:
         if not isinstance(pool, MHATokenToKVPool | MLATokenToKVPool) or not pool.dtype.is_floating_point:
             raise InvalidInput(f"attention: a {type(pool).__name__}; pass an MHA or MLA pool of floating-point numbers")
         if not queries:
-            raise InvalidInput("attention: there are no queries; a batch needs at least one")
+            raise InvalidInput("attention: queries is empty; a batch needs at least one")
         for some in queries:
             _require_place(some, *table.shape)
         self.pool = pool

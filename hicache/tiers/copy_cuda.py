@@ -8,9 +8,9 @@ A wait for an event that is not recorded yet does nothing on CUDA. So `wait_laye
 recorded the event of the layer. By then the wait for the fence of that copy, and of all before it, is queued too: an
 engine may record its event again after that, and no copy waits for a forward that waits for the copy.
 
-Locking design: the scheduler thread submits and asks; a `StreamTransfer` belongs to it, but for what `run`, `arrived`
-and `fail` write, which the copy thread does under the condition of the thread. A transfer whose submission fails has
-not ended before the device is idle, since a part that is queued may still write to its pages.
+Locking design: the scheduler thread submits and polls. It owns each `StreamTransfer`, except the fields that `run`,
+`arrived` and `fail` write: the copy thread calls these, and writes under its condition. A transfer whose submission
+fails has not ended before the device is idle, since a part that is queued may still write to its pages.
 """
 
 from __future__ import annotations

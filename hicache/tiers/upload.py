@@ -89,7 +89,7 @@ class UploadRing:
 
 
 class _CudaStream:
-    """The current stream of a CUDA device, whichever that is at each call."""
+    """The stream that is the current one of a CUDA device at each call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

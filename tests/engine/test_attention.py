@@ -324,7 +324,7 @@ def test_mistakes_of_the_caller_are_refused_and_change_nothing() -> None:
                 Queries(0, 0, 4, -1)):  # fmt: skip
         with pytest.raises(InvalidInput, match="queries"):
             AttentionBatch(pool, table, [bad])
-    with pytest.raises(InvalidInput, match="no queries"):
+    with pytest.raises(InvalidInput, match="queries is empty"):
         AttentionBatch(pool, table, [])
     for other in (KVPool(pool.geometry, pool.blocks), create_device_pool(shape.geometry(4, "int8"), 2)):
         with pytest.raises(InvalidInput, match="floating-point"):

@@ -97,8 +97,13 @@ def test_other_threads_run_during_a_slow_call(fake_cuda: FakeCuda) -> None:
     driver.attach()
     _, _, targets, sources, sizes = rows(10, 48)
     stream, counted = driver.stream(), 0
+
+    def copy() -> None:
+        driver.attach()
+        driver.copy(stream, targets, sources, sizes)
+
     fake_cuda.slow(50_000)
-    thread = threading.Thread(target=lambda: (driver.attach(), driver.copy(stream, targets, sources, sizes)))
+    thread = threading.Thread(target=copy)
     thread.start()
     while thread.is_alive():
         counted += 1
