@@ -45,6 +45,9 @@ from .trees import Trees, require_conservation
 GATHER_TOKENS = 32_768
 # But not a larger part of L2 at once.
 GATHER_SHARE = 1 / 16
+# Pages that are written in an array at once: with some more, numpy gives up the interpreter's lock, and the scheduler
+# waits for a worker.
+_WRITTEN_PAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,9 @@ class DeviceTier:
 
     def read(self, pages: PageIds) -> None:
         """Note that forwards up to the latest fence may read or write `pages`; a load into them comes after it."""
-        self._read_until[pages.astype(np.intp)] = self._controller.fences.latest
+        if latest := self._controller.fences.latest:
+            for first in range(0, len(pages), _WRITTEN_PAGES):
+                self._read_until[pages[first : first + _WRITTEN_PAGES].astype(np.intp)] = latest
 
     def free_group(self) -> AbstractContextManager[None]:
         """What is freed inside becomes free at the end of the block."""

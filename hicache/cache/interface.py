@@ -82,7 +82,8 @@ class TreeCache(Protocol):
 
     def record_fence(self, fence: Fence) -> None:
         """Say what copies come after: KV handed to the cache from now on, until the next fence, is written once `fence`
-        has passed, and pages that are freed are read no more.
+        has passed, and pages that are freed are read no more. The latest fences are kept and waited for later: one that
+        is recorded again stands for the later point, so record it on the same stream.
 
         REQUIRES, if a forward returns before it has ended: called after each forward was queued, also one that failed
         halfway, and before its KV is shared or its pages are freed.

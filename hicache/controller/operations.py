@@ -39,8 +39,9 @@ class Fences:
         self._kept.append((self.latest, fence))
 
     def at(self, number: int) -> Fence | None:
-        """Return fence `number`; for one of long ago the oldest that is kept, which comes later; None for 0."""
-        return next((fence for found, fence in self._kept if found >= number), None) if number else None
+        """Return fence `number`, or for one of long ago the oldest that is kept, which comes later. 0, of pages that no
+        request has had, is of long ago too: the engine may have filled them with zeros. None if there is no fence."""
+        return next((fence for found, fence in self._kept if found >= number), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,8 +35,11 @@ from ..tiers import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from ..tiers.upload import upload
 
 # Rows of one product: queries times the query heads that share a head of KV. The mask has rows times keys entries, with
-# 128 Ki keys 256 MiB.
+# 128 Ki keys 256 MiB, and is made for each layer again: those of a long prefill would have many times as much.
 ROWS_MAX = 2048
+# Keys that are gathered for one product, unless a single block has more: requests that share a prefix get copies of it.
+# With 8 heads of 128 in bfloat16, K and V of so many have 256 MiB.
+KEYS_MAX = 1 << 16
 # Kernels on CUDA copy a mask whose rows are not a multiple of 16 bytes, in each layer.
 KEYS_MULTIPLE = 16
 
@@ -85,7 +88,16 @@ class _Group(NamedTuple):
     tokens: torch.Tensor  # int64 [blocks * queries], places in the batch
     pages: torch.Tensor  # int64 [blocks * pages], the padding page where a block has none
     missing: torch.Tensor  # bool [blocks, keys - shortest, 1, 1]
-    visible: torch.Tensor  # bool [blocks, 1, rows, keys]
+    begin: torch.Tensor  # int64 [blocks, 1, 1], position of the first key
+    queries: torch.Tensor  # int64 [blocks, queries, 1], positions of the queries
+
+    def visible(self, window: int | None, sharing: int) -> torch.Tensor:
+        """Return the mask, bool `[blocks, 1, rows, keys]`."""
+        positions = self.begin + torch.arange(self.keys, device=self.begin.device)
+        visible = positions <= self.queries
+        if window is not None:
+            visible &= positions > self.queries - window
+        return visible.repeat(1, sharing, 1)[:, None]
 
 
 class AttentionBatch:
@@ -133,9 +145,9 @@ class AttentionBatch:
                 # Padding at most doubles the keys of a block.
                 alike.setdefault((block.count, block.keys.bit_length()), []).append(block)
             self._groups[key] = [
-                self._group(blocks[first : first + step], window, sharing)
+                self._group(blocks[first : first + step])
                 for (count, _), blocks in alike.items()
-                for step in [max(1, ROWS_MAX // (sharing * count))]
+                for step in [max(1, min(ROWS_MAX // (sharing * count), KEYS_MAX // max(some.keys for some in blocks)))]
                 for first in range(0, len(blocks), step)
             ]
         return self._groups[key]
@@ -151,7 +163,7 @@ class AttentionBatch:
                 yield _Block(some.row, start, count, token + done, begin, end, new, token + some.before)
             token += some.count
 
-    def _group(self, blocks: Sequence[_Block], window: int | None, sharing: int) -> _Group:
+    def _group(self, blocks: Sequence[_Block]) -> _Group:
         page_size, keys = self.pool.geometry.page_size, max(block.keys for block in blocks)
         shortest = max(0, min(block.end - block.begin for block in blocks))
         numbers = np.array([(b.row, b.start, b.token, b.begin, b.end) for b in blocks], np.int64)
@@ -160,15 +172,13 @@ class AttentionBatch:
         positions, queries = begin + steps, start + steps[: blocks[0].count]
         columns = positions[:, ::page_size]
         slots = self.table[row, columns.clamp(max=self.table.shape[1] - 1)].to(torch.int64)
-        visible = positions[:, None, :] <= queries[:, :, None]
-        if window is not None:
-            visible &= positions[:, None, :] > queries[:, :, None] - window
         return _Group(
             blocks, keys, shortest,
             tokens=(token + steps[: blocks[0].count]).flatten(),
             pages=torch.where(columns < end, slots // page_size, 0).flatten(),
             missing=(positions >= end)[:, shortest:, None, None],
-            visible=visible.repeat(1, sharing, 1)[:, None],
+            begin=begin[:, None],
+            queries=queries[:, :, None],
         )  # fmt: skip
 
 
@@ -250,12 +260,14 @@ class RadixAttention(torch.nn.Module):
         some = q.index_select(0, group.tokens).view(blocks, count, *q.shape[1:])
         some = some.permute(0, 2, 3, 1, 4).reshape(blocks, self.kv_heads, sharing * count, self.head_dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        visible = group.visible(self.sliding_window, sharing)
         if self.logit_cap is None:
-            mixed = F.scaled_dot_product_attention(some, keys, values, attn_mask=group.visible, scale=self.scale)
+            mixed = F.scaled_dot_product_attention(some, keys, values, attn_mask=visible, scale=self.scale)
         else:
-            logits = torch.matmul(some * (self.scale / self.logit_cap), keys.transpose(2, 3))
-            logits = logits.to(torch.promote_types(q.dtype, torch.float32)).tanh_().mul_(self.logit_cap)
-            logits.masked_fill_(~group.visible, -math.inf)
+            # Logits of 16 bits would lose what the cap keeps.
+            wide = torch.promote_types(q.dtype, torch.float32)
+            logits = torch.matmul(some.to(wide) * (self.scale / self.logit_cap), keys.to(wide).transpose(2, 3))
+            logits.tanh_().mul_(self.logit_cap).masked_fill_(~visible, -math.inf)
             mixed = torch.matmul(torch.softmax(logits, dim=-1).to(values.dtype), values)
         mixed = mixed.view(blocks, self.kv_heads, sharing, count, self.v_head_dim).permute(0, 3, 1, 2, 4)
         return mixed.reshape(blocks * count, self.heads * self.v_head_dim)

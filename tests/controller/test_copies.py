@@ -129,4 +129,4 @@ def test_a_load_that_comes_after_a_fence_of_long_ago_comes_after_the_oldest_that
     for page, after in enumerate((0, 1, 3, 4, len(recorded)), start=1):
         rig.controller.submit_load(pages(page), pages(page), after)
         rig.controller.launch_loads()
-    assert rig.copies.fences == [None, recorded[3], recorded[3], recorded[3], recorded[-1]]
+    assert rig.copies.fences == [recorded[3], recorded[3], recorded[3], recorded[3], recorded[-1]]

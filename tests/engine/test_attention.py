@@ -163,6 +163,7 @@ def test_a_mixed_batch_over_scattered_pages_is_dense_attention(
 def test_random_batches_are_dense_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = rng(seed)
     monkeypatch.setattr(attention, "ROWS_MAX", numbers.choice([1, 6, 16, 2048]))  # cuts prefills and splits groups
+    monkeypatch.setattr(attention, "KEYS_MAX", numbers.choice([1, 64, 1 << 16]))
     sizes = [(numbers.choice([0, 0, 3, 8, 30]), numbers.choice([1, 1, 2, 9, 25])) for _ in range(numbers.randint(1, 9))]
     window, cap = numbers.choice([None, 3, 12]), numbers.choice([None, 2.0])
     shape, page_size = SHAPES[numbers.choice(list(SHAPES))], numbers.choice([1, 2, 4, 16])
@@ -277,6 +278,22 @@ def test_decodes_are_one_product_and_a_long_request_does_not_pad_the_short_ones(
     assert sorted((len(group.blocks), group.keys) for group in world.batch().groups(None, 3)) == [(1, 64), (3, 16)]
     batch = world.batch()
     assert batch.groups(None, 3) is batch.groups(None, 3), "made once for all layers"
+
+
+def test_keys_of_a_product_and_what_a_batch_keeps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "KEYS_MAX", 128)
+    decodes = Forward(SHAPES["gqa"], [(40, 1)] * 9).batch().groups(None, 3)
+    assert [(len(group.blocks), group.keys) for group in decodes] == [(2, 48)] * 4 + [(1, 48)]
+    prefill = Forward(SHAPES["gqa"], [(0, 60)]).batch().groups(None, 3)
+    kept = [part for group in prefill for part in group if isinstance(part, torch.Tensor)]
+    assert sum(part.numel() for part in kept) < 4 * 60, "less than the mask of one head, of which there are 60 * 64"
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+def test_large_logits_are_capped_before_they_are_rounded(compute: torch.dtype) -> None:
+    world = Forward(SHAPES["gqa"], dtype="bfloat16", compute=compute)
+    scale, cap = 2.5, 50.0  # logits of about 10
+    close(world.run(scale=scale, logit_cap=cap), world.expected(scale=scale, logit_cap=cap), 1e-2)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
