@@ -15,6 +15,7 @@ fails has not ended before the device is idle, since a part that is queued may s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -54,10 +55,9 @@ class StreamTransfer(Transfer):
         self._host_blocks, self._blocks = host_blocks, blocks
         self._after = after
         self._layers = layers
-        # By the copy thread: events in order, and for each layer that was submitted the one that it ends with.
-        self._events: list[Event] = []
+        # By the copy thread: events in order and whether each is timed, and for each layer that was submitted its own.
+        self._events: list[tuple[Event, bool]] = []
         self._by_layer: list[Event] = []
-        self._begin: Event | None = None
         self._failure: TransferError | None = None
         self._submitted = False
         self._over = False  # by the scheduler: the device has passed all of it
@@ -74,7 +74,7 @@ class StreamTransfer(Transfer):
     def done(self) -> bool:
         if self._over:
             return True
-        if not self._submitted or (self._failure is None and not self._passed(self._events[-1])):
+        if not self._submitted or (self._failure is None and not self._passed(self._events[-1][0])):
             return False
         self._finish()
         return True
@@ -118,18 +118,12 @@ class StreamTransfer(Transfer):
     def _finish(self) -> None:
         """Read the time and give the events back."""
         runtime, self._over = self._direction.runtime, True
-        if self._begin is None:
-            return
         if self._failure is None:
-            try:
-                self._seconds = runtime.elapsed_s(self._begin, self._events[-1])
-            except TransferError:
-                return  # the device has failed since; the next call to it says so
-            runtime.release(self._events.pop(), timed=True)
-        for event in self._events:
-            runtime.release(event)
-        runtime.release(self._begin, timed=True)
-        self._begin = None
+            # A device that has failed since says so at the next call.
+            with contextlib.suppress(TransferError):
+                self._seconds = runtime.elapsed_s(self._events[0][0], self._events[-1][0])
+        for event, timed in self._events:
+            runtime.release(event, timed=timed)
 
     @staticmethod
     def _poll(condition: Callable[[], bool], deadline: float) -> bool:
@@ -144,7 +138,7 @@ class StreamTransfer(Transfer):
     def run(self) -> None:
         """Submit the copy."""
         try:
-            self._begin = self._direction.path.submit(self._host_blocks, self._blocks, self._after, self.arrived)
+            self._direction.path.submit(self._host_blocks, self._blocks, self._after, self.arrived)
         except BaseException:
             self._direction.settle()
             raise
@@ -152,10 +146,10 @@ class StreamTransfer(Transfer):
             self._submitted = True
             self._direction.thread.condition.notify_all()
 
-    def arrived(self, event: Event, layers: int) -> None:
+    def arrived(self, event: Event, layers: int, timed: bool) -> None:
         """Note that `layers` more end with `event`."""
         with self._direction.thread.condition:
-            self._events.append(event)
+            self._events.append((event, timed))
             self._by_layer += [event] * layers
             self._direction.thread.condition.notify_all()
 
@@ -224,9 +218,10 @@ class CudaCopyEngine(CopyEngine):
             runtime = CudaRuntime(blocks.device)
         self._runtime = runtime
         self._pieces = Pieces(blocks, window)
-        with runtime.current():
-            make_path = self._choose(config or TransferConfig(), slot_bytes)
-            paths = make_path(False), make_path(True)
+        with contextlib.ExitStack() as undo, runtime.current():
+            undo.callback(runtime.close)
+            paths = self._make_paths(config or TransferConfig(), slot_bytes)
+            undo.pop_all()
         names = "hicache-backup-copy", "hicache-load-copy"
         self._backups, self._loads = (
             Direction(runtime, path, thread(name, runtime.attach)) for path, name in zip(paths, names, strict=True)
@@ -260,8 +255,8 @@ class CudaCopyEngine(CopyEngine):
     def _submit(self, direction: Direction, host_blocks: Indices, blocks: Indices, after: Fence | None) -> Transfer:
         return direction.submit(StreamTransfer(direction, host_blocks, blocks, after, self._pieces.layers))
 
-    def _choose(self, config: TransferConfig, slot_bytes: int) -> Callable[[bool], CopyPath]:
-        """Return what makes the path of a direction (True: load). Says in the log what was chosen and why."""
+    def _make_paths(self, config: TransferConfig, slot_bytes: int) -> tuple[CopyPath, CopyPath]:
+        """Return the path of backups and that of loads. Say in the log what was chosen and why."""
         pieces, runtime = self._pieces, self._runtime
         path, reason = config.path, "as configured"
         fits = max(self.blocks.layer_bytes) <= slot_bytes - slot_bytes % WORDS[0]
@@ -274,10 +269,23 @@ class CudaCopyEngine(CopyEngine):
                 f"transfer.path: staged: a layer of a page has {format_size(max(self.blocks.layer_bytes))}, a slot of "
                 f"staging {format_size(slot_bytes)}; use direct or auto"
             )
+        paths = None
+        if path == "staged":
+            try:
+                paths = self._staged(config.multiprocessors, slot_bytes)
+            except TransferError as error:
+                if config.path == "staged":
+                    raise
+                logger.warning("copies of short pieces are slow, because staging cannot be used: %s", error)
+                path = "direct"
         shortest = format_size(pieces.shortest)
         logger.info("copies on %s are %s: the shortest piece has %s, %s", self.blocks.device, path, shortest, reason)
         self.path = path
-        if path == "direct":
-            return lambda is_load: DirectPath(runtime, pieces, load=is_load)
-        programs = config.multiprocessors
-        return lambda is_load: StagedPath(runtime, pieces, load=is_load, programs=programs, slot_bytes=slot_bytes)
+        return paths or (DirectPath(runtime, pieces, load=False), DirectPath(runtime, pieces, load=True))
+
+    def _staged(self, programs: int, slot_bytes: int) -> tuple[CopyPath, CopyPath]:
+        backups, loads = (
+            StagedPath(self._runtime, self._pieces, load=is_load, programs=programs, slot_bytes=slot_bytes)
+            for is_load in (False, True)
+        )
+        return backups, loads

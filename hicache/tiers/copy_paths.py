@@ -41,8 +41,8 @@ _ROW_ALIGN = WORDS[0]
 _WAIT_S_MAX = 120.0
 _POLL_S = 20e-6
 
-# Called with an event, and how many layers more have arrived when it passes.
-Arrived = Callable[[Event, int], None]
+# Called with an event, how many layers more have arrived when it passes, and whether it takes the time.
+Arrived = Callable[[Event, int, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,9 @@ class CopyPath(ABC):
         self._load = load
 
     @abstractmethod
-    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> Event:
-        """Queue the copy of all layers behind `after`. Return a timed event at its begin; the last one that `arrived`
-        gets is timed too. May block until earlier copies have left a buffer."""
+    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> None:
+        """Queue the copy of all layers behind `after`. The first event that `arrived` gets is at the begin, and it and
+        the last one are timed. May block until earlier copies have left a buffer."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -143,12 +143,12 @@ class DirectPath(CopyPath):
         super().__init__(runtime, pieces, load=load)
         self._stream = runtime.stream()
 
-    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> Event:
+    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> None:
         runtime, pieces, stream = self._runtime, self._pieces, self._stream
         frames, batches = pieces.frames_at(host_blocks), pieces.batches(host_blocks)
         if after is not None:
             runtime.wait_fence(stream, after)
-        begin = runtime.record(stream, timed=True)
+        arrived(runtime.record(stream, timed=True), 0, True)
         for layer in range(pieces.layers):
             base, stride, column, size = pieces.table[pieces.regions(layer, layer + 1)].T[:, :, np.newaxis]
             for batch in batches:
@@ -156,8 +156,7 @@ class DirectPath(CopyPath):
                 self._copy(stream, device.ravel(), host.ravel(), np.broadcast_to(size, device.shape).ravel())
             is_last = layer == pieces.layers - 1
             if self._load or is_last:
-                arrived(runtime.record(stream, timed=is_last), 1 if self._load else pieces.layers)
-        return begin
+                arrived(runtime.record(stream, timed=is_last), 1 if self._load else pieces.layers, is_last)
 
     def synchronize(self) -> None:
         self._runtime.synchronize(self._stream)
@@ -201,11 +200,11 @@ class StagedPath(CopyPath):
         self._queue_kernel(self._first, self._rows(self._groups[0], self._slots[0], 0))  # which compiles it
         runtime.synchronize(self._first)
 
-    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> Event:
+    def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> None:
         runtime = self._runtime
         if after is not None:
             runtime.wait_fence(self._first, after)
-        begin = runtime.record(self._first, timed=True)
+        arrived(runtime.record(self._first, timed=True), 0, True)
         frames = self._pieces.frames_at(host_blocks)
         for group in self._groups:
             rows_max = self._slot_bytes // group.row_bytes
@@ -215,8 +214,7 @@ class StagedPath(CopyPath):
             is_last = group.end == self._pieces.layers
             if self._load or is_last:
                 layers = group.end - group.first if self._load else self._pieces.layers
-                arrived(runtime.record(self._second, timed=is_last), layers)
-        return begin
+                arrived(runtime.record(self._second, timed=is_last), layers, is_last)
 
     def synchronize(self) -> None:
         for stream in (self._first, self._second):

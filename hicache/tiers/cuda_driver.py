@@ -29,6 +29,8 @@ _NOT_READY = 600
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_PRIORITY = -100  # the driver takes its highest, so that kernels of a few blocks start beside a large forward
+_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _BATCH_VERSION = 12080  # the first with cuMemcpyBatchAsync
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PREFER_OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -37,6 +39,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuInit": [c_uint],
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
     "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
     "cuDeviceGetPCIBusId": [c_char_p, c_int, c_int],
     "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
     "cuCtxSetCurrent": [c_void_p],
@@ -87,12 +90,15 @@ class CudaDriver:
                 getattr(self._library, name).argtypes = types
         except (OSError, AttributeError) as error:
             raise TransferError(f"cuda: the driver's library cannot be used: {error}; install a driver") from error
-        self._batch = self._find_batch()
         self._attributes = _CopyAttributes(source_access_order=_IN_STREAM_ORDER, flags=_PREFER_OVERLAP)
         self.call("cuInit", 0)
         number, context = c_int(), c_void_p()
         self.call("cuDeviceGet", byref(number), device)
         self._device = number.value
+        can_use = c_int()
+        self.call("cuDeviceGetAttribute", byref(can_use), _HOST_POINTERS, self._device)
+        # Under WSL2 a batch with the addresses of registered memory is an illegal access; single copies translate them.
+        self._batch = self._find_batch() if can_use.value else None
         # Never given back: torch has it as long as the process lives.
         self.call("cuDevicePrimaryCtxRetain", byref(context), self._device)
         self.context = context.value
@@ -132,7 +138,7 @@ class CudaDriver:
         """Create a stream."""
         handle = c_void_p()
         with self.current():
-            self.call("cuStreamCreateWithPriority", byref(handle), _NON_BLOCKING, 0)
+            self.call("cuStreamCreateWithPriority", byref(handle), _NON_BLOCKING, _PRIORITY)
         return int(handle.value or 0)
 
     def event(self, *, timed: bool) -> int:
@@ -141,6 +147,12 @@ class CudaDriver:
         with self.current():
             self.call("cuEventCreate", byref(handle), 0 if timed else _DISABLE_TIMING)
         return int(handle.value or 0)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Have `stream` wait for `event`. Stream 0 is the default stream of this device."""
+        # To the driver it is that of the current context.
+        with contextlib.nullcontext() if stream else self.current():
+            self.call("cuStreamWaitEvent", stream, event, 0)
 
     def passed(self, event: int) -> bool:
         """True if the work before `event` has ended."""

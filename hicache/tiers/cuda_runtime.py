@@ -8,6 +8,7 @@ Locking design: as `DeviceRuntime` says. The pools of events are deques, whose o
 
 from __future__ import annotations
 
+import subprocess
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import asdict
 
 import torch
 
-from ..errors import CapacityError, InvalidInput
+from ..errors import CapacityError, InvalidInput, TransferError
 from ..types import Addresses
 from .copy import Fence
 from .cuda_driver import CudaDriver
@@ -77,7 +78,7 @@ class CudaRuntime(DeviceRuntime):
         self._pools[timed].append(event)
 
     def wait(self, stream: int, event: int) -> None:
-        self._driver.call("cuStreamWaitEvent", stream, event, 0)
+        self._driver.wait(stream, event)
 
     def passed(self, event: int) -> bool:
         return self._driver.passed(event)
@@ -92,16 +93,25 @@ class CudaRuntime(DeviceRuntime):
         self._driver.copy(stream, targets, sources, sizes)
 
     def gather(self, stream: int, rows: Rows, programs: int) -> None:
-        from .rows_triton import gather_rows  # noqa: PLC0415  needs triton, which torch for CUDA brings
+        with self._kernels(stream):
+            from .rows_triton import gather_rows  # noqa: PLC0415  needs triton, which torch for CUDA brings
 
-        with torch.cuda.stream(self._torch_streams[stream]):
             gather_rows(**asdict(rows), programs=programs)
 
     def scatter(self, stream: int, rows: Rows, programs: int) -> None:
-        from .rows_triton import scatter_rows  # noqa: PLC0415
+        with self._kernels(stream):
+            from .rows_triton import scatter_rows  # noqa: PLC0415
 
-        with torch.cuda.stream(self._torch_streams[stream]):
             scatter_rows(**asdict(rows), programs=programs)
+
+    @contextmanager
+    def _kernels(self, stream: int) -> Iterator[None]:
+        """Queue kernels on `stream`. Triton needs a C compiler and Python's headers when it is used first."""
+        try:
+            with torch.cuda.stream(self._torch_streams[stream]):
+                yield
+        except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            raise TransferError(f"copy: Triton cannot run a kernel: {error}") from error
 
     def device_memory(self, size_bytes: int) -> Memory:
         try:

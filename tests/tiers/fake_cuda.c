@@ -16,10 +16,12 @@
 _Static_assert(sizeof(CUmemcpyAttributes) == 24 && offsetof(CUmemcpyAttributes, flags) == 20, "attributes");
 _Static_assert(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM == 1 && CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == 1, "flags");
 _Static_assert(CU_MEMHOSTREGISTER_PORTABLE == 1 && CU_STREAM_NON_BLOCKING == 1 && CU_EVENT_DISABLE_TIMING == 2, "flags");
+_Static_assert(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM == 91, "attribute");
 _Static_assert(CUDA_ERROR_NOT_READY == 600 && CUDA_SUCCESS == 0, "errors");
 #else
 typedef int CUresult;
 typedef int CUdevice;
+typedef int CUdevice_attribute;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
@@ -47,7 +49,7 @@ static int batches, batched, loops;
 static CUmemcpyAttributes seen;
 static int not_ready;
 static unsigned stream_flags, event_flags;
-static int streams, events;
+static int streams, events, foreign_waits, without_host_pointers;
 
 /* Handles have all 64 bits of a pointer. */
 #define CONTEXT ((CUcontext)(uintptr_t)0x7f1122334455)
@@ -86,7 +88,7 @@ void fake_reset(void)
     memset(registered, 0, sizeof registered);
     register_max = SIZE_MAX;
     failing[0] = 0;
-    fails_in = fails_with = sleeps_us = batches = batched = loops = not_ready = streams = events = 0;
+    fails_in = fails_with = sleeps_us = batches = batched = loops = not_ready = streams = events = foreign_waits = without_host_pointers = 0;
     current = NULL;
     depth = 0;
 }
@@ -99,6 +101,7 @@ void fake_fail(const char *name, int in, int with)
 void fake_limit(size_t size) { register_max = size; }
 void fake_sleep(int us) { sleeps_us = us; }
 void fake_not_ready(int value) { not_ready = value; }
+void fake_without_host_pointers(void) { without_host_pointers = 1; }
 int fake_number(const char *name)
 {
     if (strcmp(name, "registered") == 0) {
@@ -112,7 +115,7 @@ int fake_number(const char *name)
         : strcmp(name, "flags") == 0 ? (int)seen.flags : strcmp(name, "stream flags") == 0 ? (int)stream_flags
         : strcmp(name, "event flags") == 0 ? (int)event_flags : strcmp(name, "streams") == 0 ? streams
         : strcmp(name, "events") == 0 ? events : strcmp(name, "depth") == 0 ? depth
-        : strcmp(name, "context") == 0 ? current != NULL : -1;
+        : strcmp(name, "foreign waits") == 0 ? foreign_waits : strcmp(name, "context") == 0 ? current != NULL : -1;
 }
 
 /* The driver. */
@@ -132,6 +135,13 @@ CUresult cuDeviceGet(CUdevice *device, int number)
     CALL(cuDeviceGet);
     *device = number;
     return number < 2 ? 0 : 101;
+}
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
+{
+    CALL(cuDeviceGetAttribute);
+    (void)device;
+    *value = !without_host_pointers;
+    return attribute == 91 ? 0 : INVALID_VALUE;
 }
 CUresult cuDeviceGetPCIBusId(char *id, int size, CUdevice device)
 {
@@ -222,7 +232,9 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
 {
     CALL(cuStreamWaitEvent);
     NEEDS_ANY_CONTEXT();
-    return stream && event && !flags ? 0 : INVALID_VALUE;
+    if (!stream && current != CONTEXT)
+        foreign_waits++; /* on the default stream of another device */
+    return event && !flags ? 0 : INVALID_VALUE;
 }
 CUresult cuEventCreate(CUevent *event, unsigned int flags)
 {

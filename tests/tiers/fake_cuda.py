@@ -51,6 +51,10 @@ class FakeCuda:
         """Whether events have not passed."""
         self._library.fake_not_ready(int(value))
 
+    def without_host_pointers(self) -> None:
+        """The device has addresses of its own for registered host memory."""
+        self._library.fake_without_host_pointers()
+
     def number(self, name: str) -> int:
         """What the library counts, or saw last."""
         return int(self._library.fake_number(name.encode()))

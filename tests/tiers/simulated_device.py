@@ -53,6 +53,7 @@ class SimulatedEvent:
     turns: Turns
     stream: SimulatedStream | None = None
     recorded: int = 0
+    timed: bool = False
     passed: set[int] = field(default_factory=set)
 
     def query(self) -> bool:
@@ -225,6 +226,7 @@ class SimulatedRuntime(DeviceRuntime):
         self.made += not self._events
         self.timed += timed
         event = self._events.pop() if self._events else SimulatedEvent(self.turns)
+        event.timed = timed
         self.record_again(event, stream)
         return event
 
@@ -241,6 +243,8 @@ class SimulatedRuntime(DeviceRuntime):
         stream.steps.append(passes)
 
     def release(self, event: SimulatedEvent, *, timed: bool = False) -> None:
+        if event.timed is not timed:
+            raise Finding("an event is given back as one of the other kind")
         self._events.append(event)
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from hicache.config import TransferConfig
 from hicache.errors import InvalidInput, TransferError
 from hicache.geometry import KVGeometry, KVLayout
 from hicache.tiers import (
@@ -27,9 +28,11 @@ from hicache.tiers import (
     create_device_pool,
 )
 from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.tiers.copy_cuda import CudaCopyEngine
+from hicache.tiers.runtime import Rows
 from hicache.types import Indices, PageIds
 from tests.steps import StepCounter
-from tests.tiers.simulated_device import SimulatedEvent, SimulatedRuntime, Turns, simulated_copies
+from tests.tiers.simulated_device import SimulatedEvent, SimulatedRuntime, SimulatedThread, Turns, simulated_copies
 
 MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
 MLA = KVGeometry(layers=3, heads=1, head_dim=16, page_size=4, layout=KVLayout.MLA)
@@ -136,6 +139,32 @@ def test_staging_without_room_for_a_layer_is_refused() -> None:
         simulated_copies(
             two_regions(2, seed=4), HostWindow(HostPool(MHA, 2)), path="staged", slot_bytes=MHA.layer_bytes - 1
         )
+
+
+class NoKernels(SimulatedRuntime):
+    """A device of a machine without a compiler for kernels."""
+
+    closed = 0
+
+    def gather(self, stream: Any, rows: Rows, programs: int) -> None:
+        raise TransferError("copy: Triton cannot run a kernel: no C compiler")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_short_pieces_go_direct_where_no_kernel_can_be_built_unless_staging_was_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    blocks, host, runtime = two_regions(9, seed=4), HostPool(MHA, 8), NoKernels(Turns(0))
+    thread = partial(SimulatedThread, runtime.turns)
+    copies = CudaCopyEngine(blocks, HostWindow(host), TransferConfig(), runtime=runtime, thread=thread)
+    assert copies.path == "direct" and "staging cannot be used: copy: Triton cannot run a kernel" in caplog.text
+    assert copies.backup(ids(1, 2), ids(0, 1)).wait(10) and copies.close(10)
+    refused = NoKernels(Turns(0))
+    with pytest.raises(TransferError, match="no C compiler"):
+        simulated_copies(blocks, HostWindow(host), path="staged", runtime=refused)
+    assert (runtime.closed, refused.closed) == (1, 1), "an engine that could not be made leaves no streams"
 
 
 class LostDevice(SimulatedRuntime):

@@ -74,6 +74,16 @@ def test_an_older_driver_gets_the_copies_one_by_one(tmp_path: Path, definition: 
     assert (fake.number("batches"), fake.number("loops")) == (0, 20)
 
 
+def test_a_device_with_other_addresses_for_registered_memory_gets_single_copies(fake_cuda: FakeCuda) -> None:
+    fake_cuda.without_host_pointers()
+    driver = CudaDriver(0, fake_cuda.path)
+    driver.attach()
+    source, target, targets, sources, sizes = rows(20, 48)
+    driver.copy(driver.stream(), targets, sources, sizes)
+    assert np.array_equal(target[np.random.default_rng(0).permutation(20)], source)
+    assert (fake_cuda.number("batches"), fake_cuda.number("loops")) == (0, 20)
+
+
 def test_a_batch_that_is_refused_names_the_copy_and_the_reason(fake_cuda: FakeCuda) -> None:
     driver = CudaDriver(0, fake_cuda.path)
     driver.attach()
@@ -127,7 +137,7 @@ def test_events_pass_or_do_not_or_say_that_the_device_has_failed(fake_cuda: Fake
 
 
 def test_every_call_that_is_refused_is_a_typed_error(fake_cuda: FakeCuda) -> None:
-    for name in ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"):
+    for name in ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain"):
         fake_cuda.fail(name, 1)
         with pytest.raises(TransferError, match=f"cuda: {name}: invalid argument"):
             CudaDriver(0, fake_cuda.path)
@@ -177,6 +187,17 @@ def test_a_thread_without_a_context_may_ask_and_stays_without_one(fake_cuda: Fak
     fake_cuda.fail("cuCtxPushCurrent_v2", 201)
     with pytest.raises(TransferError, match=r"cuCtxPushCurrent_v2: .*201"):
         driver.passed(event)
+
+
+def test_the_default_stream_that_waits_is_that_of_this_device(fake_cuda: FakeCuda) -> None:
+    driver = CudaDriver(0, fake_cuda.path)
+    event = driver.event(timed=False)
+    driver.call("cuCtxSetCurrent", 0x1234)  # of another device, which the thread has used last
+    driver.wait(0, event)
+    driver.wait(driver.stream(), event)
+    assert fake_cuda.number("foreign waits") == 0 and fake_cuda.number("depth") == 0
+    driver.call("cuStreamWaitEvent", 0, event, 0)
+    assert fake_cuda.number("foreign waits") == 1, "negative control"
 
 
 # Pinning

@@ -303,9 +303,9 @@ class _EagerEngine(CudaCopyEngine):
 class _OneBatch(CudaCopyEngine):
     """Copies all pages in one call, wherever they are registered."""
 
-    def _choose(self, config: TransferConfig, slot_bytes: int) -> Callable[[bool], CopyPath]:
+    def _make_paths(self, config: TransferConfig, slot_bytes: int) -> tuple[CopyPath, CopyPath]:
         self._pieces.batches = lambda host_blocks: [np.arange(len(host_blocks))]  # type: ignore[method-assign]
-        return super()._choose(config, slot_bytes)
+        return super()._make_paths(config, slot_bytes)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -316,3 +316,18 @@ def test_a_call_that_crosses_the_edge_of_a_registration_is_found(path: str) -> N
 @pytest.mark.parametrize("path", PATHS)
 def test_a_wait_for_a_layer_whose_event_is_not_recorded_yet_is_found(path: str) -> None:
     assert found(8 * SEEDS, partial(Simulation, path=path, kind=_EagerEngine, fail_rate=0.0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_failed_submissions_give_their_events_back(path: str) -> None:
+    simulation = Simulation(1, path, fail_rate=0.0)
+    simulation.runtime._fail_rate = 0.03
+    pages, ended, made = np.arange(1, 9, dtype=np.int32), [], []
+    for _ in range(120):
+        load = simulation.copies.load(pages - 1, pages)
+        assert load.wait(10)
+        ended.append(load.error is None)
+        made.append(simulation.runtime.made)
+    assert 10 < sum(ended) < 110 and made[60] == made[-1]
+    assert simulation.copies.close(10)
+    simulation.turns.end()
