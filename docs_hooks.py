@@ -1,8 +1,9 @@
-"""What the documentation site has beyond docs/ (mkdocs.yml names this file): the pages at the root of the repository,
-one page for each folder of files that pages link to, and links that lead to these.
+"""Hooks of MkDocs that complete the documentation site (mkdocs.yml names this file).
 
-A page is written for the viewer of a repository, with paths of the source tree; here each of its links becomes one of
-the site, and MkDocs checks it. A source file that is not on the site stays as text without a link.
+They add the pages at the root of the repository, one page for each folder of files that pages link to, and a reference
+of the commands. They also rewrite links. Pages are written for the viewer of a repository, with paths of the source
+tree; each link becomes a link of the site, which MkDocs checks. A link to a source file that is not on the site becomes
+plain text.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 from mkdocs.structure.files import File
+
+from hicache.cli.main import main
 
 ROOT = Path(__file__).resolve().parent
 ROOT_PAGES = {"README.md": "readme.md", "DESIGN.md": "DESIGN.md", "CONTRIBUTING.md": "CONTRIBUTING.md",
               "CHANGELOG.md": "CHANGELOG.md"}  # fmt: skip
 FOLDERS = {
-    "configs": "Each file is a whole configuration with its reasons; `hicache config check FILE` checks a changed one.",
-    "deploy": "What runs a daemon and watches it. [Deploying](../docs/deploy.md) says how to use each file.",
-    "examples": "Programs that run as they are, without a GPU.",
+    "configs": "Complete configurations with the reasons for their values. `hicache config check FILE` checks a copy.",
+    "deploy": "Files that run and monitor a daemon. [Deploying](../docs/deploy.md) explains how to use each of them.",
+    "examples": "Programs that run without changes and without a GPU.",
 }
-# The languages of files that are shown whole. Others, like dashboards of a thousand lines, are only named.
+# The languages of files that are shown in full. Of other files, such as long dashboards, only the name is shown.
 LANGUAGES = {".yaml": "yaml", ".yml": "yaml", ".py": "python", ".service": "ini", ".toml": "toml", ".md": "markdown",
              "": "docker"}  # fmt: skip
 _CODE_OR_LINK = re.compile(
@@ -37,6 +41,8 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     for folder, about in FOLDERS.items():
         files.append(File.generated(config, f"{folder}/index.md", content="\n".join(_shown(folder, about))))
+    context = click.Context(main, info_name="hicache", terminal_width=80)
+    files.append(File.generated(config, "commands.md", content="# Commands\n\n" + "\n".join(_help(main, context))))
     return files
 
 
@@ -57,12 +63,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def anchor(name: str) -> str:
-    """Return the anchor of the heading `name`, as the site's and the viewers' of repositories make it."""
+    """Return the anchor that the site and the viewers of repositories make of the heading `name`."""
     return re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-")
 
 
 def _place(path: str) -> str | None:
-    """Return where the site has a path of the source tree, or None."""
+    """Return the location on the site of a path of the source tree, or None if it is not on the site."""
     file, hash_, fragment = path.partition("#")
     folder, _, rest = file.partition("/")
     if folder in FOLDERS:
@@ -83,3 +89,12 @@ def _shown(folder: str, about: str) -> Iterator[str]:
         if path.suffix in LANGUAGES:
             # Four backquotes: a file may have a block of its own.
             yield f"````{LANGUAGES[path.suffix]}\n{path.read_text(encoding='utf-8').rstrip()}\n````\n"
+
+
+def _help(command: click.Command, context: click.Context) -> Iterator[str]:
+    yield f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            part = command.get_command(context, name)
+            assert part is not None
+            yield from _help(part, click.Context(part, context, name))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hicache
+from hicache.cli.main import COMMANDS
 
 pytestmark = pytest.mark.long
 
@@ -57,6 +58,12 @@ def test_the_reference_has_each_public_name(site: Path) -> None:
     names = {line.split()[0].rpartition(".")[2] for line in zlib.decompress(inventory).decode().splitlines()}
     assert set(hicache.__all__) - {"__version__"} <= names
     assert {"TreeCache", "HostCache", "StorageBackend", "PageStore", "RawStore", "HiCacheConfig"} <= names
+
+
+def test_the_reference_has_each_command(site: Path) -> None:
+    text = (site / "commands.html").read_text(encoding="utf-8")
+    assert not [name for name in COMMANDS if f'id="hicache-{name}"' not in text]
+    assert 'id="hicache-ctl-scrub"' in text and "--older-than" in text
 
 
 def unreadable_lists(text: str) -> list[int]:

@@ -22,12 +22,12 @@ LABELS = ("llama-3-70b tp0", MARKUP)
 
 
 class BusyDaemon(Daemon):
-    """A daemon in `folder` over two stores on levels, `nvme` and `shared`, whose page is at `url`. Engines name
-    themselves by `labels`; `section` adds to `daemon`."""
+    """A daemon in `folder` over two levels, a small store and `shared`, with its page at `url`. The engines have the
+    names `labels`; `section` adds to `daemon`."""
 
-    def __init__(self, folder: Path, labels: tuple[str, ...] = LABELS, **section: Any) -> None:
+    def __init__(self, folder: Path, labels: tuple[str, ...] = LABELS, small: str = "nvme", **section: Any) -> None:
         levels = []
-        for name, capacity in (("nvme", "64MiB"), ("shared", "256MiB")):
+        for name, capacity in ((small, "64MiB"), ("shared", "256MiB")):
             options = {"path": str(folder / name), "capacity": capacity, "free_space_floor": "0B"}
             levels.append({"name": name, "type": "file", "options": options})
         storage = {"type": "levels", "options": {"levels": levels}}
