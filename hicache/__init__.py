@@ -1,7 +1,7 @@
 """HiCache keeps the KV cache of an LLM engine in three tiers: device memory, host memory and storage.
 
-The names below are the public face. They are loaded when they are first used, so that `import hicache` and
-`hicache --version` cost no import of torch.
+The names below are the public interface. Each is loaded at its first use, so `import hicache` and `hicache --version`
+do not import torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .geometry import KVGeometry, KVLayout, PageShape, Piece
     from .keys import Namespace, RadixKey
 
-if not TYPE_CHECKING:  # which knows the names from above, and would believe in any name with this
+if not TYPE_CHECKING:  # a type checker has the names from above, and would accept any name because of `__getattr__`
     __getattr__ = lazy_names(
         __name__,
         {

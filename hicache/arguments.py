@@ -1,7 +1,7 @@
 """Checks of callers' arguments: each returns the value in the form that the package works with, or raises InvalidInput.
 
-A check reads the value only and comes before the call changes anything. Messages name the argument and show numbers;
-they never show text or objects, which may be prompts, salts or secrets.
+A check only reads the value, and runs before the call changes any state. Messages name the argument and show numbers.
+They never show text or objects, which may be prompts, salts or secrets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import InvalidInput
 
 T = TypeVar("T")
 
-# Whole numbers end up in arrays and messages of 64 bits.
+# Whole numbers are stored in 64-bit fields of arrays and messages.
 WHOLE_MAX = 2**63 - 1
 # A thread cannot wait longer, and sums of such times do not overflow.
 SECONDS_MAX = threading.TIMEOUT_MAX
@@ -27,7 +27,7 @@ NAME_BYTES_MAX = 64 << 10
 
 
 def whole(name: str, value: object, least: int = 0, most: int = WHOLE_MAX) -> int:
-    """Return `value` as an int: an int or another integer (of numpy, say), but not a bool, from `least` to `most`."""
+    """Return `value` as an int from `least` to `most`. Accepts integers of any type (such as numpy's), except bool."""
     if type(value) is int:
         number = value
     else:
@@ -41,7 +41,7 @@ def whole(name: str, value: object, least: int = 0, most: int = WHOLE_MAX) -> in
 
 
 def number(name: str, value: object, *, most: float = SECONDS_MAX, positive: bool = False) -> float:
-    """Return `value` as a float: a number from 0 (`positive`: above 0) to `most`, neither a bool nor NaN."""
+    """Return `value` as a float from 0 (`positive`: above 0) to `most`. Rejects bool and NaN."""
     try:
         real = float(value) if not isinstance(value, bool) and isinstance(value, Real) else math.nan
     except OverflowError:  # an int or a fraction beyond the range of float
@@ -59,7 +59,7 @@ def instance(name: str, value: object, kind: type[T]) -> T:
 
 
 def instance_or_new(name: str, value: T | None, kind: type[T]) -> T:
-    """Return `value`, an instance of `kind`; None stands for one with all defaults."""
+    """Return `value`, an instance of `kind`, or a new instance with all defaults for None."""
     return kind() if value is None else instance(name, value, kind)
 
 
@@ -89,7 +89,7 @@ def _bad(name: str, value: object, hint: str) -> InvalidInput:
 
 
 def _shown(value: object) -> str:
-    """Return a short name of `value`. It runs no code of its class, and prints no int of thousands of digits."""
+    """Return a short name of `value`. Does not run code of its class, and does not print a long int in full."""
     if value is None or isinstance(value, bool) or type(value) is float:
         return str(value)
     if type(value) is int:

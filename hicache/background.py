@@ -1,7 +1,7 @@
-"""Work that comes up now and then, on a supervised thread of its own.
+"""Recurring background work on a supervised thread of its own.
 
 Locking design: one condition guards all fields and is not held while the work runs. It is taken before the lock of the
-pool, never after: the pool calls back without its lock.
+pool, never after it: the pool calls back without holding its lock.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable
 from .backoff import Backoff
 from .supervised import LINGER_S, Beat, SupervisedPool
 
-# After work that raised, unless its user says otherwise.
+# The delays after an exception of the work, unless the user gives a back-off.
 RETRY_S = 5.0
 
 
 class BackgroundTask:
-    """Runs `work` on a thread of its own when woken, and again at the time that it returned (infinity: when woken).
+    """Runs `work` on its own thread when woken, and again at the time that `work` returns (infinity: when woken).
 
-    The thread starts when first needed. One that died is replaced, and so is one that has worked for longer than
-    `patience_s`: then the work is done again. An exception is counted, logged once per kind, and the work is done again
-    after the next delay of `backoff`, which the work resets when it has succeeded. Times are those of `time.monotonic`.
-    `linger_s` and `on_error` are those of SupervisedPool.
+    The thread starts at the first use. A thread that died, or that has worked for longer than `patience_s`, is
+    replaced, and the work runs again. An exception is counted and logged once per kind; the work runs again after the
+    next delay of `backoff`, which the work itself resets after a success. Times are those of `time.monotonic`.
+    `linger_s` and `on_error` are passed to SupervisedPool.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class BackgroundTask:
         self._backoff = backoff or Backoff(RETRY_S, RETRY_S)
         self._state = threading.Condition()
         self._next_at = math.inf
-        self._number = 0  # of the newest job; what an older one returns does not count
-        self._is_submitted = False  # the newest job, and it has not ended
+        self._number = 0  # of the newest job; results of older jobs are ignored
+        self._is_submitted = False  # the newest job is submitted and has not ended
         self._closed = False
         self._pool = SupervisedPool[int](
             name, 1, handle=self._handle, fail=self._retry, acknowledge=self._acknowledge, on_error=on_error,
@@ -52,11 +52,12 @@ class BackgroundTask:
 
     @property
     def errors(self) -> Counter[str]:
-        """Exceptions of `work` by kind, ThreadDied and NoThread."""
+        """Return the number of exceptions of `work` by kind, with ThreadDied and NoThread."""
         return self._pool.errors
 
     def wake(self, at_s: float = 0.0) -> None:
-        """Have the work done at `at_s` or before; now, without it. Does not block. Otherwise as `tend`."""
+        """Run the work at `at_s` at the latest; immediately by default. Replaces the thread as `tend` does. Does not
+        block."""
         with self._state:
             if at_s < self._next_at:
                 self._next_at = at_s
@@ -64,12 +65,13 @@ class BackgroundTask:
             self._tend()
 
     def tend(self) -> None:
-        """Replace a thread that has died or hangs. Call it while work is pending. Does not block."""
+        """Replace a dead or hung thread. Call it while work is pending. Does not block."""
         with self._state:
             self._tend()
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after what it is doing; blocks. False if it hangs: it is left behind. May be called twice."""
+        """End the thread after its current work. Blocks. Return False if the thread hangs and is abandoned. Idempotent.
+        """
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -79,7 +81,7 @@ class BackgroundTask:
         stuck = self._pool.stuck_threads
         self._pool.supervise()
         if self._pool.stuck_threads > stuck:
-            self._next_at = 0.0  # what the stuck thread was doing is not done
+            self._next_at = 0.0  # the work of the stuck thread has not been done
             self._is_submitted = False
         if self._next_at < math.inf and not self._is_submitted and not self._closed:
             self._number += 1

@@ -1,10 +1,10 @@
-"""Delays between attempts: the one back-off of everything in HiCache that tries again."""
+"""Delays between attempts. All retries in HiCache use this back-off."""
 
 from __future__ import annotations
 
 
 class Backoff:
-    """Delays of `min_s`, then `growth` times the last one, up to `max_s` seconds. Not locked: it belongs to its user.
+    """Delays that start at `min_s` and grow by the factor `growth` up to `max_s` seconds. Not thread-safe.
 
     REQUIRES: `0 < min_s <= max_s`, `growth >= 1`.
     """
@@ -16,7 +16,7 @@ class Backoff:
         self._next_s = min_s
 
     def next_s(self) -> float:
-        """Return the delay before the next attempt. Each call lengthens the one after it."""
+        """Return the delay before the next attempt. Each call makes the following delay longer."""
         delay_s, self._next_s = self._next_s, min(self._growth * self._next_s, self._max_s)
         return delay_s
 

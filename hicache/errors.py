@@ -9,14 +9,14 @@
     |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
     |-- TransferError         (also RuntimeError)  a copy between device and host failed or did not end in time
     |-- RankError             (also RuntimeError)  another rank is gone, late, or has decided differently
-    |-- AdminError                                 an operator's request that cannot be done
-    |-- SessionError                               a turn that its session cannot take
+    |-- AdminError                                 an operator's request cannot be carried out
+    |-- SessionError                               the session cannot accept the turn
     |   |-- UnknownSession    (also LookupError)   never opened, closed or expired
     |   `-- SessionBusy                            has a turn already
     `-- BackendError          (also OSError)       storage
         |-- BackendUnavailable                     the store cannot be opened or used now
         |   `-- PageUnreadable                     one page cannot be read now; the others may be
-        `-- NotOurs                                the store exists but belongs to somebody or something else
+        `-- NotOurs                                the store exists but belongs to another user or program
 
 A miss is never an exception: lookups and reads return values. Messages say what to do next and carry no tokens, salts,
 credentials or whole keys.
@@ -34,21 +34,21 @@ class InvalidInput(HiCacheError, ValueError):
 
 
 class ConfigError(HiCacheError, ValueError):
-    """A configuration is refused. The message names the path of the bad entry and, for typos, the nearest valid name.
+    """A configuration is rejected. The message names the path of the bad entry and, for typos, the nearest valid name.
     """
 
 
 class MissingPackage(ConfigError, ImportError):
-    """A package is not installed that this use of HiCache needs. The message names the extra that brings it."""
+    """This use of HiCache needs a package that is not installed. The message names the extra that installs it."""
 
 
 class CapacityError(HiCacheError, MemoryError):
-    """Something does not fit: the message carries what was asked for and what there is, in bytes or tokens."""
+    """A request or a pool does not fit. The message has the requested and the available amount, in bytes or tokens."""
 
 
 class SharedMemoryError(HiCacheError, OSError):
-    """Shared memory of this name cannot be used: it differs from what was asked for, is not ready in time, or the path
-    holds a file that HiCache did not create. That file was left untouched.
+    """Shared memory of this name cannot be used: its layout differs from the requested one, it is not ready in time, or
+    the path holds a file that HiCache did not create. The file is unchanged.
     """
 
 
@@ -61,15 +61,15 @@ class TransferError(HiCacheError, RuntimeError):
 
 
 class RankError(HiCacheError, RuntimeError):
-    """The ranks cannot agree any more: one has died, stopped, missed the deadline, or decided differently.
+    """The ranks no longer agree: one has died, stopped, missed the deadline, or decided differently.
 
-    There is no way back: every later call on the group raises at once. End the engine on all ranks and start anew.
+    Not recoverable: every later call on the group raises at once. End the engine on all ranks, then restart it.
     """
 
 
 class AdminError(HiCacheError):
-    """A request of an operator that cannot be done. `kind` is one word for programs, the message says what to do
-    instead. Nothing was changed."""
+    """An operator's request cannot be carried out. `kind` is one word for programs; the message says what to do
+    instead. State is unchanged."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -77,15 +77,15 @@ class AdminError(HiCacheError):
 
 
 class SessionError(HiCacheError):
-    """A request cannot be a turn of a session. It can still run without one; nothing was changed."""
+    """A request cannot be a turn of a session. It can run without a session. State is unchanged."""
 
 
 class UnknownSession(SessionError, LookupError):
-    """No session of this name is open (any more). Open it and send the turn again."""
+    """No session of this name is open. Open it and send the turn again."""
 
 
 class SessionBusy(SessionError):
-    """The session has a turn that has not ended; a session has one at a time."""
+    """The session has a turn that has not ended. A session runs one turn at a time."""
 
 
 class BackendError(HiCacheError, OSError):
@@ -97,15 +97,15 @@ class BackendUnavailable(BackendError):
 
 
 class PageUnreadable(BackendUnavailable):
-    """One stored page cannot be read now. The store goes on: other pages may be sound."""
+    """One stored page cannot be read now. Other pages of the store may still be readable."""
 
 
 class NotOurs(BackendError):
-    """The location holds something HiCache did not create, or others may write it. It was left untouched."""
+    """The location holds files that HiCache did not create, or other users can write to it. It is unchanged."""
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an extra. No package index has HiCache: people have a clone of it or a wheel."""
+    """Return how to install an extra, from a clone or from a wheel: HiCache is not on a package index."""
     return (
         f"install the extra {extra}, in a clone by pip install -e '.[{extra}]', "
         f"from a wheel by pip install './NAME_OF_THE_WHEEL.whl[{extra}]'"

@@ -1,10 +1,10 @@
-"""The fingerprint of a model folder: what `Namespace(model=...)` needs, so that other weights never share a page.
+"""The fingerprint of a model folder. Use it for `Namespace(model=...)`, so that different weights never share a page.
 
-It covers names and bytes of the weight files, of all configuration files (`*.json`, since any may change what the
-forward computes; those of the tokenizer alone do not count) and of the model's own code (`*.py`). Hashing takes about a
-second per GB, so the digest of each file is kept in the user's cache directory (`$XDG_CACHE_HOME/hicache` or
-`~/.cache/hicache`), under the file's size, inode and times. A file that was changed within the last seconds is hashed
-again next time: a second change within one tick of the file system's clock would not show. The cache saves time only:
+It covers the names and bytes of the weight files, of the configuration files (`*.json`, because any of them may change
+the forward; except those of the tokenizer) and of the model's own code (`*.py`). Hashing takes about a second per GB,
+so the digest of each file is cached in the user's cache directory (`$XDG_CACHE_HOME/hicache` or `~/.cache/hicache`),
+together with the file's size, inode and times. A file that was changed in the last seconds is hashed again the next
+time: a second change within one tick of the file system's clock would not be visible. The cache only saves time:
 without it, or if it is damaged, all bytes are read.
 """
 
@@ -25,11 +25,11 @@ from .arguments import file_path
 from .errors import ConfigError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Keys follow from tokens; how text becomes tokens changes no KV.
+# The tokenizer does not change KV: keys are computed from tokens.
 _NOT_CONFIGURATION = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "special_tokens_map.json")
 # The coarsest clock of a file system in use (FAT).
 _TICK_NS = 2_000_000_000
-# Far above the entries of any model; a larger file is not ours.
+# Far above the entries of any model; HiCache did not write a larger file.
 _CACHE_BYTES_MAX = 8 << 20
 
 # Device, inode, size, time of the last write and of the last change of any kind, both in ns.
@@ -39,8 +39,8 @@ _State: TypeAlias = list[int]
 def model_fingerprint(folder: str | os.PathLike[str], *, cache: bool = True) -> str:
     """Return the fingerprint of the model in `folder`, 64 hexadecimal digits.
 
-    Blocks: reads all weights, but for files whose digest is in the user's cache. `cache=False` neither reads nor writes
-    that. Raises ConfigError for a folder or file that cannot be read, one without weights or configuration, and files
+    Blocks: reads all weights, except files whose digest is in the user's cache. `cache=False` does not use the cache.
+    Raises ConfigError for a folder or file that cannot be read, a folder without weights or configuration, and files
     that change while they are read; InvalidInput for a `folder` that is not a path.
     """
     path = file_path("model folder", folder)
@@ -64,10 +64,10 @@ def model_fingerprint(folder: str | os.PathLike[str], *, cache: bool = True) -> 
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that the fingerprint covers, by name."""
+    """Return the files that the fingerprint covers, sorted by name."""
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file())
-    except (OSError, ValueError) as error:  # ValueError: a path that no system call takes
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"model folder {os.fspath(folder)!r}: cannot be read: {reason}") from error
     weights = [path for path in files if path.suffix in WEIGHT_SUFFIXES]
@@ -76,12 +76,12 @@ def _files(folder: Path) -> list[Path]:
     for found, what in ((weights, f"weights ({', '.join('*' + each for each in WEIGHT_SUFFIXES)})"),
                         (configuration, "configuration (config.json)")):  # fmt: skip
         if not found:
-            raise ConfigError(f"model folder {os.fspath(folder)!r}: holds no {what}; give the folder of a checkpoint")
+            raise ConfigError(f"model folder {os.fspath(folder)!r}: has no {what}; give the folder of a checkpoint")
     return sorted(weights + configuration + code)
 
 
 def _file_digest(path: Path, known: tuple[_State, str] | None) -> tuple[_State, str]:
-    """Return the state of a file and the SHA-256 of its bytes, which are read unless `known` is of the same state."""
+    """Return the state of a file and the SHA-256 of its bytes. Does not read the file if `known` has the same state."""
     try:
         with path.open("rb") as file:
             before = _state(file.fileno())
@@ -102,7 +102,7 @@ def _state(descriptor: int) -> _State:
 
 
 def _cache_file(folder: Path) -> Path | None:
-    """Return the file with the digests of `folder`; None if the user has no cache directory of their own."""
+    """Return the file with the digests of `folder`, or None if the user does not have a private cache directory."""
     with contextlib.suppress(OSError, RuntimeError):  # no home, or not writable
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
         cache = (base if base.is_absolute() else Path.home() / ".cache") / "hicache"
@@ -115,7 +115,7 @@ def _cache_file(folder: Path) -> Path | None:
 
 
 def _read_cache(path: Path) -> dict[str, tuple[_State, str]]:
-    """Return the entries that are whole; none if the file is missing or damaged."""
+    """Return the complete entries; an empty dict if the file is missing or damaged."""
     entries = {}
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         with path.open("rb") as file:
@@ -127,8 +127,8 @@ def _read_cache(path: Path) -> dict[str, tuple[_State, str]]:
 
 
 def _write_cache(path: Path, entries: dict[str, tuple[_State, str]]) -> None:
-    """Replace the cache file in one step. A file that cannot be written is left out."""
+    """Replace the cache file atomically. Does nothing if it cannot be written."""
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as file:
         file.write(json.dumps(entries).encode())
         file.flush()
-        os.replace(file.name, path)  # the end of the block finds no file to remove, which is an OSError
+        os.replace(file.name, path)  # then the end of the block cannot remove the file, which raises OSError

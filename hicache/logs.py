@@ -1,9 +1,9 @@
-"""Logging: the form of the lines, for programs, and lines that come at most once in a while.
+"""Logging: formatters for programs, and rate-limited log lines.
 
-The package only writes to loggers below `hicache`. A program, such as `hicache serve`, calls `set_up_logging`; an
+The package writes only to loggers below `hicache`. A program, such as `hicache serve`, calls `set_up_logging`; an
 engine that embeds a cache keeps its own set-up.
 
-Locking design: `LimitedLog` has a lock, which is held for a few instructions. `request_id` belongs to its context.
+Locking design: `LimitedLog` has a lock, which is held for a few instructions. `request_id` is a context variable.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-# Of the request that a thread or task serves; the daemon sets it.
+# The ID of the request that a thread or task serves; the daemon sets it.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("hicache_request_id", default="")
 # How often a LimitedLog writes a line of one kind.
 LIMIT_S = 10.0
-# Kinds that a LimitedLog remembers; more are of one kind.
+# Kinds that a LimitedLog remembers; all others count as one kind.
 KINDS_MAX = 256
-# A whole page key, or a secret of 32 bytes, that another package has put into an exception.
+# A whole page key, or a secret of 32 bytes, in the message of another package's exception.
 _WHOLE_KEY = re.compile(r"(?<![0-9a-fA-F])([0-9a-fA-F]{8})[0-9a-fA-F]{56}(?![0-9a-fA-F])")
 
 
 def shortened(text: str) -> str:
-    """Return `text` with 8 digits of each run of 64 hexadecimal digits."""
+    """Return `text` with each run of 64 hexadecimal digits cut to 8."""
     return _WHOLE_KEY.sub(r"\1...", text)
 
 
@@ -48,7 +48,7 @@ class TextFormatter(logging.Formatter):
         return f"{head} [request {request}]{newline}{rest}" if request else f"{head}{newline}{rest}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the first line: a message of several lines stays on one, and none can pretend to be another."""
+        """Return the first line. Line breaks in the message are escaped, so a message cannot forge a log line."""
         return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
 
 
@@ -73,9 +73,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:
-    """Write the package's records of `level` and above to `stream` (standard error), as `form` says: `text` or `json`.
+    """Write the package's records of `level` and above to `stream` (default: standard error) in the format `form`,
+    `text` or `json`.
 
-    For programs. Replaces what an earlier call set up, and leaves the root logger alone.
+    For programs. Replaces the set-up of an earlier call, and does not change the root logger.
     """
     logger = logging.getLogger("hicache")
     for handler in [handler for handler in logger.handlers if handler.get_name() == "hicache"]:
@@ -89,7 +90,7 @@ def set_up_logging(level: str = "info", form: str = "text", stream: TextIO | Non
 
 
 class LimitedLog:
-    """Writes a line of each kind at most every `period_s` seconds, and says then how many it has left out."""
+    """Writes a line of each kind at most every `period_s` seconds, with the number of omitted lines."""
 
     def __init__(
         self, logger: logging.Logger, period_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic

@@ -1,10 +1,10 @@
-"""Memory mappings: the address of a view, and all pages of a mapping mapped at once, by several threads.
+"""Memory mappings: the address of a view, and mapping all pages of a mapping ahead of use with several threads.
 
 The kernel zeroes each page that it maps, at a few GiB/s per thread, so a pool of hundreds of GiB would take minutes on
 one thread.
 
-Locking design: the parts of a mapping are disjoint, and each belongs to one thread. The caller waits for all threads; a
-thread has a view of its part, so the memory cannot be unmapped under it.
+Locking design: the parts of a mapping are disjoint, and each belongs to one thread. The caller waits for all threads.
+A thread holds a view of its part, so the memory cannot be unmapped before the thread has finished.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .units import GIB, format_size
 
 logger = logging.getLogger(__name__)
 
-# A multiple of every huge page (2 MiB on x86-64, up to 512 MiB on arm64). A thread needs tenths of a second for it, and
-# Ctrl-C waits for the parts in flight.
+# A multiple of every huge page (2 MiB on x86-64, up to 512 MiB on arm64). One part takes a thread a few tenths of a
+# second, and Ctrl-C waits for the parts in flight.
 PART_BYTES = GIB
-# About as many as use up the memory bandwidth of one NUMA node.
+# About as many threads as saturate the memory bandwidth of one NUMA node.
 THREADS_MAX = 8
-# How often a line of the log shows that a start which takes minutes is alive.
+# How often a log line shows the progress of a start that takes minutes.
 PROGRESS_S = 5.0
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named by the mmap module
 # The smallest page of every Linux; larger ones are touched more than once.
@@ -41,16 +41,18 @@ def address_of(view: memoryview) -> int:
 
 
 def populate(mapping: mmap.mmap) -> bool:
-    """Ask for huge pages and map every page for writing, without changing a byte. Blocks; logs the progress. False if
-    the kernel cannot do it, for a part or for all (before Linux 5.14); then a page is mapped when it is first touched.
+    """Request huge pages and map every page for writing, without changing a byte. Blocks and logs its progress.
+
+    Return False if the kernel cannot map all of it ahead of use (before Linux 5.14, for example). The other pages are
+    then mapped when they are first touched.
     """
     _ask_for_huge_pages(mapping)
     return in_parts(mapping, populate_part)
 
 
 def populate_zeroed(mapping: mmap.mmap) -> None:
-    """As `populate`, for a mapping that is zero throughout: pages that the kernel cannot map at once are touched, by
-    writing zeros. Blocks. REQUIRES: no other thread and no other process writes to the mapping.
+    """Map every page of a mapping that contains only zeros. Pages that `populate` cannot map are touched by writing
+    zeros. Blocks. REQUIRES: no other thread and no other process writes to the mapping.
     """
     _ask_for_huge_pages(mapping)
     in_parts(mapping, lambda part: populate_part(part) or touch(part))
@@ -79,7 +81,7 @@ def in_parts(
     pool = ThreadPoolExecutor(threads, thread_name_prefix="hicache-populate")
     try:
         sizes = {pool.submit(work, part): part.nbytes for part in parts}
-        del parts  # the views end with their futures, so that the caller can unmap the memory
+        del parts  # drops the futures and their views, so that the caller can unmap the memory
         while wait(sizes, timeout=interval_s).not_done:
             done_bytes = sum(size for future, size in sizes.items() if future.done())
             logger.info("host memory: %s of %s mapped", format_size(done_bytes), format_size(whole.nbytes))
@@ -89,22 +91,22 @@ def in_parts(
 
 
 def touch(part: memoryview) -> bool:
-    """Write a zero into each page of `part`. True."""
+    """Write a zero into each page of `part`. Return True."""
     np.frombuffer(part, dtype=np.uint8)[::_PAGE_BYTES] = 0
     return True
 
 
 def populate_part(part: memoryview) -> bool:
-    """Map every page of `part` for writing, without changing a byte. False if the kernel cannot do it."""
+    """Map every page of `part` for writing, without changing a byte. Return False if the kernel cannot do it."""
     return _advise(part, _MADV_POPULATE_WRITE)
 
 
 def _ask_for_huge_pages(mapping: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(memoryview(mapping), mmap.MADV_HUGEPAGE)  # may fail: small pages do as well
+        _advise(memoryview(mapping), mmap.MADV_HUGEPAGE)  # may fail; small pages work too
 
 
 def _advise(part: memoryview, advice: int) -> bool:
-    # Not `mmap.madvise`: that holds the interpreter's lock, for seconds where the memory is large.
+    # Not `mmap.madvise`: it holds the interpreter's lock, for seconds if the memory is large.
     madvise = ctypes.CDLL(None).madvise
     return int(madvise(ctypes.c_void_p(address_of(part)), ctypes.c_size_t(part.nbytes), advice)) == 0

@@ -31,8 +31,8 @@ _MASK_WORD_BITS = 64
 
 
 def numa_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
-    """Return the NUMA node of a PCI device, such as `0000:3B:00.0`. None where there is nothing to choose: if one node
-    is online, or if the system does not know the node of the device. Reads files below `sysfs`."""
+    """Return the NUMA node of a PCI device, such as `0000:3B:00.0`. Return None if only one node is online, or if the
+    system does not know the node of the device. Reads files below `sysfs`."""
     match = _PCI_ID.fullmatch(pci_bus_id)
     if match is None:
         return None
@@ -46,21 +46,21 @@ def numa_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def bind(mapping: mmap.mmap, node: int) -> bool:
-    """Have the kernel take the pages of a mapping from NUMA node `node` as long as that has free memory, and from other
-    nodes then. False, with a warning in the log, if the kernel refuses: any node serves then.
+    """Prefer NUMA node `node` for the pages of a mapping. The kernel uses other nodes once this one is full.
 
-    Does not move pages: call it before they are touched. For a mapping of shared memory it sets the policy of the file.
+    Return False, with a warning in the log, if the kernel rejects the policy; pages then come from any node. Does not
+    move pages: call it before they are touched. For a mapping of shared memory it sets the policy of the file.
     """
     view = memoryview(mapping)
     return _bind(address_of(view), view.nbytes, node)
 
 
 def bind_file(descriptor: int, size_bytes: int, node: int) -> bool:
-    """As `bind`, for the first `size_bytes` of a file in shared memory, which may still be empty. The kernel keeps the
-    policy with the file, for all processes that take memory for it."""
+    """Like `bind`, for the first `size_bytes` of a file in shared memory, which may still be empty. The kernel keeps
+    the policy with the file, for all processes that allocate memory in it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    # Not the mmap module: it refuses what is beyond the end of the file.
+    # Not the mmap module: it rejects a mapping beyond the end of the file.
     arguments = ctypes.c_size_t(size_bytes), 0, mmap.MAP_SHARED, descriptor, ctypes.c_long(0)
     address = libc.mmap(None, *arguments)
     if address == ctypes.c_void_p(-1).value:

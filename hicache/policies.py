@@ -1,8 +1,8 @@
-"""Eviction policies: which candidate leaves a full tier first. The same ones serve L1 and L2.
+"""Eviction policies: the order in which candidates are evicted from a full tier. L1 and L2 use the same policies.
 
-A policy maps a node to a rank; the smallest rank leaves first, and among equal ranks the node that became a candidate
-first. Ranks are computed from what the tree keeps per node: `last_access` and `created` (ticks of its clock),
-`hit_count` and `priority`.
+A policy maps a node to a rank. The node with the smallest rank is evicted first; among equal ranks, the node that
+became a candidate first. Ranks are computed from fields of the node: `last_access` and `created` (ticks of the tree's
+clock), `hit_count` and `priority`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any, Protocol, cast
 
 from .errors import InvalidInput
 
-# Requests that must have used a run before `slru` protects it from runs that were used once.
+# The number of requests that must use a run before `slru` protects it.
 SLRU_PROTECTED_HITS = 2
 
-# No clock of a tree gets as far. Two criteria in one int compare in half the time of a tuple of two.
+# Above any tick of a tree's clock. Two criteria in one int compare in half the time of a tuple of two.
 TICK_BITS = 64
 
 
 class EvictionPolicy(Protocol):
-    """`falls_on_use` says whether using a node may lower its rank. Only then is a queued node entered again per use."""
+    """`falls_on_use`: True if using a node may lower its rank. Only then is a queued node queued again at each use."""
 
     @property
     def falls_on_use(self) -> bool: ...
 
     @property
     def rank(self) -> Callable[[Any], Any]:
-        """From a node (`hicache.radix.Node`) to anything that compares with the policy's other ranks, best an int. It
-        changes nothing."""
+        """Return a function from a node (`hicache.radix.Node`) to its rank: any value that compares with the policy's
+        other ranks, preferably an int. The function must not change the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RankPolicy:
 
 
 def _slru(protected_hits: int) -> RankPolicy:
-    """Segmented LRU: what fewer than `protected_hits` requests used goes first, then least recently used.
+    """Segmented LRU: runs that fewer than `protected_hits` requests used are evicted first, then least recently used.
 
     Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system performance", 1994.
     """
@@ -57,7 +57,7 @@ POLICIES: dict[str, EvictionPolicy] = {
     "lfu": RankPolicy(lambda node: (node.hit_count << TICK_BITS) + node.last_access),
     # Oldest first.
     "fifo": RankPolicy(lambda node: node.created),
-    # Most recently used first: for scans over more than fits, where the oldest is needed next.
+    # Most recently used first: for scans that exceed the tier, where the oldest run is needed next.
     "mru": RankPolicy(lambda node: -node.last_access, falls_on_use=True),
     # Newest first.
     "filo": RankPolicy(lambda node: -node.created),
@@ -77,7 +77,7 @@ def require_policy(name: str) -> str:
 
 
 def make_policy(name: str, *, slru_protected_hits: int = SLRU_PROTECTED_HITS) -> EvictionPolicy:
-    """The policy called `name`, or made by `module:Class`.
+    """Return the policy called `name`, or an instance of `module:Class`.
 
     Raises InvalidInput for an unknown name, and for a class that cannot be imported or is not a policy.
     """

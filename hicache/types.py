@@ -7,9 +7,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-# Page ids, int32, one-dimensional, in host memory. Token indices are made only where an engine wants them.
+# Page ids, int32, one-dimensional, in host memory. Token indices are made only if an engine asks for them.
 PageIds: TypeAlias = npt.NDArray[np.int32]
-# Page or block ids as numpy indexes with them; it converts others for each use, and lets another thread run meanwhile.
+# Page or block ids in the dtype that numpy uses for indexing. It converts other dtypes at each use, and releases the
+# interpreter's lock while it does.
 Indices: TypeAlias = npt.NDArray[np.intp]
 # Addresses and sizes in bytes, one-dimensional and contiguous.
 Addresses: TypeAlias = npt.NDArray[np.int64]

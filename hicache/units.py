@@ -1,8 +1,8 @@
 """Sizes and durations as people write them: `200GiB`, `64MB`, `5s`, `250ms`.
 
-Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal ones (KB, MB, GB, TB) powers of 1000. What a person writes
-has a unit, whether in a file, a variable or a flag: `--older-than 7` would be seven seconds. 0 needs none. A program
-passes bytes or seconds as numbers.
+Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal ones (KB, MB, GB, TB) powers of 1000. A value that a
+person writes needs a unit, in a file, a variable or a flag: `--older-than 7` would mean seven seconds. Only 0 needs no
+unit. A program passes bytes or seconds as numbers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _DURATION_UNITS = {"S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H"
 _SIZE_EXAMPLES = "200GiB, 64MiB or 512B"
 _DURATION_EXAMPLES = "5s, 250ms, 2h or 7d"
 _TEXT_MAX = 64
-# Beyond a pebibyte or a year a number is a slip of the hand, and sums of such numbers would overflow elsewhere.
+# A number above a pebibyte or a year is a typing error, and sums of such numbers could overflow.
 SIZE_MAX_BYTES = 1 << 50
 DURATION_MAX_S = 366 * 86400.0
-# A tier that somebody wants is larger; less is a forgotten prefix, such as 64KB for 64GB.
+# Every useful tier is larger. A smaller value is a wrong prefix, such as 64KB for 64GB.
 TIER_BYTES_MIN = MIB
-# Given as the context of a validation: the values were written by a person.
+# The validation context that says that a person wrote the values.
 WRITTEN = {"hicache written": True}
 
 
-# What to write in place of a bare number, the likeliest units first.
+# The units that an error suggests for a number without one, the likeliest first.
 _LIKELY_UNITS = {"size": ("GiB", "MiB", "B"), "duration": ("d", "h", "m", "s", "ms")}
 
 
@@ -56,7 +56,7 @@ def _parse(text: str, units: dict[str, float], what: str, example: str) -> float
 
 
 def parse_size(value: Any) -> Any:
-    """Return the bytes of `"200GiB"`, or of a number, which is bytes. Raises ValueError for other text and numbers;
+    """Return the bytes of `"200GiB"`, or a number of bytes as it is. Raises ValueError for other text and numbers;
     passes other types through."""
     if isinstance(value, str):
         value = _parse(value, _SIZE_UNITS, "size", _SIZE_EXAMPLES)
@@ -65,24 +65,25 @@ def parse_size(value: Any) -> Any:
     if not isinstance(value, (int, float)):
         return value
     if not 0 <= value <= SIZE_MAX_BYTES:  # also refuses nan
-        raise ValueError("a size lies between 0 and 1024 TiB")
+        raise ValueError("a size must be between 0 and 1024 TiB")
     return round(value)
 
 
 def parse_duration(value: Any) -> Any:
-    """Return the seconds of `"250ms"`, or of a number, which is seconds. Raises ValueError for other text and numbers;
+    """Return the seconds of `"250ms"`, or a number of seconds as it is. Raises ValueError for other text and numbers;
     passes other types through."""
     if isinstance(value, str):
         value = _parse(value, _DURATION_UNITS, "duration", _DURATION_EXAMPLES)
     if isinstance(value, bool):
         raise ValueError(f"{value} is not a valid duration; write it like {_DURATION_EXAMPLES}")
     if isinstance(value, (int, float)) and not 0 <= value <= DURATION_MAX_S:
-        raise ValueError("a duration lies between 0s and 366d")
+        raise ValueError("a duration must be between 0s and 366d")
     return value
 
 
 def refuse_bool(value: Any) -> Any:
-    """Passes everything but booleans: Python counts `true` as 1, a person who writes it means something else."""
+    """Return `value` unless it is a bool. Python treats `true` as 1, but a person who writes it means something
+    else."""
     if isinstance(value, bool):
         raise ValueError(f"{value} is not a number")
     return value
@@ -93,7 +94,7 @@ def _is_written(info: ValidationInfo) -> bool:
 
 
 def _with_unit(parse: Callable[[Any], Any], what: str) -> Callable[[Any, ValidationInfo], Any]:
-    """`parse`, which refuses a number other than 0 that a person has written."""
+    """Return `parse` with a check: a number other than 0 that a person wrote is rejected."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         parsed = parse(value)
@@ -111,7 +112,7 @@ def _size_of_a_tier(value: Any, info: ValidationInfo) -> Any:
 
 
 def format_size(size_bytes: float) -> str:
-    """A size for people, in the largest binary unit that keeps it at or above one: `1536` -> `1.5 KiB`."""
+    """Return a size for people, in the largest binary unit in which it is at least one: `1536` -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -120,17 +121,17 @@ def format_size(size_bytes: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 page`, `2,000 pages`."""
+    """Return `1 page`, `2,000 pages`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_share(part: int, whole: int) -> str:
-    """`12.3 %`, or `-` of nothing."""
+    """Return `12.3 %`, or `-` if `whole` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def exact_size(size_bytes: int) -> str:
-    """A size that `parse_size` reads back to the same number: `10737418240` -> `10GiB`, `1000` -> `1000B`."""
+    """Return a size that `parse_size` reads back exactly: `10737418240` -> `10GiB`, `1000` -> `1000B`."""
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size_bytes and size_bytes % unit == 0:
             return f"{size_bytes // unit}{name}"
@@ -138,7 +139,7 @@ def exact_size(size_bytes: int) -> str:
 
 
 def exact_duration(duration_s: float) -> str:
-    """A duration that `parse_duration` reads back: `0.25` -> `250ms`, `5.0` -> `5s`; exact to a microsecond."""
+    """Return a duration that `parse_duration` reads back: `0.25` -> `250ms`, `5.0` -> `5s`; exact to a microsecond."""
     seconds = f"{duration_s:.6f}".rstrip("0").rstrip(".")
     return f"{duration_s * 1000:.0f}ms" if re.fullmatch(r"0\.\d{1,3}", seconds) else f"{seconds}s"
 

@@ -351,7 +351,7 @@ def test_a_tier_of_one_page_is_no_slip(load: Load) -> None:
         ("page_size: true", "page_size: True is not a number"),
         ("page_size: .nan", "page_size: expected a finite number"),
         ("host: {ratio: .inf}", "host.ratio: expected a finite number"),
-        ("host: {size: -1}", "host.size: a size lies between 0 and 1024 TiB; got -1"),
+        ("host: {size: -1}", "host.size: a size must be between 0 and 1024 TiB; got -1"),
         ("host: {size: 0}", "host.size: must be more than 0"),
         ("transfer: {storage_deadline: 0s}", "transfer.storage_deadline: must be more than 0"),
         ("prefetch: {host_share: 1.5}", "prefetch.host_share: must be at most 1.0"),

@@ -141,10 +141,10 @@ def test_folders_that_hold_no_model_are_refused(folder: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="cannot be read: embedded null"):
         model_fingerprint("a\0b")
     (folder / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds no configuration \(config\.json\)"):
+    with pytest.raises(ConfigError, match=r"has no configuration \(config\.json\)"):
         model_fingerprint(folder)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"holds no weights \(\*\.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no weights \(\*\.safetensors"):
         model_fingerprint(tmp_path / "empty")
 
 
