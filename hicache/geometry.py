@@ -1,10 +1,10 @@
-"""The shape of one page: how many bytes it has, and which piece of it is where.
+"""The shape of one page: its size in bytes, and the offsets of its pieces.
 
-A page is an ordered list of pieces, one behind the other, so that any run of pieces is contiguous too. `PageShape` is
-that list and knows nothing of attention: K and V of different sizes, layers of different length, an indexer's bytes or
-an engine's own blocks are all pieces. `KVGeometry` is the shape of a model with equal layers in the terms of
-attention, one piece per layer: the K block and then the V block (MHA), or one latent block (MLA). Each block is
-`page_size x heads x head_dim` elements (V: `v_head_dim`), contiguous, as in the device pool of that layer.
+A page is an ordered list of contiguous pieces, so any run of pieces is contiguous too. `PageShape` is that list. It
+does not depend on attention: K and V of different sizes, layers of different length, an indexer's bytes or an engine's
+own blocks are all pieces. `KVGeometry` describes a model with equal layers, in terms of attention. It has one piece per
+layer: the K block followed by the V block (MHA), or one latent block (MLA). Each block has `page_size x heads x
+head_dim` elements (V: `v_head_dim`), contiguous, as in the device pool of that layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum
 from .arguments import encoded, instance, whole
 from .errors import InvalidInput
 
-# Bytes of one element. Names are those of torch; a daemon that has no torch must be able to compute sizes too.
+# Bytes of one element, by torch's name of the dtype. A daemon without torch also computes sizes.
 DTYPE_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1,
 }  # fmt: skip
@@ -28,9 +28,9 @@ _SIZE_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a page that a copy moves as one: `name` says what it holds (`kv`, `latent`, `rank0.layer3`).
+    """A part of a page that one copy moves. `name` describes its content (`kv`, `latent`, `rank0.layer3`).
 
-    Raises InvalidInput for a name that is empty, and for fewer than 1 byte.
+    Raises InvalidInput for an empty name, and for fewer than 1 byte.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """A page of `tokens` tokens as its pieces in payload order. Raises InvalidInput for a shape that cannot exist."""
+    """The pieces of a page of `tokens` tokens, in payload order. Raises InvalidInput for an impossible shape."""
 
     tokens: int
     pieces: tuple[Piece, ...]
@@ -68,7 +68,7 @@ class PageShape:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each piece begins in the payload, in bytes, and behind them where the last one ends."""
+        """The offset of each piece in the payload, in bytes, followed by the end of the last piece."""
         return tuple(itertools.accumulate((piece.bytes for piece in self.pieces), initial=0))
 
 
@@ -81,10 +81,11 @@ class KVLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape of the KV cache of one rank. `heads` and `head_dim` are this rank's (MLA: heads = 1, head_dim = latent
-    dim). `v_head_dim` is for MHA whose V has heads of another size than K; it is stored as None where they are equal.
+    """The shape of the KV cache of one rank.
 
-    Raises InvalidInput for a shape that cannot exist.
+    `heads` and `head_dim` are those of this rank (MLA: heads = 1, head_dim = latent dim). `v_head_dim` is for MHA whose
+    V heads have another size than its K heads; it is stored as None if both are equal. Raises InvalidInput for an
+    impossible shape.
     """
 
     layers: int
@@ -112,7 +113,7 @@ class KVGeometry:
 
     @property
     def value_dim(self) -> int:
-        """Size of a head of V: `v_head_dim`, or else `head_dim`."""
+        """The size of a V head: `v_head_dim`, or `head_dim` if that is None."""
         return self.v_head_dim or self.head_dim
 
     @property
@@ -122,12 +123,13 @@ class KVGeometry:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the K or latent block of one page and layer; of the V block too, unless `v_head_dim` is set."""
+        """Bytes of the K or latent block of one page and layer. The V block has the same size unless `v_head_dim` is
+        set."""
         return self.page_size * self.heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one page in one layer: the piece a layer-wise copy moves."""
+        """Bytes of one page in one layer: one piece of a layer-wise copy."""
         if self.layout is KVLayout.MLA:
             return self.block_bytes
         return self.block_bytes // self.head_dim * (self.head_dim + self.value_dim)
@@ -150,7 +152,7 @@ class KVGeometry:
 
 
 def page_shape(page: PageShape | KVGeometry) -> PageShape:
-    """The shape of a page that is described either way. Raises InvalidInput for anything else."""
+    """Return the shape of a page, given as PageShape or KVGeometry. Raises InvalidInput for any other type."""
     if isinstance(page, KVGeometry):
         return page.shape
     return instance("page shape or KVGeometry", page, PageShape)

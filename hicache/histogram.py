@@ -1,8 +1,8 @@
-"""Histograms that cost an addition: counts by upper bound in a plain list, for snapshots that an exporter reads.
+"""Cheap histograms: counts by upper bound in a plain list. An exporter reads snapshots of them.
 
-Locking design: a histogram belongs to the thread that adds to it, or to the lock under which its user adds. A snapshot
-may be taken on any thread: copying a list is one operation in CPython. The count of values is the sum of the copied
-counts; the total may be ahead of it by the value that is being added.
+Locking design: one thread adds to a histogram, or several threads under a lock of the user. Any thread can take a
+snapshot, because copying a list is one operation in CPython. The number of values is the sum of the copied counts. The
+total may already include a value that is not counted yet.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Upper bounds, each twice the one before. A step of a scheduler takes microseconds, or what ranks wait for each other.
+# Upper bounds, each twice the previous one. A step of a scheduler takes microseconds, or the time until all ranks
+# agree.
 STEP_BOUNDS_S = tuple(0.000005 * 2**step for step in range(19))
-# Of calls, copies and waits: 100 us (a lookup in memory) doubling to 26 s (past any deadline); the last
-# bucket has the rest.
+# For calls, copies and waits: 100 us (a lookup in memory), doubling up to 26 s (longer than any deadline). The last
+# bucket counts longer ones.
 BOUNDS_S = tuple(0.0001 * 2**step for step in range(19))
-# What a copy or a call moves: 64 KiB to 4 GiB, each four times the one before.
+# Bytes that a copy or a call moves: 64 KiB to 4 GiB, each four times the previous one.
 SIZE_BOUNDS_BYTES = tuple(float(65536 * 4**step) for step in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramStatistics:
-    """`counts[i]` values were at most `bounds[i]` and more than the bound before; the last are larger than all bounds.
-    `total` is the sum of the values."""
+    """`counts[i]` is the number of values up to `bounds[i]` and above the previous bound; the last count is that of the
+    values above all bounds. `total` is the sum of the values."""
 
     bounds: Sequence[float]
     counts: Sequence[int]
@@ -32,19 +33,20 @@ class HistogramStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LatencyStatistics:
-    """`counts[i]` calls took at most `BOUNDS_S[i]` and more than the bound before; the last took longer than all."""
+    """`counts[i]` is the number of calls that took up to `BOUNDS_S[i]` seconds and more than the previous bound; the
+    last count is that of longer calls."""
 
     counts: tuple[int, ...]
     seconds: float
 
     @property
     def calls(self) -> int:
-        """How many there were."""
+        """The number of calls."""
         return sum(self.counts)
 
 
 class Histogram:
-    """See the module's docstring. `bounds` ascend."""
+    """See the module's docstring. REQUIRES: `bounds` are ascending."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 

@@ -1,12 +1,12 @@
-"""Page identity: token ids in, chained SHA-256 page keys out, and the namespace that stored pages live in.
+"""Page identity: chained SHA-256 page keys of token ids, and the namespace of stored pages.
 
     page_key[i] = SHA-256( page_key[i-1] || tokens of page i as uint32 little endian )
 
-`page_key[-1]` is empty, or the 32-byte seed that `extra_key` (LoRA adapter) and `cache_salt` (tenant) make, so equal
-tokens under two seeds share neither a key nor a tree node. Without a seed the keys agree with SGLang's. A partial last
-page has no key.
+`page_key[-1]` is empty, or a 32-byte seed made of `extra_key` (LoRA adapter) and `cache_salt` (tenant). So equal tokens
+under two seeds share neither a key nor a tree node. Without a seed, the keys are the same as SGLang's. A partial last
+page does not have a key.
 
-An engine that has its own hashes of pages gives them in place of tokens (`RadixKey.of_hashes`); they are the page keys.
+An engine with its own page hashes passes them instead of tokens (`RadixKey.of_hashes`). They become the page keys.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 PAGE_KEY_BYTES = 32
 TOKEN_BYTES = 4
 BIGRAM_BYTES = 2 * TOKEN_BYTES
-# Engines keep token ids in int32 tensors, so an id beyond this range is a mistake and not a bigger vocabulary.
+# Engines keep token ids in int32 tensors, so an id outside this range is an error of the caller.
 TOKEN_ID_MAX = 2**31 - 1
-# Part of every namespace digest: a change of the frame or of the key scheme puts old pages out of reach.
+# Part of every namespace digest: after a change of the frame or of the key scheme, old pages are not found.
 FORMAT_VERSION = 3
-# The header of a frame has 64 bits for it.
+# The field in the header of a frame has 64 bits.
 EPOCH_MAX = 2**64 - 1
-# How the elements inside a piece can follow each other; the last is for pieces that have no such order.
+# The order of the elements inside a piece; the last value is for pieces without such an order.
 ELEMENT_ORDERS = ("tokens_heads_dim", "heads_tokens_dim", "packed")
 
 _PACKED = np.dtype("<u4")
@@ -47,9 +47,9 @@ _SIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64
 
 # The optional native helper. int64 to uint32 bytes in one pass (numpy: three), None if an id is out of range:
 pack_token_ids: Callable[[npt.NDArray[Any]], bytes | None] | None = None
-# and the keys of many pages in one call (hashlib: one for each), None if the processor has no instructions for SHA-256.
+# and the keys of many pages in one call (hashlib: one call each), None if the processor lacks SHA-256 instructions.
 hash_pages: Callable[[bytes, int, bytes], list[bytes] | None] | None = None
-with contextlib.suppress(ImportError, AttributeError):  # a build may be older than this
+with contextlib.suppress(ImportError, AttributeError):  # an older build may lack a function
     from . import _native
 
     pack_token_ids = _native.pack_token_ids
@@ -59,11 +59,11 @@ TokenInput: TypeAlias = "Sequence[int] | array.array[int] | npt.NDArray[Any] | t
 
 
 def token_bytes(tokens: TokenInput) -> bytes:
-    """Token ids as uint32 little endian, 4 bytes each.
+    """Return token ids as uint32 little endian, 4 bytes each.
 
-    Takes a sequence of int, an `array.array`, or a one-dimensional integer numpy array or torch tensor (a tensor on a
-    device is copied to the host, which waits for it). Mutates nothing. Raises InvalidInput for no tokens, another
-    dtype or shape, and ids outside 0 .. 2**31 - 1.
+    Accepts a sequence of int, an `array.array`, or a one-dimensional integer numpy array or torch tensor. A tensor on a
+    device is copied to the host, which blocks. Mutates nothing. Raises InvalidInput for an empty prompt, another dtype
+    or shape, and ids outside 0 .. 2**31 - 1.
     """
     unsigned = _as_unsigned(tokens)
     if pack_token_ids is not None and unsigned.itemsize == 8:
@@ -78,8 +78,9 @@ def token_bytes(tokens: TokenInput) -> bytes:
 
 
 def _as_unsigned(tokens: TokenInput) -> npt.NDArray[Any]:
-    """The ids as contiguous uint32 or uint64. A negative id becomes a very large one: one check finds both mistakes."""
-    if isinstance(tokens, array.array) and tokens.typecode == "q" and tokens:  # what engines hold
+    """Return the ids as contiguous uint32 or uint64. A negative id becomes a very large one, so that one check finds
+    both kinds of invalid ids."""
+    if isinstance(tokens, array.array) and tokens.typecode == "q" and tokens:  # the usual type in engines
         return np.frombuffer(tokens, _UNSIGNED[8])
     values = _as_array(tokens)
     if values.ndim != 1:
@@ -96,7 +97,7 @@ def _as_unsigned(tokens: TokenInput) -> npt.NDArray[Any]:
 def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
     if isinstance(tokens, np.ndarray):
         if isinstance(tokens, np.ma.MaskedArray):
-            raise InvalidInput("tokens: a masked array does not say which ids are valid; pass the ids themselves")
+            raise InvalidInput("tokens: a masked array is not supported; pass an array of the valid ids")
         return tokens
     if isinstance(tokens, array.array) and tokens.typecode != "u":  # of characters
         return np.frombuffer(tokens, dtype=tokens.typecode) if len(tokens) else np.empty(0, np.int64)
@@ -104,7 +105,7 @@ def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
         return _host_array(tokens)
     if isinstance(tokens, (str, bytes, bytearray, memoryview, array.array)):
         raise InvalidInput(f"tokens: expected token ids, got {type(tokens).__name__}; tokenize the text first")
-    if not isinstance(tokens, Sequence):  # a set, for one, has no order
+    if not isinstance(tokens, Sequence):  # a set, for example, is not ordered
         raise InvalidInput(f"tokens: expected a sequence of token ids, got {type(tokens).__name__}; pass a list")
     try:
         return np.frombuffer(array.array("q", tokens), dtype=np.int64) if len(tokens) else np.empty(0, np.int64)
@@ -113,7 +114,7 @@ def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
 
 
 def _host_array(tokens: Any) -> npt.NDArray[Any]:
-    """The ids of a torch tensor. Raises InvalidInput for anything else of torch, and for a tensor without content."""
+    """Return the ids of a torch tensor. Raises InvalidInput for other types of torch, and for a tensor without data."""
     dtype = getattr(tokens, "dtype", type(tokens).__name__)
     if str(dtype) not in ("torch.int8", "torch.uint8", "torch.int16", "torch.int32", "torch.int64"):
         raise InvalidInput(f"tokens: expected integers, got {dtype}; convert them to int32 or int64")
@@ -124,43 +125,44 @@ def _host_array(tokens: Any) -> npt.NDArray[Any]:
 
 
 def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:
-    """Keys of the full pages in `tokens` (uint32 little endian), `page_size` tokens each, chained from `prior`.
+    """Return the keys of the full pages in `tokens` (uint32 little endian), `page_size` tokens each, chained from
+    `prior`.
 
-    A page of n bigrams is 2 n tokens here: both of each pair are hashed, as SGLang does.
-    `prior` is the key of the page before the first one, or the seed, or empty. Costs about 0.5 us per 64-token page,
-    half of that with the native helper, which does not hold the interpreter's lock for it.
-    Raises InvalidInput if `prior` is neither empty nor 32 bytes.
+    A page of n bigrams has 2 n tokens here: both tokens of each pair are hashed, as in SGLang. `prior` is the key of
+    the page before the first one, or the seed, or empty. Takes about 0.5 us per 64-token page; half of that with the
+    native helper, which releases the interpreter's lock. Raises InvalidInput if `prior` is neither empty nor 32 bytes.
     """
     if len(prior) not in (0, PAGE_KEY_BYTES):
         raise InvalidInput(f"page_keys: prior must be empty or {PAGE_KEY_BYTES} bytes, got {len(prior)}")
     page_bytes = page_size * TOKEN_BYTES
     if hash_pages is not None and (keys := hash_pages(tokens, page_bytes, prior)) is not None:
         return keys
-    # A void array hands out its elements as bytes objects in one call, faster than a slice per page.
+    # A void array returns its elements as bytes objects in one call, which is faster than a slice per page.
     pages = np.frombuffer(tokens, dtype=f"V{page_bytes}", count=len(tokens) // page_bytes).tolist()
     sha256, key = hashlib.sha256, prior
     return [key := sha256(key + page).digest() for page in pages]
 
 
 def split_keys(joined: bytes) -> list[bytes]:
-    """The page keys that `joined` consists of, 32 bytes each."""
+    """Return the page keys in `joined`, 32 bytes each."""
     pages: list[bytes] = np.frombuffer(joined, dtype=f"V{PAGE_KEY_BYTES}").tolist()
     return pages
 
 
 def key_page_bytes(page_size: int, position_bytes: int) -> int:
-    """Bytes of one page of `page_size` tokens in a `RadixKey` of this kind: its positions, or the key of the page."""
+    """Return the bytes of one page of `page_size` tokens in a `RadixKey` of this kind: its positions, or its page
+    key."""
     return PAGE_KEY_BYTES if position_bytes == PAGE_KEY_BYTES else page_size * position_bytes
 
 
 class PageChain:
-    """The page keys of a run of one whole page or more, hashed when first asked for, by whichever thread that is.
+    """The page keys of a run of one or more whole pages. They are hashed at the first use, on the thread of that use.
 
-    `tokens` and `page_size` are as in `page_keys`; `prior` too, or it is the chain of the run before this one. `keys`
-    are given where they are known.
+    `tokens` and `page_size` are as in `page_keys`. `prior` is as in `page_keys`, or the chain of the previous run.
+    `keys` are passed if they are known.
 
-    No lock: each field is one reference, `_prior` names the key before the run at all times, and two threads that hash
-    at once find the same keys.
+    No lock: each field is one reference, `_prior` always names the key before the run, and two threads that hash at the
+    same time compute the same keys.
     """
 
     __slots__ = ("_keys", "_page_size", "_prior", "_tokens")
@@ -183,11 +185,11 @@ class PageChain:
 
     @property
     def hashed(self) -> list[bytes] | None:
-        """The keys, None if nobody has asked for them yet."""
+        """The keys, or None if they are not hashed yet."""
         return self._keys
 
     def keys(self) -> list[bytes]:
-        """The keys; not to be written to."""
+        """The keys. Do not modify the list."""
         missing: list[PageChain] = []
         chain = self
         while (keys := chain._keys) is None:
@@ -203,26 +205,26 @@ class PageChain:
         return keys
 
     def head(self, pages: int) -> PageChain:
-        """The chain of the first `pages` pages."""
+        """Return the chain of the first `pages` pages."""
         keys = None if self._keys is None else self._keys[:pages]
         return PageChain(self._tokens[: pages * self._page_size * TOKEN_BYTES], self._page_size, self._prior, keys)
 
     def prior_key(self) -> bytes:
-        """The key of the page before the run, or the seed, or empty."""
+        """Return the key of the page before the run, or the seed, or empty bytes."""
         prior = self._prior
         return prior if isinstance(prior, bytes) else prior.keys()[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class RadixKey:
-    """A prompt as the tree sees it: `tokens` under `seed` (empty, or 32 bytes). Its repr shows lengths, no tokens.
+    """The tree's key of a prompt: `tokens` under `seed` (empty, or 32 bytes). Its repr shows lengths but not tokens.
 
     `position_bytes` is the kind of the key:
     - 4: a position is one token, uint32 little endian.
-    - 8: a position is a token and its successor, for EAGLE, whose draft KV at a position depends on the next token as
-      well: n tokens make n - 1 positions, and pages, tree and storage keys are made of pairs.
-    - 32: a position is a whole page, and its bytes are the page key, which the engine gives (`of_hashes`). The tokens
-      are not known and there is no seed.
+    - 8: a position is a token and its successor. This is for EAGLE, whose draft KV at a position also depends on the
+      next token. n tokens make n - 1 positions; pages, tree and storage keys consist of pairs.
+    - 32: a position is a whole page, and its bytes are the page key, which the engine passes (`of_hashes`). The tokens
+      are unknown and the seed is empty.
 
     Raises InvalidInput for bytes that are not whole positions, for a seed of another length and for another kind.
     """
@@ -252,7 +254,7 @@ class RadixKey:
     def of(
         cls, tokens: TokenInput, *, extra_key: str | None = None, cache_salt: str | None = None, bigram: bool = False
     ) -> RadixKey:
-        """The key of a prompt. Raises InvalidInput as `token_bytes` and `namespace_seed` do."""
+        """Return the key of a prompt. Raises InvalidInput as `token_bytes` and `namespace_seed` do."""
         path = token_bytes(tokens)
         seed = b"" if extra_key is None and cache_salt is None else namespace_seed(extra_key, cache_salt)
         return cls(_pairs(path), seed, BIGRAM_BYTES) if bigram else cls(path, seed)
@@ -261,13 +263,13 @@ class RadixKey:
     def of_hashes(
         cls, hashes: Sequence[bytes], *, extra_key: str | None = None, cache_salt: str | None = None
     ) -> RadixKey:
-        """The key of a prompt whose whole pages the engine has hashed: 32 bytes a page, in order; may be empty.
+        """Return the key of a prompt from the engine's hashes of its whole pages: 32 bytes each, in order, maybe none.
 
-        Each hash must name all tokens from the start of the prompt to the end of its page, with the adapter and the
-        tenant. Then it is the page key as it is. Where the engine's hashes leave adapter and tenant out, name them
-        here: page keys become SHA-256(seed || hash), so equal hashes under two seeds share nothing on any tier.
-        `Namespace.key_hash` says how the hashes are made. Raises InvalidInput for anything but distinct hashes of 32
-        bytes, and as `namespace_seed` does.
+        Each hash must cover all tokens from the start of the prompt to the end of its page, the adapter and the tenant.
+        Then the hash itself is the page key. If the engine's hashes do not cover adapter and tenant, pass them here:
+        page keys become SHA-256(seed || hash), so equal hashes under two seeds do not share pages on any tier.
+        `Namespace.key_hash` names the algorithm of the hashes. Raises InvalidInput unless the hashes are distinct and
+        have 32 bytes each, and as `namespace_seed` does.
         """
         if isinstance(hashes, (str, bytes, bytearray, memoryview)) or not isinstance(hashes, Sequence):
             raise InvalidInput(f"hashes: expected a sequence of bytes, got {type(hashes).__name__}; pass a list")
@@ -282,33 +284,35 @@ class RadixKey:
         return cls(b"".join(keys), b"", PAGE_KEY_BYTES)
 
     def __len__(self) -> int:
-        """Positions, which is what may be cached."""
+        """Return the number of positions: the part of the prompt that can be cached."""
         return len(self.tokens) // self.position_bytes
 
     @property
     def is_given(self) -> bool:
-        """True if the engine gives the page keys: `tokens` are those, and the tokens of the prompt are not known."""
+        """True if the engine passed page keys. Then `tokens` contains them, and the tokens of the prompt are
+        unknown."""
         return self.position_bytes == PAGE_KEY_BYTES
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt: positions, and for bigrams the last token, which begins no pair.
+        """The number of tokens of the prompt: the positions, plus one for bigrams, whose last token starts no pair.
 
         Raises InvalidInput for given page keys.
         """
         if self.is_given:
             raise InvalidInput(
-                "key: given page keys do not tell the tokens of the prompt; "
+                "key: the tokens of a prompt with given page keys are unknown; "
                 "use a cache that takes given page keys, or `RadixKey.of`"
             )
         return len(self) + (self.position_bytes == BIGRAM_BYTES)
 
     def pages(self, page_size: int) -> int:
-        """Whole pages of `page_size` tokens."""
+        """Return the number of whole pages of `page_size` tokens."""
         return len(self.tokens) // key_page_bytes(page_size, self.position_bytes)
 
     def page_keys(self, page_size: int, prior: bytes, start_page: int, end_page: int) -> list[bytes]:
-        """Keys of the whole pages from `start_page` up to `end_page`: those given, or hashed from `prior` on.
+        """Return the keys of the whole pages from `start_page` up to `end_page`: the given ones, or hashed from
+        `prior`.
 
         `prior` is as in `page_keys`.
         """
@@ -317,20 +321,20 @@ class RadixKey:
         return split_keys(run) if self.is_given else page_keys(run, size // TOKEN_BYTES, prior)
 
     def head(self, positions: int) -> RadixKey:
-        """The first `positions` positions."""
+        """Return the key of the first `positions` positions."""
         return RadixKey(self.tokens[: positions * self.position_bytes], self.seed, self.position_bytes)
 
     def continues(self, other: RadixKey) -> bool:
-        """Whether this and `other` are of one prompt: one kind and seed, and the longer begins with the shorter."""
+        """Return True if both keys have the same kind and seed, and the shorter one is a prefix of the longer one."""
         return (self.seed, self.position_bytes) == (other.seed, other.position_bytes) and (
             self.tokens.startswith(other.tokens) or other.tokens.startswith(self.tokens)
         )
 
     def extended(self, tokens: TokenInput) -> RadixKey:
-        """This prompt followed by more tokens, under the same seed.
+        """Return the key of this prompt followed by more tokens, under the same seed.
 
-        Raises InvalidInput for a bigram key of one token, which does not know its token, and for given page keys: make
-        a new key instead.
+        Raises InvalidInput for a bigram key of one token, which does not contain its token, and for given page keys:
+        make a new key instead.
         """
         if self.is_given:
             raise InvalidInput("radix key: given page keys cannot be extended by tokens; make a key of all hashes")
@@ -342,21 +346,21 @@ class RadixKey:
         return RadixKey(self.tokens + more, self.seed, self.position_bytes)
 
 
-# What a position of each kind of key is called.
+# The name of a position of each kind of key.
 _KINDS = {TOKEN_BYTES: "tokens", BIGRAM_BYTES: "bigrams", PAGE_KEY_BYTES: "given page keys"}
 
 
 def _pairs(path: bytes) -> bytes:
-    """Overlapping pairs of uint32 tokens: a b c -> a b, b c."""
+    """Return the overlapping pairs of uint32 tokens: a b c -> a b, b c."""
     tokens = np.frombuffer(path, dtype="<u4")
     return np.stack((tokens[:-1], tokens[1:]), axis=1).tobytes()
 
 
 def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
-    """The seed of a (LoRA adapter, tenant) pair: empty for neither, else 32 bytes.
+    """Return the seed of a (LoRA adapter, tenant) pair: empty if both are None, else 32 bytes.
 
-    Raises InvalidInput for an empty string, since a tenant whose salt got lost must not land among those who have none,
-    for text that has no UTF-8 or is longer than `NAME_BYTES_MAX`, and for another type.
+    Raises InvalidInput for an empty string (a tenant whose salt is missing must not share pages with requests without a
+    salt), for text that is not valid UTF-8 or longer than `NAME_BYTES_MAX`, and for another type.
     """
     named = (("extra_key", extra_key), ("cache_salt", cache_salt))
     fields = [(name, encoded(name, value)) for name, value in named if value is not None]
@@ -364,7 +368,7 @@ def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) 
 
 
 def _tagged(domain: str, fields: Sequence[tuple[str, bytes]]) -> bytes:
-    """Domain-separated, length-prefixed encoding: two different field lists never encode to the same bytes."""
+    """Return a domain-separated, length-prefixed encoding: two different field lists never have the same bytes."""
     parts = [struct.pack("<H", len(domain)), domain.encode()]
     for name, value in fields:
         parts += [struct.pack("<HI", len(name), len(value)), name.encode(), value]
@@ -374,7 +378,7 @@ def _tagged(domain: str, fields: Sequence[tuple[str, bytes]]) -> bytes:
 def require_epoch(epoch: object, *, above: int = -1) -> int:
     """Return `epoch`, a count of weight updates, as an int.
 
-    Raises InvalidInput unless it is an integer above `above` that the header of a frame can carry.
+    Raises InvalidInput unless it is an integer above `above` that fits into the header of a frame.
     """
     count = whole("weights epoch", epoch, 0, EPOCH_MAX)
     if count <= above:
@@ -384,21 +388,21 @@ def require_epoch(epoch: object, *, above: int = -1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything two engines must agree on before one may read a page the other stored.
+    """Everything that two engines must agree on before one of them may read a page that the other one stored.
 
     The weights: `model` is a fingerprint of them, `weights_epoch` counts their updates.
 
-    The bytes: `geometry` is the shape of one rank's page. `element_order` is one of `ELEMENT_ORDERS`, the order of the
-    elements inside a piece. `engine_layout` is an engine's own name of what a page holds and how, such as
-    "vllm/HNC/bf16/block16", empty for the layout of `hicache.tiers`; with a `PageShape` nothing else says the dtype.
-    `quantisation` names the scheme of a quantised cache, `kv_scales` fingerprints its scales.
+    The bytes: `geometry` is the shape of one rank's page. `element_order`, one of `ELEMENT_ORDERS`, is the order of the
+    elements inside a piece. `engine_layout` is an engine's own name for the content and layout of a page, such as
+    "vllm/HNC/bf16/block16", or empty for the layout of `hicache.tiers`; with a `PageShape` it must include the dtype.
+    `quantisation` names the scheme of a quantised cache, `kv_scales` is a fingerprint of its scales.
 
-    The keys: `key_hash` names the algorithm and the seed of page keys that the engine gives (`RadixKey.of_hashes`),
-    empty for our chain of tokens.
+    The keys: `key_hash` names the algorithm and the seed of page keys that the engine passes (`RadixKey.of_hashes`); it
+    is empty for HiCache's own chain of tokens.
 
     The rank: tensor parallel (`tp`), pipeline (`pp`), context parallel (`cp`) and decode context parallel (`dcp`). Each
-    rank has pages of its own, unless `ranks_share_pages` says that all tensor-parallel ranks hold the same bytes (the
-    latent of MLA, or one page that all of them fill): then they have one namespace for any number of ranks.
+    rank has its own pages, unless `ranks_share_pages` is set: then all tensor-parallel ranks hold the same bytes (the
+    latent of MLA, or one page that all of them fill) and have one namespace for any number of ranks.
 
     `label` names the model for people who look at a store, and may differ between engines. Raises InvalidInput for
     a field of another type or range.
@@ -445,7 +449,7 @@ class Namespace:
         object.__setattr__(self, "digest", hashlib.sha256(tagged).digest())
 
     def _identity(self) -> list[tuple[str, bytes]]:
-        """All that must agree but the shape of a page. Ranks that share pages leave out which one they are."""
+        """Return all fields that must agree, except the shape of a page. Without the rank if ranks share pages."""
         names = [
             "model", "weights_epoch", "kv_scales", "pp_rank", "pp_size", "cp_rank", "cp_size", "dcp_rank", "dcp_size",
             "element_order", "engine_layout", "quantisation", "key_hash",
@@ -455,17 +459,18 @@ class Namespace:
 
     @property
     def shape(self) -> PageShape:
-        """The shape of one page as pieces."""
+        """The pieces of one page."""
         return page_shape(self.geometry)
 
     @property
     def writes(self) -> bool:
-        """Whether this rank stores pages: of ranks that share them, the first one does."""
+        """True if this rank stores pages. If ranks share pages, only the first one stores them."""
         return not self.ranks_share_pages or self.tp_rank == 0
 
 
 def _shape_fields(geometry: KVGeometry | PageShape) -> list[tuple[str, bytes]]:
-    """Tokens and pieces in order, and for a KVGeometry its terms: the same bytes described both ways are two shapes."""
+    """Return tokens and pieces in order, and the fields of a KVGeometry: the same bytes described as PageShape and as
+    KVGeometry have different namespaces."""
     shape = page_shape(geometry)
     pieces = [pair for piece in shape.pieces for pair in _texts(piece, ("name", "bytes"))]
     fields = [*_texts(shape, ("tokens",)), ("pieces", _tagged("hicache.pieces", pieces))]
@@ -477,6 +482,6 @@ def _shape_fields(geometry: KVGeometry | PageShape) -> list[tuple[str, bytes]]:
 
 
 def _texts(source: object, names: Iterable[str]) -> list[tuple[str, bytes]]:
-    # Not `str` of a text: an enum with texts as values would give the names of its members instead.
+    # Not `str` of a text: of an enum with text values it returns the name of the member.
     fields = [(name, getattr(source, name)) for name in names]
     return [(name, field.encode() if isinstance(field, str) else str(field).encode()) for name, field in fields]

@@ -1,4 +1,4 @@
-"""Packages whose public names are loaded when they are first used (PEP 562)."""
+"""Packages that load their public names at the first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .errors import MissingPackage, install_hint
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of `package`; `modules` maps its modules to the names, separated by spaces, that each of
-    them has. The package names them a second time for type checkers, under `TYPE_CHECKING`.
+    """Return the `__getattr__` of `package`. `modules` maps each module to its names, separated by spaces. The package
+    also imports the names under `TYPE_CHECKING`, for type checkers.
 
-    The function imports the module of a name. It raises AttributeError for other names, and MissingPackage where the
-    module needs PyTorch and that is not installed.
+    The returned function imports the module of a name. It raises AttributeError for other names, and MissingPackage if
+    the module needs PyTorch and PyTorch is not installed.
     """
     home = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -27,7 +27,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], obje
             if error.name != "torch":
                 raise
             raise MissingPackage(f"{package}.{name} needs PyTorch; {install_hint('torch')}") from error
-        setattr(sys.modules[package], name, value)  # the next use finds it without this function
+        setattr(sys.modules[package], name, value)  # later uses do not call this function
         return value
 
     return load

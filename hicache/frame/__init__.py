@@ -1,17 +1,17 @@
-"""The frame: one page in the form in which it lies in host memory, in a file, under a Redis key or in an S3 object.
+"""The frame: the format of one page in host memory, in a file, under a Redis key and in an S3 object.
 
     [ header 256 bytes | payload | zero padding up to a multiple of 4096 ]
 
-A frame is either unsealed (its magic is zero) or sealed for exactly the payload it holds. Whoever writes a payload
-unseals the frame first. The grammar is in docs/formats/frame.md.
+A frame is either unsealed (its magic is zero) or sealed for the payload it contains. A writer of a payload must unseal
+the frame first. The grammar is in docs/formats/frame.md.
 
-A reader builds the header it expects and compares: nothing in a stored header steers a length, an address or an
-allocation. The tag covers the header behind it and the payload as stored, so a page is bound to its key and its
+A reader builds the header that it expects and compares. A stored header never determines a length, an address or an
+allocation. The tag covers the fields after it and the payload as stored, so it binds a page to its key and its
 namespace.
 
-    codec         FrameCodec: encodes and seals pages, and proves what comes back
-    header        the 256 bytes, the keys that they name, and why a page is refused
-    compression   payloads made shorter by zstd
+    codec         FrameCodec: encodes, seals and verifies pages
+    header        the 256 bytes, the frame keys, and the reasons to reject a page
+    compression   compression of payloads by zstd
     buffers       frames, pages whose payload is in foreign memory, and memory for encoded pages
 """
 

@@ -1,7 +1,7 @@
-"""Memory of pages: a frame or a page in parts, and buffers for encoded pages that are not the frame itself.
+"""Memory of pages: a frame or a page in parts, and separate buffers for encoded pages.
 
-Everything that moves a page takes a `PageBuffer`: a frame, or a `PageView` of a payload in the memory of others. Both
-are a list of buffers in the order of the stored page, which stores that scatter and gather move without a copy.
+Every function that moves a page accepts a `PageBuffer`: a frame, or a `PageView` of a payload in foreign memory. Both
+provide a list of buffers in the order of the stored page, so stores with scatter and gather move them without a copy.
 
 Locking design: the idle buffers of a pool are a deque, whose `append` and `pop` are atomic in CPython. A buffer is in
 the deque or with one borrower, never both.
@@ -20,17 +20,17 @@ import numpy.typing as npt
 
 from .header import FRAME_ALIGN, HEADER_BYTES
 
-# Idle buffers that are kept: as many as threads usually write at once. What is lent is bounded by the callers' batches.
+# Idle buffers to keep: about as many as threads write at the same time. The callers' batches bound the buffers in use.
 IDLE_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """One page in foreign memory: `header`, 256 bytes that the caller keeps beside it, and `parts`, its payload in the
-    order of the frame. All are contiguous writable bytes; the parts together have `codec.payload_bytes`.
+    """One page in foreign memory: `header`, 256 bytes that the caller keeps, and `parts`, its payload in the order of
+    the frame. All are contiguous writable bytes; the parts together have `codec.payload_bytes`.
 
-    As with a frame, whoever writes the payload unseals the page first: `unseal(header)`.
-    REQUIRES: nothing overlaps, within a page and between the pages of a call.
+    As with a frame, a writer of the payload must unseal the page first: `unseal(header)`.
+    REQUIRES: buffers do not overlap, neither within a page nor between the pages of a call.
     """
 
     header: memoryview
@@ -42,14 +42,14 @@ class PageView:
         return self.header.nbytes + sum(part.nbytes for part in self.parts)
 
     def gather(self, frame: memoryview) -> None:
-        """Copy header and payload to the head of `frame`. REQUIRES: it has `nbytes` bytes or more."""
+        """Copy header and payload to the start of `frame`. REQUIRES: `frame` has at least `nbytes` bytes."""
         start = 0
         for part in (self.header, *self.parts):
             frame[start : start + part.nbytes] = part
             start += part.nbytes
 
     def scatter(self, frame: memoryview) -> None:
-        """Fill header and payload from the head of `frame`. REQUIRES: as `gather`."""
+        """Fill header and payload from the start of `frame`. REQUIRES: `frame` has at least `nbytes` bytes."""
         start = 0
         for part in (self.header, *self.parts):
             part[:] = frame[start : start + part.nbytes]
@@ -65,7 +65,7 @@ def header_of(page: PageBuffer) -> memoryview:
 
 
 def first_bytes(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
-    """Return the buffers of the first `size` bytes of `buffers`: all of them if they have no more."""
+    """Return the buffers of the first `size` bytes of `buffers`, or all of them if they have fewer bytes."""
     found: list[memoryview] = []
     for buffer in buffers:
         if size <= 0:
@@ -76,7 +76,7 @@ def first_bytes(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
 
 
 def fill(buffers: Sequence[memoryview], data: bytes | bytearray | memoryview) -> list[memoryview]:
-    """Copy `data` to the start of `buffers` and return the buffers of the bytes behind it. REQUIRES: it fits."""
+    """Copy `data` to the start of `buffers` and return the buffers of the remaining bytes. REQUIRES: `data` fits."""
     start = 0
     for buffer in first_bytes(buffers, len(data)):
         buffer[:] = data[start : start + buffer.nbytes]
@@ -85,7 +85,7 @@ def fill(buffers: Sequence[memoryview], data: bytes | bytearray | memoryview) ->
 
 
 def without_first(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
-    """Return the buffers of all but the first `size` bytes: what remains after a short transfer."""
+    """Return the buffers of all bytes after the first `size`: the remaining bytes after a short transfer."""
     for number, buffer in enumerate(buffers):
         if size < buffer.nbytes:
             return [buffer[size:], *buffers[number + 1 :]] if size else list(buffers[number:])
@@ -96,9 +96,9 @@ def without_first(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
 class BufferPool:
     """Buffers of one size, aligned for direct I/O, for compressed and encrypted pages. Thread-safe; never blocks.
 
-    A buffer is lent as a memoryview and comes back by itself when the last view of it is gone, so a backend holds what
-    it writes as long as it needs to, and nothing is written over meanwhile. Fresh memory for each page would cost a
-    page fault per 4 KiB, about as much as encrypting them.
+    A borrowed buffer is a memoryview. It returns to the pool when its last view is deleted, so a backend can keep it
+    until its write has ended. New memory for each page would cost a page fault per 4 KiB, about as much time as
+    encryption.
     """
 
     def __init__(self, buffer_bytes: int) -> None:
@@ -106,12 +106,12 @@ class BufferPool:
         self._idle: deque[npt.NDArray[np.uint8]] = deque(maxlen=IDLE_MAX)
 
     def take(self) -> memoryview:
-        """A buffer of any content, the borrower's until nobody refers to the view or a part of it."""
+        """Return a buffer with arbitrary content. It belongs to the borrower until all views of it are deleted."""
         try:
             buffer = self._idle.pop()
         except IndexError:
             buffer = _aligned(self._buffer_bytes)
-        # An array of its own over the same memory: what the view keeps alive, and whose end gives the memory back.
+        # A separate array over the same memory. The view keeps it alive, and its finalizer returns the memory.
         lent = buffer[:]
         weakref.finalize(lent, self._idle.append, buffer).atexit = False
         return memoryview(lent.data)

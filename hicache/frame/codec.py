@@ -1,9 +1,9 @@
-"""Encodes pages for storage, and proves what comes back.
+"""Encodes pages for storage, and verifies pages that are read back.
 
-A page is stored as it is in its frame, unless the codec compresses or encrypts: then the encoded page is made in
-another buffer and the frame stays plain. What is read back lies in the frame until it is proved, and is undone there.
+A page is stored as it is in its frame, unless the codec compresses or encrypts it. Then the encoded page is made in
+another buffer and the frame stays plain. A page is read into the frame, verified, and then decoded in place.
 
-Locking design: nothing of a codec changes but its pool of buffers, and a buffer has one borrower (see `BufferPool`).
+Locking design: a codec is immutable except for its buffer pool, and a buffer has one borrower (see `BufferPool`).
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ _NO_TAG = bytes(16)
 
 
 class TagStream:
-    """The tag of a page that arrives piece by piece: hashing each piece while it is in the cache of the processor is a
-    tenth faster than going over an 8 MiB frame a second time. For one page and one thread."""
+    """The tag of a page that arrives in pieces. Hashing each piece while it is in the processor's cache is a tenth
+    faster than a second pass over an 8 MiB frame. For one page and one thread."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
-        self._header = bytearray()  # as much of it as has come, where it comes in pieces
-        self._left: int | None = None  # bytes that are still to come, None before the header is known
+        self._header = bytearray()  # the part that has arrived, if it arrives in pieces
+        self._left: int | None = None  # bytes that are still missing; None before the header is complete
 
     def add(self, piece: memoryview) -> None:
-        """Take in the next bytes of the page, of any number."""
-        # What the header says is compared later; a wrong length hashes other bytes, and never beyond those read.
+        """Add the next bytes of the page, of any number."""
+        # The header is compared later. A wrong length makes a wrong tag, but never reads beyond the bytes given.
         if self._left is None and not self._header and len(piece) >= HEADER_BYTES:
-            # One update for header and payload: each of them lets other threads in, which costs more than small hashes.
+            # One update for header and payload: each update releases the interpreter's lock, which costs more than the
+            # hash of a small page.
             self._left = HEADER_BYTES - COVERED_FROM + int.from_bytes(piece[STORED], "little")
             piece = piece[COVERED_FROM:]
         elif self._left is None:
@@ -87,22 +88,23 @@ class TagStream:
             self._left -= min(self._left, len(piece))
 
     def digest(self) -> bytes:
-        """The tag of all that was taken in."""
+        """Return the tag of the bytes added so far."""
         return self._state.digest()
 
 
 class FrameCodec:
-    """Seals and checks the pages of one namespace. Thread-safe.
+    """Seals and verifies the pages of one namespace. Thread-safe.
 
-    Tags: XXH3-128, or what `tag` says. With `mac_keys` (of 32 bytes; the first seals, a second one is believed too)
-    pages carry AES-256-GMAC (NIST SP 800-38D) under a fresh random nonce and nothing weaker is believed. With
-    `encryption_keys` in their place they are encrypted by AES-256-GCM, and only encrypted ones are believed.
+    Tags: XXH3-128, or the kind `tag`. With `mac_keys` (32 bytes each; the first one seals, a second one is accepted
+    too) pages carry AES-256-GMAC (NIST SP 800-38D) under a fresh random nonce, and weaker tags are rejected. With
+    `encryption_keys` instead, pages are encrypted by AES-256-GCM, and only encrypted pages are accepted.
 
-    `compression` shortens what is stored where that saves a block; every codec reads pages compressed or not.
-    `weights_epoch` and `label` are for people who look at a store, and are proved but not compared.
+    `compression` compresses a page if that saves at least one block. Every codec reads compressed and plain pages.
+    `weights_epoch` and `label` are for people who look at a store; the tag covers them, but readers do not compare
+    them.
 
-    Raises InvalidInput for keys of another length or number, a payload without bytes, and a tag that has no key;
-    ConfigError for a compression that is not installed.
+    Raises InvalidInput for keys of another length or number, an empty payload, and a tag that needs a key without one;
+    ConfigError if compression is not installed.
     """
 
     def __init__(
@@ -139,23 +141,23 @@ class FrameCodec:
         self._version_and_kind = struct.pack("<HB", FORMAT_VERSION, self.tag_kind)
         self._length = payload_bytes.to_bytes(8, "little")
         self._buffers = BufferPool(self.frame_bytes)
-        # Behind the payload of a page in parts: zeros are written, and what is read is never looked at.
+        # The padding of a page in parts: zeros are written, and the bytes that are read are ignored.
         padding_bytes = self.frame_bytes - HEADER_BYTES - payload_bytes
         self._zeros = memoryview(bytes(padding_bytes))
         self._ignored = memoryview(bytearray(padding_bytes))
 
     @property
     def transforms(self) -> bool:
-        """Whether what is stored may be other bytes than the frame."""
+        """True if the stored bytes may differ from the frame."""
         return self._encrypts or self._compression is not None
 
     def seal(self, key: bytes, frame: memoryview, *, parent: bytes | None = None) -> memoryview:
-        """Return the page in `frame` encoded: what a backend writes, a multiple of 4096 bytes and at most as long.
+        """Return the encoded page for a backend to write: a multiple of 4096 bytes, at most as long as `frame`.
 
-        Usually `frame` itself: then its header is written, unless it is sealed for `key` already. A compressed or
-        encrypted page lies in a buffer of its own, which lives as long as the view, and `frame` stays as it is.
+        Usually returns `frame` itself, after writing its header unless it is already sealed for `key`. A compressed or
+        encrypted page is in a separate buffer, which lives as long as the view, and `frame` is unchanged.
         `parent` is the key of the page before this one, None for the first page of a chain.
-        REQUIRES: the payload is complete, and nobody writes it until the encoded page has been written.
+        REQUIRES: the payload is complete, and does not change until the encoded page has been written.
         Raises InvalidInput if the page is its own parent.
         """
         if parent == key:
@@ -172,8 +174,8 @@ class FrameCodec:
         return self._transformed(body, self._fixed(encoding, key, parent, len(body)))
 
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
-        """Return the encoded page as the buffers to write, in order. As `seal`, for pages in parts too: those are not
-        copied but for a codec that compresses or encrypts, and of them only the header is written to."""
+        """Return the buffers of the encoded page, in order. Like `seal`, but also for pages in parts. Only a codec that
+        compresses or encrypts copies these; otherwise only their header is written to."""
         if not isinstance(page, PageView):
             return [self.seal(key, page, parent=parent)]
         if self.transforms:
@@ -186,11 +188,11 @@ class FrameCodec:
         return [page.header, *page.parts, self._zeros]
 
     def buffers(self, page: PageBuffer) -> list[memoryview]:
-        """Return the buffers that an encoded page is read into, in order; `frame_bytes` together. See `first_bytes`."""
+        """Return the buffers to read an encoded page into, in order; `frame_bytes` together. See `first_bytes`."""
         return [page.header, *page.parts, self._ignored] if isinstance(page, PageView) else [page]
 
     def gather(self, page: PageBuffer, frame: memoryview) -> None:
-        """Copy a page with its header into `frame`, which has `frame_bytes`."""
+        """Copy a page with its header into `frame`. REQUIRES: `frame` has `frame_bytes` bytes."""
         if isinstance(page, PageView):
             page.gather(frame)
             frame[HEADER_BYTES + self.payload_bytes :] = self._zeros
@@ -198,12 +200,12 @@ class FrameCodec:
             frame[:] = page
 
     def scratch_frame(self) -> memoryview:
-        """A frame of any content for a page on its way between a store and `PageView.gather` or `scatter`. It is the
-        borrower's until nobody refers to it."""
+        """Return a frame with arbitrary content, as a temporary buffer for `PageView.gather` or `scatter`. It belongs
+        to the borrower until all views of it are deleted."""
         return self._buffers.take()
 
     def _joined(self, page: PageView) -> memoryview:
-        """A copy of a page in a frame of its own."""
+        """Return a copy of a page in one frame."""
         frame = self._buffers.take()
         self.gather(page, frame)
         return frame
@@ -213,7 +215,7 @@ class FrameCodec:
         return pack_fixed(start, key, parent or NO_PARENT, self.namespace, stored_bytes, self._metadata)
 
     def _shortened(self, payload: memoryview, compression: Compression) -> tuple[Encoding, memoryview]:
-        """The payload compressed, or as it is if that saves no block."""
+        """Return the compressed payload, or the payload itself if compression does not save a block."""
         encoding, source = Encoding.ZSTD, payload
         if compression.byte_planes and not self.payload_bytes % 2:
             encoding |= Encoding.BYTE_PLANES
@@ -225,7 +227,7 @@ class FrameCodec:
         return encoding, memoryview(packed)
 
     def _transformed(self, body: memoryview, fixed: bytes) -> memoryview:
-        """Return the encoded page with `body`, encrypted if need be, in a buffer of its own."""
+        """Return the encoded page with `body`, encrypted if the codec encrypts, in a separate buffer."""
         end = HEADER_BYTES + len(body)
         stored = self._buffers.take()[: frame_bytes(len(body))]
         stored[end:] = bytes(len(stored) - end)
@@ -243,19 +245,20 @@ class FrameCodec:
         return stored
 
     def _write_header(self, header: memoryview, fixed: bytes, covered: Sequence[memoryview]) -> None:
-        """Write the header of a page, of which `covered` is what its tag covers; `header` may be longer."""
+        """Write the header of a page. Its tag covers the buffers `covered`. `header` may be longer than a header."""
         nonce = NO_NONCE if self.tag_kind is not TagKind.AES_256_GMAC else os.urandom(NONCE_BYTES)
         header[:HEADER_BYTES] = (bytes(TAG.stop) + nonce + fixed).ljust(HEADER_BYTES, b"\0")
         header[TAG] = self._tag(self._key_id, nonce, covered)
         header[: len(MAGIC)] = MAGIC  # last, so that an interrupted seal leaves an unsealed page
 
     def is_sealed(self, key: bytes, page: PageBuffer) -> bool:
-        """Whether `page` says that it is the page `key` of this namespace; proves nothing, costs a microsecond."""
+        """True if the header of `page` claims to be the page `key` of this namespace. Does not verify the tag. Takes a
+        microsecond."""
         header = header_of(page)
         return header[:8] == MAGIC and header[56:88] == key and header[NAMESPACE] == self.namespace
 
     def is_tagged(self, frame: memoryview) -> bool:
-        """True if a plain frame says that it carries a tag of this codec's kind, which `check` can prove."""
+        """True if a plain frame claims to have a tag of this codec's kind, which `check` can verify."""
         return (
             self.tag_kind is not TagKind.NONE
             and frame[:8] == MAGIC
@@ -263,8 +266,8 @@ class FrameCodec:
         )
 
     def claim_of(self, frame: memoryview) -> tuple[bytes, bytes | None] | None:
-        """Return the key of the page that a plain frame says it is, and its parent's; None if it is not sealed, or this
-        codec would refuse it whatever its tag is. Proves nothing."""
+        """Return the page key and the parent key that a plain frame claims. Return None if it is not sealed, or if this
+        codec would reject it with any tag. Does not verify the tag."""
         header = bytes(frame[:HEADER_BYTES])
         key, parent = header[56:88], header[PARENT]
         if not self.is_tagged(frame) or header[ENCODING] or self._refusal(header, key, len(frame)) is not None:
@@ -272,23 +275,24 @@ class FrameCodec:
         return key, None if parent == NO_PARENT else parent
 
     def stream(self) -> TagStream | None:
-        """For `accept` and `check`, where a page arrives in pieces; None where its tag is computed over the whole."""
+        """Return a stream to pass to `accept` or `check` for a page that arrives in pieces. Return None for tags that
+        can only be computed over the whole page."""
         return TagStream() if self.tag_kind is TagKind.XXH3_128 else None
 
     def fits(self, stored_bytes: int) -> bool:
-        """Whether an object of so many bytes may be a page. What does not fit is damage, and is never read."""
+        """True if an object of this size can be a page. Objects of other sizes are damaged and are never read."""
         return HEADER_BYTES < stored_bytes <= self.frame_bytes and not stored_bytes % FRAME_ALIGN
 
     def accept(
         self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
     ) -> Damage | None:
-        """Return None if the first bytes of `page` are the encoded page `key`, else what is wrong with it.
+        """Verify and decode the page `key` in the first bytes of `page`. Return None if it is valid, else its damage.
 
-        After None the frame holds the page as it was given to `seal`; after damage its header is what arrived and its
-        payload means nothing. Damage that `is_unsupported` is a miss and a counted error; any other is corruption, and
-        the object is removed. A page that was compressed or encrypted is proved now and carries no tag any more: the
-        next `seal` makes one. `arrived`, if given, comes from `stream` and has taken in exactly those bytes.
-        REQUIRES: nobody else uses `page` meanwhile.
+        After None, the frame holds the page as it was passed to `seal`. After damage, its header is the one read, and
+        its payload is undefined. Damage that `is_unsupported` is a miss and a counted error; any other damage is
+        corruption, and the caller removes the object. A decoded page that was compressed or encrypted does not have a
+        tag: the next `seal` makes one. `arrived`, if given, is a result of `stream` to which exactly these bytes were
+        added. REQUIRES: no other thread uses `page` during the call.
         """
         if isinstance(page, PageView):
             return self._accept_parts(key, page, stored_bytes, arrived)
@@ -352,15 +356,15 @@ class FrameCodec:
         return True
 
     def _proved_header(self, header: bytes, key: bytes) -> bytes:
-        """The header of a plain page without a tag."""
+        """Return the header of a plain page without a tag."""
         start = pack_start(TagKind.NONE, Encoding(0), NO_KEY_ID, self.payload_bytes)
         fixed = pack_fixed(start, key, header[PARENT], self.namespace, self.payload_bytes, header[METADATA])
         return (MAGIC + _NO_TAG + NO_NONCE + fixed).ljust(HEADER_BYTES, b"\0")
 
     def check(self, key: bytes, stored: memoryview, arrived: TagStream | None = None) -> Damage | None:
-        """None if `stored`, all of it, provably is the page `key` of this namespace, else what is wrong with it.
+        """Return None if all of `stored` is verified as the page `key` of this namespace, else its damage.
 
-        As `accept`, but mutates nothing, and tells nothing of a compressed page but that it is what was stored.
+        Like `accept`, but mutates nothing. Of a compressed page it only verifies that the stored bytes are unchanged.
         """
         if not self.fits(len(stored)):
             return Damage.SIZE
@@ -375,7 +379,7 @@ class FrameCodec:
         return None if self._is_proved(header, [covered], arrived) else Damage.TAG
 
     def _refusal(self, header: bytes, key: bytes, stored_bytes: int) -> Damage | None:
-        """What is wrong with a header, before any other byte is looked at."""
+        """Return the damage that the header alone shows, or None."""
         if (
             header[VERSION_AND_KIND] != self._version_and_kind
             or header[KEY_ID] not in self._known_ids
@@ -417,7 +421,7 @@ class FrameCodec:
         return state.digest()
 
     def _decrypt(self, header: bytes, body: memoryview, target: memoryview) -> bool:
-        """Decrypt `body` into `target`, which may be `body` itself; False if it is not what was encrypted."""
+        """Decrypt `body` into `target`, which may be `body` itself. Return False if `body` fails authentication."""
         algorithm = self._algorithms[header[KEY_ID]]
         decryptor = Cipher(algorithm, modes.GCM(header[NONCE], header[TAG])).decryptor()
         decryptor.authenticate_additional_data(header[COVERED_FROM:])
@@ -449,9 +453,9 @@ class FrameCodec:
 def _tag_and_keys(
     tag: TagKind, mac_keys: Sequence[bytes], encryption_keys: Sequence[bytes]
 ) -> tuple[TagKind, dict[bytes, bytes]]:
-    """How pages are proved, and the keys for it by their ids."""
+    """Return the kind of tag, and its keys by their ids."""
     if mac_keys and encryption_keys:
-        raise InvalidInput("frame: give MAC keys or encryption keys; encryption proves the page too")
+        raise InvalidInput("frame: give MAC keys or encryption keys, not both; encryption also authenticates the page")
     if encryption_keys:
         return TagKind.AES_256_GCM, dict(key_table(TagKind.AES_256_GCM, encryption_keys))
     if mac_keys:
@@ -462,5 +466,5 @@ def _tag_and_keys(
 
 
 def unseal(frame: memoryview) -> None:
-    """Mark the payload of `frame` as new: the next `seal` computes its tag again."""
+    """Mark the payload of `frame` as changed: the next `seal` computes a new tag."""
     frame[:8] = bytes(8)

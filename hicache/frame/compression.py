@@ -1,10 +1,10 @@
-"""Payloads made shorter by zstd (https://facebook.github.io/zstd, RFC 8878), and back.
+"""Compression of payloads by zstd (https://facebook.github.io/zstd, RFC 8878).
 
-KV in 16-bit floats compresses badly as it lies there: the bytes that vary little (sign and exponent) alternate with
-noise. Taken apart into two planes they shrink further, and expand faster; benchmarks/tags.py measures by how much.
+KV in 16-bit floats compresses badly: bytes that vary little (sign and exponent) alternate with noise. Split into two
+byte planes it compresses better and expands faster; benchmarks/tags.py measures both.
 
-What is read is never trusted with memory: a zstd frame must say the exact length of the page and a window within the
-bound, and is expanded into a buffer of that length.
+Stored data cannot make a reader allocate memory: a zstd frame must declare the exact length of the page and a window
+within the bound, and is expanded into a buffer of that length.
 
 Locking design: zstd's contexts belong to one thread each (`threading.local`). zstd works without the interpreter lock.
 """
@@ -24,18 +24,18 @@ from ..errors import InvalidInput, MissingPackage, install_hint
 if TYPE_CHECKING:
     from types import ModuleType
 
-# Beyond, a level costs a core per 50 MB/s and wins a percent; and the window of what is written stays within the bound.
+# Higher levels need a core per 50 MB/s and save one percent more. Up to this level, the window is within the bound.
 LEVEL_MAX = 12
-# What a reader grants a page for its window; levels up to 12 write at most 4 MiB.
+# The largest window that a reader accepts; levels up to 12 write at most 4 MiB.
 WINDOW_BYTES_MAX = 8 << 20
 _contexts = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How payloads are compressed: the zstd level, and whether 16-bit elements are taken apart into byte planes first.
+    """The compression of payloads: the zstd level, and whether 16-bit elements are first split into byte planes.
 
-    Level 1 is fastest. Planes pay for float16 and bfloat16, and cost for anything else. Raises InvalidInput.
+    Level 1 is the fastest. Planes help for float16 and bfloat16, and are harmful for other dtypes. Raises InvalidInput.
     """
 
     level: int = 1
@@ -43,11 +43,11 @@ class Compression:
 
     def __post_init__(self) -> None:
         if type(self.level) is not int or not 1 <= self.level <= LEVEL_MAX:
-            raise InvalidInput(f"compression: the level must lie between 1 and {LEVEL_MAX}, got {self.level!r}")
+            raise InvalidInput(f"compression: the level must be between 1 and {LEVEL_MAX}, got {self.level!r}")
 
 
 def is_available() -> bool:
-    """Whether the package `zstandard` is installed."""
+    """True if the package `zstandard` is installed."""
     return _zstandard() is not None
 
 
@@ -58,7 +58,7 @@ def require_zstandard() -> None:
 
 
 def compress(payload: memoryview, level: int) -> bytes:
-    """`payload` as one zstd frame that says its length. REQUIRES: `require_zstandard`."""
+    """Return `payload` as one zstd frame that declares its length. REQUIRES: `require_zstandard`."""
     compressors = vars(_contexts).setdefault("compressors", {})
     if level not in compressors:
         compressors[level] = importlib.import_module("zstandard").ZstdCompressor(level=level)
@@ -67,9 +67,9 @@ def compress(payload: memoryview, level: int) -> bytes:
 
 
 def expand(packed: memoryview, payload: memoryview) -> bool:
-    """Fill `payload` from the zstd frame in `packed`; False if that is not exactly such a frame.
+    """Fill `payload` from the zstd frame in `packed`. Return False if `packed` is not exactly one such frame.
 
-    Takes no more memory than the window bound. REQUIRES: `is_available`; the two do not overlap.
+    Allocates at most the window bound. REQUIRES: `is_available`; the two buffers do not overlap.
     """
     zstandard: Any = _zstandard()
     try:
@@ -85,7 +85,7 @@ def expand(packed: memoryview, payload: memoryview) -> bool:
 
 
 def split_planes(payload: memoryview, planes: memoryview) -> None:
-    """Write all first bytes of the 16-bit elements of `payload` and then all second bytes to `planes`."""
+    """Write all first bytes of the 16-bit elements of `payload`, then all second bytes, to `planes`."""
     elements = np.frombuffer(payload, dtype="<u2")
     first, second = _halves(planes)
     # Numpy casts and shifts whole words faster than it copies every second byte.
@@ -94,7 +94,7 @@ def split_planes(payload: memoryview, planes: memoryview) -> None:
 
 
 def join_planes(planes: memoryview, payload: memoryview) -> None:
-    """The way back."""
+    """Reverse `split_planes`."""
     elements = np.frombuffer(payload, dtype="<u2")
     first, second = _halves(planes)
     np.copyto(elements, second)

@@ -1,12 +1,12 @@
-"""The first 256 bytes of a frame, the keys that they name, and the reasons for which a reader refuses a page.
+"""The first 256 bytes of a frame, the frame keys, and the reasons for which a reader rejects a page.
 
-There are two keys at most: the current one, which seals, and while keys are being changed another one, which proves.
-A header names its key by 8 bytes of a hash, so a reader takes the right one at once and never tries both. The key of
-tags and the key of encryption are named apart, and a key serves for one of the two.
+There are at most two keys: the current one, which seals and verifies, and during a change of keys another one, which
+only verifies. A header names its key by 8 bytes of a hash, so a reader picks the right key and never tries both. MAC
+keys and encryption keys have different ids, and a key is used for only one of the two.
 
-Each page takes a nonce of 96 random bits. Under one key, the chance that any two of n pages share one is about
-n**2 / 2**97; NIST SP 800-38D allows n = 2**32 pages a key, at which it is 2**-33. Change the key before that: it is
-32 PiB of 8 MiB pages.
+Each page has a nonce of 96 random bits. Under one key, the probability that any two of n pages have the same nonce is
+about n**2 / 2**97. NIST SP 800-38D allows n = 2**32 pages per key, where it is 2**-33. Change the key before that: this
+is 32 PiB of 8 MiB pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import InvalidInput
 from ..keys import FORMAT_VERSION, PAGE_KEY_BYTES, require_epoch
 
 HEADER_BYTES = 256
-FRAME_ALIGN = 4096  # what direct I/O and cudaHostRegister ask for
+FRAME_ALIGN = 4096  # required by direct I/O and cudaHostRegister
 MAGIC = b"HICACHE\x00"
 NO_PARENT = bytes(PAGE_KEY_BYTES)
 NONCE_BYTES = 12  # the length for which GCM needs no further hashing
@@ -31,13 +31,13 @@ LABEL_BYTES = 32  # enough for the name of a model
 FRAME_KEY_BYTES = 32
 KEY_ID_BYTES = 8
 NO_KEY_ID = bytes(KEY_ID_BYTES)
-# The current key and one more: a change of keys needs two, and a third would be one nobody remembers to remove.
+# The current key and one more: a change of keys needs two, and old keys should not accumulate.
 KEYS_MAX = 2
 
 # magic, tag | nonce, version, tag kind, encoding, key id, payload bytes, page key, parent key, namespace, stored
 # payload bytes, weights epoch, label
 _HEADER = struct.Struct("<8s16s12sHBB8sQ32s32s32sQQ32s")
-# Where the fields are that codecs write and compare one by one.
+# Offsets of the fields that codecs write and compare one by one.
 TAG: Final = slice(8, 24)
 NONCE: Final = slice(24, 36)
 VERSION_AND_KIND: Final = slice(36, 39)
@@ -48,34 +48,34 @@ PARENT: Final = slice(88, 120)
 NAMESPACE: Final = slice(120, 152)
 STORED: Final = slice(152, 160)
 METADATA: Final = slice(160, 200)
-# All that a seal writes but for tag and nonce.
+# All fields that a seal writes, except tag and nonce.
 FIXED: Final = slice(36, _HEADER.size)
-# What the tag covers begins here.
+# The tag covers the bytes from here on.
 COVERED_FROM: Final = NONCE.start
 
 
 class TagKind(enum.IntEnum):
-    """How a frame proves its bytes. The price per byte is in docs/benchmarks.md."""
+    """The kind of tag by which a reader verifies a frame. docs/benchmarks.md has the cost per byte."""
 
-    NONE = 0  # not checked: only for measuring what the check costs
+    NONE = 0  # not verified: only for measuring the cost of verification
     XXH3_128 = 1  # finds damage, not forgery; the default
-    AES_256_GMAC = 2  # keyed: who can write the store cannot make a page that is believed
-    AES_256_GCM = 3  # keyed, and the payload is encrypted: who can read the store learns nothing of it but its length
+    AES_256_GMAC = 2  # keyed: write access to the store is not enough to forge a page
+    AES_256_GCM = 3  # keyed and encrypted: read access to the store reveals only the length of the payload
 
 
 class Encoding(enum.IntFlag):
-    """How the stored payload differs from that of the page; plain if no bit is set. The tag covers what is stored."""
+    """The encoding of the stored payload; plain if no bit is set. The tag covers the payload as stored."""
 
     ZSTD = 1  # a zstd frame
     BYTE_PLANES = 2  # of 16-bit elements, all first bytes and then all second bytes; only together with ZSTD
 
 
-# What a reader knows how to undo.
+# The encodings that a reader supports.
 ENCODINGS: Final = frozenset({Encoding(0), Encoding.ZSTD, Encoding.ZSTD | Encoding.BYTE_PLANES})
 
 
 class Damage(enum.StrEnum):
-    """Why a page was refused; the `reason` label of the corruption counter."""
+    """Why a page was rejected: the label `reason` of the corruption counter."""
 
     NOT_A_FRAME = "not_a_frame"
     VERSION = "version"
@@ -94,17 +94,18 @@ class Damage(enum.StrEnum):
 
     @property
     def is_unsupported(self) -> bool:
-        """Whether it is this installation that cannot use the page, with which nothing is wrong: it is left alone."""
+        """True if the page may be valid but this installation cannot use it. Such a page is not removed."""
         return self is Damage.NO_ZSTD
 
 
 def frame_bytes(payload_bytes: int) -> int:
-    """Bytes of a whole frame, a multiple of 4096."""
+    """Return the bytes of a whole frame, a multiple of 4096."""
     return -(-(HEADER_BYTES + payload_bytes) // FRAME_ALIGN) * FRAME_ALIGN
 
 
 def encode_metadata(weights_epoch: int, label: str) -> bytes:
-    """What tells an operator whose page this is: it is no part of its identity, which the namespace digest is.
+    """Return the header fields that show an operator whose page this is. They are not part of the page's identity,
+    which is the namespace digest.
 
     A label is cut to 32 bytes of UTF-8. Raises InvalidInput for an epoch that is not an unsigned 64-bit integer.
     """
@@ -114,16 +115,16 @@ def encode_metadata(weights_epoch: int, label: str) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Return `text` without what could move a terminal's cursor or end a line of a log."""
+    """Return `text` without characters that could move a terminal's cursor or end a log line."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """A header as read, believed by nobody: for `hicache inspect` and for rebuilding an index.
+    """An unverified header, for `hicache inspect` and for rebuilding an index.
 
-    `payload_bytes` is the length of the page's payload, `stored_bytes` that of the payload as stored; `label` is
-    printable, whatever lay there.
+    `payload_bytes` is the length of the page's payload, `stored_bytes` the length of the payload as stored. `label` is
+    always printable.
     """
 
     tag: bytes
@@ -141,7 +142,7 @@ class FrameHeader:
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> FrameHeader | None:
-        """The header at the start of `data`, or None if there is none."""
+        """Return the header at the start of `data`, or None if `data` does not start with a header."""
         if len(data) < _HEADER.size or data[:8] != MAGIC:
             return None
         _, tag, _, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, label = (
@@ -152,17 +153,17 @@ class FrameHeader:
 
     @property
     def object_bytes(self) -> int:
-        """How long the stored object has to be. For comparing only: a header may say anything."""
+        """The length of the stored object according to the header. Use it only for comparison: it is not verified."""
         return frame_bytes(self.stored_bytes)
 
 
 def pack_start(kind: TagKind, encoding: Encoding, key_id: bytes, payload_bytes: int) -> bytes:
-    """The fields from the version to the payload's length."""
+    """Return the fields from the version to the payload's length."""
     return struct.pack("<HBB8sQ", FORMAT_VERSION, kind, encoding, key_id, payload_bytes)
 
 
 def pack_fixed(start: bytes, key: bytes, parent: bytes, namespace: bytes, stored_bytes: int, metadata: bytes) -> bytes:
-    """All fields of a header but magic, tag and nonce; `start` is what `pack_start` made."""
+    """Return all fields of a header except magic, tag and nonce. `start` is the result of `pack_start`."""
     return b"".join((start, key, parent, namespace, struct.pack("<Q", stored_bytes), metadata))
 
 
@@ -170,12 +171,12 @@ _DOMAINS = {TagKind.AES_256_GMAC: b"hicache.mac_key_id", TagKind.AES_256_GCM: b"
 
 
 def key_id(kind: TagKind, key: bytes) -> bytes:
-    """The 8 bytes under which a header names `key`, which they do not betray."""
+    """Return the 8 bytes by which a header names `key`. They do not reveal the key."""
     return hashlib.sha256(_DOMAINS[kind] + key).digest()[:KEY_ID_BYTES]
 
 
 def key_table(kind: TagKind, keys: Sequence[bytes]) -> Mapping[bytes, bytes]:
-    """The keys by their ids, the one that seals first. Raises InvalidInput for a wrong length or too many keys."""
+    """Return the keys by their ids, the sealing key first. Raises InvalidInput for a wrong length or too many keys."""
     what = "MAC" if kind is TagKind.AES_256_GMAC else "encryption"
     if len(keys) > KEYS_MAX:
         raise InvalidInput(f"frame: {len(keys)} {what} keys; at most the current and one more can be in use")
