@@ -1,28 +1,29 @@
-"""Memory that processes of one user share: a file of page frames in /dev/shm, opened by name.
+"""Shared memory of the processes of one user: a file of page frames in /dev/shm, opened by name.
 
     hicache.NAME    [ control block, 64 KiB | frame 0 | frame 1 | ... ]     mode 0600
 
-    open      for members: engines and their workers. The first one creates the file and takes all its memory at once,
+    open      for members: engines and their workers. The first member creates the file and allocates all its memory;
               the others wait for it. A daemon can create the file for a member.
     attach    for a storage daemon, which maps the file of a member.
 
-With `processes` the name goes away once so many members have opened it, and the memory goes when the last of them ends.
-Without it the file is kept: the name stays until `unlink`, and a daemon can attach it.
+With `processes`, the name is removed once that many members have opened it, and the memory is freed when the last of
+them ends. Without it the file is kept: the name remains until `unlink`, and a daemon can attach it.
 
 Locking design: no lock guards the bytes of a page; they belong to its holder. `_MAPPED` changes by single operations,
 which are atomic in CPython. Two kernel locks on the file order the opening:
 
-- `flock`, exclusive, is held while a process creates the file, verifies it, joins it or removes its name.
+- A process holds the exclusive `flock` while it creates the file, verifies it, joins it or removes its name.
 - Each member holds a byte-range lock of its open file (`F_OFD_SETLK`) as long as it has the memory mapped (the mapping
-  has a duplicate of the descriptor): one byte of `processes` for itself, or byte 0 with the others in a file that is
-  kept. A daemon holds a byte behind those. The kernel drops a lock when the process ends in any way, so processes that
-  died are not counted.
-  A process that decides which page is whose can claim the byte behind that of the daemons.
+  has a duplicate of the descriptor): one byte of `processes` for itself, or byte 0 together with the other members of a
+  kept file. A daemon holds the byte after those. The kernel releases a lock when the process ends in any way, so dead
+  processes are not counted.
+  The process that assigns pages to owners can claim the byte after that of the daemons.
 
-Under the flock, a file that no member has joined is a leftover. One that fits is joined, and one that differs is
-replaced. A file whose creator died is too short, because tmpfs sets the size once all memory is taken, and differs.
-A daemon that is attached to a leftover may still write to it for the member that died. So `open` waits until it has let
-go, and replaces the file at its deadline. A GUEST joins it: the daemon has created or emptied it for this process.
+Under the flock, a file that no member has joined is a leftover. A leftover that fits is joined; any other is replaced.
+A file whose creator died is too short, because tmpfs sets the size after all memory is allocated, so it does not fit. A
+daemon that is attached to a leftover may still write to it for the dead member. So `open` waits until the daemon has
+detached, and replaces the file at its deadline. A GUEST joins it: the daemon has created or emptied it for this
+process.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ from .numa import bind_file
 
 FOLDER = Path("/dev/shm")  # where Linux keeps POSIX shared memory
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,128}")
-# A multiple of every page size of Linux, so that the frames can be mapped alone.
+# A multiple of every page size of Linux, so that the frames can be mapped without the control block.
 CONTROL_BYTES = 64 << 10
-# Far above the processes of one node; each is a byte that can be locked.
+# Far above the number of processes of one node; each of them locks one byte.
 PROCESSES_MAX = 1024
-# The byte that daemons lock, behind those of the members.
+# The byte that daemons lock, after those of the members.
 _ATTACHED = PROCESSES_MAX
-# The byte of the process that decides which page is whose.
+# The byte of the process that assigns pages to owners.
 _CLAIMED = PROCESSES_MAX + 1
 # flock has no timeout: how often a process that waits for it tries again.
 _RETRY_S = 0.005
@@ -65,24 +66,24 @@ _VERSION = 1
 
 
 class Role(enum.Enum):
-    """Which part a process has in memory that it opens."""
+    """The role of a process that opens the memory."""
 
-    OWNER = enum.auto()  # a member that creates the file, or finds it created by another member
-    ALONE = enum.auto()  # as OWNER, and refuses a file that another member has open
-    GUEST = enum.auto()  # as ALONE, a member whose daemon has created the file
+    OWNER = enum.auto()  # a member that creates the file or joins the file of another member
+    ALONE = enum.auto()  # like OWNER, but rejects a file that another member has open
+    GUEST = enum.auto()  # like ALONE, for a member whose daemon has created the file
     DAEMON = enum.auto()  # creates the file for a guest; not a member
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a file holds, as its control block says. `processes` is 0 for a file that is kept."""
+    """The layout of a file, as in its control block. `processes` is 0 for a kept file."""
 
     processes: int
     pages: int
     frame_bytes: int
     shape: bytes  # SHA-256 of the page's shape
     version: int = _VERSION
-    keep: bool = False  # a daemon does not remove it when its engine has died
+    keep: bool = False  # a daemon does not remove the file when its engine has died
 
     _PACKED = struct.Struct("<8sIIQQ32s?")
     BYTES = _PACKED.size
@@ -95,7 +96,7 @@ class Layout:
 
     @classmethod
     def unpack(cls, data: bytes) -> Layout | None:
-        """Return what a control block says, or None if HiCache did not write it."""
+        """Return the layout in a control block, or None if HiCache did not write it."""
         if len(data) < cls.BYTES:
             return None
         magic, version, processes, pages, frame_bytes, shape, keep = cls._PACKED.unpack_from(data)
@@ -116,7 +117,7 @@ class Layout:
         if other.version != self.version:
             return f"another version of HiCache made it (format {other.version}, this one has {self.version})"
         if other.pages != self.pages:
-            return f"it has {other.pages} pages, and {self.pages} are asked for"
+            return f"it has {other.pages} pages, not {self.pages}"
         if other.shape != self.shape or other.frame_bytes != self.frame_bytes:
             return "its pages have another shape"
         if other.processes != self.processes:
@@ -129,9 +130,9 @@ class Layout:
 class SharedMemory:
     """The frames of one file, mapped into this process. Use `open` or `attach`.
 
-    `identity`, device and inode, is equal in two processes if, and only if, they share the memory: compare it before
-    the first copy where a process may have been restarted, because a name can be free again.
-    `mapping` is all frames, 4096-aligned, every page of it mapped for writing where the kernel can do that at once.
+    `identity`, device and inode, is equal in two processes if and only if they share the memory. Compare it before the
+    first copy if a process may have been restarted, because a name can be reused.
+    `mapping` contains all frames, 4096-aligned. All its pages are mapped for writing if the kernel can do that at once.
     """
 
     def __init__(self, name: str, layout: Layout, descriptor: int, mapping: mmap.mmap) -> None:
@@ -157,15 +158,15 @@ class SharedMemory:
         node: int | None = None,
         require_memory: Callable[[], None] = lambda: None,
     ) -> SharedMemory:
-        """Open the memory `name`, or create it; blocks until it is ready, until `deadline` at most (on the monotonic
-        clock, and as long as the kernel needs to zero the memory, for the process that creates it).
+        """Open the memory `name`, or create it. Blocks until it is ready, at most until `deadline` (monotonic clock).
+        The process that creates the memory also blocks as long as the kernel needs to zero it.
 
-        `require_memory` is called before memory is taken, and raises if the machine has too little. The process that
-        creates the file takes it from NUMA node `node` (None: any), as `numa.bind` does. REQUIRES: for DAEMON, a layout
-        of a kept file.
-        Raises CapacityError if the memory does not fit (then nothing is left of it), SharedMemoryError if the file
-        differs from `layout`, is not ready in time, is open elsewhere where that is refused, or if the path holds a
-        file that HiCache did not create or that others may open; InvalidInput for a name that is not valid.
+        `require_memory` is called before memory is allocated, and raises if the machine has too little. The process
+        that creates the file takes its memory from NUMA node `node` (None: any node), like `numa.bind`. REQUIRES: for
+        DAEMON, the layout of a kept file. Raises CapacityError if the memory does not fit (then all of it is freed),
+        SharedMemoryError if the file differs from `layout`, is not ready in time, is open in another process and the
+        role forbids that, or if the path holds a file that HiCache did not create or that other users can open;
+        InvalidInput for an invalid name.
         """
         opening = _Opening(path_of(name), layout, deadline, role, node, require_memory)
         while True:
@@ -183,12 +184,11 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, name: str, *, identity: tuple[int, int] | None = None, deadline: float) -> SharedMemory:
-        """Map memory that members have open, or a kept file that a member will open. Blocks until `deadline` at most.
-        Takes no memory: whoever made the file may have written any size into it. `populate` does, after a look at
-        `layout`.
+        """Map memory that members have open, or a kept file that a member will open. Blocks at most until `deadline`.
 
-        Raises SharedMemoryError if it does not exist, is not `identity`, is not kept, belongs to another user, or if
-        its size is not the one that its control block says; InvalidInput for a name that is not valid.
+        Does not allocate memory, because the creator of the file may have written any size into it: check `layout`,
+        then call `populate`. Raises SharedMemoryError if the file does not exist, is not `identity`, is not kept,
+        belongs to another user, or if its size differs from its control block; InvalidInput for an invalid name.
         """
         path = path_of(name)
         try:
@@ -200,11 +200,11 @@ class SharedMemory:
                 state = os.fstat(descriptor)
                 found = Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
                 if identity is not None and (state.st_dev, state.st_ino) != identity:
-                    raise _error(path, "is not the memory that is meant; open it again, and name its device and inode")
+                    raise _error(path, "has another device or inode than requested; open it again and send both")
                 if found is None or found.version != _VERSION or not found.pages or state.st_size != found.file_bytes:
                     raise _error(path, "was not created by HiCache, or its creation was cut short")
                 if found.processes:
-                    raise _error(path, f"is for {found.processes} processes, and its name goes away; open it as kept")
+                    raise _error(path, f"is for {found.processes} processes and not kept; create it without processes")
                 mapping = _mapped(path, descriptor, found)
                 _lock(descriptor, fcntl.F_RDLCK, _ATTACHED)
         except BaseException:
@@ -214,29 +214,31 @@ class SharedMemory:
 
     @property
     def frames(self) -> memoryview:
-        """All frames, one behind the other."""
+        """All frames, contiguous."""
         return memoryview(self.mapping)
 
     def has_others(self) -> bool:
-        """True if another process has opened the memory. One that has attached it does not count."""
+        """True if another process has opened the memory. Processes that have attached it do not count."""
         return _locked(self._descriptor, 0, PROCESSES_MAX)
 
     def claim(self) -> None:
-        """Be the process that decides which page is whose, until it ends. Raises SharedMemoryError if another one is:
-        both would write their pages into the same frames."""
+        """Claim the right to assign pages to owners, until this process ends. Raises SharedMemoryError if another
+        process has it: both would write their pages into the same frames."""
         if not _lock(self._descriptor, fcntl.F_WRLCK, _CLAIMED):
             raise _error(self.path, "is another engine's; end that one, or give each engine a name of its own")
 
     def unlink(self) -> None:
-        """Remove the name, if it still is this memory's. The memory goes when the last process has unmapped it."""
+        """Remove the name if it still belongs to this memory. The memory is freed when the last process has unmapped
+        it.
+        """
         with contextlib.suppress(FileNotFoundError):
             state = os.lstat(self.path)
             if (state.st_dev, state.st_ino) == self.identity:
                 os.unlink(self.path)
 
     def unlink_if_left(self) -> bool:
-        """Remove the name if no other process has opened the memory, unless it is to be kept; True if nothing has it
-        open. For a daemon, whose engine may be starting again. False also while another process opens it."""
+        """Remove the name if no other process has opened the memory and `keep` is not set. Return True if no process
+        has it open, False also while another process is opening it. For a daemon, whose engine may be restarting."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -250,7 +252,7 @@ class SharedMemory:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Unmap the memory. REQUIRES: no view of it is left; raises BufferError and changes nothing otherwise."""
+        """Unmap the memory. REQUIRES: all views of it are deleted; otherwise raises BufferError and changes nothing."""
         self.mapping.close()
         _MAPPED.pop(self._address, None)
         self._leave()
@@ -273,23 +275,23 @@ class _Opening:
             try:
                 return _open_file(self.path)
             except FileNotFoundError:
-                with contextlib.suppress(FileExistsError):  # another process was faster
+                with contextlib.suppress(FileExistsError):  # another process has created it first
                     return _open_file(self.path, creates=True)
 
     def join(self, descriptor: int) -> mmap.mmap | None:
-        """Create, verify or replace the file and map it. None to begin again: its name is gone by now, or a daemon is
-        still attached to a leftover."""
+        """Create, verify or replace the file, and map it. Return None to start again: its name has been removed, or a
+        daemon is still attached to a leftover."""
         with _flock(self.path, descriptor, self.deadline):
             state = os.fstat(descriptor)
             if state.st_nlink == 0:
                 return None
-            if state.st_size == 0:  # new, or its creator died before it wrote anything
+            if state.st_size == 0:  # new, or its creator died before the first write
                 self._fill(descriptor)
             elif not self._verify(descriptor, state.st_size):
                 return None
-            os.pwrite(descriptor, self.wanted.pack(), 0)  # a leftover may say something else about `keep`
+            os.pwrite(descriptor, self.wanted.pack(), 0)  # a leftover may have another value of `keep`
             if not self._take_place(descriptor):
-                os.unlink(self.path)  # all have joined, and the last one failed to do so
+                os.unlink(self.path)  # all members have joined, and the last one failed to remove the name
                 return None
             try:
                 return _mapped(self.path, descriptor, self.wanted)
@@ -299,16 +301,16 @@ class _Opening:
                 raise
 
     def _verify(self, descriptor: int, size_bytes: int) -> bool:
-        """True if the file is joined as it is. Otherwise a leftover is unlinked, or another process is waited for."""
+        """Return True if the file can be joined as it is. Otherwise unlink a leftover, or wait for another process."""
         found = Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
         if found is None:
-            raise _error(self.path, "was not created by HiCache; it was left as it is. Choose another name")
+            raise _error(self.path, "was not created by HiCache; it is unchanged. Choose another name")
         difference = self.wanted.difference(found, size_bytes)
         has_members = _locked(descriptor, 0, PROCESSES_MAX)
         if difference is not None and has_members:
             raise _error(self.path, f"{difference}. Give all processes the same arguments, or choose another name")
         if has_members and self.role in (Role.ALONE, Role.GUEST):
-            # The engine before this one may be about to end. Two would write their pages into the same frames.
+            # The previous engine may be about to end. Two engines would write their pages into the same frames.
             if time.monotonic() < self.deadline:
                 self._pause(descriptor)
                 return False
@@ -324,12 +326,12 @@ class _Opening:
 
     @staticmethod
     def _pause(descriptor: int) -> None:
-        """Before another try. A daemon takes the lock meanwhile, to remove the name."""
+        """Wait before the next attempt without the lock, so that a daemon can take it and remove the name."""
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         time.sleep(_RETRY_S)
 
     def _fill(self, descriptor: int) -> None:
-        """Write the control block of an empty file and take all memory. The name is removed if that fails."""
+        """Write the control block of an empty file and allocate all memory. Remove the name if that fails."""
         wanted = self.wanted
         with contextlib.ExitStack() as undo:
             undo.callback(self.path.unlink, missing_ok=True)
@@ -342,14 +344,14 @@ class _Opening:
                 bind_file(descriptor, wanted.file_bytes, self.node)
             os.pwrite(descriptor, wanted.pack(), 0)
             try:
-                # By one thread: the kernel lets one call at a time take memory for a file. `populate` zeroes it.
+                # On one thread: the kernel runs one allocation per file at a time. `populate` zeroes the memory.
                 os.posix_fallocate(descriptor, 0, wanted.file_bytes)
             except OSError as error:
                 raise _full(wanted, free_bytes) if error.errno in _FULL else error from error
             undo.pop_all()
 
     def _take_place(self, descriptor: int) -> bool:
-        """Lock a byte for this process; the last one removes the name. False if all bytes are taken."""
+        """Lock a byte for this process; the last process removes the name. Return False if all bytes are locked."""
         processes = self.wanted.processes
         if not processes:
             return _lock(descriptor, fcntl.F_RDLCK, _ATTACHED if self.role is Role.DAEMON else 0)
@@ -361,13 +363,13 @@ class _Opening:
         return True
 
 
-# The memory that this process has mapped, by its first address. A few entries.
+# The memory that this process has mapped, by its first address; a few entries.
 _MAPPED: dict[int, weakref.ref[SharedMemory]] = {}
 
 
 def find(view: memoryview) -> tuple[SharedMemory, int] | None:
-    """Return the shared memory that a writable view of this process is part of, and its offset there; None if it is
-    private memory. Costs two microseconds."""
+    """Return the shared memory that contains a writable view of this process, and the offset of the view; None for
+    private memory. Takes two microseconds."""
     address, end = address_of(view), view.nbytes
     for first, reference in list(_MAPPED.items()):
         offset = address - first
@@ -380,20 +382,20 @@ def find(view: memoryview) -> tuple[SharedMemory, int] | None:
 
 
 def path_of(name: str) -> Path:
-    """Return the file of the memory `name`. Raises InvalidInput for a name that is not valid."""
+    """Return the file of the memory `name`. Raises InvalidInput for an invalid name."""
     if not _NAME.fullmatch(instance("shared host pool: name", name, str)):
         raise InvalidInput("shared host pool: name: use 1 to 128 letters, digits, dashes and dots")
     return FOLDER / f"hicache.{name}"
 
 
 def _open_file(path: Path, *, creates: bool = False) -> int:
-    """Return a descriptor of this user's file, or create it. Raises FileNotFoundError, FileExistsError where it is to
-    be created, and SharedMemoryError."""
+    """Return a descriptor of this user's file, or create it. Raises FileNotFoundError, FileExistsError (with `creates`)
+    and SharedMemoryError."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         if creates:
             descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            os.fchmod(descriptor, 0o600)  # the umask may have taken bits away
+            os.fchmod(descriptor, 0o600)  # the umask may have removed bits
         else:
             _require_own(path, os.lstat(path))
             descriptor = os.open(path, flags)
@@ -410,7 +412,7 @@ def _open_file(path: Path, *, creates: bool = False) -> int:
 
 def _require_own(path: Path, state: os.stat_result) -> None:
     if not stat.S_ISREG(state.st_mode):
-        raise _error(path, "is not a regular file; it was left as it is. Choose another name")
+        raise _error(path, "is not a regular file; it is unchanged. Choose another name")
     if state.st_uid != os.geteuid():
         raise _error(path, f"belongs to user {state.st_uid}, not {os.geteuid()}. Choose another name")
     if stat.S_IMODE(state.st_mode) != 0o600:
@@ -456,16 +458,16 @@ def _error(path: Path, what: str) -> SharedMemoryError:
 
 
 def _leave(descriptor: int, path: Path, last_unlinks: bool, process: int) -> None:
-    """Close the file of a memory. If a start was given up, the last process of it removes the name."""
+    """Close the file of a memory. After a failed start, the last process removes the name."""
     if os.getpid() != process:
-        return  # a forked child; the memory is its parent's
-    with contextlib.suppress(OSError):  # held: another process is joining, and will be the last
+        return  # a forked child; the memory belongs to its parent
+    with contextlib.suppress(OSError):  # held: another process is joining, and will be the last one
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             if last_unlinks and os.fstat(descriptor).st_nlink and not _locked(descriptor, 0, PROCESSES_MAX):
                 os.unlink(path)
         finally:
-            # A late view keeps the mapping, whose duplicate of the descriptor would keep the lock.
+            # A remaining view keeps the mapping, whose duplicate of the descriptor would keep the lock.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
@@ -475,10 +477,10 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _lock(descriptor: int, kind: int, at: int) -> bool:
-    """Lock byte `at` for this open file. False if another one has it."""
+    """Lock byte `at` for this open file. Return False if another open file holds it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, depending on the system
         return False
     return True
 

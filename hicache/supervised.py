@@ -1,15 +1,15 @@
-"""Supervised threads that take jobs, the pages of batches, and calls that may be left from one queue.
+"""Supervised threads that take jobs, pages of batches, and calls with a deadline from one queue.
 
-Whatever a thread works on, it ends exactly once for the caller. An exception is counted, logged once per kind, and
-costs one job or one page. A thread that dies fails its job and is replaced, after a back-off. A thread that hangs in a
-job gets a substitute, and the job stays open until the call really returns. Threads are daemons: a store that hangs
-must not keep a process from ending.
+Each piece of work ends exactly once for its caller. An exception is counted, logged once per kind, and fails one job or
+one page. If a thread dies, its job fails and the thread is replaced after a back-off. If a thread hangs in a job, a
+substitute starts, and the job stays open until the call returns. Threads are daemon threads: a hanging store must not
+keep a process from ending.
 
 Locking design: `_queue` is a `SimpleQueue` and `_jobs` a deque, whose operations are atomic. `_state` of a pool guards
-its threads, `stuck`, `_load` and `_restart_at`; it is held for a few instructions and never while a job runs, and no
-callback is called under it. A pool whose threads start at once takes it in `supervise`, `call` and `close` and at the
-start and end of a thread, but not for a job or a batch. `job` and `busy_since` of a thread are written by that thread;
-each is one reference. What a batch and a call guard is in their docstrings.
+its threads, `stuck`, `_load` and `_restart_at`. It is held for a few instructions, never while a job or a callback
+runs. A pool whose threads start at once takes it in `supervise`, `call` and `close` and at the start and end of a
+thread, but not for a job or a batch. `job` and `busy_since` of a thread are written by that thread; each is one
+reference. The docstrings of `_Batch` and `_Call` describe their locks.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ logger = logging.getLogger(__name__)
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-# A thread that dies again and again is restarted after 0.1, 0.2, 0.4 ... 10 s.
+# A thread that dies repeatedly is restarted after 0.1, 0.2, 0.4 ... 10 s.
 RESTART_S_MIN = 0.1
 RESTART_S_MAX = 10.0
-# A thread that has lived this long starts over with the shortest back-off.
+# After a thread has lived this long, the next back-off is the shortest one again.
 STABLE_S = 60.0
-# Stuck threads that have a substitute at one time. Beyond that jobs wait, and their submitter bounds how many do.
+# Stuck threads that have a substitute at the same time. Above this number jobs wait; their submitter bounds them.
 SUBSTITUTES_MAX = 4
-# A usual `linger_s`: a thread that is started again costs some 0.1 ms.
+# A usual `linger_s`: starting a thread again takes some 0.1 ms.
 LINGER_S = 10.0
 
 
 class NoThread(RuntimeError):
-    """The system gives a pool no thread for a call, and the pool has none."""
+    """The pool does not have a thread for a call, and the system cannot start one."""
 
 
 class Beat(Protocol):
-    """Tell the supervisor that a job makes progress, and that its next step waits for `wait_s` on purpose."""
+    """Report to the supervisor that a job makes progress, and that its next step intentionally waits for `wait_s`."""
 
     def __call__(self, wait_s: float = 0.0) -> None: ...
 
@@ -61,9 +61,9 @@ class _Thread(threading.Thread, Generic[Job]):
         self.job: Job | None = None
         self.busy_since = math.inf  # of the current step of a job
         self.started_at = time.monotonic()
-        self.stuck = False  # a substitute has taken this thread's place
+        self.stuck = False  # a substitute has replaced this thread
         self._pool = pool
-        self._why = why  # it was started late; the thread itself logs that, since a scheduler may start it
+        self._why = why  # the reason for a late start; the thread logs it, because a scheduler may start the thread
 
     def run(self) -> None:
         if self._why:
@@ -89,10 +89,10 @@ def _no_work(index: int) -> None:
 
 
 class _Batch:
-    """`work(i)` for each i below `count`, by as many threads as call `run`.
+    """Calls `work(i)` for each i below `count`, on every thread that calls `run`.
 
     Locking design: the counter's `next` is atomic in CPython; `_lock` guards `_left`. `_unfinished` is held until the
-    last page has ended: a bare lock, because an Event costs as much as the rest of a small batch.
+    last page has ended. It is a plain lock, because an Event costs as much as the rest of a small batch.
     """
 
     def __init__(self, count: int, work: Callable[[int], None]) -> None:
@@ -116,23 +116,23 @@ class _Batch:
                         self._unfinished.release()
 
     def give_up(self) -> None:
-        """Take the pages that no thread has taken, and do nothing with them."""
+        """Skip the pages that no thread has taken."""
         self._work = _no_work
         self.run()
 
     def wait(self) -> None:
-        """Wait for the pages that other threads have, and let go of the work: a busy thread may find this batch in the
-        queue much later."""
+        """Wait for the pages that other threads have taken, then drop the reference to the work: a busy thread may find
+        this batch in the queue much later."""
         self._unfinished.acquire()
         self._work = _no_work
 
 
 class _Call(Generic[Result]):
-    """A call whose caller may leave.
+    """A call that its caller may abandon.
 
-    Locking design: its thread ends it and sets `_ended`, or its caller leaves it and sets `_abandoned`, both under
-    `_lock`; the second one sees what the first one did. The other fields are the thread's until `_ended`. `_unfinished`
-    is held until then, as that of a batch.
+    Locking design: the thread ends the call and sets `_ended`, or the caller abandons it and sets `_abandoned`, both
+    under `_lock`; the second of the two sees the flag of the first. The other fields belong to the thread until
+    `_ended`. `_unfinished` is held until then, as in a batch.
     """
 
     def __init__(self, function: Callable[[], Result], late: Callable[[Result | None], None] | None) -> None:
@@ -157,12 +157,12 @@ class _Call(Generic[Result]):
         self._unfinished.release()
         if self._abandoned:
             if self._error is not None:
-                logger.error("a call that its caller has left failed: %s", type(self._error).__name__)
+                logger.error("an abandoned call failed: %s", type(self._error).__name__)
             if self._late is not None:
                 self._late(self._result)
 
     def wait(self, deadline: float) -> Result | None:
-        """The result, None if there is none by `deadline`. Raises what the function raised."""
+        """Return the result, or None if the call has not ended by `deadline`. Raises the exception of the function."""
         self._unfinished.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
         with self._lock:
             if not self._ended:
@@ -174,24 +174,23 @@ class _Call(Generic[Result]):
                 raise error
             return self._result
         finally:
-            del error  # else it would hold this frame, and the frame it
+            del error  # otherwise the exception and this frame would keep each other alive
 
 
 def _no_jobs(job: Any, beat: Beat) -> None:
-    raise InvariantError("a pool was made without `handle`, so it takes no jobs; give it one, or use `run` and `call`")
+    raise InvariantError("a pool without `handle` does not take jobs; pass one, or use `run` and `call`")
 
 
 class SupervisedPool(Generic[Job]):
     """`threads` threads, called hicache-`name`-1, -2 and so on, that take work from one queue.
 
-    All of them start at once and are restarted by `supervise` or the next `run`. With `linger_s` they start when there
-    is work for them, and end after as many idle seconds.
+    All of them start at once; `supervise` and the next `run` restart dead ones. With `linger_s`, a thread starts when
+    there is work for it, and ends after that many idle seconds.
 
-    Work is a job (`submit`), the pages of a batch (`run`) or a call that may be left (`call`). `handle(job, beat)` runs
-    on a thread and calls `beat` before each step that may block; after `patience_s` without one its thread is stuck.
-    `fail` marks a job whose handler raised or whose thread died; `acknowledge` is called once per job,
-    on its thread, or in `close` for a job that no thread has taken. `on_error` is called after each exception that
-    ends on a thread here.
+    Work is a job (`submit`), the pages of a batch (`run`) or a call with a deadline (`call`). `handle(job, beat)` runs
+    on a thread and calls `beat` before each step that may block. A thread that has not called it for `patience_s` is
+    stuck. `fail` marks a job whose handler raised or whose thread died. `acknowledge` is called once per job, on its
+    thread, or in `close` for a job that no thread has taken. `on_error` is called after each exception on a thread.
     """
 
     def __init__(
@@ -222,11 +221,11 @@ class SupervisedPool(Generic[Job]):
         self._state = threading.Lock()
         self._threads: list[_Thread[Job]] = []
         self._numbers = itertools.count(1)
-        self._load = 0  # with `linger_s`: tasks that are queued or run, those of stuck threads left out
+        self._load = 0  # with `linger_s`: queued and running tasks, except those of stuck threads
         self._backoff = Backoff(RESTART_S_MIN, RESTART_S_MAX)
-        self._restart_at = 0.0  # without `linger_s`: when missing threads are started; infinity if none is missing
+        self._restart_at = 0.0  # without `linger_s`: when to start missing threads; infinity if none is missing
         self._closed = False
-        self._is_complete = False  # all threads were there once
+        self._is_complete = False  # all threads have been started once
         with self._state:
             self._fill()
         self._is_complete = True
@@ -254,9 +253,10 @@ class SupervisedPool(Generic[Job]):
             self._queue.put(self._handle_next)
 
     def withdraw(self, job: Job) -> bool:
-        """Take back a job that no thread has taken; it is not acknowledged. False for others, and once closed.
+        """Withdraw a job that no thread has taken; it is not acknowledged. Return False for other jobs, and after
+        `close`.
 
-        REQUIRES: the pool takes jobs alone.
+        REQUIRES: the pool is only used for jobs.
         """
         if self._closed:
             return False
@@ -264,17 +264,17 @@ class SupervisedPool(Generic[Job]):
             self._jobs.remove(job)
         except ValueError:
             return False
-        with suppress(queue.Empty), self._state:  # a thread has it, and finds no job for it
+        with suppress(queue.Empty), self._state:  # empty: a thread has taken the entry, and will not find a job for it
             self._queue.get_nowait()
             self._load -= self._linger_s is not None
         return True
 
     def run(self, count: int, work: Callable[[int], None]) -> None:
-        """Do `work(0) .. work(count - 1)`, roughly in that order, and return when all of them have ended.
+        """Call `work(0) .. work(count - 1)`, roughly in that order, and return when all calls have ended.
 
-        The caller takes part, so a batch costs one wake-up per thread and none per page, and its head is done first if
-        it runs out of time. An exception on another thread costs that page alone; one on the caller's gives the
-        remaining pages up and is raised. REQUIRES: no `linger_s`.
+        The caller takes part, so a batch costs one wake-up per thread and none per page, and its first pages are done
+        first if time runs out. An exception on another thread fails only that page. An exception on the caller's thread
+        skips the remaining pages and is raised. REQUIRES: no `linger_s`.
         """
         if self._restart_at < math.inf:
             self.supervise()
@@ -301,10 +301,10 @@ class SupervisedPool(Generic[Job]):
         deadline: float,
         late: Callable[[Result | None], None] | None = None,
     ) -> Result | None:
-        """Return what `function` returns, which is never None, or None if that is not known by `deadline`.
+        """Return the result of `function`, which is never None, or None if the call has not ended by `deadline`.
 
         After None, `late` is called once on a thread of the pool: with the result when the function has returned, with
-        None when it has raised or was found not to have begun. Raises what the function raises, and NoThread.
+        None when it has raised or has not been started. Raises the exceptions of the function, and NoThread.
         """
         call = _Call(function, late)
         with self._state:
@@ -312,12 +312,12 @@ class SupervisedPool(Generic[Job]):
             self._fill()
             if not self._threads:
                 self._load -= 1
-                raise NoThread(f"pool {self.name}: the system gives no more threads")
+                raise NoThread(f"pool {self.name}: the system cannot start more threads")
             self._queue.put(call.run)
         return call.wait(deadline)
 
     def supervise(self) -> None:
-        """Replace dead and stuck threads. Cheap; for every few steps of a scheduler. Does not block."""
+        """Replace dead and stuck threads. Cheap: a scheduler can call it every few steps. Does not block."""
         with self._state:
             stuck_before = time.monotonic() - self._patience_s
             for thread in [one for one in self._threads if one.busy_since < stuck_before and not one.stuck]:
@@ -325,8 +325,8 @@ class SupervisedPool(Generic[Job]):
             self._fill()
 
     def close(self, timeout_s: float = math.inf) -> bool:
-        """Let the threads finish what is queued, then end them; blocks. False if one did not end in time: it is left
-        behind. May be called twice. REQUIRES: no `run` or `call` is in flight."""
+        """Let the threads finish the queued work, then end them. Blocks. Return False if a thread did not end in time;
+        it is abandoned. Idempotent. REQUIRES: no `run` or `call` is in flight."""
         with self._state:
             self._closed = True
             threads = list(self._threads)
@@ -370,7 +370,7 @@ class SupervisedPool(Generic[Job]):
                 return
 
     def _take_or_leave(self, thread: _Thread[Job]) -> _Task | None:
-        """Wait for the next task; None if the thread has been idle for too long and is no longer counted on."""
+        """Wait for the next task. Return None if the thread has been idle for too long and must end."""
         while True:
             try:
                 return self._queue.get(timeout=self._linger_s)
@@ -390,7 +390,7 @@ class SupervisedPool(Generic[Job]):
         self.handle(job, thread.beat)
 
     def _bury(self, thread: _Thread[Job]) -> None:
-        """Fail the job of a thread that dies, and have the thread replaced."""
+        """Fail the job of a dying thread, and schedule a replacement."""
         with self._state:
             self._threads.remove(thread)
             self._load -= not thread.stuck
@@ -415,7 +415,7 @@ class SupervisedPool(Generic[Job]):
     # With `_state` held
 
     def _fill(self) -> None:
-        """Start the threads that are missing."""
+        """Start the missing threads."""
         if self._linger_s is not None:
             wanted = min(self._load, self._threads_max)
         elif time.monotonic() >= self._restart_at:
@@ -431,7 +431,7 @@ class SupervisedPool(Generic[Job]):
             self.restarts += self._linger_s is None
 
     def _substitute(self, thread: _Thread[Job]) -> None:
-        """Give a stuck thread's place to another, within a limit: a store that hangs must not eat threads."""
+        """Start a substitute for a stuck thread, up to a limit: a hanging store must not use up threads."""
         if sum(other.stuck for other in self._threads) < SUBSTITUTES_MAX and self._start_thread("one hangs in a call"):
             thread.stuck = True
             self._load -= 1
@@ -444,11 +444,11 @@ class SupervisedPool(Generic[Job]):
         except RuntimeError:
             self.errors["NoThread"] += 1
             if self.errors["NoThread"] == 1:
-                logger.exception("worker %s: the system gives no more threads; counted from now on", self.name)
+                logger.exception("worker %s: the system cannot start more threads; counted from now on", self.name)
             return False
         self._threads.append(thread)
         return True
 
 
-# Called as the class is; a simulation gives one that starts no threads.
+# Called like the class. A simulation passes one that does not start threads.
 WorkerFactory: TypeAlias = Callable[..., SupervisedPool[Any]]

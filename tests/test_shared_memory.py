@@ -56,7 +56,7 @@ def test_what_is_not_the_memory_of_the_engine_is_not_mapped(name: str) -> None:
     with pytest.raises(SharedMemoryError, match="does not exist"):
         attach(name)
     engine = open_it(name)
-    with pytest.raises(SharedMemoryError, match="is not the memory that is meant"):
+    with pytest.raises(SharedMemoryError, match="has another device or inode than requested"):
         attach(name, (engine.identity[0], engine.identity[1] + 1))
     os.truncate(engine.path, CONTROL_BYTES + FRAME)  # a read behind the end would end the daemon with SIGBUS
     with pytest.raises(SharedMemoryError, match="was cut short"):

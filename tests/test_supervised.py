@@ -511,7 +511,7 @@ def test_a_call_without_a_thread_raises_and_the_next_one_with_a_thread_works() -
     pool, late = calling(threads=2), list[object]()
     with no_threads():
         for _ in range(5):
-            with pytest.raises(NoThread, match="no more threads"):
+            with pytest.raises(NoThread, match="cannot start more threads"):
                 pool.call(lambda: 7, soon(), late.append)
     assert pool.call(lambda: 7, soon(), late.append) == 7
     assert pool.alive == 1 and pool.close() and not late

@@ -117,7 +117,7 @@ def test_a_start_that_fails_leaves_nothing(name: str, tmp_path: Path) -> None:
 
 
 def test_another_engine_of_this_name_is_refused(name: str) -> None:
-    with start(sections(name)), pytest.raises(SharedMemoryError, match="it has 16 pages, and 8 are asked for"):
+    with start(sections(name)), pytest.raises(SharedMemoryError, match="it has 16 pages, not 8"):
         start(sections(name, tokens=32))
 
 

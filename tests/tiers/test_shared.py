@@ -184,7 +184,7 @@ def test_a_start_that_is_given_up_leaves_nothing(name: str) -> None:
 
 
 MISFITS: dict[str, tuple[Callable[[str], SharedHostPool], str]] = {
-    "pages": (lambda name: open_here(name, 9), "it has 8 pages, and 9 are asked for"),
+    "pages": (lambda name: open_here(name, 9), "it has 8 pages, not 9"),
     "processes": (lambda name: open_here(name, processes=3), "it is for 2 processes, not 3"),
     "kept": (lambda name: open_here(name, processes=None), "it is for 2 processes, not any number"),
     "shape": (
