@@ -1,7 +1,7 @@
 """A small reference engine: a real Llama forward over the paged pools, and a plain scheduler over the cache.
 
-It shows how an engine uses the cache, and it proves the cache: its results are the same bits whether a prefix was
-computed or came from any tier (`model` explains why). It is not built for speed.
+It shows how an engine uses the cache, and it tests the cache: its results have the same bits whether a prefix was
+computed or came from any tier (`model` explains why). It is not optimised for speed.
 """
 
 from .attention import AttentionBatch, Queries, RadixAttention

@@ -1,21 +1,22 @@
 """RadixAttention: attention over the paged KV of L1, one per layer of a model.
 
-It is named as in SGLang (Zheng et al., 2024) and does not know the tree: it writes the KV of new tokens to a pool,
-reads the KV of all tokens through a page table, and leaves the product to PyTorch. A forward needs nothing else from
-HiCache, since reading a layer waits for the load of that layer:
+It has the name of SGLang's class (Zheng et al., 2024) and does not use the tree. It writes the KV of new tokens to a
+pool, reads the KV of all tokens through a page table, and computes the product with PyTorch. A forward needs no other
+call of HiCache, because reading a layer waits for the load of that layer:
 
     batch = AttentionBatch(cache.device, rows.table, [Queries(row, cached_tokens, new_tokens), ...])   # once
     attended = attention[layer](q, k, v, batch)                                                        # in each layer
 
-A batch may mix prefills, prefills behind a cached prefix, and decodes. The shape of the work follows from numbers that
-the host has beforehand, so nothing here waits for the device.
+A batch may mix prefills, prefills after a cached prefix, and decodes. The shapes are computed from numbers on the host,
+so no call waits for the device.
 
-How it computes. The queries are cut into blocks. Blocks with as many queries and about as many keys go together: their
-K and V are gathered page by page into `[blocks, keys]`, entries without a key become zeros, and one product with a mask
-gives the result. Query heads that share a head of KV are rows of one product, so KV is never repeated. The product is
-PyTorch's `scaled_dot_product_attention`; with a logit cap, which that function does not have, it is written out.
+Algorithm. The queries are cut into blocks. Blocks with the same number of queries and about the same number of keys
+form a group: their K and V are gathered page by page into `[blocks, keys]`, entries without a key become zeros, and one
+product with a mask computes the result. Query heads that share a KV head are rows of one product, so KV is never
+repeated. The product is PyTorch's `scaled_dot_product_attention`. With a logit cap, which that function does not
+support, it is computed step by step.
 
-A batch of a single block has shapes and a mask that follow from `start` and `count` alone; `model` relies on that.
+The shapes and the mask of a batch with a single block depend only on `start` and `count`; `model` relies on that.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from ..errors import InvalidInput
 from ..tiers import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from ..tiers.upload import upload
 
-# Rows of one product: queries times the query heads that share a head of KV. The mask has rows times keys entries, with
-# 128 Ki keys 256 MiB, and is made for each layer again: those of a long prefill would have many times as much.
+# Rows of one product: queries times the query heads that share a KV head. The mask has rows times keys entries, 256 MiB
+# with 128 Ki keys, and is made again for each layer: kept masks of a long prefill would take many times as much memory.
 ROWS_MAX = 2048
-# Keys that are gathered for one product, unless a single block has more: requests that share a prefix get copies of it.
-# With 8 heads of 128 in bfloat16, K and V of so many have 256 MiB.
+# Keys gathered for one product, unless a single block has more: requests that share a prefix get separate copies of it.
+# With 8 heads of 128 in bfloat16, K and V of this many keys take 256 MiB.
 KEYS_MAX = 1 << 16
 # Kernels on CUDA copy a mask whose rows are not a multiple of 16 bytes, in each layer.
 KEYS_MULTIPLE = 16
@@ -48,10 +49,10 @@ KEYS_MULTIPLE = 16
 class Queries:
     """Consecutive tokens of one request to compute: `count` from position `start` on of row `row` of the page table.
 
-    The first `before` and the last `behind` of them are padding, for a model that wants fixed shapes: their K and V go
-    to the padding page, and their results mean nothing.
+    The first `before` and the last `behind` of them are padding, for a model with fixed shapes: their K and V are
+    written to the padding page, and their results are undefined.
 
-    REQUIRES: KV of all positions before the first computed one is in the pool, or arrives with the load in flight.
+    REQUIRES: the KV of all positions before the first computed one is in the pool, or arrives with the load in flight.
     """
 
     row: int
@@ -68,11 +69,11 @@ class _Block:
     row: int
     start: int
     count: int
-    token: int  # place of the first query in the batch
+    token: int  # index of the first query in the batch
     begin: int  # a multiple of the page size
     end: int
     new: int  # position of the first key that this forward computes,
-    new_token: int  # and its place in the batch
+    new_token: int  # and its index in the batch
 
     @property
     def keys(self) -> int:
@@ -84,9 +85,9 @@ class _Group(NamedTuple):
 
     blocks: Sequence[_Block]
     keys: int
-    shortest: int  # from here on, keys are missing in some of the blocks
-    tokens: torch.Tensor  # int64 [blocks * queries], places in the batch
-    pages: torch.Tensor  # int64 [blocks * pages], the padding page where a block has none
+    shortest: int  # from this key on, some of the blocks do not have keys
+    tokens: torch.Tensor  # int64 [blocks * queries], indices in the batch
+    pages: torch.Tensor  # int64 [blocks * pages], the padding page if a block does not have a page
     missing: torch.Tensor  # bool [blocks, keys - shortest, 1, 1]
     begin: torch.Tensor  # int64 [blocks, 1, 1], position of the first key
     queries: torch.Tensor  # int64 [blocks, queries, 1], positions of the queries
@@ -101,14 +102,14 @@ class _Group(NamedTuple):
 
 
 class AttentionBatch:
-    """The requests of one forward, for all of its layers. Its tokens are those of `queries`, one after the other.
+    """The requests of one forward, for all of its layers. Its tokens are those of all `queries`, in order.
 
     `table` is `[requests, context]`, integers on the pool's device: row r, column t is the slot of token t, and the
-    columns of a page are slots of one page, as in `RequestToTokenPool`. KV of the batch is written at `slots`, int64
-    `[tokens]`. All tensors are made on the device's current stream; nothing waits for the device.
+    columns of a page are slots of one page, as in `RequestToTokenPool`. The KV of the batch is written at `slots`,
+    int64 `[tokens]`. All tensors are made on the device's current stream, without waiting for the device.
 
-    REQUIRES: no two `queries` have the same row. Raises InvalidInput for a pool that is not one for attention or holds
-    integers, for no queries, and for queries outside the table.
+    REQUIRES: no two `queries` have the same row. Raises InvalidInput for a pool that is not an attention pool or holds
+    integers, for empty queries, and for queries outside the table.
     """
 
     def __init__(self, pool: KVPool, table: torch.Tensor, queries: Sequence[Queries]) -> None:
@@ -134,9 +135,9 @@ class AttentionBatch:
         self.slots = table[rows, positions].to(torch.int64) * computed
 
     def groups(self, window: int | None, sharing: int) -> list[_Group]:
-        """Return the products of a layer: with this sliding window, and `sharing` query heads to a head of KV.
+        """Return the products of a layer with this sliding window and `sharing` query heads per KV head.
 
-        They are made once for all layers that are alike.
+        They are made once for all layers with the same arguments.
         """
         key = (window, sharing)
         if key not in self._groups:
@@ -183,13 +184,13 @@ class AttentionBatch:
 
 
 class RadixAttention(torch.nn.Module):
-    """Causal attention of one layer over the paged KV of a pool. Without weights and without state.
+    """Causal attention of one layer over the paged KV of a pool. It does not have weights or state.
 
-    `heads` query heads of `head_dim` share `kv_heads` heads of KV. `layer` is the layer's number in the pool. `scale`
-    multiplies the logits, 1 / sqrt(head_dim) by default; `logit_cap` c makes c * tanh(logit / c) of them. With a
-    `sliding_window` of n a query sees n keys, its own among them. `v_head_dim` is the size of a head of V, that of K by
-    default. With an MLA pool, K is the latent (`head_dim` its size, `kv_heads` 1) and V its first `v_head_dim` columns,
-    as in the absorbed form.
+    `heads` query heads of `head_dim` share `kv_heads` KV heads. `layer` is the layer's number in the pool. `scale`
+    multiplies the logits, 1 / sqrt(head_dim) by default; `logit_cap` c replaces them by c * tanh(logit / c). With a
+    `sliding_window` of n, a query sees n keys, including its own. `v_head_dim` is the size of a V head, by default that
+    of a K head. With an MLA pool, K is the latent (`head_dim` is its size, `kv_heads` 1) and V its first `v_head_dim`
+    columns, as in the absorbed form.
 
     REQUIRES: called without gradients, as in `torch.inference_mode()`. Raises InvalidInput for a number out of range.
     """
@@ -228,15 +229,15 @@ class RadixAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Return `[tokens, heads * v_head_dim]` in the dtype of `q`.
 
-        `q` is `[tokens, heads, head_dim]`, or the same elements in two dimensions; `k` and `v` are so with `kv_heads`,
-        and `v` is None with an MLA pool. K and V are written to the pool in its dtype, and read back from there, so
-        that a token's KV is rounded once for all requests. Without `save_kv_cache` the pool stays as it is, and the
-        result is the same. `k` None says that the KV of the batch is in the pool already. KV is read in the dtype of
-        `q`; scales of a quantised pool are the caller's.
+        `q` is `[tokens, heads, head_dim]`, or the same elements in two dimensions. `k` and `v` are the same with
+        `kv_heads`; `v` is None with an MLA pool. K and V are written to the pool in its dtype and read back from there,
+        so a token's KV is rounded once for all requests. Without `save_kv_cache` the pool is unchanged, and the result
+        is the same. With `k` None, the KV of the batch is already in the pool. KV is read in the dtype of `q`; the
+        caller applies the scales of a quantised pool.
 
-        Waits for the load in flight as `get_kv_buffer` does, on CUDA on the current stream, and raises TransferError if
-        the load failed. Raises InvalidInput for tensors of another shape and for a pool that does not fit; the pool is
-        unchanged then.
+        Waits for the load in flight like `get_kv_buffer` (on CUDA: on the current stream), and raises TransferError if
+        the load failed. Raises InvalidInput for tensors of another shape and for a pool of another shape; then the pool
+        is unchanged.
         """
         new = self._new(q, k, v, batch)
         if save_kv_cache and new:
@@ -255,7 +256,7 @@ class RadixAttention(torch.nn.Module):
         return output
 
     def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group) -> torch.Tensor:
-        """One product: K and V `[blocks, keys, kv_heads, dim]` to `[blocks * queries, heads * v_head_dim]`."""
+        """Compute one product: K and V `[blocks, keys, kv_heads, dim]` to `[blocks * queries, heads * v_head_dim]`."""
         blocks, count, sharing = len(group.blocks), group.blocks[0].count, q.shape[2]
         some = q.index_select(0, group.tokens).view(blocks, count, *q.shape[1:])
         some = some.permute(0, 2, 3, 1, 4).reshape(blocks, self.kv_heads, sharing * count, self.head_dim)
@@ -264,7 +265,7 @@ class RadixAttention(torch.nn.Module):
         if self.logit_cap is None:
             mixed = F.scaled_dot_product_attention(some, keys, values, attn_mask=visible, scale=self.scale)
         else:
-            # Logits of 16 bits would lose what the cap keeps.
+            # The cap needs more precision than logits of 16 bits have.
             wide = torch.promote_types(q.dtype, torch.float32)
             logits = torch.matmul(some.to(wide) * (self.scale / self.logit_cap), keys.to(wide).transpose(2, 3))
             logits.tanh_().mul_(self.logit_cap).masked_fill_(~visible, -math.inf)
@@ -275,7 +276,8 @@ class RadixAttention(torch.nn.Module):
     def _new(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, batch: AttentionBatch
     ) -> tuple[torch.Tensor, ...]:
-        """K and V, or the latent, in the pool's dtype; empty if they are in the pool. Raises as `forward` does."""
+        """Return K and V, or the latent, in the pool's dtype; empty if they are in the pool. Raises as `forward`
+        does."""
         pool, shape, mla = batch.pool, batch.pool.geometry, isinstance(batch.pool, MLATokenToKVPool)
         v_fits = self.v_head_dim <= shape.head_dim if mla else self.v_head_dim == shape.value_dim
         if (shape.heads, shape.head_dim) != (self.kv_heads, self.head_dim) or not v_fits or self.layer >= shape.layers:
@@ -298,17 +300,18 @@ class RadixAttention(torch.nn.Module):
 
 
 def _gather(buffer: torch.Tensor, group: _Group, dtype: torch.dtype) -> torch.Tensor:
-    """`[pages, page_size, heads, dim]` of a pool to `[blocks, keys, heads, dim]`, zeros where there is no key."""
+    """Gather `[pages, page_size, heads, dim]` of a pool into `[blocks, keys, heads, dim]`, with zeros for missing
+    keys."""
     pages = buffer.index_select(0, group.pages)
     found = pages.view(len(group.blocks), -1, *buffer.shape[2:])[:, : group.keys].to(dtype)
     if group.shortest < group.keys:
-        # Entries of a page without a token may hold anything, NaN too, which the weight 0 would not take away.
+        # Slots of a page without a token have arbitrary content. A weight of 0 would not remove NaN.
         found[:, group.shortest :].masked_fill_(group.missing, 0)
     return found
 
 
 def _place(gathered: torch.Tensor, tokens: torch.Tensor, group: _Group) -> None:
-    """Put the keys that are not in the pool, of `[tokens, heads, dim]`, where they would have been read."""
+    """Write the keys that are not in the pool, `[tokens, heads, dim]`, to the positions at which they are read."""
     for found, block in zip(gathered, group.blocks, strict=True):
         first = max(block.new, block.begin)
         if first < block.end:

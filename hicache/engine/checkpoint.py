@@ -1,12 +1,12 @@
-"""Reads a Llama checkpoint in Hugging Face format from a local folder. Nothing is unpickled, nothing is downloaded.
+"""Reads a Llama checkpoint in Hugging Face format from a local folder, without pickle and without downloads.
 
     config.json               architecture and sizes
     model.safetensors         all weights, or
     model.safetensors.index.json and the shards it names
     tokenizer.json            read by `load_tokenizer`, which the model itself does not need
 
-Only the plain architecture is taken: no biases, no scaled rotary embedding, SiLU. A checkpoint that asks for anything
-else is refused, because a forward that ignores a setting computes fluent nonsense.
+Only the plain architecture is supported: without biases, without scaled rotary embedding, with SiLU. Any other
+checkpoint is rejected, because a forward that ignores a setting computes wrong text that looks right.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILE = "tokenizer.json"
-# Far above any real config or index; a larger one is some other file.
+# Far above any real config or index; a larger file is something else.
 _JSON_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and constants of a Llama model, in this package's words. Raises ConfigError for sizes that cannot exist."""
+    """Sizes and constants of a Llama model, in this package's terms. Raises ConfigError for impossible sizes."""
 
     vocab_size: int
     hidden_size: int
@@ -64,13 +64,14 @@ class LlamaConfig:
             raise ConfigError("model: rms_norm_eps and rope_theta must be positive")
 
     def geometry(self, page_size: int, dtype: str = "float32") -> KVGeometry:
-        """The KV geometry of this model. The engine computes in float32, so `float32` keeps KV as it was computed."""
+        """Return the KV geometry of this model. The engine computes in float32, so `float32` keeps KV without rounding.
+        """
         return KVGeometry(
             layers=self.layers, heads=self.kv_heads, head_dim=self.head_dim, page_size=page_size, dtype=dtype
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that the checkpoint must have, by name; matrices are `[out, in]`."""
+        """Return the shapes of all tensors that the checkpoint must have, by name; matrices are `[out, in]`."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
@@ -97,10 +98,10 @@ class LlamaConfig:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded checkpoint. `tensors` are on the CPU in the dtype they are stored in.
+    """A loaded checkpoint. `tensors` are on the CPU in the stored dtype.
 
-    `fingerprint` is that of the folder (`hicache.model_fingerprint`): the `model` of a cache namespace, so that engines
-    with different weights never share a page.
+    `fingerprint` is that of the folder (`hicache.model_fingerprint`). It is the `model` of the cache's namespace, so
+    engines with different weights never share a page.
     """
 
     config: LlamaConfig
@@ -109,8 +110,8 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read configuration and weights from `folder`; blocks, and reads a weight file a second time if its digest is not
-    in the user's cache.
+    """Read configuration and weights from `folder`. Blocks. Reads a weight file twice if its digest is not in the
+    user's cache.
 
     Raises ConfigError for a missing or broken file, another architecture, and tensors that are missing or have another
     shape than the configuration says.
@@ -124,7 +125,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     for path in files:
         try:
             with safetensors.safe_open(str(path), framework="pt", device="cpu") as shard:
-                for name in shard.keys():  # noqa: SIM118  a handle of safetensors, which is no mapping
+                for name in shard.keys():  # noqa: SIM118  a handle of safetensors is not a mapping
                     if name in wanted:
                         tensors[name] = shard.get_tensor(name)
         except (OSError, safetensors.SafetensorError) as error:
@@ -134,29 +135,29 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`. Raises ConfigError if there is none or it cannot be read."""
+    """Return the tokenizer in `folder`. Raises ConfigError if it is missing or cannot be read."""
     tokenizers = _require("tokenizers")
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; a model folder holds {CONFIG_FILE}, weights and {TOKENIZER_FILE}")
     try:
         tokenizer: Tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower than Exception for a file it cannot parse
+    except Exception as error:  # the library raises a plain Exception for a file that it cannot parse
         raise ConfigError(f"{path}: cannot be read as a tokenizer: {error}") from error
     return tokenizer
 
 
 def parse_config(values: Mapping[str, Any], source: Path | str = CONFIG_FILE) -> LlamaConfig:
-    """A Hugging Face configuration in this package's words. Raises ConfigError for what the engine cannot compute."""
+    """Return a Hugging Face configuration in this package's terms. Raises ConfigError for unsupported settings."""
     names = values.get("architectures") or []
     if values.get("model_type") != "llama" or "LlamaForCausalLM" not in names:
         raise ConfigError(
             f"{source}: model_type {values.get('model_type')!r} with architectures {names!r}; "
-            "this engine runs LlamaForCausalLM alone"
+            "this engine only supports LlamaForCausalLM"
         )
     for name, only in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("rope_scaling", None)):
         if values.get(name, only) != only:
-            raise ConfigError(f"{source}: {name} is {values[name]!r}; this engine computes {only!r} alone")
+            raise ConfigError(f"{source}: {name} is {values[name]!r}; this engine only supports {only!r}")
     heads = _integer(values, "num_attention_heads", source)
     hidden = _integer(values, "hidden_size", source)
     return LlamaConfig(
@@ -176,10 +177,10 @@ def parse_config(values: Mapping[str, Any], source: Path | str = CONFIG_FILE) ->
 
 
 def _rope_theta(values: Mapping[str, Any], source: Path | str) -> float:
-    # Newer files gather what concerns the rotary embedding in one entry.
+    # Newer files have one entry for all parameters of the rotary embedding.
     rope = values.get("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"{source}: rope_parameters {rope!r}; this engine computes rope_type 'default' alone")
+        raise ConfigError(f"{source}: rope_parameters {rope!r}; this engine only supports rope_type 'default'")
     return _number(rope.get("rope_theta", values.get("rope_theta", 10000.0)), "rope_theta", source)
 
 
@@ -210,18 +211,18 @@ def _require_positive(name: str, value: object) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The weight files in a fixed order. Raises ConfigError if one is missing."""
+    """Return the weight files in a fixed order. Raises ConfigError if one is missing."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     index_path = folder / INDEX_FILE
     if not index_path.is_file():
-        raise ConfigError(f"{folder}: neither {WEIGHTS_FILE} nor {INDEX_FILE}; other weight formats are not read")
+        raise ConfigError(f"{folder}: {WEIGHTS_FILE} and {INDEX_FILE} are missing; other formats are not supported")
     shard_of = _read_json(index_path).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise ConfigError(f"{index_path}: no weight_map")
     files = []
     for name in sorted({str(name) for name in shard_of.values()}):
-        # The index is data: it may name files next to itself and nothing else.
+        # The index is untrusted: it may only name files in its own folder.
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(f"{index_path}: {name!r} is not the name of a safetensors file in this folder")
         if not (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""From a configuration and a model folder to a running engine."""
+"""Creates an engine from a configuration and a model folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .model import TILE, LlamaModel
 from .options import EngineOptions
 from .scheduler import Engine
 
-# A small model that comes with the package, so that an engine runs without a download.
+# A small model in the package, so that an engine runs without a download.
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "model"
 
 
@@ -30,14 +30,14 @@ def create_engine(
     device: torch.device | str = "cpu",
     kv_dtype: str = "float32",
 ) -> Engine:
-    """Load `model` (a folder, or a checkpoint loaded before), build its cache as `config` says, and the engine.
+    """Load `model` (a folder, or a loaded checkpoint), and build its cache as configured and the engine.
 
-    `kv_dtype` is what KV is kept in on all tiers; narrower than float32 saves memory and rounds. Raises ConfigError,
-    CapacityError and BackendError with what to change, InvalidInput for a `kv_dtype` that nobody knows; nothing is left
-    running then.
+    `kv_dtype` is the dtype of KV on all tiers; a narrower one than float32 saves memory and rounds. Raises ConfigError,
+    CapacityError and BackendError with the necessary change, InvalidInput for an unknown `kv_dtype`. After an error no
+    thread is left running.
     """
     if config.bigram_keys:
-        raise ConfigError("bigram_keys: this engine drafts no tokens and keys pages by single ones; leave it out")
+        raise ConfigError("bigram_keys: this engine does not draft tokens; remove the entry")
     options = options or EngineOptions()
     options = replace(options, schedule=options.schedule or config.schedule)
     checkpoint = load_checkpoint(model) if isinstance(model, Path) else model

@@ -10,14 +10,14 @@ from ..config import ScheduleConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Bounds of the bundled engine. The configuration has none of them, since it serves engines of all kinds.
+    """Bounds of the reference engine. They are not in the configuration, which serves all kinds of engines.
 
-    More `running_max` shares each weight load among more requests on a GPU and needs more L1. `prefill_tokens_max`
-    bounds the prompt tokens of one step: larger ends prefills sooner, smaller lets running requests get their next
-    token sooner. `waiting_max` bounds the queue; beyond it `submit` refuses. `schedule` is the order in which requests
-    begin; None takes that of the configuration, or `fcfs` without one. `check_when_idle` verifies all invariants after
-    a step that had nothing to compute, at most once per `CHECK_EVERY_S`: a walk over the whole tree, for those who
-    would rather stop than serve from broken books.
+    A larger `running_max` shares each read of the weights among more requests on a GPU, and needs more L1.
+    `prefill_tokens_max` bounds the prompt tokens of one step: larger values end prefills sooner, smaller ones give
+    running requests their next token sooner. `waiting_max` bounds the queue; `submit` rejects requests above it.
+    `schedule` is the order in which requests begin; None means the configured order, or `fcfs` by default.
+    `check_when_idle` verifies all invariants after a step without work, at most once per `CHECK_EVERY_S`. This walks
+    over the whole tree.
     """
 
     running_max: int = 8

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what is told about it."""
+"""Requests of the engine, and their records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sampling import GREEDY, Sampling
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended."""
+    """The reason for the end of a request."""
 
     LENGTH = "length"  # it has its `max_new_tokens`
     EOS = "eos"  # the model ended the text
@@ -25,11 +25,11 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What became of one request. Times are on the engine's clock, in seconds.
+    """The result of one request. Times are on the engine's clock, in seconds.
 
-    `output_tokens` includes the end-of-text token if there was one. The hit counts say where the prefix of the prompt
-    came from when the request was first admitted; `computed_tokens` counts the prompt tokens it computed then. What was
-    computed once more after a preemption is in `recomputed_tokens`.
+    `output_tokens` includes the end-of-text token, if any. The hit counts are the tokens of the prompt's prefix by tier
+    at the first admission, `computed_tokens` the prompt tokens computed then. `recomputed_tokens` counts tokens that
+    were computed again after a preemption.
     """
 
     rid: str
@@ -60,7 +60,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step did for one request: the tokens it got, and its record if it ended."""
+    """The result of one step for one request: its new tokens, and its record if it ended."""
 
     rid: str
     tokens: tuple[int, ...] = field(repr=False)
@@ -69,10 +69,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """`waiting` and `running` are requests now, the rest totals since start; tokens count at every admission.
+    """`waiting` and `running` are current numbers of requests. The others are totals since start, counted at each
+    admission.
 
-    `finished` is by reason, `hit_tokens` by tier (device, host, storage). `computed_tokens` are those of prefills, each
-    output token but a request's last costs one more.
+    `finished` is by reason, `hit_tokens` by tier (device, host, storage). `computed_tokens` counts the tokens of
+    prefills. Each output token except the last of a request is computed too, and not counted here.
     """
 
     waiting: int
@@ -90,13 +91,13 @@ class EngineStatistics:
 class Request:
     """State of one request, owned by the scheduler.
 
-    `tokens` are the prompt and the output so far. KV of the first `kv_tokens` of them is in the pool. A request that
-    runs has `kv`, one that waits has none. It computes its prefill while `kv_tokens < prefill_end`; after that all but
-    the newest of its tokens have KV.
+    `tokens` are the prompt and the output so far. The KV of the first `kv_tokens` tokens is in the pool. A running
+    request has `kv`, a waiting one does not. It computes its prefill while `kv_tokens < prefill_end`; after that, all
+    tokens except the newest have KV.
     """
 
     rid: str
-    sequence: int  # order of submission; a preempted request keeps its place
+    sequence: int  # order of submission, also of a preempted request
     tokens: list[int] = field(repr=False)
     prompt_tokens: int
     max_new_tokens: int
@@ -118,23 +119,25 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompt tokens (after a preemption: any known tokens) are still to be computed."""
+        """True if prompt tokens (after a preemption: any known tokens) are not computed yet."""
         return self.kv_tokens < self.prefill_end
 
     def held_kv(self) -> RequestKV:
-        """`kv` of a request that runs. Raises InvariantError for one that does not."""
+        """The `kv` of a running request. Raises InvariantError for a waiting one."""
         if self.kv is None:
             raise InvariantError(f"engine: {self.rid} runs without KV")
         return self.kv
 
     def key(self, tokens: int) -> RadixKey:
-        """The cache key of the first `tokens` tokens. That of all of them is kept: it is asked for in every step."""
+        """Return the cache key of the first `tokens` tokens. The key of all tokens is kept, because every step needs
+        it.
+        """
         if self._key is None or len(self._key) != len(self.tokens):
             self._key = RadixKey(token_bytes(self.tokens), self.seed)
         return self._key if tokens == len(self._key) else self._key.head(tokens)
 
     def record(self, reason: FinishReason, error: HiCacheError | None, finish_s: float) -> RequestRecord:
-        """The final record."""
+        """Return the final record."""
         return RequestRecord(
             rid=self.rid,
             reason=reason,
@@ -154,7 +157,8 @@ class Request:
 
 
 def prompt_ids(tokens: TokenInput, vocab_size: int) -> list[int]:
-    """The token ids of a prompt. Raises InvalidInput as `token_bytes`, for a bool and for an id beyond `vocab_size`."""
+    """Return the token ids of a prompt. Raises InvalidInput as `token_bytes` does, for a bool and for an id outside the
+    vocabulary."""
     if isinstance(tokens, (list, tuple)) and bool in map(type, tokens):
         raise InvalidInput("engine: a token of the prompt is a bool; pass token ids")
     ids = np.frombuffer(token_bytes(tokens), dtype="<u4")

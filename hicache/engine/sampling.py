@@ -1,7 +1,7 @@
-"""The next token: the most likely one, or one drawn with random numbers that depend on seed and position alone.
+"""Sampling of the next token: the most likely one, or one drawn with random numbers.
 
-Because logits of a token are the same bits whatever was cached or batched (see `model`), and the random numbers are a
-function of (seed, position), sampled text is as reproducible as greedy text.
+The logits of a token have the same bits for every state of the cache and every batch (see `model`). The random numbers
+are a function of seed and position. So sampled text is as reproducible as greedy text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import HiCacheError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request picks its tokens. Temperature 0 is greedy; `top_k` 0 considers the whole vocabulary.
+    """The sampling parameters of a request. Temperature 0 is greedy; `top_k` 0 considers the whole vocabulary.
 
     Raises InvalidInput for a value that is negative, infinite or of another type.
     """
@@ -39,11 +39,12 @@ GREEDY = Sampling()
 
 
 def greedy(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row of `[rows, vocab_size]`; of equals the one with the smallest id.
+    """Return the most likely token of each row of `[rows, vocab_size]`; among equal logits the one with the smallest
+    id.
 
-    `vocab_size`, which is not a token, for a row with a NaN.
+    For a row with a NaN this is `vocab_size`, which is not a token.
     """
-    # argmax promises no order among equals, a mask and a minimum do.
+    # argmax does not define the order among equal values; a mask and a minimum do.
     ids = torch.arange(logits.shape[1], device=logits.device)
     best = logits == logits.max(dim=1, keepdim=True).values
     tokens: list[int] = torch.where(best, ids, logits.shape[1]).min(dim=1).values.tolist()
@@ -51,11 +52,11 @@ def greedy(logits: torch.Tensor) -> list[int]:
 
 
 def pick(logits: torch.Tensor, best: int, sampling: Sampling, position: int) -> int:
-    """The next token of a request: `logits` are `[vocab_size]`, and `best` is what `greedy` gives of them.
+    """Return the next token of a request. `logits` are `[vocab_size]`, and `best` is the result of `greedy` for them.
 
     REQUIRES: the logits are on the host, unless `sampling` is greedy.
 
-    Raises HiCacheError for logits that have no most likely token, because one of them is not a finite number.
+    Raises HiCacheError if a logit is not a finite number.
     """
     token = _draw(logits, sampling, position) if sampling.temperature > 0 else best
     if token == len(logits):
@@ -64,7 +65,7 @@ def pick(logits: torch.Tensor, best: int, sampling: Sampling, position: int) -> 
 
 
 def _draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
-    # Differences to the largest, in float64: no temperature makes them overflow upwards, or 0 / 0 of them.
+    # Differences to the largest logit, in float64: they do not overflow for any temperature, and do not become 0 / 0.
     wide = logits.double()
     scaled = (wide - wide.max()) / sampling.temperature
     if 0 < sampling.top_k < len(scaled):

@@ -1,23 +1,23 @@
-"""Engine: a plain continuous-batching scheduler that uses the cache as a serving engine does.
+"""Engine: a plain scheduler with continuous batching that uses the cache like a serving engine.
 
 One step:
 
     poll -> continue and admit prefills -> start_loading -> forward (waits layer by layer) -> cache_unfinished_req
-         -> extend, or preempt the youngest -> forward of one token each -> cache_finished_req of what ended
+         -> extend, or preempt the youngest -> forward of one token each -> cache_finished_req of ended requests
 
-On a stream, each forward is followed by `record_fence`; on the CPU it computes before it returns.
+On a stream device, `record_fence` follows each forward. On the CPU a forward has ended when it returns.
 
-First come, first served, with two exceptions: a request that waits for storage is overtaken by those that do not, and a
-preempted request keeps the place of its submission. Or, as an option, the longest cached prefix first. Prefills longer
-than the step's budget go on in the next step.
+Requests begin in order of submission, with two exceptions: other requests overtake one that waits for storage, and a
+preempted request keeps its position. Optionally the request with the longest cached prefix begins first. A prefill that
+exceeds the step's budget continues in the next step.
 
-Locking design: all calls on one thread, which owns every field here; so there is no lock. No call does storage I/O or
-waits for any. The forward runs on this thread too, and waits there for copies from L2 alone.
+Locking design: all calls are made on one thread, which owns all fields, so there is no lock. No call does storage I/O
+or waits for it. The forward runs on this thread too, and only waits for copies from L2.
 
-What computes is a `Model`: the bundled Llama, or the stand-in of a replay.
+A `Model` computes: the bundled Llama, or the stand-in of a replay.
 
-Invariant, verified by `check()`: a request that runs has pages of its own behind those it shares, and room for its
-`kv_tokens` in them; a request that waits has none. Besides, the invariants of the cache and of the model.
+Invariant, verified by `check()`: a running request has its own pages after the shared ones, with room for its
+`kv_tokens`; a waiting request does not have pages. `check()` also verifies the invariants of the cache and the model.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from .sampling import GREEDY, Sampling
 
 _log = logging.getLogger(__name__)
 
-# How often `run_until_done` looks whether storage or a copy has come on while there is nothing to compute. Shorter
-# burns the core that storage workers need, longer adds to the time to first token.
+# How often `run_until_done` checks for progress of storage and copies while there is nothing to compute. A shorter time
+# takes a core from the storage workers, a longer one increases the time to first token.
 IDLE_WAIT_S = 0.0005
-# A check visits every node, some microseconds each.
+# A check visits every node, which takes some microseconds each.
 CHECK_EVERY_S = 1.0
 
 
 class Engine:
-    """See the module's docstring. Takes over `cache` (`close` closes it), whose L1 must be the pool of `model`.
+    """See the module's docstring. Owns `cache` (`close` closes it), whose L1 must be the pool of `model`.
 
-    `clock` gives the times of the records. Raises InvalidInput if model and cache do not belong together or the model
-    has no place for `running_max` requests.
+    `clock` provides the times of the records. Raises InvalidInput if model and cache do not have the same pool, or if
+    the model supports fewer than `running_max` requests.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine:
         self.options = options or EngineOptions()
         self._schedule = self.options.schedule or ScheduleConfig()
         if model.pool is not cache.device:
-            raise InvalidInput("engine: the model writes its KV to another pool than the cache's L1")
+            raise InvalidInput("engine: the model writes its KV to another pool than the cache's L1; pass one pool")
         if model.requests_max < self.options.running_max:
             raise InvalidInput(
                 f"engine: the model has rows for {model.requests_max} requests, running_max is "
@@ -95,8 +95,8 @@ class Engine:
         self._waiting: list[Request] = []  # by sequence
         self._running: dict[str, Request] = {}  # in order of admission
         self._updates: list[Update] = []
-        self._crowded = False  # after a preemption nobody is admitted until a request has ended
-        self._full = False  # L1 had no room for a request, and nothing has ended since
+        self._crowded = False  # after a preemption, no request is admitted until one has ended
+        self._full = False  # L1 had no room for a request, and no request has ended since
         self._preempted = False  # this step has taken L1 from a request
         self._worked = False  # the last step computed something
         self._closed = False
@@ -118,13 +118,13 @@ class Engine:
         session_id: str | None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request and let storage start on its prefix; the request id. Does not block.
+        """Queue a request, start the prefetch of its prefix, and return the request id. Does not block.
 
-        `priority` is for the eviction policy of that name: what the request uses stays longer than what has less.
-        With a `session_id` it is the next turn of that session of the engine's SessionCache. Raises InvalidInput for an
-        argument of another type or range, an empty prompt, a token outside the vocabulary, no token to generate, a
-        session without a SessionCache, and once closed; CapacityError for a prompt that never fits into L1 or the
-        context and for a full queue; SessionError as `SessionCache.join_session`. Nothing is queued then.
+        `priority` is for the eviction policy of that name: pages of requests with a higher priority stay longer. With a
+        `session_id`, the request is the next turn of that session of the engine's SessionCache. Raises InvalidInput for
+        an argument of another type or range, an empty prompt, a token outside the vocabulary, a session without a
+        SessionCache, and after `close`; CapacityError for a prompt that never fits into L1 or the context and for a
+        full queue; SessionError as `SessionCache.join_session`. After an error the request is not queued.
         """
         tokens = prompt_ids(prompt_tokens, self.model.vocab_size)
         key = RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt)
@@ -134,7 +134,7 @@ class Engine:
         instance("engine: sampling", sampling, Sampling)
         if self._closed:
             raise InvalidInput("engine: it is closed; build a new one")
-        # The last token that is generated is not computed again, so it needs no place.
+        # The last generated token is not computed, so it does not need a slot.
         positions, context = len(tokens) + max_new_tokens - 1, self.model.context_tokens
         if positions > context:
             raise CapacityError(f"engine: prompt and output take {positions} positions, the context has {context}")
@@ -153,7 +153,8 @@ class Engine:
         return rid
 
     def abort(self, rid: str) -> bool:
-        """End a request now; its record comes with the next step. False if there is no such request (any more)."""
+        """End a request now; the next step returns its record. Return False if the request does not exist or has ended.
+        """
         instance("rid", rid, str)
         request = self._running.get(rid) or next((r for r in self._waiting if r.rid == rid), None)
         if request is None:
@@ -162,10 +163,10 @@ class Engine:
         return True
 
     def step(self) -> list[Update]:
-        """Compute one prefill chunk for those who need it and one token for those who run; what came of it.
+        """Compute one chunk of each prefill and one token of each running request, and return the updates.
 
         Returns at once if all waiting requests wait for storage or room. If the work of one request fails, that
-        request ends as FAILED, with the error in its record. Raises only for bugs in the work that all share.
+        request ends as FAILED, with the error in its record. Raises only for bugs in the work that all requests share.
         """
         self._steps += 1
         self._worked = self._preempted = False
@@ -180,16 +181,17 @@ class Engine:
         transfer = self.cache.start_loading()
         if chunks:
             self._prefill(chunks, transfer, admitted)
-        # KV of requests that decode is on L1 already: a load that failed must not fail them.
+        # The KV of decoding requests is on L1 already: a failed load must not fail them.
         self.cache.device.loading = None
         self._decode()
         updates, self._updates = self._updates, []
         return updates
 
     def run_until_done(self, timeout_s: float = math.inf) -> dict[str, RequestRecord]:
-        """Step until no request is left or `timeout_s` is over; the records of those that ended, by request id.
+        """Step until all requests have ended or `timeout_s` is over. Return the records of ended requests by request
+        id.
 
-        Sleeps `IDLE_WAIT_S` after a step that had nothing to compute.
+        Sleeps `IDLE_WAIT_S` after a step without work.
         """
         deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
         records = {}
@@ -202,9 +204,8 @@ class Engine:
     def rest(self) -> None:
         """Sleep `IDLE_WAIT_S` if the last step had nothing to compute; call it between steps.
 
-        Raises InvariantError if `check_when_idle` finds the books broken.
-
-        A loop that spins instead keeps the interpreter's lock, and the threads that read from storage wait for it.
+        A loop without a pause would keep the interpreter's lock, and the threads that read from storage would wait for
+        it. Raises InvariantError if `check_when_idle` finds a broken invariant.
         """
         if self._worked:
             return
@@ -215,12 +216,12 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that are not running (yet, or again)."""
+        """The number of requests that are not running, including preempted ones."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests with KV in L1."""
+        """The number of requests with KV in L1."""
         return len(self._running)
 
     @property
@@ -231,7 +232,7 @@ class Engine:
     # Inside a step
 
     def _chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
-        """Plan the next tokens of a prefill; how many they are."""
+        """Plan the next tokens of a prefill and return their number."""
         count = min(budget, request.prefill_end - request.kv_tokens)
         if count > 0:
             chunks.append((request, count))
@@ -240,7 +241,7 @@ class Engine:
     def _admit(self, budget: int, chunks: list[tuple[Request, int]]) -> list[Request]:
         """Begin waiting requests while rows, budget and L1 permit.
 
-        Each gets a part of the budget, so that whoever has KV loaded takes part in the forward that waits for it.
+        Each request gets a part of the budget, so a request with a load takes part in the forward that waits for it.
         """
         admitted: list[Request] = []
         if self._running and (self._crowded or self._full):
@@ -264,9 +265,9 @@ class Engine:
 
     @contextmanager
     def _alone(self, request: Request) -> Iterator[None]:
-        """Around the work of one request: if it fails, that request ends as FAILED and the others go on.
+        """Context of the work of one request: if it fails, that request ends as FAILED and the others continue.
 
-        Raises InvariantError and RankError, which are about all requests.
+        Raises InvariantError and RankError, which concern all requests.
         """
         try:
             yield
@@ -274,16 +275,15 @@ class Engine:
             raise
         except HiCacheError as error:
             self._end(request, FinishReason.FAILED, error)
-        except Exception as error:  # a bug costs one request and not the step; `finished` counts it
+        except Exception as error:  # a bug fails one request and not the step; `finished` counts it
             _log.exception("engine: the work of %s failed", request.rid)
             failure = HiCacheError(f"engine: the work of {request.rid} failed with {type(error).__name__}")
             failure.__cause__ = error.with_traceback(None)  # its frames hold tensors
             self._end(request, FinishReason.FAILED, failure)
 
     def _queue(self) -> Iterable[Request]:
-        """The waiting requests in the order to begin them; those that had better wait, for storage or another, are left
-        out.
-        """
+        """Return the waiting requests in the order to begin them, without those that should wait for storage or for
+        another request."""
         ready = (request for request in self._waiting.copy() if self.cache.check_prefetch_progress(request.rid))
         if self._schedule.policy == "fcfs" or isinstance(self.cache, ChunkCache):
             return ready
@@ -318,7 +318,7 @@ class Engine:
         try:
             output = self._compute(chunks)
         except TransferError as error:
-            # The others did not read what was to be loaded; they compute the same chunk again.
+            # The other requests did not use the failed load; they compute the same chunk again.
             for request in admitted:
                 self._end(request, FinishReason.FAILED, error)
             return
@@ -341,7 +341,7 @@ class Engine:
             self.cache.record_prefill(sum(count for _, count in chunks), took_s)
 
     def _compute(self, batch: Batch) -> Output:
-        """Run the forward. Copies that start later come after it, also after the layers of one that failed."""
+        """Run the forward. Later copies start after it, also after the layers of a failed forward."""
         try:
             output = self.model.compute(batch)
         finally:
@@ -365,12 +365,12 @@ class Engine:
             self._sample(batch, output)
 
     def _make_room(self, request: Request) -> bool:
-        """A place for the next token's KV, taken from the youngest if need be; False if it gets none in this step.
-        Raises CapacityError for a request that has outgrown L1.
+        """Make room for the next token's KV, by preempting the youngest request if necessary. Return False if there is
+        no room in this step. Raises CapacityError for a request that has outgrown L1.
 
-        At most one request a step is preempted: its pages may still be on their way to L2, which is no reason to
-        preempt another. Nobody is while evicted pages are on their way to L2, since those are free soon; and whoever
-        runs alone waits, since nobody else holds pages for long.
+        At most one request is preempted per step, because its pages may still be in flight to L2. No request is
+        preempted while evicted pages are in flight to L2, because they will be free soon. The only running request
+        waits, because no other request holds pages for long.
         """
         kv = request.held_kv()
         if len(kv.pages) * self.cache.page_size > request.kv_tokens:
@@ -387,7 +387,7 @@ class Engine:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Send a request back to the queue; its KV goes to the tree, where it is found again if it is not evicted."""
+        """Return a request to the queue. Its KV is inserted into the tree and reused unless it is evicted."""
         self._release(request, share=True)
         self._counts["preemptions"] += 1
         request.preemptions += 1
@@ -397,11 +397,11 @@ class Engine:
         try:
             self._join_session(request)
         except SessionError:
-            request.session_id = None  # it was closed meanwhile; the tokens are the same without it
+            request.session_id = None  # the session has been closed; the tokens are the same without it
         self.cache.prefetch_from_storage(request.rid, request.key(len(request.tokens)))
 
     def _sample(self, batch: Batch, output: Output) -> None:
-        """Append the next token to those requests whose prefill is complete, and end those that have enough."""
+        """Append the next token to the requests whose prefill is complete, and end those with all their tokens."""
         for index, (request, _) in enumerate(batch):
             if request.rid in self._running and not request.prefilling:
                 with self._alone(request):
@@ -434,7 +434,8 @@ class Engine:
         self._updates.append(Update(request.rid, () if token is None else (token,), record))
 
     def _release(self, request: Request, *, share: bool) -> None:
-        """Take a request off L1. What it shares ends before the last sampled token, which has no KV."""
+        """Release a request's pages on L1. Its shared pages end before the last sampled token, which does not have
+        KV."""
         self.model.end(request)
         self.cache.cache_finished_req(request.held_kv(), request.key(request.kv_tokens) if share else None)
         request.kv = None
@@ -452,7 +453,7 @@ class Engine:
     # State
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot; the tiers have their own in `cache.statistics()`."""
+        """Return a snapshot; `cache.statistics()` has the statistics of the tiers."""
         return EngineStatistics(
             waiting=len(self._waiting),
             running=len(self._running),
@@ -466,7 +467,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raises InvariantError if the cache's books or the invariant of this class are broken. Between steps only."""
+        """Raise InvariantError if an invariant of the cache or of this class is broken. Call it between steps."""
         self.cache.check()
         running, own = list(self._running.values()), Counter[int]()
         if any(request.kv is not None for request in self._waiting):
@@ -483,7 +484,8 @@ class Engine:
         self.model.check(running)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Abort all requests and close the cache; blocks up to `timeout_s`. False if something did not end in time."""
+        """Abort all requests and close the cache. Blocks up to `timeout_s`. Return False if some work did not end in
+        time."""
         number("timeout_s", timeout_s)
         self._closed = True
         for request in [*self._running.values(), *self._waiting]:

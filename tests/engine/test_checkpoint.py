@@ -81,7 +81,7 @@ def test_the_fingerprint_follows_every_weight_and_the_configuration(tmp_path: Pa
     ("changes", "message"),
     [
         ({"model_type": "mistral"}, "mistral"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM alone"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "only supports LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling"),
