@@ -1,4 +1,5 @@
-"""Model: what computes KV and tokens for the scheduler. The bundled Llama is one, the stand-in of a replay another.
+"""Model: the interface that computes KV and tokens for the scheduler. The bundled Llama and the stand-in of a replay
+implement it.
 
 All calls come from the scheduler's thread. Per request: begin -> (compute | place)* -> end.
 """
@@ -11,21 +12,21 @@ from typing import Protocol, TypeAlias
 from ..tiers import Fence, KVPool
 from .requests import Request
 
-# Requests of one forward, and how many tokens to compute of each, from its `kv_tokens` on.
+# The requests of one forward, and the number of tokens to compute of each, starting at its `kv_tokens`.
 Batch: TypeAlias = Sequence[tuple[Request, int]]
 
 
 class Output(Protocol):
-    """What a forward gives for the requests of its batch."""
+    """The output of a forward for the requests of its batch."""
 
     def wait(self) -> float | None:
-        """Block until all of it is computed. Return the seconds that the forward took, None if its time says nothing
-        about how long a prefill takes."""
+        """Block until the forward has ended. Return its time in seconds, or None if it is not representative of a
+        prefill."""
 
     def token(self, index: int) -> int:
-        """Return the next token of the request at `index` of the batch. Raises HiCacheError if it has none.
+        """Return the next token of the request at `index` of the batch. Raises HiCacheError if it cannot be chosen.
 
-        REQUIRES: called after `wait`, and for a request all of whose tokens are computed.
+        REQUIRES: called after `wait`, for a request whose tokens are all computed.
         """
 
 
@@ -50,26 +51,26 @@ class Model(Protocol):
 
     @property
     def requests_max(self) -> int:
-        """How many requests may run at once."""
+        """The number of requests that may run at the same time."""
 
     def begin(self, request: Request) -> None:
-        """Take in a request that begins, or begins again after a preemption; its `kv` says what is cached."""
+        """Register a request that begins, or begins again after a preemption. Its `kv` has the cached prefix."""
 
     def place(self, request: Request) -> None:
-        """Take note that the pages of a running request are others than before, or more. Their content is the same."""
+        """Update the pages of a running request: they have been replaced or extended. Their content is unchanged."""
 
     def compute(self, batch: Batch) -> Output:
-        """Compute the KV of `batch`. May return before that has ended, if `fence` says when it has.
+        """Compute the KV of `batch`. May return before the end of the computation, if `fence` returns its end.
 
-        Waits for the pool's load in flight, layer by layer, before the layer's KV is read. Raises TransferError if it
-        failed; no request of the batch has advanced then.
+        Waits for the pool's load in flight, layer by layer, before it reads the KV of the layer. Raises TransferError
+        if the load failed; then no request of the batch has advanced.
         """
 
     def fence(self) -> Fence | None:
-        """Return the point behind all work that `compute` has queued; None if it computes before it returns."""
+        """Return a fence after all work that `compute` has queued, or None if `compute` only returns after its work."""
 
     def end(self, request: Request) -> None:
-        """Forget a request that ends or is preempted, while its pages are still its own. May be called twice."""
+        """Remove a request that ends or is preempted, before its pages are released. Idempotent."""
 
     def check(self, running: Sequence[Request]) -> None:
-        """Raises InvariantError if the model's own state does not fit the running requests. Mutates nothing."""
+        """Raise InvariantError if the model's state does not match the running requests. Mutates nothing."""

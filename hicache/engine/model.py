@@ -1,24 +1,24 @@
-"""A Llama forward over the paged KV pool whose results do not depend on what was cached.
+"""A Llama forward over the paged KV pool. Its results do not depend on the state of the cache.
 
-A token's KV and logits are the same bits whether its prefix was computed now, loaded from another tier or found on the
-device, however a prompt was cut into chunks, and whatever else runs beside it. That makes "cached equals computed" a
-test for equality instead of one for closeness. It holds by construction:
+A token's KV and logits have the same bits whether its prefix was computed now, loaded from another tier or found on the
+device, for all ways to cut a prompt into chunks, and for all other requests of the batch. So tests can compare cached
+and computed results for equality. This holds by construction:
 
 1. All work is done in tiles of `TILE` consecutive positions of one request. Position p is always row p % TILE of tile
-   p // TILE. Rows that are not computed now are zeros.
+   p // TILE. Rows that are not computed in this call are zeros.
 2. Every product of activations and weights is one call of the fixed shape [TILE, in] x [in, out]. BLAS libraries
-   choose kernels, and with them the order of a sum, by shape; so tiles are never stacked, however fast that would be.
-3. A tile is an `AttentionBatch` of its own, TILE queries over exactly (t + 1) * TILE keys, read from the pool: the
-   shapes of `RadixAttention` then depend on the position alone. KV of the tile itself goes through the pool too, so a
-   pool of a narrower dtype rounds it once, for all requests.
-4. Row i of a matrix product, a normalisation or an attention depends on row i of its input alone. Keys after a position
-   have the weight 0; K and V behind the last token that is computed are zeros, so that the content of the pool there
-   (a freed page, a NaN) cannot pass through 0 * x.
-5. Products run on one thread, since the number of threads moves the cuts inside a sum, and operands lie in memory that
-   torch has aligned, since vector code treats the ends of unaligned rows in another way.
+   choose kernels, and with them the order of a sum, by shape. So tiles are never stacked, although that is faster.
+3. A tile is a separate `AttentionBatch`: TILE queries over exactly (t + 1) * TILE keys, read from the pool. So the
+   shapes of `RadixAttention` depend only on the position. KV of the tile itself is also read from the pool, so a pool
+   of a narrower dtype rounds it once, for all requests.
+4. Row i of a matrix product, a normalisation or an attention depends only on row i of its input. Keys after a position
+   have the weight 0. K and V after the last computed token are zeros, so that other content of the pool (a freed page,
+   a NaN) cannot pass through 0 * x.
+5. Products run on one thread, because the number of threads changes the partial sums. Operands are in memory that torch
+   has aligned, because vector code treats the ends of unaligned rows differently.
 
-The price is TILE rows of work for each decoded token. On CUDA the same construction holds as far as the device's
-libraries compute a fixed shape in a fixed order, which they do on one stream without TF32.
+The cost is TILE rows of work for each decoded token. On CUDA the same holds if the device's libraries compute a fixed
+shape in a fixed order, which they do on one stream without TF32.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from .interface import Batch
 from .requests import Request
 from .sampling import greedy, pick
 
-# Positions per tile. Measured on one CPU core with the bundled model: 8 rows cost a prefill a quarter of its speed, 32
-# rows cost a decode step two fifths of it.
+# Positions per tile. Measured on one CPU core with the bundled model: 8 rows slow a prefill down by a quarter, 32 rows
+# slow a decode step down by two fifths.
 TILE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens to compute: `tokens` are positions `start ..` of the request in row `row` of the request table.
+    """Tokens to compute: `tokens` are the positions from `start` of the request in row `row` of the request table.
 
-    REQUIRES: KV of all positions before `start` is in the pool, or arrives with the load in flight; the row names the
-    slots of every position up to the last one, each `page_size` of them one page; no two spans of a forward have the
-    same row.
+    REQUIRES: the KV of all positions before `start` is in the pool, or arrives with the load in flight. The row
+    contains the slots of all positions up to the last one; each `page_size` of them are one page. No two spans of a
+    forward have the same row.
     """
 
     row: int
@@ -63,8 +63,8 @@ class Span:
 
 class _Tile(NamedTuple):
     number: int
-    last: int  # the row behind the last one that is computed
-    batch: AttentionBatch  # of this tile alone
+    last: int  # the end of the computed rows, exclusive
+    batch: AttentionBatch  # of this tile only
 
 
 class _Layer(NamedTuple):
@@ -88,11 +88,11 @@ class _Logits:
         self._best: list[int] = []
 
     def wait(self) -> float:
-        # The only place of a step where the host waits for the device.
+        # Only here does the host wait for the device in a step.
         self._best = greedy(self._logits)
         took_s = time.perf_counter() - self._begin_s
         if any(request.sampling.temperature > 0 for request in self._requests):
-            self._logits = self._logits.cpu()  # once, and not row by row in `token`
+            self._logits = self._logits.cpu()  # all rows at once, instead of one by one in `token`
         return took_s
 
     def token(self, index: int) -> int:
@@ -103,11 +103,11 @@ class _Logits:
 class LlamaModel:
     """Weights in float32 on the pool's device, and the forward. Reads the request table, writes the KV pool.
 
-    Runs on the scheduler thread and computes to the end before it returns (CPU). Raises InvalidInput if the pools do
+    Runs on the scheduler thread. On the CPU, a call returns after its computation. Raises InvalidInput if the pools do
     not fit the model.
 
-    Invariant, verified by `check()`: each running request has a row of the request table of its own, which names the
-    slots of its pages. No other row is in use.
+    Invariant, verified by `check()`: each running request has its own row of the request table, which contains the
+    slots of its pages. Other rows are not in use.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class LlamaModel:
             )
         columns = requests.table.shape[1]
         if columns % TILE:
-            raise InvalidInput(f"model: the request table has {columns} columns, which is no multiple of {TILE}")
+            raise InvalidInput(f"model: the request table has {columns} columns; use a multiple of {TILE}")
         self.config = config
         self.pool = pool
         self.requests = requests
@@ -146,7 +146,7 @@ class LlamaModel:
 
     def _weight(self, tensors: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor:
         parts = [tensors[name].to(device=self.device, dtype=torch.float32) for name in names]
-        # A copy: tensors of a file are mapped wherever they lie in it, and a product wants aligned memory.
+        # A copy: tensors of a file are mapped at any offset, and products need aligned memory.
         return torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].clone()
 
     def _load_layer(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
@@ -162,7 +162,7 @@ class LlamaModel:
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """The stream that `forward` queues its work on; None on the CPU, where it computes before it returns."""
+        """The stream of the work of `forward`, or None on the CPU."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     # What the scheduler calls; see `Model`
@@ -210,13 +210,13 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Compute the KV of all `spans` into the pool; returns the logits of each span's last token, float32
+        """Compute the KV of all `spans` into the pool. Return the logits of each span's last token, float32
         `[len(spans), vocab_size]`.
 
-        A prefill is a span of many tokens, a decode step a span of one; both may be in one call. Reading the KV of a
+        A prefill is a span of many tokens, a decode step a span of one; one call may contain both. Reading the KV of a
         layer waits for the pool's load in flight. Raises InvalidInput for an empty span or a token outside the
-        vocabulary and CapacityError for a position beyond the table (nothing was computed then), TransferError if the
-        load failed (the pool then holds no usable KV of these spans).
+        vocabulary and CapacityError for a position beyond the table, both before any computation; TransferError if the
+        load failed (then the KV of these spans in the pool is not usable).
         """
         for span in spans:
             self._check_span(span)
@@ -260,7 +260,7 @@ class LlamaModel:
             done += last - first
 
     def _layer(self, layer: int, tile: _Tile, state: torch.Tensor) -> torch.Tensor:
-        """One layer of one tile, `[TILE, hidden]` in and out; writes the KV of the computed rows."""
+        """Compute one layer of one tile, `[TILE, hidden]` in and out, and write the KV of the computed rows."""
         weights = self._layers[layer]
         normed = self._norm(state, weights.input_norm)
         attended = self._attend(layer, tile, torch.mm(normed, weights.qkv.t()))
@@ -269,7 +269,9 @@ class LlamaModel:
         return state + torch.mm(F.silu(gate) * up, weights.down.t())
 
     def _attend(self, layer: int, tile: _Tile, qkv: torch.Tensor) -> torch.Tensor:
-        """Causal attention of one tile: `[TILE, (heads + 2 * kv_heads) * head_dim]` to `[TILE, heads * head_dim]`."""
+        """Compute causal attention of a tile: `[TILE, (heads + 2 * kv_heads) * head_dim]` to `[TILE, heads *
+        head_dim]`.
+        """
         heads, kv_heads = self.config.heads, self.config.kv_heads
         parts = qkv.view(TILE, heads + 2 * kv_heads, self.config.head_dim)
         place = slice(tile.number * TILE, (tile.number + 1) * TILE)
@@ -280,29 +282,29 @@ class LlamaModel:
         return attended
 
     def _norm(self, state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm (Zhang and Sennrich, 2019) over the last dimension."""
+        """Apply RMSNorm (Zhang and Sennrich, 2019) over the last dimension."""
         mean_square = state.pow(2).mean(dim=-1, keepdim=True)
         return state * torch.rsqrt(mean_square + self.config.rms_norm_eps) * weight
 
 
 def _rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines `[positions, 1, head_dim]` of rotary embedding (Su et al., 2021), halves side by side."""
+    """Return cosines and sines `[positions, 1, head_dim]` of rotary embedding (Su et al., 2021), halves side by side."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), config.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=1)[:, None, :]
-    # In float64 first: an angle of some thousand radians has few digits left in float32.
+    # In float64 first: an angle of some thousand radians is not precise enough in float32.
     return angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn `[TILE, heads, head_dim]` by the angles of its positions; dimension i is paired with i + head_dim / 2."""
+    """Rotate `[TILE, heads, head_dim]` by the angles of its positions; dimension i is paired with i + head_dim / 2."""
     left, right = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 @contextlib.contextmanager
 def _single_thread() -> Iterator[None]:
-    """Compute on the calling thread alone, then put back what the embedding program had set."""
+    """Compute on the calling thread only, then restore the program's number of threads."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield

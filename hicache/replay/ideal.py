@@ -1,11 +1,11 @@
-"""What ideal caches of the same total size would have found in a trace, to compare a replay with.
+"""The hits of two ideal caches of the same total size, to compare a replay with.
 
-Both hold as many pages as L1, L2 and storage together, in one tier, begin empty, serve one request after the other in
-the order of arrival, and lose no page to time. They reuse what the cache can reuse: whole pages of a prompt without its
-last token, among them pages that were computed as an output. Several processes on one store count as one cache with
-the pages of all of them.
+Both hold as many pages as L1, L2 and storage together, in one tier. They begin empty, serve one request after the other
+in the order of arrival, and no operation takes time. They reuse the pages that the cache can reuse: whole pages of a
+prompt without its last token, including pages that were computed as an output. Several processes on one store count as
+one cache with the pages of all of them.
 
-Both are computed from page keys and no bytes, in about a microsecond a page.
+Both are computed from page keys without page bytes, in about a microsecond per page.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .tokens import TokenSource
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """All pages of one request, root first, by their seeds; equal seeds are taken for equal pages. The first `reusable`
-    pages are hits if they are cached; the others are computed in any case."""
+    """All pages of one request, root first, by their seeds; equal seeds mean equal pages. The first `reusable` pages
+    are hits if they are cached; the others are always computed."""
 
     pages: Seeds
     reusable: int
 
 
 def uses_of(job: ReplayJob, page_size: int, context_tokens: int) -> Iterator[Uses]:
-    """The pages of each request of the job's trace, of all its processes, in the order of arrival. Requests that do not
-    fit into L1 (`context_tokens`) are left out. Raises InvalidInput as `read_trace` does."""
+    """Yield the pages of each request of the job's trace, of all its processes, in the order of arrival. Skips requests
+    that do not fit into L1 (`context_tokens`). Raises InvalidInput as `read_trace` does."""
     source, copies = TokenSource(), job.processes if job.whole_trace_each else 1
     for request in job.requests_of_trace():
         taken = source.take(request)
@@ -47,8 +47,9 @@ def uses_of(job: ReplayJob, page_size: int, context_tokens: int) -> Iterator[Use
 
 
 def lru_hits(requests: Sequence[Uses], pages: int | None) -> list[int]:
-    """Hits of each request, in pages, in an LRU of `pages` pages (None: without limit) in which the head of a prompt is
-    always younger than its tail, so that tails leave first and the cached pages of a prompt are a prefix of it."""
+    """Return the hits of each request, in pages, of an LRU cache of `pages` pages (None: unlimited). The head of a
+    prompt is always younger than its tail, so tails are evicted first and the cached pages of a prompt are a prefix of
+    it."""
     cached: OrderedDict[int, None] = OrderedDict()
     hits = []
     for uses in requests:
@@ -63,16 +64,16 @@ def lru_hits(requests: Sequence[Uses], pages: int | None) -> list[int]:
 
 
 def optimal_hits(requests: Sequence[Uses], pages: int | None) -> list[int]:
-    """Hits of each request, in pages, in a cache of `pages` pages that knows the future: it drops the page whose next
-    use is furthest, be it one just computed (MIN: Belady, IBM Systems Journal 5(2), 1966).
+    """Return the hits of each request, in pages, of a cache of `pages` pages that knows the future. It evicts the page
+    with the furthest next use, which may be a new page (MIN: Belady, IBM Systems Journal 5(2), 1966).
 
-    To keep a page from one use to the next is an interval worth one hit, of which `pages` may overlap; dropping the
-    longest one wherever there are too many keeps the most (Carlisle and Lloyd, Discrete Applied Mathematics 59, 1995).
-    It is an upper bound for a prefix tree. A tree reaches it, because a page is used no later than the pages below it,
-    so the longest interval is that of a leaf; with one exception: the last page of a prompt is computed in any case,
-    and the tree must keep it until then if it keeps pages below it, while this cache need not.
+    Keeping a page from one use to the next is an interval worth one hit, and up to `pages` intervals may overlap.
+    Dropping the longest interval of each excess keeps the most (Carlisle and Lloyd, Discrete Applied Mathematics 59,
+    1995). It is an upper bound for a prefix tree. A tree reaches it, because a page is never used later than the pages
+    below it, so the longest interval is that of a leaf. There is one exception: the last page of a prompt is always
+    computed; a tree must keep it while it keeps pages below it, and this cache does not have to.
     """
-    kept = [0] * len(requests)  # by the request that ends them: intervals that are kept
+    kept = [0] * len(requests)  # kept intervals, by the request that ends them
     total, latest = 0, list[int]()  # the ends of these, the furthest first, as a heap of negative numbers
     hits = []
     for number, uses in enumerate(_next_uses(requests)):
@@ -94,14 +95,14 @@ def optimal_hits(requests: Sequence[Uses], pages: int | None) -> list[int]:
 
 
 def _next_uses(requests: Sequence[Uses]) -> Iterator[list[tuple[int, int]]]:
-    """For each request: how many of its pages are used next by which later one, as hits."""
+    """Yield for each request the later requests that use its pages next as hits, with the numbers of pages."""
     if not requests:
         return
     numbers = np.concatenate([uses.pages for uses in requests])
     lengths = [len(uses.pages) for uses in requests]
     user = np.repeat(np.arange(len(requests)), lengths)
     reusable = np.concatenate([np.arange(len(uses.pages)) < uses.reusable for uses in requests])
-    # Uses of the same page stand side by side, in the order of the requests.
+    # Sorted so that uses of the same page are adjacent, in the order of the requests.
     order = np.argsort(numbers, kind="stable")
     use, following = order[:-1], order[1:]
     again = (numbers[use] == numbers[following]) & reusable[following]
@@ -113,8 +114,8 @@ def _next_uses(requests: Sequence[Uses]) -> Iterator[list[tuple[int, int]]]:
 
 
 def ideal_of(job: ReplayJob, result: ReplayResult) -> Ideal | None:
-    """The ideals for a replay; None if it was interrupted. Reads the trace again: some seconds for ten thousand
-    requests. Raises InvalidInput as `read_trace` does."""
+    """Return the ideal hits for a replay, or None if it was interrupted. Reads the trace again, which takes some
+    seconds for ten thousand requests. Raises InvalidInput as `read_trace` does."""
     if not result.complete:
         return None
     setup = result.setup

@@ -1,4 +1,4 @@
-"""Figures as inline SVG: lines, stacked areas and bars, drawn with nothing but strings.
+"""Figures as inline SVG: lines, stacked areas and bars, without a plotting library.
 
 Each function returns one `<svg>` element. Colours are CSS classes (`c0`, `c1`, ...) that the page defines for light and
 dark; all text is escaped here.
@@ -18,7 +18,8 @@ BAR_HEIGHT, BAR_LABEL_WIDTH, BAR_VALUE_WIDTH = 26, 190, 150
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Values over the x of its figure. `colour` is the number of a CSS class; `dashed` sets a second kind apart."""
+    """Values over the x axis of a figure. `colour` is the number of a CSS class; `dashed` marks a second kind of
+    line."""
 
     name: str
     values: Sequence[float]
@@ -28,7 +29,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From data to pixels. `ticks` are pairs of value and label; `log` for a logarithmic scale (then `low` > 0)."""
+    """The mapping from data to pixels. `ticks` are pairs of value and label. `log` means a logarithmic scale, with
+    `low` > 0."""
 
     low: float
     high: float
@@ -37,7 +39,8 @@ class Axis:
     log: bool = False
 
     def position(self, value: float, start: float, length: float) -> float:
-        """Where a value lies on an axis of `length` pixels; values beyond the ends are drawn at them."""
+        """Return the position of a value on an axis of `length` pixels. Values outside the axis are drawn at its
+        ends."""
         scale: Callable[[float], float] = math.log if self.log else float
         low, high = scale(self.low), scale(self.high)
         at = (scale(min(max(value, self.low), self.high)) - low) / (high - low) if high > low else 0.0
@@ -45,7 +48,7 @@ class Axis:
 
 
 def linear_axis(high: float, label: str, form: Callable[[float], str]) -> Axis:
-    """From 0 to `high`, with some five round ticks."""
+    """Return an axis from 0 to `high` with about five round ticks."""
     high = high if high > 0 else 1.0
     rough = high / 5
     magnitude: float = 10 ** math.floor(math.log10(rough))
@@ -54,7 +57,7 @@ def linear_axis(high: float, label: str, form: Callable[[float], str]) -> Axis:
 
 
 def log_axis(low: float, high: float, label: str, form: Callable[[float], str]) -> Axis:
-    """From a power of ten at or below `low` to one at or above `high`."""
+    """Return an axis from a power of ten at or below `low` to one at or above `high`."""
     low = low if low > 0 else 1e-3
     first = math.floor(math.log10(low))
     last = max(first + 1, math.ceil(math.log10(max(high, low))))
@@ -63,7 +66,7 @@ def log_axis(low: float, high: float, label: str, form: Callable[[float], str]) 
 
 
 def lines(x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve], *, title: str) -> str:
-    """Curves over common positions."""
+    """Draw curves over common positions."""
     body = []
     for curve in curves:
         path = " ".join(f"{_x(x, at):.1f},{_y(y, value):.1f}"
@@ -75,7 +78,7 @@ def lines(x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve],
 
 
 def stacked(x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve], *, title: str) -> str:
-    """Areas on top of each other, the first one at the bottom."""
+    """Draw areas on top of each other, the first one at the bottom."""
     body = []
     floor = [0.0] * len(positions)
     for curve in curves:
@@ -91,7 +94,7 @@ def stacked(x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve
 
 
 def bars(rows: Sequence[tuple[str, float, str]], *, colour: int, title: str) -> str:
-    """Horizontal bars: label, length, and the value as text."""
+    """Draw horizontal bars from rows of label, length, and the value as text."""
     height = BAR_HEIGHT * len(rows) + 8
     room = WIDTH - BAR_LABEL_WIDTH - BAR_VALUE_WIDTH
     longest = max((value for _, value, _ in rows), default=0.0) or 1.0
@@ -108,7 +111,7 @@ def bars(rows: Sequence[tuple[str, float, str]], *, colour: int, title: str) -> 
 
 
 def legend(curves: Sequence[Curve]) -> str:
-    """What the colours of a figure mean, as HTML."""
+    """Return the legend of a figure, as HTML."""
     items = []
     for curve in curves:
         kind = "dashed" if curve.dashed else ""

@@ -1,4 +1,4 @@
-"""KV geometries of known models: what one rank keeps per token."""
+"""KV geometries of known models, for one rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Preset:
     tp_size: int = 1
 
     def geometry(self, page_size: int) -> KVGeometry:
-        """The shape of its pages."""
+        """Return the geometry of its pages."""
         return KVGeometry(self.layers, self.heads, self.head_dim, page_size, self.dtype, self.layout)
 
     def namespace(self, name: str, page_size: int) -> Namespace:
-        """Where replays of it keep their pages: apart from all real ones, since theirs hold no KV."""
+        """Return the namespace of its replays. It differs from those of real engines, because replayed pages do not
+        contain KV."""
         return Namespace(
             f"hicache replay of {name}",
             self.geometry(page_size),

@@ -1,9 +1,9 @@
-"""Engines of a replay: one in this process, or several in processes of their own on one store.
+"""Engines of a replay: one in this process, or several child processes on one store.
 
-A child has one end of a pair of sockets. It gets its job there, and sends samples, then its result or an error text.
-When it can read again, because the parent asks for the result now or is gone, it gives up what is in flight, answers
-and ends. So no child outlives its parent, however that ends. Children have a session of their own, so that Ctrl-C
-reaches the parent alone.
+A child has one end of a socket pair. It receives its job there, and sends samples, then its result or an error text.
+When the socket becomes readable again, because the parent wants the result now or has ended, the child cancels its
+work, answers and ends. So a child never outlives its parent. Children have their own session, so that Ctrl-C only
+reaches the parent.
 
 Locking design: one thread in each process; the parent waits for all children at once.
 """
@@ -25,7 +25,7 @@ from .job import ReplayJob
 from .result import ReplayResult, Sample, merged
 from .runner import SAMPLE_EVERY_S, start
 
-# How long children may take for an answer once they are asked: closing a cache takes five seconds at most.
+# The time that children may take for their last answer: closing a cache takes at most five seconds.
 ANSWER_S_MAX = 20.0
 
 
@@ -33,25 +33,25 @@ class InProcess:
     """One engine on the calling thread. `run` once, then `result`, then `close`. Raises as `start`."""
 
     def __init__(self, job: ReplayJob) -> None:
-        # Copies of pages are too small to gain from more threads, which would take cores from the workers.
+        # Copies of pages are too small to benefit from more threads, which would take cores from the workers.
         torch.set_num_threads(1)
         self._replay = start(job)
 
     def run(self) -> Iterator[Sample]:
-        """Replay; the state from time to time. May be left before its end. Raises HiCacheError."""
+        """Run the replay and yield samples of the state. The caller may stop before the end. Raises HiCacheError."""
         return self._replay.run()
 
     def result(self) -> ReplayResult:
-        """What it came to, whether `run` went to its end or was left. Raises HiCacheError."""
+        """Return the result, of a complete or a stopped `run`. Raises HiCacheError."""
         return self._replay.result()
 
     def close(self) -> None:
-        """End everything; blocks for some seconds at most. May be called twice."""
+        """End the replay. Blocks for a few seconds at most. Idempotent."""
         self._replay.close()
 
 
 class _Child:
-    """A process and what it has said last."""
+    """A child process and its last message."""
 
     def __init__(self, job: ReplayJob) -> None:
         self.number = job.process
@@ -66,12 +66,12 @@ class _Child:
         self.tell(job)
 
     def tell(self, job: ReplayJob | None) -> None:
-        """Send its job, or (None) ask for the result now."""
+        """Send the child its job, or with None request the result now."""
         with suppress(ConnectionError):  # it has ended already; `read` says so
             self.pipe.send(job)
 
     def read(self) -> None:
-        """Take in what it says next. Raises HiCacheError if it failed. REQUIRES: its pipe is readable."""
+        """Read the child's next message. Raises HiCacheError if the child failed. REQUIRES: its pipe is readable."""
         try:
             message = self.pipe.recv()
         except (EOFError, ConnectionError) as error:
@@ -129,7 +129,7 @@ class Children:
         self._children.clear()
 
     def _read(self) -> bool:
-        """Wait a moment for what children say; False once all have sent their result."""
+        """Wait briefly for messages of the children. Return False once all have sent their result."""
         waited_for = {child.pipe: child for child in self._children if child.result is None}
         for pipe in wait(list(waited_for), SAMPLE_EVERY_S) if waited_for else ():
             waited_for[pipe].read()  # type: ignore[index]  # these are connections
@@ -137,13 +137,14 @@ class Children:
 
 
 def start_engines(job: ReplayJob) -> InProcess | Children:
-    """The engines of a job: a single one in this process. Raises as `start`; children's errors come later."""
+    """Return the engines of a job; a single engine runs in this process. Raises as `start` does; `run` raises the
+    errors of children."""
     return InProcess(job) if job.processes == 1 else Children(job)
 
 
 def main() -> None:
-    """A child: see the module's docstring."""
-    with Connection(int(sys.argv[1])) as pipe, suppress(ConnectionError, EOFError):  # the parent is gone
+    """Run a child; see the module's docstring."""
+    with Connection(int(sys.argv[1])) as pipe, suppress(ConnectionError, EOFError):  # the parent has ended
         try:
             with closing(InProcess(pipe.recv())) as engines:
                 for sample in engines.run():

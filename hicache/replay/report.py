@@ -1,4 +1,4 @@
-"""The report of a replay as a page: one file with inline figures, no script, nothing loaded from elsewhere."""
+"""The report of a replay as an HTML page: one file with inline figures, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAY_NAMES: Mapping[str, str] = {
     "device_to_host": "L1 to L2", "host_to_device": "L2 to L1",
     "host_to_storage": "L2 to L3", "storage_to_host": "L3 to L2",
 }  # fmt: skip
-# What counters mean, in words; one that is not here is shown by its name.
+# Descriptions of counters; a counter without one is shown by its name.
 REASONS: Mapping[str, str] = {
     "skipped no_device_room": "a request waited: no room on L1",
     "skipped load_not_verified": "no load from L2: the frames were not verified (`integrity.verify: load`)",
@@ -28,18 +28,18 @@ REASONS: Mapping[str, str] = {
     "skipped backup_prefix_not_on_host": "no backup to L2: the prefix is not there",
     "skipped backup_failed": "a backup to L2 failed",
     "skipped load_failed": "a load from L2 failed",
-    "skipped prefetch_too_short": "storage not asked: too little is missing",
+    "skipped prefetch_too_short": "no storage lookup: too little is missing",
     "skipped prefetch_hit_too_short": "nothing read: storage had too little",
     "skipped prefetch_host_share": "nothing read: others held the share of prefetches of L2",
     "skipped prefetch_no_host_room": "nothing read: no room on L2",
     "skipped prefetch_timeout": "a prefetch took too long",
     "skipped prefetch_too_late": "a prefetch was answered too late",
     "skipped prefetch_failed": "a prefetch failed",
-    "skipped prefetch_paused": "storage not asked: it was failing when the request began",
-    "skipped prefetch_queued": "storage not asked: the request began before its turn",
+    "skipped prefetch_paused": "no storage lookup: storage was failing when the request began",
+    "skipped prefetch_queued": "no storage lookup: the request began before its turn",
     "skipped store_does_not_pay": "not stored: reading it could never be faster than computing",
     "skipped store_paused": "nothing stored: storage has just failed",
-    "skipped touch_dropped": "storage not told of a use: too many waited to be told",
+    "skipped touch_dropped": "storage not notified of a use: too many notifications were waiting",
     "skipped store_gave_way": "not stored: the page was waiting when L2 had no other room",
     "skipped store_incomplete": "storage did not take all pages",
     "refused write": "no backup to L2: queue full",
@@ -47,10 +47,10 @@ REASONS: Mapping[str, str] = {
     "refused prefetch": "no prefetch: too many waiting",
     "refused backup": "nothing stored: queue full",
 }
-# A curve of shares is made of so many intervals of equally many prompt tokens.
+# The number of intervals of a curve of shares; each has the same number of prompt tokens.
 INTERVALS = 60
 PERCENTS = (0.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 100.0)
-# What the scheduler's work for one request should stay below; drawn into its figure.
+# The goal for the scheduler's work for one request, drawn into its figure.
 REQUEST_GOAL_MS = 1.0
 
 _STYLE = """
@@ -89,28 +89,28 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--soft); fo
 
 
 def html_report(result: ReplayResult) -> str:
-    """The whole page."""
+    """Return the whole page."""
     title = f"Replay of {result.setup.trace}"
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">{escape(_subtitle(result))}</p>',
         _tiles(result),
         "<h2>Where prompt tokens came from</h2>",
-        "<p>Of the prompt tokens of each moment: found on a tier, or computed. The table adds what had been seen "
-        "before in the trace, which a cache without limits could have had, and what ideal caches as large as all tiers "
-        "together would have had: the optimum, which knows the future, and an LRU.</p>",
+        "<p>Prompt tokens over time: found on a tier, or computed. The table also has the tokens seen before in the "
+        "trace, which an unlimited cache would have, and the hits of ideal caches as large as all tiers together: the "
+        "optimum, which knows the future, and an LRU.</p>",
         _sources(result),
         "<h2>How full the tiers were</h2>",
         _occupancy(result),
         "<h2>Bytes moved, pages evicted</h2>",
         _moves(result),
         "<h2>What the cache costs the scheduler's thread</h2>",
-        "<p>Time inside the cache's calls, for each request and for each step that had something to compute. Processor "
-        "time is the thread's own work; elapsed time also contains waiting for the interpreter's lock and for a core. "
-        "The time at which this replay writes and compares pages is in neither.</p>",
+        "<p>Time inside the cache's calls, for each request and for each step with work. Processor time is that of the "
+        "thread; elapsed time also includes waiting for the interpreter's lock and for a core. Both exclude the time "
+        "in which this replay writes and compares pages.</p>",
         _times(result),
         "<h2>Refused, skipped and failed</h2>",
-        "<p>Work that the cache turned away or decided against. It makes a request slower, never wrong.</p>",
+        "<p>Work that the cache rejected or skipped. It makes a request slower, never wrong.</p>",
         _drops(result),
         "<h2>Setup</h2>",
         _setup(result),
@@ -131,7 +131,7 @@ def flattened_drops(result: ReplayResult) -> list[tuple[str, int]]:
 
 
 def ideal_rows(result: ReplayResult) -> Iterator[tuple[str, int]]:
-    """Tokens that other caches would have found, the best one first, and our hits as a share of each."""
+    """Yield the tokens that other caches would have found, the best cache first, and our hits as a share of each."""
     tokens, ideal = result.tokens, result.ideal
     found = [("seen before in the trace", tokens.seen)]
     if ideal is not None:
@@ -142,7 +142,7 @@ def ideal_rows(result: ReplayResult) -> Iterator[tuple[str, int]]:
 
 
 def share_curves(samples: Sequence[Sample]) -> tuple[list[float], list[Curve]]:
-    """The shares of the tiers and of computing, in percent, over elapsed seconds."""
+    """Return the shares of the tiers and of computing, in percent, over elapsed seconds."""
     moments, tiers = [], list(TIER_NAMES)
     shares: list[list[float]] = [[] for _ in range(len(tiers) + 1)]
     for before, after in _intervals(samples):

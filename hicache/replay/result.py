@@ -1,4 +1,4 @@
-"""What a replay came to: one frozen value, which is the JSON report, and what engine processes send to their parent."""
+"""The result of a replay: one frozen value. It is the JSON report, and engine processes send it to their parent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydantic import TypeAdapter
 
 from .timing import Latency, SchedulerTimes, merged_latency
 
-# What people read for a tier.
+# The names of tiers for people.
 TIER_NAMES: Mapping[str, str] = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
 TIERS = tuple(TIER_NAMES)
-# Where bytes may be found wrong: in what a tier gave, or in a request's own pages when it ends.
+# The sources of wrong bytes: pages from a tier, or a request's own pages when it ends.
 SOURCES = (*TIERS, "own")
 
 
@@ -21,7 +21,8 @@ SOURCES = (*TIERS, "own")
 class Sample:
     """The state at one moment. Counts are totals since the start; tokens of prompts count when a request begins.
 
-    `hit_tokens` is by tier. `moved_bytes` is by way: device_to_host, host_to_device, host_to_storage, storage_to_host.
+    `hit_tokens` is by tier. `moved_bytes` is by direction: device_to_host, host_to_device, host_to_storage,
+    storage_to_host.
     """
 
     elapsed_s: float
@@ -39,8 +40,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What was replayed, and on what. Pages and bytes are those of one engine process. `storage_pages` is how many
-    pages storage has room for, None if it has no limit of its own (`storage_capacity_bytes` None) or there is none."""
+    """The trace and the configuration of a replay. Pages and bytes are those of one engine process. `storage_pages` is
+    the capacity of storage in pages, None without a limit (`storage_capacity_bytes` None) or without storage."""
 
     trace: str
     model: str
@@ -64,8 +65,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """Requests by what became of them. `too_long` never fit into L1 and were left out; `preempted` counts how often a
-    request had to make room for an older one; `late_s` is the longest that one entered behind its time in the trace."""
+    """Requests by their result. `too_long` requests do not fit into L1 and were skipped. `preempted` counts how often a
+    request was preempted for an older one. `late_s` is the longest delay of an arrival behind its time in the trace."""
 
     ended: int
     too_long: int
@@ -76,9 +77,9 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """`prompt` and `output` tokens of requests that began, the whole output also of those that did not end; `seen` of
-    the prompt tokens had occurred before in the trace, which is what a cache without limits could have had; `hits` by
-    tier; `computed` is the rest, `recomputed` what preemptions cost."""
+    """`prompt` and `output` tokens of requests that began, with the whole output even of requests that did not end.
+    `seen` prompt tokens had occurred before in the trace: an unlimited cache could have had them. `hits` is by tier,
+    `computed` is the rest. `recomputed` tokens were computed again after preemptions."""
 
     prompt: int
     output: int
@@ -90,9 +91,9 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ideal:
-    """Hit tokens that ideal caches would have had: an LRU, and the optimum that knows the future; see `ideal`. Both
-    have `pages` pages, as many as all tiers together, or no limit (None). The shares are the replay's hits divided by
-    theirs, None if they have none."""
+    """The hit tokens of ideal caches: an LRU, and the optimum that knows the future; see `ideal`. Both have `pages`
+    pages, as many as all tiers together (None: unlimited). The shares are the replay's hits divided by theirs, None if
+    theirs are 0."""
 
     pages: int | None
     lru_tokens: int
@@ -103,12 +104,13 @@ class Ideal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """See the module's docstring. `complete` is False for a replay that was interrupted; `ideal` is then None, and
-    until `ideal_of` has computed it.
+    """See the module's docstring. `complete` is False for an interrupted replay. `ideal` is None for an interrupted
+    replay, and until `ideal_of` has computed it.
 
-    `checked_bytes` were compared, `wrong_bytes` of them differed, by source. `evicted_pages` is by tier, `skipped` what
-    the cache decided not to do and `refused` what a bounded queue turned away, by reason; `damaged` are stored pages
-    that were found damaged and not served, `storage_errors` failures of the backend and of the workers, by kind.
+    `checked_bytes` were compared, `wrong_bytes` of them differed, by source. `evicted_pages` is by tier. `skipped`
+    counts work that the cache decided to skip, `refused` work that a bounded queue rejected, by reason. `damaged`
+    counts stored pages that were damaged and not served, `storage_errors` failures of the backend and of the workers,
+    by kind.
     """
 
     setup: Setup
@@ -130,22 +132,22 @@ class ReplayResult:
     samples: tuple[Sample, ...]
 
     def to_json(self) -> str:
-        """The report as JSON, in the units that the names say."""
+        """Return the report as JSON. The names of fields include their units."""
         return _RESULT.dump_json(self, indent=2).decode() + "\n"
 
 
 _RESULT = TypeAdapter(ReplayResult)
-# Several engines share a store and run at the same time.
+# Fields of which the largest value counts: several engines share a store and run at the same time.
 _LARGEST = frozenset(
     {(ReplayResult, "elapsed_s"), (Sample, "elapsed_s"), (Requests, "late_s"), (Sample, "storage_bytes")}
 )
 
 
 def merged(parts: Sequence[Any]) -> Any:
-    """Values of the same type from engines that ran at the same time, as one. REQUIRES: at least one.
+    """Merge values of the same type from engines that ran at the same time. REQUIRES: at least one value.
 
-    Counts add up, of the fields in `_LARGEST` the largest stands for all, distributions and series are joined, the
-    setup is that of the first, and None stays None. Eviction in a shared store is counted by whoever evicts.
+    Counts add up. Of the fields in `_LARGEST`, the largest value is taken. Distributions and series are joined. The
+    setup is that of the first value, and None stays None. Each process counts its own evictions in a shared store.
     """
     first = parts[0]
     if first is None or isinstance(first, Setup):
@@ -167,7 +169,7 @@ def merged(parts: Sequence[Any]) -> Any:
 
 
 def merged_samples(series: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """One series out of several: at each moment of any, the latest sample of each, merged."""
+    """Merge several series: for each time in any of them, merge the latest sample of each."""
     latest: dict[int, Sample] = {}
     together = []
     moments = sorted((sample.elapsed_s, i, sample) for i, samples in enumerate(series) for sample in samples)
@@ -179,8 +181,8 @@ def merged_samples(series: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
 
 
 class Series:
-    """Samples of a run of unknown length: at most `SAMPLES_MAX`, evenly spread. When they are that many, every second
-    one is dropped, and from then on half as many are taken."""
+    """Samples of a run of unknown length: at most `SAMPLES_MAX`, evenly spread. At that number every second sample is
+    dropped, and the rate of new ones is halved."""
 
     SAMPLES_MAX = 256
 
@@ -190,7 +192,7 @@ class Series:
         self._seen = 0
 
     def add(self, sample: Sample) -> None:
-        """Take a sample, or let it go by."""
+        """Add a sample, or skip it."""
         if self._seen % self._every == 0:
             self.samples.append(sample)
         self._seen += 1

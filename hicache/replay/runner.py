@@ -1,9 +1,9 @@
-"""Replay: a trace through a real cache, by the reference scheduler with a model that stamps and compares pages.
+"""Replay: runs a trace through a real cache, with the reference scheduler and a model that stamps and compares pages.
 
-The scheduler is that of `hicache.engine`: admission, preemption, the order of the queue, storage and copies are its
-own. Here are the arrivals of the trace, and the counts.
+The scheduler of `hicache.engine` does admission, preemption, the order of the queue, storage and copies. This module
+has the arrivals of the trace, and the counts.
 
-Locking design: all calls on one thread, which owns every field here; so there is no lock.
+Locking design: all calls are made on one thread, which owns all fields, so there is no lock.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .timing import SchedulerClock
 from .tokens import TokenSource
 from .trace import TraceRequest
 
-# How often the state is looked at. It asks storage for its usage, which is I/O, so not with every step.
+# The interval of samples. A sample queries the usage of storage, which is I/O, so it is not taken in every step.
 SAMPLE_EVERY_S = 0.1
-# How long stores may take at the end of a replay before it goes on without them.
+# The time that stores may take at the end of a replay before they are abandoned.
 SETTLE_S_MAX = 60.0
 
 
 class Replay:
-    """See the module's docstring. Takes over `cache`: `close` closes it. Raises InvalidInput for a bad trace."""
+    """See the module's docstring. Owns `cache`: `close` closes it. Raises InvalidInput for a bad trace."""
 
     def __init__(self, cache: TreeCache, job: ReplayJob, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.job = job
         self.cache = cache
-        self.complete = False  # `run` went to its end
+        self.complete = False  # `run` has reached its end
         self.ended = self.too_long = self.idle_steps = 0
         self.late_s = 0.0
         self.times = SchedulerClock()
@@ -56,10 +56,10 @@ class Replay:
         self._start_s = self._end_s = clock()
 
     def run(self) -> Generator[Sample, None, None]:
-        """Replay the trace; a sample every `SAMPLE_EVERY_S`, the last one when everything is stored.
+        """Replay the trace. Yield a sample every `SAMPLE_EVERY_S`, the last one when all pages are stored.
 
-        May be left between samples; then `close` gives up what is under way. Raises InvalidInput for a bad line of the
-        trace, TransferError if a copy fails.
+        The caller may stop between samples; then `close` cancels the work in flight. Raises InvalidInput for a bad line
+        of the trace, TransferError if a copy fails.
         """
         self._start_s = sample_s = self._clock()
         while not self.finished:
@@ -76,7 +76,7 @@ class Replay:
         self.complete = True
 
     def step(self) -> None:
-        """Let requests arrive whose time has come, and have the scheduler make one step."""
+        """Submit the requests that are due, and run one step of the scheduler."""
         self._arrive()
         records = [update.record for update in self.engine.step() if update.record is not None]
         self.times.end_step(self.unfinished + len(records), worked=self.engine.worked)
@@ -88,7 +88,7 @@ class Replay:
         self.ended += len(records)
 
     def _arrive(self) -> None:
-        """Submit the requests of the trace whose time has come, as far as the queue has room."""
+        """Submit the requests that are due while the queue has room."""
         while self._next is not None and self.engine.waiting < self.job.waiting_max:
             late_s = self._late_s(self._next)
             if late_s < 0:
@@ -98,7 +98,7 @@ class Replay:
             self._next = next(self._trace, None)
 
     def _late_s(self, request: TraceRequest) -> float:
-        """How long ago the trace has it arrive; negative if it is not yet time."""
+        """Return the time since the request was due; negative if it is not due yet."""
         if self.job.speed_up is None:
             return 0.0
         return self._clock() - self._start_s - request.timestamp_ms / 1000 / self.job.speed_up
@@ -114,21 +114,23 @@ class Replay:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the start of `run`, up to the last sample."""
+        """The time from the start of `run` to the last sample."""
         return self._end_s - self._start_s
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of the trace is left; stores may still be under way."""
+        """True if all requests of the trace have ended. Stores may still be in flight."""
         return self._next is None and not self.unfinished
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait or run now."""
+        """The number of requests that wait or run now."""
         return self.engine.waiting + self.engine.running
 
     def sample(self) -> Sample:
-        """The state now, which also goes to `series`. Asks storage for its usage: not for every step."""
+        """Return the current state and add it to `series`. Queries the usage of storage, so do not call it in every
+        step.
+        """
         self._end_s = self._clock()
         state, counts = self.cache.statistics(), self.model.counts
         usage = state.controller.usage
@@ -149,8 +151,8 @@ class Replay:
         return sample
 
     def result(self) -> ReplayResult:
-        """What it came to. Raises InvariantError if the books are broken. REQUIRES: before `close`, which ends the
-        storage that is asked for its counts."""
+        """Return the result. Raises InvariantError if an invariant is broken. REQUIRES: `close` has not been called,
+        because it ends the storage whose counts are read."""
         self.engine.check()
         state, counts = self.cache.statistics(), self.model.counts
         controller, backend = state.controller, state.controller.backend
@@ -183,13 +185,13 @@ class Replay:
         )
 
     def close(self) -> None:
-        """Give up what is in flight and close the cache; blocks as `TreeCache.close` does. May be called twice."""
+        """Cancel the work in flight and close the cache. Blocks as `TreeCache.close` does. Idempotent."""
         self.model.forget()
         self.engine.close()
 
 
 def moved_bytes(state: CacheStatistics) -> dict[str, int]:
-    """Bytes moved between tiers since start, by way."""
+    """Return the bytes moved between tiers since start, by direction."""
     controller, backend = state.controller, state.controller.backend
     return {
         "device_to_host": controller.written_pages * state.device.page_bytes,
@@ -200,9 +202,10 @@ def moved_bytes(state: CacheStatistics) -> dict[str, int]:
 
 
 def start(job: ReplayJob) -> Replay:
-    """Open the trace and build the cache; the replay, ready to `run`.
+    """Open the trace, build the cache, and return the replay, ready to `run`.
 
-    Raises InvalidInput, ConfigError, CapacityError and BackendError with what to change; nothing is left running then.
+    Raises InvalidInput, ConfigError, CapacityError and BackendError with the necessary change. After an error no thread
+    is left running.
     """
     if job.preset not in PRESETS:
         raise InvalidInput(f"replay: unknown model {job.preset!r}; known: {', '.join(PRESETS)}")
@@ -216,7 +219,7 @@ def start(job: ReplayJob) -> Replay:
 
 
 def _pages_in(usage: Usage, frame_bytes: int) -> int | None:
-    """How many pages a store has room for; None without a limit. A page counts what it takes there on average."""
+    """Return the capacity of a store in pages, from the average size of its pages; None without a limit."""
     page_bytes = usage.bytes / usage.pages if usage.pages else frame_bytes
     return None if usage.capacity_bytes is None else int(usage.capacity_bytes / page_bytes)
 

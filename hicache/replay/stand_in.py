@@ -1,17 +1,17 @@
-"""StandIn: the model of a replay. It computes nothing, but stamps pages and compares every byte that comes back.
+"""StandIn: the model of a replay. It does not compute; it stamps pages and compares every byte that comes back.
 
-A page is seen as 8-byte words. Word j of the page with key k is the first 8 bytes of k, xor a constant of j. Keys are
-SHA-256 digests and the constants are all different, so a word of another page, at another place, of another layer, or
-left over from before is equal by chance only once in 2**64: a page that is swapped, shifted, stale, torn or half
-copied is found in each of its words, at the price of one xor per word.
+A page consists of 8-byte words. Word j of the page with key k is the first 8 bytes of k, xor a constant of j. Keys are
+SHA-256 digests and all constants differ. So a word of another page, at another offset, of another layer, or of an
+earlier use is equal by chance only once in 2**64. A page that is swapped, shifted, stale, torn or partly copied shows
+in each of its words, for the cost of one xor per word.
 
 Pages are written where a model would compute KV, and compared where it would read KV: the shared prefix when a request
-begins, each layer as soon as it is there, and all of its pages when it ends. Prompts and outputs are the trace's. A
-partial last page has no key, is never shared, and is not stamped.
+begins, layer by layer as they arrive, and all pages of the request when it ends. Prompts and outputs are those of the
+trace. A partial last page does not have a key, is never shared, and is not stamped.
 
-Locking design: all calls on the scheduler's thread, which owns every field here; so there is no lock.
+Locking design: all calls are made on the scheduler's thread, which owns all fields, so there is no lock.
 
-Invariant, verified by `check()`: of a request that runs, all whole pages of its `kv_tokens` are stamped.
+Invariant, verified by `check()`: all whole pages of the `kv_tokens` of a running request are stamped.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _NO_SEEDS: Seeds = np.empty(0, np.int64)
 
 
 def page_seeds(keys: Sequence[bytes]) -> Seeds:
-    """The seeds of pages from their keys."""
+    """Return the seeds of pages from their keys."""
     return np.frombuffer(b"".join(key[:WORD_BYTES] for key in keys), np.int64)
 
 
 @dataclass(slots=True)
 class Counts:
-    """Totals since start; see `result` for what they mean."""
+    """Totals since start; `result` describes them."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -60,7 +60,7 @@ class Counts:
     wrong: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SOURCES, 0)))
 
     def tokens(self) -> TokenCounts:
-        """Those of tokens, as a value."""
+        """Return the counts of tokens, as a value."""
         return TokenCounts(
             prompt=self.prompt_tokens,
             output=self.output_tokens,
@@ -73,20 +73,21 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What the trace says of a request, and how far its pages are. `seeds` are of all whole pages it will ever have."""
+    """The trace's data of a request, and the progress of its pages. `seeds` are those of all its whole pages, including
+    future ones."""
 
     prompt: Prompt = field(repr=False)
     seeds: Seeds = field(repr=False)
     stamped_pages: int = 0
-    compared: bool = False  # its shared prefix
+    compared: bool = False  # its shared prefix has been compared
 
     def next_token(self, position: int) -> int:
-        """The output token at `position`; any for a request of the trace that has no output."""
+        """Return the output token at `position`, or an arbitrary one for a request without output in the trace."""
         return int(self.prompt.output[position]) if 0 <= position < len(self.prompt.output) else 0
 
 
 class _Stamped(NamedTuple):
-    """The output of a forward: the trace's tokens, once the forward would have ended."""
+    """The output of a forward: the trace's tokens, available when a real forward would have ended."""
 
     next_tokens: list[int]
     end_s: float
@@ -102,15 +103,15 @@ class _Stamped(NamedTuple):
 
 
 class StandIn:
-    """See the module's docstring. `prefill_tokens_per_s` is how fast it pretends to compute: its forward takes as long
-    as a real one, which is when copies and storage do their work; None: a forward takes no time.
+    """See the module's docstring. `prefill_tokens_per_s` is the simulated speed: a forward takes as long as a real one,
+    while copies and storage work. With None, a forward takes no time.
 
-    REQUIRES: a pool of our own. Raises InvalidInput for a geometry whose layers are not whole words.
+    REQUIRES: a pool of `hicache.tiers`. Raises InvalidInput for a geometry whose layers are not whole words.
     """
 
     vocab_size = VOCAB_SIZE
     eos_tokens: frozenset[int] = frozenset()
-    requests_max = 1 << 30  # none that a replay reaches
+    requests_max = 1 << 30  # a replay never reaches it
 
     def __init__(self, pool: KVPool, prefill_tokens_per_s: float | None = None) -> None:
         self.pool = pool
@@ -121,12 +122,12 @@ class StandIn:
         self._known: dict[str, _Known] = {}
 
     def expect(self, rid: str, prompt: Prompt) -> None:
-        """Say what a submitted request is about. REQUIRES: called before the step in which it begins."""
+        """Register the prompt of a submitted request. REQUIRES: called before the step in which it begins."""
         keys = page_keys(prompt.kv_tokens, self.pool.geometry.page_size)
         self._known[rid] = _Known(prompt, page_seeds(keys))
 
     def forget(self) -> None:
-        """Forget all requests, so that their pages are compared no more."""
+        """Remove all requests, so that their pages are no longer compared."""
         self._known.clear()
 
     # What the scheduler calls; see `Model`
@@ -145,7 +146,7 @@ class StandIn:
         counts.hits.update(request.hits)
 
     def place(self, request: Request) -> None:
-        pass  # it looks at the pages of requests in each forward
+        pass  # each forward reads the pages of requests anyway
 
     def compute(self, batch: Batch) -> _Stamped:
         prefill_tokens = sum(count for request, count in batch if request.prefilling)
@@ -165,7 +166,7 @@ class StandIn:
         return _Stamped(next_tokens, end_s, took_s)
 
     def _compare_prefixes(self, requests: Sequence[Request]) -> None:
-        """Compare what the cache has given to those that begin, each layer as soon as it is there."""
+        """Compare the cached prefixes of beginning requests, each layer as soon as it has arrived."""
         begun = [request for request in requests if not self._known[request.rid].compared]
         if not begun and self.pool.loading is None:
             return
@@ -214,21 +215,21 @@ class StandIn:
 
 
 class _Expected(NamedTuple):
-    """Pages and their seeds on the pool's device, as `PageBytes.expected` puts them there."""
+    """Pages and their seeds on the pool's device; made by `PageBytes.expected`."""
 
     rows: torch.Tensor  # int64 [pages]
     words: torch.Tensor  # int64 [pages, 1]
 
 
 class PageBytes:
-    """Fills and compares pages of one L1 pool, on the pool's device. Holds no state but constants."""
+    """Fills and compares pages of one L1 pool, on the pool's device. Its state is constant."""
 
     def __init__(self, pool: KVPool) -> None:
         geometry = pool.geometry
         if geometry.layer_bytes % WORD_BYTES:
             raise InvalidInput(f"replay: layers of {geometry.layer_bytes} bytes are not a multiple of {WORD_BYTES}")
         self._device = pool.device
-        # Int64 [pages + 1, words] for each layer: our own pools have one region per layer.
+        # Int64 [pages + 1, words] for each layer: the pools of `hicache.tiers` have one region per layer.
         self._layers = [region.view(torch.int64) for (region,) in pool.blocks.layers]
         numbers = np.arange(1, geometry.payload_bytes // WORD_BYTES + 1, dtype=np.uint64)
         constants = mixed(numbers).view(np.int64).reshape(geometry.layers, -1)
@@ -243,12 +244,12 @@ class PageBytes:
             layer.index_copy_(0, rows, words ^ constants)
 
     def expected(self, pages: PageIds, seeds: Seeds) -> _Expected:
-        """What `wrong_bytes` compares with, converted and brought to the device once for all layers."""
+        """Return the expected content for `wrong_bytes`, converted and copied to the device once for all layers."""
         rows = upload(pages.astype(np.int64), self._device)
         return _Expected(rows, upload(seeds.reshape(-1, 1).copy(), self._device))
 
     def wrong_bytes(self, layer: int, pages: _Expected) -> npt.NDArray[np.int64]:
-        """How many bytes of `layer` differ in each page, int64 `[pages]`. Waits for the device."""
+        """Return the number of bytes of `layer` that differ in each page, int64 `[pages]`. Waits for the device."""
         rows, words = pages
         found, expected = self._layers[layer].index_select(0, rows), words ^ self._constants[layer]
         if torch.equal(found, expected):

@@ -1,14 +1,14 @@
-"""Synthetic traces: three kinds of users that meet in one service.
+"""Synthetic traces: three kinds of users of one service.
 
-- **chat**: one of a few shared system prompts, a question, an answer, after some thinking the next question, with
-  everything before it in the prompt.
+- **chat**: one of a few shared system prompts, a question, an answer, after a pause the next question. Each prompt
+  contains the whole conversation.
 - **agent**: one long shared prompt of tool descriptions, then a loop of short outputs (tool calls) and tool results,
-  seconds apart; prompts grow quickly and come back often.
+  seconds apart. Prompts grow quickly and return often.
 - **document**: a long text of one user, and two or three questions about it.
 
-Sessions begin as a Poisson process; lengths are log-normal, as they are in public traces. The form is that of real
-traces: a block gets its id when its 512 tokens are known, the partial last block has an id of its own, and the next
-turn's prompt begins with the last prompt and its output.
+Sessions begin as a Poisson process; lengths are log-normal, as in public traces. The format is that of real traces: a
+block gets its id when its 512 tokens are known, the partial last block has its own id, and the next turn's prompt
+begins with the previous prompt and its output.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from ..errors import InvalidInput
 from .trace import BLOCK_TOKENS, REQUESTS_MAX, TraceRequest
 
-# Medians of log-normal lengths in tokens; sigma 0.8 puts the 99th percentile at six times the median.
+# The sigma of log-normal lengths: with 0.8, the 99th percentile is six times the median.
 _SIGMA = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of session. Token figures are medians, `pause_s` means. `share` is its part of all sessions."""
+    """One kind of session. Numbers of tokens are medians, `pause_s` is a mean. `share` is its share of all sessions."""
 
     share: float
     shared_prompts: int
@@ -56,9 +56,9 @@ KINDS: Mapping[str, Kind] = {
     ),
 }  # fmt: skip
 SESSIONS_PER_S = 1.0
-# As models with a context of 128 Ki tokens take; a session that reaches it ends.
+# The context of models with 128 Ki tokens; a session that reaches it ends.
 CONTEXT_TOKENS = 120_000
-# How fast an answer is read off, for the time at which the next turn can begin.
+# The speed of an answer, which determines when the next turn can begin.
 _OUTPUT_TOKENS_PER_S = 40.0
 
 
@@ -72,7 +72,7 @@ class _Session:
 
 
 def synthetic_trace(requests: int, seed: int) -> Iterator[TraceRequest]:
-    """`requests` requests in the order of their timestamps; equal arguments give equal traces.
+    """Yield `requests` requests in the order of their timestamps. Equal arguments give equal traces.
 
     Raises InvalidInput for a number that is not 1 to `REQUESTS_MAX`.
     """
@@ -85,10 +85,10 @@ def _requests(numbers: random.Random) -> Iterator[TraceRequest]:
     ids = itertools.count()
     shared: dict[tuple[str, int], list[int]] = {}
     arrival_s = 0.0
-    order = itertools.count()  # keeps equal times in the order in which they were made
+    order = itertools.count()  # orders sessions with equal times by their creation
     turns: list[tuple[float, int, _Session]] = []
     for index in itertools.count():
-        # Sessions begin until none of those under way is earlier.
+        # Start new sessions until the next event of an active session is earlier.
         while not turns or arrival_s <= turns[0][0]:
             heapq.heappush(turns, (arrival_s, next(order), _session(numbers)))
             arrival_s += numbers.expovariate(SESSIONS_PER_S)
@@ -119,7 +119,7 @@ def _turn(
     shared: dict[tuple[str, int], list[int]],
     ids: Iterator[int],
 ) -> TraceRequest:
-    """The request of the session's next turn; gives ids to the blocks that are whole since the last one."""
+    """Return the request of the session's next turn. Assigns ids to blocks that have become whole."""
     if not session.blocks:
         whole = session.kind.shared_tokens // BLOCK_TOKENS
         known = shared.setdefault(session.shared_prompt, [])

@@ -1,12 +1,11 @@
-"""What the cache costs the scheduler's thread: every call is timed, by kind of call, by step and by request.
+"""The cost of the cache on the scheduler's thread: every call is timed, by kind of call, by step and by request.
 
-Two clocks: `cpu` is the processor time of the thread itself, its own work; `elapsed` also contains what it waited for
-the interpreter's lock while workers held it, and for a core. What the replay does besides (filling and comparing
-pages, reading the trace) is in neither, and what it costs to time an empty call (about 0.6 us) is measured at the start
-and subtracted from each.
+There are two clocks. `cpu` is the processor time of the thread; `elapsed` also includes waiting for a core and for the
+interpreter's lock. Both exclude the replay's own work (filling and comparing pages, reading the trace). The cost of
+timing an empty call (about 0.6 us) is measured at the start and subtracted from each call.
 
-A call that names one request is charged to it; a call that serves all of them (`poll`, say) is divided evenly among
-those that wait or run in that step. So the requests' times add up to the scheduler's.
+A call that names one request is charged to it. A call for all requests (such as `poll`) is divided evenly among those
+that wait or run in that step. So the requests' times add up to the scheduler's time.
 
 Owned by the scheduler's thread; no lock.
 """
@@ -25,12 +24,12 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from ..cache import TreeCache
 
-# Values are kept in classes 1/32 wide: a percentile is exact to 3 %, and a day in ns makes no more than 1,400 classes.
+# Values are counted in classes with a width of 1/32: percentiles are exact to 3 %, and one day in ns has 1,400 classes.
 _PRECISION_BITS = 5
 
 
 class Call(enum.StrEnum):
-    """What a scheduler asks of its cache."""
+    """The cache's calls of a scheduler."""
 
     PREFETCH = "prefetch_from_storage"
     PROGRESS = "check_prefetch_progress"
@@ -57,13 +56,13 @@ class Latency:
     classes: tuple[tuple[float, int], ...]
 
     def at(self, percent: float) -> float:
-        """The time that `percent` of all do not exceed; 0 if there are none."""
+        """Return the time that `percent` of all values do not exceed, or 0 without values."""
         return at_percent(self.classes, self.max_us, percent)
 
 
 def at_percent(classes: Sequence[tuple[float, int]], max_us: float, percent: float) -> float:
-    """The upper bound of the class in which the smallest value lies that `percent` of all do not exceed."""
-    # A hair less, or 99.9 % of 2,000 would be the value after the 1,998th.
+    """Return the upper bound of the class of the smallest value that `percent` of all values do not exceed."""
+    # Slightly less, because 99.9 % of 2,000 would otherwise be the value after the 1,998th.
     rank = percent * sum(count for _, count in classes) / 100 - 1e-9
     for upper_us, count in classes:
         rank -= count
@@ -92,14 +91,14 @@ class Histogram:
         self._max_us = max(self._max_us, other.max_us)
 
     def latency(self) -> Latency:
-        """All of it as a value."""
+        """Return the distribution as a value."""
         classes = tuple(sorted(self._counts.items()))
         p50, p90, p99, p999 = (at_percent(classes, self._max_us, percent) for percent in (50, 90, 99, 99.9))
         return Latency(self._counts.total(), self._total_us, p50, p90, p99, p999, self._max_us, classes)
 
 
 def merged_latency(parts: Iterable[Latency]) -> Latency:
-    """The distribution of several together."""
+    """Return the distribution of the values of several distributions."""
     whole = Histogram()
     for part in parts:
         whole.add_all(part)
@@ -107,7 +106,7 @@ def merged_latency(parts: Iterable[Latency]) -> Latency:
 
 
 def upper_bound(value: int) -> int:
-    """The largest value of the class of `value`."""
+    """Return the largest value of the class of `value`."""
     shift = max(0, value.bit_length() - 1 - _PRECISION_BITS)
     return (((value >> shift) + 1) << shift) - 1
 
@@ -136,7 +135,7 @@ class CallTotal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerTimes:
-    """What the cache cost the scheduler's thread. `steps` had something to compute."""
+    """The cost of the cache on the scheduler's thread. `steps` counts steps with work."""
 
     steps: int
     idle_steps: int
@@ -147,7 +146,7 @@ class SchedulerTimes:
     calls: Mapping[str, CallTotal]
 
     def distributions(self) -> dict[str, Latency]:
-        """All four by a name for people."""
+        """Return all four distributions by a name for people."""
         return {
             "request, cpu": self.request_cpu,
             "request, elapsed": self.request_elapsed,
@@ -159,8 +158,8 @@ class SchedulerTimes:
 class SchedulerClock:
     """See the module's docstring. `cpu` and `elapsed` are its two clocks, in nanoseconds.
 
-    Invariant: after `end_step`, what was charged to requests that have ended, to those in play and to nobody adds up to
-    the sum over `calls`.
+    Invariant: after `end_step`, the costs of ended requests, of active requests and of no request add up to the sum
+    over `calls`.
     """
 
     def __init__(
@@ -169,15 +168,15 @@ class SchedulerClock:
         self.calls = {call: CallTotal() for call in Call}
         self.step_cpu, self.step_elapsed = Histogram(), Histogram()
         self.request_cpu, self.request_elapsed = Histogram(), Histogram()
-        self._accounts: dict[str, Cost] = {}  # of requests in play
+        self._accounts: dict[str, Cost] = {}  # of active requests
         self._step = Cost()  # of this step
-        self._shared = Cost()  # of this step, for all in play
+        self._shared = Cost()  # of this step, for all active requests
         self._cpu, self._elapsed = cpu, elapsed
-        self._per_request = Cost()  # what each request in play since the start would have been charged of shared calls
+        self._per_request = Cost()  # shared calls since the start, divided by the active requests of each step
         self._empty = self._empty_call()
 
     def _empty_call(self) -> Cost:
-        """What `timed` would find for a call that does nothing: the median of some hundred."""
+        """Return the time that `timed` measures for an empty call: the median of some hundred calls."""
         costs = []
         for _ in range(301):
             elapsed_ns, cpu_ns = self._elapsed(), self._cpu()
@@ -186,11 +185,11 @@ class SchedulerClock:
         return Cost(statistics.median(cpu), statistics.median(elapsed))
 
     def watch(self, cache: TreeCache) -> TreeCache:
-        """`cache`, with each `Call` timed. All other names are its own."""
+        """Return `cache` with each `Call` timed. All other names are those of `cache`."""
         return cast("TreeCache", _Watched(cache, self))
 
     def timed(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function`; charge it to the request that its first argument names, without one to all in play."""
+        """Call `function`. Charge it to the request that its first argument names, or to all active requests."""
         cpu, elapsed = self._cpu, self._elapsed
         elapsed_ns, cpu_ns = elapsed(), cpu()
         try:
@@ -208,14 +207,14 @@ class SchedulerClock:
             (self._shared if rid is None else self._account(rid)).add(cost)
 
     def _account(self, rid: str) -> Cost:
-        """The account of a request, which comes into play with its first call."""
+        """Return the account of a request, which becomes active with its first call."""
         account = self._accounts.get(rid)
         if account is None:
             account = self._accounts[rid] = Cost(-self._per_request.cpu_ns, -self._per_request.elapsed_ns)
         return account
 
     def end_step(self, in_play: int, *, worked: bool) -> None:
-        """End a step in which `in_play` requests waited or ran. One that had nothing to compute is no step to count."""
+        """End a step in which `in_play` requests waited or ran. Steps without work are not counted."""
         if worked:
             self.step_cpu.add(self._step.cpu_ns)
             self.step_elapsed.add(self._step.elapsed_ns)
@@ -231,7 +230,7 @@ class SchedulerClock:
         del self._accounts[rid]
 
     def times(self, idle_steps: int) -> SchedulerTimes:
-        """All of it as a value."""
+        """Return all costs as a value."""
         step_cpu = self.step_cpu.latency()
         return SchedulerTimes(
             steps=step_cpu.count,

@@ -1,10 +1,10 @@
-"""Request traces in the public Mooncake format: one JSON object a line, one request each.
+"""Request traces in the public Mooncake format: one JSON object per line and request.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
 `timestamp` is milliseconds since the start of the trace, lengths are tokens. `hash_ids` names the prompt in blocks of
-512 tokens: equal ids mean equal blocks behind equal prefixes. The last block may be partial and then has an id of its
-own. Other fields are ignored. The format is that of the traces published with Mooncake (Qin et al., FAST '25).
+512 tokens: equal ids mean equal blocks after equal prefixes. A partial last block has its own id. Other fields are
+ignored. The format is that of the traces published with Mooncake (Qin et al., FAST '25).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..config.files import open_regular
 from ..errors import InvalidInput
 
 BLOCK_TOKENS = 512
-# A prompt of a million tokens takes some 20 KB; a longer line is another kind of file.
+# A prompt of a million tokens takes some 20 KB; a file with a longer line is not a trace.
 LINE_BYTES_MAX = 1 << 20
-# As many as a page key can name positions for, and far beyond any context.
+# The largest position of a page key, far above any context.
 LENGTH_MAX = 1 << 24
-# Of a trace; a day of a busy cluster has some ten million.
+# Requests of a trace; one day of a busy cluster has some ten million.
 REQUESTS_MAX = 10**9
-# Thirty thousand years, so that every time is exact in microseconds.
+# Thirty thousand years: up to here a time in microseconds is exact.
 TIMESTAMP_MS_MAX = 10**15
 HASH_ID_MAX = (1 << 63) - 1
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -36,7 +36,7 @@ FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `index` is its place in the trace, from 0; `hash_ids` are `ceil(input_length / 512)` ids."""
+    """One request. `index` is its index in the trace, from 0; `hash_ids` are `ceil(input_length / 512)` ids."""
 
     index: int
     timestamp_ms: float
@@ -46,24 +46,24 @@ class TraceRequest:
 
     @property
     def whole_blocks(self) -> int:
-        """Blocks of the prompt that are not partial."""
+        """The number of whole blocks of the prompt."""
         return self.input_length // BLOCK_TOKENS
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that an engine generates: at least one."""
+        """The number of tokens that an engine generates, at least one."""
         return max(1, self.output_length)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that have KV when the request ends: all but the last one."""
+        """The number of tokens with KV at the end of the request: all except the last one."""
         return self.input_length + self.new_tokens - 1
 
 
 def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceRequest]:
-    """The requests of a trace file in its order, at most `requests_max`; reads line by line, as they are asked for.
+    """Yield the requests of a trace file in order, at most `requests_max`. Reads the file line by line.
 
-    Raises InvalidInput that names file, line and field for whatever is no such trace, and for an empty one.
+    Raises InvalidInput with file, line and field for a file that is not a trace, and for an empty one.
     """
     index = 0
     try:
@@ -77,19 +77,19 @@ def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceReq
     except OSError as error:
         raise InvalidInput(f"trace {path}: cannot be read: {error.strerror}") from error
     if index == 0:
-        raise InvalidInput(f"trace {path}: there is no request in it")
+        raise InvalidInput(f"trace {path}: is empty; give a file with at least one request")
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
-    """Write a trace, replacing the file once all of it is written; how many requests it has.
+    """Write a trace, replace the file when the trace is complete, and return the number of requests.
 
-    Raises InvalidInput if it cannot be written; whatever is raised, the file is as before and no part of a trace stays.
+    Raises InvalidInput if it cannot be written. After any error the file is unchanged, and a partial trace is removed.
     """
-    # Where a link points to, so that the link stays one.
+    # Resolve links, so that a link is kept and its target is replaced.
     target = Path(os.path.realpath(path))
-    # What is still a link there is one of a loop.
+    # A path that is still a link is part of a loop.
     if target.is_symlink() or (target.exists() and not target.is_file()):
-        raise InvalidInput(f"trace {path}: cannot be written: it is there, and no regular file")
+        raise InvalidInput(f"trace {path}: cannot be written: the path is not a regular file")
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     count = 0
     try:
@@ -107,7 +107,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
 
 
 def as_line(request: TraceRequest) -> str:
-    """One request as a line of a trace, without its end."""
+    """Return one request as a line of a trace, without the line end."""
     values = (request.timestamp_ms, request.input_length, request.output_length, request.hash_ids)
     return json.dumps(dict(zip(FIELDS, values, strict=True)))
 

@@ -242,9 +242,9 @@ def test_a_device_that_is_not_known_is_refused(device: str) -> None:
 
 
 def test_a_replay_without_the_cache_or_with_other_keys_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="prefix_cache: false reuses no page"):
+    with pytest.raises(ConfigError, match="prefix_cache: a replay needs the prefix cache"):
         ReplayJob(config=small_config(storage=None, prefix_cache="false"))
-    with pytest.raises(ConfigError, match="bigram_keys: a replay keys pages by single tokens"):
+    with pytest.raises(ConfigError, match="bigram_keys: a replay does not support them"):
         ReplayJob(config=small_config(storage=None, bigram_keys="true"))
 
 

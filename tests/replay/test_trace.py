@@ -103,7 +103,7 @@ def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path: Path) ->
 
 
 def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
-    assert "there is no request" in wrong(tmp_path / "some.jsonl", "\n\n")
+    assert "is empty; give a file" in wrong(tmp_path / "some.jsonl", "\n\n")
 
 
 def test_a_file_that_cannot_be_read_or_written_is_an_error_with_its_name(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_link_to_a_trace_stays_one_and_what_is_no_file_stays_too(tmp_path: Pat
     assert link.is_symlink() and len(list(read_trace(path))) == 1
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(InvalidInput, match="no regular file"):
+    with pytest.raises(InvalidInput, match="not a regular file"):
         write_trace(pipe, [])
     assert pipe.is_fifo()
 
