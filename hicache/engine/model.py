@@ -288,7 +288,8 @@ class LlamaModel:
 
 
 def _rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines `[positions, 1, head_dim]` of rotary embedding (Su et al., 2021), halves side by side."""
+    """Return cosines and sines `[positions, 1, head_dim]` of rotary embedding (Su et al., 2021), halves side by side.
+    """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), config.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=1)[:, None, :]
