@@ -1,7 +1,7 @@
-/* Rows of bytes from one strided array to another, each to and from any place, without the interpreter's lock: numpy
- * gathers them into an array of its own first, and takes the lock for each call.
+/* Copy rows of bytes between two strided arrays, from any row to any row, without the interpreter's lock. numpy first
+ * gathers the rows into a temporary array, and takes the lock for each call.
  *
- * Optional: `hicache.tiers.copy_cpu` does the same in numpy where this is not built.
+ * Optional: without this module, `hicache.tiers.copy_cpu` does the same in numpy.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -14,15 +14,15 @@
 
 #define LINE ((size_t)64)
 
-/* The source is fetched so many bytes ahead, from one row into the next: the processor's own prefetch starts again at
- * each row. From 4 to 16 KiB the speed is the same; 512 bytes are too few. */
+/* How many bytes ahead the source is prefetched, across rows: the processor's own prefetch restarts at each row. The
+ * speed is the same from 4 to 16 KiB; 512 bytes are too few. */
 #define AHEAD ((size_t)4096)
 
 #ifdef __SSE2__
-/* Copy the whole lines of `size` bytes to `to`, which is aligned to a line. Return the number of bytes copied.
+/* Copy the whole cache lines of `size` bytes to `to`, which is aligned to a line. Return the number of bytes copied.
  *
- * The stores bypass the cache: a store through it first reads the line that it overwrites. The source is fetched as not
- * needed again (NTA). The last AHEAD bytes of the row fetch the first bytes of `next`. */
+ * The stores bypass the cache, because a cached store first reads the line that it overwrites. The source is prefetched
+ * as non-temporal (NTA). During the last AHEAD bytes of the row, the first bytes of `next` are prefetched. */
 static size_t stream(char *to, const char *from, size_t size, const char *next)
 {
     size_t done = 0, last = size > AHEAD ? size - AHEAD : 0;
@@ -40,7 +40,7 @@ static size_t stream(char *to, const char *from, size_t size, const char *next)
     return done;
 }
 
-/* Order the streamed stores before any later one, so that a thread that is told of the copy sees its bytes. */
+/* Order the streamed stores before any later store, so that a thread that is notified of the copy sees its bytes. */
 static void finish(void)
 {
     _mm_sfence();
@@ -69,7 +69,7 @@ static char *row(const Side *side, Py_ssize_t number)
         + i % side->rows.shape[1] * side->rows.strides[1];
 }
 
-/* Whether the rows are bytes in a row and all that are wanted exist. */
+/* Return true if the bytes of each row are contiguous and all wanted rows exist. */
 static int is_valid(const Side *side)
 {
     const Py_buffer *rows = &side->rows;
@@ -99,8 +99,8 @@ static void close_side(Side *side)
     PyBuffer_Release(&side->wanted);
 }
 
-/* Copy the rows in order; rows may not overlap. All sizes are streamed, because memcpy gains little where few bytes
- * stay in the cache: for one page of 2 MiB, copied and then read, it takes 0.94 to 1.0 times as long. */
+/* Copy the rows in order. REQUIRES: rows do not overlap. All sizes are streamed, because memcpy gains little when few
+ * bytes stay in the cache: for one page of 2 MiB, copied and then read, it takes 0.94 to 1.0 times as long. */
 static void copy(const Side *target, const Side *source, Py_ssize_t count, size_t size)
 {
     size_t last = size > AHEAD ? size - AHEAD : 0;
@@ -108,7 +108,7 @@ static void copy(const Side *target, const Side *source, Py_ssize_t count, size_
     for (Py_ssize_t i = 0; i < count; i++) {
         char *to = row(target, i);
         const char *from = row(source, i);
-        /* The last row has no next one: it fetches the line that it copies, which is in the cache. */
+        /* The last row has no next row: it prefetches the line that it copies, which is in the cache. */
         const char *next = i + rows_ahead < count ? row(source, i + rows_ahead) : from + last;
         size_t head = -(uintptr_t)to % LINE, done = 0;
         if (head + LINE <= size) {

@@ -1,13 +1,13 @@
-/* The token slots of pages: `page * page_size` and those behind it, int32 to int64, in one pass.
+/* Expand int32 pages to the int64 slots of their tokens in one pass: `page_size` slots from `page * page_size` on.
  *
- * Optional: `hicache.tiers.device` does the same in numpy where this is not built.
+ * Optional: without this module, `hicache.tiers.device` does the same in numpy.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <stdint.h>
 
-/* Chosen when the module is loaded, as in pack_token_ids.c. */
+/* The version is chosen when the module is loaded, as in pack_token_ids.c. */
 #if defined(__x86_64__) && defined(__gnu_linux__)
 __attribute__((target_clones("avx2", "default")))
 #endif
@@ -18,7 +18,7 @@ static void fill(int64_t *restrict slots, const int32_t *restrict pages, Py_ssiz
             slots[offset] = (int64_t)pages[i] * page_size + offset;
 }
 
-/* Called with (slots, pages, page_size): int64 to write to, int32, and how many slots a page has. */
+/* Called with (slots, pages, page_size): the int64 slots to write, the int32 pages, and the slots per page. */
 PyObject *fill_slots(PyObject *module, PyObject *arguments)
 {
     (void)module;

@@ -1,7 +1,7 @@
-/* The page keys of a run: SHA-256 of the key before and the tokens of the page, page after page, in one call.
+/* Compute the page keys of a run in one call. A page key is the SHA-256 of the previous key and the page's tokens.
  *
- * Optional: `hicache.keys` calls hashlib for each page where this is not built or the processor has no SHA instructions
- * (FIPS 180-4 in hardware; x86-64 alone). For small pages a call takes longer than the hash.
+ * Optional: without this module, or without the SHA instructions of x86-64 (FIPS 180-4), `hicache.keys` calls hashlib
+ * for each page. For small pages such a call takes longer than the hash.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -29,7 +29,7 @@ static const uint32_t ROUND_CONSTANTS[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
-/* The state a to h as the instructions take it. */
+/* The words a to h of the state, in the order of the SHA instructions. */
 typedef struct {
     __m128i abef, cdgh;
 } State;
@@ -42,7 +42,7 @@ static int has_sha(void)
     return (features & bit_SSSE3) && (features & bit_SSE4_1) && (b & bit_SHA);
 }
 
-/* Between four big-endian words in memory and a register. */
+/* Convert four big-endian words in memory to a register, or back. */
 SHA static inline __m128i swapped(__m128i words)
 {
     return _mm_shuffle_epi8(words, _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203));
@@ -69,7 +69,7 @@ SHA static inline void compress(State *state, const uint8_t *block)
     state->cdgh = _mm_add_epi32(state->cdgh, cdgh);
 }
 
-/* The hash of `prior` (none, or a key) and `page`. */
+/* Write the hash of `prior` (empty, or a key) and `page` to `key`. */
 SHA static void hash_page(uint8_t *key, const uint8_t *prior, size_t prior_bytes, const uint8_t *page, size_t size)
 {
     State state = {
@@ -91,7 +91,7 @@ SHA static void hash_page(uint8_t *key, const uint8_t *prior, size_t prior_bytes
             compress(&state, page);
     memcpy(block + filled, page, size);
     filled += size;
-    /* A one bit, zeros, and the length in bits as the last eight bytes of a block. */
+    /* Padding: a one bit, zeros, and the length in bits in the last eight bytes of a block. */
     size_t end = filled + 1 + sizeof(uint64_t) <= BLOCK_BYTES ? BLOCK_BYTES : 2 * BLOCK_BYTES;
     memset(block + filled, 0, end - filled);
     block[filled] = 0x80;
@@ -115,7 +115,7 @@ static void hash_page(uint8_t *key, const uint8_t *prior, size_t prior_bytes, co
 }
 #endif
 
-/* A shorter run keeps the interpreter's lock: to get it back can take longer than the hash. */
+/* A shorter run keeps the interpreter's lock: taking it again can take longer than the hash. */
 #define UNLOCKED_BYTES_MIN 16384
 
 static void hash_run(uint8_t *keys, const Py_buffer *tokens, Py_ssize_t page_bytes, const Py_buffer *prior)

@@ -1,7 +1,7 @@
-/* Token ids from int64 to uint32 in one pass: the check and the copy that numpy makes in three.
+/* Check token ids and convert them from int64 to uint32 in one pass; numpy needs three.
  *
- * Optional: `hicache.keys` does the same in numpy where this is not built. Stable ABI, so one build serves each Python
- * from 3.11 on.
+ * Optional: without this module, `hicache.keys` does the same in numpy. It uses the stable ABI, so one build works with
+ * each Python from 3.11 on.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -12,7 +12,7 @@
 #error "stored tokens are little endian"
 #endif
 
-/* Twice the speed where the processor has AVX2, chosen when the module is loaded. */
+/* With AVX2 it is twice as fast; the version is chosen when the module is loaded. */
 #if defined(__x86_64__) && defined(__gnu_linux__)
 __attribute__((target_clones("avx2", "default")))
 #endif
@@ -35,7 +35,7 @@ static PyObject *pack_token_ids(PyObject *module, PyObject *tokens)
     Py_ssize_t count = view.len / (Py_ssize_t)sizeof(uint64_t);
     PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(uint32_t));
     if (packed != NULL) {
-        /* All bits of all ids together: one outside 0 .. 2**31 - 1 sets a bit above the 31st. */
+        /* `seen` is the OR of all ids: an id outside 0 .. 2**31 - 1 sets a bit above the 31st. */
         uint64_t seen = copy_low_words(view.buf, (uint32_t *)PyBytes_AsString(packed), count);
         if (seen > INT32_MAX) {
             Py_DECREF(packed);
@@ -46,7 +46,7 @@ static PyObject *pack_token_ids(PyObject *module, PyObject *tokens)
     return packed;
 }
 
-/* Each in the file of its name. */
+/* Each is defined in the file of the same name. */
 PyObject *copy_rows(PyObject *module, PyObject *arguments);
 PyObject *fill_slots(PyObject *module, PyObject *arguments);
 PyObject *hash_pages(PyObject *module, PyObject *arguments);

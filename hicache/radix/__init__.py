@@ -1,4 +1,4 @@
-"""The radix tree: nodes, matching, splitting, locks and eviction. It decides; `hicache.cache` executes."""
+"""The radix tree: nodes, matching, splitting, locks and eviction. The tree decides; `hicache.cache` executes."""
 
 from ..policies import POLICIES, make_policy
 from .check import check_tree, pretty_print

@@ -1,4 +1,4 @@
-"""A whole radix tree: its verification, for tests and for engines that are idle, and as text for people."""
+"""Check a whole radix tree, for tests and idle engines, and print it as text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..types import PageIds
 from .node import NO_CHILDREN, Node, may_leave_device, may_leave_host, may_lose_copy
 from .tree import RadixTree
 
-# Text is for reading: of a larger tree the first nodes are shown.
+# The text is for people, so only the first nodes of a larger tree are shown.
 PRETTY_NODES_MAX = 1000
 
 
 def check_tree(tree: RadixTree) -> None:
-    """Raises InvariantError if one of the invariants of `hicache.radix.tree` does not hold."""
+    """Check all invariants of `hicache.radix.tree`. Raises InvariantError if one does not hold."""
     device_runs: list[PageIds] = []
     host_runs: list[PageIds] = []
     evictable = protected = nodes = host_evictable = copies = pinned = 0
@@ -23,7 +23,7 @@ def check_tree(tree: RadixTree) -> None:
     queues = [[node.id for node in queue] for queue in entries]
     queued = [set(ids) for ids in queues]
     _require(list(map(len, queues)) == list(map(len, queued)), "a node has two valid entries in one eviction queue")
-    _require(not NO_CHILDREN, "the children that all leaves share are not none")
+    _require(not NO_CHILDREN, "the shared empty children dictionary has entries")
     stack = tree.roots()
     while stack:
         node = stack.pop()
@@ -46,9 +46,9 @@ def check_tree(tree: RadixTree) -> None:
                 host_evictable += len(node.host)
     for key, node in tree.stored_ends().items():
         indexed = node.stored and node.page_keys is not None and node.page_keys.endswith(key)
-        _require(indexed, "{!r} is found as stored by a key that is not its last", node)
+        _require(indexed, "{!r} is indexed as stored under a key that is not its last", node)
         there = node.parent is not None and node.parent.children.get(node.key[: tree.page_bytes]) is node
-        _require(there, "{!r} is found as stored but is not in the tree", node)
+        _require(there, "{!r} is indexed as stored but is not in the tree", node)
     _require(nodes == tree.node_count, "{} nodes, but {} are counted", nodes, tree.node_count)
     _require(evictable == tree.device_evictable_pages, "device_evictable_pages is not the sum over the nodes")
     _require(protected == tree.device_protected_pages, "device_protected_pages is not the sum over the nodes")
@@ -63,7 +63,7 @@ def check_tree(tree: RadixTree) -> None:
 
 
 def _require(holds: bool, message: str, *parts: object) -> None:
-    """`parts` go into `message` only if it is needed: thousands of these pass for each that fails."""
+    """Raise InvariantError unless `holds`. The message is formatted only then, because nearly all checks pass."""
     if not holds:
         raise InvariantError(f"radix tree: {message.format(*parts)}")
 
@@ -78,7 +78,7 @@ def _check_children(tree: RadixTree, node: Node) -> None:
             needed = sum(getattr(child, name) > 0 for child in node.children.values())
             _require(getattr(node, name) >= needed, "{!r}: {} of its children count in {}", node, needed, name)
     recent = node.recent_child
-    _require(recent is None or recent in node.children.values(), "{!r} looks first for a child it does not have", node)
+    _require(recent is None or recent in node.children.values(), "{!r}: recent_child is not one of its children", node)
     on_device = sum(child.device is not None for child in node.children.values())
     _require(node.device_children == on_device, "{!r} counts {} children on L1", node, node.device_children)
 
@@ -94,10 +94,10 @@ def _check_node(tree: RadixTree, node: Node) -> None:
         if own is not None:
             _require(len(own) == pages, "{!r} has {} {} pages for {} pages of tokens", node, len(own), name, pages)
     closed = node.device is None or parent.parent is None or parent.device is not None
-    _require(closed, "{!r} is on L1, its parent is not", node)
+    _require(closed, "{!r} is on L1 but its parent is not", node)
     _require(node.page_keys is None or len(node.page_keys) == pages * PAGE_KEY_BYTES, "{!r}: wrong page keys", node)
     given = tree.position_bytes == PAGE_KEY_BYTES
-    _require(not given or node.page_keys == node.key, "{!r}: its page keys are not those given", node)
+    _require(not given or node.page_keys == node.key, "{!r}: its page keys differ from the given keys", node)
     _require(node.lock_ref >= 0 and node.host_ref >= node.pin_ref >= 0, "{!r}: impossible reference counts", node)
     _require(node.created <= node.last_access, "{!r} was used before it was made", node)
 
@@ -112,8 +112,9 @@ def _check_queues(node: Node, device_queue: set[int], host_queue: set[int], copi
 
 
 def pretty_print(tree: RadixTree) -> str:
-    """Return `tree` as indented text, a line per node, at most `PRETTY_NODES_MAX` of them. It shows no tokens, which
-    are prompts. Changes nothing.
+    """Return `tree` as indented text, one line per node, for at most `PRETTY_NODES_MAX` nodes. Does not mutate.
+
+    The text contains no tokens, because tokens are prompts.
     """
     lines = [
         f"{tree.node_count} nodes, pages of {tree.page_size}; "

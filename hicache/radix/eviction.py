@@ -1,12 +1,12 @@
-"""Which run of pages leaves a tier next.
+"""Eviction queues: which run of pages a tier evicts next.
 
-An eviction queue holds candidates in a heap and is never rebuilt per eviction. Invariant: a node that may leave the
-tier has exactly one valid entry; an entry is valid if its number is the one the node carries. Other entries are stale
-and dropped when they come up, or all at once when they are more than the valid ones.
+An eviction queue holds candidates in a heap; an eviction does not rebuild it. Invariant: a node that may leave the tier
+has exactly one valid entry. An entry is valid if the node carries its number. Other entries are stale. Stale entries
+are dropped when they reach the top, or all at once when they outnumber the valid ones.
 
-Entries are lazy: a node that was locked since is dropped when it comes up, one that was used since is put back with its
-new rank. A rank that falls with use (mru) cannot wait for that, so there the node gets a new entry at each use. Each
-use costs at most one such detour, so a victim costs O(log n), whatever the number of candidates.
+Entries are updated lazily. When the entry of a locked node reaches the top, it is dropped; the entry of a node that was
+used since is put back with the new rank. This is too late for a rank that falls with use (mru), so there each use gives
+the node a new entry. Each use causes at most one such update, so one victim costs O(log n).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from ..policies import EvictionPolicy
 from .node import Node
 
-# Below this many stale entries a rebuild is not worth its call.
+# With fewer stale entries, a rebuild costs more than it gains.
 _STALE_MIN = 64
 
 
 class EvictionQueue:
-    """Candidates of one tier, in the order of `policy`.
+    """The eviction candidates of one tier, in the order of `policy`.
 
-    `may_leave` says whether a node may leave the tier now. `entry` is the attribute of a node that has the number of
-    its valid entry, 0 for none.
+    `may_leave` returns True if a node may leave the tier now. `entry` names the attribute of a node that holds the
+    number of its valid entry, 0 for none.
     """
 
     def __init__(self, policy: EvictionPolicy, may_leave: Callable[[Node], bool], entry: str) -> None:
@@ -35,13 +35,13 @@ class EvictionQueue:
         self._may_leave = may_leave
         self._entry = entry
         self._entry_of: Callable[[Node], int] = attrgetter(entry)
-        # Rank, then the entry's number to break ties: nodes themselves are never compared.
+        # The entry's number breaks ties of the rank, so nodes are never compared.
         self._heap: list[tuple[Any, int, Node]] = []
         self._last_entry = 0
         self._stale = 0
 
     def push(self, node: Node) -> None:
-        """Enter a candidate; an entry that it has already becomes stale."""
+        """Add a candidate. Its earlier entry, if any, becomes stale."""
         if self._entry_of(node):
             self.forget(node)
         if self._stale > max(_STALE_MIN, len(self._heap) // 2):
@@ -53,7 +53,7 @@ class EvictionQueue:
         heapq.heappush(self._heap, (self._policy.rank(node), self._last_entry, node))
 
     def forget(self, node: Node) -> None:
-        """A node has left the tree: its entry, if it has one, is stale."""
+        """Mark the entry of `node`, if any, as stale, because the node has left the tree."""
         if self._entry_of(node):
             setattr(node, self._entry, 0)
             self._stale += 1
@@ -78,14 +78,14 @@ class EvictionQueue:
         return None
 
     def nodes(self) -> list[Node]:
-        """All nodes with a valid entry, for `check_tree`."""
+        """Return all nodes with a valid entry, for `check_tree`."""
         return [node for _, entry, node in self._heap if self._entry_of(node) == entry]
 
 
 class CopyStack:
-    """Copies on L2 of what is on L1 too, the newest on top. A node without a valid entry does not say `copy_listed`.
+    """The L2 copies of nodes that are also on L1, the newest on top. `copy_listed` of a node marks a valid entry.
 
-    Entries of a node that was held, or left one of the tiers, are stale, and cleared away as those of a queue are.
+    Entries of a node that left one of the tiers are stale. They are removed as in an `EvictionQueue`.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class CopyStack:
         self._listed = 0
 
     def push(self, node: Node) -> None:
-        """Enter a node that has no valid entry."""
+        """Add a node. REQUIRES: it does not have a valid entry."""
         if len(self._stack) > 2 * self._listed + _STALE_MIN:
             self._stack = self.nodes()
         self._stack.append(node)
@@ -101,12 +101,15 @@ class CopyStack:
         self._listed += 1
 
     def forget(self, node: Node) -> None:
-        """A node has left one of its tiers: its entry, if it has one, is stale."""
+        """Mark the entry of `node`, if any, as stale, because the node has left one of its tiers."""
         self._listed -= node.copy_listed
         node.copy_listed = False
 
     def pop(self) -> Node | None:
-        """Remove and return the newest copy that may leave L2, or None. One that is held comes back when released."""
+        """Remove and return the newest copy that may leave L2, or None.
+
+        Held copies found on the way are removed too; they are pushed again when they are released.
+        """
         while self._stack:
             node = self._stack.pop()
             if node.copy_listed:
@@ -116,5 +119,5 @@ class CopyStack:
         return None
 
     def nodes(self) -> list[Node]:
-        """All nodes with a valid entry, the newest last."""
+        """Return all nodes with a valid entry, the newest last."""
         return list(dict.fromkeys(node for node in reversed(self._stack) if node.copy_listed))[::-1]

@@ -1,9 +1,8 @@
-"""The structure of the radix tree: runs of pages under one root per seed, how they are found, added, divided and
-removed, and the page keys of each run.
+"""The structure of the radix tree: find, add, split and remove runs of pages, and compute their page keys.
 
-Tokens are compared as bytes: a page is a slice and a dictionary key, and a run compares at the speed of memory. There
-is one root per seed (`extra_key`, `cache_salt`), so equal tokens under two seeds never share a node. `RadixTree` knows
-which tier a run is on. Owned by the scheduler thread; no lock.
+Tokens are compared as bytes: a page is a slice and a dictionary key, and a run is compared at memory speed. There is
+one root per seed (`extra_key`, `cache_salt`), so equal tokens under two seeds never share a node. `RadixTree` manages
+the tiers of a run. Owned by the scheduler thread; no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .results import Uses
 
 
 class Peek(NamedTuple):
-    """What a match would find, in pages: on L1, and behind them on L2 only."""
+    """The pages that a match would find: on L1, and after them on L2 only."""
 
     device_pages: int
     host_pages: int
@@ -32,9 +31,9 @@ class Peek(NamedTuple):
 class PrefixTree:
     """Nodes below one root per seed.
 
-    `page_size` is in tokens, or in bigrams; `position_bytes` is the kind of the keys (see `RadixKey`), `page_bytes` are
-    the key bytes of one page. No node has more than `run_pages_max` pages. Where the engine gives the page keys, a
-    node's key and its page keys are the same bytes.
+    `page_size` is in tokens or bigrams. `position_bytes` is the kind of the keys (see `RadixKey`), `page_bytes` the key
+    bytes of one page. A node has at most `run_pages_max` pages. If the engine gives the page keys, a node's key and its
+    page keys are the same bytes.
     """
 
     def __init__(self, page_size: int, position_bytes: int, run_pages_max: int) -> None:
@@ -48,11 +47,11 @@ class PrefixTree:
         self._next_id = 0
 
     def roots(self) -> list[Node]:
-        """The roots, one per seed in use."""
+        """Return the roots, one per seed in use."""
         return list(self._roots.values())
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots, parents first."""
+        """Iterate over all nodes except for the roots, parents first."""
         stack = self.roots()
         while stack:
             node = stack.pop()
@@ -61,13 +60,13 @@ class PrefixTree:
                 yield node
 
     def pages(self, node: Node) -> int:
-        """Pages of the node's run."""
+        """Return the number of pages of the node's run."""
         return len(node.key) // self.page_bytes
 
     def span(self, node: Node, pages: int) -> Iterator[Node]:
-        """The nodes that together are the last `pages` pages up to and with `node`, deepest first.
+        """Iterate over the nodes that hold the last `pages` pages up to the end of `node`, deepest first.
 
-        An operation on a node finds all parts of it here, into however many it was split since.
+        So an operation finds all parts of its node after any number of splits.
         """
         while pages > 0:
             if node.parent is None:
@@ -82,7 +81,7 @@ class PrefixTree:
     # Page keys
 
     def page_keys(self, node: Node) -> list[bytes]:
-        """Storage keys of the node's pages; computed when first asked for, for the ancestors too."""
+        """Return the storage keys of the node's pages. The first call computes them, also for the ancestors."""
         missing = []
         part = node
         while part.page_keys is None and part.parent is not None:
@@ -97,8 +96,8 @@ class PrefixTree:
         return split_keys(node.page_keys or b"")
 
     def run_keys(self, node: Node) -> bytes | PageChain:
-        """The page keys of `node`, 32 bytes each, but hashes nothing: where they are not known, the chain that ends
-        with them, which the node keeps until they are."""
+        """Return the page keys of `node`, 32 bytes each, without hashing. If they are unknown, return a chain that ends
+        with them; the node keeps the chain until the keys are known."""
         chain = node.chain
         if node.page_keys is None:
             if chain is None:
@@ -111,11 +110,11 @@ class PrefixTree:
         return node.page_keys
 
     def prior_of(self, node: Node) -> bytes | PageChain:
-        """What the keys of `node` are chained from; hashes nothing."""
+        """Return the prior from which the keys of `node` are chained. Hashes nothing."""
         return b"" if node.parent is None else self.prior(node.parent)
 
     def last_key(self, node: Node | None) -> bytes:
-        """What the key of the page after `node` is chained from: its last page key; the seed for a root."""
+        """Return the key from which the next page after `node` is chained: its last page key, or the seed of a root."""
         if node is None:
             return b""
         if node.page_keys is None:
@@ -123,7 +122,7 @@ class PrefixTree:
         return (node.page_keys or b"")[-PAGE_KEY_BYTES:]
 
     def prior(self, node: Node) -> bytes | PageChain:
-        """As `last_key`, but hashes nothing: where the key is not known, the chain that has it."""
+        """Return `last_key` without hashing: if the key is unknown, a chain that ends with it."""
         unknown: list[Node] = []
         while node.page_keys is None and node.chain is None and node.parent is not None:
             unknown.append(node)
@@ -134,7 +133,7 @@ class PrefixTree:
         return prior
 
     def peek(self, key: RadixKey) -> Peek:
-        """What `match` would find. Changes nothing: no node is marked or split."""
+        """Return what `match` would find. Does not mutate: no node is marked as used or split."""
         self.require_fitting(key)
         tokens, page_bytes = key.tokens, self.page_bytes
         end = len(tokens) - len(tokens) % page_bytes
@@ -157,7 +156,7 @@ class PrefixTree:
     def use(self, node: Node, priority: int = 0, new_pages: float = math.inf) -> None:
         """Count a request that reuses the path to `node`, and raise the path's priority to at least `priority`.
 
-        Only runs in the last `new_pages` pages count it: the others have done so before.
+        The request is counted only for runs within the last `new_pages` pages: the others have counted it before.
         """
         while node.parent is not None:
             new_pages -= len(node.key) // self.page_bytes
@@ -166,7 +165,7 @@ class PrefixTree:
             node = node.parent
 
     def awaits_load(self, key: RadixKey, below: Node, start_page: int) -> bool:
-        """Whether one of the nodes that `insert` would find behind `below` is still being loaded. Changes nothing."""
+        """True if a node that `insert` would find below `below` is still being loaded. Does not mutate."""
         node, offset = below, start_page * self.page_bytes
         if node.parent is None:
             node = self._roots.get(key.seed, node)
@@ -179,7 +178,7 @@ class PrefixTree:
         return False
 
     def device_pages(self, node: Node) -> PageIds:
-        """The L1 pages from the start of the prompt to the end of `node`. REQUIRES: `node` is on L1."""
+        """Return the L1 pages from the start of the prompt to the end of `node`. REQUIRES: `node` is on L1."""
         runs: list[PageIds] = []
         while node.parent is not None:
             if node.device is None:
@@ -189,7 +188,7 @@ class PrefixTree:
         return joined(runs[::-1])
 
     def require_fitting(self, key: RadixKey) -> None:
-        """Raises InvalidInput unless `key` is a key of the kind that this tree has: plain, bigram or given."""
+        """Raise InvalidInput unless `key` is of this tree's kind: plain, bigram or given."""
         if instance("key", key, RadixKey).position_bytes == self.position_bytes:
             return
         if key.is_given:
@@ -205,7 +204,7 @@ class PrefixTree:
     # Inside
 
     def _root(self, seed: bytes) -> Node:
-        """The root of a seed. A new one enters the tree with its first child, so that lookups leave nothing behind."""
+        """Return the root of a seed. A new root enters the tree only with its first child, so lookups add nothing."""
         root = self._roots.get(seed)
         if root is None:
             root = self._new_node(None, b"")
@@ -213,16 +212,17 @@ class PrefixTree:
         return root
 
     def _walk(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
-        """Root and matched nodes down to where `key` leaves the tree; a node it leaves halfway is split there.
+        """Return the root and the matched nodes. If the match ends inside a node, split that node there.
 
-        Begins at `node`, if given, behind the first `offset` bytes of `key`; what is above counts as used all the same.
+        The walk begins at `node`, if given, after the first `offset` bytes of `key`. All nodes of the path and above
+        `node` are marked as used.
         """
         self.require_fitting(key)
         self._clock = now = self._clock + 1
         tokens, page_bytes = key.tokens, self.page_bytes
         end = len(tokens) - len(tokens) % page_bytes
         if node is None or node.parent is None:
-            node = self._root(key.seed)  # a root that was empty when it was asked for may have been replaced since
+            node = self._root(key.seed)  # a given root that was empty may have been replaced since
         above: Node | None = node
         while above is not None:
             above.last_access = now
@@ -231,9 +231,9 @@ class PrefixTree:
         starts_with, append = tokens.startswith, path.append
         while offset < end:
             child = node.recent_child
-            # Most prompts follow the one before them, so the look-up by page is mostly saved. A child whose whole run
-            # is in `tokens` here is the right one, because siblings differ in their first page; and it does not reach
-            # beyond `end`, because runs are whole pages.
+            # Most prompts follow the same path as the previous one, so this mostly saves the lookup by page. A child
+            # whose whole run matches `tokens` here is the right one, because siblings differ in their first page. It
+            # does not reach beyond `end`, because runs are whole pages.
             if child is None or not starts_with(child.key, offset):
                 child = node.children.get(tokens[offset : offset + page_bytes])
                 if child is None:
@@ -248,7 +248,7 @@ class PrefixTree:
         return path
 
     def _common_pages(self, run: bytes, tokens: bytes, offset: int, end: int) -> int:
-        """How many whole pages `run` shares with `tokens[offset:end]`. The first page is known to be shared."""
+        """Return how many whole pages `run` shares with `tokens[offset:end]`. REQUIRES: the first page is shared."""
         page_bytes = self.page_bytes
         low, high = 1, min(len(run), end - offset) // page_bytes
         while low < high:
@@ -278,8 +278,8 @@ class PrefixTree:
     def _add_runs(
         self, parent: Node, key: RadixKey, start_page: int, end_page: int, uses: Uses, priority: int = 0
     ) -> Iterator[tuple[Node, int, int]]:
-        """Add the pages of `key` from `start_page` to `end_page` as a chain below `parent`: each new node with its
-        pages, on no tier yet."""
+        """Add the pages of `key` from `start_page` to `end_page` as a chain below `parent`. Yield each new node with
+        its first and end page; the node is not on any tier yet."""
         while start_page < end_page:
             hits, end = uses.of_run(start_page, min(start_page + self.run_pages_max, end_page))
             parent = self._add_child(parent, key.tokens[start_page * self.page_bytes : end * self.page_bytes], priority)
@@ -288,16 +288,16 @@ class PrefixTree:
             start_page = end
 
     def _file(self, parent: Node, child: Node) -> None:
-        """Enter `child` under its first page, in place of a node that begins with the same one."""
+        """Add `child` to the children of `parent`, replacing a node with the same first page."""
         if parent.children is NO_CHILDREN:
             parent.children = {}
         parent.children[child.key[: self.page_bytes]] = child
         parent.recent_child = child
 
     def split(self, tail: Node, pages: int) -> Node:
-        """Make the first `pages` pages of `tail` a node of their own, its new parent, which is returned.
+        """Move the first `pages` pages of `tail` into a new node, the new parent of `tail`, and return that node.
 
-        Everything is divided: tokens, page ids, page keys; locks, holds, pins and operations under way go for both.
+        Tokens, page ids and page keys are divided; locks, holds, pins and operations in flight apply to both nodes.
         REQUIRES: 0 < pages < pages of `tail`.
         """
         parent = tail.parent
@@ -306,7 +306,7 @@ class PrefixTree:
         cut = pages * self.page_bytes
         head = self._new_node(parent, tail.key[:cut], tail.priority)
         head.created, head.last_access, head.hit_count = tail.created, tail.last_access, tail.hit_count
-        # Whoever needs the run has the tail; for the head that counts as one child.
+        # All users of the run hold the tail; for the head that counts as one child.
         head.lock_ref, head.host_ref, head.pin_ref = map(int, (tail.lock_ref > 0, tail.host_ref > 0, tail.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = tail.load_pending, tail.backup_pending, tail.copied
         head.store_pending, head.stored, head.told = tail.store_pending, tail.stored, tail.told
@@ -319,19 +319,20 @@ class PrefixTree:
         if tail.page_keys is not None:
             key_cut = pages * PAGE_KEY_BYTES
             head.page_keys, tail.page_keys = tail.page_keys[:key_cut], tail.page_keys[key_cut:]
-        # A dictionary keeps the key it has; taken out first, the head of one page and its key are one object.
+        # Assigning to an existing entry keeps its old key object. Delete the entry first, so that a head of one page
+        # and its dictionary key are one object.
         del parent.children[tail.key[: self.page_bytes]]
         tail.key = tail.key[cut:]
         tail.parent = head
         if tail.chain is not None:
-            # It may begin above `head`, in an earlier head of the same run.
+            # The chain may begin above `head`, in an earlier head of the same run.
             head.chain = tail.chain.head(tail.chain.pages - self.pages(tail))
         self._file(parent, head)
         self._file(head, tail)
         return head
 
     def _detach(self, node: Node) -> Node:
-        """Take `node`, which has no children, out of the tree; return its parent."""
+        """Remove `node` from the tree and return its parent. REQUIRES: `node` has no children."""
         parent = node.parent
         if parent is None or node.children:
             raise InvariantError(f"cannot remove {node!r}: it is a root or has children")
@@ -347,7 +348,7 @@ class PrefixTree:
 
 
 def joined(runs: list[PageIds]) -> PageIds:
-    """The runs as one array. Joining bytes takes half the time of `np.concatenate`."""
+    """Return the runs as one array. Joining bytes takes half the time of `np.concatenate`."""
     if len(runs) > 1:
         return np.frombuffer(b"".join(runs), dtype=np.int32)  # type: ignore[arg-type]  # an array is a buffer
     return runs[0] if runs else NO_PAGES

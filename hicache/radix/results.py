@@ -1,4 +1,4 @@
-"""What the radix tree answers, and whom it tells."""
+"""Result types of the radix tree, and the protocol of its observers."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ if TYPE_CHECKING:
 
 
 class Match(NamedTuple):
-    """The cached prefix of a prompt. Page counts are from the start of the prompt; the L1 part always comes first."""
+    """The cached prefix of a prompt. The part on L1 always comes first."""
 
     node: Node  # deepest matched node, a root if nothing matched
     device_node: Node  # deepest matched node on L1
-    device_pages: PageIds  # int32, the L1 pages; not to be written to
-    host_hit_pages: int  # pages behind them that are on L2 only
+    device_pages: PageIds  # int32, the L1 pages; read-only
+    host_hit_pages: int  # pages after them that are on L2 only
     pages: int  # all matched pages
 
 
 class Inserted(NamedTuple):
-    """What an insert did. The first `present_pages` pages that were given were on L1 already: they are duplicates."""
+    """Result of an insert. The first `present_pages` given pages were on L1 already: they are duplicates."""
 
     node: Node
     present_pages: int
 
 
 class Uses(NamedTuple):
-    """How many requests have used the pages of a prompt, on whichever tier they were, or before they left all of them.
+    """How many requests have used the pages of a prompt, on any tier, also before their last eviction.
 
-    The request that inserts them counted the first `known_pages` of them before, and counts no more for those.
-    `steps` are (end page, uses), the ends ascending and the uses descending.
+    The inserting request already counts for the first `known_pages` pages and is not counted there again. `steps` are
+    pairs (end page, uses) with ascending ends and descending uses.
     """
 
     known_pages: int = 0
     steps: tuple[tuple[int, int], ...] = ()
 
     def of_run(self, start_page: int, end_page: int) -> tuple[int, int]:
-        """Return how many requests have used page `start_page`, and the end of the pages that as many have used, at
-        most `end_page`. One has used what is behind the last step.
+        """Return the uses of page `start_page`, and the end of the pages with the same number of uses, at most
+        `end_page`. Pages after the last step have one use.
         """
         for end, count in self.steps:
             if start_page < end:
@@ -51,22 +51,23 @@ class Uses(NamedTuple):
         return 1, end_page
 
 
-# For whoever keeps no count beside the tree: a page that is new there has been used once.
+# For a caller that counts no uses outside the tree: a new page has been used once.
 NEW = Uses()
 
 
 class Fate(enum.Enum):
-    """What becomes of an L1 victim that has no copy on L2."""
+    """What an eviction does with an L1 victim that has no copy on L2."""
 
     DROP = "drop"  # it leaves the tree
-    WRITING_BACK = "writing_back"  # a copy to L2 was started; it leaves L1 when that has arrived
-    KEEP = "keep"  # it must not be lost and cannot be copied to L2 now
-    LOSE = "lose"  # as KEEP, but it leaves the tree if too few others can leave L1
+    WRITING_BACK = "writing_back"  # a copy to L2 was started; it leaves L1 when the copy has ended
+    KEEP = "keep"  # it stays: it must not be lost and cannot be copied to L2 now
+    LOSE = "lose"  # as KEEP, but it leaves the tree if too few other nodes can leave L1
 
 
 class Evicted(NamedTuple):
-    """`pages` are free now, `writeback_pages` more will be once their copies to L2 have arrived. `host_pages` of L2 are
-    free too: what was below a victim on L2 only left with it. `lost_pages` of `pages` had `Fate.LOSE`.
+    """Result of an eviction from L1. `pages` are free now; `writeback_pages` more become free when their copies to L2
+    have ended. `host_pages` of L2 are free too: nodes below a victim and on L2 only are evicted with it. `lost_pages`
+    counts the pages with `Fate.LOSE` among `pages`.
     """
 
     pages: PageIds
@@ -76,23 +77,23 @@ class Evicted(NamedTuple):
 
 
 class TreeObserver(Protocol):
-    """Is told of each node that appears on a medium or leaves it, on the scheduler thread. Must not change the tree.
+    """Observes nodes that appear on a medium or leave it. Called on the scheduler thread; must not change the tree.
 
-    Splits are not told: the same pages stay where they were.
+    A split is not reported, because no page moves.
     """
 
     def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` has just appeared on `medium`; its parent is in the tree, and on L1 if `medium` is."""
+        """`node` has just appeared on `medium`. Its parent is in the tree, and on L1 if `medium` is L1."""
 
     def grown(self, tree: RadixTree, node: Node, pages: int, prior: bytes | PageChain) -> None:
-        """The last `pages` pages of `node`, which was on L1 before, have just appeared there. Their page keys are
+        """The last `pages` pages of `node` have just appeared on L1, where the node already was. Their page keys are
         chained from `prior`."""
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` is about to leave `medium`, or storage has lost it; on L1 its children have left before."""
+        """`node` is about to leave `medium`, or storage has lost it. Children leave L1 before their parent."""
 
     def lost(self, keys: list[bytes]) -> None:
-        """Storage lacks the pages `keys`, whose runs have left the tree, or which are not the last of their run."""
+        """Storage lacks the pages `keys`. Each has left the tree or is not the last page of its run."""
 
     def storage_replaced(self) -> None:
-        """What was stored before is out of reach, also what is not in the tree any more."""
+        """All pages stored before are out of reach, including pages that have left the tree."""

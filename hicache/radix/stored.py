@@ -1,11 +1,12 @@
-"""Which runs of the tree storage has, as far as is known.
+"""Track which runs of the tree are in storage, as far as is known.
 
-A run is `stored` from the end of its store, or because it came from there, until storage is known to lack one of its
-pages: it was evicted, or not found when it was read or touched. Then the whole run counts as not stored, and what is
-below it too, since no lookup reaches that any more. The write policy stores it again when it is used next.
+A run becomes `stored` when its store ends or when it is read from storage. It stops being `stored` when storage is
+known to lack one of its pages: the page was evicted, or a read or touch did not find it. Then the whole run counts as
+not stored, and the runs below it too, because lookups no longer reach them. The write policy stores such a run again at
+its next use.
 
-Invariant: `_stored_ends` has the stored runs whose page keys were known when they became stored, each by its last page
-key. Stores evict the tail of a chain first, so that is mostly the page by which a loss shows.
+Invariant: `_stored_ends` maps last page keys to the stored runs whose page keys were known when they became stored.
+The last page is used because stores evict the tail of a chain first.
 
 Owned by the scheduler thread; no lock.
 """
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StoredPrefixes(PrefixTree):
-    """See the module's docstring. `observer` is told what storage has gained and lost."""
+    """See the module's docstring. `observer` is notified of pages that storage gains and loses."""
 
     def __init__(self, page_size: int, position_bytes: int, run_pages_max: int) -> None:
         super().__init__(page_size, position_bytes, run_pages_max)
@@ -35,7 +36,7 @@ class StoredPrefixes(PrefixTree):
         self._stored_ends: dict[bytes, Node] = {}
 
     def begin_store(self, node: Node) -> PageChain:
-        """Record that the pages of `node` are being stored; their keys, which the storage worker hashes."""
+        """Record that the pages of `node` are being stored. Return their keys, which the storage worker hashes."""
         parent = node.parent
         if parent is None:
             raise InvariantError("store: a root has no pages")
@@ -47,7 +48,7 @@ class StoredPrefixes(PrefixTree):
         return chain
 
     def end_store(self, node: Node, chain: PageChain, *, stored: bool) -> None:
-        """Record that the store of a run that ends at `node` has ended. Its keys are kept if they were hashed."""
+        """Record that the store of the run that ends at `node` has ended. Its keys are kept if they were hashed."""
         keys, end = chain.hashed, chain.pages
         for part in self.span(node, chain.pages):
             begin = end - self.pages(part)
@@ -65,7 +66,7 @@ class StoredPrefixes(PrefixTree):
             self.observer.stored(Medium.STORAGE, cast("RadixTree", self), node)
 
     def forget_stored(self) -> None:
-        """Record that storage has nothing of what is in the tree: another store is to be used. Visits every node."""
+        """Record that storage has no page of the tree, because another store replaces it. Visits every node."""
         for node in reversed(list(self.nodes())):
             if node.stored:
                 self._forget(node)
@@ -73,9 +74,9 @@ class StoredPrefixes(PrefixTree):
             self.observer.storage_replaced()
 
     def forget_pages(self, keys: Iterable[bytes]) -> int:
-        """Record that storage lacks the pages `keys`; the pages of the runs that count as not stored from now on.
+        """Record that storage lacks the pages `keys`. Return how many pages count as not stored from now on.
 
-        A run is found by its last page only. Visits stored runs below those that it finds, and no others.
+        A run is found by its last page only. Visits only the found runs and the stored runs below them.
         """
         pages, unknown = 0, list[bytes]()
         for key in keys:
@@ -94,7 +95,7 @@ class StoredPrefixes(PrefixTree):
         return pages
 
     def split(self, tail: Node, pages: int) -> Node:
-        """As in `PrefixTree`."""
+        """Split as in `PrefixTree`."""
         head = super().split(tail, pages)
         head.touched_s = tail.touched_s
         if head.stored:
@@ -122,5 +123,5 @@ class StoredPrefixes(PrefixTree):
         return super()._detach(node)
 
     def stored_ends(self) -> dict[bytes, Node]:
-        """The stored runs that `forget_pages` can find, by their last page key; for checks."""
+        """Return the stored runs that `forget_pages` can find, by their last page key; for checks."""
         return dict(self._stored_ends)

@@ -1,16 +1,16 @@
-"""The radix tree over pages: which prefixes are cached, on which tier, what keeps them there, and what leaves next.
+"""The radix tree over pages: cached prefixes, their tiers, their locks, and the order of eviction.
 
-The tree decides and moves no byte: it takes page ids, hands page ids back to be freed, and never sees a stream, a
-thread or a socket. It belongs to the scheduler thread, so there is no lock.
+The tree makes decisions and moves no bytes. It takes page ids, returns page ids to be freed, and uses no stream, thread
+or socket. It belongs to the scheduler thread, so there is no lock.
 
 Invariants, verified by `check_tree`:
-1. Prefix closure: a node on L1 has its parent on L1 (roots count as there).
-2. A node is on L1 or on L2, else it is removed, after what is below it. No page id is held by two nodes.
-3. `lock_ref`, `host_ref` and `pin_ref` of a node count those who need it and each child that has any, so a node has
-   some if one below it has. A locked node leaves no tier, but for its copy on L2 if it is on L1. A held one leaves
-   neither L2 nor, where it is on L1 alone, the tree; a pinned one does not leave the tree.
-4. Each node that may leave a tier has one valid entry in that tier's eviction queue, and no node has two. For L2 these
-   are a queue of what is on L2 only, and a stack of copies of what is on L1 too.
+1. Prefix closure: a node on L1 has its parent on L1 (roots count as on L1).
+2. Each node is on L1, L2 or both; else it is removed, after the nodes below it. No two nodes hold the same page id.
+3. `lock_ref`, `host_ref` and `pin_ref` of a node count its users plus each child whose own count is not 0. So a count
+   is not 0 if that of a descendant is not 0. A locked node stays on its tiers; only its copy on L2 may be evicted if it
+   is on L1. A held node stays on L2, or in the tree if it is on L1 only. A pinned node stays in the tree.
+4. Each node that may leave a tier has exactly one valid entry in that tier's eviction queue; no node has two. L2 has a
+   queue of the nodes on L2 only, and a stack of the copies of nodes that are also on L1.
 5. The page counts are the sums over the nodes.
 """
 
@@ -31,22 +31,22 @@ from .prefixes import joined
 from .results import NEW, Evicted, Fate, Inserted, Match, TreeObserver, Uses
 from .stored import StoredPrefixes
 
-# A node of this many pages still matches at the speed of memory; more would make single operations too large.
+# A node of this size is still matched at memory speed; larger nodes would make single operations too large.
 RUN_PAGES_MAX = 1024
 
-# A victim more than twice as long as what is needed is cut, so that one eviction does not throw away a whole
-# conversation; but not into pieces smaller than this, because every piece is a node that each later match has to pass.
+# A victim at least twice as long as needed is split, so that one eviction does not drop a whole conversation. The
+# pieces have at least this many pages, because each piece is a node that every later match has to visit.
 CUT_PAGES_MIN = 16
 
-# An eviction from L1 looks past so many victims that would be lost, because L2 has no room for them now, for others.
+# An eviction from L1 spares at most this many victims that would be lost because L2 has no room for them now.
 SPARED_MAX = 16
 
 
 class RadixTree(StoredPrefixes):
     """See the module's docstring.
 
-    `run_pages_max` bounds a node, and with it every operation on one: a long prompt becomes a chain of nodes, whose
-    backup and load fit into bounded queues piece by piece.
+    `run_pages_max` bounds the size of a node, and so of every operation on it. A long prompt becomes a chain of nodes,
+    whose backups and loads fit into bounded queues one by one.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class RadixTree(StoredPrefixes):
     ) -> None:
         super().__init__(page_size, position_bytes, run_pages_max)
         self.observer = observer
-        self.stores_on_host = False  # storage is L2 itself, where pages are sealed for the next process
+        self.stores_on_host = False  # True: L2 itself is the storage; its pages are sealed for the next process
         self.device_evictable_pages = 0
         self.device_protected_pages = 0
         self.host_pages = 0
-        self.host_evictable_pages = 0  # what may leave L2: not held, and not locked if it is there only
-        self.host_copy_pages = 0  # pages of L2 that are on L1 too
+        self.host_evictable_pages = 0  # pages of nodes on L2 that are not held, and not locked if on L2 only
+        self.host_copy_pages = 0  # pages of nodes that are on L1 and L2
         self.pinned_pages = 0
         self.device_queue = EvictionQueue(policy, may_leave_device, "device_entry")
         self.host_queue = EvictionQueue(policy, may_leave_host, "host_entry")
@@ -74,18 +74,18 @@ class RadixTree(StoredPrefixes):
 
     @property
     def device_pages_total(self) -> int:
-        """Pages on L1."""
+        """The number of pages on L1."""
         return self.device_evictable_pages + self.device_protected_pages
 
     # Lookup and insertion
 
     def match(self, key: RadixKey) -> Match:
-        """The longest cached prefix in whole pages. Marks it as used; splits a node if the match ends inside it.
+        """Return the longest cached prefix in whole pages. Marks it as used; splits a node if the match ends inside.
 
-        Raises InvalidInput, as all lookups and insertions do, where `require_fitting` does.
+        Raises InvalidInput if the key is not of this tree's kind, as all lookups and insertions do.
         """
         path = self._use_path(key)
-        # Prefix closure: L1 holds the path down to some node, and nothing below it.
+        # Prefix closure: the nodes on L1 are the first nodes of the path.
         device_runs = [node.device for node in path if node.device is not None]
         device_node, device_pages = path[len(device_runs)], joined(device_runs)
         host_hit = sum(map(self.pages, path[len(device_runs) + 1 :]))
@@ -103,12 +103,12 @@ class RadixTree(StoredPrefixes):
     ) -> Inserted:
         """Add the whole pages of `key` from `start_page` on, with the L1 pages that hold them.
 
-        Runs that were only on L2 come back to L1 with the given pages; what was on L1 stays as it is. The tree takes
-        over `device_pages[present_pages:]`. What is there already counts one more request, unless `uses` says that this
-        one has been counted, and gets at least `priority`; what is new counts the `uses` that it has had before. What
-        continues a run that is on L1 alone, and that the caller alone needs, becomes part of its node.
-        Raises InvalidInput, and changes nothing, if the page counts differ. REQUIRES: the path to `below`, if given, is
-        the first `start_page` pages of `key`, on L1, and locked by the caller; else `start_page` is 0.
+        Runs on L2 only return to L1 in the given pages; runs on L1 keep their pages. The tree takes over
+        `device_pages[present_pages:]`. A present run counts one more request, unless `uses` says that this request was
+        counted before, and gets at least `priority`. A new run counts its `uses`. If the path ends at a node that
+        `may_grow` allows, with equal priority and uses, the new pages are appended to that node.
+        REQUIRES: the path to `below`, if given, is the first `start_page` pages of `key`, on L1, and locked by the
+        caller; else `start_page` is 0. Raises InvalidInput, and changes nothing, if the page counts differ.
         """
         self.require_fitting(key)
         pages = key.pages(self.page_size) - start_page
@@ -141,22 +141,22 @@ class RadixTree(StoredPrefixes):
         stored: bool = True, uses: Uses = NEW, below: Node | None = None,
     ) -> tuple[Node, PageIds]:  # fmt: skip
         """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
-        the pages that the tree did not take because it has them, or lacks their prefix: the caller frees those.
+        the pages that the tree did not take because it has them or lacks their prefix; the caller frees these.
 
-        `keys` are their page keys if they were read from storage, which has them still if `stored`: a new run counts no
-        request yet. Without, a request has just computed them, which is one of their `uses`. REQUIRES: the pages are
-        complete and verified; the path to `below`, if given, is the first `start_page` pages of `key`.
+        With `keys`, the page keys, the pages were read from storage, which still has them if `stored`; a new run counts
+        no request yet. Without `keys`, a request has just computed the pages, and is one of their `uses`. REQUIRES: the
+        pages are complete and verified; the path to `below`, if given, is the first `start_page` pages of `key`.
         """
         tokens = key.tokens[: (start_page + len(host_pages)) * self.page_bytes]
         first = 0 if below is None else start_page
         path = self._use_path(RadixKey(tokens, key.seed, key.position_bytes), below, first * self.page_bytes)
         node = path[0]
         unused: list[PageIds] = []
-        done = first - start_page  # pages of `host_pages` that the path covers so far; negative before the first
+        done = first - start_page  # the path covers so many of `host_pages`; negative before the first one
         for node in path[1:]:
             begin, done = done, done + len(node.key) // self.page_bytes
             run = host_pages[max(begin, 0) : max(done, 0)]
-            if begin >= 0 and node.host is None and not node.backup_pending:  # which brings host pages of its own
+            if begin >= 0 and node.host is None and not node.backup_pending:  # a backup brings its own pages
                 self._gain_host(node, run, None if keys is None else keys[begin:done], stored)
             else:
                 unused.append(run)
@@ -171,9 +171,9 @@ class RadixTree(StoredPrefixes):
         return node, _concatenated(unused)
 
     def accept_backup(self, node: Node, host_pages: PageIds) -> PageIds:
-        """Record that a backup of the run that ended at `node` has arrived in `host_pages`.
+        """Record that the backup of the run that ends at `node` has been copied to `host_pages`.
 
-        Returns the pages the tree did not take because it has them; the caller frees them.
+        Return the pages that the tree did not take because it has them; the caller frees these.
         """
         unused: list[PageIds] = []
         done = 0
@@ -188,15 +188,14 @@ class RadixTree(StoredPrefixes):
         return _concatenated(unused)
 
     def _gain_host(self, node: Node, host_pages: PageIds, keys: list[bytes] | None, stored: bool) -> None:
-        """Record that `node` is on L2, and with `keys` that it came from storage."""
+        """Record that `node` is on L2 and, with `keys`, that its pages came from storage."""
         if keys is not None:
             node.page_keys = b"".join(keys)
             if stored:
                 self._mark_stored(node)
         self.set_host(node, host_pages.copy())
 
-    # Locks, holds, pins: a node counts its own and each child that has any, so a path is walked only to the first
-    # ancestor that had some already
+    # Locks, holds, pins: a walk up ends at the first ancestor whose count was not 0 (invariant 3)
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors on the tiers they are on until `unlock`."""
@@ -231,13 +230,13 @@ class RadixTree(StoredPrefixes):
             node = node.parent
 
     def move_lock(self, node: Node, below: Node) -> None:
-        """As `lock(below)` and `unlock(node)`, in that order: what is above both stays locked all the time."""
+        """Call `lock(below)`, then `unlock(node)`: their common ancestors stay locked all the time."""
         if below is not node:
             self.lock(below)
             self.unlock(node)
 
     def hold_host(self, node: Node) -> None:
-        """Keep what `node` and its ancestors have on L2 until `release_host`, and what is on L1 alone in the tree."""
+        """Keep the L2 pages of `node` and its ancestors until `release_host`, and nodes on L1 only in the tree."""
         while node.parent is not None:
             if node.host_ref == 0:
                 self._count_host(node, -1)
@@ -259,7 +258,7 @@ class RadixTree(StoredPrefixes):
             node = node.parent
 
     def pin(self, node: Node) -> None:
-        """Keep `node` and its ancestors in the tree until `unpin`: they leave L1 for L2 only, and L2 not at all."""
+        """Keep `node` and its ancestors in the tree until `unpin`: they stay on L2, and leave L1 only for L2."""
         self.hold_host(node)
         while node.parent is not None:
             node.pin_ref += 1
@@ -282,7 +281,7 @@ class RadixTree(StoredPrefixes):
     # Tiers
 
     def set_device(self, node: Node, pages: PageIds) -> None:
-        """Record that `node` is on L1 at `pages`. REQUIRES: it was not, and its parent is."""
+        """Record that `node` is on L1 at `pages`. REQUIRES: it was not on L1, and its parent is."""
         self._count_host(node, -1)
         node.device = pages
         if node.host is not None:
@@ -299,7 +298,7 @@ class RadixTree(StoredPrefixes):
             self.observer.stored(Medium.DEVICE, self, node)
 
     def set_host(self, node: Node, pages: PageIds) -> None:
-        """Record that `node` is on L2 at `pages`. REQUIRES: it was not, and the bytes are complete."""
+        """Record that `node` is on L2 at `pages`. REQUIRES: it was not on L2, and the bytes are complete."""
         node.host, node.proved_until_s = pages, 0.0
         self.host_pages += len(pages)
         if node.device is not None:
@@ -310,9 +309,9 @@ class RadixTree(StoredPrefixes):
             self.observer.stored(Medium.HOST, self, node)
 
     def leave_device(self, node: Node) -> PageIds:
-        """Take `node` off L1, and out of the tree if it is on no other tier; its L1 pages, which are free now.
+        """Remove `node` from L1, and from the tree if it is on L1 only. Return its L1 pages, which are free now.
 
-        REQUIRES: `may_leave_device`, and no children if it is on no other tier.
+        REQUIRES: `may_leave_device(node)`; a node on L1 only has no children.
         """
         parent, pages = node.parent, node.device
         if pages is None or parent is None:
@@ -332,18 +331,18 @@ class RadixTree(StoredPrefixes):
         return pages
 
     def evict_device(self, pages: int, write_back: Callable[[Node], Fate] | None = None) -> Evicted:
-        """Take `pages` pages off L1 if that many may leave, else fewer; at most some twice as many.
+        """Evict `pages` pages from L1, fewer if not enough may leave, at most about twice as many.
 
-        Leaves first, in the policy's order. What is on L2 stays there. `write_back` decides about the rest: it may
-        start a copy, but must leave the structure above the victim as it is. Without it a victim is dropped, with what
-        is below it on L2, unless it is held.
+        Leaves are evicted first, in the policy's order. L2 copies stay. For a victim without a copy, `write_back`
+        decides: it may start a copy, but must not change the structure above the victim. Without `write_back` such a
+        victim is dropped, with the nodes below it on L2, unless it is held.
         """
         freed: list[PageIds] = []
         host_freed: list[PageIds] = []
         kept: list[Node] = []
-        last: list[Node] = []  # those to lose if nothing else is left
+        last: list[Node] = []  # dropped only if the other victims are too few
         missing, writeback_pages, lost_pages = pages, 0, 0
-        keep, lose, writing_back = Fate.KEEP, Fate.LOSE, Fate.WRITING_BACK  # an enum looks its members up slowly
+        keep, lose, writing_back = Fate.KEEP, Fate.LOSE, Fate.WRITING_BACK  # member access on an enum is slow
         while missing > 0 and (node := self.device_queue.pop()) is not None:
             count = self._cut(node, missing)
             if node.host is None:
@@ -364,7 +363,7 @@ class RadixTree(StoredPrefixes):
             missing -= count
             freed.append(self.leave_device(node))
         for node in last:
-            # One that lost its last child on L2 since was offered again: it may have left, or be on its way.
+            # A node that lost its last child on L2 was offered again: it may have left, or be in flight to L2.
             if missing > 0 and may_leave_device(node) and not node.host_ref:
                 host_freed += self._drop_below(node)
                 freed.append(self.leave_device(node))
@@ -375,10 +374,11 @@ class RadixTree(StoredPrefixes):
         return Evicted(_concatenated(freed), writeback_pages, _concatenated(host_freed), lost_pages)
 
     def evict_host(self, pages: int, *, copy_pages_max: int = 0) -> PageIds:
-        """Take `pages` pages off L2 if that many may leave, else fewer; the freed page ids, at most some twice as many.
+        """Evict `pages` pages from L2, fewer if not enough may leave, at most about twice as many. Return their ids.
 
-        Copies of what is on L1 too leave first while they are more than `copy_pages_max`, else last; the newest first,
-        because they stay on L1 the longest. The others leave the tree: leaves first, in the policy's order.
+        Copies of nodes on L1 are evicted first while there are more than `copy_pages_max` pages of them, else last; the
+        newest first, because these stay on L1 longest. The other victims leave the tree: leaves first, in the policy's
+        order.
         """
         freed: list[PageIds] = []
         missing = pages
@@ -392,13 +392,13 @@ class RadixTree(StoredPrefixes):
         return _concatenated(freed)
 
     def split(self, tail: Node, pages: int) -> Node:
-        """As in `PrefixTree`."""
+        """Split as in `StoredPrefixes`, and offer the head for eviction."""
         head = super().split(tail, pages)
         self._offer(head)
         return head
 
     def leave_host(self, node: Node) -> PageIds:
-        """As `leave_device`, for L2. REQUIRES: `may_leave_host` or `may_lose_copy`."""
+        """Remove `node` from L2 as `leave_device` does from L1. REQUIRES: `may_leave_host` or `may_lose_copy`."""
         pages = node.host
         if pages is None:
             raise InvariantError(f"not on L2: {node!r}")
@@ -425,7 +425,7 @@ class RadixTree(StoredPrefixes):
         return path
 
     def _grow(self, node: Node, key: bytes, pages: PageIds) -> None:
-        """Add `pages` on L1 to the end of `node`, of which `key` are the key bytes."""
+        """Append `pages` on L1, whose key bytes are `key`, to `node`."""
         prior = None if self.observer is None else self.prior(node)
         node.key += key
         node.device = joined([NO_PAGES if node.device is None else node.device, pages])
@@ -436,7 +436,7 @@ class RadixTree(StoredPrefixes):
             self.observer.grown(self, node, len(pages), prior)
 
     def _cut(self, victim: Node, pages: int) -> int:
-        """Split off the head of a victim if at least as much stays as is needed; how many pages the victim has then."""
+        """Split off the head of a victim that has at least twice the needed pages. Return the victim's new length."""
         count = len(victim.key) // self.page_bytes
         if count < 2 * CUT_PAGES_MIN or count < 2 * pages:
             return count
@@ -445,7 +445,7 @@ class RadixTree(StoredPrefixes):
         return needed
 
     def _drop_below(self, node: Node) -> list[PageIds]:
-        """Take everything below `node` off L2; the freed pages. REQUIRES: it is on L2 only, and not held."""
+        """Remove all nodes below `node`, and return their pages. REQUIRES: they are on L2 only, and not held."""
         below: list[Node] = []
         stack = list(node.children.values())
         while stack:
@@ -455,7 +455,7 @@ class RadixTree(StoredPrefixes):
         return [self.leave_host(part) for part in reversed(below)]
 
     def _end_copy(self, node: Node) -> None:
-        """Record that `node` leaves one of the two tiers that it is on."""
+        """Record that `node` leaves one of its two tiers."""
         self.host_copy_pages -= self.pages(node)
         self.copies.forget(node)
 
@@ -468,13 +468,13 @@ class RadixTree(StoredPrefixes):
         self._offer(parent)
 
     def _count_host(self, node: Node, sign: int) -> None:
-        """Take `node` in or out of `host_evictable_pages`; call it with -1 before and with +1 after a change
-        of locks, holds or tiers."""
+        """Add `sign` times the pages of `node` to `host_evictable_pages` if they are evictable. Call it with -1 before
+        and with +1 after a change of locks, holds or tiers."""
         if node.host is not None and not node.host_ref and (node.device is not None or not node.lock_ref):
             self.host_evictable_pages += sign * len(node.host)
 
     def _offer(self, node: Node) -> None:
-        """Enter `node` into the eviction queues of the tiers it may leave now."""
+        """Add `node` to the eviction queues of the tiers that it may leave now."""
         if node.device is not None:
             if not node.device_entry and node.device_children == 0 and not node.lock_ref:
                 self.device_queue.push(node)
@@ -484,7 +484,7 @@ class RadixTree(StoredPrefixes):
             self.host_queue.push(node)
 
     def _reorder(self, path: list[Node]) -> None:
-        """Enter the candidates among just used nodes again, under their new rank."""
+        """Give the eviction candidates among just used nodes new entries with their new rank."""
         for node in path:
             if node.device_entry:
                 self.device_queue.push(node)
