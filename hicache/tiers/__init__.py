@@ -1,4 +1,4 @@
-"""L1 and L2 memory: pools, their allocators, and the engines that copy between them."""
+"""L1 and L2 memory: pools, their allocators, and the copy engines between them."""
 
 from ..arguments import instance
 from ..config import TransferConfig
@@ -46,17 +46,17 @@ __all__ = [
 def create_copy_engine(
     blocks: EngineBlocks, window: HostWindow, config: TransferConfig | None = None
 ) -> CopyEngine:
-    """Return the engine for the kind of device that `blocks` are on: CUDA streams, or threads on the CPU.
+    """Return the copy engine for the device of `blocks`: CUDA streams, or threads on the CPU.
 
-    `config` says how copies on a CUDA device go. Raises InvalidInput if the layers of the blocks are not the pieces of
-    the window, for another kind of device, and as `CudaCopyEngine` does.
+    `config` configures copies on a CUDA device. Raises InvalidInput if the layers of the blocks do not match the pieces
+    of the window, for another type of device, and as `CudaCopyEngine` does.
     """
     device = instance("copy: blocks", blocks, EngineBlocks).device
     instance("copy: window", window, HostWindow)
     if device.type not in ("cpu", "cuda"):
         raise InvalidInput(f"copy: the blocks are on {device}; copies work with tensors on cpu and cuda")
     if device.type == "cuda":
-        from .copy_cuda import CudaCopyEngine  # noqa: PLC0415  needs no CUDA to import, but nobody else needs it
+        from .copy_cuda import CudaCopyEngine  # noqa: PLC0415  imports without CUDA, but is needed only here
 
         return CudaCopyEngine(blocks, window, config)
     from .copy_cpu import CpuCopyEngine  # noqa: PLC0415

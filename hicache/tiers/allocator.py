@@ -1,8 +1,8 @@
 """Free list of the pages of one pool.
 
-Invariant: every page in `first .. first + capacity - 1` is exactly one of: on the free stack; released (free, but not
-yet sorted into the stack); collected by an open free group; marked as used. Only the last is marked `_USED`.
-Owned by the scheduler thread, so there is no lock.
+Invariant: every page in `first .. first + capacity - 1` is in exactly one state: on the free stack; released (free, but
+not yet sorted into the stack); collected by an open free group; or used. Only used pages are marked `_USED`.
+Owned by the scheduler thread; no lock.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from ..arguments import instance, whole
 from ..errors import InvalidInput, InvariantError
 from ..types import Indices, PageIds
 
-# Below all places in an array, which mark pages that are free.
+# Free pages are marked with array positions, which are never negative.
 _USED = np.int32(-1)
 _PAGE_ID = np.dtype(np.int32)
 
 
 class PageAllocator:
-    """Hands out pages by id. `first` is the smallest id: 1 for device pools, whose page 0 is padding, 0 for host pools.
+    """Allocates pages by id. `first` is the smallest id: 1 for device pools, whose page 0 is padding, 0 for host pools.
 
-    Pages freed last go out first: their memory is the warmest, and a free costs the same however many pages are free.
-    With `ascending`, one allocation's pages ascend and low ids go out first, which keeps the pages of a request close
-    together for attention kernels that profit from it. Freed pages then wait on a release list, which is sorted into
-    the stack only when that runs short, so the sorting is paid once per many frees.
+    The pages freed last are allocated first: their memory is the warmest, and the cost of a free does not depend on the
+    number of free pages. With `ascending`, low ids are allocated first and the pages of one allocation ascend. This
+    keeps the pages of a request close together for attention kernels that profit from it. Freed pages then wait on a
+    release list, which is sorted into the stack only when the stack runs short, so many frees share one sort.
 
-    A double free is always found, not only when debugging: a page with two owners ends in wrong bytes for one of them,
-    and the search costs some 1 us per call and 2 ns per page, which nobody would notice as missing.
+    Double frees are always detected, not only in debug mode, because two owners of one page would corrupt data. The
+    check costs about 1 us per call and 2 ns per page.
     """
 
     def __init__(self, capacity: int, *, first: int = 0, ascending: bool = False) -> None:
         self.capacity = capacity = whole("capacity", capacity)
         self.first = first = whole("first", first)
         self._ascending = instance("ascending", ascending, bool)
-        # From `_top` on. A fresh pool hands out ascending ids: long runs make copies cheaper.
+        # Free from `_top` on. A new pool allocates ascending ids, because long runs make copies cheaper.
         self._stack = np.arange(first, first + capacity, dtype=np.intp)
         self._top = 0
         self._released: list[Indices] = []
         self._released_pages = 0
         self._group: list[Indices] | None = None
-        # By page: `_USED`, or anything else for one that is free.
+        # Indexed by page: `_USED`, or another value if the page is free.
         self._marks = np.zeros(first + capacity, dtype=np.int32)
-        # 0, 1, 2 ...: made once, because numpy lets other threads run while it makes one.
+        # 0, 1, 2 ...: created once, because numpy lets other threads run while it creates such an array.
         self._places = np.arange(capacity, dtype=np.int32)
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be allocated now."""
+        """The number of pages that can be allocated now."""
         return self.capacity - self._top + self._released_pages
 
     @property
     def group_open(self) -> bool:
-        """Whether frees are being collected: they make no page free now."""
+        """True if a free group is open: pages freed now become free only when it ends."""
         return self._group is not None
 
     @property
     def used_pages(self) -> int:
-        """Pages handed out and not yet returned. What an open free group has collected is neither used nor free."""
+        """The number of allocated pages. Pages collected by an open free group are neither used nor free."""
         return self.capacity - self.free_pages - self._collected_pages
 
     @property
@@ -68,12 +68,12 @@ class PageAllocator:
         return sum(map(len, self._group)) if self._group else 0
 
     def alloc(self, count: int) -> PageIds | None:
-        """`count` pages as an int32 array of its own, or None if fewer are free. Atomic: None changes nothing."""
+        """Return `count` pages as a new int32 array, or None if fewer are free. Atomic: None changes nothing."""
         index = self.alloc_indices(count)
         return None if index is None else index.astype(_PAGE_ID)
 
     def alloc_indices(self, count: int) -> Indices | None:
-        """As `alloc`, to index with."""
+        """Allocate as `alloc`, but return the pages in an array type for indexing."""
         count = whole("count", count)
         if count > self.capacity - self._top:
             if count > self.free_pages:
@@ -85,7 +85,7 @@ class PageAllocator:
         return index
 
     def free(self, pages: PageIds) -> None:
-        """Return pages. Raises InvariantError, and changes nothing, for a page that is not in use or named twice;
+        """Free pages. Raises InvariantError, and changes nothing, if a page is not in use or is passed twice;
         InvalidInput as `require_pages`.
         """
         if len(require_pages(pages)) == 0:
@@ -101,10 +101,10 @@ class PageAllocator:
 
     @contextmanager
     def free_group(self) -> Iterator[None]:
-        """What is freed inside becomes free at the end, all at once, also if the block raises.
+        """Collect all frees inside the block and apply them at its end, also if the block raises.
 
-        So the code inside may still read what it has freed: nobody is given those pages before the end. Raises
-        InvalidInput inside another group: its pages would come back later than the inner block says.
+        So the code inside may still read pages that it has freed: they are not allocated before the end. Raises
+        InvalidInput inside another group, because the pages would become free only at the end of the outer group.
         """
         if self._group is not None:
             raise InvalidInput("allocator: a free group is open already; groups do not nest")
@@ -121,7 +121,7 @@ class PageAllocator:
                     self._push(index)
 
     def check(self) -> None:
-        """Raises InvariantError if the free stack, the lists of freed pages and the used marks disagree."""
+        """Raise InvariantError if the free stack, the lists of freed pages and the used marks disagree."""
         free = np.concatenate((self._stack[self._top :], *self._released, *(self._group or [])))
         if len(free) != self.free_pages + self._collected_pages:
             raise InvariantError("allocator: the release list does not hold as many pages as were counted")
@@ -133,11 +133,11 @@ class PageAllocator:
             raise InvariantError("allocator: the free stack is not sorted")
 
     def _mark_free(self, pages: PageIds) -> Indices:
-        """Mark pages as free and return them, in an array of its own. Raises InvariantError, changing nothing, if that
-        is not what all of them become.
+        """Mark pages as free and return them in a new array. Raises InvariantError, and changes nothing, if a page is
+        not in use or is passed twice.
         """
-        # Unsigned, so that a negative id is out of bounds and not a page counted from the end. Marks are compared as
-        # bytes, at a fraction of what comparing arrays costs.
+        # The view is unsigned, so that a negative id is out of bounds and does not count from the end. Marks are
+        # compared as bytes, which costs a fraction of comparing arrays.
         index = pages.view(np.uint32).astype(np.intp)
         try:
             marks = self._marks[index]
@@ -145,9 +145,9 @@ class PageAllocator:
             raise InvariantError(f"free: {pages[:8].tolist()} are not all pages of this pool") from error
         if marks.tobytes() != _USED.tobytes() * len(pages):
             raise InvariantError(f"double free: {pages[marks != _USED][:8].tolist()} are free already")
-        # Each page keeps the last place where it is named; a page that is named before that as well shows there.
+        # Each mark becomes the last position of its page in the call; an earlier position of the same page differs.
         places = self._places[: len(index)]
-        if len(places) == len(index):  # else there are more names than pages
+        if len(places) == len(index):  # else more pages were passed than exist
             self._marks[index] = places
         if self._marks[index].tobytes() != places.tobytes():
             self._marks[index] = _USED
@@ -167,7 +167,7 @@ class PageAllocator:
 
 
 def require_pages(pages: PageIds) -> PageIds:
-    """Return `pages`. Raises InvalidInput unless they are page ids as an allocator hands them out."""
+    """Return `pages`. Raises InvalidInput unless they are page ids as an allocator returns them."""
     if instance("pages", pages, np.ndarray).dtype != _PAGE_ID or pages.ndim != 1:
         raise InvalidInput(f"pages: expected int32 of one dimension, got {pages.dtype} of {pages.ndim}")
     return pages

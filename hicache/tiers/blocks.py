@@ -1,14 +1,14 @@
-"""Device memory as blocks: tensors that an engine, or our own pool, owns, seen as rows of bytes.
+"""Device memory as blocks: tensors of an engine, or of our own pool, viewed as rows of bytes.
 
-A layer is one or more regions. A region is a tensor in which each block is one piece of memory; blocks may be further
-apart than they are long. The layouts of engines as layers:
+A layer is one or more regions. A region is a tensor in which each block is one piece of memory; there may be gaps
+between blocks. The layouts of engines as layers:
 
     SGLang, K and V `[slots, heads, dim]`                 [k[layer], v[layer]], slots_per_block=page_size
     vLLM `[2, blocks, block, heads, dim]`                 [kv[layer][0], kv[layer][1]]
     vLLM `[blocks, 2, block, heads, dim]`                 [kv[layer]]
     vLLM `[blocks, layers, 2, block, heads, dim]`         [kv[:, layer]]
 
-The order of the elements inside a block is the engine's: only bytes are moved.
+The engine defines the order of the elements inside a block: copies only move bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..errors import InvalidInput
 
 
 class EngineBlocks:
-    """The blocks of all layers, as views; nothing is copied and nothing is allocated.
+    """Views of the blocks of all layers; nothing is copied or allocated.
 
-    Dimension 0 of each tensor counts blocks; with `slots_per_block`, slots, and a block is that many of them. `first`
-    is the smallest block id that may be copied. The number of blocks and the device are those of all regions. Raises
-    InvalidInput for tensors that disagree, and for a layout in which a block is not one piece of a region.
+    Dimension 0 of each tensor counts blocks; with `slots_per_block`, it counts slots, and a block has that many slots.
+    `first` is the smallest block id that may be copied. All regions have the same number of blocks and the same device.
+    Raises InvalidInput if they differ, or if a block is not one piece of memory in a region.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EngineBlocks:
         slots = whole("blocks: slots_per_block", slots_per_block, 1)
         if not isinstance(layers, list | tuple) or not layers:
             raise InvalidInput("blocks: there are no layers; pass a list of layers, each a list of regions")
-        # uint8 [count, bytes] for each region of each layer; rows are contiguous, the stride between them is free.
+        # uint8 [count, bytes] for each region of each layer; rows are contiguous, the stride between rows is arbitrary.
         self.layers = tuple(_regions(number, layer, slots) for number, layer in enumerate(layers))
         self.count = len(self.layers[0][0])
         self.device = self.layers[0][0].device
@@ -53,7 +53,7 @@ class EngineBlocks:
 
 
 def _regions(number: int, layer: Sequence[torch.Tensor], slots_per_block: int) -> tuple[torch.Tensor, ...]:
-    # A tensor would do as a sequence: of its first dimension, which is that of the regions in one layout only.
+    # A tensor is a sequence over its first dimension, too; but only one layout has the regions there. So reject it.
     if not isinstance(layer, list | tuple) or not layer:
         raise InvalidInput(f"blocks: layer {number} is not a list of regions; pass [tensor], or [k, v]")
     name = f"blocks: layer {number}, region"
@@ -84,7 +84,7 @@ def _rows(name: str, tensor: torch.Tensor, slots_per_block: int) -> torch.Tensor
 
 
 def _scattered(name: str, tensor: torch.Tensor, dim: int, expected: int) -> InvalidInput:
-    """The error for a block with `expected` elements up to dimension `dim`, whose stride does not follow them."""
+    """Return the error for a dimension `dim` whose stride is not `expected`, the elements of the smaller dimensions."""
     stride, steps = tensor.stride(dim), list(tensor.stride())
     if stride < expected:
         change = f"entries of dimension {dim} overlap; give each its own memory"

@@ -1,12 +1,12 @@
-"""Copies between device blocks and host memory: the interface, and what a transfer promises.
+"""Copies between device blocks and host memory: the interface, and the guarantees of a transfer.
 
-A copy needs no tree, no scheduler and no storage: a cache copies with it between its own pools, and a worker process
-between the blocks of its engine and its window of shared frames.
+A copy needs no tree, scheduler or storage. A cache copies between its own pools; a worker process copies between the
+blocks of its engine and its window of shared frames.
 
 A transfer borrows both lists of blocks until `done()` is true; until then no block may be freed or written. Copies of
-one direction run in the order in which they were submitted. Each is ordered against compute by the fence it is given,
-and by nothing else: a backup must not read before the last kernel has written, and a load must not overwrite a block
-before its last reader is done. A copy that fails leaves the others alone.
+one direction run in the order of submission. Only its fence orders a copy against compute: a backup must not read
+before the last kernel has written, and a load must not overwrite a block before its last reader is done. A failed copy
+does not affect other copies.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..types import Indices, PageIds
 from .blocks import EngineBlocks
 from .host import HostWindow
 
-# A copy that takes longer than this is not slow but stuck: 1 TiB at 10 GB/s is 110 s.
+# A copy that takes longer than this is stuck, not slow: 1 TiB at 10 GB/s takes 110 s.
 LAYER_WAIT_S_MAX = 120.0
 
 
 @runtime_checkable
 class Fence(Protocol):
-    """A point in the engine's work, which a copy comes after; `torch.cuda.Event` is one on a CUDA device."""
+    """A point in the engine's work that a copy waits for. On a CUDA device it is a `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """Return True once the work before the fence is done. Never blocks."""
@@ -43,30 +43,31 @@ class Transfer(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the copy has ended, well or not. Never blocks."""
+        """Return True if the copy has succeeded or failed. Never blocks."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Block until the copy has ended; False on timeout."""
+        """Block until the copy has ended. Return False on timeout."""
 
     @abstractmethod
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Order the caller's next work after the copy of `layer`.
 
-        With a CUDA stream this queues a wait on that stream and returns at once; without one, and always on the CPU, it
-        blocks until the layer has arrived. Raises TransferError if the copy failed or is stuck: the blocks must then be
-        recomputed. Raises InvalidInput if `layer` is not the number of a layer.
+        With a CUDA stream, queues a wait on that stream; blocks at most until the copy of the layer is submitted.
+        Without a stream, and always on the CPU, blocks until the layer has been copied. Raises TransferError if the
+        copy failed or is stuck: the blocks must then be recomputed. Raises InvalidInput if `layer` is not the number of
+        a layer.
         """
 
     @property
     @abstractmethod
     def error(self) -> TransferError | None:
-        """Why the copy failed, None while it runs or when it went well."""
+        """Why the copy failed; None while it runs or if it succeeded."""
 
     @property
     @abstractmethod
     def seconds(self) -> float | None:
-        """How long the copy itself took, without its wait for earlier work; None while it runs or if it failed."""
+        """Duration of the copy without its wait for earlier work; None while it runs or if it failed."""
 
 
 class FailedTransfer(Transfer):
@@ -94,7 +95,7 @@ class FailedTransfer(Transfer):
 
 
 class JoinedTransfer(Transfer):
-    """Several copies as one, which is done, and is right, when all of them are."""
+    """Several copies as one. It is done when all are done, and succeeds if all succeed."""
 
     def __init__(self, parts: list[Transfer]) -> None:
         self._parts = parts
@@ -105,7 +106,7 @@ class JoinedTransfer(Transfer):
 
     @property
     def seconds(self) -> None:
-        """None: each part has its own."""
+        """Always None, because each part has its own duration."""
         return None
 
     def done(self) -> bool:
@@ -123,8 +124,8 @@ class JoinedTransfer(Transfer):
 class CopyEngine(ABC):
     """Copies between the blocks of one device and one window of a host pool.
 
-    A host block is `page * blocks_per_page + i` (see `HostWindow`). Raises InvalidInput if the layers of the blocks are
-    not the pieces of the window.
+    A host block is `page * blocks_per_page + i` (see `HostWindow`). Raises InvalidInput if the layers of the blocks do
+    not match the pieces of the window.
     """
 
     def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
@@ -135,31 +136,31 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        """Start copying device blocks to host blocks, pairwise, all layers. Does not block.
+        """Start copying all layers of device blocks to host blocks, pairwise. Does not block.
 
-        The copy begins once `after` has passed; with None, at once. Raises InvalidInput, before anything is copied,
-        for lists of different lengths or no blocks, for ids that are not integers or not blocks of either side, and for
-        an `after` that is not a fence.
+        The copy begins when `after` has passed; with None, at once. Raises InvalidInput, before anything is copied,
+        for lists that are empty or of different lengths, for ids that are not integers or out of range, and for an
+        `after` that is not a fence.
         """
 
     @abstractmethod
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        """Start copying host blocks to device blocks, pairwise, layer by layer. As `backup` otherwise."""
+        """Start copying host blocks to device blocks, pairwise, layer by layer. Otherwise as `backup`."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
-        """Wait for what was submitted, then release streams and threads. False if something did not end in time."""
+        """Wait for the submitted copies, then release streams and threads. Return False on timeout."""
 
     def require_fence(self, fence: Fence) -> None:
-        """Raise InvalidInput unless the copies of this engine can come after `fence`."""
-        # Not `isinstance`, which takes ten times as long for a Protocol: this is asked once per step.
+        """Raise InvalidInput unless copies of this engine can wait for `fence`."""
+        # `isinstance` with a Protocol takes ten times as long, and this runs once per step.
         if not (hasattr(fence, "query") and hasattr(fence, "synchronize")):
             raise InvalidInput(f"fence: a {type(fence).__name__} has no query() and synchronize(); pass a Fence")
 
     def _require_pairs(
         self, blocks: PageIds, host_blocks: PageIds, after: Fence | None
     ) -> tuple[Indices, Indices]:
-        """Return copies of both lists, to index with: once per copy, not once per layer. Raises as `backup` does."""
+        """Return copies of both lists for indexing, converted once for all layers. Raises as `backup` does."""
         if after is not None:
             self.require_fence(after)
         checked = (

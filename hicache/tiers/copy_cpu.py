@@ -1,8 +1,8 @@
-"""The copy engine of machines without a GPU: one thread per direction stands for a stream.
+"""The copy engine of machines without a GPU: one thread per direction replaces a stream.
 
-Locking design: a `CpuTransfer` is written by its thread and read by the scheduler; `_layers_done` and `_error` change
-under the condition of the thread alone, `_seconds` by the thread before it counts the last layer. The threads share
-nothing else; each waits for the fence of a copy before it begins the copy.
+Locking design: the copy thread writes a `CpuTransfer`, the scheduler reads it. `_layers_done` and `_error` change only
+under the condition of the thread. The thread writes `_seconds` before it counts the last layer. The threads share
+nothing else. Each waits for the fence of a copy before it begins the copy.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Transfer
 from .copy_thread import CopyThread
 from .host import HostWindow
 
-# The optional native helper: rows of one array to rows of another. Without it they pass through a temporary array of
-# numpy's, which takes 1.6 to 2 times as long.
+# The optional native helper copies rows directly. Without it they pass through a temporary numpy array, which takes 1.6
+# to 2 times as long.
 copy_rows: Callable[..., None] | None = None
-with contextlib.suppress(ImportError, AttributeError):  # a build may be older than this
+with contextlib.suppress(ImportError, AttributeError):  # an old build may lack the function
     from .. import _native
 
     copy_rows = _native.copy_rows
 
-# A larger temporary array leaves the processor's cache: 128 KiB rows were copied at 8.5 GB/s all at once and at
+# A larger temporary array does not fit the processor's cache: 128 KiB rows were copied at 8.5 GB/s in one part, and at
 # 10.3 GB/s in parts of this size.
 _PART_BYTES = 2 << 20
 
@@ -88,14 +88,14 @@ class CpuTransfer(Transfer):
                 self._thread.condition.notify_all()
 
     def fail(self, error: TransferError) -> None:
-        """As `CopyTask.fail`."""
+        """Fail as `CopyTask.fail`."""
         with self._thread.condition:
             self._error = error
             self._thread.condition.notify_all()
 
 
 class CpuCopyEngine(CopyEngine):
-    """Copies with numpy on two threads, so that overlap and ordering are the same as with streams."""
+    """Copies on one thread per direction, so that overlap and ordering are the same as with streams."""
 
     def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
         super().__init__(blocks, window)
@@ -137,7 +137,7 @@ class CpuCopyEngine(CopyEngine):
             region[rows] = self._frames[layer][place]
 
     def _pieces(self, layer: int) -> Iterator[tuple[Bytes2D, Bytes2D]]:
-        """The regions of a layer as `[blocks, 1, bytes]`, and the same bytes on the host as in `_frames`."""
+        """Yield each region of a layer as `[blocks, 1, bytes]`, with its columns of the rows in `_frames`."""
         end = 0
         for region in self._regions[layer]:
             begin, end = end, end + region.shape[1]
@@ -146,7 +146,8 @@ class CpuCopyEngine(CopyEngine):
     def _parts(
         self, layer: int, blocks: Indices, host_blocks: Indices
     ) -> Iterator[tuple[Bytes2D, Indices, tuple[Indices, Indices, slice]]]:
-        """The regions of a layer, some blocks at a time: their rows, and the same bytes in `_frames[layer]`."""
+        """Yield each region of a layer in parts of at most `_PART_BYTES`: its rows, and their index in
+        `_frames[layer]`."""
         end = 0
         for region in self._regions[layer]:
             begin, end = end, end + region.shape[1]

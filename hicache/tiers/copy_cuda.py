@@ -1,16 +1,16 @@
 """The copy engine of CUDA devices: a copy thread and streams for each direction, one event per layer.
 
-The scheduler thread checks the ids and queues one entry. The copy thread computes all addresses and submits, layer by
-layer; the driver's queue may fill and block it, and only it. Layer i computes while layer i + 1 is in flight.
-`copy_paths` has the two ways a copy goes, of which the engine chooses one at start.
+The scheduler thread checks the ids and queues one entry. The copy thread computes all addresses and submits the copy
+layer by layer; a full driver queue blocks only this thread. Layer i computes while layer i + 1 is in flight. The engine
+chooses one of the two paths of `copy_paths` at start.
 
-A wait for an event that is not recorded yet does nothing on CUDA. So `wait_layer` first waits until the copy thread has
-recorded the event of the layer. By then the wait for the fence of that copy, and of all before it, is queued too: an
-engine may record its event again after that, and no copy waits for a forward that waits for the copy.
+On CUDA, a wait for an event that is not recorded yet does nothing. So `wait_layer` first waits until the copy thread
+has recorded the event of the layer. At that time the fence waits of this copy and of all earlier ones are queued too.
+So an engine may then record its event again, and no copy waits for a forward that waits for the copy.
 
-Locking design: the scheduler thread submits and polls. It owns each `StreamTransfer`, except the fields that `run`,
+Locking design: the scheduler thread submits and polls. It owns each `StreamTransfer`, except for the fields that `run`,
 `arrived` and `fail` write: the copy thread calls these, and writes under its condition. A transfer whose submission
-fails has not ended before the device is idle, since a part that is queued may still write to its pages.
+fails ends only when the device is idle, because a queued part may still write to its pages.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .runtime import WORDS, DeviceRuntime, Event
 logger = logging.getLogger(__name__)
 
 _POLL_S = 50e-6
-# Engines whose copies have not ended when they were closed: their memory stays allocated, pinned and mapped.
+# Engines closed with copies in flight: their memory stays allocated, pinned and mapped.
 _UNFINISHED: list[CopyEngine] = []
 
 MakeThread = Callable[[str, Callable[[], None]], CopyThread]
 
 
 class StreamTransfer(Transfer):
-    """A copy whose layers end at events. A copy with one event for all layers ends in one piece."""
+    """A copy whose layers end at events; one event may end several or all layers."""
 
     def __init__(
         self, direction: Direction, host_blocks: Indices, blocks: Indices, after: Fence | None, layers: int
@@ -55,12 +55,13 @@ class StreamTransfer(Transfer):
         self._host_blocks, self._blocks = host_blocks, blocks
         self._after = after
         self._layers = layers
-        # By the copy thread: events in order and whether each is timed, and for each layer that was submitted its own.
+        # Written by the copy thread: all events in order, with whether each is timed; and the event of each submitted
+        # layer.
         self._events: list[tuple[Event, bool]] = []
         self._by_layer: list[Event] = []
         self._failure: TransferError | None = None
         self._submitted = False
-        self._over = False  # by the scheduler: the device has passed all of it
+        self._over = False  # written by the scheduler: the copy has ended and its events are released
         self._seconds: float | None = None
 
     @property
@@ -108,18 +109,18 @@ class StreamTransfer(Transfer):
             raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
 
     def _passed(self, event: Event) -> bool:
-        """True if the copy has failed or come to `event`."""
+        """True if the copy has failed or the device has passed `event`."""
         try:
             return self._failure is not None or self._direction.runtime.passed(event)
         except TransferError as error:
-            self._failure = error  # of the device, which does nothing more
+            self._failure = error  # the device has failed and runs nothing any more
             return True
 
     def _finish(self) -> None:
-        """Read the time and give the events back."""
+        """Read the duration and release the events."""
         runtime, self._over = self._direction.runtime, True
         if self._failure is None:
-            # A device that has failed since says so at the next call.
+            # The next call reports a device that has failed since.
             with contextlib.suppress(TransferError):
                 self._seconds = runtime.elapsed_s(self._events[0][0], self._events[-1][0])
         for event, timed in self._events:
@@ -133,7 +134,7 @@ class StreamTransfer(Transfer):
             time.sleep(_POLL_S)
         return True
 
-    # What the copy thread calls
+    # Called by the copy thread
 
     def run(self) -> None:
         """Submit the copy."""
@@ -147,14 +148,14 @@ class StreamTransfer(Transfer):
             self._direction.thread.condition.notify_all()
 
     def arrived(self, event: Event, layers: int, timed: bool) -> None:
-        """Note that `layers` more end with `event`."""
+        """Record that the next `layers` layers end with `event`."""
         with self._direction.thread.condition:
             self._events.append((event, timed))
             self._by_layer += [event] * layers
             self._direction.thread.condition.notify_all()
 
     def fail(self, error: TransferError) -> None:
-        """As `CopyTask.fail`."""
+        """Fail as `CopyTask.fail`."""
         with self._direction.thread.condition:
             self._failure = error
             self._submitted = True
@@ -179,14 +180,14 @@ class Direction:
         return transfer
 
     def settle(self) -> None:
-        """Block until nothing that was queued still runs. On a device that has failed, nothing does."""
+        """Block until the queued work has ended. On a failed device nothing runs any more."""
         try:
             self.path.synchronize()
         except TransferError as error:
             logger.warning("the device cannot say whether its copies have ended: %s", error)
 
     def close(self, deadline: float) -> bool:
-        """End the thread and wait for the copies; False if that takes longer than to `deadline`."""
+        """End the thread and wait for the copies. Return False if the deadline passes first."""
         ended = self.thread.close(max(0.0, deadline - time.monotonic()))
         return ended and all(one.wait(max(0.0, deadline - time.monotonic())) for one in self._in_flight)
 
@@ -194,9 +195,9 @@ class Direction:
 class CudaCopyEngine(CopyEngine):
     """See the module's docstring.
 
-    Blocks for some milliseconds while it measures which path is faster, and allocates `STAGING_BYTES` on the device for
-    the staged one. Raises InvalidInput for a host pool that is not pinned, and for `transfer.path: staged` with layers
-    that are longer than a slot of staging. `runtime`, `thread` and `slot_bytes` are others in tests.
+    The constructor blocks for some milliseconds while it measures which path is faster. The staged path allocates
+    `STAGING_BYTES` on the device. Raises InvalidInput if the host pool is not pinned, or if `transfer.path` is `staged`
+    and a layer is longer than a staging slot. Tests replace `runtime`, `thread` and `slot_bytes`.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class CudaCopyEngine(CopyEngine):
         return self._submit(self._loads, source, target, after)
 
     def require_fence(self, fence: Fence) -> None:
-        """As every engine's; on a CUDA device a fence is a `torch.cuda.Event` that was recorded."""
+        """Check as every engine; on a CUDA device a fence is a recorded `torch.cuda.Event`."""
         super().require_fence(fence)
         self._runtime.require_fence(fence)
 
@@ -256,7 +257,7 @@ class CudaCopyEngine(CopyEngine):
         return direction.submit(StreamTransfer(direction, host_blocks, blocks, after, self._pieces.layers))
 
     def _make_paths(self, config: TransferConfig, slot_bytes: int) -> tuple[CopyPath, CopyPath]:
-        """Return the path of backups and that of loads. Say in the log what was chosen and why."""
+        """Return the paths of backups and of loads. Logs the choice and its reason."""
         pieces, runtime = self._pieces, self._runtime
         path, reason = config.path, "as configured"
         fits = max(self.blocks.layer_bytes) <= slot_bytes - slot_bytes % WORDS[0]

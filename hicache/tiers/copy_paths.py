@@ -1,14 +1,14 @@
-"""The two ways of one direction between frames and blocks: straight, or through staging on the device.
+"""The two copy paths between frames and blocks: direct, or through a staging buffer on the device.
 
-`DirectPath` queues one copy per (block, region), a batch per layer. It needs no memory and no multiprocessor, and is as
-fast as the link if the pieces are long. `StagedPath` is for short pieces: a copy carries several layers of a block,
-which are together in a frame, to a row of staging, and a kernel scatters the rows within the device (a backup gathers
-them first). Staging is a ring of slots: while a kernel works on one, the link fills the next.
+`DirectPath` queues one copy per (block, region), in one batch per layer. It needs no memory and no multiprocessor, and
+runs at link speed if the pieces are long. `StagedPath` is for short pieces. One copy carries several layers of a block,
+which are contiguous in a frame, to a row of the staging buffer; a kernel scatters the rows within the device. A backup
+gathers the rows first. Staging is a ring of slots: while a kernel works on one slot, the link fills the next.
 
     load     link:   copy to slot      | kernels:  scatter to blocks
     backup   kernels: gather to slot   | link:     copy to frames
 
-Locking design: a path belongs to the copy thread of its direction. Its memory is allocated at start.
+Locking design: the copy thread of its direction owns a path. Its memory is allocated at start.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .host import HostWindow
 from .memory import STAGING_SLOT_BYTES, STAGING_SLOTS
 from .runtime import WORDS, DeviceRuntime, Event, Memory, Rows, Stream, word_bytes
 
-# Layers that a load carries together: more makes longer pieces, fewer lets the forward begin sooner.
+# Bytes of layers that a load carries in one piece: more is faster, less lets the forward begin sooner.
 LOAD_PIECE_BYTES = 64 << 10
-# Nothing waits for a single layer of a backup.
+# Larger than for loads, because nothing waits for a single layer of a backup.
 BACKUP_PIECE_BYTES = 1 << 20
 
-# Rows of staging begin at multiples of it, so that the kernels can move the longest words.
+# Rows of staging begin at multiples of this, so that the kernels can move the longest words.
 _ROW_ALIGN = WORDS[0]
 _WAIT_S_MAX = 120.0
 _POLL_S = 20e-6
 
-# Called with an event, how many layers more have arrived when it passes, and whether it takes the time.
+# Called with an event, the number of layers that it completes, and whether it is timed.
 Arrived = Callable[[Event, int, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers `first` to `end - 1` as one piece of a frame, and their regions in the table."""
+    """Layers `first` to `end - 1` as one piece of a frame, and their rows in the table."""
 
     first: int
     end: int
@@ -57,18 +57,18 @@ class Group:
 
     @property
     def row_bytes(self) -> int:
-        """How far apart such pieces are in staging."""
+        """Distance in bytes between such pieces in staging."""
         return -(-self.size // _ROW_ALIGN) * _ROW_ALIGN
 
 
 class Pieces:
-    """Where each region of each layer is: on the device, and in the payload of a frame."""
+    """The location of each region of each layer: on the device, and in the payload of a frame."""
 
     def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
         regions = [region for layer in blocks.layers for region in layer]
         sizes = [region.shape[1] for region in regions]
         columns = np.cumsum([0, *sizes])[:-1]
-        # int64 [regions, 4]: the address of block 0, bytes from a block to the next, column in the payload, bytes.
+        # int64 [regions, 4]: address of block 0, stride between blocks, column in the payload, size; all in bytes.
         self.table = np.array(
             [[region.data_ptr(), region.stride(0), column, size]
              for region, column, size in zip(regions, columns, sizes, strict=True)], np.int64,
@@ -80,11 +80,11 @@ class Pieces:
         self._payload = window.host.buffer.ctypes.data + window.offset
 
     def regions(self, first: int, end: int) -> slice:
-        """Return the rows of the table that are layers `first` to `end - 1`."""
+        """Return the table rows of layers `first` to `end - 1`."""
         return slice(int(self._ends[first]), int(self._ends[end]))
 
     def groups(self, piece_bytes: int, slot_bytes: int) -> list[Group]:
-        """Return runs of layers of at least `piece_bytes`, as far as there are so many, and at most a slot."""
+        """Return runs of layers, each of at least `piece_bytes` if the slot and the number of layers allow."""
         found, first = [], 0
         while first < self.layers:
             end = first + 1
@@ -98,13 +98,13 @@ class Pieces:
         return found
 
     def frames_at(self, host_blocks: Indices) -> Addresses:
-        """Return where the payload of each host block begins, int64 `[blocks]`."""
+        """Return the address of the payload of each host block, int64 `[blocks]`."""
         pages, parts = np.divmod(host_blocks, self._window.blocks_per_page)
         at: Addresses = self._payload + pages * self._window.host.frame_bytes + parts * self._window.block_bytes
         return at
 
     def batches(self, host_blocks: Indices) -> list[Indices]:
-        """Return which host blocks may be copied in one call: those within one registration with the driver."""
+        """Return positions of host blocks, grouped by their registration with the driver: one call copies one group."""
         chunks = host_blocks // (self._window.blocks_per_page * self._window.host.frames_per_chunk)
         if (chunks == chunks[0]).all():
             return [np.arange(len(chunks))]
@@ -115,7 +115,7 @@ class Pieces:
 
 
 class CopyPath(ABC):
-    """One direction; `load` says which. Raises TransferError from every method if the device refuses."""
+    """The copy path of one direction; `load` selects it. Every method raises TransferError if a device call fails."""
 
     def __init__(self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool) -> None:
         self._runtime = runtime
@@ -124,12 +124,12 @@ class CopyPath(ABC):
 
     @abstractmethod
     def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> None:
-        """Queue the copy of all layers behind `after`. The first event that `arrived` gets is at the begin, and it and
-        the last one are timed. May block until earlier copies have left a buffer."""
+        """Queue the copy of all layers after `after`. The first event passed to `arrived` marks the start; it and the
+        last event are timed. May block until earlier copies have left a buffer."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until all that was queued has ended."""
+        """Block until all queued work has ended."""
 
     def _copy(self, stream: Stream, device: Addresses, host: Addresses, sizes: Addresses) -> None:
         targets, sources = (device, host) if self._load else (host, device)
@@ -163,8 +163,9 @@ class DirectPath(CopyPath):
 
 
 class _Slot:
-    """Part of the ring: staging for rows, and their block ids on both sides. `filled` and `emptied` are events of its
-    last use, None before the first and after an error, when the device is idle."""
+    """One slot of the ring: staging memory for rows, and their block ids in device and pinned memory. `filled` and
+    `emptied` are the events of its last use; they are None before the first use and after an error, when the device is
+    idle."""
 
     def __init__(self, runtime: DeviceRuntime, slot_bytes: int, rows_max: int) -> None:
         self.staging = runtime.device_memory(slot_bytes)
@@ -176,8 +177,8 @@ class _Slot:
 
 
 class StagedPath(CopyPath):
-    """See the module's docstring. At most `programs` multiprocessors work on a kernel. REQUIRES: a slot has room for
-    every layer of a block."""
+    """See the module's docstring. A kernel uses at most `programs` multiprocessors. REQUIRES: each layer of a block
+    fits into a slot."""
 
     def __init__(
         self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool, programs: int, slot_bytes: int = STAGING_SLOT_BYTES
@@ -195,9 +196,9 @@ class StagedPath(CopyPath):
             [*table.ravel().tolist(), *(group.column for group in self._groups),
              *(slot.staging.address for slot in self._slots)]
         )  # fmt: skip
-        self._longest = int(table[:, 3].max())  # one number for all groups, so that one kernel serves all
+        self._longest = int(table[:, 3].max())  # the same for all groups, so that one kernel serves all
         self._table = self._upload(table)
-        self._queue_kernel(self._first, self._rows(self._groups[0], self._slots[0], 0))  # which compiles it
+        self._queue_kernel(self._first, self._rows(self._groups[0], self._slots[0], 0))  # compiles it
         runtime.synchronize(self._first)
 
     def submit(self, host_blocks: Indices, blocks: Indices, after: Fence | None, arrived: Arrived) -> None:
@@ -221,12 +222,12 @@ class StagedPath(CopyPath):
             self._runtime.synchronize(stream)
 
     def _move(self, group: Group, host_blocks: Indices, host: Addresses, blocks: Indices) -> None:
-        """Queue a slot full of rows: on the first stream into the slot, on the second out of it."""
+        """Queue rows that fill at most one slot: into the slot on the first stream, out of it on the second."""
         runtime, slot = self._runtime, self._slots[self._used % STAGING_SLOTS]
         self._used += 1
         filled, emptied, slot.filled, slot.emptied = slot.filled, slot.emptied, None, None
         if filled is not None:
-            # The ids are read from pinned memory on the first stream, which this thread now writes.
+            # This thread now writes the pinned ids, which the first stream may still be reading.
             _wait(runtime, filled)
             runtime.release(filled)
         if emptied is not None:
@@ -264,7 +265,7 @@ class StagedPath(CopyPath):
             self._copy(stream, staging[batch], host[batch], sizes[batch])
 
     def _upload(self, table: npt.NDArray[np.int64]) -> Memory:
-        """Return the table on the device."""
+        """Copy the table to the device; return its memory there."""
         runtime, size = self._runtime, table.nbytes
         pinned, memory = runtime.pinned_memory(size), runtime.device_memory(size)
         _int64_at(pinned, table.size)[:] = table.ravel()
@@ -273,17 +274,17 @@ class StagedPath(CopyPath):
         return memory
 
 
-# The sizes of pieces that are tried, and how many bytes of each.
+# The piece sizes to measure, and the bytes to copy for each.
 _TRIED = tuple(1 << shift for shift in range(12, 21))
 _TRIAL_BYTES = 8 << 20
 _TRIALS = 3
-# A piece is long enough if it reaches this part of the speed of the longest ones.
+# A piece size is good if it reaches this share of the speed of the longest pieces.
 _GOOD_SHARE = 0.85
 
 
 def direct_from_bytes(runtime: DeviceRuntime) -> int:
-    """Measure from which size of pieces on the direct path is about as fast as the link, in bytes; for the start, since
-    it blocks for some milliseconds. Moves scratch memory in both directions."""
+    """Measure the smallest piece size in bytes at which the direct path runs at about link speed. Copies scratch memory
+    in both directions; call it at start, because it blocks for some milliseconds."""
     stream = runtime.stream()
     device, host = runtime.device_memory(_TRIAL_BYTES), runtime.pinned_memory(_TRIAL_BYTES)
     good: list[int] = []
@@ -297,7 +298,7 @@ def direct_from_bytes(runtime: DeviceRuntime) -> int:
 
 
 def _seconds(runtime: DeviceRuntime, stream: Stream, target: int, source: int, size: int) -> float:
-    """Return the seconds that `_TRIAL_BYTES` in pieces of `size` bytes take."""
+    """Return the seconds to copy `_TRIAL_BYTES` in pieces of `size` bytes."""
     offsets = np.arange(0, _TRIAL_BYTES, size)
     begin = runtime.record(stream, timed=True)
     runtime.copy(stream, target + offsets, source + offsets, np.full(len(offsets), size))
