@@ -1,7 +1,8 @@
-"""The thread of one direction: it submits copies, or makes them itself, in the order in which they were asked for.
+"""The copy thread of one direction: it submits copies, or makes them itself, in the order of submission.
 
-Locking design: the scheduler puts tasks into a queue, the thread takes them out. What a task writes for its readers
-changes under `condition`, which all tasks of a thread share: one for each would cost more than a step should.
+Locking design: the scheduler puts tasks into a queue, the thread takes them out. Fields that a task writes for its
+readers change under `condition`. All tasks of a thread share it, because one condition per task costs too much per
+step.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ logger = logging.getLogger(__name__)
 
 
 class CopyTask(Protocol):
-    """One copy. Both methods are called by the thread."""
+    """One copy. The thread calls both methods."""
 
     def run(self) -> None:
-        """Make or submit the copy."""
+        """Make or submit the copy. An error ends this task only."""
 
     def fail(self, error: TransferError) -> None:
-        """End without further layers. Called after an error of `run`, before the next task."""
+        """End without further layers. Called if `run` raises, before the next task."""
 
 
 class CopyThread:
-    """Runs tasks in order. One that raises fails alone; the others run all the same."""
+    """Runs tasks in order. `begin` runs on the thread before the first task."""
 
     def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
         self.condition = threading.Condition()
         self._begin = begin
         self._tasks: queue.SimpleQueue[CopyTask | None] = queue.SimpleQueue()
-        self._closed = False  # by the scheduler
+        self._closed = False  # written by the scheduler
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -45,12 +46,12 @@ class CopyThread:
         self._tasks.put(task)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Block until `condition`, which tasks make true; False on timeout."""
+        """Block until tasks have made `condition` true. Return False on timeout."""
         with self.condition:
             return self.condition.wait_for(condition, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """End after the queued tasks. False if that takes longer than `timeout_s`."""
+        """End the thread after the queued tasks. Return False on timeout."""
         self._closed = True
         self._tasks.put(None)
         self._thread.join(timeout_s)
@@ -65,6 +66,6 @@ class CopyThread:
                     begun = True
                 task.run()
             except Exception as error:
-                # The thread must outlive one bad copy; its task carries the error to the caller.
+                # The thread must survive a failed copy; the task passes the error to its caller.
                 logger.exception("copy between device and host failed")
                 task.fail(TransferError(f"copy between device and host failed: {error}"))

@@ -1,11 +1,11 @@
-"""The calls of the CUDA driver that torch has no Python name for, by ctypes.
+"""Calls of the CUDA driver that torch does not export to Python, by ctypes.
 
-Their signatures are those of `cuda.h` (CUDA 12.8 and 13.0). The batched copy is asked for in its form of 12.8, which
-names the copy that failed; newer drivers have that form too. An older driver has none, and copies are queued one by
-one.
+The signatures are those of `cuda.h` (CUDA 12.8 and 13.0). The batched copy is used in its form of 12.8, which reports
+the copy that failed; newer drivers still have this form. Older drivers have no batched copy, so there copies are queued
+one by one.
 
-Locking design: nothing here changes after the constructor. The driver may be called from any thread; ctypes gives up
-the interpreter's lock during a call.
+Locking design: nothing here changes after the constructor. Any thread may call the driver; ctypes releases the
+interpreter's lock during a call.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NOT_READY = 600
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-_PRIORITY = -100  # the driver takes its highest, so that kernels of a few blocks start beside a large forward
+_PRIORITY = -100  # clamped to the driver's highest priority, so that small kernels start during a large forward
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_BATCH_VERSION = 12080  # the first with cuMemcpyBatchAsync
+_BATCH_VERSION = 12080  # the first version with cuMemcpyBatchAsync
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PREFER_OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
@@ -80,7 +80,7 @@ class _CopyAttributes(ctypes.Structure):
 class CudaDriver:
     """One device of the driver, and its primary context, which torch uses too.
 
-    Raises TransferError if the library cannot be loaded or the driver refuses. `library` is another file in tests.
+    Raises TransferError if the library cannot be loaded or a driver call fails. Tests replace `library`.
     """
 
     def __init__(self, device: int, library: str = LIBRARY) -> None:
@@ -97,9 +97,10 @@ class CudaDriver:
         self._device = number.value
         can_use = c_int()
         self.call("cuDeviceGetAttribute", byref(can_use), _HOST_POINTERS, self._device)
-        # Under WSL2 a batch with the addresses of registered memory is an illegal access; single copies translate them.
+        # Under WSL2 a batched copy with addresses of registered memory is an illegal access; single copies translate
+        # the addresses.
         self._batch = self._find_batch() if can_use.value else None
-        # Never given back: torch has it as long as the process lives.
+        # Never released: torch keeps the context until the process ends.
         self.call("cuDevicePrimaryCtxRetain", byref(context), self._device)
         self.context = context.value
 
@@ -109,7 +110,7 @@ class CudaDriver:
         return self._batch is not None
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function of the driver. Raises TransferError if it does not succeed."""
+        """Call a driver function. Raises TransferError if it fails."""
         self._require_success(name, self._status(name, *arguments))
 
     def attach(self) -> None:
@@ -117,7 +118,7 @@ class CudaDriver:
         self.call("cuCtxSetCurrent", self.context)
 
     def pci_bus_id(self) -> str:
-        """Return where the device is on the bus, such as `0000:3b:00.0`, as sysfs names it."""
+        """Return the device's bus address as sysfs writes it, such as `0000:3b:00.0`."""
         name = ctypes.create_string_buffer(32)
         self.call("cuDeviceGetPCIBusId", name, len(name), self._device)
         return name.value.decode().lower()
@@ -128,7 +129,7 @@ class CudaDriver:
             self.call("cuMemHostRegister_v2", address, size_bytes, _PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """Unpin what `register` pinned."""
+        """Unpin memory that `register` pinned."""
         with self.current():
             self.call("cuMemHostUnregister", address)
 
@@ -149,8 +150,8 @@ class CudaDriver:
         return int(handle.value or 0)
 
     def wait(self, stream: int, event: int) -> None:
-        """Have `stream` wait for `event`. Stream 0 is the default stream of this device."""
-        # To the driver it is that of the current context.
+        """Queue a wait for `event` on `stream`. Stream 0 is the default stream of this device."""
+        # The driver takes stream 0 as the default stream of the current context.
         with contextlib.nullcontext() if stream else self.current():
             self.call("cuStreamWaitEvent", stream, event, 0)
 
@@ -163,7 +164,7 @@ class CudaDriver:
         return True
 
     def elapsed_s(self, begin: int, end: int) -> float:
-        """Return the device time between two events."""
+        """Return the device time between two events, in seconds."""
         milliseconds = c_float()
         self.call("cuEventElapsedTime", byref(milliseconds), begin, end)
         return milliseconds.value / 1000
@@ -171,7 +172,7 @@ class CudaDriver:
     # Copies
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """Queue copies. Raises TransferError that names the copy which was refused, as far as the driver knows it."""
+        """Queue copies. Raises TransferError, which names the failed copy if the driver reports it."""
         if self._batch is None:
             for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self.call("cuMemcpyAsync", *copy, stream)
@@ -188,7 +189,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Have the context for a while: the calling thread may be at work on another device, or on none."""
+        """Make the context current inside the block; the calling thread may use another context, or none."""
         self._require_success("cuCtxPushCurrent_v2", self._library.cuCtxPushCurrent_v2(self.context))
         try:
             yield
@@ -196,7 +197,7 @@ class CudaDriver:
             self._require_success("cuCtxPopCurrent_v2", self._library.cuCtxPopCurrent_v2(byref(c_void_p())))
 
     def _find_batch(self) -> Any | None:
-        """Return cuMemcpyBatchAsync as of CUDA 12.8, None for a driver that is older."""
+        """Return cuMemcpyBatchAsync as of CUDA 12.8, or None if the driver is older."""
         find = getattr(self._library, "cuGetProcAddress_v2", None)
         if find is None:
             return None
@@ -212,8 +213,8 @@ class CudaDriver:
         return kind(address.value)
 
     def _status(self, name: str, *arguments: object) -> int:
-        """Call a function; once more with the context if the calling thread has none, as one that only asks about
-        events may."""
+        """Call a function. If the calling thread has no context, call it again with the context: a thread that only
+        queries events may have none."""
         function = getattr(self._library, name)
         status = int(function(*arguments))
         if status == _NO_CONTEXT:

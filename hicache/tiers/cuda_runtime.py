@@ -1,9 +1,9 @@
 """The runtime of CUDA devices: streams, events and copies by the driver, memory and kernels by torch and Triton.
 
-The streams are the engine's own: those of torch's pool of 32 are handed out again and again, and would order copies
-against whatever else runs on the same one. Events are pooled, because creating one can stall for milliseconds.
+The copy engine creates its own streams: torch reuses the 32 streams of its pool, which would order copies against
+unrelated work on the same stream. Events are pooled, because creating one can stall for milliseconds.
 
-Locking design: as `DeviceRuntime` says. The pools of events are deques, whose operations are atomic.
+Locking design: as in `DeviceRuntime`. The event pools are deques, whose operations are atomic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CudaRuntime(DeviceRuntime):
         self._streams: list[int] = []
         self._torch_streams: dict[int, torch.cuda.Stream] = {}
         self._events: list[int] = []
-        self._pools: dict[bool, deque[int]] = {False: deque(), True: deque()}  # by whether they take the time
+        self._pools: dict[bool, deque[int]] = {False: deque(), True: deque()}  # the keys: timed or not
 
     def attach(self) -> None:
         torch.cuda.set_device(self._index)
@@ -94,7 +94,7 @@ class CudaRuntime(DeviceRuntime):
 
     def gather(self, stream: int, rows: Rows, programs: int) -> None:
         with self._kernels(stream):
-            from .rows_triton import gather_rows  # noqa: PLC0415  needs triton, which torch for CUDA brings
+            from .rows_triton import gather_rows  # noqa: PLC0415  needs triton, which torch for CUDA installs
 
             gather_rows(**asdict(rows), programs=programs)
 
@@ -106,7 +106,7 @@ class CudaRuntime(DeviceRuntime):
 
     @contextmanager
     def _kernels(self, stream: int) -> Iterator[None]:
-        """Queue kernels on `stream`. Triton needs a C compiler and Python's headers when it is used first."""
+        """Queue kernels on `stream`. At its first use, Triton needs a C compiler and Python's headers."""
         try:
             with torch.cuda.stream(self._torch_streams[stream]):
                 yield
@@ -118,7 +118,7 @@ class CudaRuntime(DeviceRuntime):
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             raise CapacityError(f"copy: {size_bytes} bytes for staging on {self._device}: {error}") from error
-        # Memory that torch hands out again may still be written by work queued on the current stream.
+        # Work queued on the current stream may still write memory that torch reuses.
         torch.cuda.synchronize(self._device)
         return Memory(memory.data_ptr(), memory)
 

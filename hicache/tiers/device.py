@@ -1,8 +1,7 @@
-"""L1: the KV cache of the device, in pages, and the table that maps a request's tokens to it.
+"""L1: the KV cache of the device, in pages, and the table that maps a request's tokens to slots.
 
-Page 0 of every pool is padding: kernels that must write somewhere write there, and it is never handed out. Slot `s` is
-entry `s % page_size` of page `s // page_size`. Owned by the scheduler thread; the bytes are ordered by the fences that
-copies are given.
+Page 0 of every pool is padding: it is never allocated, and kernels write the results of padding tokens there. Slot `s`
+is entry `s % page_size` of page `s // page_size`. Owned by the scheduler thread; fences order copies of the bytes.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from .blocks import EngineBlocks
 from .copy import Transfer
 from .upload import upload
 
-# The optional native helper: slots from page ids in one pass. numpy takes five times as long for pages of 16.
+# The optional native helper computes slots in one pass. numpy takes five times as long for pages of 16 tokens.
 fill_slots: Callable[..., None] | None = None
-with contextlib.suppress(ImportError, AttributeError):  # a build may be older than this
+with contextlib.suppress(ImportError, AttributeError):  # an old build may lack the function
     from .. import _native
 
     fill_slots = _native.fill_slots
 
 
 class KVPool:
-    """L1: memory as blocks, one block a page, and the allocator of the pages. For `ascending` see `PageAllocator`.
+    """L1: memory as blocks, one block per page, and the allocator of the pages. For `ascending` see `PageAllocator`.
 
-    `loading` is the load that reads wait for, layer by layer: a cache sets it in `start_loading`, to None when no load
-    is in flight. An engine that has waited elsewhere may set it to None.
+    `loading` is the load that reads wait for, layer by layer. A cache sets it in `start_loading`, to None when no load
+    is in flight. An engine that has already waited may set it to None.
 
-    The memory is an engine's, whose tensors `blocks` views, or that of a subclass, which allocates its own. `pages` are
-    handed out, from page `blocks.first` on and never page 0; by default all that there are. Raises InvalidInput for
-    blocks that do not have the bytes of a page or that are too few.
+    The memory belongs to an engine, whose tensors `blocks` views, or to a subclass that allocates it. `pages` is the
+    number of allocatable pages, from page `blocks.first` on and without page 0; by default all. Raises InvalidInput if
+    a block does not have the bytes of a page, or if there are too few blocks.
     """
 
     def __init__(
@@ -64,14 +63,14 @@ class KVPool:
 
     @property
     def pages(self) -> int:
-        """Pages that can be handed out, the padding page not counted."""
+        """The number of allocatable pages, without the padding page."""
         return self.allocator.capacity
 
     def wait_layer(self, layer: int) -> None:
-        """Order the caller's next work on `layer` after the load in flight; does nothing if there is none.
+        """Order the caller's next work on `layer` after the load in flight, if any.
 
-        On CUDA this queues a wait on the device's current stream and returns at once; on the CPU it blocks. Raises
-        TransferError, at each call, if the load failed: the pages that it was to fill must be recomputed.
+        On CUDA this queues a wait on the device's current stream; on the CPU it blocks (see `Transfer.wait_layer`).
+        Raises TransferError at each call if the load failed: the pages that it should fill must be recomputed.
         """
         if self.loading is not None:
             stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -79,11 +78,11 @@ class KVPool:
 
 
 class MHATokenToKVPool(KVPool):
-    """K and V of one layer in one tensor, `[pages + 1, 2, page_size, heads, head_dim]`, as FlashInfer has it.
+    """K and V of one layer in one tensor, `[pages + 1, 2, page_size, heads, head_dim]`, as in FlashInfer.
 
-    So a (page, layer) is one piece of memory. With a `v_head_dim` of its own the tensor is `[pages + 1, page_size *
-    heads * (head_dim + v_head_dim)]`, the K block of a page before its V block. Raises InvalidInput for a geometry of
-    another layout or no pages, and CapacityError, with the numbers, if the device does not have that much memory.
+    So a (page, layer) is one piece of memory. If `v_head_dim` differs, the tensor is `[pages + 1, page_size * heads *
+    (head_dim + v_head_dim)]`, with the K block of a page before its V block. Raises InvalidInput for a geometry of
+    another layout or fewer than one page, and CapacityError, with the numbers, if the device has too little memory.
     """
 
     def __init__(
@@ -101,10 +100,10 @@ class MHATokenToKVPool(KVPool):
         super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
 
     def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each `[pages + 1, page_size, heads, head_dim]` (V: `v_head_dim`), for an attention
-        kernel to read.
+        """Return K and V of one layer, each `[pages + 1, page_size, heads, head_dim]` (V: `v_head_dim`), for an
+        attention kernel to read.
 
-        Waits for the layer's load, as `wait_layer`, and raises as that does.
+        Waits for the layer's load and raises as `wait_layer` does.
         """
         self.wait_layer(layer)
         return self._parts[layer]
@@ -112,7 +111,7 @@ class MHATokenToKVPool(KVPool):
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V `[tokens, heads, head_dim]` of one layer at `slots` `[tokens]` (int64, on the device).
 
-        Does not wait for a load: a load fills pages that are shared, and a request writes to its own alone.
+        Does not wait for a load, because a load fills shared pages and a request writes only to its own pages.
         """
         page_size = self.geometry.page_size
         place = (slots // page_size, slots % page_size)
@@ -132,14 +131,15 @@ class MLATokenToKVPool(KVPool):
         super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
 
     def get_kv_buffer(self, layer: int) -> torch.Tensor:
-        """The latents of one layer, `[pages + 1, page_size, 1, latent_dim]`. Waits and raises as `wait_layer`."""
+        """Return the latents of one layer, `[pages + 1, page_size, 1, latent_dim]`. Waits and raises as `wait_layer`.
+        """
         self.wait_layer(layer)
         return self.kv_buffer[layer]
 
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, latent: torch.Tensor) -> None:
         """Write latents `[tokens, 1, latent_dim]` of one layer at `slots` `[tokens]` (int64, on the device).
 
-        Does not wait for a load: a load fills pages that are shared, and a request writes to its own alone.
+        Does not wait for a load, for the reason given in `MHATokenToKVPool`.
         """
         self.kv_buffer[layer].flatten(0, 1)[slots] = latent
 
@@ -147,7 +147,7 @@ class MLATokenToKVPool(KVPool):
 def _allocate(
     geometry: KVGeometry, layout: KVLayout, pages: int, page: Sequence[int], device: torch.device | str
 ) -> list[torch.Tensor]:
-    """Zeros `[pages + 1, *page]` for each layer."""
+    """Return zeros `[pages + 1, *page]` for each layer."""
     if instance("device pool: geometry", geometry, KVGeometry).layout is not layout:
         raise InvalidInput(f"device pool: the geometry's layout is {geometry.layout.value}, the pool's {layout.value}")
     pages, device = whole("device pool: pages", pages, 1), known_device(device)
@@ -155,7 +155,7 @@ def _allocate(
     try:
         layers = [torch.zeros((pages + 1, *page), dtype=dtype, device=device) for _ in range(geometry.layers)]
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # no fence of the engine stands behind these zeros
+            torch.cuda.synchronize(device)  # no fence of the engine covers these zeros
         return layers
     except (RuntimeError, MemoryError) as error:
         needed = (pages + 1) * geometry.payload_bytes
@@ -165,17 +165,16 @@ def _allocate(
 def create_device_pool(
     geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
 ) -> MHATokenToKVPool | MLATokenToKVPool:
-    """The pool that fits the geometry's layout, with memory of its own. Raises as that pool does."""
+    """Return a pool for the geometry's layout that allocates its memory. Raises as that pool does."""
     layout = instance("device pool: geometry", geometry, KVGeometry).layout
     kind = MHATokenToKVPool if layout is KVLayout.MHA else MLATokenToKVPool
     return kind(geometry, pages, device, ascending=ascending)
 
 
 class RequestToTokenPool:
-    """One row per running request: row `r`, column `t` is the pool slot of the request's token `t`.
+    """A table with one row per running request: row `r`, column `t` is the pool slot of the request's token `t`.
 
-    `table` is `[requests, context_tokens]` int32 on the device; attention kernels read it, only the scheduler writes
-    it.
+    `table` is `[requests, context_tokens]` int32 on the device. Attention kernels read it, only the scheduler writes.
     """
 
     def __init__(self, requests: int, context_tokens: int, device: torch.device | str = "cpu") -> None:
@@ -186,11 +185,11 @@ class RequestToTokenPool:
 
     @property
     def free_rows(self) -> int:
-        """Rows that `alloc` can still hand out."""
+        """The number of rows that are not in use."""
         return len(self._free)
 
     def alloc(self) -> int | None:
-        """A row, or None if all are in use."""
+        """Return a row, or None if all are in use."""
         if not self._free:
             return None
         row = self._free.pop()
@@ -198,15 +197,15 @@ class RequestToTokenPool:
         return row
 
     def free(self, row: int) -> None:
-        """Return a row. Raises InvalidInput for a row that is not in use."""
+        """Free a row. Raises InvalidInput if the row is not in use."""
         row = self._require_used(row)
         self._used.remove(row)
         self._free.append(row)
 
     def write(self, row: int, pages: PageIds, page_size: int, *, first_page: int = 0) -> None:
-        """Point the row's tokens from page `first_page` on at `pages`. On CUDA this is queued on the current stream.
+        """Map the row's tokens from page `first_page` on to `pages`. On CUDA this is queued on the current stream.
 
-        Raises InvalidInput for a row that is not in use, CapacityError beyond the row's length.
+        Raises InvalidInput if the row is not in use, CapacityError if the tokens exceed the row's length.
         """
         row = self._require_used(row)
         slots = token_slots(pages, page_size)
@@ -224,9 +223,9 @@ class RequestToTokenPool:
 
 
 def known_device(device: torch.device | str) -> torch.device:
-    """Return the device; `cuda` alone becomes the current one, by number: other threads may have another current one.
+    """Return the device. `cuda` without a number becomes the current device, because other threads may have another.
 
-    Raises InvalidInput for a name that torch does not know.
+    Raises InvalidInput if torch does not know the name.
     """
     if not isinstance(device, torch.device):
         name = instance("device", device, str)  # torch also takes numbers and None
@@ -240,7 +239,8 @@ def known_device(device: torch.device | str) -> torch.device:
 
 
 def token_slots(pages: PageIds, page_size: int) -> npt.NDArray[np.int64]:
-    """Pool rows of all tokens of `pages`, int64 `[len(pages) * page_size]`, in order. Raises as `require_pages`."""
+    """Return the slots of all tokens of `pages`, int64 `[len(pages) * page_size]`, in order. Raises as `require_pages`.
+    """
     page_size = whole("page_size", page_size, 1)
     pages = np.ascontiguousarray(require_pages(pages))
     if fill_slots is None:

@@ -1,10 +1,11 @@
-"""L2: host memory as frames, one contiguous allocation, so that a page is encoded all the time.
+"""L2: host memory as frames in one contiguous allocation, so that pages are always in their encoded form.
 
-Locking design: the allocator belongs to the scheduler thread. The bytes of a page belong to whoever holds it (a node of
-the tree, or the operation it is lent to); no lock guards them.
+Locking design: the allocator belongs to the scheduler thread. The bytes of a page belong to its holder (a node of the
+tree, or the operation that has reserved it); no lock guards them.
 
-A page that `alloc` hands out has the header of the page before it. It is unsealed by whoever looks at its frame first,
-which is a worker: a write to cold memory per page is no work for the scheduler. A lock makes that happen once.
+A page from `alloc` still has the header of the previous page in its frame. The first reader of the frame unseals it;
+that is a worker, because writes to cold memory for each page would slow down the scheduler. A lock makes this happen
+once.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from .memory import available_host_bytes
 from .pinning import driver_of, frames_per_chunk
 from .pinning import pin as pin_memory
 
-# Left to the rest of the machine when a pool is checked against free memory.
+# A new pool leaves at least this much memory available to other programs.
 _RESERVE_BYTES = 64 << 20
 
 
 class HostPool:
-    """`pages` frames of host memory, 4096-aligned, touched at start so that no copy pays for page faults.
+    """`pages` frames of host memory, 4096-aligned, touched at start so that copies cause no page faults.
 
-    `pin` is the CUDA device that copies from and to the pool: its driver pins the memory, without which no copy runs
-    beside compute. `node` is the NUMA node that the memory comes from: by default that of `pin`, else any. Raises
-    CapacityError if memory is short (before touching it) or the driver refuses, InvalidInput for no pages, and for a
+    `pin` is the CUDA device that copies from and to the pool: its driver pins the memory, which copies need to run
+    during compute. `node` is the NUMA node of the memory: by default that of `pin`, else any. Raises CapacityError if
+    memory is short (before touching it) or the driver cannot pin it, InvalidInput for fewer than one page, and for a
     `pin` that is not a CUDA device of this machine.
     """
 
@@ -58,23 +59,23 @@ class HostPool:
         self.capacity_bytes = pages * self.frame_bytes
         self._mapping = self._map(pages)
         self.allocator = PageAllocator(pages)
-        # All frames, one behind the other.
+        # All frames, contiguous.
         self.memory = memoryview(self._mapping)
         # uint8 [pages, frame_bytes] over the same memory.
         self.buffer: Bytes2D = np.frombuffer(self._mapping, dtype=np.uint8).reshape(pages, self.frame_bytes)
         self.tensor = torch.from_numpy(self.buffer)
-        self._stale = np.zeros(pages, dtype=np.bool_)  # by page: its header is of a page that it held before
+        self._stale = np.zeros(pages, dtype=np.bool_)  # by page: the header is that of an earlier page
         self._unsealing = threading.Lock()
-        # How many frames are within one registration with the driver.
+        # Number of frames per registration with the driver.
         self.frames_per_chunk = frames_per_chunk(self.frame_bytes)
         if driver is not None:
             chunk_bytes = self.frames_per_chunk * self.frame_bytes
             pin_memory(driver, self.tensor.data_ptr(), self.capacity_bytes, chunk_bytes, self, self._mapping)
-            # After a fork, the parent's next write would move a page away from under a copy of the device.
+            # Else, after a fork, the parent's next write would move a system page while the device copies it.
             self._mapping.madvise(mmap.MADV_DONTFORK)
 
     def _map(self, pages: int) -> mmap.mmap:
-        """Return the memory of `pages` zeroed frames, 4096-aligned and touched. Kinds of pools differ in this alone."""
+        """Return the memory of `pages` zeroed frames, 4096-aligned and touched. Subclasses override only this."""
         self._require_available(pages)
         mapping = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.node is not None:
@@ -83,7 +84,7 @@ class HostPool:
         return mapping
 
     def _require_available(self, pages: int) -> None:
-        """Raise CapacityError unless the machine has the memory for all frames and a reserve for other programs."""
+        """Raise CapacityError unless enough memory is available for all frames and a reserve for other programs."""
         available = available_host_bytes()
         if self.capacity_bytes + _RESERVE_BYTES > available:
             raise CapacityError(
@@ -97,7 +98,7 @@ class HostPool:
         return self.allocator.capacity
 
     def alloc(self, count: int) -> PageIds | None:
-        """`count` pages, or None if fewer are free (then nothing changed). Their frames are unsealed."""
+        """Return `count` pages, or None, changing nothing, if fewer are free. `frames` unseals their frames."""
         index = self.allocator.alloc_indices(count)
         if index is None:
             return None
@@ -105,15 +106,15 @@ class HostPool:
         return index.astype(np.int32)
 
     def free(self, pages: PageIds) -> None:
-        """Return pages that no node and no operation holds any more."""
+        """Free pages. REQUIRES: no node or operation holds them."""
         self.allocator.free(pages)
 
     def frame(self, page: int) -> memoryview:
-        """The whole frame of one page, writable. May be called from any thread."""
+        """Return the whole frame of one page, writable. May be called from any thread."""
         return self.frames(np.array([whole("page", page, 0, self.pages - 1)], dtype=np.int32))[0]
 
     def frames(self, pages: PageIds) -> list[memoryview]:
-        """The frames of several pages, in order. May be called from any thread."""
+        """Return the frames of several pages, in order. May be called from any thread."""
         size = self.frame_bytes
         for page in require_pages(pages)[(pages < 0) | (pages >= self.pages)].tolist():
             whole("page", page, 0, self.pages - 1)
@@ -125,12 +126,12 @@ class HostPool:
         return [self.memory[page * size : (page + 1) * size] for page in pages.tolist()]
 
     def payload(self, page: int) -> memoryview:
-        """The bytes of one page's pieces, in order."""
+        """Return the bytes of one page's pieces, in order."""
         start = whole("page", page, 0, self.pages - 1) * self.frame_bytes + HEADER_BYTES
         return self.memory[start : start + self.payload_bytes]
 
     def piece_slice(self, first: int, count: int = 1) -> slice:
-        """Where `count` pieces from piece `first` on are within a frame, in bytes."""
+        """Return the slice of a frame, in bytes, that holds `count` pieces from piece `first` on."""
         offsets, pieces = self._offsets, len(self._offsets) - 1
         first = whole("first", first, 0, pieces - 1)
         count = whole("count", count, 1, pieces - first)
@@ -138,15 +139,15 @@ class HostPool:
 
 
 class HostWindow:
-    """The pieces of each page of `host` that one rank copies: `pieces` of them from piece `first_piece` on (default: to
-    the end), as host blocks.
+    """The pieces of each page of `host` that one rank copies, as host blocks: `pieces` of them from piece `first_piece`
+    on (default: to the end).
 
-    A page is `blocks_per_page` (k) blocks of an engine. The payload of a frame is in the order `[rank][block of the
-    page][layer][bytes of the engine]`, and a window is one rank of it: k equal runs of pieces, a run for each block.
-    Block i of page p is host block p * k + i.
+    A page is `blocks_per_page` (k) blocks of an engine. The payload of a frame is ordered `[rank][block of the
+    page][layer][bytes of the engine]`. A window is one rank of it: k equal runs of pieces, one run per block. Block i
+    of page p is host block p * k + i.
 
-    Changes nothing; the memory stays the host pool's. Raises InvalidInput for pieces that the pages do not have, and
-    for those that are not `blocks_per_page` runs of the same sizes.
+    A view of the host pool's memory. Raises InvalidInput if the pages lack the pieces, or if the pieces are not
+    `blocks_per_page` runs of the same sizes.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class HostWindow:
             )
         self.blocks = host.pages * self.blocks_per_page
         self.block_bytes = sum(run)
-        # Where the first block begins in a frame, in bytes.
+        # Offset of the first block in a frame, in bytes.
         self.offset = host.piece_slice(first, count).start
         # uint8 [pages, blocks of a page, bytes of a block], a view of the frames.
         self.rows = host.tensor[:, host.piece_slice(first, count)].view(host.pages, self.blocks_per_page, -1)
@@ -180,7 +181,7 @@ class HostWindow:
         """View each layer of the blocks as uint8 `[pages, blocks_per_page, bytes]`.
 
         `layer_bytes` are the bytes of one block in each layer. Raises InvalidInput unless each layer is a run of whole
-        pieces, in order, and together they are all pieces of a block.
+        pieces, in order, and the layers together use all pieces of a block.
         """
         found, end, used = [], 0, 0
         for layer, size in enumerate(layer_bytes):

@@ -1,4 +1,4 @@
-"""How much memory there is, and how many pages fit into what a configuration asks for."""
+"""Available memory, and the number of pages for a configured size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..frame import frame_bytes
 from ..geometry import KVGeometry, PageShape, page_shape
 from ..units import format_size
 
-# Staging of copies on a CUDA device: a ring of slots for each direction, a few so that link and kernels are both busy.
+# Staging of copies on a CUDA device: one ring of slots per direction. Several slots keep link and kernels busy.
 STAGING_SLOTS = 3
 STAGING_SLOT_BYTES = 16 << 20
 STAGING_BYTES = 2 * STAGING_SLOTS * STAGING_SLOT_BYTES
@@ -24,13 +24,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_host_bytes() -> int:
-    """Host memory that can be taken without swapping: the kernel's MemAvailable, or the cgroup's rest if smaller."""
+    """Return the host memory available without swapping: MemAvailable, or the rest of the cgroup's limit if smaller."""
     available = None
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     if available is None:
-        raise CapacityError(f"{_MEMINFO} does not name MemAvailable; a Linux kernel of 3.14 or later is needed")
+        raise CapacityError(f"{_MEMINFO} has no MemAvailable; use a Linux kernel of 3.14 or later")
     return min([available, *_cgroup_rest()])
 
 
@@ -40,24 +40,24 @@ def _cgroup_rest() -> list[int]:
         current = int((_CGROUP / "memory.current").read_text())
         figures = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return []  # no cgroup v2, or no limit of our own
-    # Page cache that nobody uses counts as taken but is given back on demand.
+        return []  # not cgroup v2, or the root cgroup
+    # Inactive page cache counts as used, but the kernel frees it on demand.
     return [] if limit == "max" else [max(0, int(limit) - current + int(figures.get("inactive_file", 0)))]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device now, in bytes: what is free, and what there is in all."""
+    """Free and total memory of one device at one time, in bytes."""
 
     available_bytes: int
     total_bytes: int
 
 
 def cuda_memory(device: torch.device) -> DeviceMemory:
-    """What the driver says, so memory of other processes counts as taken. torch's cached blocks are given back first.
+    """Return the memory as reported by the driver, so memory of other processes is not free. First empties torch's
+    cache.
 
-    An engine of several ranks takes the smallest `available_bytes` of them all, so that all come to the same number of
-    pages.
+    An engine with several ranks uses the smallest `available_bytes` of all ranks, so that all have equally many pages.
     """
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
@@ -65,10 +65,10 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
 
 
 def profile_max_num_tokens(memory: DeviceMemory, memory_fraction: float, token_bytes: int) -> int:
-    """Tokens whose KV fits beside what is on the device already (the weights), 0 if that is too much.
+    """Return the number of tokens whose KV fits on the device in addition to the weights; 0 if none fits.
 
-    `memory_fraction` of the device is for weights and KV together; the rest stays free for activations. So it is asked
-    after the weights are loaded. REQUIRES: `token_bytes` >= 1, the KV of one token on one rank.
+    `memory_fraction` of the device is for weights and KV together; the rest stays free for activations. REQUIRES: the
+    weights are loaded; `token_bytes`, the KV of one token on one rank, is at least 1.
     """
     reserved_bytes = math.ceil(memory.total_bytes * (1 - memory_fraction))
     return max(0, memory.available_bytes - reserved_bytes) // token_bytes
@@ -77,22 +77,22 @@ def profile_max_num_tokens(memory: DeviceMemory, memory_fraction: float, token_b
 def device_pages(
     config: DeviceConfig, geometry: KVGeometry, device: torch.device, memory: DeviceMemory | None = None
 ) -> int:
-    """Pages of L1 for `device.size`, `device.tokens` or `device.memory_fraction`, the padding page not counted.
+    """Return the pages of L1 for `device.size`, `device.tokens` or `device.memory_fraction`, without the padding page.
 
-    `memory` is what the device has, where the driver of this rank alone does not know (see `cuda_memory`). Raises
-    ConfigError if nothing is given, if the pool would not hold one page, or for a fraction of a device that is not
+    `memory` replaces the driver's numbers of this rank, such as by the minimum of all ranks (see `cuda_memory`). Raises
+    ConfigError if no size is configured, if the pool would not hold one page, or for a fraction of a device that is not
     CUDA; CapacityError if the device is too small.
     """
     fraction = config.memory_fraction
     if fraction is not None and device.type != "cuda":
-        # Host memory would have to be shared with L2, the page cache and every other program.
+        # L2, the page cache and all other programs share host memory.
         raise ConfigError(
-            f"device.memory_fraction: {fraction} of a CUDA device is meant, but the engine runs on {device}; "
-            "give device.size or device.tokens"
+            f"device.memory_fraction: {fraction} needs a CUDA device, but the engine runs on {device}; "
+            "set device.size or device.tokens"
         )
     if memory is None and device.type == "cuda":
         memory = cuda_memory(device)
-    if memory is not None and device.type == "cuda":  # the copies take theirs beside L1
+    if memory is not None and device.type == "cuda":  # staging needs memory too
         memory = replace(memory, available_bytes=max(0, memory.available_bytes - STAGING_BYTES))
     available = available_host_bytes() if memory is None else memory.available_bytes
     if fraction is not None and memory is not None:
@@ -108,7 +108,7 @@ def device_pages(
     elif config.tokens is not None:
         pages = config.tokens // geometry.page_size
     else:
-        raise ConfigError("device: give size, tokens or memory_fraction; the engine did not size L1 by itself")
+        raise ConfigError("device: L1 has no size; set device.size, device.tokens or device.memory_fraction")
     if pages < 1:
         raise ConfigError(
             f"device: smaller than one page of {geometry.page_size} tokens, {format_size(geometry.payload_bytes)}; "
@@ -123,7 +123,10 @@ def device_pages(
 
 
 def host_pages(config: HostConfig, page: PageShape | KVGeometry, l1_pages: int) -> int:
-    """Pages of L2 for `host.size`, `host.tokens` or `host.ratio` (of `l1_pages`). Raises ConfigError for none."""
+    """Return the pages of L2 for `host.size`, `host.tokens` or `host.ratio` (of `l1_pages`).
+
+    Raises ConfigError if that is less than one page.
+    """
     shape = page_shape(page)
     if config.size is not None:
         pages = config.size // frame_bytes(shape.payload_bytes)
@@ -137,13 +140,13 @@ def host_pages(config: HostConfig, page: PageShape | KVGeometry, l1_pages: int) 
 
 
 def host_is_pinned(config: HostConfig, platform: str) -> bool:
-    """Return True if L2 of an engine on `platform` (`cuda`, `cpu`, ...) is pinned, which it is on CUDA alone. Raises
-    ConfigError for a `host.pin` that the platform does not allow."""
+    """Return True if L2 of an engine on `platform` (`cuda`, `cpu`, ...) is pinned, which is so on CUDA only. Raises
+    ConfigError if the platform does not allow the value of `host.pin`."""
     if config.pin == "on" and platform != "cuda":
-        raise ConfigError(f"host.pin: 'on' needs a CUDA device, and the engine runs on {platform}; use auto or off")
+        raise ConfigError(f"host.pin: 'on' needs a CUDA device, but the engine runs on {platform}; use auto or off")
     if config.pin == "off" and platform == "cuda":
         raise ConfigError(
-            "host.pin: 'off' is for machines without a GPU, and the engine runs on cuda; use auto or on: copies of "
+            "host.pin: 'off' is for machines without a GPU, but the engine runs on cuda; use auto or on: copies of "
             "memory that is not pinned block their thread and go through a buffer of the driver"
         )
     return platform == "cuda"

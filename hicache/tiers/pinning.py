@@ -1,7 +1,7 @@
-"""Host memory, pinned for a CUDA device: registered with the driver in chunks, and undone as a whole.
+"""Pin host memory for a CUDA device: register it with the driver in chunks, and unregister all of them together.
 
-One registration of some hundred GiB fails with recent drivers, so a pool is registered in chunks of at most 64 GiB. A
-chunk ends between two frames and two pages of the system: each frame is in one chunk, and a copy never crosses an edge.
+With recent drivers, one registration of some hundred GiB fails, so chunks have at most 64 GiB. A chunk ends at the end
+of a frame and of a system page, so each frame is in one chunk and no copy crosses a boundary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK_BYTES_MAX = 64 << 30
 
 
 def frames_per_chunk(frame_bytes: int, chunk_bytes_max: int = CHUNK_BYTES_MAX) -> int:
-    """Return how many frames are registered in one call; at least one step of whole system pages."""
+    """Return how many frames are registered in one call: at least the fewest that fill whole system pages."""
     step = math.lcm(frame_bytes, mmap.PAGESIZE)
     return max(1, chunk_bytes_max // step) * step // frame_bytes
 
@@ -32,9 +32,9 @@ def frames_per_chunk(frame_bytes: int, chunk_bytes_max: int = CHUNK_BYTES_MAX) -
 def pin(
     driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int, owner: object, mapping: object
 ) -> None:
-    """Register memory chunk by chunk; it is unregistered when `owner` goes, before `mapping` is unmapped.
+    """Register memory chunk by chunk. It is unregistered when `owner` is collected, before `mapping` is unmapped.
 
-    Raises CapacityError if the driver refuses a chunk; the chunks before it are unregistered then.
+    Raises CapacityError if the driver cannot pin a chunk; the earlier chunks are then unregistered.
     """
     chunks = range(address, address + size_bytes, chunk_bytes)
     with contextlib.ExitStack() as undo:
@@ -50,13 +50,13 @@ def pin(
                 ) from error
             undo.callback(_unregister, driver, [chunk])
         undo.pop_all()
-    # The finalizer holds the mapping; a late operation that has a frame keeps the mapping alive beyond that. At the end
-    # of the process the system does all of it, after the copies that may still run.
+    # The finalizer holds the mapping; a late operation with a frame keeps it alive even longer. At process exit the
+    # finalizer does not run: the system releases everything after the copies that may still run.
     weakref.finalize(owner, _unregister, driver, list(chunks), mapping).atexit = False
 
 
 def driver_of(device: torch.device) -> CudaDriver:
-    """Return the driver of a CUDA device. Raises InvalidInput for another device, and where torch sees no CUDA."""
+    """Return the driver of a CUDA device. Raises InvalidInput for another device, or if torch finds no CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         raise InvalidInput(f"host pool: pin: {device} is not a CUDA device that torch sees; leave pin out")
     return CudaDriver(torch.cuda.current_device() if str(device) == "cuda" else device.index)

@@ -1,11 +1,11 @@
-"""DeviceRuntime: what the copy engine of a device with streams needs of it. CUDA has one, a simulator in the tests too.
+"""DeviceRuntime: the interface between the copy engine and a device with streams. CUDA and a test simulator have one.
 
 A stream runs its work in order. An event marks a point in a stream: it is recorded there once, and passes when the work
-before it has ended. To wait for an event that is not recorded yet is a no-op on CUDA, so no caller of this interface
-may do it. Streams and events are opaque handles; events are reused after `release`.
+before it has ended. On CUDA, a wait for an event that is not recorded yet is a no-op, so callers of this interface must
+not do it. Streams and events are opaque handles; events are reused after `release`.
 
-Locking design: every method may be called from any thread. What allocates, queues copies and kernels is called after
-`attach` or inside `current`. The work of one stream is queued by one thread at a time.
+Locking design: every method may be called from any thread. Methods that allocate memory or queue copies and kernels are
+called after `attach` or inside `current`. One thread at a time queues the work of a stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..types import Addresses
 from .copy import Fence
 
-# Bytes that a kernel moves at once, most first. 16 is the widest load of a GPU.
+# Bytes that a kernel moves at once, largest first. 16 is the widest load of a GPU.
 WORDS = (16, 8, 4, 2, 1)
 
 Stream: TypeAlias = Any
@@ -28,7 +28,7 @@ Event: TypeAlias = Any
 
 
 class Memory(NamedTuple):
-    """Memory of the device or pinned memory of the host: it stays allocated as long as `owner` is referenced."""
+    """Memory of the device or pinned memory of the host. It stays allocated while `owner` is referenced."""
 
     address: int
     owner: object
@@ -36,13 +36,13 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A move of rows within the device: row i of `staging` and block `blocks[i]` of each region.
+    """A copy within the device between row i of `staging` and block `blocks[i]` of each region.
 
-    All numbers but the counts are addresses on the device. `staging` is uint8 `[rows, row_bytes]`, `blocks` int64
-    `[rows]`. `regions` is int64 `[n, 4]`: the address of block 0, the bytes from a block to the next, the column of the
-    region in a payload, and the bytes of a block. Regions `first` to `first + count - 1` are moved; `column` is the
-    column of the payload at which a row of staging begins. `longest` is at least the size of the largest block among
-    them, and `word` divides every address, stride, column and size.
+    `staging`, `regions` and `blocks` are device addresses. `staging` is uint8 `[rows, row_bytes]`, `blocks` int64
+    `[rows]`. `regions` is int64 `[n, 4]`, all in bytes: address of block 0, stride between blocks, column of the region
+    in a payload, and size of a block. Regions `first` to `first + count - 1` are copied; `column` is the column of the
+    payload at which a row of staging begins. `longest` is at least the size of their largest block. `word` divides
+    every address, stride, column and size.
     """
 
     staging: int
@@ -58,29 +58,29 @@ class Rows:
 
 
 def word_bytes(values: Iterable[int]) -> int:
-    """Return the largest word size that divides all addresses, strides, columns and lengths of a move, in bytes."""
+    """Return the largest word size, in bytes, that divides all addresses, strides, columns and sizes of a copy."""
     common = math.gcd(*values)
     return next(word for word in WORDS if common % word == 0)
 
 
 class DeviceRuntime(ABC):
-    """See the module's docstring. Methods that reach the device raise TransferError if it refuses."""
+    """See the module's docstring. Methods that call the device raise TransferError if the call fails."""
 
     @abstractmethod
     def attach(self) -> None:
-        """Make the device the current one of the calling thread, for good."""
+        """Make the device the calling thread's current device permanently."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[None]:
-        """Make the device the current one of the calling thread inside the block, and what it was behind it."""
+        """Make the device the calling thread's current device inside the block; restore the previous one after it."""
 
     @abstractmethod
     def stream(self) -> Stream:
-        """Return a new stream, which no other part of the process uses."""
+        """Return a new stream that no other part of the process uses."""
 
     @abstractmethod
     def stream_of(self, stream: object) -> Stream:
-        """Return the handle of an engine's stream. Raises InvalidInput for an object that is not one."""
+        """Return the handle of an engine's stream. Raises InvalidInput if the object is not a stream."""
 
     @abstractmethod
     def require_fence(self, fence: Fence) -> None:
@@ -88,15 +88,15 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def wait_fence(self, stream: Stream, fence: Fence) -> None:
-        """Queue a wait for the latest point at which the engine has recorded `fence`."""
+        """Queue a wait for the point at which the engine recorded `fence` last."""
 
     @abstractmethod
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """Return an event behind the work queued on `stream`; a timed one can be given to `elapsed_s`."""
+        """Record and return an event after the work queued on `stream`. `elapsed_s` takes timed events."""
 
     @abstractmethod
     def release(self, event: Event, *, timed: bool = False) -> None:
-        """Take an event back. Waits that are queued already are not affected. REQUIRES: `timed` as recorded."""
+        """Return an event for reuse. Waits that are queued already are not affected. REQUIRES: `timed` as recorded."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
@@ -116,7 +116,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """Queue copies between pinned host memory and the device, which may run in any order. The arrays can be reused
+        """Queue copies between pinned host memory and the device; they may run in any order. The arrays can be reused
         when the call returns. REQUIRES: on each side, all copies of a call are within one registration."""
 
     @abstractmethod
@@ -125,15 +125,15 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def scatter(self, stream: Stream, rows: Rows, programs: int) -> None:
-        """Queue a copy of staging to blocks. As `gather` otherwise."""
+        """Queue a copy of staging to blocks. Otherwise as `gather`."""
 
     @abstractmethod
     def device_memory(self, size_bytes: int) -> Memory:
-        """Allocate memory of the device; for the start, since it may block. Raises CapacityError."""
+        """Allocate device memory. Call it at start, because it may block. Raises CapacityError."""
 
     @abstractmethod
     def pinned_memory(self, size_bytes: int) -> Memory:
-        """Allocate pinned memory of the host; for the start, since it may block. Raises CapacityError."""
+        """Allocate pinned host memory. Call it at start, because it may block. Raises CapacityError."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """L2 in memory that several processes share: a `HostPool` whose frames are a `SharedMemory`, opened by name.
 
-Locking design: one process, the scheduler's, uses the allocator; the others get page numbers from it. No lock guards
-the bytes of a page: they belong to its holder, as in every host pool.
+Locking design: only the scheduler's process uses the allocator; the other processes get page numbers from it. No lock
+guards the bytes of a page: they belong to its holder, as in every host pool.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .host import HostPool
 
 
 class SharedHostPool(HostPool):
-    """Frames of host memory that several processes have mapped, each at an address of its own. See `open`.
+    """Frames of host memory that several processes have mapped, each at a different address. See `open`.
 
-    `identity` is equal in two processes if, and only if, they share the memory: compare it before the first copy where
-    a process may have been restarted, because the name is free again once all `processes` have opened the pool.
+    `identity` is equal in two processes if and only if they share the memory. Compare it before the first copy if a
+    process may have been restarted, because the name is free again once all `processes` have opened the pool.
     """
 
     def __init__(  # noqa: PLR0913 - what `open` has checked
@@ -39,7 +39,7 @@ class SharedHostPool(HostPool):
         role: Role,
         keep: bool = False,
     ) -> None:
-        """Use `open`, which checks the arguments. `deadline` is on the monotonic clock."""
+        """Call `open` instead, which checks the arguments. `deadline` is on the monotonic clock."""
         self.path = path_of(name)
         self._name = name
         self._processes = processes
@@ -62,19 +62,19 @@ class SharedHostPool(HostPool):
         role: Role = Role.OWNER,
         keep: bool = False,
     ) -> SharedHostPool:
-        """Open the pool `name`, or create it; blocks until it is ready, at most `timeout_s` seconds (and as long as the
-        kernel needs to zero the memory, for the process that creates it).
+        """Open the pool `name`, or create it. Blocks until it is ready, at most `timeout_s` seconds; the process that
+        creates the pool also waits while the kernel zeroes the memory.
 
-        `name` is 1 to 128 letters, digits, dashes and dots; use one per engine, so that a restart takes over what a
-        crash has left. `processes` is how many open it, this one included; None keeps it until `unlink`. `pin` is the
-        CUDA device that copies from and to the pool, in each process that has one. `node` is the NUMA node of the
-        memory (by default that of `pin`, else any), if this process creates it. `role` ALONE refuses a pool that
-        another process has open; so does GUEST, which opens one that a daemon has created for this process. `keep`
-        tells daemons not to remove the memory when its engine has died.
+        `name` is 1 to 128 letters, digits, dashes and dots. Use one name per engine, so that a restart takes over the
+        memory after a crash. `processes` is the number of processes that open the pool, including this one; with None,
+        the name stays until `unlink`. `pin` is the CUDA device that copies from and to the pool, in each process that
+        has one. `node` is the NUMA node of the memory (by default that of `pin`, else any), if this process creates it.
+        `role` ALONE rejects a pool that another process has open; so does GUEST, which opens a pool that a daemon has
+        created for this process. `keep` tells daemons to keep the memory when its engine has died.
 
-        Raises CapacityError if the memory does not fit (then nothing is left of it), SharedMemoryError if the pool has
-        other pages than asked for, is not ready in time, or if the path holds a file that HiCache did not create or
-        that others may open; InvalidInput for arguments out of range.
+        Raises CapacityError if the memory does not fit (it is then removed); SharedMemoryError if the pool has other
+        pages than requested, if it is not ready in time, or if the path is a file that HiCache did not create or that
+        other users may open; InvalidInput for arguments out of range.
         """
         members = 0 if processes is None else whole("shared host pool: processes", processes, 1, PROCESSES_MAX)
         deadline = time.monotonic() + number("shared host pool: timeout_s", timeout_s)
@@ -83,15 +83,15 @@ class SharedHostPool(HostPool):
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Which memory this is: device and inode."""
+        """Device and inode of the memory."""
         return self._shared.identity
 
     def claim(self) -> None:
-        """Be the only process that uses its allocator. Raises SharedMemoryError if another one does."""
+        """Make this process the only user of the allocator. Raises SharedMemoryError if another process uses it."""
         self._shared.claim()
 
     def unlink(self) -> None:
-        """Remove the name, if it still is this pool's. The memory goes when the last process has unmapped it."""
+        """Remove the name if it still belongs to this pool. The last process that unmaps the memory frees it."""
         self._shared.unlink()
 
     def _map(self, pages: int) -> mmap.mmap:
@@ -104,6 +104,6 @@ class SharedHostPool(HostPool):
 
 
 def shape_digest(shape: PageShape) -> bytes:
-    """Return SHA-256 of the tokens and pieces of a page, by which processes tell that they mean the same pages."""
+    """Return SHA-256 of the tokens and pieces of a page. Processes compare it to verify that their pages are equal."""
     pieces = [[piece.name, piece.bytes] for piece in shape.pieces]
     return hashlib.sha256(json.dumps([shape.tokens, pieces]).encode()).digest()

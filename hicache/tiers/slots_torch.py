@@ -1,8 +1,8 @@
-"""Which slot each new token gets, in vectorised PyTorch: for devices without Triton, and what its kernels must equal.
+"""Compute the slot of each new token in vectorised PyTorch: for devices without Triton, and as its reference in tests.
 
-Both functions change nothing but `out`, do not wait for the device, and take int64 tensors on one device (`last_loc`
-may be int32). `hicache.tiers.slots_triton` has the same two; `SlotKernels` in `hicache.tiers.token_allocator` is the
-common interface and says what the arguments are.
+Both functions mutate only `out`, do not wait for the device, and take int64 tensors on one device (`last_loc` may be
+int32). `hicache.tiers.slots_triton` has the same two functions. Their common interface is `SlotKernels` in
+`hicache.tiers.token_allocator`, which describes the arguments.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 def extend_slots(
     requests: torch.Tensor, last_loc: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, page_size: int
 ) -> None:
-    """As `SlotKernels.extend_slots` says.
+    """See `SlotKernels.extend_slots`.
 
-    New tokens form runs of neighbouring slots: one run in the old partial page of each request (empty if there is
-    none), one in each new page. In a run, slot minus place in `out` is constant, so that difference is added where the
-    run begins and taken away where it ends, and a running sum gives all slots. No token costs a division, nothing
-    depends on the order of the runs, and no step is spread over threads, which would wait longer than they work.
+    New tokens form runs of consecutive slots: one run in the old partial page of each request (maybe empty), and one in
+    each new page. In a run, slot minus position in `out` is constant. So this difference is added where the run begins
+    and subtracted where it ends, and a cumulative sum gives all slots. This needs no division per token and does not
+    depend on the order of the runs. No step runs on several threads, which would wait longer than they work.
     """
     prefix_lens, seq_lens, token_starts, page_starts = requests.unbind(1)
     page = torch.arange(len(pages), device=out.device)
@@ -37,11 +37,11 @@ def extend_slots(
 
 
 def _owners(page_starts: torch.Tensor, pages: int) -> torch.Tensor:
-    """Which request each new page belongs to, `[pages]`: the last one that begins there or before."""
+    """Return the request of each new page, `[pages]`: the last request whose pages begin at or before it."""
     begun = page_starts.new_zeros(pages + 1).index_add_(0, page_starts, torch.ones_like(page_starts))
     return torch.cumsum(begun[:-1], 0) - 1
 
 
 def decode_slots(first_slots: torch.Tensor, last_loc: torch.Tensor, out: torch.Tensor) -> None:
-    """As `SlotKernels.decode_slots` says."""
+    """See `SlotKernels.decode_slots`."""
     torch.where(first_slots < 0, last_loc.long() + 1, first_slots, out=out)

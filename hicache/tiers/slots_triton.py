@@ -1,7 +1,7 @@
-"""Which slot each new token gets, as Triton kernels: one launch each, nothing comes back to the host.
+"""Compute the slot of each new token with Triton kernels: one launch each, no data returns to the host.
 
-The same two functions as in `hicache.tiers.slots_torch`, with the same results: the tests compare them through
-Triton's interpreter, which runs these kernels without a GPU.
+The two functions have the same results as those of `hicache.tiers.slots_torch`. The tests compare them in Triton's
+interpreter, which runs these kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-# Tokens that a program handles at a time: 8 for each of the 128 threads that Triton gives it by default.
+# Tokens that a program handles at a time: 8 for each of its 128 threads, Triton's default.
 _BLOCK = 1024
 
 
 @triton.jit
 def _extend_kernel(requests, last_loc, pages, out, page_size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program per request, which goes over the request's new tokens block by block."""
+    """One program per request handles the request's new tokens block by block."""
     row = requests + tl.program_id(0) * 4
     prefix_len = tl.load(row)
     extend_len = tl.load(row + 1) - prefix_len
@@ -34,10 +34,10 @@ def _extend_kernel(requests, last_loc, pages, out, page_size: tl.constexpr, bloc
         tl.store(request_out + token, slot, mask=inside)
 
 
-# Not compiled again for batches of 1 and of multiples of 16, as Triton would.
+# By default Triton would compile again for a count of 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["count"])
 def _decode_kernel(first_slots, last_loc, out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program per `block` requests."""
+    """One program handles `block` requests."""
     request = tl.program_id(0) * block + tl.arange(0, block)
     inside = request < count
     first = tl.load(first_slots + request, mask=inside)
@@ -48,14 +48,14 @@ def _decode_kernel(first_slots, last_loc, out, count, block: tl.constexpr):  # t
 def extend_slots(
     requests: torch.Tensor, last_loc: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, page_size: int
 ) -> None:
-    """As `SlotKernels.extend_slots` says."""
+    """See `SlotKernels.extend_slots`."""
     if len(requests):
         with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
             _extend_kernel[(len(requests),)](requests, last_loc, pages, out, page_size=page_size, block=_BLOCK)
 
 
 def decode_slots(first_slots: torch.Tensor, last_loc: torch.Tensor, out: torch.Tensor) -> None:
-    """As `SlotKernels.decode_slots` says."""
+    """See `SlotKernels.decode_slots`."""
     if len(out):
         with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
             grid = (triton.cdiv(len(out), _BLOCK),)

@@ -1,10 +1,10 @@
-"""Slots for tokens, as engines ask for them, on top of the pages of one pool.
+"""Slots for the tokens of an engine, on top of the pages of one pool.
 
 A slot is a token's row in the layers' buffers: `page * page_size + offset`. The scheduler chooses pages on the host,
-where their free list is; the slots are computed on the device, by the kernels of `SlotKernels`, and nothing here waits
-for the device unless its docstring says so.
+where their free list is. The kernels of `SlotKernels` compute the slots on the device. Nothing here waits for the
+device unless its docstring says so.
 
-Invariant: every slot handed out lies in a page that the `PageSource` counts as used. There is no other state, so the
+Invariant: every allocated slot belongs to a page that the `PageSource` counts as used. There is no other state, so the
 source's `check()` covers it. Owned by the scheduler thread, like the pages.
 """
 
@@ -31,7 +31,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @runtime_checkable
 class PageSource(Protocol):
-    """Where pages come from: a `PageAllocator`, or a cache (`HiRadixCache.page_source`), which evicts to make room."""
+    """The source of pages: a `PageAllocator`, or a cache (`HiRadixCache.page_source`), which evicts to make room."""
 
     @property
     def first(self) -> int:
@@ -39,46 +39,47 @@ class PageSource(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Pages in the pool."""
+        """The number of pages in the pool."""
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be had now."""
+        """The number of pages that can be allocated now."""
 
     def alloc(self, count: int) -> PageIds | None:
-        """`count` pages, or None, changing nothing but what was evicted, if there is no room."""
+        """Return `count` pages, or None if there is no room; evictions that were made remain."""
 
     def free(self, pages: PageIds) -> None:
-        """Take pages back. Raises InvariantError for those that are not in use."""
+        """Free pages. Raises InvariantError if a page is not in use."""
 
     def free_group(self) -> AbstractContextManager[None]:
-        """What is freed inside becomes free at the end of the block."""
+        """Collect all frees inside the block and apply them at its end."""
 
 
 class SlotKernels(Protocol):
-    """From page ids to slots, on the device. All tensors are int64 there (`last_loc` may be int32); mutates `out`."""
+    """Computes slots from page ids on the device. All tensors are int64 on it (`last_loc` may be int32); mutates `out`.
+    """
 
     def extend_slots(
         self, requests: torch.Tensor, last_loc: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, page_size: int
     ) -> None:
         """Write the slots of all new tokens, request by request, into `out`.
 
-        A row of `requests` `[n, 4]` is: tokens before, tokens after, where the request's slots begin in `out`, and
-        where its new pages begin in `pages`. `last_loc` `[n]` is the slot of its last token before.
+        A row of `requests` `[n, 4]` is: tokens before, tokens after, index of the request's first slot in `out`, and
+        index of its first new page in `pages`. `last_loc` `[n]` is the slot of its last token before.
         """
 
     def decode_slots(self, first_slots: torch.Tensor, last_loc: torch.Tensor, out: torch.Tensor) -> None:
-        """Write one slot per request into `out` `[n]`: the one in `first_slots`, or behind `last_loc` if negative."""
+        """Write one slot per request into `out` `[n]`: `first_slots`, or `last_loc + 1` where that is negative."""
 
 
 class PagedTokenToKVPoolAllocator:
-    """What engines use: slots out, slots back. A request fills its last page before it gets another.
+    """Allocates and frees slots for an engine. A request fills its last page before it gets another page.
 
-    A page belongs to one request (or to the tree), so it is freed as a whole, by any of its slots: freeing half of its
-    slots now and the other half later is a double free.
+    A page belongs to one request (or to the tree), so any of its slots frees it as a whole: freeing half of its slots
+    now and the other half later is a double free.
 
-    `debug` finds more mistakes of the caller (see the methods) and waits for the device each time. `kernels` computes
-    the slots; by default what the device has: Triton on CUDA, PyTorch elsewhere.
+    `debug` detects more caller errors (see the methods), but waits for the device each time. `kernels` computes the
+    slots: by default Triton on CUDA, PyTorch elsewhere.
     """
 
     def __init__(
@@ -97,15 +98,15 @@ class PagedTokenToKVPoolAllocator:
 
     @property
     def available_tokens(self) -> int:
-        """Tokens that whole free pages hold. A request's partial last page may take a few more."""
+        """The tokens that fit into free pages. A request's partial last page may hold a few more."""
         return self.pages.free_pages * self.page_size
 
     def free_group(self) -> AbstractContextManager[None]:
-        """What is freed inside becomes free at the end of the block. Raises as `PageAllocator.free_group` does."""
+        """Collect all frees inside the block and apply them at its end. Raises as `PageAllocator.free_group` does."""
         return self.pages.free_group()
 
     def alloc(self, tokens: int) -> torch.Tensor | None:
-        """Slots for `tokens` tokens in whole pages, int64 `[tokens]`, or None if there is no room.
+        """Return slots for `tokens` tokens in whole pages, int64 `[tokens]`, or None if there is no room.
 
         Atomic: None changes nothing. Raises InvalidInput if `tokens` is not a multiple of the page size.
         """
@@ -121,23 +122,23 @@ class PagedTokenToKVPoolAllocator:
     def alloc_extend(
         self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, extend_tokens: int
     ) -> torch.Tensor | None:
-        """Slots for the tokens `prefix_lens[i] .. seq_lens[i]` of each request i, int64 `[extend_tokens]`, one request
-        after the other; or None if there is no room. Atomic: None changes nothing.
+        """Return slots for the tokens `prefix_lens[i] .. seq_lens[i]` of each request i, int64 `[extend_tokens]`,
+        request by request; or None if there is no room. Atomic: None changes nothing.
 
-        A request continues its partial page behind `last_loc[i]`, the slot of its token `prefix_lens[i] - 1`, then
-        fills new pages in the order in which the free list hands them out; the last may stay partial. Where the prefix
-        ends with a page (or is empty), `last_loc[i]` is not looked at.
+        A request continues its partial page after `last_loc[i]`, the slot of its token `prefix_lens[i] - 1`, then fills
+        new pages in the order of the free list; the last page may stay partial. If the prefix ends with a page (or is
+        empty), `last_loc[i]` is ignored.
 
         REQUIRES: lengths are integers in host memory, `[requests]`; `last_loc` is on the device. Raises InvalidInput,
-        and changes nothing, for lengths that contradict each other or `extend_tokens`; with `debug`, InvariantError for
-        a `last_loc` that is not where the prefix ends.
+        and changes nothing, if the lengths contradict each other or `extend_tokens`; with `debug`, InvariantError if a
+        `last_loc` is not the end of the prefix.
         """
         prefix, seq = _lengths(prefix_lens), _lengths(seq_lens)
         if prefix.shape != seq.shape or (prefix > seq).any():
-            raise InvalidInput("alloc_extend: prefix_lens and seq_lens must pair up, and no prefix be the longer one")
+            raise InvalidInput("alloc_extend: seq_lens must match prefix_lens, and be at least as long in each request")
         extend = seq - prefix
         if int(extend.sum()) != whole("alloc_extend: extend_tokens", extend_tokens):
-            raise InvalidInput(f"alloc_extend: the lengths make {int(extend.sum())} tokens, not {extend_tokens}")
+            raise InvalidInput(f"alloc_extend: the lengths give {int(extend.sum())} tokens, not {extend_tokens}")
         last_loc = self._last_loc(last_loc, prefix)
         fresh = -(-seq // self.page_size) - -(-prefix // self.page_size)
         pages = self.pages.alloc(int(fresh.sum()))
@@ -145,7 +146,7 @@ class PagedTokenToKVPoolAllocator:
             return None
         rows = np.stack((prefix, seq, np.cumsum(extend) - extend, np.cumsum(fresh) - fresh), axis=1)
         with self._given_back_on_error(pages):
-            # One upload for both. Rows first: they keep what follows aligned to 16 bytes.
+            # One upload for both. Rows come first, so that the pages after them are aligned to 16 bytes.
             packed = self._to_device(np.concatenate((rows.reshape(-1), pages)))
             requests, new_pages = packed[: rows.size].view(-1, 4), packed[rows.size :]
             out = torch.empty(extend_tokens, dtype=torch.int64, device=self.device)
@@ -153,10 +154,10 @@ class PagedTokenToKVPoolAllocator:
             return out
 
     def alloc_decode(self, seq_lens: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
-        """One slot per request, int64 `[requests]`, for the last of its `seq_lens[i]` tokens; or None if there is no
-        room. Atomic: None changes nothing.
+        """Return one slot per request, int64 `[requests]`, for the last of its `seq_lens[i]` tokens; or None if there
+        is no room. Atomic: None changes nothing.
 
-        The same as `alloc_extend` from `seq_lens - 1`; REQUIRES and Raises as there, and every length is at least 1.
+        Equal to `alloc_extend` from `seq_lens - 1`; REQUIRES and Raises as there, and every length is at least 1.
         """
         position = _lengths(seq_lens) - 1
         if len(position) and int(position.min()) < 0:
@@ -174,11 +175,11 @@ class PagedTokenToKVPoolAllocator:
             return out
 
     def free(self, slots: torch.Tensor) -> None:
-        """Give the pages of `slots` (integers, `[tokens]`, in any order) back.
+        """Free the pages of `slots` (integers, `[tokens]`, in any order).
 
-        Slots in device memory have to be copied to the host, which waits for the device; pass a host tensor where one
-        is at hand. Raises InvariantError, and changes nothing, for a slot whose page is free already; with `debug`, and
-        for pages of one token, also for a slot named twice in one call.
+        Slots on the device must be copied to the host, which waits for the device; pass a host tensor if possible.
+        Raises InvariantError, and changes nothing, if the page of a slot is free already; with `debug`, and for pages
+        of one token, also if a slot is passed twice in one call.
         """
         pages = _integers("slots", slots).cpu().numpy() // self.page_size
         # Checked before the cast to int32, which would wrap around.
@@ -188,13 +189,13 @@ class PagedTokenToKVPoolAllocator:
         if self.page_size > 1:
             if self.debug and len(torch.unique(slots)) != len(slots):
                 raise InvariantError("double free: a slot is named twice in one call")
-            # Slots of a page mostly stand side by side; without those repeats little is left to sort.
+            # Slots of a page are mostly adjacent. Dropping these repeats first leaves little to sort.
             pages = np.unique(pages[np.diff(pages, prepend=-1) != 0])
         self.pages.free(pages)
 
     @contextmanager
     def _given_back_on_error(self, pages: PageIds) -> Iterator[None]:
-        """The device may have no memory for the answer; the pages must not be lost with it."""
+        """Free the pages if the block raises, such as when the device has no memory for the slots."""
         answered = False
         try:
             yield
@@ -207,7 +208,7 @@ class PagedTokenToKVPoolAllocator:
         return upload(values, self.device)
 
     def _last_loc(self, last_loc: torch.Tensor, prefix: Lengths) -> torch.Tensor:
-        """`last_loc` as the kernels want it."""
+        """Return `last_loc` as the kernels need it. Raises as `alloc_extend` does."""
         if _integers("last_loc", last_loc).shape != prefix.shape or last_loc.device.type != self.device.type:
             raise InvalidInput(f"token allocator: last_loc must have a slot per request, on {self.device}")
         if self.debug:
@@ -220,7 +221,7 @@ class PagedTokenToKVPoolAllocator:
 
 
 class TokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
-    """Pages of one token: a slot is a page id, and no request has a partial page, so `alloc` is all it needs."""
+    """An allocator with pages of one token: a slot is a page id. There are no partial pages, so `alloc` suffices."""
 
     def __init__(self, pages: PageSource, device: torch.device | str = "cpu") -> None:
         super().__init__(pages, 1, device)

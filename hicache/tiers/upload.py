@@ -1,10 +1,9 @@
-"""Small host arrays on the device, without a wait: page tables, token ids, descriptions of a batch.
+"""Upload small host arrays to the device without a wait: page tables, token ids, descriptions of a batch.
 
-A copy from pageable memory makes the host wait for everything that is queued on the stream, a load among it, and memory
-that is pinned for one upload has to be allocated each time. So uploads go through a ring of pinned memory that is taken
-once.
+A copy from pageable memory makes the host wait for all work queued on the stream, loads included. Pinned memory per
+upload would have to be allocated each time. So uploads use a ring of pinned memory that is allocated once.
 
-Locking design: each thread has rings of its own, one for each device, so there is no lock.
+Locking design: each thread has its own rings, one per device, so there is no lock.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import torch
 
 from .copy import Fence
 
-# The page table of 128 Ki tokens is half of it. Pinned once for each thread that uploads.
+# Pinned once per thread that uploads. The page table of 128 Ki tokens takes half of it.
 RING_BYTES = 1 << 20
-# Where an upload begins. It also bounds the fences: at most RING_BYTES / ALIGN_BYTES are in flight.
+# Uploads begin at multiples of this, so at most RING_BYTES / ALIGN_BYTES fences are in flight.
 ALIGN_BYTES = 256
 
 
@@ -33,7 +32,7 @@ class UploadStream(Protocol):
         """Queue a copy of `pinned` to the device and return the tensor there. Does not block."""
 
     def record(self, fence: Fence | None) -> Fence:
-        """Return a fence behind the work queued so far: `fence`, which nothing waits for any more, or a new one."""
+        """Record and return a fence after the work queued so far: a new one, or `fence`, which is free for reuse."""
 
 
 class _Part(NamedTuple):
@@ -42,12 +41,12 @@ class _Part(NamedTuple):
 
 
 class UploadRing:
-    """Pinned memory, handed out in order and again once the copy out of it has ended. For one thread.
+    """A ring of pinned memory; a part is reused when the copy from it has ended. For one thread.
 
     Invariant: positions in the ring count up and are taken modulo its size; the parts in flight are in ascending order,
     and the last of them begins less than one size after the first.
 
-    `memory` is uint8, on the host, contiguous, its size a multiple of `ALIGN_BYTES`.
+    `memory` is uint8, on the host, contiguous, and its size is a multiple of `ALIGN_BYTES`.
     """
 
     def __init__(self, memory: torch.Tensor, stream: UploadStream) -> None:
@@ -55,17 +54,17 @@ class UploadRing:
         self._stream = stream
         self._next = 0
         self._in_flight: deque[_Part] = deque()
-        self._fences: list[Fence] = []  # to be recorded again
+        self._fences: list[Fence] = []  # free for reuse
 
     @property
     def in_flight(self) -> int:
-        """Uploads whose memory has not been taken back yet."""
+        """The number of uploads whose memory has not been reclaimed yet."""
         return len(self._in_flight)
 
     def upload(self, values: npt.NDArray[Any]) -> torch.Tensor | None:
-        """Queue a copy of `values` to the device and return the tensor there; None if the ring is smaller than they.
+        """Queue a copy of `values` to the device and return the tensor there; None if `values` exceed the ring.
 
-        Blocks only if the ring is full of uploads that the device has not come to, until the oldest have ended.
+        Blocks only if the ring is full of uploads in flight, until the oldest have ended.
         """
         size = len(self._memory)
         if values.nbytes > size:
@@ -89,7 +88,7 @@ class UploadRing:
 
 
 class _CudaStream:
-    """The stream that is the current one of a CUDA device at each call."""
+    """The current stream of a CUDA device at the time of each call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,12 +111,11 @@ _rings = _Rings()
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return `values` on `device`, of the same shape and dtype, queued on the current stream; on the CPU they share
-    their memory with the tensor.
+    """Return `values` on `device`, of the same shape and dtype. On CUDA the copy is queued on the current stream, and
+    the array can be reused when the call returns; on the CPU the tensor shares the array's memory.
 
-    On CUDA the array can be reused when the call returns. Blocks as `UploadRing.upload` does; an array that is larger
-    than the ring gets pinned memory of its own, whose allocation may wait for the device. REQUIRES: no CUDA graph is
-    being captured; a CUDA device has an index.
+    Blocks as `UploadRing.upload` does; for an array larger than the ring, pinned memory is allocated, which may wait
+    for the device. REQUIRES: no CUDA graph is being captured; a CUDA device has an index.
     """
     if device.type != "cuda":
         return torch.from_numpy(values).to(device, non_blocking=True)
@@ -129,6 +127,6 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _cuda_ring(device: torch.device) -> UploadRing:
-    # A tensor made in inference mode could not be used outside of it.
+    # A tensor created in inference mode could not be used outside of it.
     with torch.cuda.device(device), torch.inference_mode(False):
         return UploadRing(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True), _CudaStream(device))
