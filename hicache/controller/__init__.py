@@ -1,4 +1,4 @@
-"""The controller: queues, supervised workers, and the acks they come back with."""
+"""The controller: queues, supervised workers, and their acks."""
 
 from .controller import PREFETCH_S_MAX, HiCacheController
 from .operations import Acks, Backup, Load, Lookup, Read, Store

@@ -1,22 +1,22 @@
-"""Agreement: from what has ended on this rank (`Progress`) to what has ended on every rank.
+"""Agreement: turns the `Progress` of this rank into the progress that all ranks have made.
 
-All ranks make the same decisions as long as they decide by the same facts. Facts that come from threads, storage and
-clocks differ, so none is acted on directly: each step sends this rank's `Progress` as one vector of integers through a
-MIN all-reduce, and acts on what the one before gave. Every number is made so that the minimum is the safe answer.
+All ranks make the same decisions if they decide by the same facts. Facts from threads, storage and clocks differ
+between ranks, so no rank acts on them directly. Each step sends this rank's `Progress` as one vector of integers
+through a MIN all-reduce, and acts on the previous result. Each number is chosen so that the minimum is the safe value.
 
-    number                           minimum over the ranks means
-    leading copies ended             ended everywhere; copies of a direction end in the order of their launch
-    a store: 0 runs, 1 bad, 2 well   runs somewhere; else bad somewhere; else well everywhere
-    a prefetch: pages                the shorter prefix
-    a prefetch: ended, in time       ended everywhere; its time is over as soon as it is somewhere
-    healthy                          not healthy as soon as one rank says so
-    storage: opened, read, write     not open, or closed in a direction, as long as it is on one rank
-    time, rates                    the earliest time, the smallest measurement
-    counters, each as +x and -x      equal on all ranks, else the ranks have decided differently: RankError
+    number                                 minimum over the ranks means
+    leading copies ended                   ended on all ranks; copies of a direction end in the order of their launch
+    a store: 0 running, 1 failed, 2 stored running on a rank; else failed on a rank; else stored on all ranks
+    a prefetch: pages                      the shorter prefix
+    a prefetch: ended, in time             ended on all ranks; late if it is late on one rank
+    healthy                                not healthy if one rank is not
+    storage: opened, read, write           not open, or closed in a direction, if it is so on one rank
+    time, rates                            the earliest time, the smallest measurement
+    counters, each as +x and -x            equal on all ranks, else the ranks have decided differently: RankError
 
-The vector has fixed places for the oldest operations of each kind. All ranks submit the same operations in the same
-order, so the n-th place means the same operation everywhere, which the counters prove. A result speaks of the
-operations that were in the places when it was started; Agreement remembers them.
+The vector has fixed slots for the oldest operations of each kind. All ranks submit the same operations in the same
+order, so slot n is the same operation on all ranks; the counters verify this. A result belongs to the operations that
+were in the slots at its start, so Agreement keeps them.
 
 Owned by the scheduler thread; no lock.
 """
@@ -39,17 +39,17 @@ from .operations import Lookup, Read, Store
 from .ranks import RankGroup
 from .statistics import RankStatistics
 
-# Stores end nearly in the order of submission, so the oldest few are all that can have ended, but for those of a step.
+# Stores end nearly in the order of submission, so nearly all ended stores are among the oldest.
 STORE_PLACES = 64
-# What must be equal on all ranks, or they have decided differently.
+# Counters that are equal on all ranks, unless the ranks have decided differently.
 COUNTERS = ("writes", "loads", "stores", "prefetches", "free host pages")
-# Backends start no page after the deadline but finish what they read; without this, a request would go on a moment
-# before its last batch of up to a hundred pages arrives.
+# Backends start no page after the deadline but finish the pages in flight. Without this time, a request would proceed
+# just before its last batch of up to a hundred pages arrives.
 PREFETCH_GRACE_S = 0.05
 
 
 class StoreProgress(enum.IntEnum):
-    """Where a store is. Ordered, so that the minimum over the ranks is the state of them all."""
+    """State of a store. Ordered, so that the minimum over the ranks is the state for all ranks."""
 
     RUNNING = 0
     FAILED = 1
@@ -57,17 +57,17 @@ class StoreProgress(enum.IntEnum):
 
 
 class PrefetchProgress(NamedTuple):
-    """Where a lookup or a read is."""
+    """State of a lookup or a read."""
 
     operation: Lookup | Read
     ended: bool
-    pages: int  # found by a lookup that has ended, or read so far
+    pages: int  # found by an ended lookup, or read so far
     in_time: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What has ended and what is possible: on this rank, or on all of them. `rates` are measurements."""
+    """Ended operations and the readiness of storage, on this rank or on all ranks. `rates` are measurements."""
 
     healthy: bool = True
     storage: Readiness = field(default_factory=Readiness)
@@ -80,13 +80,14 @@ class Progress:
 
 
 def prefetch_progress(prefetches: Iterable[Lookup | Read], time_s: float) -> list[PrefetchProgress]:
-    """Where each is on this rank at `time_s`. `ended` is read first: after it the pages do not change."""
+    """Return the state of each prefetch on this rank at `time_s`. Reads `ended` before the pages, because the pages of
+    an ended prefetch do not change."""
     late_s = time_s - PREFETCH_GRACE_S
     return [PrefetchProgress(one, one.ended, one.pages_here, late_s < one.deadline) for one in prefetches]
 
 
 def store_progress(store: Store, *, elsewhere: bool) -> StoreProgress:
-    """Where a store is on this rank; with `elsewhere`, another rank does the work, and this one agrees to its word."""
+    """Return the state of a store on this rank. With `elsewhere`, another rank stores, and its state decides."""
     if elsewhere:
         return StoreProgress.STORED
     if not store.ended:
@@ -95,10 +96,10 @@ def store_progress(store: Store, *, elsewhere: bool) -> StoreProgress:
 
 
 class Agreement:
-    """One exchange of `Progress` per step.
+    """Exchanges `Progress` with the other ranks once per step.
 
-    REQUIRES: the same arguments on all ranks (the length of the vector depends on them), and each rank calls `result`
-    and then `start` once per step. Once something raised RankError, everything does.
+    REQUIRES: the same arguments on all ranks, because the length of the vector depends on them; each rank calls
+    `result` and then `start` once per step. After the first RankError, every call raises RankError.
     """
 
     def __init__(self, group: RankGroup, *, prefetch_places: int, rates: int) -> None:
@@ -110,7 +111,7 @@ class Agreement:
         self._wait = Histogram(STEP_BOUNDS_S)
 
     def start(self, local: Progress, counts: Mapping[str, int]) -> None:
-        """Send this rank's progress. Does not wait. Operations beyond the places are left for later steps.
+        """Send this rank's progress. Does not wait. Operations beyond the slots are left for later steps.
 
         `counts` has the values of `COUNTERS`. Raises RankError.
         """
@@ -130,8 +131,8 @@ class Agreement:
         self._sent = [prefetch.operation for prefetch in prefetches], [store for store, _ in stores]
 
     def result(self) -> Progress:
-        """What all ranks had ended when the last `start` was called; nothing before the first. Waits for the slowest
-        rank, up to the group's deadline. Raises RankError, also if the ranks have gone astray.
+        """Return the progress of all ranks as of the last `start`; an empty one before the first. Waits for the slowest
+        rank, up to the group's deadline. Raises RankError, also if the ranks have decided differently.
         """
         self._require_whole()
         if self._sent is None:
@@ -170,7 +171,7 @@ class Agreement:
         )
 
     def close(self) -> None:
-        """Take no further part."""
+        """Leave the group."""
         self._group.close()
 
     def _require_whole(self) -> None:

@@ -1,26 +1,26 @@
 """HiCacheController: moves pages between the tiers, off the scheduler thread.
 
     queue     operation, its ack      carries            bound; when full
-    write     Backup, acks.written    L1 -> L2 copies    pages lent; no backup now, counted
-    load      Load, acks.loaded       L2 -> L1 copies    pages lent; the request recomputes
+    write     Backup, acks.written    L1 -> L2 copies    pages reserved; no backup now, counted
+    load      Load, acks.loaded       L2 -> L1 copies    pages reserved; the request recomputes
     prefetch  Lookup, acks.found      storage lookups    operations; the caller's queue
     reads     Read, acks.read         L3 -> L2 reads     pages (the caller's share of L2)
     backup    Store, acks.stored      L2 -> L3 writes    a share of L2; the newest store is dropped, counted
-              Touch, acks.lost        uses on L1 and L2  one in flight, behind the stores
+              Touch, acks.lost        uses on L1 and L2  one in flight, after the stores
 
-Copies are merged: all that was submitted to one direction since the last launch becomes one, once per step, and for
-backups also when an eviction waits for them. A backup starts once the fence has passed that was the latest at its
-launch, a load once those have that the last readers of its L1 pages came before, so that it overlaps later forwards.
-Every submitted operation is acknowledged exactly once, by `poll`, or taken back by a `cancel_` call that says so; until
-then its pages are lent to it and must not be freed. After a copy has failed, all later ones are acknowledged as failed.
+Copies are merged: once per step, and for backups also when an eviction waits for them, all copies submitted to one
+direction since the last launch become one. A backup waits for the latest fence at its launch. A load waits for the
+fence after the last reader of its L1 pages, so that it overlaps later forwards. Each submitted operation is
+acknowledged exactly once, by `poll`, or cancelled by a `cancel_` call that returns True. Until then its pages are
+reserved and must not be freed. After a copy has failed, all later copies are acknowledged as failed.
 
-With ranks (see `agreement`), `poll` acknowledges what has ended on every rank, one step later, so that all of them
-decide alike. What is agreed on besides (time, measurements, readiness of storage) is latched once per step.
-`gate` answers whether storage may be used; callers ask it before they submit a lookup or a store.
+With ranks (see `agreement`), `poll` acknowledges operations that have ended on every rank, one step later, so that all
+ranks decide identically. Time, measurements and readiness of storage are also agreed on, and latched once per step.
+`gate` decides whether storage may be used; callers check it before they submit a lookup or a store.
 
 Locking design: the scheduler thread makes every call of this class and owns its counters, so there is no lock. Workers
-reach back through one queue of finished operations (`storage`). The scheduler never blocks here, but in `close`, and
-with ranks in `poll` until the slowest has come as far, bounded by the deadline of the group.
+return finished operations through one queue (`storage`). The scheduler blocks only in `close` and, with ranks, in
+`poll` until the slowest rank has reached the same step, at most until the deadline of the group.
 """
 
 from __future__ import annotations
@@ -57,24 +57,22 @@ from .ranks import RankGroup
 from .statistics import ControllerStatistics, CopyCounter, QueueStatistics
 from .storage import StorageExecutor
 
-# Stores of several ranks cannot give way on L2, so that more of them waiting would cost hits.
+# With several ranks, queued stores cannot be cancelled to free L2, so a larger share would cost hits.
 STORE_HOST_SHARE_OF_RANKS = 0.25
-# No prefetch is worth waiting longer for, whatever its length.
+# A longer wait is not worth it for a prefetch of any length.
 PREFETCH_S_MAX = 60.0
 
 
 class HiCacheController:
     """See the module's docstring. `copies` is None for an engine without our L1, `backend` for one without L3.
 
-    Its bounds are those of `config.transfer` and `config.prefetch.operations_max`. The cache above it follows the same
-    `config`.
+    `config.transfer` and `config.prefetch.operations_max` are its bounds. The cache above uses the same `config`.
 
-    `workers` makes the worker groups and `clock` tells the time (monotonic, seconds); tests give their own. With
-    `ranks`, `rates` is how many measurements are agreed on per step, and one rank of those that share their pages has
-    `stores_pages`.
+    `workers` makes the worker pools; `clock` is monotonic, in seconds. Tests replace both. With `ranks`, `rates` is the
+    number of measurements agreed on per step, and one of the ranks that share their pages has `stores_pages`.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts, and what tests exchange
+    def __init__(  # noqa: PLR0913 - its parts, and the ones that tests replace
         self,
         host: HostPool,
         copies: CopyEngine | None,
@@ -102,8 +100,8 @@ class HiCacheController:
         self._loads: list[Load] = []
         self._launched_backups: deque[Launch[Backup]] = deque()
         self._launched_loads: deque[Launch[Load]] = deque()
-        self._backup_pages = self._load_pages = self.read_pages = self.store_pages = 0  # lent
-        self._prefetches: dict[Lookup | Read, None] = {}  # both in order of submission, for the ranks to agree on them
+        self._backup_pages = self._load_pages = self.read_pages = self.store_pages = 0  # reserved
+        self._prefetches: dict[Lookup | Read, None] = {}  # both in order of submission, so that ranks agree on them
         self._stores: dict[Store, None] = {}
         self._moved: Counter[str] = Counter()
         self._backup_times, self._load_times = CopyCounter(host.payload_bytes), CopyCounter(host.payload_bytes)
@@ -118,47 +116,47 @@ class HiCacheController:
             self._agreement = Agreement(ranks, prefetch_places=config.prefetch.operations_max, rates=rates)
 
     def time_s(self) -> float:
-        """Seconds that never go back. With ranks: those since the start that are over everywhere, as of this step."""
+        """Return monotonic seconds. With ranks: the seconds since start that have passed on all ranks in this step."""
         return self.clock() if self._agreement is None else self._agreed_s
 
     @property
     def has_ranks(self) -> bool:
-        """True if other ranks decide the same in step, so that all must make the same calls."""
+        """True if there are other ranks, which must all make the same calls in each step."""
         return self._agreement is not None
 
     @property
     def backend(self) -> StorageBackend | None:
-        """The backend in use; None without L3, and while another one is being opened."""
+        """The backend in use; None without L3, and while another backend is being opened."""
         storage = self.gate.storage
         return None if storage is None else storage.backend
 
     def replace_backend(self, open_backend: OpenBackend) -> None:
-        """Stop using the backend, if there is one, and have another opened on a thread of its own. Does not block.
+        """Stop using the backend, if any, and open another one on a separate thread. Does not block.
 
-        What is in flight with the old one ends as a miss, or as not stored. Does nothing once closed. REQUIRES: with
-        ranks, all call this in the same step.
+        Operations in flight with the old backend end as a miss, or as not stored. Does nothing after `close`. REQUIRES:
+        with ranks, all call this in the same step.
         """
         if not self.closed:
             self._storage.replace(open_backend)
 
     def detach_backend(self) -> None:
-        """Stop using the backend; it is closed once nothing of it is in flight. As `replace_backend` otherwise."""
+        """Stop using the backend; it is closed when its operations have ended. Otherwise as `replace_backend`."""
         self._storage.replace(None)
 
     # L1 <-> L2
 
     def record_fence(self, fence: Fence) -> None:
-        """Take note of a point in the engine's work. Raises as `CopyEngine.require_fence`."""
+        """Record a point in the engine's work. Raises as `CopyEngine.require_fence`."""
         if self._copies is not None:
             self._copies.require_fence(fence)
         self.fences.add(fence)
 
     def takes_backup(self, pages: int) -> bool:
-        """Whether the write queue takes `pages` more; a refusal is counted."""
+        """Return True if the write queue has room for `pages` more; a rejection is counted."""
         return self._within("write", self._backup_pages + pages <= self.config.transfer.write_pages_max)
 
     def submit_backup(self, device_pages: PageIds, host_pages: PageIds) -> Backup:
-        """Queue a copy to L2; the next `launch_backups` starts it. REQUIRES: `takes_backup` said yes."""
+        """Queue a copy to L2; the next `launch_backups` starts it. REQUIRES: `takes_backup` returned True."""
         backup = Backup(device_pages, host_pages)
         self._backups.append(backup)
         self._submitted["writes"] += 1
@@ -166,8 +164,8 @@ class HiCacheController:
         return backup
 
     def submit_load(self, host_pages: PageIds, device_pages: PageIds, after: int) -> Load:
-        """Queue a copy to L1 behind fence number `after`; the next `launch_loads` starts it. REQUIRES: there is
-        `load_room`."""
+        """Queue a copy to L1 after fence number `after`; the next `launch_loads` starts it. REQUIRES: `load_room`
+        suffices."""
         load = Load(host_pages, device_pages, after)
         self._loads.append(load)
         self._submitted["loads"] += 1
@@ -175,7 +173,7 @@ class HiCacheController:
         return load
 
     def cancel_load(self, load: Load) -> bool:
-        """Take back a load that is queued; there will be no ack. False, changing nothing, if it was started."""
+        """Cancel a queued load, without an ack. Return False, and change nothing, if it was started."""
         if load not in self._loads:
             return False
         self._loads.remove(load)
@@ -184,12 +182,12 @@ class HiCacheController:
 
     @property
     def load_room(self) -> int:
-        """Pages that the load queue takes now."""
+        """The number of pages for which the load queue has room."""
         return self.config.transfer.load_pages_max - self._load_pages
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load is queued or in flight."""
+        """True if a load is queued or in flight."""
         return self._load_pages > 0
 
     def refuse_load(self) -> None:
@@ -197,8 +195,8 @@ class HiCacheController:
         self.refused["load"] += 1
 
     def launch_loads(self) -> Transfer | None:
-        """Start all queued loads as one copy. Return what the forward waits for, layer by layer: all loads in flight,
-        because pages that an earlier one fills, or failed to fill, may have been handed out since. None without any.
+        """Start all queued loads as one copy. Return the transfer that the forward waits for, layer by layer: all loads
+        in flight, because pages of an earlier load may have been allocated again. None if there are no loads.
         """
         if self._loads:
             self._launched_loads.append(self._launch(self._loads))
@@ -234,7 +232,7 @@ class HiCacheController:
     def submit_lookup(
         self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float
     ) -> Lookup:
-        """Ask storage how much of `key` from `start_page` on it has. `timeout_s` bounds a read that follows, too.
+        """Look up how many pages of `key` from `start_page` on storage has. `timeout_s` also bounds a later read.
 
         REQUIRES: the gate is open for reads, and fewer prefetches than `operations_max` are in flight.
         """
@@ -246,8 +244,8 @@ class HiCacheController:
         return lookup
 
     def submit_read(self, found: Lookup, pages: PageIds, skip_pages: int = 0, timeout_s: float | None = None) -> Read:
-        """Read pages that were found, behind the first `skip_pages`, into the L2 pages `pages`; within `timeout_s`, or
-        the time that the lookup has left. REQUIRES: the storage that was asked is in use.
+        """Read found pages, after the first `skip_pages`, into the L2 pages `pages`, within `timeout_s` or the rest of
+        the lookup's time. REQUIRES: the storage of the lookup is in use.
         """
         keys = found.keys[skip_pages : skip_pages + len(pages)]
         deadline = found.deadline if timeout_s is None else self.clock() + min(timeout_s, PREFETCH_S_MAX)
@@ -258,20 +256,22 @@ class HiCacheController:
         return read
 
     def cancel_prefetch(self, operation: Lookup | Read) -> None:
-        """Stop a lookup or read at its next batch. Its ack still comes."""
+        """Stop a lookup or read at its next batch. It is still acknowledged."""
         operation.cancelled = True
 
     def takes_store(self, pages: int) -> bool:
-        """Whether the backup queue takes `pages` more; a refusal is counted. REQUIRES: the gate is open for writes."""
+        """Return True if the backup queue has room for `pages` more; a rejection is counted. REQUIRES: the gate is open
+        for writes."""
         return self._within("backup", self.has_store_room(pages))
 
     def has_store_room(self, pages: int) -> bool:
-        """As `takes_store`, but counts nothing."""
-        # One operation may pass alone, however large: it could never be stored otherwise.
+        """Return what `takes_store` returns, but count nothing."""
+        # A single operation may have any size: otherwise a large one could never be stored.
         return self.store_pages == 0 or self.store_pages + pages <= self._store_pages_max
 
     def submit_store(self, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> Store:
-        """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `takes_store` said yes."""
+        """Store the pages of `chain`; with `begins_prompt` it begins a prompt. REQUIRES: `takes_store` returned True.
+        """
         store = Store(chain, host_pages, begins_prompt, storage=self.gate.enter())
         self._stores[store] = None
         self.store_pages += len(host_pages)
@@ -283,8 +283,8 @@ class HiCacheController:
         return store
 
     def cancel_store(self, store: Store) -> bool:
-        """Take back a store that is queued; there will be no ack. False, changing nothing, if a worker has begun it
-        or it has ended, and always with ranks: they decide alike, and on another one it may have begun.
+        """Cancel a queued store, without an ack. Return False, and change nothing, if a worker has begun it or it has
+        ended, and always with ranks, because it may have begun on another rank.
         """
         if self._agreement is not None or not self._storage.pools[Store].withdraw(store):
             return False
@@ -292,15 +292,15 @@ class HiCacheController:
         return True
 
     def touch(self, runs: Sequence[bytes]) -> bool:
-        """Submit a Touch; False if the one before has not ended. REQUIRES: the gate is open for writes."""
+        """Submit a Touch. Return False if the previous one is in flight. REQUIRES: the gate is open for writes."""
         return self._storage.touch(runs)
 
     # Acks
 
     def poll(self) -> Acks | None:
-        """Everything that ended since the last call, None if nothing did. Looks after the workers too.
+        """Return the operations that ended since the last call, or None. Also supervises the workers.
 
-        Never blocks without ranks. With them it waits for the slowest if that is a step behind, and raises RankError.
+        Never blocks without ranks. With ranks, waits for the slowest if it is a step behind, and raises RankError.
         """
         self._storage.supervise()
         if self._agreement is None:
@@ -337,7 +337,7 @@ class HiCacheController:
         return acks if acks.any else None
 
     def report(self, rates: tuple[int, ...] = ()) -> None:
-        """Last of a step: tell the other ranks what has ended here, and whether this one would use storage now.
+        """End a step: send this rank's progress and readiness of storage to the other ranks.
 
         Does not wait. REQUIRES, with ranks: one `report` after each `poll`, equally many on all. Raises RankError.
         """
@@ -366,7 +366,7 @@ class HiCacheController:
         self._agreement.start(progress, self._submitted)
 
     def _leave_ranks(self) -> None:
-        """From now on this rank acknowledges by itself; for shutdown. What has ended is not lost."""
+        """Make this rank acknowledge its operations alone, for shutdown. Ended operations are not lost."""
         if self._agreement is None:
             return
         self._agreement.close()
@@ -393,7 +393,7 @@ class HiCacheController:
             self._moved["loaded"] += loads.pages * healthy
 
     def _is_healthy(self, transfer: Transfer, acks: Acks) -> bool:
-        """Whether neither a copy that has ended nor one that was acknowledged before it has failed."""
+        """Return True if neither this copy nor an earlier one has failed."""
         if transfer.error is not None and self._fault is None:
             acks.fault = self._fault = transfer.error
         return self._fault is None
@@ -417,7 +417,7 @@ class HiCacheController:
     def _take_store(self, store: Store, progress: StoreProgress, acks: Acks) -> None:
         self._end_store(store)
         self._moved["stored"] += store.stored_pages
-        # What went to a store that is not in use any more is not in the one that is.
+        # Pages written to a retired store are not in the store in use.
         store.stored = progress is StoreProgress.STORED and store.storage is self.gate.storage
         acks.stored.append(store)
 
@@ -435,13 +435,13 @@ class HiCacheController:
 
     @property
     def idle(self) -> bool:
-        """Whether no operation of any kind is queued or in flight."""
+        """True if no operation is queued or in flight."""
         return not (self._backup_pages or self._load_pages or self._prefetches or self.store_pages)
 
     def statistics(self) -> ControllerStatistics:
-        """Depths now and totals since start. May be called from any thread.
+        """Return current depths and totals since start. May be called from any thread.
 
-        Looks at the usage of storage, which may be asked for first: not for the scheduler's every step.
+        May read the usage of storage; do not call it in each step of the scheduler.
         """
         backend, pools = self.backend, self._storage.pools
         return ControllerStatistics(
@@ -475,10 +475,10 @@ class HiCacheController:
         )  # fmt: skip
 
     def close(self, timeout_s: float) -> bool:
-        """Finish the queued copies and stores within `timeout_s`, then end all threads; blocks.
+        """Finish the queued copies and stores within `timeout_s`, then end all threads. Blocks.
 
-        False if something did not end in time: its thread is left behind with the pages it was lent, and each stored
-        object is whole or absent all the same.
+        Return False if something did not end in time: its thread keeps running with its reserved pages. Each stored
+        object is still either whole or absent.
         """
         self.closed = True
         deadline = self.clock() + timeout_s
@@ -492,5 +492,5 @@ class HiCacheController:
 
 
 def _joined(runs: list[PageIds]) -> PageIds:
-    """All pages in order. Nobody writes to a run, so a single one needs no copy."""
+    """Return all pages in order. A single run needs no copy, because runs are never written to."""
     return runs[0] if len(runs) == 1 else np.concatenate(runs)

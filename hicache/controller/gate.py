@@ -1,24 +1,24 @@
-"""StorageGate: which store is in use, and the one owner of the answer to "may storage be used now?".
+"""StorageGate: knows the store in use, and alone decides whether storage may be used now.
 
-A direction is closed while one of these reasons holds, on this rank or on another one:
+A direction is closed while one of these reasons holds on this rank or on another one:
 
     reason                              the direction closes    and opens again
     the wanted store is not open        at once, by `retire`    in the step after `use`
     the service ends                    at once, by `stop`      never
-    the guard lets no calls through     at the next step        when the guard lets calls through
+    the guard passes no calls           at the next step        when the guard passes calls
     a back-off runs after a failure     at the next step        after 0.1 s to 1 s, or after a success
 
-The guard owns the breaker and its probes; the gate asks it once per step. Workers read one value, `OpenStore.until`,
+The guard owns the breaker and its probes; the gate checks it once per step. Workers read one value, `OpenStore.until`,
 which the gate writes.
 
-Opening a store may create directories, sweep an index or connect to a server, and closing one may wait; both happen on
-a supervised worker of their own, which is started when first needed. Until the new store is open there is none, which
-costs hits and nothing else. An attempt that fails is repeated with growing delays.
+Opening a store may create directories, sweep an index or connect to a server; closing one may wait. A separate
+supervised worker, started when first needed, does both. Until the new store is open there is no storage, which only
+costs hits. A failed attempt is repeated with growing delays.
 
-Locking design: the scheduler thread makes every call but `_open` and owns all fields, so there is no lock. The opening
-worker hands back what it has opened through one `SimpleQueue`. A guard that is asked takes a lock of its own and holds
-it for a few instructions. Of an `OpenStore`, the scheduler writes `until`, one reference to a value that never changes,
-whose times only ever get earlier, and `in_flight`; workers set and remove the entries of `broken_chains` one by one.
+Locking design: the scheduler thread makes every call except for `_open` and owns all fields, so there is no lock. The
+opening worker returns opened stores through one `SimpleQueue`. A guard takes its own lock for a few instructions. In an
+`OpenStore`, the scheduler writes `until` and `in_flight`. `until` is one reference to an immutable value, whose times
+only move earlier. Workers set and remove the entries of `broken_chains` one by one.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from ..supervised import SupervisedPool, WorkerFactory
 logger = logging.getLogger(__name__)
 OpenBackend: TypeAlias = Callable[[], StorageBackend]
 
-# A store that is full or hanging should cost one request its time, and not every request: after a failure the direction
-# is closed for this long, twice as long after each further failure. A success ends the back-off. It is short because
-# outages belong to the guard's breaker, which probes: a longer one would keep a store closed that works again.
+# A full or hanging store should delay one request, not every request. After a failure the direction is closed for this
+# long, twice as long after each further failure. A success ends the back-off. It is short because the guard's breaker,
+# which probes, handles outages: a longer back-off would keep a recovered store closed.
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 1.0
 # An attempt to open a store is repeated after 0.1, 0.2, 0.4 ... 30 s.
 REOPEN_S_MIN = 0.1
 REOPEN_S_MAX = 30.0
-# A large store is swept when it is opened. What takes longer hangs, and must not keep the next store from being opened.
+# Opening sweeps a large store. An attempt that takes longer hangs, and must not block opening the next store.
 OPEN_DEADLINE_S = 60.0
-# Of storage that cannot be opened, one line in so long.
+# The log has at most one line per this time about storage that cannot be opened.
 _OPEN_LOG_S = 60.0
 
 # Monotonic seconds: workers start no batch of a direction at or after its time.
@@ -62,33 +62,33 @@ RETIRED: Final[Until] = dict.fromkeys(Direction, -math.inf)
 
 @dataclass(slots=True, eq=False)
 class OpenStore:
-    """A backend that is open, in use or being retired."""
+    """An open backend, in use or being retired."""
 
     backend: StorageBackend
     until: Until
     in_flight: int = 0  # operations that are not acknowledged yet
-    # Last keys of operations that did not store everything, the oldest first. With several backup workers a
-    # continuation may overtake the failure; it is then stored in vain and found once its head is there.
+    # Last keys of operations that did not store all pages, the oldest first. With several backup workers a
+    # continuation may overtake the failure. Then its pages are of no use until its head is stored.
     broken_chains: dict[bytes, None] = field(default_factory=dict)
 
 
 class Readiness(NamedTuple):
-    """Whether storage may be used, on this rank or on all of them."""
+    """Whether storage may be used, on this rank or on all ranks."""
 
-    opened: int = 0  # the number of the last store that was opened
+    opened: int = 0  # number of the last opened store
     read: bool = True
     write: bool = True
 
 
 class StorageGate:
-    """Which store is in use, and whether it may be read and written now. `memory`, where frames will come from, is
-    registered with each store. `workers` makes the pool that opens and closes them; `clock` is monotonic, in seconds.
-    `on_evicted` is told what a store in use evicts, as far as the store tells.
+    """The store in use, and whether it may be read and written now. `memory`, which holds the frames, is registered
+    with each store. `workers` makes the pool that opens and closes stores; `clock` is monotonic, in seconds.
+    `on_evicted` is notified of evictions in the store in use, if the store reports them.
 
-    Invariant: `may(direction)` is True exactly if no reason of the table above held on any rank when the ranks last
-    agreed, and this rank has called neither `retire` nor `stop(direction)` since. `storage` is the open store if
-    `opened == wanted`, else None; its workers read the `until` of this gate. A store is closed once, after its last
-    operation was acknowledged, or never if one does not end.
+    Invariant: `may(direction)` is True if and only if no reason of the table above held on any rank when the ranks last
+    agreed, and this rank has since called neither `retire` nor `stop(direction)`. `storage` is the open store if
+    `opened == wanted`, else None; its workers read the `until` of this gate. A store is closed once, after the ack of
+    its last operation; never if an operation does not end.
 
     REQUIRES: with ranks, all call `replace` in the same step. Then `may` is equal on all ranks until they close.
     """
@@ -104,7 +104,7 @@ class StorageGate:
         self._log = LimitedLog(logger, _OPEN_LOG_S)
         self.storage: OpenStore | None = None
         self.attached = False  # True if a store is open or being opened
-        self.wanted, self.opened = 1, 0  # numbers: of the store that is wanted, and of the last one that was opened
+        self.wanted, self.opened = 1, 0  # numbers of the wanted and of the last opened store
         self._memory = memory
         self._on_evicted = on_evicted
         self._workers = workers
@@ -115,11 +115,11 @@ class StorageGate:
         self._backoffs = {direction: Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX) for direction in Direction}
         self.overrides = Overrides()
         self._retired: list[OpenStore] = []
-        self._opening: OpenBackend | None = None  # opens the wanted store, as long as it is not open
+        self._opening: OpenBackend | None = None  # opens the wanted store; None once it is open
         self._attempt: OpenBackend | None = None  # in flight for the wanted store
         self._retry_at = 0.0
         self._reopen_backoff = Backoff(REOPEN_S_MIN, REOPEN_S_MAX)
-        # How each attempt has ended: the backend, None if it could not be opened.
+        # Result of each attempt: the backend, or None if it could not be opened.
         self._opened: queue.SimpleQueue[tuple[OpenBackend, StorageBackend | None]] = queue.SimpleQueue()
         self._worker: SupervisedPool[Callable[[], None]] | None = None
         self._closed = False
@@ -143,12 +143,12 @@ class StorageGate:
     # Each step
 
     def offer(self) -> Readiness:
-        """Return the answers of this rank alone. Asks the guards; does not block."""
+        """Return the readiness of this rank alone. Checks the guards; does not block."""
         return Readiness(self.opened, self._is_ready(Direction.READ), self._is_ready(Direction.WRITE))
 
     def settle(self, agreed: Readiness | None = None) -> None:
-        """Use `agreed` until the next call, the minimum of the offers of all ranks. None, for a rank alone: its own
-        offer, which is made when it is asked for.
+        """Use `agreed`, the minimum of the offers of all ranks, until the next call. With None, for a single rank, the
+        next `may` makes its own offer.
         """
         self._agreed = agreed
 
@@ -163,37 +163,37 @@ class StorageGate:
     # Reasons
 
     def failed(self, direction: Direction) -> None:
-        """Start a back-off. Does nothing during one: that operation began before it and says nothing new."""
+        """Start a back-off. Does nothing during a back-off, because the failed operation began before it."""
         time_s = self._clock()
         if time_s >= self._closed_until[direction]:
             self._closed_until[direction] = time_s + self._backoffs[direction].next_s()
 
     def succeeded(self, direction: Direction) -> None:
-        """End the back-off; the next one is the shortest again."""
+        """End the back-off. The next one has the shortest length again."""
         self._closed_until[direction] = -math.inf
         self._backoffs[direction].reset()
 
     def override(self, direction: Direction, mode: Override, store: str | None = None) -> None:
         """Switch a direction of this and all later stores on or off, or return it to their breakers. Does not block.
 
-        `store` names one of a composition, None all of them; the last word about a store holds. With ranks, one rank
-        that switches a direction of all off closes it on all.
+        `store` names one store of a composition, None means all stores; the latest call for a store holds. With ranks,
+        a rank that switches a direction off for all its stores closes it on all ranks.
         """
         self.overrides.force(direction, mode, store, () if self.storage is None else (self.storage.backend,))
 
     # Stores
 
     def start(self, backend: StorageBackend) -> None:
-        """Use a backend that is open. REQUIRES: there was none. Raises as `register_memory`.
+        """Use an open backend. REQUIRES: no backend was in use. Raises as `register_memory`.
 
-        It may be used at once: until the ranks have agreed for the first time, all decide by this.
+        It may be used at once: until the first agreement, all ranks decide by this call.
         """
         register_memory(backend, self._memory)
         self.use(backend)
         self.settle(Readiness(self.opened))
 
     def replace(self, open_backend: OpenBackend | None) -> None:
-        """Retire the backend in use, or the wish for one, and have another one opened (None: none). Does not block."""
+        """Retire the backend in use, or cancel its opening, and open another one (None: none). Does not block."""
         retired = self.retire(for_another=open_backend is not None)
         if retired is not None:
             self._retired.append(retired)
@@ -203,8 +203,8 @@ class StorageGate:
         self.advance()
 
     def advance(self) -> None:
-        """Take over what was opened, try again what was not, close what is idle. Cheap if there is nothing to do, and
-        does nothing once closed."""
+        """Take over an opened backend, retry a failed attempt, close idle retired backends. Cheap if nothing is to be
+        done. Does nothing after `close`."""
         if self._closed:
             return
         if self._worker is not None:
@@ -218,9 +218,9 @@ class StorageGate:
             self._submit(store.backend.close)
 
     def close(self, timeout_s: float, *, workers_ended: bool) -> bool:
-        """End the worker, and close all backends unless a worker is still in a call of one; blocks.
+        """End the worker. Close all backends, unless a worker is still in a call of one. Blocks.
 
-        False if something is left behind, or a backend could not be closed.
+        Return False if a thread or a backend remains, or if a backend failed to close.
         """
         self._closed = True
         ended = self._worker is None or self._worker.close(timeout_s)
@@ -234,7 +234,7 @@ class StorageGate:
     def _take_opened(self) -> None:
         for open_backend, backend in self._drain():
             self.open_failures += backend is None
-            if open_backend is not self._opening:  # another one is wanted by now
+            if open_backend is not self._opening:  # another backend is wanted since
                 if backend is not None:
                     self._submit(backend.close)
                 continue
@@ -254,7 +254,7 @@ class StorageGate:
         self._worker.submit(call)
 
     def _open(self, open_backend: OpenBackend) -> None:
-        """Opening worker: a backend that knows the memory its frames will come from."""
+        """Open a backend and register the memory of the frames. On the opening worker."""
         opened = None
         try:
             try:
@@ -274,14 +274,14 @@ class StorageGate:
             self._opened.put((open_backend, opened))
 
     def use(self, backend: StorageBackend) -> None:
-        """Use `backend` as the store that is wanted. REQUIRES: no store is open."""
+        """Use `backend` as the wanted store. REQUIRES: no store is open."""
         self.storage, self.attached, self.opened = OpenStore(backend, self._until), True, self.wanted
         self.overrides.apply(backend)
         if self._on_evicted is not None:
             watch_evictions(backend, self._on_evicted)
 
     def retire(self, *, for_another: bool) -> OpenStore | None:
-        """Stop using the open store, cancel its work and return it. `for_another`: another one is being opened."""
+        """Stop using the open store, cancel its work and return it. `for_another`: another store is being opened."""
         retired, self.storage = self.storage, None
         if retired is not None:
             retired.until = RETIRED
@@ -290,13 +290,13 @@ class StorageGate:
         return retired
 
     def stop(self, direction: Direction, at: float = -math.inf) -> None:
-        """Close `direction` for good. Workers start no batch of it at or after the time `at`. For shutdown."""
+        """Close `direction` permanently, for shutdown. Workers start no batch of it at or after the time `at`."""
         self._until = {**self._until, direction: at}
         if self.storage is not None:
             self.storage.until = self._until
 
     def check(self) -> None:
-        """Raises InvariantError if the invariant does not hold."""
+        """Raise InvariantError if the invariant does not hold."""
         is_open = self.storage is not None
         if is_open is not (self.opened == self.wanted) or (is_open and not self.attached):
             raise InvariantError(f"storage gate: store {self.opened} of {self.wanted} was opened; in use: {is_open}")
@@ -305,7 +305,7 @@ class StorageGate:
 
 
 def _close(backend: StorageBackend) -> bool:
-    """Whether it was closed without trouble; one that was not keeps no other from being closed."""
+    """Close `backend`. Return False, and log, if it fails, so that the caller can close the other backends."""
     try:
         backend.close()
     except BackendError as error:

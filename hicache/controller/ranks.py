@@ -1,18 +1,16 @@
-"""Rank groups: how the ranks of one engine find the minimum of a few integers, once per step.
+"""Rank groups: the ranks of one engine compute the minimum of a few integers, once per step.
 
-The all-reduce is pipelined: a step starts one and the next step takes its result, so that it runs beside the forward
-and usually no rank waits for it. One is in flight at a time, and every rank starts the same ones in the same
-order.
+The all-reduce is pipelined: a step starts one and the next step takes its result. So it runs during the forward, and
+usually no rank waits for it. One is in flight at a time, and all ranks start the same all-reduces in the same order.
 
-A deadline runs from `start`. A peer that died is seen at once (its connection closes), one that stopped or is stuck at
-the deadline; either way a RankError comes out, never a hang. After that the group is broken for good.
+The deadline runs from `start`. A dead peer is detected at once, because its connection closes; a stopped or stuck peer
+at the deadline. Both raise RankError and never hang. After that the group is permanently broken.
 
-Gloo is the right transport on machines with GPUs too: the integers are in host memory before and after, and a second
-NCCL communicator beside the engine's own competes with it for the device. NCCL is for machines whose ranks have no
-other network.
+Use gloo on machines with GPUs too: the integers start and end in host memory, and a second NCCL communicator competes
+with the engine's own for the device. NCCL is for machines whose ranks have no other network.
 
-Locking design: the scheduler thread makes every call. The transport works on threads (or a stream) of its own and
-touches only the buffer of the all-reduce in flight, which is not read before that has ended.
+Locking design: the scheduler thread makes every call. The transport has its own threads (or stream) and touches only
+the buffer of the all-reduce in flight, which is read only after its end.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ from ..tiers.device import known_device
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
-# A device's event cannot be waited for with a time limit, so it is looked at this often.
+# A wait for a device event has no time limit, so the event is polled this often.
 _POLL_S = 50e-6
 
 
 class RankGroup(Protocol):
-    """The ranks that run the same decisions, each on its own shard. All calls on the scheduler thread."""
+    """The ranks that make the same decisions, each on its own shard. All calls are on the scheduler thread."""
 
     @property
     def rank(self) -> int:
@@ -47,40 +45,40 @@ class RankGroup(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def start(self, values: Int64s) -> None:
-        """Begin one MIN all-reduce of `values`, int64 [n], which are copied; returns at once.
+        """Start one MIN all-reduce of `values`, int64 [n], which are copied. Does not block.
 
-        REQUIRES: none is in flight, and n is the same on all ranks. Raises RankError.
+        REQUIRES: no all-reduce is in flight, and n is the same on all ranks. Raises RankError.
         """
 
     def result(self) -> Int64s:
-        """What the started all-reduce gave, int64 [n]. Waits for it up to the deadline. Raises RankError."""
+        """Return the result of the started all-reduce, int64 [n]. Waits for it up to the deadline. Raises RankError."""
 
     def agree(self, values: Int64s) -> Int64s:
-        """`start` and `result` in one; blocks. For start-up. Raises RankError."""
+        """Call `start` and `result`; blocks. For start-up. Raises RankError."""
 
     def close(self) -> None:
-        """Take no further part. Does not block; the others get a RankError once they wait for this rank."""
+        """Leave the group. Does not block. The other ranks get a RankError when they next wait for this rank."""
 
 
 class Reducer(Protocol):
-    """What is used of a torch process group."""
+    """The part of a torch process group that is used here."""
 
     def rank(self) -> int: ...
 
     def size(self) -> int: ...
 
     def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions) -> Any:
-        """Begin an all-reduce in place and return its work handle."""
+        """Start an all-reduce in place and return its work handle."""
 
 
 class TorchRankGroup:
     """A `RankGroup` over a process group of torch: gloo if `device` is the CPU, NCCL if it is a CUDA device.
 
-    The process group may be the engine's own, whatever timeout that has, as long as the scheduler thread alone uses it;
-    one of its own (`torch.distributed.new_group`) is better. It is not destroyed by `close`.
+    The process group may be the engine's own, with any timeout, if only the scheduler thread uses it; a separate one
+    (`torch.distributed.new_group`) is better. `close` does not destroy it.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class TorchRankGroup:
         return self.result()
 
     def close(self) -> None:
-        """See RankGroup. The transport ends what is in flight by itself, at the deadline at the latest."""
+        """See RankGroup. The transport ends an all-reduce in flight, at the deadline at the latest."""
         if self._failure is None:
             self._failure = RankError("the rank group is closed")
 
@@ -153,8 +151,8 @@ def _minimum(timeout: timedelta | None = None) -> dist.AllreduceOptions:
 
 
 class _HostReduction:
-    """All-reduces of host memory. The transport itself ends each by the deadline, so that nothing outlives the group:
-    the wait alone having a limit would leave a thread behind that keeps the process from ending.
+    """All-reduces of host memory. The transport ends each by the deadline. A limit on the wait alone would leave a
+    thread that keeps the process from exiting.
     """
 
     def __init__(self, group: Reducer, deadline_s: float) -> None:
@@ -171,18 +169,18 @@ class _HostReduction:
 
     def result(self, deadline: float) -> Int64s:
         work, self._work = self._work, None
-        # At least a moment: a result that has arrived counts, however late it is asked for.
+        # Never 0: a result that has arrived counts, even after the deadline.
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         result: Int64s = self._tensor.numpy().copy()
         return result
 
 
 class _DeviceReduction:
-    """All-reduces of device memory, on a stream of their own: neither the host nor a stream of the forward waits.
+    """All-reduces of device memory on a separate stream: neither the host nor a stream of the forward waits.
 
-    A communicator that was aborted ends its kernels without a result, so the work is asked for an error before its
-    values count. What is stuck at the deadline stays on the device until the watchdog of the process group ends it, or
-    the process. REQUIRES: TORCH_NCCL_BLOCKING_WAIT is not set; it would make the host wait in `start`.
+    An aborted communicator ends its kernels without a result, so the work is checked for an error before its values
+    count. A kernel that is stuck at the deadline stays on the device until the watchdog of the process group or the end
+    of the process stops it. REQUIRES: TORCH_NCCL_BLOCKING_WAIT is not set; it would make the host wait in `start`.
     """
 
     def __init__(self, group: Reducer, device: torch.device) -> None:
@@ -203,11 +201,12 @@ class _DeviceReduction:
         if len(values) != len(self._tensor):
             self._resize(len(values))
         self._outgoing.numpy()[:] = values
-        # Leaving a stream of another device would set the current one, and so make a context there.
+        # At the end of the block torch sets the previous stream again, which creates a context on its device. So this
+        # device must be the current one.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._tensor.copy_(self._outgoing, non_blocking=True)
             self._work = self._group.allreduce([self._tensor], self._options)
-            self._work.wait()  # queues a wait on this stream; the host goes on
+            self._work.wait()  # queues a wait on this stream; the host continues
             self._incoming.copy_(self._tensor, non_blocking=True)
             self._event.record(self._stream)
 
@@ -224,9 +223,10 @@ class _DeviceReduction:
 
 
 def require_equal(group: RankGroup, what: str, value: str) -> None:
-    """Start-up check that all ranks have the same `value` (a configuration, say); blocks. Raises RankError if not."""
+    """Check at start-up that all ranks have the same `value`, such as a configuration. Blocks. Raises RankError if not.
+    """
     digest = hashlib.sha256(value.encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 2  # room for its negative
+    number = int.from_bytes(digest[:8], "little") >> 2  # fits an int64, and so does its negative
     lowest, highest = group.agree(np.array([number, -number], dtype=np.int64)).tolist()
     if lowest != -highest:
         raise RankError(f"the ranks differ in their {what}; start all of them with the same one")

@@ -13,7 +13,7 @@ from ..histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatist
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """Depth of each queue now and pages lent to unfinished operations. A merged copy counts as one."""
+    """Depth of each queue now, and pages reserved for unfinished operations. A merged copy counts as one."""
 
     write: int
     load: int
@@ -26,21 +26,21 @@ class QueueStatistics:
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """Merged copies of one direction between L1 and L2: how long they took, and how many bytes each moved."""
+    """Merged copies of one direction between L1 and L2: the seconds and the bytes of each."""
 
     seconds: HistogramStatistics
     bytes: HistogramStatistics
 
 
 class CopyCounter:
-    """Counts merged copies of one direction. Belongs to the scheduler's thread."""
+    """Counts merged copies of one direction. Owned by the scheduler thread."""
 
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
         self._seconds, self._bytes = Histogram(BOUNDS_S), Histogram(SIZE_BOUNDS_BYTES)
 
     def add(self, pages: int, seconds: float | None) -> None:
-        """Count a copy that has ended; None if it failed."""
+        """Count an ended copy; `seconds` is None if it failed, which is not counted."""
         if seconds is not None:
             self._seconds.add(seconds)
             self._bytes.add(pages * self._page_bytes)
@@ -52,8 +52,8 @@ class CopyCounter:
 
 @dataclass(frozen=True, slots=True)
 class RankStatistics:
-    """The ranks that decide together. `wait` is how long this one waited for the slowest in each step. `is_lost`: a
-    rank is gone, or they have decided differently, and none of them goes on."""
+    """The ranks that decide together. `wait` is how long this rank waited for the slowest in each step. `is_lost`: a
+    rank is gone, or the ranks have decided differently, and all have stopped."""
 
     rank: int
     size: int
@@ -63,11 +63,11 @@ class RankStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ControllerStatistics:
-    """Totals since start. `refused` counts operations that a bound has refused, by queue.
+    """Totals since start. `refused` counts operations rejected by a bound, by queue.
 
-    `backend` is what storage as a whole counts, `backends` what each of its stores does, `copies` what goes from one of
-    them to another in the background, by part; None and empty without storage. `l1_copies` is by direction
-    (device_to_host, host_to_device), empty where the engine copies. `ranks` is None without ranks.
+    `backend` has the counts of storage as a whole, `backends` of each store, `copies` of the background copies between
+    stores, by part; None and empty without storage. `l1_copies` is by direction (device_to_host, host_to_device), empty
+    if the engine copies. `ranks` is None without ranks.
     """
 
     queues: QueueStatistics
@@ -90,6 +90,6 @@ class ControllerStatistics:
 
     @property
     def usage(self) -> Usage | None:
-        """What all stores hold together; None as long as that of one is not known, and without storage."""
+        """The total usage of all stores; None if the usage of one is unknown, and without storage."""
         usages = [leaf.usage for leaf in self.backends if leaf.usage is not None]
         return Usage.total(usages) if usages and len(usages) == len(self.backends) else None

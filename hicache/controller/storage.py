@@ -1,11 +1,10 @@
-"""StorageExecutor: the threads that look prefixes up in storage, read pages into lent frames, and store pages.
+"""StorageExecutor: the threads that look up prefixes in storage, read pages into reserved frames, and store pages.
 
-A backend is not believed blindly: its answers are checked before they count, because a wrong count would show pages
-that no store has filled.
+The answers of a backend are checked before they count, because a wrong count would expose pages that were never filled.
 
-Locking design: `look_up`, `read` and `store` run on worker threads, several at once. They write the fields of the
-operation that they were given (see `operations`) and `broken_chains` of its store (see `gate`), and reach back through
-one `SimpleQueue` of finished operations. Every other method is called by the scheduler thread.
+Locking design: `look_up`, `read` and `_store_or_touch` run on worker threads, several at once. They write the fields of
+their operation (see `operations`) and `broken_chains` of its store (see `gate`), append to `_lost`, a deque with atomic
+operations, and return finished operations through one `SimpleQueue`. The scheduler thread calls every other method.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ from ..tiers import HostPool
 from .gate import OpenBackend, StorageGate
 from .operations import Lookup, Read, Store, Touch
 
-# Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
+# Interval of the check for dead and stuck workers; a poll in between costs one clock reading.
 SUPERVISE_EVERY_S = 0.1
-# How long after its deadline a call counts as stuck: backends check their deadline between pages.
+# A call counts as stuck this long after its deadline: backends check their deadline between pages.
 STUCK_GRACE_S = 2.0
-# More failed chains than operations fit into the queue of small pages need not be remembered.
+# Enough failed chains: more operations do not fit into a queue of small pages.
 _BROKEN_CHAINS_MAX = 4096
-# Pages of one call that tells of uses: a key is a hundred bytes on its way to a server.
+# Pages of one touch call: a key takes a hundred bytes on its way to a server.
 _TOUCHED_AT_ONCE = 1024
-# Pages that storage has lost and the scheduler has not heard of. Beyond, the oldest are dropped: a touch tells again.
+# Bound of the lost pages that the scheduler has not taken yet. Beyond it the oldest are dropped: a later touch reports
+# them again.
 _LOST_MAX = 65_536
-# Of these the scheduler takes so many in one step, at a microsecond or less each.
+# The scheduler takes at most this many lost pages per step, at a microsecond or less each.
 _LOST_PER_STEP = 64
 
 Operation: TypeAlias = Lookup | Read | Store | Touch
@@ -44,12 +44,12 @@ _Beat: TypeAlias = Callable[[], None]
 
 
 class StorageExecutor:
-    """Started with an open `backend`, or without one: then there are no threads until `replace`, and nothing may be
-    submitted.
+    """Runs operations on storage. Without an open `backend` there are no threads until `replace`, and no operation may
+    be submitted.
 
-    `workers` makes a pool of threads for each kind of operation, `clock` is monotonic, in seconds. With `hears_losses`
-    `lost` says what storage turned out to lack. Registers the memory of `host` with each backend, which may block, here
-    as well. Raises BackendError where no guard counts it instead.
+    `workers` makes a pool of threads for each kind of operation; `clock` is monotonic, in seconds. With `hears_losses`,
+    `lost` returns pages that storage lacks. Registers the memory of `host` with each backend, also in the constructor,
+    which may block. Raises BackendError from a backend without a guard; a guard counts the error instead.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StorageExecutor:
         self.touched_pages = 0
         self._lost: deque[bytes] = deque(maxlen=_LOST_MAX)
         self._hears_losses = hears_losses
-        self._touch: Touch | None = None  # the last one, until it has ended
+        self._touch: Touch | None = None  # the last Touch, until it has ended
         self.gate = StorageGate(host.memory, workers, clock, self._lost.extend if hears_losses else None)
         self._host = host
         self._config = config
@@ -91,13 +91,13 @@ class StorageExecutor:
             )  # fmt: skip
 
     def replace(self, open_backend: OpenBackend | None) -> None:
-        """Have a backend opened in place of the one in use, if there is one; None: only retire that. Does not block."""
+        """Retire the backend in use, if any, and open another one (None: none). Does not block."""
         if not self.pools and open_backend is not None:
             self._start()
         self.gate.replace(open_backend)
 
     def submit(self, operation: Operation) -> None:
-        """Queue an operation for its workers; it comes out of `drain`, unless it is a touch."""
+        """Queue an operation for its workers. `drain` returns it when it has ended, unless it is a touch."""
         self.pools[Store if isinstance(operation, Touch) else type(operation)].submit(operation)
 
     def touch(self, runs: Sequence[bytes]) -> bool:
@@ -109,7 +109,7 @@ class StorageExecutor:
         return True
 
     def supervise(self) -> None:
-        """Replace workers that died or hang, and come on with opening and closing backends. Once per step."""
+        """Replace dead or hung workers, and continue to open and close backends. Call it once per step."""
         if not self.pools:
             return
         time_s = self._clock()
@@ -121,17 +121,17 @@ class StorageExecutor:
 
     @property
     def any_finished(self) -> bool:
-        """Whether an operation has ended, or storage has lost a page, since the last call of `drain` or `lost`."""
+        """True if `drain` or `lost` would return something."""
         return bool(self._lost) or not self._finished.empty()
 
     def lost(self) -> list[bytes]:
-        """Take keys of pages that storage turned out to lack, some of them at a time."""
+        """Remove and return keys of pages that storage lacks, a limited number per call."""
         lost = self._lost
         return [lost.popleft() for _ in range(min(_LOST_PER_STEP, len(lost)))] if lost else []
 
     def drain(self) -> list[Lookup | Read | Store]:
-        """The operations that have ended since the last call, marked as such."""
-        # Only what is there now: workers may add faster than this loop drains.
+        """Return the operations that have ended since the last call, and mark them as ended."""
+        # Take only the current entries: workers may add faster than this loop drains.
         operations: list[Lookup | Read | Store] = []
         for _ in range(self._finished.qsize()):
             operation = self._finished.get_nowait()
@@ -145,11 +145,12 @@ class StorageExecutor:
         return operations
 
     def finish(self, store: Store) -> None:
-        """Have a store that no worker handles here come out of `drain`."""
+        """Let `drain` return a store that no worker handles here."""
         self._finished.put(store)
 
     def close(self, deadline: float) -> bool:
-        """End all threads, each after what it has queued; blocks until `deadline`. False if one is left behind."""
+        """End all threads after their queued operations; blocks at most until `deadline`. Return False if a thread
+        still runs."""
         ended = True
         for pool in self.pools.values():
             ended = pool.close(max(0.0, deadline - self._clock())) and ended
@@ -158,7 +159,7 @@ class StorageExecutor:
     # On the workers
 
     def look_up(self, lookup: Lookup, beat: _Beat) -> None:
-        """Chain the page keys batch by batch and ask for the longest stored prefix."""
+        """Hash the page keys batch by batch and look up the longest stored prefix."""
         storage, page_size, batch = lookup.storage, self._host.shape.tokens, self._config.storage_batch_pages
         pages = lookup.key.pages(page_size)
         prior = lookup.prior if isinstance(lookup.prior, bytes) else lookup.prior.keys()[-1]
@@ -171,13 +172,13 @@ class StorageExecutor:
             lookup.keys += keys
             found = storage.backend.batch_exists(keys, deadline=self._deadline(lookup.deadline))
             if type(found) is not int or not 0 <= found <= len(keys):
-                raise BackendError(f"the backend says that {found!r} of {len(keys)} pages are stored")
+                raise BackendError(f"the backend reports {found!r} of {len(keys)} pages as stored")
             lookup.hit_pages += found
             if found < len(keys):
                 return
 
     def read(self, read: Read, beat: _Beat) -> None:
-        """Read batch by batch, stop at the first page that is not a hit."""
+        """Read batch by batch. Stop at the first page that is not a hit."""
         backend, batch = read.storage.backend, self._config.storage_batch_pages
         for start in range(0, len(read.host_pages), batch):
             if self._is_over(read):
@@ -190,7 +191,7 @@ class StorageExecutor:
             read.seconds += self._clock() - began
             _require_outcomes(outcomes, GetOutcome, len(keys))
             hits = 0
-            # A page counts only if its frame says so too: a backend that filled nothing has not hit.
+            # A hit counts only if the frame contains the page: the backend may not have filled it.
             while hits < len(keys) and outcomes[hits] is GetOutcome.HIT:
                 if not backend.codec.is_sealed(keys[hits], frames[hits]):
                     raise BackendError("the backend reports a hit but has not filled the frame with that page")
@@ -208,7 +209,7 @@ class StorageExecutor:
             self.store(operation, beat)
 
     def tell_uses(self, told: Touch, beat: _Beat) -> None:
-        """Touch batch by batch. Of a run with a page that storage lacks, the pages from there on are lost."""
+        """Touch batch by batch. If storage lacks a page, this page and the rest of its run are lost."""
         storage, runs = told.storage, [split_keys(run) for run in told.runs]
         keys = [key for run in runs for key in run]
         missing: set[bytes] = set()
@@ -229,8 +230,8 @@ class StorageExecutor:
             self._lost.extend(keys)
 
     def store(self, store: Store, beat: _Beat) -> None:
-        """Store batch by batch, head first; a page that could not be stored ends the operation, and with it the
-        operations behind it that continue its chain: no lookup could reach their pages."""
+        """Store batch by batch, head first. A page that cannot be stored ends the operation, and also later operations
+        that continue its chain: no lookup could reach their pages."""
         if self._clock() >= store.storage.until[Direction.WRITE]:
             return
         broken, complete = store.storage.broken_chains, False
@@ -247,7 +248,8 @@ class StorageExecutor:
         store.complete = complete
 
     def _head_is_stored(self, store: Store, beat: _Beat) -> bool:
-        """Ask the backend only where a store of the head has failed here: another engine may have stored it since."""
+        """Return True if the head of the chain is stored. Looks it up only if its store has failed here: another engine
+        may have stored it since."""
         storage = store.storage
         if store.begins_prompt or not storage.broken_chains:
             return True
@@ -283,7 +285,7 @@ class StorageExecutor:
         return prefetch.cancelled or self._clock() >= until_s
 
     def _deadline(self, operation_deadline: float = math.inf) -> float:
-        """Of a call that begins now."""
+        """Return the deadline of a call that begins now."""
         return min(operation_deadline, self._clock() + self._config.storage_deadline)
 
 
