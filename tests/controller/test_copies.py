@@ -24,7 +24,7 @@ def pages(*numbers: int) -> PageIds:
 
 
 class Copies(CpuCopyEngine):
-    """Notes what each copy comes after. A load of host page 0 fails."""
+    """Records the fence of each copy. A load of host page 0 fails."""
 
     def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
         super().__init__(blocks, window)

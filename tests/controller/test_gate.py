@@ -1,4 +1,4 @@
-"""The storage gate: each reason alone closes it, and it opens again when the reason has gone."""
+"""The storage gate: each reason alone closes it, and it opens again when the reason ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Engine:
-    """A scheduler's side with one guarded store; `gate_kind` may ignore a reason, as a control."""
+    """The scheduler's side with one guarded store; a `gate_kind` that ignores a reason is a control."""
 
     def __init__(self, gate_kind: Callable[..., StorageGate] = StorageGate) -> None:
         self.clock = Clock()
@@ -72,7 +72,7 @@ class Engine:
         self.gate.use(cast(StorageBackend, self.guard))
 
     def step(self) -> None:
-        """What a step of a controller without ranks does."""
+        """Do one step of a controller without ranks."""
         self.gate.settle(self.gate.offer())
         self.gate.check()
 
@@ -100,7 +100,7 @@ def engine(gate_kind: Callable[..., StorageGate] = StorageGate) -> Iterator[Engi
     one.guard.close()
 
 
-# Each reason: how it comes, what it closes, how it goes (None: never); and a gate that ignores it.
+# Each reason: its start, the directions it closes, its end (None: never); and a gate that ignores it.
 
 
 class KeepsRetired(StorageGate):
@@ -239,7 +239,7 @@ def test_workers_see_one_value_of_all_this() -> None:
 
 @pytest.mark.parametrize("until", [IN_SERVICE, RETIRED])
 def test_workers_start_nothing_that_the_gate_has_cancelled(until: Until) -> None:
-    """The open store is the control: there they do call the backend."""
+    """The open store is the control: there the workers call the backend."""
     host = HostPool(KVGeometry(layers=1, heads=1, head_dim=2, page_size=4, dtype="float32"), 1)
     with engine() as one:
         executor = StorageExecutor(None, host, TransferConfig(), SupervisedPool, time.monotonic)
@@ -267,7 +267,7 @@ def test_check_finds_a_store_that_workers_would_go_on_using() -> None:
 
 
 def backoff_s(gate: StorageGate, clock: Clock) -> float:
-    """How long the back-off lasts that a failure starts."""
+    """Return the length of the back-off that a failure starts."""
     begin = clock.time_s
     gate.failed(READ)
     while not gate.offer().read:
@@ -305,7 +305,7 @@ def test_a_success_ends_the_backoff_and_makes_the_next_one_short() -> None:
 
 
 class Ranks:
-    """Two engines that agree on nothing but storage."""
+    """Two engines that agree only on storage."""
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines = engines
@@ -346,7 +346,7 @@ def test_a_rank_that_hears_only_itself_stays_open() -> None:
         assert first.open != second.open
 
 
-# Opening another backend: what hangs or fails keeps nothing that is wanted later from being opened
+# Opening another backend: an attempt that hangs or fails does not block a later one
 
 
 class Backend:
@@ -395,7 +395,7 @@ def test_an_opening_that_hangs_does_not_keep_the_next_from_being_opened() -> Non
     assert gate.storage is not None and gate.storage.backend is cast(StorageBackend, wanted)
     assert gate.opened == gate.wanted == 3
     go.set()
-    wait_for(hanging.closed.is_set, gate.advance)  # nobody wants it any more
+    wait_for(hanging.closed.is_set, gate.advance)  # another backend is wanted now
     assert gate.storage.backend is cast(StorageBackend, wanted) and not wanted.closed.is_set()
     assert gate.close(WAIT_S, workers_ended=True) and wanted.closed.is_set() and first.closed.is_set()
 
@@ -410,7 +410,7 @@ def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wante
     def fails() -> StorageBackend:
         raise OSError("not yet")
 
-    gate = gate_of(Backend(), clock=lambda: 0.0)  # time stands still, so nothing is tried twice
+    gate = gate_of(Backend(), clock=lambda: 0.0)  # time stands still, so no attempt is repeated
     gate.replace(fails_late)
     gate.replace(fails)
     wait_for(lambda: gate.open_failures == 1, gate.advance)

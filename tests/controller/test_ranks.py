@@ -1,4 +1,4 @@
-"""Rank groups over real sockets, and what the ranks of an exchange make of each other's progress."""
+"""Rank groups over real sockets, and the progress on which the ranks agree."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_rank_that_takes_no_part_is_an_error_at_the_deadline_and_for_good(size
 
 
 def test_without_a_deadline_of_its_own_a_wait_would_last_as_long_as_the_process_group_allows() -> None:
-    """Negative control: with a long deadline the same wait has not ended when the short one would have."""
+    """Negative control: with a long deadline the same wait is still blocked after the short deadline."""
     first, second = gloo_ranks(2, deadline_s=NEVER_S)
     first.start(vector(1))
     with ThreadPoolExecutor(1) as pool:
@@ -134,7 +134,7 @@ def test_the_device_brings_a_vector_there_and_back() -> None:
 # Agreement
 
 COUNTS = dict.fromkeys(COUNTERS, 1) | {"loads": 2}
-# The agreement looks at no operation's backend.
+# The agreement does not use the backend of an operation.
 NO_STORAGE = cast(OpenStore, None)
 
 
@@ -210,7 +210,7 @@ def test_a_result_speaks_of_the_operations_that_were_there_when_it_was_started()
     ranks, old, new = Ranks(), prefetch(), prefetch()
     for agreement in ranks.agreements:
         agreement.start(Progress(prefetches=[PrefetchProgress(old, True, 1, True)]), COUNTS)
-        assert new is not old  # submitted now; it has the place from the next exchange on
+        assert new is not old  # submitted now; it has the slot from the next exchange on
     for agreement in ranks.agreements:
         assert [progress.operation for progress in agreement.result().prefetches] == [old]
 

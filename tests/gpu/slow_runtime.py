@@ -1,4 +1,4 @@
-"""The runtime of a CUDA device whose streams stall, and which can leave a wait out."""
+"""The runtime of a CUDA device whose streams stall, and which can omit a wait."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hicache.tiers.cuda_runtime import CudaRuntime
 from hicache.tiers.runtime import Rows
 from hicache.types import Addresses
 
-# Some milliseconds of a GPU, which are many times what a copy of these tests takes.
+# Some milliseconds of a GPU, many times the duration of a copy in these tests.
 STALL_CYCLES = 20_000_000
 
 
 class SlowRuntime(CudaRuntime):
-    """`slow` are the numbers of our streams, in the order in which they were made, that stall before each piece of
-    work. `dropped` is a wait that is left out: the number of the stream that waits and what it waits for, a stream's
-    number or "fence"; "engine" waits for layers."""
+    """`slow` are the numbers of our streams, in order of creation, that stall before each piece of work. `dropped` is
+    the omitted wait: the stream that waits and the stream it waits for. The waiting stream is a number, or "engine",
+    which waits for layers; the other is a number or "fence"."""
 
     def __init__(
         self, device: torch.device, *, slow: tuple[int, ...] = (), dropped: tuple[int | str, int | str] | None = None

@@ -2,8 +2,8 @@
 
     make gpu
 
-`tests/tiers/test_streams.py` has the same claims for every interleaving, on a simulated device; here the device is real
-and streams are made slow on purpose.
+`tests/tiers/test_streams.py` tests the same in seeded interleavings, on a simulated device. Here the device is real and
+streams are slowed down.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Rig:
 
 
 def round_trip(rig: Rig) -> list[str]:
-    """Back up what a slow forward writes, overwrite it, and load other pages over what a slow forward still reads; what
-    is wrong, in words."""
+    """Back up pages that a slow forward writes, overwrite them, and load the first content again over pages that a slow
+    forward still reads. Return the errors found, as text."""
     first, second = rig.content(1), rig.content(2)
     torch.cuda.synchronize(rig.device)
     wrong = []
@@ -107,7 +107,7 @@ def round_trip(rig: Rig) -> list[str]:
     assert backup.wait(WAIT_S) and backup.error is None
     if not rig.in_frames(first):
         wrong.append("the backup")
-    # The frames have to be right for what follows, whatever the backup made of them.
+    # The next steps need correct frames, even if the backup was wrong.
     payloads = torch.cat([layer.cpu() for layer in first], dim=1).numpy()
     for page, frame in enumerate(rig.frames.tolist()):
         rig.host.payload(frame)[:] = payloads[page].tobytes()
@@ -122,9 +122,9 @@ def round_trip(rig: Rig) -> list[str]:
         read_after.append(region[1:].clone())
     torch.cuda.synchronize(rig.device)
     if not all(map(torch.equal, read_before, second)):
-        wrong.append("what was read before the load")
+        wrong.append("the read before the load")
     if not all(map(torch.equal, read_after, first)):
-        wrong.append("what was read behind the load")
+        wrong.append("the read after the load")
     assert load.wait(WAIT_S) and load.error is None
     assert load.seconds is not None and backup.seconds is not None
     return wrong
@@ -157,8 +157,8 @@ def test_a_gibibyte_comes_back_as_it_was(path: Path) -> None:
     assert rig.copies.close(WAIT_S)
 
 
-# Our streams are numbered as they are made. Direct: 0 backs up, 1 loads. Staged: 0 gathers, 1 takes to the host, 2
-# brings to the device, 3 scatters.
+# Our streams are numbered in order of creation. Direct: 0 backs up, 1 loads. Staged: 0 gathers, 1 copies to the host, 2
+# copies to the device, 3 scatters.
 @pytest.mark.parametrize(("path", "slow"), [("direct", (0,)), ("direct", (1,)), *(("staged", (n,)) for n in range(4))])
 def test_a_stall_of_any_stream_changes_no_byte(path: Path, slow: tuple[int, ...]) -> None:
     rig = Rig(geometry(16), 40, path, slow=slow)

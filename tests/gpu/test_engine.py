@@ -1,5 +1,5 @@
-"""The reference engine on a CUDA device: tokens do not depend on the tier that KV came from, KV that was zeroed changes
-them, and a step waits for the device once, for its tokens."""
+"""The reference engine on a CUDA device: tokens do not depend on the tier of the KV, zeroed KV changes them, and a step
+waits for the device once, for its tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine(folder: Path, path: str = "auto") -> Engine:
 
 
 def answer(engine: Engine, prompt: list[int]) -> tuple[list[int], tuple[int, int, int]]:
-    """Tokens of one request, and how many of its prompt came from L1, L2 and L3."""
+    """Return the tokens of one request, and how many tokens of its prompt came from L1, L2 and L3."""
     rid = engine.submit(prompt, 16, ignore_eos=True)
     record = drive(engine)[rid]
     assert record.error is None
@@ -78,7 +78,7 @@ def test_zeroed_kv_changes_the_tokens(tmp_path: Path) -> None:
 
 @contextmanager
 def host_waits(mode: str) -> Iterator[None]:
-    """Let torch raise ("error") or not ("default") where the host waits for the device."""
+    """Let torch raise ("error") or not ("default") if the host waits for the device."""
     before = ("default", "warn", "error")[torch.cuda.get_sync_debug_mode()]
     torch.cuda.set_sync_debug_mode(mode)
     try:
@@ -88,7 +88,7 @@ def host_waits(mode: str) -> Iterator[None]:
 
 
 class OneWait:
-    """A model whose output may wait for the device, and counts it. Nothing else may."""
+    """A model of which only the output may wait for the device. Counts these waits."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -114,7 +114,7 @@ class OneWait:
 def test_a_step_waits_for_the_device_where_it_takes_its_tokens_and_nowhere_else(tmp_path: Path, path: str) -> None:
     prompt = random_tokens(1500, seed=3)
     with engine(tmp_path / "store", path) as run:
-        cold, _ = answer(run, prompt)  # what is allocated or compiled once may wait
+        cold, _ = answer(run, prompt)  # first allocations and compilations may wait
         settle(run)
         tiers(run).evict(tiers(run).tree.device_evictable_pages)
         model = OneWait(run.model)

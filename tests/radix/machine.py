@@ -26,12 +26,12 @@ from hicache.types import PageIds
 from tests.radix.oracle import Oracle, Page, Pages
 
 SEEDS_OF_KEYS = (b"", bytes(31) + b"\x01")
-# A victim is cut unless a piece would be too small, so an eviction takes at most this many pages too many.
+# A victim is split unless a piece would be too small, so an eviction frees at most this many pages more than needed.
 EXCESS_PAGES_MAX = 2 * CUT_PAGES_MIN - 1
 
 
 class Reference(NamedTuple):
-    """Somebody who needs `node`, and so all pages of its path."""
+    """A user of `node`, and so of all pages of its path."""
 
     node: Node
     path: list[Page]
@@ -39,7 +39,7 @@ class Reference(NamedTuple):
 
 @dataclass(eq=False)
 class Copy:
-    """A copy to L2 under way; `pages` of the path are the node's own."""
+    """A copy to L2 in flight; `pages` are those of the path that belong to the node."""
 
     of: Reference
     pages: list[Page]
@@ -49,7 +49,7 @@ class Copy:
 
 @dataclass(eq=False)
 class Arrival:
-    """Pages on their way from storage, behind `anchor`."""
+    """Pages in flight from storage, after `anchor`."""
 
     key: RadixKey
     start: int
@@ -59,7 +59,7 @@ class Arrival:
 
 @dataclass
 class Requests:
-    """Who needs what, so that it can be undone."""
+    """The users of nodes, so that each use can be undone."""
 
     locks: list[Reference] = field(default_factory=list)
     holds: list[Reference] = field(default_factory=list)
@@ -69,16 +69,16 @@ class Requests:
 
 
 def image(tree: RadixTree) -> list[object]:
-    """All that the tree keeps of each node, to compare trees before and after a call."""
+    """Return the whole state of each node, to compare trees before and after a call."""
     fields = sorted(set(Node.__slots__) - {"children", "parent", "recent_child", "device_entry", "host_entry"})
     values = ([node.parent and node.parent.id, *(getattr(node, name) for name in fields)] for node in tree.nodes())
     return [[part.tolist() if isinstance(part, np.ndarray) else part for part in node] for node in values]
 
 
 class Machine:
-    """See the module's docstring. Policy, form of keys and length of runs are drawn, unless they are given.
+    """See the module's docstring. Policy, form of keys and length of runs are random, unless they are given.
 
-    `scale` is how much larger pools and prompts are than small ones, which are the fastest to check.
+    `scale` multiplies the size of pools and prompts; small ones are the fastest to check.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Machine:
         self.page_size = page_size
         self.scale = scale
         self.observer = observer
-        self.grown = 0  # nodes that an insertion made longer
+        self.grown = 0  # nodes to which an insertion appended pages
         self.position_bytes = position_bytes or numbers.choice([TOKEN_BYTES, BIGRAM_BYTES, PAGE_KEY_BYTES])
-        self.long = numbers.random() < 0.1  # runs that eviction cuts
+        self.long = numbers.random() < 0.1  # runs that eviction splits
         self.policy = numbers.choice(list(POLICIES))
         self.run_pages_max = RUN_PAGES_MAX if self.long else numbers.choice([4, RUN_PAGES_MAX])
         self.page_tokens = page_tokens = page_size * (2 if self.position_bytes == BIGRAM_BYTES else 1)
@@ -104,7 +104,7 @@ class Machine:
         self.restart()
 
     def restart(self) -> None:
-        """An empty tree and empty pools, with nobody who needs anything."""
+        """Start with an empty tree, empty pools and no users."""
         scale = 6 if self.long else self.scale
         self.tree = RadixTree(
             self.page_size, make_policy(self.policy), run_pages_max=self.run_pages_max,
@@ -116,7 +116,8 @@ class Machine:
         self.who = Requests()
 
     def prompt(self) -> RadixKey:
-        """Few different pages, so that prefixes collide; sometimes with a partial page at the end."""
+        """Return a prompt of few different pages, so that prefixes collide; sometimes with a partial page at the end.
+        """
         pages = self.random.choices(range(3), (6, 3, 1), k=self.random.randint(1, 10 * self.scale))
         if self.long and self.random.random() < 0.8:
             pages = pages[:1] * 40 + pages[:5]
@@ -137,7 +138,7 @@ class Machine:
         return page_keys(key.tokens, self.page_tokens, key.seed)
 
     def path_of(self, node: Node) -> list[Page]:
-        """The oracle's pages from the start of the prompt to the end of `node`."""
+        """Return the oracle's pages from the start of the prompt to the end of `node`."""
         runs: list[bytes] = []
         while node.parent is not None:
             runs.append(node.key)
@@ -156,7 +157,7 @@ class Machine:
         assert (found.host_hit_pages, found.pages) == (len(path) - len(device), len(path))
 
     def peek(self) -> None:
-        """Says what a match would find, and changes nothing at all."""
+        """Check that `peek` returns what a match would find, and changes nothing."""
         key = self.prompt()
         before = image(self.tree)
         seen = self.tree.peek(key)
@@ -191,7 +192,7 @@ class Machine:
                 assert inserted.present_pages == self.oracle.insert(key.seed, pages, ids.tolist(), priority, 0)
                 self.device.free(ids[: inserted.present_pages])
             return
-        # As a request does that shares its pages piece by piece: it has locked what it goes on behind.
+        # As a request that shares its pages in parts: it has locked the earlier pages.
         found = self.tree.match(key)
         start, reference = len(found.device_pages), self._lock(found.device_node)
         if self.device.free_pages >= len(pages) - start:
@@ -203,7 +204,7 @@ class Machine:
             self.unlock()
 
     def _insert(self, key: RadixKey, below: Reference, start: int) -> Reference:
-        """Insert what is behind `below`, whose lock moves to the end of it."""
+        """Insert the pages after `below`, and move its lock to their end."""
         pages = self.pages_of(key)
         ids = self.device.alloc(len(pages) - start)
         assert ids is not None
@@ -232,11 +233,11 @@ class Machine:
             page.device = number
 
     def backup(self) -> None:
-        """Start copying what a path lacks on L2."""
+        """Start copying the pages of a path that are not on L2."""
         self.start_copies(self.tree.match(self.prompt()).device_node, evicts=False)
 
     def start_copies(self, node: Node, *, evicts: bool) -> bool:
-        """Root first, sometimes without what is above; all or none; False if L2 has no room."""
+        """Start copies, root first, sometimes without the ancestors; all or none. Return False if L2 has no room."""
         path: list[Node] = []
         part, alone = node, self.random.random() < 0.3
         while part.parent is not None and not (alone and path):
@@ -259,7 +260,7 @@ class Machine:
         return True
 
     def finish_copy(self) -> None:
-        """A copy has arrived, not always in order; what was to leave L1 for it leaves, if nobody needs it by now."""
+        """End a copy, not always in order. A victim that waited for it leaves L1, unless it is in use again."""
         copies = self.who.copies
         if not copies:
             return
@@ -273,7 +274,7 @@ class Machine:
                 self._left_device(self.tree.leave_device(part))
 
     def prefetch(self) -> None:
-        """Start reading what L2 lacks of a prompt; the anchor is held."""
+        """Start reading the pages of a prompt that are not on L2; the anchor is held."""
         key = self.prompt()
         found = self.tree.match(key)
         missing = len(self.pages_of(key)) - found.pages
@@ -307,7 +308,7 @@ class Machine:
             self.set_stored(node, True)
 
     def lose_page(self) -> None:
-        """Storage turns out to lack the last page of a node, so what is below it is lost with it."""
+        """Report that storage lacks the last page of a node, so the runs below it are lost too."""
         node = self.tree.match(self.prompt()).node
         key = self.tree.last_key(node)
         if not node.stored or key not in self.tree.stored_ends():
@@ -326,7 +327,7 @@ class Machine:
         for page in self.path_of(node)[-self.tree.pages(node) :]:
             page.stored = stored
 
-    # Who needs what
+    # Users
 
     def lock(self) -> None:
         self.who.locks.append(self._lock(self.tree.match(self.prompt()).node))
@@ -402,7 +403,7 @@ class Machine:
         self._left_device(evicted.pages)
 
     def write_back(self, victim: Node) -> Fate:
-        """Any fate that may befall a victim without a copy on L2."""
+        """Return any possible fate of a victim without a copy on L2."""
         assert victim.host is None and victim.lock_ref == 0
         fate = self.random.choice(list(Fate))
         if fate is Fate.WRITING_BACK and self.start_copies(victim, evicts=True):
@@ -437,7 +438,7 @@ class Machine:
     # Comparing
 
     def check(self) -> None:
-        """The tree's own invariants, then each page against the oracle's, then the pools."""
+        """Check the tree's invariants, then each page against the oracle, then the pools."""
         check_tree(self.tree)
         self.device.check()
         self.host.check()
@@ -466,7 +467,7 @@ class Machine:
         assert self.tree.host_pages + lent == self.host.used_pages
 
     def empty(self) -> None:
-        """Undo and end all; then everything can leave."""
+        """Undo all uses and end all operations; then all pages can be evicted."""
         while self.who.copies:
             self.finish_copy()
         while self.who.arrivals:

@@ -1,4 +1,4 @@
-"""A radix tree the slow way: one entry per page and nothing else, so nothing can be split or counted wrongly."""
+"""A slow radix tree with one entry per page and nothing else, so that splits and counts cannot be wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Pages = tuple[bytes, ...]
 
 
 class Page:
-    """One page below its prefix, and all that the tree keeps about it. It exists while it is on a tier."""
+    """One page below its prefix, with the full state that the tree keeps about it. It exists while it is on a tier."""
 
     __slots__ = ("children", "copying", "device", "hits", "holds", "host", "locks", "parent", "pins", "priority",
                  "stored")  # fmt: skip
@@ -24,12 +24,12 @@ class Page:
         self.copying = self.stored = False
 
     def state(self) -> tuple[object, ...]:
-        """All but where it is, in the order of `test_tree_oracle`."""
+        """Return the state except for the location, in the order of `test_tree_oracle`."""
         return (self.hits, self.priority, self.copying, self.stored)
 
     def counts(self) -> tuple[int, ...]:
-        """Of locks, holds and pins that reach to or beyond this page: those that end here, and behind how many of the
-        next pages there are others. What a node that ends here must count."""
+        """Return the counts of locks, holds and pins that a node ending here must have: those that end at this page,
+        plus the number of next pages that have any."""
         below = list(self.children.values())
         behind = [[getattr(page, name) for page in below] for name in ("locks", "holds", "pins")]
         here = (self.locks, self.holds, self.pins)
@@ -37,13 +37,13 @@ class Page:
 
 
 class Oracle:
-    """What is cached under each seed."""
+    """The cached pages under each seed."""
 
     def __init__(self) -> None:
         self.roots: dict[bytes, Page] = {}
 
     def path(self, seed: bytes, pages: Pages) -> list[Page]:
-        """The cached leading pages."""
+        """Return the leading pages that are cached."""
         found: list[Page] = []
         page = self.roots.get(seed)
         for content in pages:
@@ -54,7 +54,7 @@ class Oracle:
         return found
 
     def all(self) -> Iterator[Page]:
-        """Every page."""
+        """Iterate over all pages."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             page = stack.pop()
@@ -62,7 +62,7 @@ class Oracle:
             yield page
 
     def insert(self, seed: bytes, pages: Pages, ids: list[int], priority: int, start: int) -> int:
-        """Add L1 pages behind the first `start`; returns how many were there already."""
+        """Add L1 pages after the first `start`; return how many were on L1 already."""
         present = 0
         known = self.path(seed, pages)
         for page, number in zip(known[start:], ids, strict=False):
@@ -79,7 +79,7 @@ class Oracle:
         return present
 
     def insert_host(self, seed: bytes, pages: Pages, start: int, ids: list[int]) -> list[int]:
-        """Add pages from storage behind the first `start`; the ids of those that are on L2 or on their way there."""
+        """Add pages from storage after the first `start`; return the ids of pages that are on L2 or in flight to it."""
         unused: list[int] = []
         known = self.path(seed, pages)
         before = self.roots.setdefault(seed, Page(None)) if start == 0 else known[start - 1]
@@ -96,7 +96,7 @@ class Oracle:
         return unused
 
     def accept(self, pages: Sequence[Page], ids: list[int]) -> list[int]:
-        """A copy of adjacent pages to L2 has arrived; the ids of those that are there already."""
+        """End a copy of adjacent pages to L2; return the ids of pages that are on L2 already."""
         unused: list[int] = []
         for page, number in zip(pages, ids, strict=True):
             page.copying = False
@@ -107,7 +107,7 @@ class Oracle:
         return unused
 
     def leave_device(self, ids: set[int]) -> list[Page]:
-        """These pages left L1; which they were."""
+        """Remove these page ids from L1; return their pages."""
         left = [page for page in self.all() if page.device in ids]
         for page in left:
             page.device = None
@@ -115,7 +115,7 @@ class Oracle:
         return left
 
     def leave_host(self, ids: set[int]) -> list[Page]:
-        """These pages left L2; which they were."""
+        """Remove these page ids from L2; return their pages."""
         left = [page for page in self.all() if page.host in ids]
         for page in left:
             page.host = None
@@ -123,11 +123,11 @@ class Oracle:
         return left
 
     def _forget(self) -> None:
-        """Remove what is on no tier. Children were listed after their parents, so they go before them."""
+        """Remove pages that are on no tier. Children were listed after their parents, so they are removed first."""
         for page in reversed(list(self.all())):
             if page.device is None and page.host is None:
                 assert not page.children, "a page left although one behind it stays"
-                assert not (page.locks or page.holds or page.pins), "a page left although somebody needs it"
+                assert not (page.locks or page.holds or page.pins), "a page left although it is in use"
                 assert page.parent is not None
                 siblings = page.parent.children
                 del siblings[next(content for content, other in siblings.items() if other is page)]

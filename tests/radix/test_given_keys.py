@@ -1,4 +1,4 @@
-"""A tree of page keys that the engine gives. That it behaves as one of tokens is what the oracle shows."""
+"""A tree of page keys that the engine gives. The oracle tests show that it behaves as a tree of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def given_tree() -> RadixTree:
 
 
 def given(key: RadixKey) -> RadixKey:
-    """The same prompt by its page keys, as an engine that hashes its pages has them."""
+    """Return the same prompt as page keys, as an engine that hashes its pages gives it."""
     return RadixKey.of_hashes(key.page_keys(PAGE_SIZE, key.seed, 0, key.pages(PAGE_SIZE)))
 
 

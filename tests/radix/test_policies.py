@@ -1,4 +1,4 @@
-"""Eviction policies: the order in which things leave, against a search of the whole tree."""
+"""Eviction policies: the order of victims, against a search of the whole tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hicache.radix import POLICIES, Node, RadixTree, check_tree, make_policy, ma
 from hicache.radix.node import may_leave_host
 from tests.seeds import rng, seeds
 
-# The documented meaning of each policy, apart from the code: the smallest leaves first.
+# The documented meaning of each policy, independent of the code: the node with the smallest rank leaves first.
 MEANING: dict[str, Callable[[Node], Any]] = {
     "lru": lambda node: node.last_access,
     "lfu": lambda node: (node.hit_count, node.last_access),
@@ -42,8 +42,8 @@ def insert(t: RadixTree, *tokens: int, page: int, priority: int = 0) -> Node:
 
 
 def first_out(policy: str, **options: int) -> int:
-    """Three runs of one page: 1 is the oldest and used by three requests, 2 has priority 9, 3 is the newest. Their
-    last uses are in the order 2, 3, 1."""
+    """Return the first victim of three runs of one page: 1 is the oldest and used by three requests, 2 has priority 9,
+    3 is the newest. Their last uses are in the order 2, 3, 1."""
     t = tree(policy, **options)
     node = insert(t, 1, page=1)
     insert(t, 2, page=2, priority=9)
@@ -129,7 +129,7 @@ class Walk:
 
     def evict_host(self) -> None:
         ranks = {tuple(n.host): self.meaning(n) for n in self.tree.nodes() if may_leave_host(n)}  # type: ignore[arg-type]
-        if ranks:  # copies of what is on L1 go after these
+        if ranks:  # copies of nodes on L1 are evicted after these
             self.compare(ranks, self.tree.evict_host(1, copy_pages_max=self.tree.host_pages).tolist())
 
     def compare(self, ranks: dict[tuple[int, ...], Any], freed: list[int]) -> None:
@@ -171,7 +171,7 @@ def test_queues_stay_small_however_often_a_node_is_used() -> None:
 
 
 class Biggest:
-    """A policy of one's own: the longest run first."""
+    """A custom policy: the longest run first."""
 
     falls_on_use = False
 

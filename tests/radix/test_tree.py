@@ -1,4 +1,4 @@
-"""What the tree promises, case by case."""
+"""The guarantees of the tree, case by case."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def test_pages_that_a_request_has_counted_count_no_more() -> None:
     t.insert(key, ids(1, 2, 3, 4))
     t.insert(key, ids(1, 2, 3, 4), uses=Uses(2))
     t.use(t.match(key).node, new_pages=2)
-    t.use(t.match(key).node, new_pages=1)  # a part of a run is not counted
+    t.use(t.match(key).node, new_pages=1)  # less than a whole run is not counted
     assert [node.hit_count for node in t.nodes()] == [2, 3]
 
 
 def on_host(t: RadixTree, key: RadixKey, first: int) -> Node:
-    """The node of `key`, whose last run is on both tiers."""
+    """Return the node of `key`, whose last run is on both tiers."""
     node = t.insert(key, np.arange(first, first + len(key) // 2, dtype=np.int32)).node
     t.accept_backup(node, np.arange(first, first + t.pages(node), dtype=np.int32))
     return node
@@ -222,7 +222,7 @@ def test_the_text_of_a_large_tree_is_cut() -> None:
 
 
 def stored_on(t: RadixTree, key: RadixKey, first: int) -> Node:
-    """The run of `key` that the tree lacks, on L2 and stored."""
+    """Add the missing run of `key` on L2 and stored; return its node."""
     node = on_host(t, key, first)
     chain = t.begin_store(node)
     chain.keys()

@@ -21,7 +21,8 @@ STEPS = 1600
 
 
 def step(machine: Machine) -> None:
-    """One operation and all checks. What begins something is about as frequent as what ends it."""
+    """Run one operation and all checks. Operations that begin a use or copy are about as frequent as those that end it.
+    """
     machine.random.choice(
         [
             machine.match, machine.peek, machine.hash_pages, machine.use, machine.insert, machine.insert,
@@ -51,7 +52,7 @@ def test_what_a_request_computes_in_pieces_becomes_one_node_now_and_then() -> No
 
 
 class _ForgetsPriority(RadixTree):
-    """Splits without telling the head how much its run matters."""
+    """Splits without giving the head the priority of its run."""
 
     def split(self, tail: Node, pages: int) -> Node:
         head = super().split(tail, pages)
@@ -70,7 +71,7 @@ class _MixesPages(RadixTree):
 
 
 class _PeekMarks(RadixTree):
-    """Looks and leaves a trace."""
+    """Changes a node in a peek."""
 
     def peek(self, key: RadixKey):  # type: ignore[no-untyped-def]
         self.match(key)
@@ -78,7 +79,7 @@ class _PeekMarks(RadixTree):
 
 
 class _DropsPins(RadixTree):
-    """Evicts what is pinned."""
+    """Evicts pinned nodes."""
 
     def pin(self, node: Node) -> None:
         pass
@@ -88,7 +89,7 @@ class _DropsPins(RadixTree):
 
 
 class _GrowsUnderOthers(RadixTree):
-    """Makes a run longer for one request that another one has locked up to its end."""
+    """Appends pages of one request to a run that another request has locked to its end."""
 
     def insert(self, key: RadixKey, device_pages: PageIds, *, below: Node | None = None, **options: Any) -> Inserted:
         others = [below] * (below.lock_ref - 1) if below is not None else []

@@ -1,4 +1,4 @@
-"""Runs a module of this folder in a process of its own, as Triton's interpreter and its compiler need."""
+"""Runs a module of this folder in a separate process, which Triton's interpreter and compiler need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_child(repository: Path, module: str, *arguments: str, **environ: str) -> str:
-    """What `module` prints. Raises AssertionError with what it wrote to stderr if it fails or warns."""
+    """Return the output of `module`. Raises AssertionError with its stderr if it fails or warns."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-m", f"tests.tiers.{module}", *arguments],
         cwd=repository, env=os.environ | environ, capture_output=True, text=True, timeout=150, check=False,

@@ -1,8 +1,8 @@
-"""Compiles the kernel that copies rows for a GPU, without one, and looks at what the compiler has made of it.
+"""Compiles the kernel that copies rows for a GPU, without a GPU, and checks the compiled code.
 
     TRITON_CACHE_DIR=DIR python -m tests.tiers._compiled_rows
 
-A process of its own, for the reason in `_interpreted_slots`.
+It runs in a separate process, for the reason in `_interpreted_slots`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ NUMBERS = [param.name for param in KERNEL.params if not param.is_constexpr]
 
 
 def signature(numbers: list[int], constants: dict[str, Any]) -> dict[str, str]:
-    """The types with which a launch on a GPU compiles the kernel, or finds that it has; no number is part of it."""
+    """Return the signature under which a launch on a GPU compiles the kernel or finds it compiled: types only, no
+    values."""
     bind = create_function_from_signature(KERNEL.signature, KERNEL.params, make_backend(GPUTarget("cuda", 90, 32)))
     _, types, _ = bind(*numbers, **constants)
     found = dict(zip([param.name for param in KERNEL.params], types, strict=True))
@@ -34,14 +35,14 @@ def signature(numbers: list[int], constants: dict[str, Any]) -> dict[str, str]:
 
 
 def require_wide(word: int, longest: int, *, to_blocks: bool) -> None:
-    """Raises AssertionError unless rows are moved by words of that size, all loads in flight before the first store."""
+    """Raise AssertionError unless rows are moved by words of that size, with all loads before the first store."""
     constants = rows_triton._constants(word, longest, to_blocks=to_blocks)
     types = signature([1] * len(NUMBERS), constants)
     assert types == signature([(1 << 31) - 16] * len(NUMBERS), constants)
     assert {types[name] for name in ("staging", "row_bytes", "regions", "blocks")} == {"i64"}
     ptx = compile_for_gpu(KERNEL, types, constants, num_warps=rows_triton._WARPS)
     accesses = re.findall(r"\b((?:ld|st)\.\w+(?:\.v\d)?\.b\d+)", ptx)
-    words = 4096 // max(1, word // 8) // 256  # of a tile, for each thread
+    words = 4096 // max(1, word // 8) // 256  # words of a tile per thread
     access = {16: "global.v2.b64"}.get(word, f"global.b{8 * word}")
     assert Counter(accesses)["st." + access] == words, accesses
     assert accesses[-2 * words :] == ["ld." + access] * words + ["st." + access] * words, accesses
@@ -49,7 +50,7 @@ def require_wide(word: int, longest: int, *, to_blocks: bool) -> None:
 
 
 def main() -> None:
-    """Both directions with each word: chunks of long rows, many rows at a time, and rows of one word."""
+    """Check both directions with each word: chunks of long rows, many rows at a time, and rows of one word."""
     for to_blocks in (False, True):
         for word in WORDS:
             for longest in (64 * 1152, 656, 16):

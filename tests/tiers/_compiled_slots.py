@@ -1,8 +1,8 @@
-"""Compiles the Triton kernels for a GPU, without one: what the interpreter accepts, the compiler need not.
+"""Compiles the Triton kernels for a GPU, without a GPU: the compiler may reject code that the interpreter accepts.
 
     TRITON_CACHE_DIR=DIR python -m tests.tiers._compiled_slots
 
-A process of its own, for the reason in `_interpreted_slots`.
+It runs in a separate process, for the reason in `_interpreted_slots`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hicache.tiers import slots_triton
 
 
 def compile_for_gpu(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
-    """The kernel as PTX for compute capability 9.0."""
+    """Return the kernel as PTX for compute capability 9.0."""
     source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
     text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     return text
 
 
 def main() -> None:
-    """Both kernels, for both types of `last_loc`."""
+    """Compile both kernels, for both types of `last_loc`."""
     for loc in ("*i64", "*i32"):
         extend = {"requests": "*i64", "last_loc": loc, "pages": "*i64", "out": "*i64"}
         for page_size in (1, 48, 64):

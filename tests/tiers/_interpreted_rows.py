@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python -m tests.tiers._interpreted_rows SEED
 
-A process of its own, for the reason in `_interpreted_slots`. A difference ends it with a traceback.
+It runs in a separate process, for the reason in `_interpreted_slots`. A difference ends it with a traceback.
 """
 
 from __future__ import annotations

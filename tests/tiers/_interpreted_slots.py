@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.tiers._interpreted_slots [SEED]
 
-A process of its own, because Triton decides when a kernel is defined, hence when its module is imported, whether it is
-interpreted or compiled. Without a seed: batches of extreme size. A difference ends it with a traceback.
+It runs in a separate process, because Triton chooses between interpreter and compiler when a kernel's module is
+imported. Without a seed: batches of extreme size. A difference ends it with a traceback.
 """
 
 from __future__ import annotations

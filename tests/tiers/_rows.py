@@ -1,7 +1,7 @@
-"""Copies between blocks and staging rows, byte by byte with memmove: what `hicache.tiers.rows_triton` has to equal.
+"""Copies between blocks and staging rows with memmove: the reference for `hicache.tiers.rows_triton`.
 
-`gather_rows` and `scatter_rows` take the addresses of host memory, so they also stand for a device in the tests of the
-engine that calls them. They refuse arguments that the kernel would take and read or write wrong bytes for.
+`gather_rows` and `scatter_rows` take addresses of host memory, so the tests of the copy engine also use them in place
+of a device. They reject arguments with which the kernel would read or write wrong bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from hicache.tiers.blocks import EngineBlocks
 
-GUARD = 256  # bytes between tensors, which no copy may change
+GUARD = 256  # bytes between tensors that no copy may change
 CAPACITY_BYTES = 4 << 20
 
 
@@ -38,7 +38,7 @@ def move_rows(  # noqa: PLR0913, PLR0917 - the arguments of the kernel
     staging: int, row_bytes: int, regions: int, first: int, count: int, blocks: int, rows: int, *, column: int,
     word: int, programs: int, longest: int, to_blocks: bool,
 ) -> None:  # fmt: skip
-    """As `rows_triton.scatter_rows` says if `to_blocks`, else as its `gather_rows`."""
+    """Copy as `rows_triton.scatter_rows` if `to_blocks`, else as `rows_triton.gather_rows`."""
     assert programs > 0
     table = [_int64(regions + 32 * entry, 4) for entry in range(first, first + count)]
     ids = _int64(blocks, rows)
@@ -55,12 +55,12 @@ def move_rows(  # noqa: PLR0913, PLR0917 - the arguments of the kernel
 
 
 def scatter_rows(*arguments: int, **numbers: int) -> None:
-    """As `rows_triton.scatter_rows`."""
+    """See `rows_triton.scatter_rows`."""
     move_rows(*arguments, **numbers, to_blocks=True)
 
 
 def gather_rows(*arguments: int, **numbers: int) -> None:
-    """As `rows_triton.gather_rows`."""
+    """See `rows_triton.gather_rows`."""
     move_rows(*arguments, **numbers, to_blocks=False)
 
 
@@ -69,35 +69,35 @@ def _int64(address: int, count: int) -> list[int]:
 
 
 class Arena:
-    """One piece of memory for all tensors of a case, so that one comparison sees each byte that was written."""
+    """One piece of memory for all tensors of a case, so that one comparison detects every written byte."""
 
     def __init__(self, begin: int) -> None:
         self.memory = torch.empty(CAPACITY_BYTES, dtype=torch.uint8)
         self._end = begin
 
     def take(self, *shape: int) -> torch.Tensor:
-        """The next bytes as a tensor, `begin` bytes off an aligned address, with a guard before and behind it."""
+        """Return the next bytes as a tensor, `begin` bytes off an aligned address, with a guard before and after it."""
         count = torch.Size(shape).numel()
         begin, self._end = self._end + GUARD, self._end + 2 * GUARD + (count + 15) // 16 * 16
         return self.memory[begin : begin + count].view(shape)
 
     def offset(self, tensor: torch.Tensor) -> int:
-        """Where a tensor from `take`, or a view of it, begins."""
+        """Return the offset of a tensor from `take`, or of a view of it."""
         return tensor.data_ptr() - self.memory.data_ptr()
 
     def filled(self, seed: int) -> torch.Tensor:
-        """All that was taken, as random bytes."""
+        """Return all memory taken so far, as random bytes."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(256, (self._end,), dtype=torch.uint8, generator=generator)
 
 
 def blocks_of(page: int) -> int:
-    """How many blocks an engine has: of one token, more than fit into a tile."""
+    """Return the number of blocks of an engine: with pages of one token, more than fit into a tile."""
     return 70 if page == 1 else 5
 
 
 def _unequal(arena: Arena, page: int) -> EngineBlocks:
-    """Layers of one and two regions of any length; blocks are further apart than they are long."""
+    """Return layers of one and two regions of any length, with gaps between the blocks."""
     pieces = [[4096, 1024], [23], [3001 * page], [page, 16 * page]]
     return EngineBlocks([[arena.take(blocks_of(page), size + 80)[:, :size] for size in layer] for layer in pieces])
 
@@ -121,7 +121,7 @@ def _one_region(token_bytes: int) -> Callable[[Arena, int], EngineBlocks]:
     return lambda arena, page: EngineBlocks([[arena.take(blocks_of(page), page, token_bytes)] for _ in range(3)])
 
 
-# Each makes the blocks of an engine with a number of tokens per block.
+# Each creates the blocks of an engine for a number of tokens per block.
 LAYOUTS: dict[str, Callable[[Arena, int], EngineBlocks]] = {
     "[blocks, 2, block, ...]": _one_region(2 * 4 * 64 * 2),
     "[blocks, 2, block, ...] in fp8": _one_region(2 * 4 * 24),
@@ -138,7 +138,7 @@ PAGES = (1, 16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One call, with offsets into an arena in place of addresses."""
+    """The arguments of one call, with offsets into an arena as addresses."""
 
     staging: int
     row_bytes: int
@@ -151,12 +151,12 @@ class Copy:
 
     @property
     def aligned(self) -> list[int]:
-        """What a word has to divide."""
+        """Return the numbers that a word must divide."""
         used = self.table[self.first : self.first + self.count]
         return [self.staging, self.row_bytes, self.column, *(number for entry in used for number in entry)]
 
     def run(self, move: Callable[..., None], memory: torch.Tensor, word: int, programs: int) -> torch.Tensor:
-        """A copy of `memory` after the call. The table and the ids are beside rows that are none of its business."""
+        """Return a copy of `memory` after the call. The table may have, and the ids have, entries that must not be used."""
         arena = memory.clone()
         begin = arena.data_ptr()
         table = torch.tensor([[begin + entry[0], *entry[1:]] for entry in self.table], device=memory.device)
@@ -169,7 +169,8 @@ class Copy:
 
 
 def random_copy(layout: str, page: int, numbers: random.Random, *, begin: int = 0) -> tuple[Copy, torch.Tensor]:
-    """Some rows of a random run of layers of a random memory, in which all tensors are `begin` bytes off 16."""
+    """Return a copy of some rows of a random run of layers, and its random memory, in which all tensors are `begin`
+    bytes off a multiple of 16."""
     arena = Arena(begin)
     layers = LAYOUTS[layout](arena, page).layers
     table, ends, column = [], [0], 0
@@ -192,7 +193,7 @@ def random_copy(layout: str, page: int, numbers: random.Random, *, begin: int = 
 def require_equal(
     kernels: RowKernels, copy: Copy, memory: torch.Tensor, word: int, programs: int, device: str = "cpu"
 ) -> None:
-    """Raises AssertionError if a call of `kernels` leaves one byte of the memory as `move_rows` would not."""
+    """Raise AssertionError if one byte of the memory differs after `kernels` and after `move_rows`."""
     for move, expected in ((kernels.scatter_rows, scatter_rows), (kernels.gather_rows, gather_rows)):
         moved = copy.run(move, memory.to(device), word, programs)
         wrong = (moved != copy.run(expected, memory, 1, 1)).nonzero()
@@ -200,7 +201,7 @@ def require_equal(
 
 
 def require_round_trip(kernels: RowKernels, copy: Copy, memory: torch.Tensor, word: int, device: str = "cpu") -> None:
-    """Raises AssertionError unless rows that were scattered are gathered again into staging that was overwritten."""
+    """Raise AssertionError unless scattered rows are gathered again into overwritten staging."""
     staged = slice(copy.staging, copy.staging + len(copy.blocks) * copy.row_bytes)
     scattered = copy.run(kernels.scatter_rows, memory.to(device), word, 3)
     scattered[staged] = 0
@@ -209,7 +210,8 @@ def require_round_trip(kernels: RowKernels, copy: Copy, memory: torch.Tensor, wo
 
 
 def cases(numbers: random.Random, words: tuple[int, ...]) -> Iterator[tuple[Copy, torch.Tensor, int]]:
-    """Each layout with each page size, and each word that divides it; memory that is aligned to less than a word."""
+    """Iterate over each layout with each page size, and each word that divides it; also with memory that is aligned to
+    less than a word."""
     for layout in LAYOUTS:
         for page in PAGES:
             for begin in (0, numbers.choice([1, 2, 4, 8])):
@@ -220,7 +222,7 @@ def cases(numbers: random.Random, words: tuple[int, ...]) -> Iterator[tuple[Copy
 
 
 def compare(kernels: RowKernels, seed: int, words: tuple[int, ...], device: str = "cpu") -> None:
-    """All `cases`, with a random number of programs, which may be more than there is work for."""
+    """Compare all `cases`, with a random number of programs, which may exceed the number of tiles."""
     numbers = random.Random(seed)
     seen = set()
     for copy, memory, word in cases(numbers, words):
@@ -232,14 +234,14 @@ def compare(kernels: RowKernels, seed: int, words: tuple[int, ...], device: str 
 
 
 def require_nothing(kernels: RowKernels, device: str = "cpu") -> None:
-    """Raises AssertionError if a copy of no rows writes anything."""
+    """Raise AssertionError if a copy of zero rows writes anything."""
     copy, memory = random_copy("a latent of 1152 bytes", 16, random.Random(0))
     for move in (kernels.scatter_rows, kernels.gather_rows):
         assert replace(copy, blocks=[]).run(move, memory.to(device), 16, 3).equal(memory)
 
 
 def require_far(kernels: RowKernels) -> None:
-    """Raises AssertionError if a copy goes wrong where offsets need more than 32 bits. Uses two sparse files."""
+    """Raise AssertionError if a copy is wrong for offsets of more than 32 bits. Uses two sparse files."""
     far, length = 5 << 30, 2000
     outside, staging = _sparse(far + 4096), _sparse(far + 4096)
     staging[:length], staging[far : far + length] = 1, 2

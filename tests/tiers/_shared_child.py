@@ -1,7 +1,7 @@
-"""A process that opens shared host pools: `python -m tests.tiers._shared_child`, told what to do on its standard input.
+"""A process that opens shared host pools: `python -m tests.tiers._shared_child`. It reads commands from standard input.
 
-A line is a JSON list, a name of `COMMANDS` and its arguments; the answer is a line of JSON, the text of the exception
-if there was one.
+A command is one line, a JSON list of a name of `COMMANDS` and its arguments. The answer is one line of JSON: the
+result, or the text of the exception.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def read(name: str, page: int, count: int) -> str:
 
 
 def drop(name: str) -> None:
-    """Let go of a pool."""
+    """Release a pool."""
     del _POOLS[name]
 
 
 def drop_in_a_fork(name: str) -> int:
-    """Let go of a pool in a forked child. Return its exit status."""
+    """Release a pool in a forked child. Return the child's exit status."""
     child = os.fork()
     if child == 0:
         drop(name)
@@ -55,7 +55,7 @@ def drop_in_a_fork(name: str) -> int:
 
 
 def limit(size_bytes: int, *, stall: bool) -> None:
-    """Bound the files that this process may write. `stall`: a file that grows beyond it stops this process there."""
+    """Limit the size of files that this process writes. `stall`: this process stops when a file exceeds the limit."""
 
     def stop(*_: object) -> None:
         print(json.dumps("stalled"), flush=True)
@@ -67,7 +67,7 @@ def limit(size_bytes: int, *, stall: bool) -> None:
 
 
 def limit_memory(more_bytes: int | None) -> None:
-    """Bound the memory that this process may map, to so much more than it has now; None ends that."""
+    """Limit the memory that this process may map to `more_bytes` above its current use; None removes the limit."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = resource.RLIM_INFINITY if more_bytes is None else pages * resource.getpagesize() + more_bytes
     resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
@@ -96,5 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.alarm(120)  # no process is left, however the test ends
+    signal.alarm(120)  # the process always ends, also if the test fails
     main()

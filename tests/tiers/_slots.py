@@ -1,6 +1,6 @@
-"""Slots of new tokens, token by token in plain Python: what every implementation of `SlotKernels` has to equal.
+"""Slots of new tokens, token by token in plain Python: the reference for every implementation of `SlotKernels`.
 
-Shared by the tests and by `_interpreted_slots`, which runs in a process of its own.
+Shared by the tests and by `_interpreted_slots`, which runs in a separate process.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hicache.tiers import PageAllocator, PagedTokenToKVPoolAllocator
 from hicache.tiers.token_allocator import SlotKernels
 
 PAGE_SIZES = (1, 2, 3, 4, 16, 48, 64, 128, 256)
-# Nothing real is as long; a 32-bit number anywhere on the way would show.
+# Longer than any real prompt, so that an overflow of 32 bits is detected.
 FAR = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one call gets: per request the tokens before and after, and where its prefix ends."""
+    """The arguments of one call: per request the tokens before and after, and the last slot of its prefix."""
 
     page_size: int
     prefix_lens: list[int]
@@ -34,7 +34,8 @@ class Batch:
 
 
 def random_batch(numbers: random.Random, *, decode: bool = False) -> Batch:
-    """Prefixes that are empty, end with a page, end inside one, or are very long; extends from nothing to pages."""
+    """Return prefixes that are empty, end with a page or inside one, or are very long, extended by zero tokens to some
+    pages."""
     size = numbers.choice(PAGE_SIZES)
     longest = numbers.choice([1, size, 3 * size + 1, 1500])
     prefix_lens, seq_lens, last_loc = [], [], []
@@ -48,7 +49,7 @@ def random_batch(numbers: random.Random, *, decode: bool = False) -> Batch:
 
 
 def shuffled_pages(seed: int, capacity: int) -> PageAllocator:
-    """A device pool's free list in an order that only `seed` determines."""
+    """Return a device pool's free list in an order that depends only on `seed`."""
     pages = PageAllocator(capacity, first=1)
     taken = pages.alloc(capacity)
     assert taken is not None
@@ -57,12 +58,12 @@ def shuffled_pages(seed: int, capacity: int) -> PageAllocator:
 
 
 def expected_slots(batch: Batch, pages: PageAllocator) -> list[int]:
-    """Takes its pages one by one, as the tokens need them."""
+    """Return the slots; allocates a page whenever a token needs one."""
     slots = []
     for prefix, seq, slot in zip(batch.prefix_lens, batch.seq_lens, batch.last_loc, strict=True):
         for position in range(prefix, seq):
             if position % batch.page_size:
-                slot += 1  # noqa: PLW2901  the slot before is all there is to know
+                slot += 1  # noqa: PLW2901  the previous slot is the whole state
             else:
                 page = pages.alloc(1)
                 assert page is not None
@@ -75,7 +76,7 @@ def require_equal(
     kernels: SlotKernels, seed: int, batch: Batch, device: str = "cpu", *, decode: bool = False,
     last_loc_dtype: torch.dtype = torch.int64,
 ) -> None:  # fmt: skip
-    """Raises AssertionError if `kernels` give one slot of `batch` that is not the expected one."""
+    """Raise AssertionError if `kernels` return a wrong slot for `batch`."""
     capacity = batch.extend_tokens + 1
     allocator = PagedTokenToKVPoolAllocator(shuffled_pages(seed, capacity), batch.page_size, device, debug=True,
                                             kernels=kernels)  # fmt: skip
@@ -92,7 +93,7 @@ def require_equal(
 
 
 def compare(kernels: SlotKernels, seed: int, cases: int, device: str = "cpu") -> None:
-    """`cases` random batches for extend and as many for decode."""
+    """Compare `cases` random batches for extend, and as many for decode."""
     numbers = random.Random(seed)
     for _ in range(cases):
         require_equal(kernels, seed, random_batch(numbers), device)
@@ -100,7 +101,8 @@ def compare(kernels: SlotKernels, seed: int, cases: int, device: str = "cpu") ->
 
 
 def compare_extremes(kernels: SlotKernels, *, requests: int) -> None:
-    """No requests, many, more tokens than a program handles at a time, and the end of a 32-bit `last_loc`."""
+    """Compare no requests, many requests, more tokens than a program handles at a time, and the largest 32-bit
+    `last_loc`."""
     require_equal(kernels, 0, Batch(16, [], [], []))
     require_equal(kernels, 0, Batch(64, [30, 0], [5000, 2049], [64 * 7 + 29, -1]))
     ends = [16 * page + 4 for page in range(requests)]

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).with_name("fake_cuda.c")
 
 
 def compiler() -> str:
-    """Return the C compiler; skips the test where there is none."""
+    """Return the C compiler; skip the test if it is not installed."""
     found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if found is None:
         pytest.skip("needs a C compiler, for the fake driver library")
@@ -23,7 +23,7 @@ def compiler() -> str:
 
 
 class FakeCuda:
-    """One build of the library. `definitions` are of the preprocessor."""
+    """One build of the library. `definitions` are passed to the preprocessor."""
 
     def __init__(self, folder: Path, *definitions: str) -> None:
         self.path = str(folder / f"libfakecuda{'-'.join(definitions)}.so")
@@ -32,31 +32,31 @@ class FakeCuda:
         self._library = ctypes.CDLL(self.path)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset all state."""
         self._library.fake_reset()
 
     def fail(self, function: str, status: int, *, call: int = 1) -> None:
-        """Have the `call`-th call of a function from now on return `status`."""
+        """Let the `call`-th call of a function from now on return `status`."""
         self._library.fake_fail(function.encode(), call, status)
 
     def limit(self, size_bytes: int) -> None:
-        """Refuse larger registrations."""
+        """Reject larger registrations."""
         self._library.fake_limit(ctypes.c_size_t(size_bytes))
 
     def slow(self, microseconds: int) -> None:
-        """Have each call take so long."""
+        """Let each call take this long."""
         self._library.fake_sleep(microseconds)
 
     def not_ready(self, value: bool) -> None:
-        """Whether events have not passed."""
+        """Set whether events are reported as not passed."""
         self._library.fake_not_ready(int(value))
 
     def without_host_pointers(self) -> None:
-        """The device has addresses of its own for registered host memory."""
+        """Give registered host memory other addresses on the device."""
         self._library.fake_without_host_pointers()
 
     def number(self, name: str) -> int:
-        """What the library counts, or saw last."""
+        """Return a counter, or the last value of an argument, of the library."""
         return int(self._library.fake_number(name.encode()))
 
 
@@ -67,7 +67,7 @@ def built_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
 
 @pytest.fixture
 def fake_cuda(built_fake_cuda: FakeCuda) -> Iterator[FakeCuda]:
-    """A driver of CUDA 12.8 or later, as new."""
+    """A driver of CUDA 12.8 or later, with its state reset."""
     built_fake_cuda.reset()
     yield built_fake_cuda
     built_fake_cuda.reset()

@@ -1,11 +1,11 @@
 """A device whose streams run in seeded, legal interleavings, and threads that take turns by the same seed.
 
-An operation is queued in a stream as the steps it has: each piece of a copy, each row of a kernel. Steps of one stream
-run in order, those of different streams in any order that their events allow. As on CUDA, a wait for an event that is
-not recorded does nothing, and a wait is for the record that was the latest when it was queued.
+An operation is queued in a stream as steps: each piece of a copy, each row of a kernel. Steps of one stream run in
+order; steps of different streams run in any order that their events allow. As on CUDA, a wait for an event that is not
+recorded does nothing, and a wait is for the latest record at the time it was queued.
 
-Threads are real, but one runs at a time: at each call of the runtime the seed says who goes on, and whether the device
-does a few steps. So a run depends on its seed alone.
+Threads are real, but one runs at a time: at each call of the runtime the seed selects the next thread, and whether the
+device does a few steps. So a run depends only on its seed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from hicache.tiers.runtime import DeviceRuntime, Memory, Rows
 from hicache.types import Addresses
 
 BLOCKS_MAX = 1000  # memory that is not written yet holds larger numbers
-STUCK_AFTER = 200_000  # turns in which nothing changes for who waits
+STUCK_AFTER = 200_000  # turns without progress for a waiting thread
 
 
 class Finding(BaseException):
-    """What a simulation has found. Not an Exception: a copy thread must not take it for a failed copy."""
+    """An error that a simulation has found. Not an Exception: a copy thread must not treat it as a failed copy."""
 
 
 @dataclass(eq=False)
 class SimulatedStream:
-    """Steps in order. `name` says whose it is."""
+    """Steps in order. `name` identifies the owner."""
 
     name: str
     steps: deque[Callable[[], bool]] = field(default_factory=deque)  # each returns False if it cannot run yet
@@ -48,7 +48,7 @@ class SimulatedStream:
 
 @dataclass(eq=False)
 class SimulatedEvent:
-    """`recorded` counts, `passed` has the numbers of the records that the device has passed. A `Fence` as well."""
+    """`recorded` counts records, `passed` has the numbers of the records that the device has passed. Also a `Fence`."""
 
     turns: Turns
     stream: SimulatedStream | None = None
@@ -64,21 +64,21 @@ class SimulatedEvent:
 
 
 class Turns:
-    """Who runs: the threads of a simulation, one at a time, and the device in between."""
+    """Selects who runs: the threads of a simulation, one at a time, and the device between them."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self._chance = self.random.choice([0.05, 0.3, 0.7])  # how fast the device is, beside the threads
-        self._changes = self.random.choice([0.01, 0.1])  # how often other streams fall behind
+        self._chance = self.random.choice([0.05, 0.3, 0.7])  # speed of the device relative to the threads
+        self._changes = self.random.choice([0.01, 0.1])  # how often the slow streams change
         self._held: list[SimulatedStream] = []
         self.streams: list[SimulatedStream] = []
-        self.error: BaseException | None = None  # what a copy thread raised, or the device found
+        self.error: BaseException | None = None  # raised by a copy thread, or found by the device
         self._ready: list[threading.Semaphore] = []
         self._mine = threading.local()
         self._mine.semaphore = threading.Semaphore(0)
 
     def step(self) -> bool:
-        """Let the device do one step; False if it has nothing that can run."""
+        """Let the device do one step. Return False if no step can run."""
         if self.random.random() < self._changes:
             self._held = self.random.sample(self.streams, self.random.randrange(len(self.streams)))
         self.random.shuffle(self.streams)
@@ -93,7 +93,7 @@ class Turns:
         return False
 
     def pause(self) -> None:
-        """A point at which others may go on: the device, then perhaps another thread."""
+        """Let others run: the device, then perhaps another thread."""
         while self.random.random() < self._chance:
             self.step()
         if self._ready and self.random.random() < 0.5:
@@ -104,7 +104,7 @@ class Turns:
             raise self.error
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Let others go on until `condition`."""
+        """Let others run until `condition` is true."""
         for _ in range(STUCK_AFTER):
             if condition():
                 return
@@ -112,7 +112,7 @@ class Turns:
         raise Finding("a wait has no end")
 
     def start(self, run: Callable[[], None], name: str) -> threading.Thread:
-        """Start a thread that has its first turn later."""
+        """Start a thread; its first turn comes later."""
         semaphore = threading.Semaphore(0)
 
         def body() -> None:
@@ -130,7 +130,7 @@ class Turns:
         return thread
 
     def end(self) -> None:
-        """End the threads that are left, after an error."""
+        """End the remaining threads after an error."""
         self.error = self.error or Finding("the simulation is over")
         while self._ready:
             self._ready.pop().release()
@@ -177,11 +177,11 @@ class SimulatedThread(CopyThread):
 
 
 class SimulatedRuntime(DeviceRuntime):
-    """A runtime over host memory. `fail_rate` is that of a call that queues copies.
+    """A runtime over host memory. `fail_rate` is the probability that a call that queues copies fails.
 
-    `dropped` names waits that are left out, as (stream that waits, stream that recorded) or, for the host, as
-    ("main" or "copy thread", stream that recorded): each of them must be missed. `waits` collects those that were made.
-    Once `started`, no memory may be taken. `made` counts events, and `timed` those that take the time.
+    `dropped` names the omitted waits, as (stream that waits, stream that recorded) or, for the host, as ("main" or
+    "copy thread", stream that recorded): the tests must detect each omission. `waits` collects the waits that were
+    made. Once `started`, no memory may be allocated. `made` counts events, `timed` counts timed events.
     """
 
     started = False
@@ -194,7 +194,7 @@ class SimulatedRuntime(DeviceRuntime):
         self._fail_rate = fail_rate
         self._names = iter(["compute", *(f"own {number}" for number in range(1, 9))])
         self._main = threading.get_ident()
-        self.registered: Callable[[int], int | None] = lambda address: None  # which registration has an address
+        self.registered: Callable[[int], int | None] = lambda address: None  # from an address to its registration
         self._events: list[SimulatedEvent] = []
         self.compute = self.stream()
 
@@ -231,7 +231,7 @@ class SimulatedRuntime(DeviceRuntime):
         return event
 
     def record_again(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
-        """Record an event that may be in use, as an engine may do with its own."""
+        """Record an event that may be in use, as an engine may do with its own events."""
         self.turns.pause()
         event.recorded += 1
         event.stream, number = stream, event.recorded
@@ -284,7 +284,7 @@ class SimulatedRuntime(DeviceRuntime):
         self._kernel(stream, rows, scatters=True)
 
     def _kernel(self, stream: SimulatedStream, rows: Rows, *, scatters: bool) -> None:
-        """Rows are moved one after the other, each with the ids and the table that are on the device then."""
+        """Queue one step per row. Each reads the ids and the table on the device when it runs."""
         self._maybe_fail()
 
         def move(row: int) -> bool:
@@ -330,7 +330,7 @@ class SimulatedRuntime(DeviceRuntime):
 def simulated_copies(
     blocks: EngineBlocks, window: HostWindow, *, path: Literal["direct", "staged"], **rest: Any
 ) -> CudaCopyEngine:
-    """Return the copy engine of CUDA devices over blocks in host memory. `rest` are arguments of it."""
+    """Return the copy engine of CUDA devices over blocks in host memory. `rest` are further arguments of it."""
     runtime = rest.pop("runtime", None) or SimulatedRuntime(Turns(0))
     thread = partial(SimulatedThread, runtime.turns)
     return CudaCopyEngine(blocks, window, TransferConfig(path=path), runtime=runtime, thread=thread, **rest)

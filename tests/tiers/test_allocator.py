@@ -58,7 +58,7 @@ def test_a_double_free_or_a_foreign_page_is_found_and_changes_nothing(wrong: lis
 
 
 class Trusting(PageAllocator):
-    """Looks for no double free."""
+    """Does not check for double frees."""
 
     def _mark_free(self, pages: PageIds) -> Indices:
         self._marks[pages] = 0
@@ -103,7 +103,7 @@ def test_groups_do_not_nest() -> None:
 
 
 class Sets:
-    """What is free, used and collected, as sets; in ascending order also the part that is sorted."""
+    """The free, used and collected pages as sets; in ascending order also the sorted part of the free pages."""
 
     def __init__(self, capacity: int, first: int, ascending: bool) -> None:
         self.free = set(range(first, first + capacity))
@@ -143,7 +143,7 @@ def test_random_use_agrees_with_sets(seed: int, ascending: bool) -> None:
 
 
 def step(allocator: PageAllocator, model: Sets, numbers: random.Random, freed: set[int]) -> None:
-    """One allocation, one free, or one double free; freed pages go to `freed`."""
+    """Do one allocation, one free, or one double free; freed pages are added to `freed`."""
     kind = numbers.randrange(5)
     if kind < 2:
         count = numbers.randint(0, allocator.capacity)

@@ -1,4 +1,4 @@
-"""Each public call of the pools and token allocators refuses a wrong type with a typed error and changes nothing."""
+"""Each public call of the pools and token allocators rejects a wrong type with a typed error and changes nothing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_pinned_memory_without_cuda_is_refused_with_what_to_pass() -> None:
 
 
 def test_the_image_shows_what_a_call_has_changed() -> None:
-    """Negative control: calls that are not refused are seen."""
+    """Negative control: calls that are not rejected are detected."""
     pools = Pools()
     images = [pools.image()]
     for call in (

@@ -51,7 +51,7 @@ Make = Callable[[EngineBlocks, HostWindow], CopyEngine]
 
 @pytest.fixture(params=["cpu", "cpu-native", "direct", "staged"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Each engine, that of the CPU without and with the native helper."""
+    """Each engine; the CPU engine without and with the native helper."""
     if request.param in ("direct", "staged"):
         return partial(simulated_copies, path=request.param)
     helper = request.getfixturevalue("native").copy_rows if request.param == "cpu-native" else None
@@ -67,7 +67,7 @@ def fill(pool: KVPool, seed: int) -> None:
 
 
 def two_regions(blocks: int, seed: int) -> EngineBlocks:
-    """Layers of MHA whose K and V are apart, filled with random bytes."""
+    """Return MHA layers with K and V in separate tensors, filled with random bytes."""
     numbers, size = torch.Generator().manual_seed(seed), (2, blocks, MHA.block_bytes)
     tensors = [torch.randint(0, 256, size, dtype=torch.uint8, generator=numbers) for _ in range(MHA.layers)]
     return EngineBlocks([[tensor[0], tensor[1]] for tensor in tensors], first=1)
@@ -175,7 +175,7 @@ class LostDevice(SimulatedRuntime):
 
 
 class ForgetfulDevice(SimulatedRuntime):
-    """A device that fails between the end of a copy and the question how long it took."""
+    """A device that fails between the end of a copy and the query of its duration."""
 
     def elapsed_s(self, begin: SimulatedEvent, end: SimulatedEvent) -> float:
         raise TransferError("cuda: cuEventElapsedTime: unspecified launch failure (error 719)")
@@ -310,7 +310,7 @@ def test_the_time_of_a_copy_does_not_contain_the_wait_for_the_one_before_it() ->
     begin = time.perf_counter()
     first, second = copies.load(ids(0), ids(1)), copies.load(ids(1), ids(2))
     copies.permits.release()
-    first.wait_layer(0)  # the second one is queued and does not run
+    first.wait_layer(0)  # the second copy is queued and does not run
     copies.permits.release(5)
     assert second.wait(10)
     assert first.seconds is not None and second.seconds is not None

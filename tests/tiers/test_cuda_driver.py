@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver and pinned memory, over a library that stands for the driver."""
+"""Calls of the CUDA driver and pinned memory, over a fake driver library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiers.fake_cuda import SOURCE, FakeCuda, built_fake_cuda, compiler, f
 
 __all__ = ["built_fake_cuda", "fake_cuda"]
 
-# Folders with the headers of a CUDA that has batched copies.
+# Folders with the headers of a CUDA version with batched copies.
 HEADERS = [
     header.parent
     for header in sorted(Path("/usr/local").glob("cuda*/include/cudaTypedefs.h"))
@@ -30,7 +30,7 @@ HEADERS = [
 
 
 def rows(count: int, size: int) -> tuple[Any, Any, Any, Any, Any]:
-    """Some rows to copy in another order: source, target, and the arrays of addresses and sizes."""
+    """Return rows to copy in another order: source, target, and the arrays of addresses and sizes."""
     source = np.random.default_rng(count).integers(0, 256, (count, size), dtype=np.uint8)
     target = np.zeros_like(source)
     order = np.random.default_rng(0).permutation(count)
@@ -192,7 +192,7 @@ def test_a_thread_without_a_context_may_ask_and_stays_without_one(fake_cuda: Fak
 def test_the_default_stream_that_waits_is_that_of_this_device(fake_cuda: FakeCuda) -> None:
     driver = CudaDriver(0, fake_cuda.path)
     event = driver.event(timed=False)
-    driver.call("cuCtxSetCurrent", 0x1234)  # of another device, which the thread has used last
+    driver.call("cuCtxSetCurrent", 0x1234)  # the context of another device, which the thread used last
     driver.wait(0, event)
     driver.wait(driver.stream(), event)
     assert fake_cuda.number("foreign waits") == 0 and fake_cuda.number("depth") == 0
@@ -208,11 +208,11 @@ def test_a_chunk_is_whole_frames_and_system_pages_and_no_larger_than_its_bound(f
     frames = frames_per_chunk(frame_bytes, 64 << 20)
     assert 0 < frames * frame_bytes <= 64 << 20 < (frames + 1) * frame_bytes
     assert frames * frame_bytes % mmap.PAGESIZE == 0
-    assert frames_per_chunk(frame_bytes, 1) >= 1, "a frame that is larger than the bound is a chunk of its own"
+    assert frames_per_chunk(frame_bytes, 1) >= 1, "a frame larger than the bound is one chunk"
 
 
 class Owner:
-    """Whose memory it is."""
+    """The owner of the memory."""
 
 
 def memory(pages: int) -> tuple[mmap.mmap, int]:
@@ -247,7 +247,7 @@ def test_a_chunk_that_is_refused_undoes_those_before_it(fake_cuda: FakeCuda) -> 
         pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
     assert fake_cuda.number("registered") == 0
     pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
-    assert fake_cuda.number("registered") == 3, "nothing was left of the first try"
+    assert fake_cuda.number("registered") == 3, "the chunks of the first attempt were unregistered"
 
 
 def test_a_chunk_that_cannot_be_unpinned_is_logged_and_the_others_are(

@@ -1,4 +1,4 @@
-"""Blocks that an engine owns, in the layouts of SGLang and vLLM, copied through windows into host frames."""
+"""Blocks of an engine, in the layouts of SGLang and vLLM, copied through windows into host frames."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids(*blocks: int) -> PageIds:
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:
-    """A bfloat16 tensor of random bits."""
+    """Return a bfloat16 tensor of random bits."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (*shape[:-1], 2 * shape[-1]), dtype=torch.uint8, generator=generator).view(
         torch.bfloat16
@@ -38,18 +38,18 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
 
 
 class Layout(NamedTuple):
-    """An engine's tensors as blocks, and the engine's own way to K and V `[block, heads, dim]` of (layer, block)."""
+    """An engine's tensors as blocks, and the engine's access to K and V `[block, heads, dim]` of (layer, block)."""
 
     blocks: EngineBlocks
     kv: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 
     def bytes(self, layer: int, block: int) -> bytes:
-        """K and V of one block, as the engine reads them."""
+        """Return K and V of one block, as the engine reads them."""
         return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in self.kv(layer, block))
 
 
 def slots_of_sglang(seed: int) -> Layout:
-    """`[slots, heads, dim]`, K and V apart, for each layer."""
+    """`[slots, heads, dim]`, K and V separate, for each layer."""
     k = [noise(BLOCKS * BLOCK, HEADS, DIM, seed=seed + layer) for layer in range(LAYERS)]
     v = [noise(BLOCKS * BLOCK, HEADS, DIM, seed=seed + layer + 50) for layer in range(LAYERS)]
 
@@ -75,7 +75,7 @@ def k_and_v_inside(seed: int) -> Layout:
 
 
 def across_layers(seed: int) -> Layout:
-    """`[blocks, layers, 2, block, heads, dim]`: the layers of a block stand side by side."""
+    """`[blocks, layers, 2, block, heads, dim]`: the layers of a block are contiguous."""
     tensor = noise(BLOCKS, LAYERS, 2, BLOCK, HEADS, DIM, seed=seed)
     blocks = EngineBlocks([[tensor[:, layer]] for layer in range(LAYERS)])
     return Layout(blocks, lambda layer, block: (tensor[block, layer, 0], tensor[block, layer, 1]))
@@ -125,7 +125,7 @@ def test_a_block_comes_back_byte_for_byte_into_every_layout(
 
 
 def test_a_page_holds_rank_after_rank_block_after_block_layer_after_layer(engine: Make) -> None:
-    """Two ranks share one frame, each through its own window; a page is three blocks of the engine."""
+    """Two ranks share one frame, each with its own window; a page is three blocks of the engine."""
     host = HostPool(shape(3, ranks=2), 2)
     windows = [HostWindow(host, rank * 3 * LAYERS, 3 * LAYERS, 3) for rank in range(2)]
     ranks = [k_and_v_inside(0), slots_of_sglang(1000)]

@@ -143,7 +143,7 @@ GIB = 1 << 30
 
 
 def test_l1_gets_what_the_weights_and_the_reserve_leave() -> None:
-    # 80 GiB, 16 of them taken by weights; a tenth stays free, so 64 - 8 are for KV.
+    # 80 GiB, of which weights use 16; a tenth stays free, so 64 - 8 are for KV.
     memory = DeviceMemory(available_bytes=64 * GIB, total_bytes=80 * GIB)
     assert profile_max_num_tokens(memory, 0.9, 128 << 10) == 56 * GIB // (128 << 10)
     assert profile_max_num_tokens(memory, 0.2, 128 << 10) == 0, "the weights alone are more than that"
@@ -159,7 +159,7 @@ def test_what_a_fraction_gives_fits_and_one_token_more_would_not(seed: int) -> N
     tokens = profile_max_num_tokens(memory, fraction, token_bytes)
     left = memory.available_bytes - tokens * token_bytes
     reserved = total * (1 - Fraction(fraction))
-    slack = total * Fraction(1, 1 << 50) + 1  # of the floating-point product, rounded up to a byte
+    slack = total * Fraction(1, 1 << 50) + 1  # error of the floating-point product, rounded up to a byte
     assert tokens == 0 or left >= reserved - slack
     assert left - token_bytes < reserved + slack
 
@@ -220,8 +220,8 @@ def test_a_pool_over_an_engine_s_blocks_hands_out_all_but_the_padding_page() -> 
 
 
 def test_no_other_thread_runs_while_pages_are_handed_out_and_taken_back() -> None:
-    """The interpreter makes no thread give up its lock within an hour, so the other one runs only if numpy lets it: a
-    scheduler would then wait for workers, some milliseconds each time."""
+    """The switch interval is an hour, so another thread runs only if numpy releases the interpreter's lock. A scheduler
+    would then wait for workers, some milliseconds each time."""
     host, interval = HostPool(MHA, 256), sys.getswitchinterval()
     may_run, ran = threading.Lock(), threading.Event()
 

@@ -39,7 +39,7 @@ def test_the_reference_goes_further_than_32_bits() -> None:
 
 
 class ShiftedColumn:
-    """Kernels with a mistake: a region begins one byte further in a staging row."""
+    """Kernels with a mistake: a region begins one byte too late in a staging row."""
 
     gather_rows = staticmethod(_rows.gather_rows)
 
@@ -49,7 +49,7 @@ class ShiftedColumn:
 
 
 class LongRow:
-    """Kernels with a mistake: a staging row gets a byte more than it has."""
+    """Kernels with a mistake: one byte too many is written to a staging row."""
 
     scatter_rows = staticmethod(_rows.scatter_rows)
 

@@ -1,4 +1,4 @@
-"""Host pools that several processes share: who creates them, who may open them, and that nothing is left of them."""
+"""Host pools that several processes share: who creates them, who may open them, and that they are removed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _numbers = itertools.count()
 
 
 class Child:
-    """A process that opens pools. `ask` waits for its answer, `tell` does not."""
+    """A process that opens pools. `ask` waits for its answer; `tell` does not."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.tiers._shared_child"]
@@ -61,7 +61,7 @@ class Child:
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[list[Child]]:
-    """Three processes for all tests, since each takes a second to start."""
+    """Three processes for all tests, because each takes a second to start."""
     started = [Child() for _ in range(2)]
     yield started
     for child in started:
@@ -70,7 +70,7 @@ def children() -> Iterator[list[Child]]:
 
 @pytest.fixture
 def doomed() -> Iterator[Child]:
-    """A process of its own for a test that kills it."""
+    """A separate process for a test that kills it."""
     child = Child()
     yield child
     child.kill()
@@ -78,7 +78,7 @@ def doomed() -> Iterator[Child]:
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """A name that no other test uses; nothing may be left of it in the end."""
+    """A name that no other test uses. Its file must be removed at the end of the test."""
     chosen = f"test-{os.getpid()}-{next(_numbers)}"
     yield chosen
     if path_of(chosen).exists():
@@ -211,7 +211,7 @@ def test_a_pool_in_use_that_differs_is_refused_with_the_difference(name: str, mi
 def test_a_leftover_that_differs_is_replaced(name: str, misfit: str) -> None:
     made = open_here(f"{name}-made")
     path_of(name).touch(0o600)
-    path_of(name).write_bytes(made.path.read_bytes())  # as if all who had opened it were killed
+    path_of(name).write_bytes(made.path.read_bytes())  # as if all processes that opened it were killed
     identity = path_of(name).stat().st_dev, path_of(name).stat().st_ino
     opening, _ = MISFITS[misfit]
     pool = opening(name)
@@ -372,7 +372,7 @@ def test_a_cache_over_a_shared_pool_serves_the_bytes_that_another_process_sees(
     first = prompt(1, 2, 3)
     world.serve("a", first)
     world.settle()
-    for number in range(4):  # pushes the first prompt out of L1
+    for number in range(4):  # evicts the first prompt from L1
         world.serve(f"other{number}", prompt(*range(10 * number + 10, 10 * number + 16)))
         world.settle()
     again = world.serve("b", first)

@@ -1,8 +1,8 @@
-"""The CUDA copy engine's own code on a simulated device, in seeded interleavings of streams and threads.
+"""The code of the CUDA copy engine on a simulated device, in seeded interleavings of streams and threads.
 
-An engine computes on a stream of its own, backs pages up, frees them, loads others into them and reads those, while
-earlier work is still queued. Pages and frames carry stamps; what is freed is overwritten at once by its next owner. A
-copy that comes too early, too late or after its end shows as a wrong stamp. TEST_SEED=n replays a seed.
+An engine computes on its own stream, backs up pages, frees them, loads others into them and reads these, while earlier
+work is still queued. Pages and frames carry stamps. The next owner of a freed page or frame overwrites it at once. A
+copy that runs too early, too late or after its end shows as a wrong stamp. TEST_SEED=n replays a seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGES, FRAMES = 14, 12
 
 
 class Simulation:
-    """One seed. `dropped` is a wait that is left out; `kind` may have other mistakes."""
+    """The simulation of one seed. `dropped` is an omitted wait; `kind` may have other mistakes."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Simulation:
         self.runtime._fail_rate = rate
         self.runtime.started = True
         self.stamp = 0
-        self.pages: dict[int, int] = {}  # the stamps of pages that hold something
+        self.pages: dict[int, int] = {}  # the stamps of pages with content
         self.frames: dict[int, int] = {}
         self.lent_pages: set[int] = set()
         self.lent_frames: set[int] = set()
@@ -91,10 +91,10 @@ class Simulation:
         finally:
             self.turns.end()
 
-    # What the engine does
+    # Actions of the engine
 
     def forward(self) -> None:
-        """Read all pages that hold something, layer by layer behind the loads, and write some free ones."""
+        """Read all pages with content, layer by layer after the loads, and write some free pages."""
         free = [page for page in range(1, PAGES + 1) if page not in self.pages and page not in self.lent_pages]
         written = {page: self._new_stamp() for page in free[: self.random.randint(0, 4)]}
         read, arriving = dict(self.pages), []
@@ -125,7 +125,7 @@ class Simulation:
             self.backups.append((transfer, pages, frames))
 
     def load(self) -> None:
-        """Into free pages, which forwards that are queued may still read."""
+        """Load into free pages, which queued forwards may still read."""
         pages = [page for page in range(1, PAGES + 1) if page not in self.pages and page not in self.lent_pages]
         frames = [frame for frame in self.frames if frame not in self.lent_frames]
         count = min(len(pages), len(frames), self.random.randint(1, 8))
@@ -136,13 +136,13 @@ class Simulation:
             self.loads.append((transfer, pages, frames))
 
     def free_pages(self) -> None:
-        """Their next owner is a forward or a load, which comes behind the fence."""
+        """Free some pages. The next owner is a forward or a load, which runs after the fence."""
         free = [page for page in self.pages if page not in self.lent_pages]
         for page in self.random.sample(free, self.random.randint(0, len(free))):
             del self.pages[page]
 
     def free_frame(self) -> None:
-        """Its next owner is the host, which writes at once."""
+        """Free a frame. The next owner is the host, which writes at once."""
         free = [frame for frame in self.frames if frame not in self.lent_frames]
         if free:
             self._overwrite(self.random.choice(free))
@@ -198,7 +198,7 @@ class Simulation:
         return True
 
     def _hand_on(self, page: int) -> None:
-        """Give the page of a load that has failed to a forward at once: no part of the load may write it after that."""
+        """Give the page of a failed load to a forward at once: no part of the load may write it after that."""
         self.pages[page] = self._new_stamp()
         for layer in range(self.layers):
             self.runtime.compute.steps.append(partial(self._writes, layer, {page: self.pages[page]}))
@@ -242,7 +242,7 @@ def test_every_page_is_right_in_every_interleaving(path: str) -> None:
 
 
 def found(seeds_max: int, make: Callable[[int], Simulation]) -> str | None:
-    """What the first seed that shows something shows."""
+    """Return the first finding of any seed."""
     for seed in range(seeds_max):
         try:
             make(seed).run()
@@ -251,10 +251,10 @@ def found(seeds_max: int, make: Callable[[int], Simulation]) -> str | None:
     return None
 
 
-# Negative controls: every wait that the engine makes is needed
+# Negative controls: every wait of the engine is needed
 
-# Streams: direct: own 1 backs up, own 2 loads; staged: own 1 and 2 back up, own 3 and 4 load. A wait of the host is
-# "main" (the ack), "copy thread" (a buffer of ids) or "synchronize" (after an error).
+# Streams: direct: own 1 backs up, own 2 loads; staged: own 1 and 2 back up, own 3 and 4 load. Waits of the host are
+# "main" (the ack), "copy thread" (a buffer of ids) and "synchronize" (after an error).
 DIRECT = [
     ("own 1", "compute"), ("own 2", "compute"), ("compute", "own 2"), ("main", "own 1"),
     ("main", "own 2"), ("synchronize", "own 1"), ("synchronize", "own 2"),
@@ -286,7 +286,7 @@ def test_the_list_of_waits_is_whole(path: str) -> None:
 
 
 class _WaitsBeforeRecord(StreamTransfer):
-    """Waits for a layer whether or not its event is recorded, which does nothing on CUDA if it is not."""
+    """Waits for the event of a layer even if it is not recorded yet; on CUDA that does nothing."""
 
     def _wait_layer(self, layer: int, stream: Any) -> None:
         if layer < len(self._by_layer):
@@ -301,7 +301,7 @@ class _EagerEngine(CudaCopyEngine):
 
 
 class _OneBatch(CudaCopyEngine):
-    """Copies all pages in one call, wherever they are registered."""
+    """Copies all pages in one call, also across registrations."""
 
     def _make_paths(self, config: TransferConfig, slot_bytes: int) -> tuple[CopyPath, CopyPath]:
         self._pieces.batches = lambda host_blocks: [np.arange(len(host_blocks))]  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Slots for tokens: which ones, all or none, conservation, and the kernels against each other and a plain oracle."""
+"""Slots for tokens: their order, all or none, conservation, and the kernels against each other and a plain oracle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.seeds import rng, seeds
 from ._children import run_child
 from ._slots import PAGE_SIZES, Batch, compare, compare_extremes, require_equal
 
-NOWHERE = -1  # where the prefix of a request without one ends
+NOWHERE = -1  # the last slot of an empty prefix
 
 
 def lens(*values: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_in_debug_a_wrong_end_of_a_prefix_is_refused_and_nothing_changes() -> No
                 allocator.alloc_decode(lens(4), lens(7))
             assert allocator.available_tokens == 12
         else:
-            assert slots_of(allocator.alloc_decode(lens(4), lens(7))) == [8], "a slot of somebody else's page"
+            assert slots_of(allocator.alloc_decode(lens(4), lens(7))) == [8], "a slot of a page of another request"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_more_arguments_that_make_no_sense_are_refused() -> None:
 
 
 class World:
-    """Requests that begin, extend, decode and finish over one small pool; the slots of each are in a plain list."""
+    """Requests that begin, extend, decode and finish over one small pool; the slots of each are kept in a list."""
 
     def __init__(self, numbers: random.Random) -> None:
         self.numbers = numbers
@@ -172,7 +172,7 @@ class World:
     def _hand_out(self, slots: torch.Tensor | None, grow: list[int]) -> None:
         before = self.used_pages()
         needed = [-(-(len(old) + new) // self.size) for old, new in zip(self.requests, grow, strict=True)]
-        assert (slots is None) == (sum(needed) > self.allocator.pages.capacity), "None exactly where there is no room"
+        assert (slots is None) == (sum(needed) > self.allocator.pages.capacity), "None if and only if there is no room"
         assert slots is not None or before == pool(self.allocator).used_pages
         rest = slots_of(slots) if slots is not None else []
         for request, count in zip(self.requests, grow if rest else [0] * len(grow), strict=True):
@@ -184,7 +184,7 @@ class World:
         return sum(-(-len(slots) // self.size) for slots in self.requests)
 
     def check(self) -> None:
-        """No slot has two owners, tokens of a page lie in it in order, and nothing is lost."""
+        """Check that no slot has two owners, the tokens of a page are in order, and no page is lost."""
         every = [slot for slots in self.requests for slot in slots]
         assert len(set(every)) == len(every)
         for slots in self.requests:

@@ -1,4 +1,4 @@
-"""Pages of unequal pieces: their places in a host frame, their proof, and their way through a store."""
+"""Pages of unequal pieces: their locations in a host frame, their verification, and their way through a store."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_pages_go_through_a_store_without_a_cache(tmp_path: Path, compression: s
     written, read = HostPool(SHAPE, 3), HostPool(SHAPE, 3)
     for page in range(3):
         fill(written, page)
-    for pool, storing in ((written, True), (read, False)):  # a store that was closed between
+    for pool, storing in ((written, True), (read, False)):  # the store is closed between them
         store = open_storage(config, NAMESPACE)
         if storing:
             assert store.batch_set(keys, pool.frames(pages), parent=None, deadline=soon()) == [SetOutcome.STORED] * 3

@@ -1,4 +1,4 @@
-"""Uploads: the bytes arrive, and pinned memory is not written again before the copy out of it has ended."""
+"""Uploads: the bytes arrive, and pinned memory is not written again before the copy from it has ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.seeds import rng, seeds
 
 
 class LateStream:
-    """A stream that runs its copies when it is told to, or when a fence is waited for."""
+    """A stream that runs its copies on request, or when the caller waits for a fence."""
 
     def __init__(self, *, fences_wait: bool = True) -> None:
         self.fences_wait = fences_wait
@@ -73,7 +73,7 @@ def numbers(first: int, bytes_: int) -> npt.NDArray[np.int64]:
 
 
 def wrong_uploads(seed: int, *, fences_wait: bool) -> tuple[int, LateStream]:
-    """How many of many uploads do not arrive, on a stream that runs late."""
+    """Return how many of many uploads do not arrive, on a stream that runs late, and the stream."""
     random, stream = rng(seed), LateStream(fences_wait=fences_wait)
     ring, pairs = ring_of(8, stream), list[tuple[npt.NDArray[Any], torch.Tensor]]()
     for _ in range(300):
@@ -95,7 +95,7 @@ def wrong_uploads(seed: int, *, fences_wait: bool) -> tuple[int, LateStream]:
 def test_all_uploads_arrive_however_late_the_stream_is(seed: int) -> None:
     wrong, stream = wrong_uploads(seed, fences_wait=True)
     assert wrong == 0 and stream.waited
-    assert stream.fences <= 8  # they are recorded again
+    assert stream.fences <= 8  # fences are reused
 
 
 @pytest.mark.parametrize("seed", seeds(3))
@@ -152,7 +152,7 @@ def test_on_the_cpu_the_array_is_the_tensor() -> None:
 @pytest.mark.parametrize("stream", [None, 1])
 def test_uploads_to_cuda_arrive_behind_a_stalled_stream_without_a_wait(stream: int | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    upload(np.zeros(1, np.int64), device)  # takes the ring
+    upload(np.zeros(1, np.int64), device)  # allocates the ring
     random = np.random.default_rng(0)
     arrays = [random.integers(0, 1 << 40, (3, size)) for size in (0, 1, 17, 1000, 5000) for _ in range(4)]
     assert sum(array.nbytes for array in arrays) < RING_BYTES
@@ -169,7 +169,7 @@ def test_uploads_to_cuda_arrive_behind_a_stalled_stream_without_a_wait(stream: i
             assert not stalled.query()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        for _ in range(3):  # the ring goes round, and one array is larger than it
+        for _ in range(3):  # the ring wraps around, and one array is larger than the ring
             arrays.append(random.integers(0, 1 << 40, RING_BYTES // 16))
             arrays.append(random.integers(0, 1 << 40, RING_BYTES // 8 + 1))
             uploads += [upload(array, device) for array in arrays[-2:]]
