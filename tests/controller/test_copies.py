@@ -63,7 +63,7 @@ def rig() -> Iterator[Rig]:
     assert rig.controller.close(WAIT_S)
 
 
-def test_a_failed_load_is_not_hidden_by_a_later_one_that_is_fine(rig: Rig) -> None:
+def test_a_failed_load_is_not_hidden_by_a_later_successful_load(rig: Rig) -> None:
     failed = rig.controller.submit_load(pages(0), pages(1), 0)
     first = rig.controller.launch_loads()
     fine = rig.controller.submit_load(pages(1), pages(2), 0)
@@ -79,7 +79,7 @@ def test_a_failed_load_is_not_hidden_by_a_later_one_that_is_fine(rig: Rig) -> No
     assert rig.controller.launch_loads() is None
 
 
-def test_a_transfer_over_all_loads_has_ended_when_the_last_one_has(rig: Rig) -> None:
+def test_a_joined_transfer_ends_with_its_last_load(rig: Rig) -> None:
     rig.controller.submit_load(pages(1), pages(1), 0)
     first = rig.controller.launch_loads()
     assert first is not None and first.wait(WAIT_S)
@@ -104,7 +104,7 @@ def test_copies_of_the_same_pages_are_two_operations_that_do_not_change() -> Non
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_backups_come_after_the_latest_fence_and_loads_after_that_of_the_last_reader(policy: str) -> None:
+def test_backups_wait_for_the_latest_fence_and_loads_for_that_of_the_last_reader(policy: str) -> None:
     world = World(copies=Copies, config=HiCacheConfig(write_policy=policy, load_back_threshold_tokens=4))
     copies, steps = world.controller._copies, StepCounter()
     assert isinstance(copies, Copies)
@@ -122,7 +122,7 @@ def test_backups_come_after_the_latest_fence_and_loads_after_that_of_the_last_re
     world.close()
 
 
-def test_a_load_that_comes_after_a_fence_of_long_ago_comes_after_the_oldest_that_is_kept(rig: Rig) -> None:
+def test_a_load_after_a_dropped_fence_waits_for_the_oldest_kept_fence(rig: Rig) -> None:
     recorded = [rig.steps.fence(0) for _ in range(FENCES_KEPT + 3)]
     for fence in recorded:
         rig.controller.record_fence(fence)

@@ -150,7 +150,7 @@ REASONS: dict[str, tuple[Step, set[Direction], Step | None, type[StorageGate]]] 
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_a_reason_alone_closes_its_direction_and_the_gate_opens_when_it_has_gone(reason: str) -> None:
+def test_one_reason_closes_its_direction_until_it_ends(reason: str) -> None:
     begin, closes, end, _ = REASONS[reason]
     with engine() as one:
         begin(one)
@@ -174,14 +174,14 @@ def test_a_gate_that_ignores_a_reason_stays_open(reason: str) -> None:
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_what_the_scheduler_decides_closes_at_once_and_what_others_see_in_the_next_step(reason: str) -> None:
+def test_scheduler_decisions_close_at_once_and_other_reasons_in_the_next_step(reason: str) -> None:
     begin, closes, _, _ = REASONS[reason]
     with engine() as one:
         begin(one)
         assert one.open == {READ, WRITE} - (closes if reason in ("retired", "reads end", "writes end") else set())
 
 
-def test_two_reasons_must_both_go() -> None:
+def test_the_gate_stays_closed_until_both_reasons_end() -> None:
     with engine() as one:
         one.gate.failed(READ)
         one.gate.override(READ, Override.OFF)
@@ -197,7 +197,7 @@ def test_two_reasons_must_both_go() -> None:
 # Stores
 
 
-def test_without_a_store_it_is_closed_and_nothing_is_attached() -> None:
+def test_without_a_store_the_gate_is_closed_and_nothing_is_attached() -> None:
     gate = StorageGate(memoryview(b""), SupervisedPool, Clock())
     gate.settle(gate.offer())
     gate.check()
@@ -206,7 +206,7 @@ def test_without_a_store_it_is_closed_and_nothing_is_attached() -> None:
         gate.enter()
 
 
-def test_a_store_is_attached_while_it_is_opened_and_not_once_it_is_detached() -> None:
+def test_a_store_counts_as_attached_from_opening_until_detach() -> None:
     with engine() as one:
         one.gate.retire(for_another=True)
         assert one.gate.attached and one.gate.storage is None
@@ -224,7 +224,7 @@ def test_an_override_holds_for_the_next_store() -> None:
         assert one.open == {WRITE}
 
 
-def test_workers_see_one_value_of_all_this() -> None:
+def test_workers_read_one_value_for_all_reasons() -> None:
     with engine() as one:
         first = one.gate.enter()
         assert first.until is IN_SERVICE
@@ -238,7 +238,7 @@ def test_workers_see_one_value_of_all_this() -> None:
 
 
 @pytest.mark.parametrize("until", [IN_SERVICE, RETIRED])
-def test_workers_start_nothing_that_the_gate_has_cancelled(until: Until) -> None:
+def test_workers_start_no_batch_that_the_gate_has_cancelled(until: Until) -> None:
     """The open store is the control: there the workers call the backend."""
     host = HostPool(KVGeometry(layers=1, heads=1, head_dim=2, page_size=4, dtype="float32"), 1)
     with engine() as one:
@@ -253,7 +253,7 @@ def test_workers_start_nothing_that_the_gate_has_cancelled(until: Until) -> None
         assert beats == (["look up", "read", "store"] if until is IN_SERVICE else [])
 
 
-def test_check_finds_a_store_that_workers_would_go_on_using() -> None:
+def test_check_finds_a_retired_store_that_workers_still_use() -> None:
     with engine() as one:
         one.gate.enter().until = RETIRED
         with pytest.raises(InvariantError, match="stale"):
@@ -337,7 +337,7 @@ def test_a_reason_on_one_rank_closes_the_gates_of_all(reason: str) -> None:
             assert first.open == second.open == {READ, WRITE}
 
 
-def test_a_rank_that_hears_only_itself_stays_open() -> None:
+def test_a_rank_that_ignores_the_others_stays_open() -> None:
     """Negative control."""
     with engine() as first, engine() as second:
         second.gate.failed(READ)
@@ -386,7 +386,7 @@ def opener(backend: Backend, go: threading.Event | None = None) -> Callable[[], 
     return open_backend
 
 
-def test_an_opening_that_hangs_does_not_keep_the_next_from_being_opened() -> None:
+def test_a_hanging_open_does_not_block_the_next_open() -> None:
     first, hanging, wanted = Backend(), Backend(), Backend()
     gate, go = gate_of(first), threading.Event()
     gate.replace(opener(hanging, go))
@@ -400,7 +400,7 @@ def test_an_opening_that_hangs_does_not_keep_the_next_from_being_opened() -> Non
     assert gate.close(WAIT_S, workers_ended=True) and wanted.closed.is_set() and first.closed.is_set()
 
 
-def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wanted() -> None:
+def test_a_late_failure_of_an_earlier_open_does_not_delay_the_wanted_one() -> None:
     go = threading.Event()
 
     def fails_late() -> StorageBackend:
@@ -421,7 +421,7 @@ def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wante
     assert gate.close(WAIT_S, workers_ended=True)
 
 
-def test_a_backend_that_fails_to_close_keeps_no_other_from_being_closed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backend_that_fails_to_close_does_not_block_closing_the_others(caplog: pytest.LogCaptureFixture) -> None:
     first, second = Backend(BackendError("the server does not answer")), Backend()
     gate = gate_of(first)
     assert gate.storage is not None
@@ -433,7 +433,7 @@ def test_a_backend_that_fails_to_close_keeps_no_other_from_being_closed(caplog: 
     assert "the server does not answer" in caplog.text
 
 
-def test_what_was_closed_with_the_gate_is_not_closed_again() -> None:
+def test_a_store_closed_with_the_gate_is_not_closed_again() -> None:
     backend, threads = Backend(), threading.active_count()
     gate = gate_of(backend)
     assert gate.storage is not None

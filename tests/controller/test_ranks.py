@@ -39,7 +39,7 @@ def size(request: pytest.FixtureRequest) -> int:
 # Rank groups
 
 
-def test_every_rank_gets_the_minimum_of_what_was_started_one_step_before(size: int) -> None:
+def test_every_rank_gets_the_minimum_of_the_values_of_the_previous_step(size: int) -> None:
     ranks = gloo_ranks(size, deadline_s=NEVER_S)
     for step in range(5):
         for rank in ranks:
@@ -48,7 +48,7 @@ def test_every_rank_gets_the_minimum_of_what_was_started_one_step_before(size: i
             assert rank.result().tolist() == [step, 1 - size]
 
 
-def test_a_rank_that_takes_no_part_is_an_error_at_the_deadline_and_for_good(size: int) -> None:
+def test_a_missing_rank_is_a_permanent_error_after_the_deadline(size: int) -> None:
     ranks = gloo_ranks(size, deadline_s=SOON_S)
     for rank in ranks[1:]:
         rank.start(vector(1))
@@ -59,7 +59,7 @@ def test_a_rank_that_takes_no_part_is_an_error_at_the_deadline_and_for_good(size
                 call()
 
 
-def test_without_a_deadline_of_its_own_a_wait_would_last_as_long_as_the_process_group_allows() -> None:
+def test_with_a_long_deadline_a_wait_lasts_longer_than_the_short_one() -> None:
     """Negative control: with a long deadline the same wait is still blocked after the short deadline."""
     first, second = gloo_ranks(2, deadline_s=NEVER_S)
     first.start(vector(1))
@@ -71,7 +71,7 @@ def test_without_a_deadline_of_its_own_a_wait_would_last_as_long_as_the_process_
         assert waiting.result(timeout=NEVER_S).tolist() == [1]
 
 
-def test_a_result_that_is_there_counts_however_late_it_is_asked_for() -> None:
+def test_an_arrived_result_counts_even_after_the_deadline() -> None:
     first, second = gloo_ranks(2, deadline_s=SOON_S)
     begin = time.monotonic()
     first.start(vector(1))
@@ -82,7 +82,7 @@ def test_a_result_that_is_there_counts_however_late_it_is_asked_for() -> None:
     assert first.result().tolist() == [1]
 
 
-def test_one_all_reduce_is_under_way_at_a_time() -> None:
+def test_one_all_reduce_is_in_flight_at_a_time() -> None:
     first, second = gloo_ranks(2, deadline_s=NEVER_S)
     with pytest.raises(InvariantError):
         first.result()
@@ -93,7 +93,7 @@ def test_one_all_reduce_is_under_way_at_a_time() -> None:
     assert [first.result().tolist(), second.result().tolist()] == [[1], [1]]
 
 
-def test_a_closed_group_takes_no_further_part() -> None:
+def test_a_closed_group_rejects_all_calls() -> None:
     first, second = gloo_ranks(2, deadline_s=SOON_S)
     first.close()
     first.close()
@@ -118,7 +118,7 @@ def _named(ranks: list[TorchRankGroup]) -> list[tuple[TorchRankGroup, str]]:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_device_brings_a_vector_there_and_back() -> None:
+def test_a_vector_makes_a_round_trip_through_the_device() -> None:
     """One rank, because two of NCCL need a device each."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -159,7 +159,7 @@ class Ranks:
         return [agreement.result() for agreement in self.agreements]
 
 
-def test_before_the_first_exchange_nothing_has_ended_anywhere() -> None:
+def test_before_the_first_exchange_no_operation_has_ended() -> None:
     for agreement in Ranks(rates=2).agreements:
         assert agreement.result() == Progress(rates=(0, 0))
 
@@ -175,7 +175,7 @@ def test_before_the_first_exchange_nothing_has_ended_anywhere() -> None:
         (Progress(time_ms=9), Progress(time_ms=4), Progress(time_ms=4)),
     ],
 )
-def test_the_least_of_what_the_ranks_say_counts_on_all(mine: Progress, other: Progress, agreed: Progress) -> None:
+def test_the_minimum_over_the_ranks_counts_on_all_ranks(mine: Progress, other: Progress, agreed: Progress) -> None:
     none = (0, 0)
     results = Ranks(rates=2).agree(replace(mine, rates=(5, 10)), replace(other, rates=(7, 3)))
     for result in results:
@@ -183,7 +183,7 @@ def test_the_least_of_what_the_ranks_say_counts_on_all(mine: Progress, other: Pr
         assert result.rates == (5, 3)
 
 
-def test_a_prefetch_is_as_long_as_on_the_rank_that_has_least_and_late_as_soon_as_one_is() -> None:
+def test_a_prefetch_is_as_short_as_on_the_worst_rank_and_late_if_one_is_late() -> None:
     mine, other = prefetch(), prefetch()
     results = Ranks().agree(
         Progress(prefetches=[PrefetchProgress(mine, ended=True, pages=7, in_time=True)]),
@@ -193,7 +193,7 @@ def test_a_prefetch_is_as_long_as_on_the_rank_that_has_least_and_late_as_soon_as
         assert agreed.prefetches == [PrefetchProgress(operation, ended=False, pages=4, in_time=False)]
 
 
-def test_a_store_is_stored_if_it_is_on_every_rank() -> None:
+def test_a_store_counts_as_stored_if_it_is_stored_on_every_rank() -> None:
     states = list(StoreProgress)
     pairs = [(a, b) for a in states for b in states]
     firsts, seconds = [store() for _ in pairs], [store() for _ in pairs]
@@ -206,7 +206,7 @@ def test_a_store_is_stored_if_it_is_on_every_rank() -> None:
         assert agreed.stores == expected
 
 
-def test_a_result_speaks_of_the_operations_that_were_there_when_it_was_started() -> None:
+def test_a_result_belongs_to_the_operations_at_its_start() -> None:
     ranks, old, new = Ranks(), prefetch(), prefetch()
     for agreement in ranks.agreements:
         agreement.start(Progress(prefetches=[PrefetchProgress(old, True, 1, True)]), COUNTS)
@@ -215,7 +215,7 @@ def test_a_result_speaks_of_the_operations_that_were_there_when_it_was_started()
         assert [progress.operation for progress in agreement.result().prefetches] == [old]
 
 
-def test_operations_beyond_the_places_wait_for_their_turn() -> None:
+def test_operations_beyond_the_slots_wait_for_later_steps() -> None:
     many = Progress(
         prefetches=[PrefetchProgress(prefetch(), True, i, True) for i in range(5)],
         stores=[(store(), StoreProgress.STORED) for _ in range(STORE_PLACES + 1)],
@@ -225,7 +225,7 @@ def test_operations_beyond_the_places_wait_for_their_turn() -> None:
         assert list(agreed.stores) == list(many.stores[:STORE_PLACES])
 
 
-def test_ranks_that_decide_differently_are_told_what_differs_and_do_not_go_on() -> None:
+def test_ranks_that_decide_differently_stop_with_the_differing_counter() -> None:
     ranks = Ranks().agreements
     ranks[0].start(Progress(), COUNTS)
     ranks[1].start(Progress(), {**COUNTS, "loads": 3})

@@ -141,7 +141,7 @@ def memory_is_given_back() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("layout", "dtype"), [(KVLayout.MHA, "bfloat16"), (KVLayout.MLA, "bfloat16"), (KVLayout.MLA, "float8_e4m3fn")]
 )
-def test_pages_of_every_size_come_back_as_they_were(
+def test_pages_of_every_size_survive_a_round_trip(
     path: Path, page_size: int, layout: KVLayout, dtype: str
 ) -> None:
     rig = Rig(geometry(page_size, layout, dtype), 50, path)
@@ -150,7 +150,7 @@ def test_pages_of_every_size_come_back_as_they_were(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_gibibyte_comes_back_as_it_was(path: Path) -> None:
+def test_a_gibibyte_survives_a_round_trip(path: Path) -> None:
     shape = geometry(16, layers=32)
     rig = Rig(shape, (1 << 30) // shape.payload_bytes, path)
     assert round_trip(rig) == []
@@ -174,7 +174,7 @@ def test_a_stall_of_any_stream_changes_no_byte(path: Path, slow: tuple[int, ...]
         ("staged", (0,), (1, 0)), ("staged", (2,), (3, 2)),
     ],
 )  # fmt: skip
-def test_a_wait_that_is_left_out_is_seen(
+def test_an_omitted_wait_is_detected_on_the_device(
     path: Path, slow: tuple[int, ...], dropped: tuple[int | str, int | str]
 ) -> None:
     rig = Rig(geometry(16), 40, path, slow=slow, dropped=dropped)
@@ -183,7 +183,7 @@ def test_a_wait_that_is_left_out_is_seen(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_scheduler_thread_waits_for_nothing_when_it_submits(path: Path) -> None:
+def test_a_submit_does_not_block_the_scheduler_thread(path: Path) -> None:
     rig = Rig(geometry(16), 40, path)
     fence = rig.fence()
     torch.cuda.set_sync_debug_mode("error")
@@ -216,7 +216,7 @@ def test_copies_can_be_submitted_by_a_thread_that_has_not_used_the_device() -> N
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_device_that_is_not_the_current_one_is_used_all_the_same(path: Path) -> None:
+def test_copies_use_their_device_even_if_another_is_current(path: Path) -> None:
     rig = Rig(geometry(16), 40, path, device=1)
     with torch.cuda.device(1):
         content = rig.content(1)
@@ -239,7 +239,7 @@ def test_a_device_that_is_not_the_current_one_is_used_all_the_same(path: Path) -
     assert rig.in_frames(content) and rig.copies.close(WAIT_S)
 
 
-def test_a_fence_of_another_kind_or_that_was_never_recorded_is_refused() -> None:
+def test_a_fence_of_another_type_or_never_recorded_is_rejected() -> None:
     rig = Rig(geometry(16), 4, "direct")
     with pytest.raises(InvalidInput, match="record an Event"):
         rig.copies.require_fence(StepCounter().fence(0))
@@ -248,7 +248,7 @@ def test_a_fence_of_another_kind_or_that_was_never_recorded_is_refused() -> None
     assert rig.copies.close(WAIT_S)
 
 
-def test_a_host_pool_that_is_not_pinned_is_refused() -> None:
+def test_a_host_pool_that_is_not_pinned_is_rejected() -> None:
     shape = geometry(16)
     pool = create_device_pool(shape, 4, "cuda:0")
     with pytest.raises(InvalidInput, match="not pinned"):
@@ -266,8 +266,8 @@ def test_the_path_is_measured_and_chosen_at_start(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-def test_no_copy_or_kernel_touches_memory_that_is_not_its_own() -> None:
-    here = f"{__file__}::test_pages_of_every_size_come_back_as_they_were"
+def test_copies_and_kernels_access_only_their_own_memory() -> None:
+    here = f"{__file__}::test_pages_of_every_size_survive_a_round_trip"
     command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", here]
     done = subprocess.run([*command, "-k", "16-staged"], capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -111,7 +111,7 @@ class OneWait:
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
-def test_a_step_waits_for_the_device_where_it_takes_its_tokens_and_nowhere_else(tmp_path: Path, path: str) -> None:
+def test_a_step_waits_for_the_device_only_for_its_tokens(tmp_path: Path, path: str) -> None:
     prompt = random_tokens(1500, seed=3)
     with engine(tmp_path / "store", path) as run:
         cold, _ = answer(run, prompt)  # first allocations and compilations may wait
@@ -133,7 +133,7 @@ def test_a_step_waits_for_the_device_where_it_takes_its_tokens_and_nowhere_else(
         assert steps <= model.waits <= 2 * steps  # a step has at most a prefill and a decode
 
 
-def test_a_wait_that_is_not_allowed_is_seen(tmp_path: Path) -> None:
+def test_a_forbidden_wait_is_detected(tmp_path: Path) -> None:
     with engine(tmp_path / "store") as run, pytest.raises(RuntimeError, match="synchroniz"):
         run.submit(random_tokens(100, seed=5), 16)
         with host_waits("error"):

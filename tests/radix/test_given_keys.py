@@ -30,7 +30,7 @@ def ids(start: int, count: int) -> PageIds:
     return np.arange(start, start + count, dtype=np.int32)
 
 
-def test_the_pages_of_a_run_are_stored_under_the_keys_that_were_given() -> None:
+def test_pages_are_stored_under_the_given_keys() -> None:
     tree = given_tree()
     key = given(RadixKey.of(list(range(7 * PAGE_SIZE))))
     hashes = key.page_keys(PAGE_SIZE, b"", 0, 7)
@@ -46,7 +46,7 @@ def test_the_pages_of_a_run_are_stored_under_the_keys_that_were_given() -> None:
     check_tree(tree)
 
 
-def test_a_node_whose_page_keys_are_not_the_given_ones_is_noticed() -> None:
+def test_check_finds_a_node_whose_page_keys_differ_from_the_given_keys() -> None:
     tree = given_tree()
     node = tree.insert(given(RadixKey.of(list(range(8)))), ids(1, 2)).node
     node.page_keys = bytes(64)

@@ -58,11 +58,11 @@ def first_out(policy: str, **options: int) -> int:
     ("policy", "victim"),
     [("lru", 2), ("lfu", 2), ("fifo", 1), ("mru", 1), ("filo", 3), ("priority", 3), ("slru", 2)],
 )
-def test_the_first_to_leave(policy: str, victim: int) -> None:
+def test_the_first_victim(policy: str, victim: int) -> None:
     assert first_out(policy) == victim
 
 
-def test_slru_protects_from_the_configured_number_of_requests_on() -> None:
+def test_slru_protects_nodes_with_the_configured_number_of_requests() -> None:
     t = tree("slru", slru_protected_hits=3)
     twice, thrice = insert(t, 1, page=1), insert(t, 2, page=2)
     t.use(twice)
@@ -139,13 +139,13 @@ class Walk:
 
 @pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_each_victim_is_the_one_a_search_of_the_whole_tree_finds(policy: str, seed: int) -> None:
+def test_each_victim_equals_the_result_of_a_search_of_the_whole_tree(policy: str, seed: int) -> None:
     walk = Walk(policy, rng(seed))
     for _ in range(400):
         walk.step()
 
 
-def test_the_search_notices_a_queue_that_is_not_told_of_uses() -> None:
+def test_the_search_detects_a_queue_that_ignores_uses() -> None:
     """Negative control: mru without a new entry at each use evicts by old ranks."""
     found = 0
     for seed in seeds(6):
@@ -159,7 +159,7 @@ def test_the_search_notices_a_queue_that_is_not_told_of_uses() -> None:
     assert found
 
 
-def test_queues_stay_small_however_often_a_node_is_used() -> None:
+def test_queues_stay_small_after_many_uses_of_a_node() -> None:
     t = tree("mru")
     for token in range(10):
         insert(t, token, page=10 * token)
@@ -179,7 +179,7 @@ class Biggest:
         return -len(node.key)
 
 
-def test_a_policy_of_ones_own_is_named_by_its_class() -> None:
+def test_a_custom_policy_is_configured_by_its_class_name() -> None:
     name = f"{__name__}:Biggest"
     t = tree(name)
     insert(t, 1, page=1)
@@ -191,11 +191,11 @@ def test_a_policy_of_ones_own_is_named_by_its_class() -> None:
 @pytest.mark.parametrize(
     "name", ["newest", "nowhere:Class", "hicache.keys:RadixKey", "json:JSONDecoder", f"{__name__}:no"]
 )
-def test_what_is_no_policy_is_refused(name: str) -> None:
+def test_invalid_policies_are_rejected(name: str) -> None:
     with pytest.raises(InvalidInput, match="eviction policy"):
         make_policy(name)
 
 
-def test_slru_without_a_threshold_is_refused() -> None:
+def test_slru_without_a_threshold_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="protected_hits"):
         make_policy("slru", slru_protected_hits=0)

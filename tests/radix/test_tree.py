@@ -29,7 +29,7 @@ def test_a_prompt_matches_in_whole_pages_only() -> None:
     assert t.match(RadixKey.of([1])).pages == 0
 
 
-def test_lookups_of_unknown_salts_leave_nothing_behind() -> None:
+def test_lookups_of_unknown_salts_add_no_roots() -> None:
     t = tree()
     for i in range(50):
         t.match(RadixKey.of([1, 2], cache_salt=f"tenant {i}"))
@@ -43,14 +43,14 @@ def test_an_insert_with_the_wrong_number_of_pages_changes_nothing() -> None:
     assert t.node_count == 0
 
 
-def test_unlocking_what_is_not_locked_is_refused() -> None:
+def test_unlocking_an_unlocked_node_is_rejected() -> None:
     t = tree()
     t.insert(RadixKey.of([1, 2]), ids(1))
     with pytest.raises(InvariantError):
         t.unlock(t.match(RadixKey.of([1, 2])).node)
 
 
-def test_a_large_victim_is_cut_to_what_is_needed() -> None:
+def test_a_large_victim_is_split_to_the_needed_size() -> None:
     t = tree(page_size=1)
     t.insert(RadixKey.of(list(range(100))), np.arange(1, 101, dtype=np.int32))
     assert t.evict_device(20).pages.tolist() == list(range(81, 101))
@@ -70,7 +70,7 @@ def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     check_tree(t)
 
 
-def test_new_pages_begin_with_the_uses_that_they_have_had_and_are_cut_where_these_change() -> None:
+def test_new_pages_keep_their_earlier_uses_and_are_split_where_these_change() -> None:
     for host in (False, True):
         t, key = tree(page_size=1), RadixKey.of(list(range(6)))
         uses = Uses(0, ((2, 5), (4, 3)))
@@ -82,7 +82,7 @@ def test_new_pages_begin_with_the_uses_that_they_have_had_and_are_cut_where_thes
         check_tree(t)
 
 
-def test_pages_that_a_request_has_counted_count_no_more() -> None:
+def test_a_request_counts_its_pages_once() -> None:
     t, key = tree(page_size=1), RadixKey.of(list(range(4)))
     t.insert(key.head(2), ids(1, 2))
     t.insert(key, ids(1, 2, 3, 4))
@@ -99,7 +99,7 @@ def on_host(t: RadixTree, key: RadixKey, first: int) -> Node:
     return node
 
 
-def test_a_store_hashes_its_pages_behind_those_of_the_store_above() -> None:
+def test_a_store_chains_its_keys_from_the_store_above() -> None:
     t = tree()
     key = RadixKey.of([1, 2, 3, 4, 5, 6], extra_key="adapter")
     chain = page_keys(key.tokens, 2, key.seed)
@@ -153,7 +153,7 @@ def test_a_run_that_is_split_twice_while_it_is_stored_gives_each_part_its_chain(
     check_tree(t)
 
 
-def test_what_a_key_is_chained_from_is_found_without_hashing() -> None:
+def test_the_prior_of_a_key_is_found_without_hashing() -> None:
     t = tree()
     key = RadixKey.of(range(8), extra_key="adapter")
     chain = page_keys(key.tokens, 2, key.seed)
@@ -169,7 +169,7 @@ def test_what_a_key_is_chained_from_is_found_without_hashing() -> None:
 
 
 @pytest.mark.parametrize(("needed", "left"), [(20, [20]), (21, []), (40, []), (8, [24])])
-def test_a_victim_is_cut_only_if_as_much_stays_as_is_needed(needed: int, left: list[int]) -> None:
+def test_a_victim_is_split_only_if_the_rest_is_at_least_as_long_as_needed(needed: int, left: list[int]) -> None:
     t = tree()
     t.insert(RadixKey.of(range(80)), np.arange(40, dtype=np.int32))
     freed = len(t.evict_device(needed).pages)
@@ -177,7 +177,7 @@ def test_a_victim_is_cut_only_if_as_much_stays_as_is_needed(needed: int, left: l
     check_tree(t)
 
 
-def test_a_store_that_nobody_hashed_leaves_the_keys_to_be_found() -> None:
+def test_after_a_store_without_hashing_the_keys_can_still_be_computed() -> None:
     t = tree()
     key = RadixKey.of([1, 2, 3, 4])
     node = on_host(t, key, 10)
@@ -209,7 +209,7 @@ def test_the_text_has_a_line_per_node_indented_below_its_parent() -> None:
     assert "424242" not in pretty_print(shown_tree()), "tokens are prompts"
 
 
-def test_the_text_of_a_large_tree_is_cut() -> None:
+def test_the_text_of_a_large_tree_is_truncated() -> None:
     t = RadixTree(1, POLICIES["lru"])
     for token in range(PRETTY_NODES_MAX + 5):
         t.insert(RadixKey.of([token]), np.array([token + 1], dtype=np.int32))
@@ -230,7 +230,7 @@ def stored_on(t: RadixTree, key: RadixKey, first: int) -> Node:
     return node
 
 
-def test_a_lost_page_takes_its_run_and_what_is_stored_below_it() -> None:
+def test_a_lost_page_marks_its_run_and_the_runs_below_as_not_stored() -> None:
     t = tree()
     key = RadixKey.of(range(12))
     chain = page_keys(key.tokens, 2)
@@ -269,7 +269,7 @@ def test_a_run_that_left_the_tree_is_not_lost_again() -> None:
     check_tree(t)
 
 
-def test_another_store_has_nothing_that_could_be_lost() -> None:
+def test_after_a_change_of_stores_no_page_counts_as_stored() -> None:
     t = tree()
     key = RadixKey.of(range(4))
     stored_on(t, key, 10)

@@ -44,7 +44,7 @@ def test_random_operations_agree_with_the_oracle(page_size: int, seed: int) -> N
     machine.empty()
 
 
-def test_what_a_request_computes_in_pieces_becomes_one_node_now_and_then() -> None:
+def test_pages_that_a_request_computes_in_parts_sometimes_become_one_node() -> None:
     machine = Machine(16, rng(1))
     for _ in range(STEPS):
         step(machine)
@@ -102,7 +102,7 @@ class _GrowsUnderOthers(RadixTree):
 
 
 @pytest.mark.parametrize("kind", [_ForgetsPriority, _MixesPages, _PeekMarks, _DropsPins, _GrowsUnderOthers])
-def test_the_oracle_notices_a_tree_that(kind: type[RadixTree]) -> None:
+def test_the_oracle_detects_a_tree_that(kind: type[RadixTree]) -> None:
     """Negative control: one small change of the tree shows within a few seeds."""
     for seed in range(5):
         machine = Machine(1, rng(seed))

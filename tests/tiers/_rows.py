@@ -156,7 +156,7 @@ class Copy:
         return [self.staging, self.row_bytes, self.column, *(number for entry in used for number in entry)]
 
     def run(self, move: Callable[..., None], memory: torch.Tensor, word: int, programs: int) -> torch.Tensor:
-        """Return a copy of `memory` after the call. The table may have, and the ids have, entries that must not be used."""
+        """Return a copy of `memory` after the call. Table and ids also contain entries that must not be used."""
         arena = memory.clone()
         begin = arena.data_ptr()
         table = torch.tensor([[begin + entry[0], *entry[1:]] for entry in self.table], device=memory.device)

@@ -1,8 +1,9 @@
-/* A driver library without a device: what hicache.tiers.cuda_driver calls, with the signatures of CUDA's cuda.h.
+/* A driver library without a device: the functions that hicache.tiers.cuda_driver calls, with the signatures of CUDA's
+ * cuda.h.
  *
- * Copies are made at once. It refuses what the driver refuses, as far as that is documented or was seen: calls without
- * a context, copies in the legacy stream, a batch across two registrations of host memory, memory that is registered
- * twice, and registrations above a size. `fake_fail` has the n-th call of a function from now on fail.
+ * Copies are made at once. Calls that the driver rejects, by its documentation or as observed, are rejected: calls
+ * without a context, copies in the legacy stream, a batch across two registrations of host memory, memory that is
+ * registered twice, and registrations above a size. `fake_fail` lets the n-th call of a function from now on fail.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -10,7 +11,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#ifdef REAL_HEADER /* then what differs from it does not compile */
+#ifdef REAL_HEADER /* then a declaration that differs from it does not compile */
 #include <cuda.h>
 #include <cudaTypedefs.h>
 _Static_assert(sizeof(CUmemcpyAttributes) == 24 && offsetof(CUmemcpyAttributes, flags) == 20, "attributes");
@@ -81,7 +82,7 @@ static int failed(const char *name)
             return INVALID_CONTEXT;                                                                                    \
     } while (0)
 
-/* What a test sets and reads. */
+/* State that a test sets and reads. */
 
 void fake_reset(void)
 {

@@ -25,7 +25,7 @@ def take(allocator: PageAllocator, count: int) -> list[int]:
     return [int(page) for page in pages]
 
 
-def test_a_stack_hands_out_what_was_freed_last() -> None:
+def test_a_stack_allocates_the_pages_freed_last() -> None:
     allocator = PageAllocator(8)
     take(allocator, 6)
     allocator.free(ids(4, 2))
@@ -46,7 +46,7 @@ def test_a_freed_array_belongs_to_the_caller_again(ascending: bool) -> None:
 
 @ORDERS
 @pytest.mark.parametrize("wrong", [[0, 0], [1], [3], [0, 2, 0], [4], [0, -1], [-2], [0, 2] * 3])
-def test_a_double_free_or_a_foreign_page_is_found_and_changes_nothing(wrong: list[int], ascending: bool) -> None:
+def test_double_frees_and_foreign_pages_are_rejected_and_change_nothing(wrong: list[int], ascending: bool) -> None:
     allocator = PageAllocator(4, ascending=ascending)
     pages = allocator.alloc(3)
     assert pages is not None
@@ -66,7 +66,7 @@ class Trusting(PageAllocator):
 
 
 @ORDERS
-def test_without_the_search_a_double_free_gives_a_page_two_owners(ascending: bool) -> None:
+def test_without_the_check_a_double_free_gives_a_page_two_owners(ascending: bool) -> None:
     allocator = Trusting(4, ascending=ascending)
     take(allocator, 4)
     allocator.free(ids(1))
@@ -77,7 +77,7 @@ def test_without_the_search_a_double_free_gives_a_page_two_owners(ascending: boo
 
 
 @ORDERS
-def test_a_group_that_fails_still_gives_its_pages_back(ascending: bool) -> None:
+def test_a_group_that_raises_still_frees_its_pages(ascending: bool) -> None:
     allocator = PageAllocator(4, ascending=ascending)
     pages = ids(*take(allocator, 4))
     with pytest.raises(KeyError), allocator.free_group():

@@ -132,7 +132,7 @@ def test_a_wrong_type_is_a_typed_error_and_changes_nothing(name: str) -> None:
         assert pools.image() == before, type(bad)
 
 
-def test_a_layer_that_a_copy_does_not_have_is_a_typed_error_and_is_not_waited_for() -> None:
+def test_an_unknown_layer_is_a_typed_error_without_a_wait() -> None:
     transfer = Pools().copies.load(IDS, IDS)
     assert transfer.wait(20)
     layers: list[Any] = [-1, GEOMETRY.layers, "0", None]
@@ -142,13 +142,13 @@ def test_a_layer_that_a_copy_does_not_have_is_a_typed_error_and_is_not_waited_fo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal of a machine without CUDA")
-def test_pinned_memory_without_cuda_is_refused_with_what_to_pass() -> None:
+def test_pinned_memory_without_cuda_is_rejected_with_a_hint() -> None:
     for device in ("cuda", "cpu"):
         with pytest.raises(InvalidInput, match="not a CUDA device that torch sees"):
             HostPool(GEOMETRY, 4, pin=torch.device(device))
 
 
-def test_the_image_shows_what_a_call_has_changed() -> None:
+def test_the_image_shows_the_changes_of_a_call() -> None:
     """Negative control: calls that are not rejected are detected."""
     pools = Pools()
     images = [pools.image()]

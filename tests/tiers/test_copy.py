@@ -75,11 +75,11 @@ def two_regions(blocks: int, seed: int) -> EngineBlocks:
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 128, 1000, 4095, 4096, 4097, 4160, 4223, 8192, 65536, 66666])
 @pytest.mark.parametrize("shift", [0, 1, 16, 63])
-def test_the_helper_copies_rows_of_any_length_from_and_to_any_place(native: Any, size: int, shift: int) -> None:
-    """Rows on both sides of a line of the cache, and of the bytes that the helper fetches ahead."""
+def test_the_helper_copies_rows_of_any_length_and_alignment(native: Any, size: int, shift: int) -> None:
+    """Sizes just below and above a cache line, and the number of bytes that the helper prefetches."""
     numbers = np.random.default_rng(size)
     source = numbers.integers(0, 256, (7, 3, size + 32), dtype=np.uint8)[:, :, 5 : 5 + size]
-    pitch = (size + 191) // 64 * 64  # so each row begins `shift` bytes behind the beginning of a line
+    pitch = (size + 191) // 64 * 64  # so each row begins `shift` bytes after the start of a cache line
     memory = np.zeros(12 * pitch + 64, dtype=np.uint8)
     begin = -memory.ctypes.data % 64
     frames = memory[begin : begin + 12 * pitch].reshape(4, 3, pitch)
@@ -104,7 +104,7 @@ def test_the_helper_copies_rows_of_any_length_from_and_to_any_place(native: Any,
     ],
     ids=lambda wrong: f"{next(iter(wrong))} {next(iter(wrong.values())).shape}",
 )  # fmt: skip
-def test_the_helper_refuses_rows_that_are_not_there(native: Any, wrong: dict[str, Any]) -> None:
+def test_the_helper_rejects_rows_that_do_not_exist(native: Any, wrong: dict[str, Any]) -> None:
     right = {
         "target": np.zeros((4, 3, 8), np.uint8), "places": np.array([0, 11]),
         "source": np.ones((7, 1, 8), np.uint8), "rows": np.array([0, 6]),
@@ -120,7 +120,7 @@ def test_the_helper_refuses_rows_that_are_not_there(native: Any, wrong: dict[str
 
 
 @pytest.mark.parametrize("slot_bytes", [2 * MHA.layer_bytes, MHA.payload_bytes, 7 * MHA.layer_bytes])
-def test_what_does_not_fit_into_a_slot_of_staging_goes_in_parts(slot_bytes: int) -> None:
+def test_rows_that_do_not_fit_into_a_staging_slot_are_copied_in_parts(slot_bytes: int) -> None:
     blocks, host = two_regions(9, seed=4), HostPool(MHA, 8)
     before = [region.clone() for layer in blocks.layers for region in layer]
     copies = simulated_copies(blocks, HostWindow(host), path="staged", slot_bytes=slot_bytes)
@@ -134,7 +134,7 @@ def test_what_does_not_fit_into_a_slot_of_staging_goes_in_parts(slot_bytes: int)
     assert copies.close(10)
 
 
-def test_staging_without_room_for_a_layer_is_refused() -> None:
+def test_a_staging_slot_smaller_than_a_layer_is_rejected() -> None:
     with pytest.raises(InvalidInput, match=r"a layer of a page has 256 B, a slot of staging 255 B; use direct or auto"):
         simulated_copies(
             two_regions(2, seed=4), HostWindow(HostPool(MHA, 2)), path="staged", slot_bytes=MHA.layer_bytes - 1
@@ -153,7 +153,7 @@ class NoKernels(SimulatedRuntime):
         self.closed += 1
 
 
-def test_short_pieces_go_direct_where_no_kernel_can_be_built_unless_staging_was_asked_for(
+def test_without_kernels_short_pieces_go_direct_unless_staging_is_configured(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     blocks, host, runtime = two_regions(9, seed=4), HostPool(MHA, 8), NoKernels(Turns(0))
@@ -182,7 +182,7 @@ class ForgetfulDevice(SimulatedRuntime):
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
-def test_a_device_that_fails_is_a_typed_error_and_not_an_exception_of_poll(path: Any) -> None:
+def test_a_device_failure_is_a_typed_error_and_poll_does_not_raise(path: Any) -> None:
     copies = simulated_copies(
         *pools(create_device_pool(MHA, 2), HostPool(MHA, 2)), path=path, runtime=LostDevice(Turns(0))
     )
@@ -193,7 +193,7 @@ def test_a_device_that_fails_is_a_typed_error_and_not_an_exception_of_poll(path:
         transfer.wait_layer(0)
 
 
-def test_a_copy_has_taken_no_known_time_before_it_has_ended_or_if_the_device_cannot_say() -> None:
+def test_the_duration_is_unknown_before_the_end_or_if_the_device_fails() -> None:
     device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
     copies = simulated_copies(*pools(device, host), path="direct", runtime=ForgetfulDevice(Turns(0)))
     transfer = copies.load(ids(0), ids(1))
@@ -203,7 +203,7 @@ def test_a_copy_has_taken_no_known_time_before_it_has_ended_or_if_the_device_can
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
-def test_events_are_used_again_and_two_of_a_copy_take_the_time(path: Any) -> None:
+def test_events_are_reused_and_a_copy_has_two_timed_events(path: Any) -> None:
     runtime = SimulatedRuntime(Turns(0))
     blocks, host = two_regions(9, seed=4), HostPool(MHA, 8)
     copies = simulated_copies(blocks, HostWindow(host), path=path, runtime=runtime, slot_bytes=2 * MHA.layer_bytes)
@@ -225,7 +225,7 @@ class StoppedDevice(SimulatedRuntime):
         return False
 
 
-def test_memory_of_copies_that_have_not_ended_at_close_is_kept() -> None:
+def test_memory_of_copies_in_flight_at_close_is_kept() -> None:
     device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
     copies = simulated_copies(*pools(device, host), path="direct", runtime=StoppedDevice(Turns(0)))
     copies.load(ids(0), ids(1))
@@ -239,7 +239,7 @@ def test_memory_of_copies_that_have_not_ended_at_close_is_kept() -> None:
     assert memory() is None
 
 
-def test_a_copy_says_how_long_it_took_itself(engine: Make) -> None:
+def test_a_copy_reports_its_own_duration(engine: Make) -> None:
     copies = engine(*pools(create_device_pool(MHA, 4), HostPool(MHA, 4)))
     begin = time.perf_counter()
     for transfer in (copies.backup(ids(1, 2), ids(0, 1)), copies.load(ids(0, 1), ids(3, 4))):
@@ -264,7 +264,7 @@ def test_a_copy_says_how_long_it_took_itself(engine: Make) -> None:
         (np.array([2**63, 1], np.uint64), ids(0, 1), "block 9223372036854775808 is not"),
     ],
 )
-def test_blocks_that_do_not_fit_are_refused_before_anything_is_copied(
+def test_mismatched_blocks_are_rejected_before_any_copy(
     engine: Make, blocks: PageIds, host_blocks: PageIds, words: str
 ) -> None:
     device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
@@ -292,7 +292,7 @@ class SteppedEngine(CpuCopyEngine):
         super()._load_layer(layer, host_blocks, blocks)
 
 
-def test_a_layer_can_be_used_while_the_next_is_on_its_way() -> None:
+def test_a_layer_can_be_used_while_the_next_is_in_flight() -> None:
     copies = SteppedEngine(*pools(create_device_pool(MHA, 2), HostPool(MHA, 2)))
     transfer = copies.load(ids(0), ids(1))
     copies.permits.release()
@@ -305,7 +305,7 @@ def test_a_layer_can_be_used_while_the_next_is_on_its_way() -> None:
     assert copies.close(10)
 
 
-def test_the_time_of_a_copy_does_not_contain_the_wait_for_the_one_before_it() -> None:
+def test_the_duration_of_a_copy_excludes_the_wait_for_earlier_copies() -> None:
     copies = SteppedEngine(*pools(create_device_pool(MHA, 2), HostPool(MHA, 2)))
     begin = time.perf_counter()
     first, second = copies.load(ids(0), ids(1)), copies.load(ids(1), ids(2))
@@ -328,7 +328,7 @@ class LostFence:
         raise RuntimeError("the step failed")
 
 
-def test_a_copy_that_fails_says_so_and_later_ones_are_made_all_the_same() -> None:
+def test_a_failed_copy_reports_its_error_and_later_copies_still_run() -> None:
     device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
     fill(device, 1)
     copies = CpuCopyEngine(*pools(device, host))

@@ -63,7 +63,7 @@ def test_a_batch_copies_all_rows_in_one_call_and_in_stream_order(fake_cuda: Fake
 
 
 @pytest.mark.parametrize("definition", ["WITHOUT_BATCH", "WITHOUT_PROC_ADDRESS"])
-def test_an_older_driver_gets_the_copies_one_by_one(tmp_path: Path, definition: str) -> None:
+def test_with_an_older_driver_copies_are_queued_one_by_one(tmp_path: Path, definition: str) -> None:
     fake = FakeCuda(tmp_path, definition)
     driver = CudaDriver(0, fake.path)
     driver.attach()
@@ -84,7 +84,7 @@ def test_a_device_with_other_addresses_for_registered_memory_gets_single_copies(
     assert (fake_cuda.number("batches"), fake_cuda.number("loops")) == (0, 20)
 
 
-def test_a_batch_that_is_refused_names_the_copy_and_the_reason(fake_cuda: FakeCuda) -> None:
+def test_the_error_of_a_batch_names_the_copy_and_the_reason(fake_cuda: FakeCuda) -> None:
     driver = CudaDriver(0, fake_cuda.path)
     driver.attach()
     source, _, targets, sources, sizes = rows(10, 4096)
@@ -120,7 +120,7 @@ def test_other_threads_run_during_a_slow_call(fake_cuda: FakeCuda) -> None:
     assert counted > 100, "the driver's queue may be full for long"
 
 
-def test_events_pass_or_do_not_or_say_that_the_device_has_failed(fake_cuda: FakeCuda) -> None:
+def test_an_event_query_reports_passed_pending_or_a_device_failure(fake_cuda: FakeCuda) -> None:
     driver = CudaDriver(0, fake_cuda.path)
     event = driver.event(timed=False)
     assert fake_cuda.number("event flags") == 2
@@ -136,7 +136,7 @@ def test_events_pass_or_do_not_or_say_that_the_device_has_failed(fake_cuda: Fake
     assert driver.elapsed_s(timed, timed) == 0.0025
 
 
-def test_every_call_that_is_refused_is_a_typed_error(fake_cuda: FakeCuda) -> None:
+def test_every_failed_driver_call_is_a_typed_error(fake_cuda: FakeCuda) -> None:
     for name in ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain"):
         fake_cuda.fail(name, 1)
         with pytest.raises(TransferError, match=f"cuda: {name}: invalid argument"):
@@ -151,14 +151,14 @@ def test_every_call_that_is_refused_is_a_typed_error(fake_cuda: FakeCuda) -> Non
         CudaDriver(7, fake_cuda.path)
 
 
-def test_a_library_that_is_missing_or_another_one_is_a_typed_error(tmp_path: Path) -> None:
+def test_a_missing_or_wrong_library_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(TransferError, match="install a driver"):
         CudaDriver(0, str(tmp_path / "libcuda.so.1"))
     with pytest.raises(TransferError, match=r"cannot be used: .*cuInit"):
         CudaDriver(0, "libm.so.6")
 
 
-def test_the_context_of_the_caller_stays_what_it_was(fake_cuda: FakeCuda) -> None:
+def test_calls_do_not_change_the_context_of_the_caller(fake_cuda: FakeCuda) -> None:
     driver = CudaDriver(0, fake_cuda.path)
     memory = mmap.mmap(-1, 8192)
     address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -173,7 +173,7 @@ def test_the_context_of_the_caller_stays_what_it_was(fake_cuda: FakeCuda) -> Non
     assert fake_cuda.number("registered") == 0
 
 
-def test_a_thread_without_a_context_may_ask_and_stays_without_one(fake_cuda: FakeCuda) -> None:
+def test_a_thread_without_a_context_may_query_events_and_gets_no_context(fake_cuda: FakeCuda) -> None:
     driver = CudaDriver(0, fake_cuda.path)
     stream, event = driver.stream(), driver.event(timed=True)
     assert ctypes.CDLL(fake_cuda.path).cuEventQuery(ctypes.c_void_p(event)) == 201, "negative control"
@@ -189,7 +189,7 @@ def test_a_thread_without_a_context_may_ask_and_stays_without_one(fake_cuda: Fak
         driver.passed(event)
 
 
-def test_the_default_stream_that_waits_is_that_of_this_device(fake_cuda: FakeCuda) -> None:
+def test_a_wait_on_the_default_stream_uses_the_stream_of_this_device(fake_cuda: FakeCuda) -> None:
     driver = CudaDriver(0, fake_cuda.path)
     event = driver.event(timed=False)
     driver.call("cuCtxSetCurrent", 0x1234)  # the context of another device, which the thread used last
@@ -204,7 +204,7 @@ def test_the_default_stream_that_waits_is_that_of_this_device(fake_cuda: FakeCud
 
 
 @pytest.mark.parametrize("frame_bytes", [4096, 8192, 4096 * 3, 2 << 20, (2 << 20) + 4096])
-def test_a_chunk_is_whole_frames_and_system_pages_and_no_larger_than_its_bound(frame_bytes: int) -> None:
+def test_a_chunk_has_whole_frames_and_system_pages_within_its_bound(frame_bytes: int) -> None:
     frames = frames_per_chunk(frame_bytes, 64 << 20)
     assert 0 < frames * frame_bytes <= 64 << 20 < (frames + 1) * frame_bytes
     assert frames * frame_bytes % mmap.PAGESIZE == 0
@@ -220,7 +220,7 @@ def memory(pages: int) -> tuple[mmap.mmap, int]:
     return mapping, np.frombuffer(mapping, np.uint8).ctypes.data
 
 
-def test_a_pool_is_registered_in_chunks_which_go_with_it(fake_cuda: FakeCuda) -> None:
+def test_a_pool_is_registered_in_chunks_and_unregistered_with_it(fake_cuda: FakeCuda) -> None:
     driver, owner = CudaDriver(0, fake_cuda.path), Owner()
     mapping, address = memory(10)
     fake_cuda.limit(4 * 4096)
@@ -231,7 +231,7 @@ def test_a_pool_is_registered_in_chunks_which_go_with_it(fake_cuda: FakeCuda) ->
     assert fake_cuda.number("registered") == 0
 
 
-def test_one_registration_of_all_would_have_been_refused(fake_cuda: FakeCuda) -> None:
+def test_one_registration_of_the_whole_pool_would_fail(fake_cuda: FakeCuda) -> None:
     driver, owner = CudaDriver(0, fake_cuda.path), Owner()
     mapping, address = memory(10)
     fake_cuda.limit(4 * 4096)
@@ -239,7 +239,7 @@ def test_one_registration_of_all_would_have_been_refused(fake_cuda: FakeCuda) ->
         pin(driver, address, 10 * 4096, 10 * 4096, owner, mapping)
 
 
-def test_a_chunk_that_is_refused_undoes_those_before_it(fake_cuda: FakeCuda) -> None:
+def test_a_failed_chunk_unregisters_the_earlier_chunks(fake_cuda: FakeCuda) -> None:
     driver, owner = CudaDriver(0, fake_cuda.path), Owner()
     mapping, address = memory(10)
     fake_cuda.fail("cuMemHostRegister_v2", 2, call=3)
@@ -250,7 +250,7 @@ def test_a_chunk_that_is_refused_undoes_those_before_it(fake_cuda: FakeCuda) -> 
     assert fake_cuda.number("registered") == 3, "the chunks of the first attempt were unregistered"
 
 
-def test_a_chunk_that_cannot_be_unpinned_is_logged_and_the_others_are(
+def test_a_chunk_that_cannot_be_unpinned_is_logged_and_the_others_are_unpinned(
     fake_cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver, owner = CudaDriver(0, fake_cuda.path), Owner()

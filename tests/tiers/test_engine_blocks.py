@@ -104,7 +104,7 @@ def shape(blocks_per_page: int, ranks: int = 1) -> PageShape:
 @pytest.mark.parametrize("blocks_per_page", [1, 3])
 @pytest.mark.parametrize("target", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_a_block_comes_back_byte_for_byte_into_every_layout(
+def test_a_block_survives_a_round_trip_into_every_layout(
     source: Callable[[int], Layout], target: Callable[[int], Layout], blocks_per_page: int, engine: Make
 ) -> None:
     host = HostPool(shape(blocks_per_page), 6)
@@ -124,7 +124,7 @@ def test_a_block_comes_back_byte_for_byte_into_every_layout(
     assert out.close(10) and back.close(10)
 
 
-def test_a_page_holds_rank_after_rank_block_after_block_layer_after_layer(engine: Make) -> None:
+def test_a_page_is_ordered_by_rank_then_block_then_layer(engine: Make) -> None:
     """Two ranks share one frame, each with its own window; a page is three blocks of the engine."""
     host = HostPool(shape(3, ranks=2), 2)
     windows = [HostWindow(host, rank * 3 * LAYERS, 3 * LAYERS, 3) for rank in range(2)]
@@ -163,7 +163,7 @@ def test_layers_of_different_length_are_runs_of_whole_pieces(engine: Make) -> No
         copies.close(10)
 
 
-def test_blocks_may_be_further_apart_than_they_are_long_and_in_any_order_inside() -> None:
+def test_blocks_may_have_gaps_between_them_and_any_element_order_inside() -> None:
     wide = torch.zeros(BLOCKS, 2 * DIM)
     assert EngineBlocks([[wide[:, DIM:]]]).layer_bytes == (4 * DIM,)
     heads_first = torch.arange(BLOCKS * HEADS * BLOCK * DIM).view(BLOCKS, HEADS, BLOCK, DIM)
@@ -202,14 +202,14 @@ SHARED = torch.zeros(1, BLOCK, DIM).expand(BLOCKS, BLOCK, DIM)
     ],
     ids=["heads outermost", "slots interleaved", "padded", "slots overlap", "blocks overlap", "empty", "scalar"],
 )
-def test_a_layout_in_which_a_block_is_not_one_piece_is_refused_with_what_to_change(
+def test_a_layout_with_scattered_blocks_is_rejected_with_a_fix(
     tensor: torch.Tensor, words: str
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
         EngineBlocks([[torch.zeros(BLOCKS, 8)], [tensor]])
 
 
-def test_layers_that_do_not_belong_together_are_refused() -> None:
+def test_layers_that_differ_in_blocks_or_device_are_rejected() -> None:
     good = torch.zeros(BLOCKS, 8)
     with pytest.raises(InvalidInput, match="layer 1 has 6 blocks on cpu, layer 0 has 7"):
         EngineBlocks([[good], [good[1:]]])
@@ -219,7 +219,7 @@ def test_layers_that_do_not_belong_together_are_refused() -> None:
         EngineBlocks([[good]], slots_per_block=4)
 
 
-def test_layers_that_are_not_the_pieces_of_the_window_are_refused_with_both_sizes() -> None:
+def test_layers_that_do_not_match_the_window_are_rejected_with_both_sizes() -> None:
     host = HostPool(PageShape(1, (Piece("first", 16), Piece("second", 24), Piece("third", 8))), 1)
     half, whole = torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.float64)
     CpuCopyEngine(EngineBlocks([[half], [whole]]), HostWindow(host)).close(10)
@@ -233,7 +233,7 @@ def test_layers_that_are_not_the_pieces_of_the_window_are_refused_with_both_size
             CpuCopyEngine(EngineBlocks(layers), HostWindow(host))
 
 
-def test_a_window_that_the_pages_do_not_have_is_refused() -> None:
+def test_a_window_outside_the_pages_is_rejected() -> None:
     host = HostPool(PageShape(2, (Piece("a", 8), Piece("b", 16), Piece("a", 8), Piece("b", 24))), 1)
     assert HostWindow(host, 0, 2).block_bytes == 24
     for arguments, words in (

@@ -41,7 +41,7 @@ def _slots_helper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("_slots_helper")
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_the_slots_of_a_page_follow_each_other(page_size: int) -> None:
+def test_the_slots_of_a_page_are_consecutive(page_size: int) -> None:
     pages = np.array([7, 1, 2**31 - 1, 3, 4], np.int32)  # the third has slots beyond int32
     for some in (pages, pages[::2], pages[:0]):
         expected = [int(page) * page_size + offset for page in some for offset in range(page_size)]
@@ -50,7 +50,7 @@ def test_the_slots_of_a_page_follow_each_other(page_size: int) -> None:
 
 
 @pytest.mark.parametrize(("slots", "page_size"), [(7, 4), (9, 4), (8, 0), (8, -4), (0, 4)])
-def test_the_helper_writes_as_many_slots_as_there_are_and_no_more(native: Any, slots: int, page_size: int) -> None:
+def test_the_helper_writes_exactly_the_given_slots(native: Any, slots: int, page_size: int) -> None:
     room, pages = np.zeros(slots, np.int64), np.array([1, 2], np.int32)
     with pytest.raises(ValueError, match="fill_slots"):
         native.fill_slots(room, pages, page_size)
@@ -93,7 +93,7 @@ def test_mla_pools_have_one_latent_block_per_layer() -> None:
     assert [tuple(region.shape) for region in pool.blocks.layers[2]] == [(6, MLA.block_bytes)]
 
 
-def test_a_pool_of_the_wrong_layout_is_refused() -> None:
+def test_a_pool_of_the_wrong_layout_is_rejected() -> None:
     with pytest.raises(InvalidInput):
         MHATokenToKVPool(MLA, 4)
     with pytest.raises(InvalidInput):
@@ -117,7 +117,7 @@ def test_a_host_page_is_a_frame_that_seals_in_place() -> None:
     assert all(bytes(pool.frame(page)[:8]) == bytes(8) for page in again.tolist()), "pages are handed out unsealed"
 
 
-def test_a_host_pool_larger_than_memory_is_refused_with_the_numbers() -> None:
+def test_a_host_pool_larger_than_memory_is_rejected_with_the_numbers() -> None:
     with pytest.raises(CapacityError, match=r"need \d+ bytes, but only \d+ are available"):
         HostPool(MHA, 1 << 40)
 
@@ -142,7 +142,7 @@ def test_sizes_are_given_in_bytes_tokens_or_as_a_ratio() -> None:
 GIB = 1 << 30
 
 
-def test_l1_gets_what_the_weights_and_the_reserve_leave() -> None:
+def test_l1_gets_the_memory_that_weights_and_reserve_do_not_use() -> None:
     # 80 GiB, of which weights use 16; a tenth stays free, so 64 - 8 are for KV.
     memory = DeviceMemory(available_bytes=64 * GIB, total_bytes=80 * GIB)
     assert profile_max_num_tokens(memory, 0.9, 128 << 10) == 56 * GIB // (128 << 10)
@@ -151,7 +151,7 @@ def test_l1_gets_what_the_weights_and_the_reserve_leave() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_what_a_fraction_gives_fits_and_one_token_more_would_not(seed: int) -> None:
+def test_the_tokens_of_a_fraction_fit_and_one_more_would_not(seed: int) -> None:
     numbers = rng(seed)
     total = numbers.randint(1, 1 << 41)
     memory, fraction = DeviceMemory(numbers.randint(0, total), total), numbers.uniform(0.01, 0.99)
@@ -175,14 +175,14 @@ def test_a_fraction_of_the_device_sizes_l1_with_its_padding_page() -> None:
     assert device_pages(DeviceConfig(tokens=236), MHA, cuda, memory) == 59
 
 
-def test_a_fraction_of_a_device_that_is_not_cuda_is_refused_with_what_to_do() -> None:
+def test_a_fraction_of_a_device_other_than_cuda_is_rejected_with_a_hint() -> None:
     with pytest.raises(ConfigError, match=r"device\.size or device\.tokens"):
         device_pages(DeviceConfig(memory_fraction=0.5), MHA, torch.device("cpu"))
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_pool_of_a_fraction_of_a_gpu_fits_beside_what_is_there() -> None:
+def test_a_pool_of_a_fraction_of_a_gpu_fits_into_its_free_memory() -> None:
     pages = device_pages(DeviceConfig(memory_fraction=0.5), MHA, torch.device("cuda"))
     available, total = torch.cuda.mem_get_info()
     assert 0 < (pages + 1) * MHA.payload_bytes <= available - total // 2 + (64 << 20)
@@ -204,7 +204,7 @@ def test_a_request_row_maps_tokens_to_slots() -> None:
     assert pool.free_rows == 1
 
 
-def test_a_pool_over_an_engine_s_blocks_hands_out_all_but_the_padding_page() -> None:
+def test_a_pool_over_the_blocks_of_an_engine_allocates_all_but_the_padding_page() -> None:
     kv = torch.zeros(6, MHA.layer_bytes, dtype=torch.uint8)
     blocks = EngineBlocks([[kv]] * MHA.layers)
     pool = KVPool(MHA, blocks)
@@ -219,7 +219,7 @@ def test_a_pool_over_an_engine_s_blocks_hands_out_all_but_the_padding_page() -> 
         KVPool(MHA, EngineBlocks([[kv[:, :128]]] * MHA.layers))
 
 
-def test_no_other_thread_runs_while_pages_are_handed_out_and_taken_back() -> None:
+def test_no_other_thread_runs_while_pages_are_allocated_and_freed() -> None:
     """The switch interval is an hour, so another thread runs only if numpy releases the interpreter's lock. A scheduler
     would then wait for workers, some milliseconds each time."""
     host, interval = HostPool(MHA, 256), sys.getswitchinterval()

@@ -34,7 +34,7 @@ def test_the_reference_copies_each_region_to_its_columns(layout: str, seed: int)
     require_round_trip(_rows, copy, memory, 1)
 
 
-def test_the_reference_goes_further_than_32_bits() -> None:
+def test_the_reference_handles_offsets_beyond_32_bits() -> None:
     require_far(_rows)
 
 
@@ -78,7 +78,7 @@ def test_the_round_trip_needs_every_byte_of_staging() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"longest": 1151}, {"column": 1}, {"row_bytes": 1136}, {"blocks": [2, 2]}, {"blocks": [-1]}]
 )
-def test_the_reference_refuses_what_the_kernel_would_copy_wrongly(wrong: dict[str, object]) -> None:
+def test_the_reference_rejects_arguments_that_the_kernel_would_copy_wrongly(wrong: dict[str, object]) -> None:
     copy, memory = random_copy("a latent of 1152 bytes", 1, random.Random(0))
     copy = replace(copy, first=0, count=1, column=0, row_bytes=1152, longest=1152, blocks=[1, 2])
     copy.run(_rows.gather_rows, memory, 16, 1)
@@ -95,7 +95,7 @@ def test_the_word_is_the_largest_that_divides_everything() -> None:
     assert word_bytes([]) == 16
 
 
-def test_more_tiles_than_the_kernel_counts_are_refused_before_anything_is_copied() -> None:
+def test_more_tiles_than_the_kernel_can_count_are_rejected_before_any_copy() -> None:
     with pytest.raises(InvalidInput, match="1073745920 tiles"):
         rows_triton.gather_rows(16, 1 << 17, 16, 0, 1 << 10, 16, (1 << 18) + 1, column=0, word=16, programs=1,
                                 longest=1 << 17)  # fmt: skip
@@ -108,7 +108,7 @@ def test_triton_copies_the_same_bytes_in_its_interpreter(repository: Path, seed:
 
 
 @pytest.mark.long
-def test_the_kernel_compiles_for_a_gpu_once_for_all_numbers_and_moves_whole_words(
+def test_the_kernel_compiles_once_for_all_values_and_moves_whole_words(
     repository: Path, tmp_path: Path
 ) -> None:
     printed = run_child(repository, "_compiled_rows", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")

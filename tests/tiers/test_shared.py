@@ -99,7 +99,7 @@ def open_here(
     return SharedHostPool.open(name, shape, pages, processes=processes, timeout_s=timeout_s, **options)
 
 
-def test_what_one_process_writes_another_reads(name: str, children: list[Child]) -> None:
+def test_a_process_reads_the_bytes_that_another_writes(name: str, children: list[Child]) -> None:
     pool = open_here(name, processes=3)
     for child in children:
         assert child.ask("open", name, 8, 3, WAIT_S) == list(pool.identity)
@@ -150,7 +150,7 @@ def test_processes_that_open_at_the_same_time_share_one_memory(name: str, childr
         child.ask("drop", name)
 
 
-def test_a_pool_that_is_kept_stays_until_it_is_unlinked(name: str, children: list[Child]) -> None:
+def test_a_kept_pool_stays_until_it_is_unlinked(name: str, children: list[Child]) -> None:
     identity = children[0].ask("open", name, 5, None, WAIT_S)
     children[0].ask("write", name, 2, "kept")
     children[0].ask("drop", name)
@@ -165,7 +165,7 @@ def test_a_pool_that_is_kept_stays_until_it_is_unlinked(name: str, children: lis
     other.unlink()
 
 
-def test_a_view_that_outlives_its_pool_stops_no_other_process(name: str) -> None:
+def test_a_view_that_outlives_its_pool_does_not_block_other_processes(name: str) -> None:
     pool = open_here(name, 5, None)
     frame = pool.frame(0)
     del pool
@@ -175,7 +175,7 @@ def test_a_view_that_outlives_its_pool_stops_no_other_process(name: str) -> None
     other.unlink()
 
 
-def test_a_start_that_is_given_up_leaves_nothing(name: str) -> None:
+def test_an_abandoned_start_leaves_no_file(name: str) -> None:
     pool = open_here(name, processes=3)
     assert path_of(name).stat().st_mode & 0o7777 == 0o600
     del pool
@@ -199,7 +199,7 @@ MISFITS: dict[str, tuple[Callable[[str], SharedHostPool], str]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_a_pool_in_use_that_differs_is_refused_with_the_difference(name: str, misfit: str) -> None:
+def test_a_pool_in_use_that_differs_is_rejected_with_the_difference(name: str, misfit: str) -> None:
     pool = open_here(name)
     opening, message = MISFITS[misfit]
     with pytest.raises(SharedMemoryError, match=message):
@@ -228,7 +228,7 @@ def test_a_process_that_died_after_opening_does_not_count(name: str, doomed: Chi
     assert not path_of(name).exists()
 
 
-def test_half_created_memory_is_waited_for_and_replaced_when_its_creator_dies(name: str, doomed: Child) -> None:
+def test_an_open_waits_for_half_created_memory_and_replaces_it_if_the_creator_dies(name: str, doomed: Child) -> None:
     doomed.ask("stall", CONTROL_BYTES)
     doomed.tell("open", name, 8, 2, WAIT_S)
     assert doomed.answer() == "stalled"
@@ -241,7 +241,7 @@ def test_half_created_memory_is_waited_for_and_replaced_when_its_creator_dies(na
     assert open_here(name, timeout_s=0).identity == first.identity
 
 
-def test_an_empty_file_is_a_creation_that_was_cut_short(name: str) -> None:
+def test_an_empty_file_counts_as_an_interrupted_creation(name: str) -> None:
     path_of(name).touch(0o600)
     assert open_here(name).identity == open_here(name).identity
 
@@ -254,7 +254,7 @@ def test_a_file_system_that_is_too_small_is_an_error_with_the_numbers(name: str)
     assert not path_of(name).exists()
 
 
-def test_a_file_system_without_a_limit_is_not_taken_for_a_full_one() -> None:
+def test_a_file_system_without_a_limit_does_not_count_as_full() -> None:
     code = (
         "from tests.tiers._shared_child import open_pool; "
         "assert open_pool('unlimited', 2, None, 9.0)"
@@ -270,7 +270,7 @@ def test_a_file_system_without_a_limit_is_not_taken_for_a_full_one() -> None:
     assert not path_of("unlimited").exists()
 
 
-def test_memory_that_cannot_be_taken_leaves_nothing(name: str, children: list[Child]) -> None:
+def test_a_failed_allocation_leaves_no_file(name: str, children: list[Child]) -> None:
     children[0].ask("limit", CONTROL_BYTES + 4096)
     refused = children[0].ask("open", name, 2, 2, WAIT_S)
     children[0].ask("limit", resource.RLIM_INFINITY)
@@ -279,7 +279,7 @@ def test_memory_that_cannot_be_taken_leaves_nothing(name: str, children: list[Ch
 
 
 @pytest.mark.parametrize("processes", [None, 1, 2])
-def test_memory_that_cannot_be_mapped_leaves_nothing(
+def test_a_failed_mapping_leaves_no_file(
     name: str, children: list[Child], processes: int | None
 ) -> None:  # fmt: skip
     children[0].ask("limit memory", 16 << 20)
@@ -319,7 +319,7 @@ FOREIGN: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_file_is_refused_and_left_as_it_is(name: str, tmp_path: Path, kind: str) -> None:
+def test_a_foreign_file_is_rejected_and_not_changed(name: str, tmp_path: Path, kind: str) -> None:
     if kind == "owner" and os.geteuid():
         pytest.skip("only root can give a file away")
     make, message = FOREIGN[kind]
@@ -349,12 +349,12 @@ def test_a_foreign_file_is_refused_and_left_as_it_is(name: str, tmp_path: Path, 
         ({"timeout_s": -1.0}, "timeout_s"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_created(name: str, bad: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected_before_a_file_is_created(name: str, bad: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         open_here(**{"name": name} | bad)
 
 
-def test_a_forked_child_that_ends_leaves_the_pool_alone(name: str, children: list[Child]) -> None:
+def test_a_forked_child_that_ends_does_not_affect_the_pool(name: str, children: list[Child]) -> None:
     identity = children[0].ask("open", name, 8, 2, WAIT_S)
     assert children[0].ask("drop in a fork", name) == 0
     assert path_of(name).exists()

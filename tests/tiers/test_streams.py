@@ -228,7 +228,7 @@ PATHS = ["direct", "staged"]
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_page_is_right_in_every_interleaving(path: str) -> None:
+def test_every_page_is_correct_in_every_interleaving(path: str) -> None:
     verified = 0
     for seed in seeds(SEEDS):
         simulation = Simulation(seed, path)
@@ -270,13 +270,13 @@ STAGED = [
 @pytest.mark.parametrize(
     ("path", "wait"), [("direct", wait) for wait in DIRECT] + [("staged", wait) for wait in STAGED], ids=str
 )
-def test_a_wait_that_is_left_out_is_found(path: str, wait: tuple[str, str]) -> None:
+def test_an_omitted_wait_is_found(path: str, wait: tuple[str, str]) -> None:
     fail_rate = 0.2 if wait[0] == "synchronize" else 0.0
     assert found(8 * SEEDS, partial(Simulation, path=path, dropped=wait, fail_rate=fail_rate))
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_list_of_waits_is_whole(path: str) -> None:
+def test_the_list_of_waits_is_complete(path: str) -> None:
     made: set[tuple[str, str]] = set()
     for seed in range(30):
         simulation = Simulation(seed, path)
@@ -309,7 +309,7 @@ class _OneBatch(CudaCopyEngine):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_call_that_crosses_the_edge_of_a_registration_is_found(path: str) -> None:
+def test_a_call_that_crosses_a_registration_boundary_is_found(path: str) -> None:
     assert found(8 * SEEDS, partial(Simulation, path=path, kind=_OneBatch, fail_rate=0.0))
 
 
@@ -319,7 +319,7 @@ def test_a_wait_for_a_layer_whose_event_is_not_recorded_yet_is_found(path: str) 
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_failed_submissions_give_their_events_back(path: str) -> None:
+def test_failed_submissions_release_their_events(path: str) -> None:
     simulation = Simulation(1, path, fail_rate=0.0)
     simulation.runtime._fail_rate = 0.03
     pages, ended, made = np.arange(1, 9, dtype=np.int32), [], []

@@ -36,14 +36,14 @@ def slots_of(slots: torch.Tensor | None) -> list[int]:
     return slots.tolist()
 
 
-def test_whole_pages_are_handed_out_in_order() -> None:
+def test_whole_pages_are_allocated_in_order() -> None:
     assert slots_of(paged(8).alloc(8)) == [4, 5, 6, 7, 8, 9, 10, 11]
     assert slots_of(TokenToKVPoolAllocator(PageAllocator(8, first=1)).alloc(3)) == [1, 2, 3]
     with pytest.raises(InvalidInput):
         paged(8).alloc(7)
 
 
-def test_a_batch_of_nothing_gets_nothing() -> None:
+def test_an_empty_batch_gets_no_slots() -> None:
     allocator = paged(2)
     assert slots_of(allocator.alloc_extend(lens(), lens(), lens(), 0)) == []
     assert slots_of(allocator.alloc_decode(lens(), lens())) == []
@@ -52,7 +52,7 @@ def test_a_batch_of_nothing_gets_nothing() -> None:
     assert allocator.available_tokens == 8
 
 
-def test_any_slots_of_a_page_give_it_back_whole() -> None:
+def test_any_slots_of_a_page_free_the_whole_page() -> None:
     allocator = paged(4)
     slots_of(allocator.alloc(16))
     allocator.free(torch.tensor([13, 5, 6, 12], dtype=torch.int32))
@@ -61,7 +61,7 @@ def test_any_slots_of_a_page_give_it_back_whole() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[5, 5], [9], [4, 9], [0], [24], [-1], [4 << 32]])
-def test_a_slot_that_is_free_named_twice_or_foreign_is_refused_and_nothing_changes(wrong: list[int]) -> None:
+def test_a_free_repeated_or_foreign_slot_is_rejected_and_nothing_changes(wrong: list[int]) -> None:
     allocator = paged(5)
     slots_of(allocator.alloc(20))
     allocator.free(lens(8))
@@ -71,7 +71,7 @@ def test_a_slot_that_is_free_named_twice_or_foreign_is_refused_and_nothing_chang
     pool(allocator).check()
 
 
-def test_without_debug_a_slot_named_twice_in_one_call_is_one_page() -> None:
+def test_without_debug_a_slot_passed_twice_frees_one_page() -> None:
     allocator = paged(4, debug=False)
     slots_of(allocator.alloc(16))
     allocator.free(lens(5, 5))
@@ -81,7 +81,7 @@ def test_without_debug_a_slot_named_twice_in_one_call_is_one_page() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[3, 3], [2], [0], [9], [-1], [1 << 32]])
-def test_pages_of_one_token_are_guarded_as_well(wrong: list[int]) -> None:
+def test_pages_of_one_token_are_checked_too(wrong: list[int]) -> None:
     allocator = TokenToKVPoolAllocator(PageAllocator(8, first=1))
     slots_of(allocator.alloc(8))
     allocator.free(lens(2, 7))
@@ -90,7 +90,7 @@ def test_pages_of_one_token_are_guarded_as_well(wrong: list[int]) -> None:
     assert allocator.available_tokens == 2
 
 
-def test_in_debug_a_wrong_end_of_a_prefix_is_refused_and_nothing_changes() -> None:
+def test_in_debug_a_wrong_end_of_a_prefix_is_rejected_and_nothing_changes() -> None:
     for debug in (True, False):
         allocator = paged(4, debug=debug)
         slots_of(allocator.alloc(4))
@@ -118,7 +118,7 @@ def test_in_debug_a_wrong_end_of_a_prefix_is_refused_and_nothing_changes() -> No
         (lens(0), lens(4), torch.full((1,), -1, device="meta"), 4),
     ],
 )
-def test_arguments_that_contradict_each_other_are_refused(
+def test_contradictory_arguments_are_rejected(
     prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, extend_tokens: int
 ) -> None:
     allocator = paged(4)
@@ -127,7 +127,7 @@ def test_arguments_that_contradict_each_other_are_refused(
     assert allocator.available_tokens == 16
 
 
-def test_more_arguments_that_make_no_sense_are_refused() -> None:
+def test_other_invalid_arguments_are_rejected() -> None:
     with pytest.raises(InvalidInput):
         paged(4).alloc_decode(lens(0), lens(NOWHERE))
     with pytest.raises(InvalidInput):
@@ -206,7 +206,7 @@ def test_no_slot_has_two_owners_and_none_is_lost(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(10))
-def test_pytorch_gives_the_slots_that_a_token_by_token_oracle_gives(seed: int) -> None:
+def test_pytorch_gives_the_slots_of_the_token_by_token_oracle(seed: int) -> None:
     compare(slots_torch, seed, 200)
 
 

@@ -92,7 +92,7 @@ def wrong_uploads(seed: int, *, fences_wait: bool) -> tuple[int, LateStream]:
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_all_uploads_arrive_however_late_the_stream_is(seed: int) -> None:
+def test_all_uploads_arrive_on_a_late_stream(seed: int) -> None:
     wrong, stream = wrong_uploads(seed, fences_wait=True)
     assert wrong == 0 and stream.waited
     assert stream.fences <= 8  # fences are reused
@@ -104,7 +104,7 @@ def test_without_the_wait_values_are_overwritten(seed: int) -> None:
     assert wrong and stream.waited
 
 
-def test_a_place_that_is_in_flight_is_waited_for_and_no_later_one() -> None:
+def test_an_upload_waits_only_for_the_parts_that_it_overwrites() -> None:
     stream = LateStream()
     ring = ring_of(4, stream)
     for part in range(4):
@@ -114,7 +114,7 @@ def test_a_place_that_is_in_flight_is_waited_for_and_no_later_one() -> None:
     assert (stream.waited, stream.done, ring.in_flight) == (1, 1, 4)
 
 
-def test_places_that_the_device_is_done_with_are_not_waited_for() -> None:
+def test_an_upload_does_not_wait_for_parts_that_have_ended() -> None:
     stream = LateStream()
     ring = ring_of(4, stream)
     for part in range(40):
@@ -123,7 +123,7 @@ def test_places_that_the_device_is_done_with_are_not_waited_for() -> None:
     assert stream.waited == 0 and ring.in_flight == 1 and stream.fences <= 2
 
 
-def test_an_upload_does_not_go_across_the_end_of_the_ring() -> None:
+def test_an_upload_does_not_cross_the_end_of_the_ring() -> None:
     stream = LateStream()
     ring = ring_of(4, stream)
     uploads = [ring.upload(numbers(1000 * part, 3 * ALIGN_BYTES)) for part in range(5)]
@@ -134,7 +134,7 @@ def test_an_upload_does_not_go_across_the_end_of_the_ring() -> None:
         np.testing.assert_array_equal(uploaded.numpy(), numbers(1000 * part, 3 * ALIGN_BYTES))
 
 
-def test_what_is_larger_than_the_ring_is_left_to_the_caller() -> None:
+def test_an_array_larger_than_the_ring_is_left_to_the_caller() -> None:
     ring = ring_of(4, stream := LateStream())
     assert ring.upload(numbers(0, 4 * ALIGN_BYTES)) is not None
     assert ring.upload(numbers(0, 4 * ALIGN_BYTES + 8)) is None
@@ -150,7 +150,7 @@ def test_on_the_cpu_the_array_is_the_tensor() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("stream", [None, 1])
-def test_uploads_to_cuda_arrive_behind_a_stalled_stream_without_a_wait(stream: int | None) -> None:
+def test_uploads_to_cuda_do_not_wait_for_a_stalled_stream(stream: int | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     upload(np.zeros(1, np.int64), device)  # allocates the ring
     random = np.random.default_rng(0)
@@ -179,7 +179,7 @@ def test_uploads_to_cuda_arrive_behind_a_stalled_stream_without_a_wait(stream: i
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_ring_can_be_taken_inside_of_inference_mode_and_used_outside() -> None:
+def test_a_ring_allocated_in_inference_mode_can_be_used_outside_of_it() -> None:
     device, found = torch.device("cuda", torch.cuda.current_device()), list[list[int]]()
 
     def both() -> None:  # a new thread has no ring yet
@@ -195,7 +195,7 @@ def test_the_ring_can_be_taken_inside_of_inference_mode_and_used_outside() -> No
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_without_a_number_is_the_current_device_by_number() -> None:
+def test_cuda_without_a_number_becomes_the_number_of_the_current_device() -> None:
     for index in range(torch.cuda.device_count()):
         with torch.cuda.device(index):
             assert known_device("cuda") == known_device(torch.device("cuda")) == torch.device("cuda", index)
