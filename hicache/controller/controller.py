@@ -196,7 +196,7 @@ class HiCacheController:
 
     def launch_loads(self) -> Transfer | None:
         """Start all queued loads as one copy. Return the transfer that the forward waits for, layer by layer: all loads
-        in flight, because pages of an earlier load may have been allocated again. None if there are no loads.
+        in flight, because pages of an earlier load, even of a failed one, may be allocated again. None without loads.
         """
         if self._loads:
             self._launched_loads.append(self._launch(self._loads))

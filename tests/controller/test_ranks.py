@@ -93,7 +93,7 @@ def test_one_all_reduce_is_in_flight_at_a_time() -> None:
     assert [first.result().tolist(), second.result().tolist()] == [[1], [1]]
 
 
-def test_a_closed_group_rejects_all_calls() -> None:
+def test_a_closed_group_raises_and_the_other_ranks_time_out() -> None:
     first, second = gloo_ranks(2, deadline_s=SOON_S)
     first.close()
     first.close()

@@ -264,7 +264,7 @@ def test_a_copy_reports_its_own_duration(engine: Make) -> None:
         (np.array([2**63, 1], np.uint64), ids(0, 1), "block 9223372036854775808 is not"),
     ],
 )
-def test_mismatched_blocks_are_rejected_before_any_copy(
+def test_invalid_blocks_are_rejected_before_any_copy(
     engine: Make, blocks: PageIds, host_blocks: PageIds, words: str
 ) -> None:
     device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)

@@ -50,7 +50,7 @@ def test_the_slots_of_a_page_are_consecutive(page_size: int) -> None:
 
 
 @pytest.mark.parametrize(("slots", "page_size"), [(7, 4), (9, 4), (8, 0), (8, -4), (0, 4)])
-def test_the_helper_writes_exactly_the_given_slots(native: Any, slots: int, page_size: int) -> None:
+def test_the_helper_rejects_a_wrong_number_of_slots(native: Any, slots: int, page_size: int) -> None:
     room, pages = np.zeros(slots, np.int64), np.array([1, 2], np.int32)
     with pytest.raises(ValueError, match="fill_slots"):
         native.fill_slots(room, pages, page_size)
