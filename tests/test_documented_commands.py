@@ -32,11 +32,13 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120
+DAEMON_ADDRESS = "127.0.0.1:9321"
 NOT_RUN = {
     r"make ": "test_house.py compares targets with the Makefile; CI runs `make test` and `make test-engines`",
     r"(\S*/)?pip install|\S*python3? -m (pip|venv) ": "installs packages",
     r"vllm serve|python -m sglang|curl -s localhost:8000": "needs an engine: tests/engines",
-    r"useradd|systemctl|install -|hicache ctl --socket /run/": "changes the system, as root",
+    r"useradd|systemctl|install -|\S*hicache ctl --socket /run/": "changes the system, as root",
+    r"kubectl ": "needs a cluster; tests/deploy checks the manifests",
     r"ssh |prometheus |promtool |python3 -m http.server": "needs another host or program, or serves until stopped",
     r"\S*hicache demo": "tests/cli/test_demo.py and test_demo_storage.py",
     r"\S*hicache dev-up|\S*python -m hicache.devservers": "tests/cli/test_dev_up.py",
@@ -96,6 +98,7 @@ class Folder:
         runtime = path / "run"
         runtime.mkdir(mode=0o700)
         self.socket = runtime / "hicache" / "daemon.sock"
+        self.address = f"{LOOPBACK}:{free_ports(1)[0]}"
         self.environ = {
             **os.environ,
             "PATH": f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}",
@@ -103,7 +106,7 @@ class Folder:
             "COLUMNS": "120",
             "HOME": str(path),
             "XDG_RUNTIME_DIR": str(runtime),
-            "HICACHE_DAEMON__LISTEN": f"{LOOPBACK}:{free_ports(1)[0]}",
+            "HICACHE_DAEMON__LISTEN": self.address,
             "HICACHE_DAEMON__SOCKET": str(self.socket),
         }
 
@@ -151,7 +154,7 @@ def test_the_commands_of_a_page_run_in_order(page: str, folder: Folder) -> None:
     with ExitStack() as stack:
         adapt = stack.enter_context(adapted(page, folder))
         for command, shown in RUN[page]:
-            output = folder.run(adapt(command))
+            output = folder.run(adapt(command).replace(DAEMON_ADDRESS, folder.address))
             assert headings(shown) <= headings(output.splitlines()), f"{command}: {output}"
 
 
@@ -187,7 +190,7 @@ def adapted(page: str, folder: Folder) -> Iterator[Adapter]:
     if page == "docs/operations.md":
         place = folder.path / "busy"
         place.mkdir()
-        with BusyDaemon(place, ("Llama-3.1-8B", "Qwen3-14B"), "disk") as daemon:
+        with BusyDaemon(place, ("Llama-3.1-8B",), "file") as daemon:
             daemon.serve(rounds=2)
             yield Adapter(daemon)
         return
