@@ -1,7 +1,8 @@
-"""Real storage servers on loopback ports, for trying HiCache out and for its tests; never for production.
+"""Real storage servers on loopback ports, for trials and tests; not for production.
 
-Each is a context manager: started inside, answering real requests, and gone without leftovers after. `storage()` gives
-what a configuration's section `storage` needs to use it. The programs come from the extra `dev-servers`.
+Each is a context manager: it starts the server, waits until it answers requests, and removes everything at the end.
+`storage()` returns the section `storage` of a configuration that uses it. The programs come from the extra
+`dev-servers`.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ __all__ = [
     "make_service",
 ]
 
-# The services that have a name on the command line.
+# The services that the command line can start.
 KINDS = ("redis", "valkey", "s3", "mooncake")
 
 
 def make_service(kind: str, *, port: int | None = None, data: Path | None = None) -> DevService:
-    """A service of one of the `KINDS`, not started yet, on a fixed `port` and with files that stay in `data` if given.
+    """Return a service of one of the `KINDS`, not started, on `port` and with permanent files in `data` if given.
 
-    Raises ConfigError for another kind, and for `data` where nothing is kept on disk.
+    Raises ConfigError for an unknown kind, and for `data` if the service keeps nothing on disk.
     """
     if kind == "mooncake" and data is not None:
-        raise ConfigError("mooncake: keeps pages in memory alone; leave the data directory out")
+        raise ConfigError("mooncake: keeps pages in memory only; remove the data directory")
     match kind:
         case "redis":
             return RedisServer(port=port, data=data)
@@ -51,4 +52,4 @@ def make_service(kind: str, *, port: int | None = None, data: Path | None = None
             return SeaweedServer(port=port, data=data)
         case "mooncake":
             return MooncakeStore(port=port)
-    raise ConfigError(f"there is no server {kind!r}; there are {', '.join(KINDS)}")
+    raise ConfigError(f"{kind!r} is not a server; use one of {', '.join(KINDS)}")

@@ -1,6 +1,6 @@
-"""What all development servers share: a process of their own, from "really serves" to "nothing is left".
+"""The base of all development servers: a process that is started, checked with real requests, and removed completely.
 
-Locking design: none. An object of this module belongs to one thread at a time; it may be a different one each time.
+Locking design: no locks. One thread at a time uses an object of this module; threads may take turns.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .ports import free_ports, is_free, listening_ports
 
 # The `type` and the `options` of a configuration's section `storage`.
 Storage: TypeAlias = tuple[str, dict[str, Any]]
-# A program and its arguments; and environment variables that it gets on top of this process's.
+# A program and its arguments, and variables that are added to the environment.
 Command: TypeAlias = tuple[list[str], dict[str, str]]
 
-# A port may be taken between its choice and the server's start; three times in a row is no accident.
+# Another process may take a port between its choice and the server's start; three times in a row is another problem.
 _ATTEMPTS = 3
 _POLL_S = 0.02
-# From SIGKILL to the end of a process: only the kernel can take longer, and then nobody can help.
+# From SIGKILL to the end of a process. Only a process that hangs in the kernel takes longer.
 _KILL_WAIT_S = 10.0
 _LOG_TAIL_BYTES = 2000
 # A killed server's port may be busy for a moment.
@@ -38,35 +38,35 @@ _PORT_WAIT_S = 5.0
 
 
 class DevService(ABC):
-    """One or several servers that are started and stopped together. A context manager: started inside, gone after."""
+    """One or several servers that are started and stopped together. A context manager."""
 
     @abstractmethod
     def start(self) -> None:
         """Start, and block until it answers real requests.
 
-        Raises ConfigError if something is not installed, BackendUnavailable with the end of the server's log if it
-        does not come up; nothing is left then.
+        Raises ConfigError if a program is not installed, and BackendUnavailable with the end of the server's log if it
+        does not start. Leaves nothing behind after an error.
         """
 
     @abstractmethod
     def stop(self) -> None:
-        """End it within a bounded time, and remove what it left behind. Does nothing if it is not running."""
+        """Stop it within a bounded time and remove its files. Does nothing if it is not running."""
 
     @property
     @abstractmethod
     def running(self) -> bool:
-        """Whether all its processes exist (paused or not)."""
+        """True if all its processes exist (paused or not)."""
 
     @abstractmethod
     def storage(self, **extra: Any) -> Storage:
-        """The type and the options with which a configuration uses this service; `extra` options are added.
+        """Return the type and the options for the configuration of a user; `extra` options are added.
 
         REQUIRES: started.
         """
 
     @abstractmethod
     def environ(self) -> dict[str, str]:
-        """Environment variables, credentials among them, that users of `storage()` need."""
+        """Return the environment variables, including credentials, that users of `storage()` need."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -79,13 +79,13 @@ class DevService(ABC):
 
 
 class ServerGroup(DevService):
-    """Servers that belong together, started one after the other and stopped in the opposite order."""
+    """Servers that belong together, started in order and stopped in reverse order."""
 
     servers: Sequence[DevServer]
 
     @abstractmethod
     def unite(self) -> None:
-        """Make one service of the servers, all of which serve now. Raises BackendUnavailable if that fails."""
+        """Connect the servers, all of which are serving, into one service. Raises BackendUnavailable."""
 
     def start(self) -> None:
         try:
@@ -106,19 +106,19 @@ class ServerGroup(DevService):
 
 
 class DevServer(DevService):
-    """One server process on loopback ports, in a private directory of its own that goes with it.
+    """One server process on loopback ports, in a private temporary directory.
 
-    `port` fixes its (first) port, otherwise free ones are chosen. `data` keeps its files in a directory that stays;
-    without it they are removed at the end. The process ends with the one that started it, even if that is killed.
+    `port` sets its (first) port; otherwise free ports are chosen. `data` is a directory for its files, which stay;
+    otherwise they are removed at the end. The process ends with its parent, even if that is killed.
 
     Raises InvalidInput for a port that is not between 1 and 65535.
     """
 
     name: ClassVar[str]
-    # What the server listens on, the port that clients use first.
+    # The ports that the server listens on; clients use the first.
     port_names: ClassVar[tuple[str, ...]] = ("port",)
     start_timeout_s: ClassVar[float] = 30.0
-    # How long it may take after SIGTERM before it is killed; 0 kills at once.
+    # The time from SIGTERM to SIGKILL; with 0 it is killed at once.
     grace_s: ClassVar[float] = 3.0
 
     def __init__(self, *, port: int | None = None, data: Path | None = None) -> None:
@@ -130,19 +130,19 @@ class DevServer(DevService):
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
         self.ports: dict[str, int] = {}
-        # Files that the program leaves outside its directory, to be removed once it has ended.
+        # Files that the program leaves outside its directory; removed after its end.
         self.litter: list[Path] = []
 
     @abstractmethod
     def command(self) -> Command:
-        """The program, its arguments and its environment, after writing the files that it needs.
+        """Write the files that the program needs, and return it with its arguments and environment.
 
         REQUIRES: ports and directories are known.
         """
 
     @abstractmethod
     def serves(self) -> bool:
-        """Whether a real request is answered now. Blocks for a second at most; trouble is False."""
+        """Return True if it answers a real request. Blocks for at most a second. Errors are False."""
 
     @property
     def port(self) -> int:
@@ -156,19 +156,19 @@ class DevServer(DevService):
 
     @property
     def directory(self) -> Path:
-        """The server's private directory. REQUIRES: started and not stopped."""
+        """The server's private directory. REQUIRES: running."""
         if self._directory is None:
             raise InvalidInput(f"{self.name}: is not started")
         return self._directory
 
     @property
     def data(self) -> Path:
-        """Where the server keeps what it stores."""
+        """The directory of the server's data."""
         return self._given_data or self.directory / "data"
 
     @property
     def log(self) -> Path:
-        """What the server prints."""
+        """The file with the server's output."""
         return self.directory / "log"
 
     def start(self) -> None:
@@ -184,7 +184,7 @@ class DevServer(DevService):
             raise
 
     def _start(self) -> None:
-        chosen = bool(self.ports)  # a restart: clients know them
+        chosen = bool(self.ports)  # a restart: clients use these
         for attempt in range(_ATTEMPTS):
             if not chosen:
                 self.ports = self._choose_ports()
@@ -202,14 +202,14 @@ class DevServer(DevService):
         ports = free_ports(len(self.port_names))
         if self._fixed_port is not None:
             if not is_free(self._fixed_port):
-                raise BackendUnavailable(f"{self.name}: port {self._fixed_port} is taken; name another one")
+                raise BackendUnavailable(f"{self.name}: port {self._fixed_port} is in use; choose another port")
             ports[0] = self._fixed_port
         return dict(zip(self.port_names, ports, strict=True))
 
     def _came_up(self) -> bool:
         deadline_s = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline_s and self.running:
-            # Somebody else on the same port may answer just as well.
+            # Another program on the same port may have answered.
             if self.serves() and self.port in listening_ports(self.pid):
                 return True
             time.sleep(_POLL_S)
@@ -236,26 +236,26 @@ class DevServer(DevService):
         return self._process
 
     def pause(self) -> None:
-        """Stop the process where it stands (SIGSTOP): connections stay open and nothing is answered."""
+        """Suspend the process (SIGSTOP): connections stay open and requests are not answered."""
         os.kill(self._running().pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a paused process go on."""
+        """Continue a paused process."""
         os.kill(self._running().pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process and its children at once (SIGKILL), as a crash would. Ports and directory stay."""
+        """Kill the process and its children (SIGKILL), as in a crash. Ports and directory stay."""
         process, self._process = self._running(), None
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # it has ended by itself, and so have its children
+            pass  # it and its children have already ended
         process.wait(_KILL_WAIT_S)
         for path in self.litter:
             path.unlink(missing_ok=True)
 
     def restart(self, *, empty: bool = False) -> None:
-        """Kill it if it runs, and start it again on the same ports, with what it has on disk or `empty`."""
+        """Kill it if it runs, and start it again on the same ports, with its data on disk or `empty`."""
         if self._process is not None:
             self.kill()
         if empty:

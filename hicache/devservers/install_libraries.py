@@ -1,10 +1,10 @@
-"""Get the system libraries that Mooncake needs, and the programs of Prometheus and the browser that tests need:
+"""Install the system libraries for Mooncake, and Prometheus and a browser for tests:
 `python -m hicache.devservers.install_libraries`.
 
-As root on Debian or Ubuntu the libraries are installed; otherwise their packages are fetched and unpacked beside this
-Python, which takes no rights. The programs of Prometheus are always unpacked: an installed package would start its
-service. Chromium needs a hundred libraries, so it is installed, which only root can do.
-Ends with 0 if all are there, with 1 after saying which packages to install by hand.
+As root on Debian or Ubuntu it installs the libraries; otherwise it downloads their packages and unpacks them beside
+this Python, which needs no rights. Prometheus is always unpacked, because its package would start a service. Chromium
+needs a hundred libraries, so only root can install it.
+The exit code is 0 if everything is present, and 1 after a message that names the packages to install by hand.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def install(packages: list[str]) -> None:
 
 
 def unpack(packages: list[str], target: Path) -> None:
-    """Fetch `packages` and what they need, and put their libraries into `target`. Raises OSError or SubprocessError."""
+    """Download `packages` with their dependencies, and put the libraries into `target`. Raises OSError or
+    SubprocessError."""
     with tempfile.TemporaryDirectory() as folder:
         _run(["apt-get", "download", "-qq", *_with_dependencies(packages)], directory=folder)
         for archive in Path(folder).glob("*.deb"):
             _run(["dpkg-deb", "-x", str(archive), f"{folder}/unpacked"])
         target.mkdir(parents=True, exist_ok=True)
-        # Under the name that programs ask for, mostly a link; drivers of network cards, in folders below, stay out.
+        # By the name that programs load, usually a link. Network drivers, in subdirectories, are not needed.
         for place in ("lib", "usr/lib"):
             for library in Path(folder, "unpacked", place).glob("*/lib*.so.*"):
                 if re.fullmatch(r".*\.so\.[0-9]+", library.name):
@@ -47,34 +48,34 @@ def unpack(packages: list[str], target: Path) -> None:
 
 
 def unpack_programs(package: str, programs: Sequence[str], target: Path) -> None:
-    """Fetch one package without what it needs, and put its `programs` into `target`. Raises OSError or
+    """Download one package without dependencies, and put its `programs` into `target`. Raises OSError or
     SubprocessError."""
     if os.geteuid() == 0:
-        _run(["apt-get", "update", "-qq"])  # an image has no lists of packages, and only root may fetch them
+        _run(["apt-get", "update", "-qq"])  # container images have no package lists, and only root may download them
     with tempfile.TemporaryDirectory() as folder:
         _run(["apt-get", "download", "-qq", package], directory=folder)
         for archive in Path(folder).glob("*.deb"):
             _run(["dpkg-deb", "-x", str(archive), f"{folder}/unpacked"])
         for name in programs:
-            # Under another name first: a copy that is cut off is not taken for the program.
+            # Copied under a temporary name, so that an interrupted copy is not used as the program.
             shutil.copy(Path(folder, "unpacked/usr/bin", name), target / f".{name}")
             os.replace(target / f".{name}", target / name)
 
 
 def _with_dependencies(packages: list[str]) -> list[str]:
-    """`packages`, and what they need that is not installed. To ask takes no rights."""
+    """Return `packages` with the dependencies that are not installed. Needs no rights."""
     plan = _run(["apt-get", "install", "--simulate", "--no-install-recommends", *packages])
-    # A line for each package; what is only brought up to date has its old version in brackets before the new one.
+    # One line per package; an upgrade has its old version in brackets before the new one.
     return list(dict.fromkeys([*packages, *re.findall(r"^Inst (\S+) \(", plan, flags=re.MULTILINE)]))
 
 
 def missing_packages() -> list[str]:
-    """The packages of the libraries that the system does not have."""
+    """Return the packages of the missing libraries."""
     return [MOONCAKE_LIBRARIES[name] for name in absent_libraries(MOONCAKE_LIBRARIES)]
 
 
 def _run(command: list[str], *, directory: str | None = None, environ: dict[str, str] | None = None) -> str:
-    """What the command prints; its errors go where ours do."""
+    """Return the output of a command; its stderr is ours."""
     done = subprocess.run(
         command, cwd=directory, env=environ, check=True, timeout=_TIMEOUT_S,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
@@ -83,7 +84,7 @@ def _run(command: list[str], *, directory: str | None = None, environ: dict[str,
 
 
 def _get_libraries() -> str:
-    """Return an empty text if Mooncake has its libraries now, else why not and what to do."""
+    """Install Mooncake's libraries. Return an empty text, or an error with what to do."""
     missing = missing_packages()
     try:
         if missing and os.geteuid() == 0:
@@ -110,7 +111,7 @@ def _get_programs() -> str:
 
 
 def _get_browser() -> str:
-    """As `_get_libraries`, for the browser of the tests of the daemon's page, which are skipped without it."""
+    """As `_get_libraries`, for the browser that tests of the daemon's page need; without it they are skipped."""
     if shutil.which("chromium") is not None:
         return ""
     if os.geteuid() != 0:
@@ -123,7 +124,7 @@ def _get_browser() -> str:
 
 
 def main() -> int:
-    """The exit code."""
+    """Install everything and return the exit code."""
     failures = [failure for failure in (_get_libraries(), _get_programs(), _get_browser()) if failure]
     for failure in failures:
         print(failure, file=sys.stderr)

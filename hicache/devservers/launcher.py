@@ -1,9 +1,9 @@
-"""Starting child processes that end with this process, however it ends.
+"""Starts child processes that end with this process, even if it is killed.
 
-The kernel sends a child its parent-death signal when the *thread* that made it ends. So all children are made by one
-thread that lives as long as the process: then it does not matter who calls `launch`.
+The kernel sends a child its parent-death signal when the *thread* that started it ends. So one thread, which lives as
+long as the process, starts all children, and any thread can call `launch`.
 
-Locking design: the launcher's thread owns nothing; callers wait for their own future.
+Locking design: the launcher's thread owns no state; callers wait for their own future.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Runs in the child before it becomes the server: 1 is PR_SET_PDEATHSIG, 9 SIGKILL, and both outlive exec. If the parent
-# died before that, its death goes unsignalled, so the child looks.
+# Runs in the child before exec: 1 is PR_SET_PDEATHSIG, 9 is SIGKILL; the setting survives exec. If the parent died
+# before, there will be no signal, so the child checks.
 _BECOME = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -27,14 +27,14 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def _forget() -> None:
-    """A process that forks gets a fresh thread."""
+    """Start a new thread in a forked process."""
     global _THREAD  # noqa: PLW0603
     _THREAD = ThreadPoolExecutor(1, "hicache-launcher")
 
 
 _THREAD = ThreadPoolExecutor(1, "hicache-launcher")
-# Its thread starts here, not with the first server: a signal that interrupts the pool while it starts its thread would
-# leave one that the exit of the process waits for and nobody ends.
+# The thread starts at import, not with the first server: if a signal interrupted the pool while it starts the thread,
+# the exit of the process would wait for a thread that never ends.
 _THREAD.submit(int).result()
 os.register_at_fork(after_in_child=_forget)
 
@@ -42,9 +42,9 @@ os.register_at_fork(after_in_child=_forget)
 def launch(
     command: Sequence[str], *, environ: Mapping[str, str], directory: Path, log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start `command` (its first word an absolute path) in a session of its own, writing to the end of `log`.
+    """Start `command` (its first word is an absolute path) in its own session, with output appended to `log`.
 
-    It is killed when this process ends, also by SIGKILL. Blocks until it is started; any thread. Raises OSError.
+    It is killed when this process ends, also by SIGKILL. Blocks until it has started. Any thread. Raises OSError.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -56,7 +56,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
             stderr=descriptor,
-            start_new_session=True,  # Ctrl-C on a terminal reaches this process alone, and a group can be killed whole
+            start_new_session=True,  # Ctrl-C on a terminal reaches only this process; the whole group can be killed
         ).result()
     finally:
         os.close(descriptor)

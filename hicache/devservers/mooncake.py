@@ -1,4 +1,4 @@
-"""Mooncake Store: its master, and the client daemon that holds memory for engines which come and go."""
+"""Mooncake Store: its master, and the client daemon that provides memory independently of engines."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def _listens(port: int) -> bool:
 
 
 class MooncakeMaster(DevServer):
-    """The master: knows which page is in whose memory, and holds none itself. A restart forgets everything.
+    """The master: knows which client has which page, and stores none itself. A restart forgets everything.
 
-    `lease_ms` is how long a page stays after each question about it, Mooncake's own default of 10 s if None: too long
-    for tests that fill the store. `flags` are added to its command line.
+    `lease_ms` is how long a page is protected after each lookup. None is Mooncake's default of 10 s, which is too long
+    for tests that fill the store. `flags` are added to the command line.
     """
 
     name: ClassVar[str] = "mooncake master"
     port_names: ClassVar[tuple[str, ...]] = ("port", "metrics")
-    grace_s: ClassVar[float] = 0.0  # it keeps nothing, and takes most of a second to end by itself
+    grace_s: ClassVar[float] = 0.0  # it keeps nothing, and takes almost a second to end by itself
 
     def __init__(self, *, lease_ms: int | None = None, flags: tuple[str, ...] = (), port: int | None = None) -> None:
         super().__init__(port=port)
@@ -43,12 +43,12 @@ class MooncakeMaster(DevServer):
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
+        """The address for clients."""
         return f"{LOOPBACK}:{self.port}"
 
     @property
     def metrics_address(self) -> str:
-        """Where its HTTP server is, with figures and a list of pages."""
+        """The address of its HTTP server, which has metrics and a list of pages."""
         return f"{LOOPBACK}:{self.ports['metrics']}"
 
     def command(self) -> Command:
@@ -62,7 +62,7 @@ class MooncakeMaster(DevServer):
         return arguments, library_path(MOONCAKE_LIBRARIES)
 
     def serves(self) -> bool:
-        """Its HTTP server answers, which is started last, and clients can connect."""
+        """True if its HTTP server, which starts last, answers and clients can connect."""
         try:
             self.segment_bytes()
         except BackendUnavailable:
@@ -70,7 +70,7 @@ class MooncakeMaster(DevServer):
         return _listens(self.port)
 
     def segment_bytes(self) -> int:
-        """Memory that its clients have brought by now. Raises BackendUnavailable if it does not answer."""
+        """Return the memory that its clients provide. Raises BackendUnavailable if it does not answer."""
         try:
             with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=_PROBE_TIMEOUT_S) as answer:
                 figures = answer.read().decode()
@@ -87,10 +87,10 @@ class MooncakeMaster(DevServer):
 
 
 class MooncakeClientDaemon(DevServer):
-    """A client of `master` in a process of its own, with `segment_bytes` of memory for pages.
+    """A client of `master` in its own process, with `segment_bytes` of memory for pages.
 
-    Pages in it outlive the engines that use it. Some of its ports are its own choice and open on all interfaces: use it
-    on machines whose network is trusted.
+    Its pages outlive the engines. It chooses some ports itself and opens them on all interfaces, so use it only where
+    the network is trusted.
     """
 
     name: ClassVar[str] = "mooncake client daemon"
@@ -102,7 +102,7 @@ class MooncakeClientDaemon(DevServer):
 
     @property
     def address(self) -> str:
-        """Where engines find it."""
+        """The address for engines."""
         return f"{LOOPBACK}:{self.port}"
 
     def command(self) -> Command:
@@ -115,7 +115,7 @@ class MooncakeClientDaemon(DevServer):
         return arguments, {"MC_STORE_CLIENT_SETUP_RETRIES": "1", **library_path(MOONCAKE_LIBRARIES)}
 
     def serves(self) -> bool:
-        """It listens, and its memory has arrived at the master."""
+        """True if it listens and its memory is registered at the master."""
         try:
             return _listens(self.port) and self._master.segment_bytes() > 0
         except BackendUnavailable:
@@ -130,7 +130,7 @@ class MooncakeClientDaemon(DevServer):
 
 
 class MooncakeStore(ServerGroup):
-    """A master with one client daemon: what engines that come and go need to share pages on one machine.
+    """A master with one client daemon, for engines that share pages on one machine and may restart.
 
     `port` is the master's.
     """
@@ -141,7 +141,7 @@ class MooncakeStore(ServerGroup):
         self.servers = self.master, self.daemon
 
     def unite(self) -> None:
-        pass  # the daemon serves once its memory has arrived at the master
+        pass  # the daemon serves once its memory is registered at the master
 
     def storage(self, **extra: Any) -> Storage:
         return self.daemon.storage(**extra)

@@ -1,4 +1,4 @@
-"""Where the servers' programs come from: packages of the Python index, or the system's."""
+"""Finds the servers' programs, in Python packages or on the system."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ..errors import MissingPackage, install_hint
 
-# What Debian's package `prometheus` brings.
+# The programs of Debian's package `prometheus`.
 PROMETHEUS_PROGRAMS = ("prometheus", "promtool")
 
 
 def package_file(module: str, *parts: str, extra: str) -> Path:
-    """A file that an installed package brings. Raises MissingPackage if it is not there."""
+    """Return the path of a file of an installed package. Raises MissingPackage if it does not exist."""
     spec = importlib.util.find_spec(module)
     for root in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(root, *parts)
@@ -25,7 +25,7 @@ def package_file(module: str, *parts: str, extra: str) -> Path:
 
 
 def program(name: str, *, extra: str) -> Path:
-    """A program beside this Python or on the path. Raises MissingPackage if there is none."""
+    """Return the path of a program beside this Python or on PATH. Raises MissingPackage if it does not exist."""
     return _program(name, install_hint(extra))
 
 
@@ -35,7 +35,7 @@ def prometheus_program(name: str) -> Path:
 
 
 def _program(name: str, hint: str) -> Path:
-    # Not resolved: Debian's redis-server is a link to a program that looks at the name it is called by.
+    # Links are not resolved: Debian's redis-server is a link to a program that depends on its own name.
     beside = Path(sys.executable).parent / name
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
     if found is None:
@@ -44,7 +44,7 @@ def _program(name: str, hint: str) -> Path:
 
 
 def _executable(path: Path) -> Path:
-    """Wheels lose the mode of data files under some installers."""
+    """Make a file executable: some installers drop the mode of a wheel's data files."""
     if not os.access(path, os.X_OK):
         path.chmod(path.stat().st_mode | 0o111)
     return path

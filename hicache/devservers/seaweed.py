@@ -12,29 +12,29 @@ from .base import Command, DevServer, Storage
 from .packages import program
 from .ports import LOOPBACK
 
-# Not HICACHE_...: variables named so are entries of the configuration. Not AWS_...: those may be the user's own.
+# Not HICACHE_...: such variables are entries of the configuration. Not AWS_...: those may be the user's own.
 ACCESS_KEY_ENV = "S3_ACCESS_KEY"
 SECRET_KEY_ENV = "S3_SECRET_KEY"
-REGION = "us-east-1"  # it accepts any; clients need one to sign with
-# Seconds a probe waits. The first write of a fresh server takes a while, because it makes the volumes.
+REGION = "us-east-1"  # the server accepts any; clients need one for signatures
+# Timeout of a probe, in seconds. The first write of a new server is slow, because it creates the volumes.
 _PROBE_TIMEOUT_S = 2.0
-# Small volumes, so that a short test takes little disk, and enough of them for 20 GB.
+# Small volumes, so that a short test needs little disk space, and enough of them for 20 GB.
 _VOLUME_MB, _VOLUMES = 128, 160
-# The object that is written to see whether the server serves.
+# The object that the probe writes.
 _PROBE_KEY = "hicache-dev-probe"
 
 
 class SeaweedServer(DevServer):
-    """Master, volume server, filer and S3 gateway of SeaweedFS, with one account and its `bucket` made.
+    """Master, volume server, filer and S3 gateway of SeaweedFS, with one account and a `bucket`.
 
-    What it stores survives `kill` and `restart`. A graceful stop would take half a minute, so it is always killed.
+    Objects survive `kill` and `restart`. A graceful stop would take half a minute, so it is always killed.
     """
 
     name: ClassVar[str] = "s3 (seaweedfs)"
     port_names: ClassVar[tuple[str, ...]] = (
         "s3", "s3.grpc", "master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc",
     )  # fmt: skip
-    start_timeout_s: ClassVar[float] = 120.0  # a restart takes 20 s on a machine that does nothing else
+    start_timeout_s: ClassVar[float] = 120.0  # a restart takes 20 s on an idle machine
     grace_s: ClassVar[float] = 0.0
 
     def __init__(self, *, bucket: str = "hicache", port: int | None = None, data: Path | None = None) -> None:
@@ -45,7 +45,7 @@ class SeaweedServer(DevServer):
 
     @property
     def endpoint_url(self) -> str:
-        """Where S3 clients go."""
+        """The address for S3 clients."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def command(self) -> Command:
@@ -57,7 +57,7 @@ class SeaweedServer(DevServer):
         logs.mkdir(exist_ok=True)
         ports = [f"-{self._flag(name)}={port}" for name, port in self.ports.items()]
         sockets = [f"-{part}.localSocket={self.directory / part}.sock" for part in ("filer", "s3")]
-        # Sockets named by port, which the program makes in the system's directory whatever it is told.
+        # Sockets named by port, which the program always creates in the system's temporary directory.
         names = [f"{name.replace('.', '-')}-{port}" for name, port in self.ports.items()]
         self.litter = [Path(f"/tmp/seaweedfs-{name}.sock") for name in names]
         arguments = [
@@ -78,8 +78,7 @@ class SeaweedServer(DevServer):
         return {"identities": [{"name": "hicache", "credentials": credentials, "actions": actions}]}
 
     def client(self, **options: Any) -> Any:
-        """A boto3 client with the right credentials, short timeouts and no retries. Raises ConfigError without boto3.
-        """
+        """Return a boto3 client with credentials, short timeouts and no retries. Raises ConfigError without boto3."""
         try:
             import boto3  # noqa: PLC0415  optional
             from botocore.config import Config  # noqa: PLC0415
@@ -92,11 +91,11 @@ class SeaweedServer(DevServer):
             "endpoint_url": self.endpoint_url, "region_name": REGION, "config": config,
             "aws_access_key_id": self.access_key, "aws_secret_access_key": self.secret_key,
         }  # fmt: skip
-        # A session of its own: the default one is shared, and making clients with it is not safe between threads.
+        # Its own session: creating clients with the shared default session is not thread-safe.
         return boto3.session.Session().client("s3", **{**settings, **options})
 
     def serves(self) -> bool:
-        """The bucket exists, and an object goes in, comes back and is removed."""
+        """True if the bucket exists, and an object can be written, read and removed."""
         client = self.client()
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415  optional
 
@@ -113,7 +112,7 @@ class SeaweedServer(DevServer):
             client.close()
 
     def make_bucket(self, bucket: str) -> None:
-        """Make `bucket` if there is none of that name."""
+        """Create `bucket` if it does not exist."""
         client = self.client()
         try:
             if bucket not in (found["Name"] for found in client.list_buckets()["Buckets"]):

@@ -1,4 +1,4 @@
-"""Reads a Llama checkpoint in Hugging Face format from a local folder, without pickle and without downloads.
+"""Reads a Llama checkpoint in Hugging Face format from a local folder. Downloads nothing and runs no code from it.
 
     config.json               architecture and sizes
     model.safetensors         all weights, or

@@ -5,11 +5,10 @@ One step:
     poll -> continue and admit prefills -> start_loading -> forward (waits layer by layer) -> cache_unfinished_req
          -> extend, or preempt the youngest -> forward of one token each -> cache_finished_req of ended requests
 
-On a stream device, `record_fence` follows each forward. On the CPU a forward has ended when it returns.
-
-Requests begin in order of submission, with two exceptions: other requests overtake one that waits for storage, and a
-preempted request keeps its position. Optionally the request with the longest cached prefix begins first. A prefill that
-exceeds the step's budget continues in the next step.
+On a stream device, `record_fence` follows each forward. On the CPU a forward has ended when it returns. Requests begin
+in order of submission, with two exceptions: other requests overtake one that waits for storage, and a preempted request
+keeps its position. Optionally the request with the longest cached prefix begins first. A prefill that exceeds the
+step's budget continues in the next step.
 
 Locking design: all calls are made on one thread, which owns all fields, so there is no lock. No call does storage I/O
 or waits for it. The forward runs on this thread too, and only waits for copies from L2.

@@ -1,7 +1,7 @@
-"""KV events: which pages appeared on and left which medium, for those who cannot look into the tree.
+"""KV events: which pages were added to and removed from which medium, for readers outside the scheduler.
 
-The cache makes events (`hicache.cache.recorder`), `EventStream` carries them, `PrefixIndex` follows them. `publisher`
-and `subscriber` take them over a network in the form of docs/formats/kv_events.md; they need the extra `events`.
+The cache creates events (`hicache.cache.recorder`), `EventStream` carries them, `PrefixIndex` applies them. `publisher`
+and `subscriber` send them over a network in the format of docs/formats/kv_events.md; they need the extra `events`.
 """
 
 from .index import PrefixIndex

@@ -1,4 +1,4 @@
-"""From a configuration to a publisher. Apart from `publisher`, which cannot be imported without the extra `events`."""
+"""Builds a publisher from a configuration. A module of its own: `publisher` needs the extra `events` for its import."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def create_publisher(section: EventsConfig, stream: EventStream, *, given_keys: bool = False) -> EventPublisher | None:
-    """Publish `stream` as the section `events` says; None if it names no endpoint. Starts a thread. `given_keys` says
-    that the engine gives the page keys.
+    """Publish `stream` as the section `events` configures it. Return None without an endpoint. Starts a thread.
+    `given_keys`: the engine supplies the page keys.
 
     Raises ConfigError if the extra `events` is not installed, a key cannot be read, or an endpoint cannot be bound or
-    is open to strangers.
+    is reachable by others without keys.
     """
     if section.endpoint is None:
         return None

@@ -1,13 +1,13 @@
-"""A second index of cached pages, kept by events alone: what a router or a monitor knows of a tree that it cannot see.
+"""An index of the cached pages of a remote tree, built from events only, for routers and monitors.
 
 Invariants, verified by `check`:
-1. A page is on at least one medium, else it is not in the index.
-2. A page on the device has the page before it there too; one on the host has it on the device or on the host. Of a page
-   that is on storage alone, the page before it may be unknown: storage evicts as it likes.
-3. At most `stored_pages_max` pages are on storage alone. What storage evicts may never be told, so the pages that left
-   the other media first are forgotten.
-4. Where tokens are known, a page's key is the hash of what it is chained from and of its tokens.
-5. No event has contradicted what was known.
+1. Each page in the index is on at least one medium.
+2. The parent of a page on the device is on the device. The parent of a page on the host is on the device or the host.
+   The parent of a page that is only on storage may be unknown: storage evicts in any order.
+3. At most `stored_pages_max` pages are only on storage. Storage may not report evictions, so the pages that left the
+   other media first are forgotten.
+4. If its tokens are known, a page's key is the hash of its parent's key (or seed) and its tokens.
+5. No event has contradicted the index.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from ..errors import InvariantError
 from .types import NO_ORIGIN, Cleared, Event, Medium, Origin, Removed, Stored
 
-# Some 500 bytes each, and 4 for each token.
+# About 500 bytes each, and 4 for each token.
 STORED_PAGES_MAX = 1_000_000
 _STORED_ALONE = {Medium.STORAGE}
 
 
 @dataclass(slots=True)
 class IndexedPage:
-    """A page as events told it: the key of the page before it, or None and the seed where a prompt begins; its tokens
-    as in `Stored`, empty if withheld; whose it was when it was stored first; the media that it is on."""
+    """A page as described by events: its parent's key, or None and the seed for the first page of a prompt; its tokens
+    as in `Stored`, empty if withheld; its origin when it was first stored; the media that it is on."""
 
     parent: bytes | None
     seed: bytes
@@ -43,14 +43,14 @@ class PrefixIndex:
     def __init__(self, *, stored_pages_max: int = STORED_PAGES_MAX) -> None:
         self._stored_pages_max = stored_pages_max
         self._pages: dict[bytes, IndexedPage] = {}
-        self._stored_alone: dict[bytes, None] = {}  # pages on storage alone, in the order in which they became so
+        self._stored_alone: dict[bytes, None] = {}  # pages that are only on storage, in the order of that change
         self._in_sync = True
         self._contradictions = 0
 
     # Following
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Follow events in their order. While the index is out of sync, all before a `Cleared` are ignored."""
+        """Apply events in order. While the index is out of sync, events before a `Cleared` are ignored."""
         for event in events:
             if isinstance(event, Cleared):
                 self._forget_all()
@@ -63,7 +63,8 @@ class PrefixIndex:
                 self._remove(event)
 
     def lose(self) -> None:
-        """Forget everything, because events were missed; a `Cleared` starts it over, and with it each snapshot."""
+        """Forget everything because events were missed. The next `Cleared`, with which a snapshot begins, restarts
+        it."""
         self._forget_all()
         self._in_sync = False
 
@@ -90,14 +91,14 @@ class PrefixIndex:
         for key in event.keys:
             page = self._pages.get(key)
             if page is None or event.medium not in page.media:
-                # Storage is known by hearsay: it may lose what nobody has reported, or what was forgotten here.
+                # Not an error: the page's arrival on storage may not have been reported, or was forgotten here.
                 self._contradictions += event.medium is not Medium.STORAGE
                 continue
             page.media.discard(event.medium)
             self._note(key, page)
 
     def _note(self, key: bytes, page: IndexedPage) -> None:
-        """Keep the invariants for a page whose media have changed."""
+        """Restore the invariants for a page whose media have changed."""
         if not page.media:
             del self._pages[key]
         if page.media == _STORED_ALONE:
@@ -109,7 +110,7 @@ class PrefixIndex:
             self._stored_alone.pop(key, None)
 
     def _may_follow(self, parent: bytes, medium: Medium) -> bool:
-        """Whether a page may be on `medium` behind the page `parent`."""
+        """True if invariant 2 allows a page on `medium` after the page `parent`."""
         page = self._pages.get(parent)
         if medium is Medium.STORAGE:
             return True
@@ -119,14 +120,14 @@ class PrefixIndex:
 
     @property
     def in_sync(self) -> bool:
-        """Whether the index has followed every event since the last time it knew the whole tree."""
+        """True if the index has applied every event since it last had the whole tree."""
         return self._in_sync
 
     def __len__(self) -> int:
         return len(self._pages)
 
     def prefix_pages(self, keys: Sequence[bytes], medium: Medium) -> int:
-        """How many of the leading pages of a prompt, given by its page keys, are on `medium`."""
+        """Return how many leading pages of a prompt, given by its page keys, are on `medium`."""
         for number, key in enumerate(keys):
             page = self._pages.get(key)
             if page is None or medium not in page.media:
@@ -134,28 +135,28 @@ class PrefixIndex:
         return len(keys)
 
     def keys(self, medium: Medium) -> set[bytes]:
-        """The keys of all pages on `medium`."""
+        """Return the keys of all pages on `medium`."""
         return {key for key, page in self._pages.items() if medium in page.media}
 
     def page(self, key: bytes) -> IndexedPage:
-        """The page `key`; do not change it. Raises KeyError for an unknown page."""
+        """Return the page `key`; do not change it. Raises KeyError for an unknown page."""
         return self._pages[key]
 
     def pages(self) -> Counter[Medium]:
-        """How many pages are on each medium, counted over all pages."""
+        """Return the number of pages on each medium. Visits all pages."""
         return Counter(medium for page in self._pages.values() for medium in page.media)
 
     def check(self) -> None:
         """Raises InvariantError if an invariant of the module does not hold."""
         if self._contradictions:
-            raise InvariantError(f"prefix index: {self._contradictions} events contradict what was known")
+            raise InvariantError(f"prefix index: {self._contradictions} events contradict the index")
         for key, page in self._pages.items():
             if not page.media:
-                raise InvariantError("prefix index: a page is on no medium")
+                raise InvariantError("prefix index: a page is not on any medium")
             if page.parent is not None and not all(self._may_follow(page.parent, medium) for medium in page.media):
-                raise InvariantError("prefix index: a page is on a medium, the page before it is not")
+                raise InvariantError("prefix index: a page is on a medium but its parent is not")
             if (page.media == _STORED_ALONE) is not (key in self._stored_alone):
-                raise InvariantError("prefix index: the pages on storage alone are not those that are listed")
+                raise InvariantError("prefix index: the list of pages that are only on storage is wrong")
             prior = page.seed if page.parent is None else page.parent
             if page.tokens and hashlib.sha256(prior + page.tokens).digest() != key:
                 raise InvariantError("prefix index: a key is not the hash of its tokens")

@@ -1,15 +1,15 @@
-"""Publishes an event stream over ZeroMQ, in the form of docs/formats/kv_events.md.
+"""Publishes an event stream over ZeroMQ, in the format of docs/formats/kv_events.md.
 
-A PUB socket sends batches with consecutive sequence numbers; a ROUTER socket sends the newest of them again to a
-subscriber that missed some. A subscriber that missed more than is kept makes the publisher ask for a snapshot of the
-tree, which is then published to all as `AllBlocksCleared` and what is stored. With CURVE keys, pyzmq's authenticator
-admits the listed subscribers. Needs pyzmq and msgspec (extra `events`).
+A PUB socket sends batches with consecutive sequence numbers; a ROUTER socket resends the newest of them to a
+subscriber that missed some. If a subscriber missed more than the replay buffer holds, the publisher requests a snapshot
+of the tree and publishes it to all: `AllBlocksCleared`, then all stored pages. With CURVE keys, pyzmq's authenticator
+admits the listed subscribers only. Needs pyzmq and msgspec (extra `events`).
 
 Locking design: one thread owns the sockets, the replay buffer and the sequence; it is the only user of the stream's
-reader. The constructor makes and binds the sockets before the thread starts. `_closing` is an event that `close` sets;
-the counters are written by the thread and read by `statistics`, each is a single reference. The authenticator has a
-thread and sockets of its own; on it runs `_ListedKeys`, whose counter no other thread writes. The producer is never in
-here: it puts events into the stream and the thread comes for them.
+reader. The constructor makes and binds the sockets before the thread starts. `close` sets the event `_closing`. The
+thread writes the counters and `statistics` reads them; each is a single reference. The authenticator has its own
+thread and sockets; `_ListedKeys` runs there, and only that thread writes its counter. The scheduler never calls this
+module: it puts events into the stream, and the thread polls the stream.
 """
 
 from __future__ import annotations
@@ -37,35 +37,36 @@ logger = logging.getLogger(__name__)
 SEQUENCE_BYTES = 8
 # After the last batch of a replay: minus one as a signed number.
 END_OF_REPLAY = b"\xff" * SEQUENCE_BYTES
-# How long an event waits at most before it is sent. Shorter means more wake-ups of an idle publisher.
+# The longest time that an event waits before it is sent. Shorter means more wake-ups of an idle publisher.
 POLL_INTERVAL_S = 0.01
-# A batch that begins below this weight is complete at it, so that no message becomes larger than about a node of the
-# tree and this; and one poll of the stream takes no more events than this.
+# A batch is sent once it has this size, so a message is at most one tree node larger; and the most events that one poll
+# takes from the stream.
 BATCH_BYTES_MAX = 1 << 18
 DRAIN_EVENTS_MAX = 1024
-# Batches kept for replay, however small. A client that reads one replay while another comes loses none of them.
+# Batches kept for replay, whatever their size. A client that reads one replay while another arrives loses none of them.
 REPLAY_BATCHES_MAX = 10_000
 REPLAYS_QUEUED_MAX = 2
-# The part of the time for closing in which events are still sent; the rest is for the sockets.
+# The share of the closing time in which events are still sent; the rest is for the sockets.
 SENDING_SHARE = 0.8
-# Requests that are served before events come first again.
+# Requests that are served before events are sent again.
 REQUESTS_PER_STEP_MAX = 16
-# A request is a few dozen bytes, and the longest message of a CURVE handshake some 400; more is nonsense.
+# A request has a few dozen bytes, and the longest message of a CURVE handshake about 400; larger messages are invalid.
 REQUEST_BYTES_MAX = 1024
-# How long the thread rests after an unexpected error, so that a persistent one costs no core.
+# How long the thread sleeps after an unexpected error, so that a persistent error does not use a whole core.
 ERROR_BACKOFF_S = 0.5
 _ZAP_DOMAIN = "hicache"
 
 
 class _ListedKeys:
-    """The public keys that may connect, as pyzmq's authenticator asks for them. Counts the keys that it refuses."""
+    """The public keys that may connect, in the interface of pyzmq's authenticator. Counts the keys that it rejects."""
 
     def __init__(self, keys: frozenset[str]) -> None:
         self._keys = keys
         self.refused = 0
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """True if the key, in Z85, is listed. Compares public keys, which are not secret."""
+        """Return True if the key, in Z85, is listed. Public keys are not secret, so the comparison need not be constant
+        in time."""
         is_listed = key.decode() in self._keys
         self.refused += not is_listed
         return is_listed
@@ -74,25 +75,25 @@ class _ListedKeys:
 class EventPublisher:
     """See the module's docstring. Starts a thread; a context manager that closes.
 
-    `given_keys` says that the engine gives the page keys. Raises ConfigError without an endpoint, and for one that is
-    open to strangers or cannot be bound.
+    `given_keys`: the engine supplies the page keys. Raises ConfigError without an endpoint, and for an endpoint that
+    cannot be bound or that others can reach without keys.
     """
 
     def __init__(
         self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None, *, given_keys: bool = False
     ) -> None:
         if config.endpoint is None:
-            raise ConfigError("events.endpoint: there is none; say where to publish, such as tcp://127.0.0.1:5557")
+            raise ConfigError("events.endpoint: is not set; set an address, such as tcp://127.0.0.1:5557")
         require_private(config, curve)
         self._config = config
         self._topic = config.topic.encode()
         self._form = WireForm(config.token_ids, config.tenants, given_keys, config.data_parallel_rank)
-        self._kept: deque[bytes] = deque()  # the payloads of the batches up to number `_sequence` - 1
+        self._kept: deque[bytes] = deque()  # the payloads of the newest batches, the last with number `_sequence` - 1
         self._kept_bytes = 0
-        # Microseconds since 1970, so that the numbers of a later publisher at this address are larger: a subscriber
-        # then sees a gap instead of taking its batches for a continuation.
+        # Microseconds since 1970, so that the numbers of a later publisher at this address are larger. A subscriber
+        # then sees a gap instead of a continuation.
         self._origin = self._sequence = time.time_ns() // 1000
-        self._snapshot_asked = False  # by a subscriber that missed more than is kept
+        self._snapshot_asked = False  # a subscriber missed more than is kept
         self._snapshot_due_s = 0.0
         self._counts: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -102,7 +103,7 @@ class EventPublisher:
         with ExitStack() as undo:
             self._context = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
-            # ZeroMQ asks it whether a key may connect (ZAP, RFC 27), so it is there before the first connection.
+            # ZeroMQ calls it for each connection (ZAP, RFC 27), so it must exist before the first one.
             self._authenticator = ThreadAuthenticator(self._context)
             if curve is not None:
                 self._authenticator.configure_curve_callback(_ZAP_DOMAIN, self._listed)
@@ -111,17 +112,17 @@ class EventPublisher:
             rank, replay = config.data_parallel_rank, config.replay_endpoint
             self._pub = self._bind(zmq.PUB, ranked_endpoint(config.endpoint, rank), curve)
             self._router = self._bind(zmq.ROUTER, ranked_endpoint(replay, rank), curve) if replay else None
-            # Where subscribers connect to, with the port that was taken.
+            # The addresses for subscribers, with the bound port.
             self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
             self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT) if self._router else None
             self._reader = stream.subscribe()
             undo.callback(self._reader.close)
             self._thread = threading.Thread(target=self._run, name="hicache-events", daemon=True)
             self._thread.start()
-            undo.pop_all()  # all of it is the thread's now
+            undo.pop_all()  # the thread owns everything from here on
 
     def statistics(self) -> PublisherStatistics:
-        """A snapshot of the counters. Any thread; the numbers may be of neighbouring moments."""
+        """Return the counters. Any thread; they may be of slightly different moments."""
         counts = self._counts
         return PublisherStatistics(
             alive=self._thread.is_alive(), batches=self._sequence - self._origin, events=counts["events"],
@@ -130,9 +131,9 @@ class EventPublisher:
         )  # fmt: skip
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Send what is in the stream, then stop listening. Blocks for up to `timeout_s`; may be called twice.
+        """Send the remaining events, then stop. Idempotent. Blocks for up to `timeout_s`.
 
-        False if the thread did not end in time (it is left behind, a daemon).
+        Return False if the thread did not end in time; it goes on as a daemon thread.
         """
         if not self._closing.is_set():
             self._close_deadline_s = time.monotonic() + SENDING_SHARE * timeout_s
@@ -178,7 +179,7 @@ class EventPublisher:
             self._context.destroy(linger=int(1000 * linger_s))
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Run a step. An error is counted, logged once per kind, and healed by a snapshot."""
+        """Run a step. After an error, count it, log the first of its kind, and request a snapshot."""
         try:
             step()
         except Exception as error:
@@ -186,12 +187,12 @@ class EventPublisher:
             self._errors[kind] += 1
             if self._errors[kind] == 1:
                 logger.exception("event publisher: unexpected %s; counted from now on", kind)
-            # What was being sent is lost, so what subscribers know may be wrong.
+            # The events being sent are lost, so the subscribers' indexes may be wrong.
             self._reader.request_snapshot()
             self._closing.wait(ERROR_BACKOFF_S)
 
     def _step(self) -> None:
-        """Serve requests for as long as an event may wait, then publish all there is."""
+        """Serve requests for as long as an event may wait, then publish all events."""
         self._answer(POLL_INTERVAL_S)
         self._request_snapshot()
         while self._publish_some() and not self._closing.is_set():
@@ -213,9 +214,9 @@ class EventPublisher:
             timeout_s = 0
 
     def _publish_some(self) -> bool:
-        """Publish what one look into the stream brings; False if that was nothing."""
+        """Publish the events of one poll of the stream. Return False if there were none."""
         if self._sequence == self._origin:
-            # Subscribers may remember an earlier publisher at this address, whose tree is gone.
+            # Subscribers may still have the tree of an earlier publisher at this address.
             self._send([Cleared()])
         events = self._reader.drain(DRAIN_EVENTS_MAX)
         for part in _parts(events):
@@ -235,7 +236,7 @@ class EventPublisher:
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            # A subscriber's queue is full. Only a socket that may not drop says so; one that may sends to the others.
+            # A subscriber's queue is full. Only a socket that must not drop raises this.
             self._counts["slow"] += 1
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
             self._pub.send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -252,13 +253,13 @@ class EventPublisher:
         self._counts["replays"] += 1
         self._snapshot_asked |= start < first and first > self._origin
         for number in range(max(start, first), self._sequence):
-            # Drops what does not fit into the queue of a client that asks and does not read; it sees missing numbers.
+            # Drops batches if the queue of a client that does not read is full; the client sees missing numbers.
             answer = (client, b"", self._topic, _number(number), self._kept[number - first])
             router.send_multipart(answer, zmq.NOBLOCK, copy=False)
         router.send_multipart((client, b"", b"", END_OF_REPLAY, b""), zmq.NOBLOCK)
 
     def _request_snapshot(self) -> None:
-        """Ask the scheduler for the whole tree, which it walks over, no more often than `snapshot_interval` allows."""
+        """Request the whole tree, at most once per `snapshot_interval`, because the scheduler has to walk it."""
         now_s = time.monotonic()
         if self._snapshot_asked and now_s >= self._snapshot_due_s:
             self._snapshot_asked = False
@@ -271,7 +272,7 @@ def _number(sequence: int) -> bytes:
 
 
 def _parts(events: Iterable[Event]) -> Iterator[list[Event]]:
-    """`events` in lists of about `BATCH_BYTES_MAX`; none if there are none."""
+    """Yield `events` in lists of about `BATCH_BYTES_MAX`."""
     part: list[Event] = []
     size_bytes = 0
     for event in events:

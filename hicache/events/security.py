@@ -1,8 +1,8 @@
-"""Who may listen to KV events. Token ids are prompts, so nothing is bound that a stranger could connect to.
+"""Access to KV events. Token ids are prompts, so endpoints that unknown users could reach are rejected.
 
-Without keys an endpoint is a loopback address, or a socket in a directory that is closed to other users. With CURVE
-(the authenticated encryption of ZeroMQ, RFC 26) an endpoint may be anywhere, and a subscriber gets in if its public key
-is on the list; without the list anybody who knows the server's public key could.
+Without keys an endpoint must be a loopback address, or a socket in a directory that is closed to other users. With
+CURVE (the authenticated encryption of ZeroMQ, RFC 26) any endpoint is allowed, and only subscribers with a listed
+public key are admitted. Without the list, knowing the server's public key would be enough.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..config.secret import read_private_file
 from ..errors import ConfigError
 
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes in Z85 (ZeroMQ RFC 32)
-# Some 1500 keys.
+# About 1500 keys.
 _KEY_FILE_BYTES_MAX = 1 << 16
 
 
@@ -42,9 +42,9 @@ class CurveKeys:
 
 
 def check_events(section: EventsConfig) -> CurveKeys | None:
-    """Return the keys in the files that the section names, None if it names no files. Binds nothing; needs no extra.
+    """Return the keys in the configured files, or None without files. Binds nothing; needs no extra.
 
-    Raises ConfigError if a key cannot be read or is malformed, or if an endpoint is open to strangers.
+    Raises ConfigError if a key cannot be read or is malformed, or if others can reach an endpoint without keys.
     """
     curve = None
     if section.curve_secret_key_file is not None and section.curve_client_keys_file is not None:
@@ -55,16 +55,16 @@ def check_events(section: EventsConfig) -> CurveKeys | None:
 
 
 def _lines(path: Path, what: str) -> list[str]:
-    """The lines of a key file that are not empty."""
+    """Return the lines of a key file that are not empty."""
     text = read_private_file(path, what, _KEY_FILE_BYTES_MAX).decode("ascii", errors="replace")
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def require_private(section: EventsConfig, curve: CurveKeys | None) -> None:
-    """Raise ConfigError if an endpoint could be reached by others than this machine's user and there are no keys.
+    """Raise ConfigError if there are no keys and other machines or users could reach an endpoint.
 
-    A loopback address counts as private, though other users of the machine can connect to it; a socket in a directory
-    does not have that weakness. Resolves no name.
+    A loopback address counts as private, although other users of the machine can connect to it; a socket in a private
+    directory is closed to them. Does not resolve names.
     """
     for endpoint in filter(None, (section.endpoint, section.replay_endpoint)):
         place = split_endpoint(endpoint, listens=True)
@@ -72,13 +72,13 @@ def require_private(section: EventsConfig, curve: CurveKeys | None) -> None:
             _require_private_directory(place)
         elif curve is None and not is_loopback(place.host):
             raise ConfigError(
-                f"events: endpoint {endpoint[:80]!r} is open to others; use 127.0.0.1 or ipc://, "
+                f"events: endpoint {endpoint[:80]!r} can be reached by others; use 127.0.0.1 or ipc://, "
                 "or configure CURVE keys"
             )
 
 
 def _require_private_directory(path: Path) -> None:
-    """CURVE does not apply to a socket file: every user who may enter its directory may connect."""
+    """Raise ConfigError for a directory that other users may enter: CURVE does not apply to a socket file."""
     where = f"events: the directory of {str(path)[:80]!r}"
     try:
         state = path.parent.stat()

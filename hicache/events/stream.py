@@ -1,19 +1,19 @@
-"""The bounded stream between the scheduler, which makes events, and their readers.
+"""The bounded stream between the scheduler, which creates events, and their readers.
 
-Invariant: the stream holds the events with the numbers `oldest` to `next - 1`, without a hole, and they weigh no more
-than the capacity unless it is a single one. Events are kept after they were read, so each reader goes at its own pace.
-A reader that falls further behind than the capacity has a gap: it forgets everything, and a snapshot of the tree, which
-it asks for and the scheduler provides, puts it right.
+Invariant: the stream holds the events with the numbers `oldest` to `next - 1` without a hole, and their size is at most
+the capacity, except for a single larger event. Events stay after they were read, so each reader has its own speed. A
+reader that falls behind further than the capacity has a gap: it forgets everything and requests a snapshot of the tree
+from the scheduler.
 
-A snapshot comes in parts, because a large tree is walked in slices. Until it is complete its readers read from it
-alone, so the scheduler puts each event of that time into the snapshot too, in its place between the parts.
+A snapshot comes in parts, because a large tree is walked in slices. Until it is complete, its readers read only the
+snapshot, so the scheduler also puts each new event into the snapshot, between the parts.
 
-Locking design: the scheduler alone writes the events and the counters; it takes no lock and waits for nobody. A reader
+Locking design: only the scheduler writes the events and the counters; it takes no lock and never waits. A reader
 belongs to one thread at a time. It finds events by number in a dictionary, whose single operations are atomic: an
-event that is missing below `next` was dropped, which is all that a race can look like. `_wanted` of a reader is a
+event that is missing below `next` was dropped, and a race cannot look different. `_wanted` of a reader is a
 single reference, set by one side and cleared by the other. Snapshots reach a reader through deques, which the scheduler
-appends to and the reader pops from. `_lock` guards the list of readers and is taken where one comes or goes, never by
-the scheduler.
+appends to and the reader pops from. `_lock` guards the list of readers; `subscribe` and `close` take it, the scheduler
+never does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .types import Cleared, Event, Recorded, RemovedRun, StoredRun
 
 @dataclass(frozen=True, slots=True)
 class StreamStatistics:
-    """Counters since the stream was made, and what it holds now. `dropped` events may have been read before."""
+    """Counters since the stream was created, and its current content. `dropped` events may have been read before."""
 
     events: int
     dropped: int
@@ -39,12 +39,12 @@ class StreamStatistics:
 
 
 class EventStream:
-    """See the module's docstring. `capacity_bytes` bounds what the kept events weigh. Raises InvalidInput below 1."""
+    """See the module's docstring. `capacity_bytes` limits the size of the kept events. Raises InvalidInput below 1."""
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 1:
-            raise InvalidInput(f"event stream: a capacity of {capacity_bytes} bytes holds nothing")
-        # Whether a reader waits for a snapshot; the scheduler looks at it once per step.
+            raise InvalidInput(f"event stream: a capacity of {capacity_bytes} bytes is not valid; use at least 1")
+        # True while a reader waits for a snapshot; the scheduler checks it once per step.
         self.snapshot_wanted = False
         self._capacity_bytes = capacity_bytes
         self._events: dict[int, Recorded] = {}
@@ -56,19 +56,19 @@ class EventStream:
         self._lock = threading.Lock()
 
     def put(self, event: Recorded) -> None:
-        """Append an event, dropping the oldest if there is no room. Scheduler thread; never blocks."""
+        """Append an event, and drop the oldest ones while the stream is full. Scheduler thread; never blocks."""
         number = self._next
         self._events[number] = event
-        self._next = number + 1  # after the event is there: a reader takes a missing one for dropped
+        self._next = number + 1  # after the event is added: a reader treats a missing one as dropped
         self._held_bytes += event.size_bytes
         while self._held_bytes > self._capacity_bytes and self._oldest < number:
-            # Counted before it is gone: a reader that misses it finds it in the count.
+            # Counted before it is removed, so a reader that misses it finds it in the count.
             oldest, self._oldest = self._oldest, self._oldest + 1
             self._held_bytes -= self._events.pop(oldest).size_bytes
 
     def begin_snapshot(self) -> Snapshot:
-        """Begin a description of the whole tree for the readers that wait for one. Scheduler thread; never blocks."""
-        self.snapshot_wanted = False  # before the readers are looked at: one that asks from now on sets it again
+        """Begin a snapshot of the whole tree for the readers that wait for one. Scheduler thread; never blocks."""
+        self.snapshot_wanted = False  # before the readers are visited: a later request sets it again
         self._snapshots += 1
         snapshot = Snapshot(self)
         for reader in self._readers:
@@ -79,19 +79,19 @@ class EventStream:
         return snapshot
 
     def request_snapshot(self) -> None:
-        """Have all readers start over, because they know more than events can take back. Scheduler thread."""
+        """Make all readers start over, for a change that events cannot describe. Scheduler thread."""
         for reader in self._readers:
             reader.request_snapshot()
 
     def subscribe(self) -> EventReader:
-        """Return a reader that begins with the first event ever, so with a gap if that is gone. Any thread."""
+        """Return a reader that begins at event 0, so with a gap if that was dropped. Any thread."""
         reader = EventReader(self)
         with self._lock:
             self._readers = (*self._readers, reader)
         return reader
 
     def statistics(self) -> StreamStatistics:
-        """A snapshot of the counters. Any thread; the numbers may be of neighbouring moments."""
+        """Return the counters. Any thread; they may be of slightly different moments."""
         return StreamStatistics(
             events=self._next, dropped=self._oldest, snapshots=self._snapshots, held_events=self._next - self._oldest,
             held_bytes=self._held_bytes, readers=len(self._readers),
@@ -100,7 +100,7 @@ class EventStream:
     def check(self) -> None:
         """Raises InvariantError if the invariant of the module does not hold. Scheduler thread."""
         if list(self._events) != list(range(self._oldest, self._next)):
-            raise InvariantError("event stream: the kept events are not the newest ones without a hole")
+            raise InvariantError("event stream: the kept events are not the newest, or have a hole")
         if self._held_bytes != sum(event.size_bytes for event in self._events.values()):
             raise InvariantError("event stream: held_bytes is not the sum over the events")
         if self._held_bytes > self._capacity_bytes and len(self._events) > 1:
@@ -108,19 +108,19 @@ class EventStream:
 
 
 class Snapshot:
-    """A description of the whole tree on its way to readers; it begins with `Cleared`. Scheduler thread."""
+    """A description of the whole tree, in flight to readers; it begins with `Cleared`. Scheduler thread."""
 
     def __init__(self, stream: EventStream) -> None:
         self._stream = stream
         self._feeds: list[deque[Recorded | _End]] = []
 
     def put(self, event: Recorded) -> None:
-        """Append an event: of a part of the tree, or one that has just gone into the stream."""
+        """Append an event: a part of the tree, or an event that was just put into the stream."""
         for feed in self._feeds:
             feed.append(event)
 
     def end(self) -> None:
-        """Say that all of the tree was described. The readers go on with what goes into the stream from now on."""
+        """Complete the snapshot. Its readers continue with the next event of the stream."""
         for feed in self._feeds:
             feed.append(_End(self._stream._next))
 
@@ -133,10 +133,10 @@ class _End:
 
 
 class EventReader:
-    """One follower's place in a stream. Made by `EventStream.subscribe`; used by one thread at a time.
+    """The position of one reader in a stream. Created by `EventStream.subscribe`; used by one thread at a time.
 
-    `gaps` counts how often events were dropped before they were read. `in_sync` is False from a gap to the end of the
-    snapshot after it: what has come since is less than there is.
+    `gaps` counts how often events were dropped before they were read. `in_sync` is False from a gap until the end of
+    the next snapshot, while the events so far describe only a part of the tree.
     """
 
     def __init__(self, stream: EventStream) -> None:
@@ -148,12 +148,12 @@ class EventReader:
         self._feeds: deque[deque[Recorded | _End]] = deque()
 
     def drain(self, events_max: int) -> tuple[Event, ...]:
-        """Return the next events, `events_max` at most; none if nothing has happened. Never waits; hashes the page keys
-        of these events if nobody has.
+        """Return the next events, at most `events_max`; an empty tuple if there are none. Never waits. Hashes the page
+        keys of these events if they are not hashed yet.
 
-        A gap comes as `Cleared`, once, and asks for a snapshot. Nothing follows until that begins, because what
-        happens to an unknown tree says nothing. A snapshot comes as `Cleared` and a `Stored` for everything, parents
-        first, with what happens meanwhile between them.
+        A gap becomes one `Cleared` and requests a snapshot. No events follow until the snapshot begins, because events
+        of an unknown tree are meaningless. A snapshot is a `Cleared` and a `Stored` for each page, parents first, with
+        the new events of that time between them.
         """
         if self._feeds and (events := self._drain_snapshot(events_max)):
             return events
@@ -172,7 +172,7 @@ class EventReader:
         return tuple(map(_resolved, there))
 
     def _drain_snapshot(self, events_max: int) -> tuple[Event, ...]:
-        while len(self._feeds) > 1:  # a later snapshot says it all
+        while len(self._feeds) > 1:  # a later snapshot replaces the earlier ones
             self._feeds.popleft()
         feed, events = self._feeds[0], list[Event]()
         self.in_sync = False
@@ -181,19 +181,19 @@ class EventReader:
             if isinstance(event, _End):
                 self._feeds.popleft()
                 self.in_sync = True
-                # The events before it are part of it. Some after it may have been read already; they come again.
+                # The snapshot contains the events before it. Events after it may be read a second time.
                 self._cursor = event.next
                 break
             events.append(_resolved(event))
         return tuple(events)
 
     def request_snapshot(self) -> None:
-        """Ask the scheduler for a description of the whole tree; `drain` returns it some steps later."""
+        """Request a snapshot of the whole tree from the scheduler; `drain` returns it some steps later."""
         self._wanted = True
         self._stream.snapshot_wanted = True
 
     def close(self) -> None:
-        """Leave the stream. Any thread; may be called twice."""
+        """Unsubscribe. Idempotent. Any thread."""
         with self._stream._lock:
             self._stream._readers = tuple(other for other in self._stream._readers if other is not self)
 

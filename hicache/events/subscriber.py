@@ -1,8 +1,8 @@
 """Follows a publisher over ZeroMQ and keeps a `PrefixIndex` equal to its tree.
 
-A missing sequence number is asked for at the replay socket. If the publisher does not have it any more, the index
-forgets everything and starts over at the next `AllBlocksCleared`, with which the publisher begins the snapshot that the
-request has made it ask for. Needs pyzmq and msgspec (extra `events`). Has no thread: `poll` does the work.
+It requests a missing sequence number at the replay socket. If the publisher no longer has it, the index forgets
+everything, and the publisher sends a snapshot. The index restarts at the `AllBlocksCleared` with which the snapshot
+begins. Needs pyzmq and msgspec (extra `events`). Has no thread: `poll` does the work.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .publisher import END_OF_REPLAY, SEQUENCE_BYTES
 from .types import Event
 from .wire import decode_batch
 
-# A batch is some 256 KiB and at most a node of the tree more; a peer that sends larger messages is cut off.
+# A batch has about 256 KiB and at most one tree node more; a peer that sends larger messages is disconnected.
 MESSAGE_BYTES_MAX = 64 << 20
-# Batches that are received and not yet polled; what comes beyond them is asked for again.
+# Batches that are received and not yet polled. Further batches are dropped, and requested again.
 QUEUED_BATCHES_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCurve:
-    """The keys of a subscriber, and the public key of the publisher it wants, each 40 characters of Z85."""
+    """The keys of a subscriber, and the public key of its publisher, each 40 characters of Z85."""
 
     public: str
     secret: str = field(repr=False)
@@ -37,9 +37,8 @@ class ClientCurve:
 
 @dataclass(frozen=True, slots=True)
 class FollowerStatistics:
-    """`replays` were asked for because batches were missing; `losses` times they were gone and the index starts over.
-
-    `refused` messages could not be read.
+    """`replays` counts requests for missing batches, `losses` how often these were gone and the index started over,
+    `refused` messages that could not be read.
     """
 
     batches: int
@@ -64,28 +63,28 @@ class EventFollower:
         replay_interval_s: float = 5.0,
     ) -> None:
         self.index = PrefixIndex()
-        self.index.lose()  # what the publisher has is unknown until it says that it has nothing
+        self.index.lose()  # the publisher's tree is unknown until a `Cleared`
         self._topic = topic.encode()
         self._replay_timeout_s = replay_timeout_s
         self._replay_interval_s = replay_interval_s
         self._expected = 0
         self._ask_again_s = 0.0
-        self._newest = -1  # the largest number that came by itself and not by a replay
+        self._newest = -1  # the largest number that was published, not replayed
         self._batches = self._replays = self._losses = self._refused = 0
         self._context = zmq.Context()
         with ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
             self._sub = self._connect(zmq.SUB, endpoint, curve, QUEUED_BATCHES_MAX)
             self._sub.setsockopt(zmq.SUBSCRIBE, self._topic)
-            # Large enough for a whole replay buffer: what does not fit would be dropped at the other side.
+            # Large enough for a whole replay buffer: the publisher drops the batches that do not fit.
             self._dealer = self._connect(zmq.DEALER, replay_endpoint, curve, 0)
             undo.pop_all()
 
     def poll(self, timeout_s: float) -> int:
-        """Wait up to `timeout_s` for a batch, then apply all there are; returns how many were applied.
+        """Wait up to `timeout_s` for a batch, then apply all received batches; return their number.
 
-        May also wait for a replay, up to its time limit. It asks for one at first, where numbers are missing, and once
-        per interval, because a loss with no message behind it shows in no number.
+        May also wait for a replay, up to its time limit. Requests a replay at the start, for missing numbers, and once
+        per interval, because the loss of the newest batch does not show as a missing number.
         """
         before = self._batches
         if time.monotonic() >= self._ask_again_s:
@@ -98,11 +97,11 @@ class EventFollower:
         return self._batches - before
 
     def statistics(self) -> FollowerStatistics:
-        """Counters since the start."""
+        """Return the counters since the start."""
         return FollowerStatistics(self._batches, self._replays, self._losses, self._refused)
 
     def close(self) -> None:
-        """Disconnect. Does not block; may be called twice."""
+        """Disconnect. Idempotent. Does not block."""
         self._context.destroy(linger=0)
 
     def __enter__(self) -> EventFollower:
@@ -131,7 +130,7 @@ class EventFollower:
         return connected
 
     def _receive(self, frames: list[bytes]) -> None:
-        """One message of the publisher."""
+        """Apply one message of the publisher."""
         if len(frames) != 3 or frames[0] != self._topic or len(frames[1]) != SEQUENCE_BYTES:
             self._refused += 1
             return
@@ -140,24 +139,24 @@ class EventFollower:
         if events is None:
             return
         if sequence <= self._newest:
-            # One publisher's numbers rise. This is another, started under a clock that was set back.
+            # A publisher's numbers only rise. This is another publisher, started after the clock was set back.
             self._expected = 0
             self.index.lose()
         self._newest = sequence
         if sequence > self._expected:
             self._catch_up(sequence)
-        if sequence >= self._expected:  # below it, the replay has brought it already
+        if sequence >= self._expected:  # a smaller number was already in the replay
             self._apply(sequence, events)
 
     def _catch_up(self, until: int) -> None:
-        """Ask for the batches from the expected one on. If some below `until` stay missing, the index starts over."""
+        """Request the batches from the expected one on. If some below `until` stay missing, the index starts over."""
         self._replays += 1
-        while self._dealer.poll(0):  # what a replay that ran out of time has left
+        while self._dealer.poll(0):  # the rest of a replay that timed out
             self._dealer.recv_multipart()
         try:
             self._dealer.send_multipart((b"", self._expected.to_bytes(SEQUENCE_BYTES, "big")), zmq.NOBLOCK)
         except zmq.Again:
-            pass  # not connected, for instance because the publisher does not know our key
+            pass  # not connected, for example because our key is not listed
         else:
             self._receive_replay()
         self._skip_to(until)
@@ -178,7 +177,7 @@ class EventFollower:
                 self._apply(sequence, events)
 
     def _skip_to(self, sequence: int) -> None:
-        """Give up what lies before `sequence`."""
+        """Abandon the batches before `sequence`."""
         if sequence > self._expected:
             self._losses += self.index.in_sync
             self._expected = sequence
@@ -190,7 +189,7 @@ class EventFollower:
         self._batches += 1
 
     def _decode(self, payload: bytes) -> tuple[Event, ...] | None:
-        """None, counted, for a payload that is not a batch; its number then stays missing."""
+        """Return the events, or None for a payload that is not a batch: it is counted, and its number stays missing."""
         try:
             return decode_batch(payload)
         except InvalidInput:

@@ -1,8 +1,8 @@
-"""What happens to cached pages, as values.
+"""KV events as values.
 
 `Stored` and `Removed` name pages by their page keys (`hicache.keys`). A scheduler does not hash keys for events: it
-puts `StoredRun` and `RemovedRun` into a stream, and the thread that reads them finds the keys. All are named tuples and
-not data classes: a scheduler makes one per change of its tree, and a tuple costs a third.
+puts `StoredRun` and `RemovedRun` into a stream, and the reading thread computes the keys. All are named tuples,
+because a scheduler creates one per change of its tree and a tuple costs a third of a dataclass.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from ..keys import PAGE_KEY_BYTES, PageChain, split_keys
 
-# What an event weighs beside its tokens and keys: the tuple, its place in a dictionary and the heads of its parts.
+# The size of an event without its tokens and keys: the tuple, its dictionary entry and the object headers.
 EVENT_OVERHEAD_BYTES = 256
-# A page key as an object of its own, with the reference to it.
+# A page key as a separate object, with the reference to it.
 _KEY_OBJECT_BYTES = PAGE_KEY_BYTES + 41
 
 
 class Medium(enum.Enum):
-    """Where pages lie."""
+    """Where pages are stored."""
 
     DEVICE = "device"
     HOST = "host"
@@ -28,8 +28,8 @@ class Medium(enum.Enum):
 
 
 class Origin(NamedTuple):
-    """Whose pages these are, as far as the engine has told: the LoRA adapter, the tenant's salt, and the session whose
-    turn has stored the pages, which other sessions may share. Its repr shows no salt and no session."""
+    """The owner of pages, as given by the engine: the LoRA adapter, the tenant's salt, and the session whose turn
+    stored the pages (other sessions may share them). Its repr hides the salt and the session."""
 
     lora_id: int | None = None
     lora_name: str | None = None
@@ -46,11 +46,11 @@ NO_ORIGIN = Origin()
 class Stored(NamedTuple):
     """A run of consecutive pages is now on `medium`.
 
-    `keys` are their page keys in the order of the chain. `parent` is the key of the page before the first, None where
-    the run begins a prompt; then `seed` is what the chain starts from: empty, or a 32-byte digest of adapter and salt.
-    `tokens` is the sequence that was hashed, uint32 little endian, `page_size` positions a page and 4 bytes a position,
-    or 8 where a position is a pair of tokens (bigrams, as EAGLE has them); empty if they are withheld, or not known
-    because the engine gives the page keys.
+    `keys` are their page keys in the order of the chain. `parent` is the key of the page before the first; it is None
+    if the run begins a prompt, and then `seed` is the start of the chain: empty, or a 32-byte digest of adapter and
+    salt. `tokens` is the hashed sequence, uint32 little endian, with `page_size` positions per page and 4 bytes per
+    position, or 8 if a position is a pair of tokens (bigrams, as in EAGLE). It is empty if tokens are withheld, or
+    unknown because the engine supplies the page keys.
     """
 
     medium: Medium
@@ -67,12 +67,12 @@ class Stored(NamedTuple):
 
     @property
     def position_bytes(self) -> int:
-        """4, or 8 for bigrams; 0 without tokens."""
+        """Return the bytes per position: 4, or 8 for bigrams; 0 without tokens."""
         return len(self.tokens) // (len(self.keys) * self.page_size)
 
     @property
     def size_bytes(self) -> int:
-        """About what the event takes in memory."""
+        """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * len(self.keys)
 
 
@@ -84,17 +84,17 @@ class Removed(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """About what the event takes in memory."""
+        """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES + _KEY_OBJECT_BYTES * len(self.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """All pages are gone, from every medium, or where they are is unknown."""
+    """All pages were removed from every medium, or their state is unknown."""
 
     @property
     def size_bytes(self) -> int:
-        """About what the event takes in memory."""
+        """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES
 
 
@@ -102,9 +102,10 @@ Event: TypeAlias = Stored | Removed | Cleared
 
 
 class StoredRun(NamedTuple):
-    """A `Stored` of `pages` pages whose keys may not be hashed yet. `keys` are the page keys, 32 bytes each, or a chain
-    that ends with them and knows what they are chained from. Beside keys, `prior` is that, or the chain that has it: a
-    seed if the run `begins` a prompt."""
+    """A `Stored` of `pages` pages whose keys may not be hashed yet.
+
+    `keys` are the page keys, 32 bytes each, or a chain that ends with them and contains their parent. With keys,
+    `prior` is the parent or the chain that contains it; it is a seed if the run `begins` a prompt."""
 
     medium: Medium
     pages: int
@@ -116,36 +117,36 @@ class StoredRun(NamedTuple):
     origin: Origin = NO_ORIGIN
 
     def resolve(self) -> Stored:
-        """The event itself. Any thread; hashes what is not hashed yet."""
+        """Return the event, with its keys hashed. Any thread."""
         prior, keys = _resolved(self.keys, self.pages, self.prior)
         parent, seed = (None, prior) if self.begins else (prior, b"")
         return Stored(self.medium, keys, parent, seed, self.tokens, self.page_size, self.origin)
 
     @property
     def size_bytes(self) -> int:
-        """As of `Stored`."""
+        """As in `Stored`."""
         return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * self.pages
 
 
 class RemovedRun(NamedTuple):
-    """A `Removed` of `pages` pages whose keys may not be hashed yet, as of `StoredRun`."""
+    """A `Removed` of `pages` pages whose keys may not be hashed yet, as in `StoredRun`."""
 
     medium: Medium
     pages: int
     keys: bytes | PageChain
 
     def resolve(self) -> Removed:
-        """The event itself. Any thread; hashes what is not hashed yet."""
+        """Return the event, with its keys hashed. Any thread."""
         return Removed(self.medium, _resolved(self.keys, self.pages, b"")[1])
 
     @property
     def size_bytes(self) -> int:
-        """As of `Removed`."""
+        """As in `Removed`."""
         return EVENT_OVERHEAD_BYTES + _KEY_OBJECT_BYTES * self.pages
 
 
 def _resolved(keys: bytes | PageChain, pages: int, prior: bytes | PageChain) -> tuple[bytes, tuple[bytes, ...]]:
-    """What the keys are chained from, and the keys. A chain may begin above the run, in pages that were split off."""
+    """Return the parent (or seed) and the keys. A chain may begin before the run, in pages that were split off."""
     if isinstance(keys, bytes):
         return prior if isinstance(prior, bytes) else prior.keys()[-1], tuple(split_keys(keys))
     found = keys.keys()
@@ -158,8 +159,8 @@ Recorded: TypeAlias = StoredRun | RemovedRun | Event
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatistics:
-    """Counters since the start. `slow` counts batches that some subscriber did not get, `gaps` how often events were
-    dropped before they were published, `refused` keys that are not on the list and malformed requests.
+    """Counters since the start. `slow` counts batches that at least one subscriber did not get, `gaps` how often events
+    were dropped before they were published, `refused` unlisted keys and malformed requests.
     """
 
     alive: bool
@@ -173,10 +174,10 @@ class PublisherStatistics:
 
 
 class Publisher(Protocol):
-    """Publishes a stream, as the owner of the stream sees it; `hicache.events.publisher` has one."""
+    """The interface of a publisher for the owner of a stream; `hicache.events.publisher` implements it."""
 
     def close(self, timeout_s: float) -> object:
-        """Publish what is in the stream and end. Blocks for up to `timeout_s`."""
+        """Publish the remaining events and stop. Blocks for up to `timeout_s`."""
 
     def statistics(self) -> PublisherStatistics:
-        """A snapshot of the counters. Any thread."""
+        """Return the counters. Any thread."""

@@ -1,7 +1,7 @@
-"""KV events as bytes: one MessagePack document per batch, as docs/formats/kv_events.md has it.
+"""KV events as bytes: one MessagePack document per batch, as specified in docs/formats/kv_events.md.
 
-Events are maps that the decoders of vLLM and of SGLang read alike: hashes are integers, and a field `hicache`, which
-both skip, has the whole page keys. Needs msgspec (extra `events`).
+Events are maps that the decoders of vLLM and SGLang can read: hashes are integers, and a field `hicache`, which both
+skip, has the whole page keys. Needs msgspec (extra `events`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import InvalidInput
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, split_keys
 from .types import Cleared, Event, Medium, Origin, Removed, Stored
 
-# What consumers call the media.
+# The media's names on the wire.
 _NAMES = {Medium.DEVICE: "GPU", Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"}
 _MEDIA = {name: medium for medium, name in _NAMES.items()}
 _HASHES_PER_KEY = PAGE_KEY_BYTES // 8
@@ -26,8 +26,8 @@ _HASHES_PER_KEY = PAGE_KEY_BYTES // 8
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """What a publisher writes. `token_ids` are tokens and seeds, `tenants` are salts and sessions. `given_keys` says
-    that page keys are the engine's own hashes, as in vLLM. `data_parallel_rank` is that of the engine, if it has any.
+    """What a publisher includes: `token_ids` tokens and seeds, `tenants` salts and sessions. `given_keys`: page keys
+    are the engine's own hashes, as in vLLM. `data_parallel_rank` is the engine's rank, or None.
     """
 
     token_ids: bool = True
@@ -37,8 +37,8 @@ class WireForm:
 
 
 class _Own(msgspec.Struct, array_like=True):
-    """What HiCache adds to a stored run: its page keys, 32 bytes each, the key before them, the seed, and the second
-    token of the last pair where positions are pairs."""
+    """The fields that HiCache adds to a stored run: its page keys, 32 bytes each, the parent's key, the seed, and for
+    bigrams the second token of the last pair."""
 
     keys: bytes
     parent: bytes | None = None
@@ -46,8 +46,8 @@ class _Own(msgspec.Struct, array_like=True):
     last_token: int | None = None
 
 
-# What consumers declare; a field without a default is always there, because vLLM demands it. Limits are checked below
-# and not by `msgspec.Meta`: some releases of msgspec crash the garbage collector over its objects (msgspec issue 717).
+# The fields that consumers declare; one without a default is always present, because vLLM requires it. Limits are
+# checked below and not by `msgspec.Meta`, which crashes the garbage collector in some releases (msgspec issue 717).
 class _BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -90,7 +90,7 @@ def _to_wire(event: Event, form: WireForm) -> msgspec.Struct:
     own = _Own(joined, event.parent)
     if form.token_ids:
         numbers = np.frombuffer(event.tokens, dtype="<u4")
-        if event.position_bytes == 2 * TOKEN_BYTES:  # each pair begins with the end of the one before
+        if event.position_bytes == 2 * TOKEN_BYTES:  # each pair begins with the second token of the previous pair
             own.last_token = int(numbers[-1])
             numbers = numbers[::2]
         ids = numbers.tolist()
@@ -104,16 +104,16 @@ def _to_wire(event: Event, form: WireForm) -> msgspec.Struct:
 
 
 def _hashes(keys: bytes, form: WireForm) -> list[int]:
-    """The integers that consumers know pages by: the first 64 bits of each page key, as SGLang has them, whose keys are
-    the same; of keys that vLLM gives the last 64 bits, as vLLM has them."""
+    """Return the integers by which consumers identify pages: the first 64 bits of each page key, as SGLang publishes
+    them for the same keys; for keys from vLLM the last 64 bits, as vLLM publishes them."""
     numbers = np.frombuffer(keys, dtype=">u8" if form.given_keys else ">i8")
     hashes: list[int] = numbers[_HASHES_PER_KEY - 1 if form.given_keys else 0 :: _HASHES_PER_KEY].tolist()
     return hashes
 
 
 def _extra_keys(event: Stored, seed: bytes, form: WireForm) -> list[list[Any] | None] | None:
-    """One entry a page, as vLLM has them: the adapter, and where a prompt begins the salt. The seed stands for what is
-    not told, so that a consumer does not take the page for one of all tenants."""
+    """Return one entry per page, as in vLLM: the adapter, and for the first page of a prompt the salt. The seed
+    replaces a withheld adapter or salt, so that a consumer does not share the page between tenants."""
     name, salt = event.origin.lora_name, event.origin.cache_salt if event.parent is None else None
     each: list[Any] = [] if name is None else [name]
     first = list(each)
@@ -127,9 +127,9 @@ def _extra_keys(event: Stored, seed: bytes, form: WireForm) -> list[list[Any] | 
 
 
 def decode_batch(payload: bytes) -> tuple[Event, ...]:
-    """Return the events of a batch. Further fields of an event are skipped.
+    """Return the events of a batch. Unknown fields of an event are skipped.
 
-    Raises InvalidInput if `payload` is not such a batch, and for one that another publisher than HiCache's has made.
+    Raises InvalidInput if `payload` is not such a batch, or was not made by a publisher of HiCache.
     """
     try:
         _, events, _ = _decoder.decode(payload)
@@ -143,7 +143,7 @@ def _from_wire(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> Event
         return Cleared()
     own = event.hicache
     if own is None:
-        raise InvalidInput("KV events: there are no page keys; follow a publisher of HiCache")
+        raise InvalidInput("KV events: the batch has no page keys; connect to a publisher of HiCache")
     if isinstance(own, bytes):
         return Removed(_medium(event.medium), _keys(own, len(event.block_hashes)))
     assert isinstance(event, _BlockStored)
@@ -161,15 +161,15 @@ def _from_wire(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> Event
 
 
 def _token_bytes(ids: Sequence[int], last_token: int | None) -> bytes:
-    """Ids, or the pairs that begin with them, as uint32 little endian."""
+    """Return the ids, or the pairs that begin with them, as uint32 little endian."""
     try:
-        # An array takes a list of integers three times as fast as numpy does.
+        # An array converts a list of integers three times as fast as numpy.
         numbers = np.asarray(array.array("I", ids)).astype("<u4", copy=False)
         if not ids or last_token is None:
             return numbers.tobytes()
         seconds = np.append(numbers[1:], np.asarray(array.array("I", [last_token])).astype("<u4"))
     except OverflowError as error:
-        raise InvalidInput("KV events: token ids are beyond 32 bits") from error
+        raise InvalidInput("KV events: token ids do not fit into 32 bits") from error
     return np.stack((numbers, seconds), axis=1).astype("<u4").tobytes()
 
 
@@ -180,7 +180,7 @@ def _keys(joined: bytes, count: int) -> tuple[bytes, ...]:
 
 
 def _medium(name: str | None) -> Medium:
-    """The medium of a name; no name means the device, as with publishers that know no other medium."""
+    """Return the medium of a name. None means the device, for publishers that have no other medium."""
     if name is None:
         return Medium.DEVICE
     if name not in _MEDIA:

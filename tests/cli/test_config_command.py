@@ -93,7 +93,7 @@ def test_check_refuses_events_for_strangers_and_reads_their_keys(tmp_path: Path)
     file.write_text("events: {endpoint: 'tcp://*:5557'}\n")
     result = invoke("check", str(file))
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "  events: endpoint 'tcp://*:5557' is open to others" in result.stderr
+    assert "  events: endpoint 'tcp://*:5557' can be reached by others" in result.stderr
     keys = (f"events.{name}={tmp_path / 'none'}" for name in ("curve_secret_key_file", "curve_client_keys_file"))
     result = invoke("check", str(file), *(word for key in keys for word in ("--set", key)))
     assert result.exit_code == 1 and "events: CURVE secret key file" in result.stderr

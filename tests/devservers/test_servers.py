@@ -156,7 +156,7 @@ class Unlucky(ValkeyServer):
 def test_a_port_that_is_taken_is_refused_by_name_or_avoided() -> None:
     with socket.create_server(("127.0.0.1", free_ports(1)[0])) as holder:
         taken = holder.getsockname()[1]
-        with pytest.raises(BackendUnavailable, match=f"port {taken} is taken"):
+        with pytest.raises(BackendUnavailable, match=f"port {taken} is in use"):
             ValkeyServer(port=taken).start()
         with Unlucky(taken) as server:
             assert server.serves() and server.port != taken

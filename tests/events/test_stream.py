@@ -35,7 +35,7 @@ def test_an_event_larger_than_the_capacity_is_kept_alone_and_a_capacity_of_nothi
         stream.put(removed(number))
         stream.check()
     assert stream.statistics().held_events == 1
-    with pytest.raises(InvalidInput, match="holds nothing"):
+    with pytest.raises(InvalidInput, match="is not valid"):
         EventStream(0)
 
 
