@@ -59,7 +59,7 @@ def test_a_host_that_is_not_valid_is_refused_wherever_a_configuration_names_one(
     assert storage_refused("mooncake", master=f"{host}:1") and storage_refused("mooncake", host=host)
 
 
-def test_the_addresses_that_people_write_are_taken() -> None:
+def test_common_ways_to_write_an_address_are_accepted() -> None:
     HiCacheConfig.model_validate({"events": {"endpoint": "tcp://*:*", "replay_endpoint": "tcp://[::1]:0"}})
     for options in (
         {"url": "redis://redis_1"}, {"url": "rediss://[::1]:6380/3"}, {"cluster": ["10.0.0.1:7000", "node-2.example."]},
@@ -84,7 +84,7 @@ def test_a_publisher_and_a_follower_refuse_a_port_that_is_not_valid_before_they_
         EventFollower("tcp://127.0.0.1:1", endpoint)
 
 
-def test_a_follower_connects_to_no_wildcard() -> None:
+def test_a_follower_rejects_a_wildcard_address() -> None:
     for endpoint in ("tcp://127.0.0.1:*", "tcp://127.0.0.1:0", "tcp://*:5557"):
         with pytest.raises(ConfigError, match="cannot connect"):
             EventFollower(endpoint, "tcp://127.0.0.1:1")

@@ -72,7 +72,7 @@ def test_parts_are_storage_sections_with_a_name(load: Load) -> None:
     assert found.options.promote and not b.storage.options.promote
 
 
-def test_the_backend_takes_what_the_section_gives(load: Load) -> None:
+def test_the_backend_gets_the_values_of_the_section(load: Load) -> None:
     found = load(NESTED).storage
     assert found is not None
     check_backend(found.type, found.options)
@@ -137,7 +137,7 @@ MEMORY_2 = "{type: memory}, {type: memory}"
         (storage("levels", "{type: memory}, {storage: {type: memory}}"), "storage.options.levels.1.type: is missing"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_part_is_named_with_its_path(load: Load, text: str, message: str) -> None:
+def test_errors_in_a_part_are_named_with_their_path(load: Load, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(text)
     assert message in str(refused.value)
@@ -151,7 +151,7 @@ def test_a_value_in_a_wrong_part_is_not_repeated_with_its_siblings(load: Load) -
     assert "hunter2" not in str(refused.value)
 
 
-def test_a_part_that_nobody_knows_is_found_by_the_check(load: Load) -> None:
+def test_an_unknown_part_is_found_by_the_check(load: Load) -> None:
     with pytest.raises(ConfigError, match=r"part memroy: .*did you mean 'memory'"):
         check_surroundings(load(storage("levels", "{type: memory}, {type: memroy}")))
 

@@ -60,7 +60,7 @@ def refused(load: Load) -> Callable[..., list[str]]:
 
 
 @pytest.mark.parametrize("text", ["# nothing\n", "host:\n  # size: 4GiB\n", "storage: {type: memory, guard: }"])
-def test_what_is_not_given_has_its_default(load: Load, text: str) -> None:
+def test_missing_values_have_defaults(load: Load, text: str) -> None:
     storage = PluginStorage(type="memory") if "memory" in text else None
     assert load(text) == HiCacheConfig(storage=storage)
     assert load_config(None, environ={"HOME": "x", "HICACHED": "y"}, overrides={}) == HiCacheConfig()
@@ -72,7 +72,7 @@ def test_a_variable_is_stronger_than_the_file_and_a_flag_than_both(load: Load) -
     assert (config.page_size, config.host.size, config.transfer.io_workers) == (128, 2 * GIB, 1)
 
 
-def test_a_stronger_source_replaces_an_alternative_the_options_of_another_backend_and_a_section(load: Load) -> None:
+def test_a_stronger_source_replaces_alternatives_options_and_sections(load: Load) -> None:
     config = load("host: {ratio: 4}", {"HOST__SIZE": "2GiB"})
     assert (config.host.size, config.host.tokens, config.host.ratio) == (2 * GIB, None, None)
     text = "storage: {type: file, options: {path: /data}}"
@@ -94,7 +94,7 @@ def test_a_path_alone_reads_the_variables_of_the_process(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("bad", [{"path": 5}, {"path": ""}, {"path": b"a"}, {"environ": 5}, {"overrides": ["a=b"]},
                                  {"overrides": {"page_size": 16}}, {"overrides": {5: "a"}}], ids=str)  # fmt: skip
-def test_an_argument_of_another_type_is_a_typed_error(bad: dict[str, Any]) -> None:
+def test_an_argument_of_the_wrong_type_is_a_typed_error(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="pass"):
         load_config(**{"path": None} | bad)
 
@@ -117,7 +117,7 @@ def test_options_of_the_file_backend_are_read_with_their_units(load: Load) -> No
     assert (config.storage.options.capacity, config.storage.options.free_space_floor) == (5 * GIB, GIB)
 
 
-def test_a_section_that_a_program_builds_is_refused_as_a_file_is() -> None:
+def test_a_section_built_by_a_program_is_checked_like_a_file() -> None:
     with pytest.raises(ConfigError) as refused:
         FileStorageOptions(path="", io_threads=65, capacty=1)  # type: ignore[call-arg]
     assert str(refused.value) == (
@@ -205,7 +205,7 @@ def test_all_problems_are_reported_at_once_with_their_sources(refused: Callable[
      ("storage.options.capasity", "storage.options.capacity"),
      ("strage.options.path", "storage.options.path"), ("metrics.prot", "metrics.port")],
 )  # fmt: skip
-def test_a_typo_is_answered_with_the_nearest_valid_name(
+def test_the_error_for_a_typo_has_the_nearest_valid_name(
     refused: Callable[..., list[str]], typo: str, nearest: str
 ) -> None:
     file = "storage: {type: file, options: {path: /x}}"
@@ -254,7 +254,7 @@ def test_the_variables_of_a_kubernetes_service_named_hicache_change_nothing(
      ("transfer: {storage_deadline: 10}", "transfer.storage_deadline: 10 has no unit; write 10d, 10h, 10m, 10s"),
      ("prefetch: {timeout_base: 0.5}", "prefetch.timeout_base: 0.5 has no unit; write 0.5d, 0.5h, 0.5m")],
 )  # fmt: skip
-def test_a_size_or_duration_that_somebody_wrote_needs_a_unit(
+def test_a_written_size_or_duration_needs_a_unit(
     refused: Callable[..., list[str]], text: str, problem: str
 ) -> None:
     (line,) = refused(text)
@@ -268,7 +268,7 @@ def test_a_variable_and_a_flag_need_a_unit_too(refused: Callable[..., list[str]]
     assert line.startswith("sessions.ttl: 600 has no unit")
 
 
-def test_nothing_needs_no_unit_and_a_program_passes_numbers(load: Load) -> None:
+def test_zero_needs_no_unit_and_programs_pass_numbers(load: Load) -> None:
     config = load("storage: {type: file, options: {path: /x, free_space_floor: 0}}\nschedule: {age_max: 0}")
     assert config.schedule.age_max == 0 and load("schedule: {age_max: '0'}").schedule.age_max == 0
     assert HostConfig(size=4096).size == 4096
@@ -284,7 +284,7 @@ def test_a_home_directory_is_found_in_every_path(load: Load, tmp_path: Path, mon
         load("storage: {type: file, options: {path: ~no-such-user/x}}")
 
 
-def test_without_a_file_a_variable_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_argument_a_variable_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "named.yaml").write_text("page_size: 32\nhost: {size: 3}")
     (tmp_path / "given.yaml").write_text("page_size: 48")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -313,20 +313,20 @@ def test_without_a_file_a_variable_names_it(tmp_path: Path, monkeypatch: pytest.
         ("enable_hierarchical_cache", "has no counterpart: host memory is always used"),
     ],
 )
-def test_a_name_of_another_project_is_answered_with_ours(
+def test_the_error_for_a_name_of_another_project_has_ours(
     refused: Callable[..., list[str]], name: str, hint: str
 ) -> None:
     (line,) = refused("", None, {name: "1"})
     assert "unknown entry; " in line and hint in line
 
 
-def test_the_answers_to_foreign_names_are_entries() -> None:
+def test_the_suggested_names_for_foreign_ones_exist() -> None:
     known = {name for kind in STORAGE_SECTIONS for name in entry_names(kind)}
     assert {entry for entry, _ in foreign.ENTRIES.values()} <= known
     assert not known & foreign.ENTRIES.keys()
 
 
-def test_a_tier_of_one_page_is_no_slip(load: Load) -> None:
+def test_a_tier_of_one_page_is_valid(load: Load) -> None:
     assert load("page_size: 16\ndevice: {tokens: 16}\nhost: {tokens: 16}").host.tokens == 16
 
 
@@ -391,7 +391,7 @@ def test_a_tier_of_one_page_is_no_slip(load: Load) -> None:
         ("#" * (1 << 20) + "\n#", "is larger than 1 MiB"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_its_reason(
+def test_impossible_jobs_are_rejected_with_the_reason(
     refused: Callable[..., list[str]], text: str | bytes, what: str
 ) -> None:
     (line,) = refused(text)
@@ -464,7 +464,7 @@ def test_a_key_file_without_a_key_is_refused_and_not_quoted(tmp_path: Path, cont
     assert len(content) < 4 or content.decode() not in str(caught.value)
 
 
-def test_a_key_file_that_others_may_use_or_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_that_others_own_or_may_use_is_rejected(tmp_path: Path) -> None:
     for mode in (0o640, 0o604, 0o660, 0o644, 0o602):
         with pytest.raises(ConfigError, match="chmod 600"):
             read_key_file(_key_file(tmp_path / "key", HEX_KEY.encode(), mode), "MAC key file")
@@ -477,7 +477,7 @@ def test_a_key_file_that_others_may_use_or_of_somebody_else_is_refused(tmp_path:
         read_key_file(path, "MAC key file")
 
 
-def test_a_key_comes_from_the_named_variable_which_is_then_no_typo(load: Load) -> None:
+def test_a_key_comes_from_the_named_variable_which_is_not_reported_as_a_typo(load: Load) -> None:
     config = load("integrity: {mac_key_env: HICACHE_KEY}", {"KEY": HEX_KEY})
     assert config.integrity.keys({"HICACHE_KEY": HEX_KEY}) == (bytes.fromhex(HEX_KEY),)
     with pytest.raises(ConfigError, match="HICACHE_KEY: is not set"):
@@ -499,7 +499,7 @@ LONG_NAME = "A_NAME_THAT_IS_TOO_LONG_TO_BE_SHOWN_" + "X" * 60
      "storage: {type: levels, options: {levels: [{type: memory}, {type: levels, options: {levels: "
      "[{type: memory}, {type: redis, options: {url: 'redis://h', password_env: HICACHE_%s}}]}}]}}"],
 )  # fmt: skip
-def test_a_variable_that_the_configuration_names_for_a_secret_is_no_typo(
+def test_a_variable_named_for_a_secret_is_not_reported_as_a_typo(
     load: Load, refused: Callable[..., list[str]], text: str, name: str
 ) -> None:
     assert load(text % name, {name: "hunter2"}) == load(text % name)

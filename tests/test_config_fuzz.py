@@ -80,7 +80,7 @@ def load_or_refuse(file: Path | None, **sources: dict[str, str]) -> HiCacheConfi
 
 @pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("ready", CONFIGS, ids=lambda path: path.name)
-def test_a_hostile_value_in_any_entry_is_taken_or_refused(ready: Path, seed: int, tmp_path: Path) -> None:
+def test_a_hostile_value_in_any_entry_is_accepted_or_rejected(ready: Path, seed: int, tmp_path: Path) -> None:
     numbers, tree = rng(seed), yaml.safe_load(ready.read_text())
     file, again = tmp_path / "fuzz.yaml", tmp_path / "again.yaml"
     for entry in numbers.sample(all_entries(tree["storage"]["type"]), ENTRIES):

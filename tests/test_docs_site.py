@@ -46,7 +46,7 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     assert not re.findall(r"url\([\"']?https?:", styles)
 
 
-def test_links_of_the_repository_lead_to_pages_of_the_site(site: Path) -> None:
+def test_links_of_the_repository_resolve_to_pages_of_the_site(site: Path) -> None:
     overview = (site / "readme.html").read_text(encoding="utf-8")
     assert 'href="configs/index.html#redisyaml"' in overview and 'href="DESIGN.html"' in overview
     assert 'id="redisyaml"' in (site / "configs/index.html").read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def test_lists_read_the_same_on_the_site(repository: Path) -> None:
     assert unreadable_lists("text\n- one\n- two\n\n1. three\n  - four\n") == [2, 6]
 
 
-def test_what_is_wrong_with_a_page_fails_the_build(repository: Path, tmp_path: Path) -> None:
+def test_an_error_in_a_page_fails_the_build(repository: Path, tmp_path: Path) -> None:
     """The control: a page that no navigation names, a dead link, a dead anchor and an unknown name of the reference."""
     for name in ("hicache", "configs", "deploy", "examples"):
         (tmp_path / name).symlink_to(repository / name)

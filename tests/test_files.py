@@ -50,7 +50,7 @@ def strange(tmp_path: Path) -> Iterator[dict[str, Path]]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_not_a_regular_file_is_refused_at_once_with_a_typed_error(
+def test_a_path_that_is_not_a_regular_file_is_a_typed_error_at_once(
     strange: dict[str, Path], reader: str
 ) -> None:
     for name, path in strange.items():
@@ -59,7 +59,7 @@ def test_what_is_not_a_regular_file_is_refused_at_once_with_a_typed_error(
             pytest.fail(f"{name} was read: {READERS[reader](path)!r}")
 
 
-def test_the_error_says_what_stands_at_the_path(strange: dict[str, Path]) -> None:
+def test_the_error_describes_the_file_at_the_path(strange: dict[str, Path]) -> None:
     for name in ("a pipe", "a directory", "a socket"):
         with pytest.raises(OSError, match=f"it is {name}, not a regular file"):
             open_regular(strange[name])

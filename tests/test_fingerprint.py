@@ -115,7 +115,7 @@ def test_a_damaged_cache_file_is_replaced(folder: Path, cache: Path, damage: str
         assert file.read_text() == whole
 
 
-def test_the_cache_is_the_users_alone(folder: Path, cache: Path) -> None:
+def test_the_cache_directory_is_private(folder: Path, cache: Path) -> None:
     first = model_fingerprint(folder)
     assert cache.stat().st_mode & 0o777 == 0o700
     assert [path.stat().st_mode & 0o777 for path in cache.iterdir()] == [0o600]
@@ -124,7 +124,7 @@ def test_the_cache_is_the_users_alone(folder: Path, cache: Path) -> None:
     assert model_fingerprint(folder) == first
 
 
-def test_a_cache_directory_that_cannot_be_had_is_not_an_error(
+def test_an_unusable_cache_directory_is_not_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = model_fingerprint(folder)
@@ -133,7 +133,7 @@ def test_a_cache_directory_that_cannot_be_had_is_not_an_error(
     assert model_fingerprint(folder) == expected
 
 
-def test_folders_that_hold_no_model_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_folders_without_a_model_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none': cannot be read: No such file"):
         model_fingerprint(tmp_path / "none")
     with pytest.raises(ConfigError, match="Not a directory"):

@@ -32,7 +32,7 @@ def test_a_geometry_has_one_piece_per_layer(layout: KVLayout) -> None:
     assert page_shape(shape) is shape
 
 
-def test_heads_of_v_may_have_another_size_than_those_of_k() -> None:
+def test_heads_of_v_and_k_may_differ_in_size() -> None:
     geometry = KVGeometry(layers=2, heads=3, head_dim=24, page_size=4, v_head_dim=16)
     assert geometry.layer_bytes == 4 * 3 * (24 + 16) * 2 and geometry.value_dim == 16
     equal = KVGeometry(layers=2, heads=3, head_dim=24, page_size=4, v_head_dim=24)
@@ -57,7 +57,7 @@ def test_numbers_of_numpy_make_the_same_shape_and_exact_sizes() -> None:
     [("", 8), (None, 8), (b"kv", 8), ("\ud800", 8), ("x" * 70_000, 8), ("kv", 0), ("kv", -1), ("kv", 1.0),
      ("kv", True), ("kv", None), ("kv", "8"), ("kv", 2**63)],
 )  # fmt: skip
-def test_an_impossible_piece_is_refused(name: Any, size: Any) -> None:
+def test_an_invalid_piece_is_rejected(name: Any, size: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^piece: "):
         Piece(name, size)
 
@@ -67,12 +67,12 @@ def test_an_impossible_piece_is_refused(name: Any, size: Any) -> None:
     [(0, (Piece("kv", 8),)), (1025, (Piece("kv", 8),)), (16.0, (Piece("kv", 8),)), (16, ()), (16, None), (16, 5),
      (16, Piece("kv", 8)), (16, (8, 8)), (16, ("kv",)), (16, (Piece("kv", 8), None))],
 )  # fmt: skip
-def test_an_impossible_shape_is_refused(tokens: Any, pieces: Any) -> None:
+def test_an_invalid_shape_is_rejected(tokens: Any, pieces: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^page shape: "):
         PageShape(tokens, pieces)
 
 
 @pytest.mark.parametrize("shape", [None, 5, (Piece("kv", 8),), Piece("kv", 8)])
-def test_what_does_not_describe_a_page_is_refused(shape: Any) -> None:
+def test_invalid_page_shapes_are_rejected(shape: Any) -> None:
     with pytest.raises(InvalidInput, match="PageShape"):
         page_shape(shape)

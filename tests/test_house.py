@@ -50,7 +50,7 @@ def test_no_module_is_over_500_lines() -> None:
     assert MODULES and not {path: count for path, count in lines.items() if count > MODULE_LINES_MAX}
 
 
-def test_no_function_is_over_70_lines_and_few_come_near() -> None:
+def test_functions_have_at_most_70_lines_and_few_are_close() -> None:
     found = dict(entry for path in MODULES for entry in functions(path))
     assert not {name: count for name, count in found.items() if count > FUNCTION_LINES_MAX}
     assert len([name for name, count in found.items() if count > LONG_FUNCTION_LINES]) <= LONG_FUNCTIONS_MAX
@@ -87,7 +87,7 @@ FORBIDDEN_ANYWHERE = {
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_the_package_has_no(what: str) -> None:
+def test_the_package_does_not_use(what: str) -> None:
     pattern = re.compile(FORBIDDEN[what])
     found = [(path, match[0]) for path in MODULES for match in pattern.finditer(path.read_text())]
     assert not found

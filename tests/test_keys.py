@@ -59,7 +59,7 @@ def hash_pages(native: Any) -> Any:
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**31 - 1), min_size=1, max_size=300))
-def test_what_is_outside_the_range_is_refused_and_nothing_else(tokens: list[int]) -> None:
+def test_only_values_outside_the_range_are_rejected(tokens: list[int]) -> None:
     wrong = [number for number, token in enumerate(tokens) if not 0 <= token < 2**31]
     if wrong:
         with pytest.raises(InvalidInput, match="outside"):
@@ -70,14 +70,14 @@ def test_what_is_outside_the_range_is_refused_and_nothing_else(tokens: list[int]
 
 @pytest.mark.parametrize("bit", range(31, 64))
 @pytest.mark.parametrize("position", [0, 7, 63, 64, 1000])
-def test_no_bit_above_the_range_gets_lost(bit: int, position: int) -> None:
+def test_high_bits_beyond_the_range_are_not_lost(bit: int, position: int) -> None:
     tokens = np.zeros(1001, dtype=np.uint64)
     tokens[position] = 1 << bit
     with pytest.raises(InvalidInput, match=f"position {position} "):
         token_bytes(array.array("q", tokens.astype(np.int64).tolist()))
 
 
-def test_the_helper_refuses_what_is_no_contiguous_memory(native: Any) -> None:
+def test_the_helper_rejects_memory_that_is_not_contiguous(native: Any) -> None:
     pack_token_ids = native.pack_token_ids
     with pytest.raises(BufferError):
         pack_token_ids(memoryview(bytes(64))[::2])
@@ -96,7 +96,7 @@ def test_the_helper_hashes_as_hashlib_does(hash_pages: Any, prior: bytes) -> Non
             assert hash_pages(run, page_bytes, prior) == hashlib_keys(run, page_bytes, prior), (page_bytes, count)
 
 
-def test_the_helper_refuses_to_hash_what_are_no_pages(hash_pages: Any) -> None:
+def test_the_helper_rejects_lengths_that_are_not_pages(hash_pages: Any) -> None:
     for page_bytes, prior in ((0, b""), (-4, b""), (4, bytes(31)), (4, bytes(33))):
         with pytest.raises(ValueError, match="hash_pages: pass pages"):
             hash_pages(bytes(64), page_bytes, prior)
@@ -235,7 +235,7 @@ def test_a_prior_of_the_wrong_length_is_refused() -> None:
         page_keys(token_bytes(TOKENS), 4, b"short")
 
 
-def test_no_two_ways_to_name_a_namespace_make_the_same_seed() -> None:
+def test_different_namespaces_have_different_seeds() -> None:
     seeds = {
         namespace_seed(*pair)
         for pair in [(None, None), ("a", None), (None, "a"), ("a", "a"), ("ab", None), ("a", "b"), ("b", "a")]
@@ -329,7 +329,7 @@ def test_hashes_of_another_form_are_refused(hashes: Any, message: str) -> None:
         RadixKey.of_hashes(hashes)
 
 
-def test_given_page_keys_say_nothing_of_tokens() -> None:
+def test_given_page_keys_have_no_tokens() -> None:
     key = RadixKey.of_hashes(HASHES)
     with pytest.raises(InvalidInput, match="a cache that takes given page keys"):
         _ = key.prompt_tokens
@@ -358,7 +358,7 @@ def test_a_key_grows_with_its_request() -> None:
 
 
 @pytest.mark.parametrize("layout", KVLayout)
-def test_ranks_share_a_namespace_only_where_it_is_said_and_then_one_of_them_writes(layout: KVLayout) -> None:
+def test_ranks_share_a_namespace_only_if_configured_and_one_of_them_writes(layout: KVLayout) -> None:
     """Also for MLA: its layout may hold an engine's opaque bytes, which differ from rank to rank."""
     shape = KVGeometry(1, 1, 8, 16, layout=layout)
     for shared, digests, writers in ((False, 2, [True, True]), (True, 1, [True, False])):
@@ -372,7 +372,7 @@ def test_ranks_that_share_pages_find_those_of_another_number_of_ranks() -> None:
     assert one.digest == eight.digest
 
 
-def test_pipeline_and_context_ranks_have_pages_of_their_own_even_where_tensor_ranks_share() -> None:
+def test_pipeline_and_context_ranks_have_separate_pages_if_tensor_ranks_share() -> None:
     base = Namespace("m", KVGeometry(1, 1, 8, 16), pp_size=2, cp_size=2, dcp_size=2, ranks_share_pages=True)
     ranks = [base, *(replace(base, **{name: 1}) for name in ("pp_rank", "cp_rank", "dcp_rank"))]  # type: ignore[arg-type]
     assert len({rank.digest for rank in ranks}) == 4
@@ -451,14 +451,14 @@ def _named(change: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("change", IMPOSSIBLE_NAMESPACES, ids=_named)
-def test_an_impossible_namespace_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_namespace_is_rejected(change: dict[str, Any]) -> None:
     base = Namespace(model="m", geometry=KVGeometry(1, 1, 8, 16), tp_size=2)
     with pytest.raises(InvalidInput) as caught:
         replace(base, **change)
     assert len(str(caught.value)) < 200
 
 
-def test_a_label_may_be_what_no_utf_8_can_say() -> None:
+def test_a_label_may_contain_text_that_utf_8_cannot_encode() -> None:
     """It is the name of a folder as a rule, and no part of what must agree."""
     shape = KVGeometry(1, 1, 8, 16)
     assert Namespace("m", shape, label="\udcff").digest == Namespace("m", shape).digest
@@ -487,7 +487,7 @@ def test_numbers_of_numpy_make_the_same_namespace_and_exact_sizes() -> None:
 
 
 @pytest.mark.parametrize("change", IMPOSSIBLE_GEOMETRIES, ids=_named)
-def test_an_impossible_geometry_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_geometry_is_rejected(change: dict[str, Any]) -> None:
     base = KVGeometry(layers=1, heads=1, head_dim=8, page_size=16)
     with pytest.raises(InvalidInput):
         replace(base, **change)

@@ -106,7 +106,7 @@ def test_a_limited_log_counts_the_lines_that_it_leaves_out(lines: io.StringIO) -
     assert messages == ["damage tag", "other", "damage size (and 4 more like it since the last such line)"]
 
 
-def test_an_outage_is_two_lines_whatever_the_load(lines: io.StringIO) -> None:
+def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO) -> None:
     guard, store = make_guard()
     keys = make_keys(2)
     with_pages = empty_frames(guard.codec, 2)
@@ -127,7 +127,7 @@ def test_an_outage_is_two_lines_whatever_the_load(lines: io.StringIO) -> None:
     assert re.search(r"INFO .*storage disk: reading is on again after \d+\.\d s; \d+ calls were not made", on)
 
 
-def test_an_override_is_a_line_of_its_own(lines: io.StringIO) -> None:
+def test_an_override_is_one_log_line(lines: io.StringIO) -> None:
     guard, _ = make_guard()
     try:
         guard.override(Direction.WRITE, Override.OFF)
@@ -163,7 +163,7 @@ NAMESPACE_OF_CACHE = Namespace(
 )
 
 
-def test_a_cache_says_at_its_start_what_it_is_made_of(lines: io.StringIO, tmp_path: Path) -> None:
+def test_a_cache_logs_its_setup_at_the_start(lines: io.StringIO, tmp_path: Path) -> None:
     create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE).close()
     line = lines.getvalue().splitlines()[0]
     for part in ("L1 16 pages", "L2 16 pages", "storage file 10.0 GiB", "write_through", "'llama'", "weights epoch 0"):
@@ -188,7 +188,7 @@ def test_dropped_work_is_one_line_a_period_with_counts_since_the_last(lines: io.
     assert "3 loads: load queue full" in lines.getvalue(), "the end is one more look"
 
 
-def test_an_overload_that_goes_on_is_logged_less_and_less() -> None:
+def test_log_lines_of_a_lasting_overload_become_rarer() -> None:
     looks = Counter[str]()
 
     def counts() -> Counter[str]:
@@ -206,7 +206,7 @@ def test_an_overload_that_goes_on_is_logged_less_and_less() -> None:
         log.close()
 
 
-def test_every_limit_of_a_cache_has_words(tmp_path: Path) -> None:
+def test_every_limit_of_a_cache_is_described(tmp_path: Path) -> None:
     with create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE) as cache:
         state = cache.statistics()
     assert isinstance(state, CacheStatistics)
@@ -215,7 +215,7 @@ def test_every_limit_of_a_cache_has_words(tmp_path: Path) -> None:
     assert not +dropped(state)
 
 
-def test_new_weights_and_the_end_are_a_line_each(lines: io.StringIO, tmp_path: Path) -> None:
+def test_new_weights_and_the_end_are_one_log_line_each(lines: io.StringIO, tmp_path: Path) -> None:
     cache = create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE)
     cache.update_weights(7)
     wait_for(lambda: "storage is open" in lines.getvalue(), cache.poll)
@@ -249,7 +249,7 @@ def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: i
     assert gate.open_failures == len(tries) - 1
 
 
-def test_an_outage_of_an_hour_is_recalled_less_and_less(lines: io.StringIO) -> None:
+def test_reminders_of_a_long_outage_become_rarer(lines: io.StringIO) -> None:
     log = BreakerLog("disk")
     state = BreakerStatistics(BreakerState.OPEN, Override.AUTO, "error", 1, 0, 0)
     log.changed([BreakerChange(Direction.READ, state, 0.5, 0.0, 0)], {"timeout": 3})
@@ -275,7 +275,7 @@ def test_a_removed_directory_says_what_to_do(lines: io.StringIO, tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is to die
-def test_a_thread_that_hangs_and_one_that_dies_are_logged_by_those_that_take_their_place(lines: io.StringIO) -> None:
+def test_threads_that_hang_or_die_are_logged_by_their_replacements(lines: io.StringIO) -> None:
     go = threading.Event()
 
     def handle(job: str, beat: Beat) -> None:

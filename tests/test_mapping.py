@@ -60,7 +60,7 @@ def test_every_page_is_mapped_and_keeps_its_bytes() -> None:
     assert mapping.find(b"hello") == 5 * PART and mapping[:].count(0) == PARTS * PART - 5
 
 
-def test_pages_that_are_touched_are_mapped_and_no_others() -> None:
+def test_only_touched_pages_are_mapped() -> None:
     mapping = private()
     assert in_parts(mapping, lambda part: True, part_bytes=PART)
     assert resident_pages(mapping) == 0
@@ -106,7 +106,7 @@ def test_parts_run_side_by_side_on_threads_that_end_with_the_call() -> None:
     assert not any("hicache-populate" in thread.name for thread in threading.enumerate())
 
 
-def test_a_part_that_the_kernel_cannot_map_is_told(file_mapping: mmap.mmap) -> None:
+def test_a_part_that_the_kernel_cannot_map_is_reported(file_mapping: mmap.mmap) -> None:
     assert not populate(file_mapping)
     told: list[bool] = []
 

@@ -132,7 +132,7 @@ def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
     assert (value("stored_pages"), value("stored_bytes"), value("capacity_bytes")) == (7, 28672, 1000)
 
 
-def test_what_has_not_happened_is_zero_and_what_is_not_known_is_absent() -> None:
+def test_counts_start_at_zero_and_unknown_values_are_absent() -> None:
     found = found_in(Stores(file_backend(None)))
     outcomes = {dict(labels)["outcome"] for name, labels in found if name == "hicache_backend_get_pages_total"}
     assert outcomes == {outcome.value for outcome in GetOutcome}
@@ -170,7 +170,7 @@ def test_a_scrape_shows_the_guard_of_each_backend() -> None:
     assert value("call_seconds_bucket", verb="get", le="+Inf") == 1
 
 
-def test_a_scrape_shows_the_copies_of_compositions_by_the_part_they_go_to() -> None:
+def test_a_scrape_shows_the_copies_of_compositions_by_target() -> None:
     near, top, low = (Part(name, MemoryBackend(codec())) for name in ("near", "top", "low"))
     far = Part("far", LevelsBackend(codec(), [top, low]))
     with closing(World(backend=LevelsBackend(codec(), [near, far]))) as world:
@@ -216,7 +216,7 @@ def test_bounds_in_bytes_keep_all_their_digits() -> None:
     assert (samples["1073741824"], samples["4294967296"]) == (0, 1)
 
 
-def test_no_event_is_the_first_sample_of_its_series() -> None:
+def test_series_start_at_zero_before_their_first_event() -> None:
     """`increase()` takes the first sample as what was there before: an event that begins a series is not seen."""
     with closing(World(backend=guarded())) as world:
         before = shown(world)
@@ -277,7 +277,7 @@ def test_a_scrape_shows_how_many_prefetches_wait() -> None:
         world.cache.abort_prefetch("one")
 
 
-def test_a_scrape_shows_sessions_only_where_there_are_some() -> None:
+def test_a_scrape_shows_sessions_only_if_there_are_any() -> None:
     sessions = SessionStatistics(
         open=3, holding=2, running=1, held_pages=5, own_pages=2, turns=7, continued_turns=6, tail_tokens=9,
         released={"pressure": 4},
@@ -356,7 +356,7 @@ def test_without_a_port_nothing_is_served_and_an_address_of_ipv6_is() -> None:
         assert "hicache_requests_total" in scrape(server.port, "[::1]")
 
 
-def test_the_help_of_decisions_names_all_that_refuse() -> None:
+def test_the_help_of_decisions_names_all_reasons() -> None:
     texts = {spec.name: spec.help for spec in CACHE_METRICS}
     refused = ", ".join(decision.value for decision in Decision if not decision.go)
     assert f"(or not: {refused})" in texts["break_even_decisions_total"]

@@ -45,7 +45,7 @@ def targets() -> Iterator[list[str]]:
         yield [told(engine) for engine in engines]
 
 
-def test_two_engines_export_what_each_counts_and_prometheus_adds_them_up(targets: list[str], tmp_path: Path) -> None:
+def test_two_engines_export_their_own_counts_and_prometheus_adds_them_up(targets: list[str], tmp_path: Path) -> None:
     for target, requests in zip(targets, (3, 4), strict=True):
         with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
             text = answer.read().decode()
@@ -62,7 +62,7 @@ def test_promtool_objects_to_a_metric_that_breaks_the_rules() -> None:
     assert "non-counter" in checked("# HELP hicache_x_total Help.\n# TYPE hicache_x_total gauge\nhicache_x_total 1\n")
 
 
-def test_a_second_engine_on_a_taken_port_says_which(targets: list[str]) -> None:
+def test_a_second_engine_on_a_port_in_use_names_the_port(targets: list[str]) -> None:
     port = int(targets[0].rpartition(":")[2])
     with started(0, port) as second:
         try:

@@ -67,7 +67,7 @@ def test_a_scrape_succeeds_while_others_send_a_byte_now_and_then(server: Metrics
             dripping.join()
 
 
-def test_without_closing_a_connection_the_scrape_is_kept_out() -> None:
+def test_without_closing_connections_the_scrape_is_blocked() -> None:
     """The control."""
 
     class Stubborn(MetricsServer):
@@ -79,7 +79,7 @@ def test_without_closing_a_connection_the_scrape_is_kept_out() -> None:
         scrape(server.port)
 
 
-def test_clients_that_take_no_answer_do_not_keep_a_scrape_out(server: MetricsServer) -> None:
+def test_clients_that_do_not_read_answers_do_not_block_a_scrape(server: MetricsServer) -> None:
     with connections(server.port, 2 * CONNECTIONS_MAX, REQUEST + b"\r\n\r\n"):
         assert scrape(server.port) == 200
 

@@ -51,7 +51,7 @@ def test_nodes_can_be_numbered_with_gaps(tmp_path: Path, online: str) -> None:
      (DEVICE, {"online": "12", "node": "12"}), ("0000:3c:00.0", {}), ("../../0000:3b:00.0", {}), ("", {})],
     ids=str,
 )  # fmt: skip
-def test_there_is_no_node_where_the_system_knows_none_or_has_only_one(
+def test_systems_with_one_node_or_without_numa_have_no_node(
     tmp_path: Path, name: str, contents: dict[str, str]
 ) -> None:
     assert numa_node(name, sysfs(tmp_path, **contents)) is None
@@ -120,7 +120,7 @@ def test_pools_take_their_memory_from_their_node(node: int, name: str) -> None:
     assert policy_of(HostPool(SHAPE, 64)._mapping) == "default"
 
 
-def test_a_process_that_joins_finds_the_memory_where_the_first_one_has_taken_it(node: int, name: str) -> None:
+def test_a_joining_process_finds_the_memory_of_the_first_one(node: int, name: str) -> None:
     layout = Layout(0, 4, 8192, b"s" * 32)
     first = SharedMemory.open(name, layout, deadline=time.monotonic() + 10, node=node)
     second = SharedMemory.open(name, layout, deadline=time.monotonic() + 10)
@@ -128,7 +128,7 @@ def test_a_process_that_joins_finds_the_memory_where_the_first_one_has_taken_it(
     first.unlink()
 
 
-def test_a_kernel_that_refuses_is_one_warning_and_the_pool_starts(caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_a_refusal_by_the_kernel_is_one_warning_and_the_pool_starts(caplog: pytest.LogCaptureFixture, name: str) -> None:
     pool = HostPool(SHAPE, 64, node=NODES_MAX - 1)
     assert not pool.buffer.any()
     (record,) = caplog.records

@@ -117,7 +117,7 @@ def test_slices_arrive_whole_after_all(proxy: Proxy, slice_bytes: int) -> None:
         assert comes_back(connection, bytes(range(250)) * 8)
 
 
-def test_slices_are_no_larger_than_asked_for(proxy: Proxy) -> None:
+def test_slices_are_not_larger_than_requested(proxy: Proxy) -> None:
     # The second follows after three seconds, so that the first is read alone.
     proxy.set(Faults(slice_bytes=3, bytes_per_s=1, direction=Direction.DOWN))
     with client(proxy) as connection:
@@ -126,7 +126,7 @@ def test_slices_are_no_larger_than_asked_for(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("faults", [Faults(latency_s=0.05), Faults(bytes_per_s=1e6)])
-def test_slow_is_not_broken(proxy: Proxy, faults: Faults) -> None:
+def test_a_slow_server_is_not_broken(proxy: Proxy, faults: Faults) -> None:
     proxy.set(faults)
     with client(proxy) as connection:
         assert comes_back(connection, b"x" * 10_000)
@@ -219,7 +219,7 @@ def test_a_dead_server_is_a_connection_that_ends() -> None:
             pass
 
 
-def test_leaving_ends_a_stalled_connection_and_the_thread() -> None:
+def test_closing_ends_a_stalled_connection_and_the_thread() -> None:
     echo = Echo()
     before = threading.active_count()
     with Proxy(echo.port) as proxy, client(proxy) as connection:
@@ -232,7 +232,7 @@ def test_leaving_ends_a_stalled_connection_and_the_thread() -> None:
     echo.close()
 
 
-def test_it_ends_tls_before_a_server_that_speaks_none(tmp_path: Path) -> None:
+def test_it_terminates_tls_for_a_server_without_tls(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     echo = Echo()
     with Proxy(echo.port, tls=made.server_context()) as proxy, client(proxy) as plain:
@@ -252,7 +252,7 @@ def is_served(connection: socket.socket) -> bool:
         return False
 
 
-def test_it_asks_for_a_certificate_if_it_should(tmp_path: Path) -> None:
+def test_it_requests_a_certificate_if_configured(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     echo = Echo()
     with Proxy(echo.port, tls=made.server_context(ask_client=True)) as proxy:

@@ -13,7 +13,7 @@ import hicache
 
 
 @pytest.mark.parametrize("name", hicache.__all__)
-def test_every_public_name_can_be_had(name: str) -> None:
+def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(hicache, name) is not None
     assert name in dir(hicache)
 

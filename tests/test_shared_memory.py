@@ -52,7 +52,7 @@ def test_a_daemon_maps_the_frames_of_an_engine(name: str) -> None:
     engine.unlink()
 
 
-def test_what_is_not_the_memory_of_the_engine_is_not_mapped(name: str) -> None:
+def test_memory_of_others_is_not_mapped(name: str) -> None:
     with pytest.raises(SharedMemoryError, match="does not exist"):
         attach(name)
     engine = open_it(name)
@@ -74,14 +74,14 @@ def test_what_is_not_the_memory_of_the_engine_is_not_mapped(name: str) -> None:
         attach("../etc/passwd")
 
 
-def test_memory_whose_name_goes_away_is_not_attached(name: str) -> None:
+def test_memory_that_is_not_kept_is_not_attached(name: str) -> None:
     pool = open_it(name, Layout(2, 4, FRAME, b"s" * 32))
     with pytest.raises(SharedMemoryError, match="is for 2 processes"):
         attach(name, pool.identity)
     pool.close()
 
 
-def test_a_daemon_sees_whether_an_engine_is_left(name: str) -> None:
+def test_a_daemon_sees_whether_an_engine_is_still_attached(name: str) -> None:
     """OFD locks belong to open files, so two openings of one process are two processes to each other."""
     engine, worker = open_it(name), open_it(name)
     daemon = attach(name)
@@ -124,7 +124,7 @@ def test_a_leftover_is_joined_only_once_its_daemon_has_let_go(name: str) -> None
     after.unlink()
 
 
-def test_a_daemon_leaves_what_is_to_outlive_its_engine(name: str) -> None:
+def test_a_daemon_leaves_memory_that_outlives_its_engine(name: str) -> None:
     keeping = dataclasses.replace(KEPT, keep=True)
     open_it(name).close()  # another engine has left it, without that wish
     engine = open_it(name, keeping)
@@ -168,7 +168,7 @@ def test_an_engine_joins_the_file_that_a_daemon_created_for_it(name: str) -> Non
 
 
 @pytest.mark.parametrize("role", [Role.ALONE, Role.GUEST])
-def test_memory_that_an_engine_has_open_is_not_given_to_another_one(name: str, role: Role) -> None:
+def test_memory_of_a_running_engine_is_not_given_to_another_one(name: str, role: Role) -> None:
     """Two engines of one configuration would write their pages into the same frames."""
     engine = open_it(name, role=Role.ALONE)
     engine.frames[:4] = b"mine"
@@ -184,7 +184,7 @@ def test_memory_that_an_engine_has_open_is_not_given_to_another_one(name: str, r
     found[0].unlink()
 
 
-def test_the_machine_is_asked_before_memory_is_taken(name: str) -> None:
+def test_available_memory_is_checked_before_it_is_allocated(name: str) -> None:
     def refuse() -> None:
         raise CapacityError("too little")
 

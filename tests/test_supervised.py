@@ -122,7 +122,7 @@ def test_a_stuck_thread_that_dies_still_acknowledges_its_job() -> None:
     assert harness.pool.close(WAIT_S)
 
 
-def test_a_store_that_hangs_does_not_eat_threads() -> None:
+def test_a_store_that_hangs_does_not_use_up_threads() -> None:
     harness = Harness(patience_s=-1.0)  # stuck as soon as it has a job
     gate, entered = threading.Event(), threading.Semaphore(0)
 
@@ -159,7 +159,7 @@ def test_closing_leaves_a_hanging_thread_behind_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("linger_s", [None, 10.0])
-def test_a_job_that_waits_can_be_withdrawn_and_one_that_a_thread_has_cannot(linger_s: float | None) -> None:
+def test_a_waiting_job_can_be_withdrawn_and_a_running_one_cannot(linger_s: float | None) -> None:
     harness = Harness(linger_s=linger_s)
     gate, entered = threading.Event(), threading.Event()
 
@@ -293,7 +293,7 @@ def test_threads_help_with_a_batch_and_the_caller_takes_part() -> None:
     assert pool.close(WAIT_S)
 
 
-def test_an_exception_on_a_helping_thread_costs_its_page_alone_and_is_counted() -> None:
+def test_an_exception_on_a_helping_thread_costs_only_its_page_and_is_counted() -> None:
     counted = list[int]()
     pool = SupervisedPool[Any]("test", 1, on_error=lambda: counted.append(1))
     caller, both = threading.current_thread(), threading.Barrier(2)
@@ -313,7 +313,7 @@ def test_an_exception_on_a_helping_thread_costs_its_page_alone_and_is_counted() 
     assert pool.close(WAIT_S)
 
 
-def test_an_exception_on_the_caller_gives_the_batch_up_and_is_raised() -> None:
+def test_an_exception_on_the_caller_abandons_the_batch_and_is_raised() -> None:
     pool, pages = SupervisedPool[Any]("test", 0), list[int]()
 
     def page(number: int) -> None:
@@ -328,7 +328,7 @@ def test_an_exception_on_the_caller_gives_the_batch_up_and_is_raised() -> None:
     assert pages == [0, 1, 2, 0]
 
 
-def test_a_batch_waits_for_the_pages_that_other_threads_have() -> None:
+def test_a_batch_waits_for_the_pages_of_other_threads() -> None:
     pool, gate, entered, ended = SupervisedPool[Any]("test", 1), threading.Event(), threading.Event(), list[int]()
     caller = threading.current_thread()
 
@@ -394,7 +394,7 @@ def test_a_thread_that_dies_in_a_batch_is_replaced_by_a_later_batch() -> None:
     assert pool.close(WAIT_S)
 
 
-def test_batches_of_many_callers_at_once_are_each_done_whole() -> None:
+def test_concurrent_batches_of_many_callers_are_each_complete() -> None:
     pool, sums = SupervisedPool[Any]("test", 3), list[int]()
 
     def call() -> None:
@@ -441,7 +441,7 @@ def leave(pool: SupervisedPool[Any], function: Callable[[], object], late: Calla
 
 
 @pytest.mark.parametrize("linger_s", [None, 0.0, 10.0])
-def test_a_call_gives_its_result_or_raises_its_error_and_is_not_late(linger_s: float | None) -> None:
+def test_a_call_in_time_returns_its_result_or_raises_its_error(linger_s: float | None) -> None:
     pool, late = calling(linger_s=linger_s), list[object]()
     assert pool.call(lambda: 7, soon(), late.append) == 7
     with pytest.raises(ZeroDivisionError):
@@ -449,7 +449,7 @@ def test_a_call_gives_its_result_or_raises_its_error_and_is_not_late(linger_s: f
     assert pool.close() and not late and not pool.errors
 
 
-def test_a_call_that_is_left_tells_its_result_once_when_it_really_ends() -> None:
+def test_an_abandoned_call_reports_its_result_once_at_its_end() -> None:
     pool, gate, late = calling(), threading.Event(), list[object]()
     leave(pool, hanging(gate), late.append)
     assert not late
@@ -459,7 +459,7 @@ def test_a_call_that_is_left_tells_its_result_once_when_it_really_ends() -> None
     assert late == [1]
 
 
-def test_a_call_that_is_left_and_fails_is_logged_and_tells_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_abandoned_call_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     pool, gate, late = calling(), threading.Event(), list[object]()
 
     def fail_late() -> int:
@@ -488,7 +488,7 @@ def test_a_call_that_has_not_begun_by_its_deadline_never_does() -> None:
     assert (begun, late) == ([], [None])
 
 
-def test_late_is_called_once_for_each_call_without_a_result_however_close_the_deadline() -> None:
+def test_late_is_called_once_for_each_call_without_a_result() -> None:
     pool, late, results = calling(), list[object](), list[int | None]()
     numbers = itertools.count()
     for delay in range(400):

@@ -54,7 +54,7 @@ def test_its_own_tests_pass_where_it_is_installed(source: Path, installed: Path,
     assert " passed" in out and "skipped" not in out
 
 
-def test_without_the_installation_its_name_is_not_known(tmp_path: Path) -> None:
+def test_without_the_installation_its_name_is_unknown(tmp_path: Path) -> None:
     """The control: it is the entry point by which it is found, not something in the repository."""
     code = "from hicache.backends.registry import backend_names; print(backend_names())"
     assert "sqlite" not in run(tmp_path, None, "-c", code)

@@ -39,13 +39,13 @@ def test_a_duration_is_read_with_its_unit(text: str, duration_s: float) -> None:
 @pytest.mark.parametrize(
     "value", ["", "GiB", "-1GiB", "1 XiB", "1e3", "9" * 400, "1GiB2", "64", "1.5", "\u0663GiB", True, -1, float("nan")]
 )
-def test_what_is_no_size_is_refused(value: object) -> None:
+def test_an_invalid_size_is_rejected(value: object) -> None:
     with pytest.raises(ValueError, match=r"size|has no unit"):
         parse_size(value)
 
 
 @pytest.mark.parametrize("value", ["", "7", "5 parsecs", "-5s", "1000d", False, float("inf"), -0.1])
-def test_what_is_no_duration_is_refused(value: object) -> None:
+def test_an_invalid_duration_is_rejected(value: object) -> None:
     with pytest.raises(ValueError, match=r"duration|has no unit"):
         parse_duration(value)
 
@@ -60,7 +60,7 @@ def test_an_exact_duration_reads_back_to_a_microsecond(duration_s: float) -> Non
     assert parse_duration(exact_duration(duration_s)) == pytest.approx(duration_s, abs=1e-6)
 
 
-def test_the_examples_of_a_refused_duration_go_up_to_days() -> None:
+def test_the_error_for_a_duration_has_examples_up_to_days() -> None:
     with pytest.raises(ValueError, match="write it like 5s, 250ms, 2h or 7d"):
         parse_duration("a week")
 
@@ -73,7 +73,7 @@ def test_a_share_of_nothing_is_a_dash() -> None:
     assert (format_share(1, 3), format_share(0, 0)) == ("33.3 %", "-")
 
 
-def test_a_size_for_people_has_the_largest_unit_that_keeps_it_above_one() -> None:
+def test_a_printed_size_has_the_largest_unit_that_keeps_it_above_one() -> None:
     assert [format_size(size) for size in (1023, 1536, 5 << 40)] == ["1023 B", "1.5 KiB", "5.0 TiB"]
 
 

@@ -40,7 +40,7 @@ def exists(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("make", QUICK)
-def test_inside_it_serves_and_after_it_nothing_is_left(make: Callable[[], DevServer]) -> None:
+def test_it_serves_inside_and_leaves_nothing_afterwards(make: Callable[[], DevServer]) -> None:
     server = make()
     with server:
         directory, pid, ports = server.directory, server.pid, list(server.ports.values())
@@ -53,7 +53,7 @@ def test_inside_it_serves_and_after_it_nothing_is_left(make: Callable[[], DevSer
 
 
 @pytest.mark.parametrize("make", QUICK)
-def test_it_listens_on_loopback_alone(make: Callable[[], DevServer]) -> None:
+def test_it_listens_only_on_loopback(make: Callable[[], DevServer]) -> None:
     with make() as server:
         assert {address for address, _ in listening(server.pid)} == {"0100007F"}
         assert {port for _, port in listening(server.pid)} == set(server.ports.values())
@@ -84,7 +84,7 @@ def test_a_killed_server_is_gone_until_it_is_restarted_on_its_port() -> None:
 
 
 @pytest.mark.parametrize(("persist", "empty", "kept"), [(True, False, b"1"), (True, True, None), (False, False, None)])
-def test_what_a_restart_keeps(persist: bool, empty: bool, kept: bytes | None) -> None:
+def test_data_survives_a_restart_only_if_persistent(persist: bool, empty: bool, kept: bytes | None) -> None:
     with ValkeyServer(persist=persist, extra_lines=["appendfsync always"]) as server, server.client() as client:
         client.set("key", "1")
         server.restart(empty=empty)
@@ -112,20 +112,20 @@ def import_redis() -> Any:
     return redis
 
 
-def test_a_user_may_do_what_its_list_says() -> None:
+def test_an_access_list_limits_a_user() -> None:
     server = ValkeyServer(user="reader", password="x", acl="~* +@read +ping")
     with server, server.client() as client, pytest.raises(import_redis().exceptions.NoPermissionError):
         client.set("key", "1")
 
 
-def test_a_full_server_refuses_by_its_policy() -> None:
+def test_a_full_server_follows_its_eviction_policy() -> None:
     refused = pytest.raises(import_redis().OutOfMemoryError)
     with ValkeyServer(maxmemory_bytes=4 << 20) as server, server.client() as client, refused:
         for number in range(100):
             client.set(str(number), b"x" * (1 << 18))
 
 
-def test_a_replica_has_its_copy_when_it_is_started() -> None:
+def test_a_started_replica_has_its_copy() -> None:
     with ValkeyServer(password="x") as primary, primary.client() as client:
         client.set("key", "1")
         with ValkeyServer(password="x", replica_of=primary) as replica, replica.client() as reader:
@@ -162,12 +162,12 @@ def test_a_port_that_is_taken_is_refused_by_name_or_avoided() -> None:
             assert server.serves() and server.port != taken
 
 
-def test_a_server_of_somebody_else_on_the_same_port_is_not_taken_for_ours() -> None:
+def test_another_server_on_the_same_port_is_not_taken_for_ours() -> None:
     with ValkeyServer() as other, Unlucky(other.port) as server:
         assert server.port != other.port
 
 
-def test_a_server_that_does_not_come_up_shows_its_log_and_leaves_nothing() -> None:
+def test_a_server_that_does_not_start_shows_its_log_and_leaves_nothing() -> None:
     server = ValkeyServer(extra_lines=["no-such-directive 1"])
     with pytest.raises(BackendUnavailable, match=r"(?s)ended with exit code 1;.*no-such-directive"):
         server.start()
@@ -251,7 +251,7 @@ def is_primary(server: ValkeyServer) -> bool:
             return False
 
 
-def test_s3_keeps_objects_over_a_crash_and_knows_its_account(seaweed: SeaweedServer) -> None:
+def test_s3_keeps_objects_over_a_crash_and_checks_its_account(seaweed: SeaweedServer) -> None:
     from botocore.exceptions import ClientError  # noqa: PLC0415  optional
 
     client, stranger = seaweed.client(), seaweed.client(aws_secret_access_key="wrong")
@@ -265,12 +265,12 @@ def test_s3_keeps_objects_over_a_crash_and_knows_its_account(seaweed: SeaweedSer
     stranger.close()
 
 
-def test_s3_knows_all_sockets_that_it_leaves_outside_its_directory(seaweed: SeaweedServer) -> None:
+def test_s3_removes_all_sockets_outside_its_directory(seaweed: SeaweedServer) -> None:
     found = {path for port in seaweed.ports.values() for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock")}
     assert found <= set(seaweed.litter)
 
 
-def test_a_mooncake_daemon_brings_memory_to_its_master(
+def test_a_mooncake_daemon_registers_its_memory_at_the_master(
     mooncake_master: MooncakeMaster, mooncake_daemon: MooncakeClientDaemon
 ) -> None:
     assert mooncake_daemon.serves()

@@ -30,13 +30,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_the_system_has_needs_nothing(folder: Path) -> None:
+def test_libraries_of_the_system_need_nothing(folder: Path) -> None:
     assert library_path(THERE) == {}
     preload(THERE)
 
 
 @pytest.mark.parametrize("use", [library_path, preload])
-def test_a_library_that_is_nowhere_is_refused_with_its_package(use: object, folder: Path) -> None:
+def test_a_missing_library_is_an_error_that_names_its_package(use: object, folder: Path) -> None:
     assert callable(use)
     with pytest.raises(ConfigError, match="apt-get install libhicache1"):
         use(NOWHERE)
@@ -51,7 +51,7 @@ def test_an_unpacked_library_is_found_by_programs_and_loaded(folder: Path, monke
     assert str(folder / "libhicache-nowhere.so.1") in Path("/proc/self/maps").read_text()
 
 
-def test_an_unpacked_file_that_is_no_library_is_named(folder: Path) -> None:
+def test_an_unpacked_file_that_is_not_a_library_is_named(folder: Path) -> None:
     (folder / "libhicache-nowhere.so.1").write_bytes(b"no library")
     with pytest.raises(ConfigError, match=r"nowhere\.so\.1: was unpacked .* does not load; .* libhicache1"):
         preload(NOWHERE)
@@ -122,7 +122,7 @@ def test_programs_are_unpacked_alone(packages: Path) -> None:
         unpack_programs("libx", ["absent"], packages / "target")
 
 
-def test_a_program_of_prometheus_that_is_nowhere_is_named_with_what_to_do(
+def test_a_missing_program_of_prometheus_is_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -133,7 +133,7 @@ def test_a_program_of_prometheus_that_is_nowhere_is_named_with_what_to_do(
     assert prometheus_program("promtool") == tmp_path / "promtool"
 
 
-def test_the_installer_has_nothing_to_do_where_all_is_there() -> None:
+def test_the_installer_does_nothing_if_everything_is_installed() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hicache.devservers.install_libraries"], capture_output=True, text=True, timeout=60,
         env={**os.environ, "PATH": ""}, check=False,

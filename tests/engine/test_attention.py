@@ -216,7 +216,7 @@ def test_without_saving_the_result_is_the_same_and_the_pool_is_unchanged(kind: s
     assert not torch.equal(before[1], world.pool.kv_buffer[1].view(torch.uint8)), "the control: a saving run writes"
 
 
-def test_saving_writes_the_entries_of_the_new_tokens_in_one_layer_alone() -> None:
+def test_saving_writes_the_new_tokens_of_one_layer_only() -> None:
     world = Forward(SHAPES["gqa"])
     reference = Forward(SHAPES["gqa"])
     world.run()
@@ -227,7 +227,7 @@ def test_saving_writes_the_entries_of_the_new_tokens_in_one_layer_alone() -> Non
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_a_request_reads_its_own_keys_alone() -> None:
+def test_a_request_reads_only_its_own_keys() -> None:
     """The control of the NaN in all other entries: one in a key reaches the request that has it, and no other."""
     world = Forward(SHAPES["gqa"])
     clean = world.run()
@@ -280,7 +280,7 @@ def test_decodes_are_one_product_and_a_long_request_does_not_pad_the_short_ones(
     assert batch.groups(None, 3) is batch.groups(None, 3), "made once for all layers"
 
 
-def test_keys_of_a_product_and_what_a_batch_keeps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_a_product_and_the_memory_of_a_batch_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "KEYS_MAX", 128)
     decodes = Forward(SHAPES["gqa"], [(40, 1)] * 9).batch().groups(None, 3)
     assert [(len(group.blocks), group.keys) for group in decodes] == [(2, 48)] * 4 + [(1, 48)]
@@ -298,7 +298,7 @@ def test_large_logits_are_capped_before_they_are_rounded(compute: torch.dtype) -
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @pytest.mark.parametrize("options", [{}, {"logit_cap": 2.0}, {"sliding_window": 6}])
-def test_no_value_of_the_device_decides_what_the_host_does(kind: str, options: dict[str, Any]) -> None:
+def test_host_decisions_do_not_depend_on_device_values(kind: str, options: dict[str, Any]) -> None:
     """Tensors without values stand for those of a device whose work has not ended."""
     world, shape = Forward(SHAPES[kind]), SHAPES[kind]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -334,7 +334,7 @@ def test_on_cuda_it_is_dense_attention_and_never_waits(kind: str, options: dict[
     close(result.cpu(), world.expected(**options), 2e-2)
 
 
-def test_mistakes_of_the_caller_are_refused_and_change_nothing() -> None:
+def test_caller_errors_are_rejected_and_change_nothing() -> None:
     world, shape = Forward(SHAPES["gqa"], [(4, 2)]), SHAPES["gqa"]
     pool, table, batch = world.pool, world.table, world.batch()
     for bad in (Queries(2, 0, 1), Queries(0, -1, 1), Queries(0, 0, 0), Queries(0, 60, 5), Queries(0, 0, 4, 3, 1),

@@ -36,7 +36,7 @@ def off_engine(page_size: int = 8, pages: int = 64, options: EngineOptions | Non
     return create_engine(config, CHECKPOINT, options=options)
 
 
-def test_an_engine_that_drafts_nothing_refuses_keys_of_pairs() -> None:
+def test_an_engine_without_drafts_rejects_bigram_keys() -> None:
     with pytest.raises(ConfigError, match="bigram_keys"):
         create_engine(HiCacheConfig(bigram_keys=True), CHECKPOINT)
 
@@ -109,7 +109,7 @@ def test_each_turn_computes_its_new_tokens_only(page_size: int) -> None:
         assert_nothing_leaked(engine)
 
 
-def test_a_turn_is_refused_where_there_is_no_session_for_it() -> None:
+def test_a_turn_of_an_unknown_session_is_rejected() -> None:
     with session_engine() as engine, make_engine(CHECKPOINT) as plain:
         sessions(engine).open_session("s")
         with pytest.raises(UnknownSession):
@@ -221,7 +221,7 @@ def order_of(engine: Engine, prompts: Sequence[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("policy", "order"), [("longest_prefix", [2, 1, 0]), ("fcfs", [0, 1, 2])])
-def test_the_order_is_as_configured_unless_the_engine_is_told_another(policy: str, order: list[int]) -> None:
+def test_the_order_is_as_configured_unless_overridden(policy: str, order: list[int]) -> None:
     prompts = [random_tokens(20, seed=7), PROMPTS[1], PROMPTS[4]]
     schedule = {"policy": policy, "defer_tokens": 8}
     config = HiCacheConfig.model_validate({"page_size": 8, "device": {"tokens": 512}, "schedule": schedule})
@@ -254,7 +254,7 @@ def test_a_new_prefix_that_arrives_four_times_is_computed_once(schedule: str, co
         assert_nothing_leaked(engine)
 
 
-def test_a_prefix_that_takes_several_steps_keeps_the_others_waiting_until_it_is_there() -> None:
+def test_requests_wait_for_a_shared_prefix_that_takes_several_steps() -> None:
     prompts = [[*random_tokens(64, seed=1), *random_tokens(8, seed=number)] for number in (2, 3)]
     options = EngineOptions(
         prefill_tokens_max=24, schedule=ScheduleConfig(policy="longest_prefix", defer_tokens=8, age_max=1000.0),

@@ -122,7 +122,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../a.safetensors", "/a.safetensors", "a.bin"])
-def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, name: str) -> None:
+def test_an_index_names_only_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
     write_model(tmp_path)
     shard(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
@@ -131,7 +131,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
-def test_a_broken_configuration_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_broken_configuration_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match="JSON"):
         load_checkpoint(tmp_path)

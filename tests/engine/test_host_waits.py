@@ -78,7 +78,7 @@ def request(rid: str, tokens: int, computed: int, temperature: float = 0.0) -> R
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_batch_is_computed_without_a_wait_until_its_tokens_are_asked_for(temperature: float) -> None:
+def test_a_batch_is_computed_without_a_wait_until_its_tokens_are_read(temperature: float) -> None:
     model = model_on_meta()
     batch = [
         (request("prefill", 200, 0, temperature), 100),
@@ -115,7 +115,7 @@ WAITS: list[Callable[[torch.Tensor], object]] = [
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_what_makes_the_host_wait_is_seen(wait: Callable[[torch.Tensor], object]) -> None:
+def test_operations_that_make_the_host_wait_are_found(wait: Callable[[torch.Tensor], object]) -> None:
     there = torch.zeros(4, device="meta") if wait is not greedy else torch.zeros((2, 4), device="meta")
     with pytest.raises((HostWaitError, RuntimeError, NotImplementedError)), NoTensorsOfLists(), NoHostWaits():
         wait(there)

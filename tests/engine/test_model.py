@@ -99,7 +99,7 @@ def test_other_requests_in_the_batch_do_not_change_a_bit(whole: tuple[torch.Tens
 
 
 @pytest.mark.parametrize("cut", [1, TILE, LENGTH - 1])
-def test_what_lies_in_unused_pages_does_not_change_a_bit(cut: int, whole: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_the_content_of_unused_pages_does_not_change_a_bit(cut: int, whole: tuple[torch.Tensor, torch.Tensor]) -> None:
     device = Device()
     device.poison()
     device.rows.table.fill_(device.pool.pages)  # stale slots, as an earlier request of the row leaves them
@@ -175,7 +175,7 @@ def test_each_layer_waits_for_its_copy_before_it_reads(whole: tuple[torch.Tensor
     assert same_bits(device.kv(row, LENGTH), whole[0]) and same_bits(logits, whole[1])
 
 
-def test_a_narrow_kv_dtype_rounds_once_and_for_everybody() -> None:
+def test_a_narrow_kv_dtype_rounds_once_for_all_readers() -> None:
     device = Device(dtype="bfloat16")
     first, second = device.row(LENGTH), device.row(LENGTH)
     logits = device.forward(first, TOKENS)

@@ -14,7 +14,7 @@ def prefill_speed(engine: Engine) -> int:
     return tiers(engine).break_even.rates().prefill_tokens_per_s
 
 
-def test_prefills_are_measured_but_not_those_that_waited_for_a_load() -> None:
+def test_only_prefills_that_did_not_wait_for_a_load_are_measured() -> None:
     with make_engine(CHECKPOINT) as engine:
         for seed in range(OBSERVATIONS_MIN - 1):
             generate(engine, random_tokens(PREFIX, seed=seed))
@@ -29,7 +29,7 @@ def test_prefills_are_measured_but_not_those_that_waited_for_a_load() -> None:
         assert prefill_speed(engine) > 0
 
 
-def test_decoding_is_no_prefill() -> None:
+def test_decoding_is_not_counted_as_prefill() -> None:
     with make_engine(CHECKPOINT) as engine:
         generate(engine, random_tokens(PREFIX, seed=1), new_tokens=2 * OBSERVATIONS_MIN)
         assert prefill_speed(engine) == 0

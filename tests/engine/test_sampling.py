@@ -41,7 +41,7 @@ def test_draws_follow_the_probabilities() -> None:
     assert all(math.isclose(share, p, abs_tol=0.05) for share, p in zip(shares, (0.7, 0.2, 0.1), strict=True))
 
 
-def test_rows_of_one_batch_may_pick_differently() -> None:
+def test_rows_of_one_batch_may_sample_differently() -> None:
     logits = torch.tensor([[0.0, 5.0, 4.9, -9.0]]).expand(30, -1)
     rows = [(Sampling(0.5, top_k=2), position) for position in range(29)]
     tokens = picked(logits, [*rows, (GREEDY, 29)])
@@ -57,7 +57,7 @@ def test_a_temperature_near_zero_takes_the_most_likely_token(temperature: float)
 
 
 @pytest.mark.parametrize("temperature", [1e200, 1.7e308])
-def test_a_temperature_near_infinity_takes_every_token_alike(temperature: float) -> None:
+def test_a_temperature_near_infinity_gives_every_token_the_same_chance(temperature: float) -> None:
     logits = torch.tensor([[-1e30, 0.0, 3e38]]).expand(600, -1)
     drawn = picked(logits, [(Sampling(temperature), position) for position in range(600)])
     assert all(150 < drawn.count(token) < 250 for token in range(3))
@@ -69,12 +69,12 @@ def test_logits_that_are_not_finite_give_an_error_and_no_token(bad: float) -> No
         picked(torch.tensor([[0.0, bad, 1.0]]), [(Sampling(1.0), 0)])
 
 
-def test_logits_that_are_not_numbers_have_no_greedy_token_either() -> None:
+def test_logits_that_are_nan_have_no_greedy_token() -> None:
     with pytest.raises(HiCacheError, match="position 7"):
         picked(torch.tensor([[0.0, math.nan, 1.0]]), [(GREEDY, 7)])
 
 
-def test_a_token_without_a_chance_is_never_drawn() -> None:
+def test_a_token_with_probability_zero_is_never_drawn() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]]).expand(200, -1)
     assert set(picked(logits, [(Sampling(1.0), position) for position in range(200)])) == {0, 2}
 
@@ -90,12 +90,12 @@ def test_a_token_without_a_chance_is_never_drawn() -> None:
     ids=lambda values: "-".join(f"{name}-{str(value)[:8] if value != 10**5000 else 'huge'}"
                                 for name, value in values.items()),
 )  # fmt: skip
-def test_impossible_samplings_are_refused(values: dict[str, Any]) -> None:
+def test_invalid_sampling_values_are_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=f"sampling: {next(iter(values))}"):
         Sampling(**values)
 
 
-def test_numbers_of_a_sampling_and_of_options_are_kept_as_plain_ints() -> None:
+def test_numbers_of_sampling_and_options_are_kept_as_plain_ints() -> None:
     class Two:
         def __index__(self) -> int:
             return 2

@@ -144,7 +144,7 @@ def test_a_request_that_outgrows_l1_fails_with_a_typed_error() -> None:
         assert generate(engine, random_tokens(20, seed=14)).reason is FinishReason.LENGTH
 
 
-def test_a_request_waits_while_l1_has_no_room_and_is_tried_again_once_something_has_ended() -> None:
+def test_a_request_waits_while_l1_is_full_and_is_retried_after_another_ends() -> None:
     with make_engine(CHECKPOINT, page_size=8, device_pages=8) as engine:
         rids = [engine.submit(random_tokens(50, seed=seed), 14, ignore_eos=True) for seed in (15, 16)]
         engine.step()
@@ -159,7 +159,7 @@ def test_a_request_waits_while_l1_has_no_room_and_is_tried_again_once_something_
         assert_nothing_leaked(engine)
 
 
-def test_what_can_never_run_is_refused_at_once() -> None:
+def test_a_request_that_can_never_run_is_rejected_at_once() -> None:
     options = EngineOptions(waiting_max=1)
     with make_engine(CHECKPOINT, page_size=8, device_pages=4, options=options) as engine:
         for prompt, new_tokens in (([], 1), ([1], 0), ([TINY.vocab_size], 1), ([-1], 1)):
@@ -194,7 +194,7 @@ BAD_FIELDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("session", [False, True], ids=["plain", "sessions"])
-def test_a_bad_field_of_a_request_is_refused_at_the_door_and_stops_nobody(session: bool) -> None:
+def test_a_bad_field_of_a_request_is_rejected_and_stops_no_other_request(session: bool) -> None:
     prompt = random_tokens(20, seed=34)
     with make_engine(CHECKPOINT, kind=SessionCache if session else HiRadixCache) as engine:
         running = engine.submit(prompt, 6, ignore_eos=True)
@@ -209,7 +209,7 @@ def test_a_bad_field_of_a_request_is_refused_at_the_door_and_stops_nobody(sessio
         assert_nothing_leaked(engine)
 
 
-def test_numbers_of_numpy_and_tensors_are_taken() -> None:
+def test_numbers_of_numpy_and_tensors_are_accepted() -> None:
     prompt = random_tokens(20, seed=34)
     with make_engine(CHECKPOINT) as engine:
         for tokens in (np.array(prompt), torch.tensor(prompt), tuple(prompt)):
@@ -297,7 +297,7 @@ def test_a_request_whose_cache_calls_fail_ends_alone_and_returns_its_pages_once(
             assert_nothing_leaked(engine)
 
 
-def test_broken_books_and_a_failed_forward_are_nobody_s_own() -> None:
+def test_broken_counters_and_a_failed_forward_fail_the_engine() -> None:
     """Negative control: what all share is raised, and no request is blamed for it."""
     with make_engine(CHECKPOINT) as engine:
         broken = Failing(1.0, error=InvariantError("the books are broken"))
@@ -321,7 +321,7 @@ def test_options_and_parts_that_do_not_fit_are_refused() -> None:
             Engine(engine.model, engine.cache, EngineOptions(running_max=9))
 
 
-def test_requests_that_wait_for_storage_are_overtaken_and_steps_return() -> None:
+def test_requests_that_wait_for_storage_are_overtaken_and_steps_go_on() -> None:
     engine, backend = gated_engine()
     with engine:
         slow = engine.submit(random_tokens(40, seed=17), 4, ignore_eos=True)
@@ -381,7 +381,7 @@ class FailingLoads(CpuCopyEngine):
         return FailedTransfer(TransferError("the copy failed"))
 
 
-def test_a_failed_load_fails_the_request_that_needs_it_and_no_token_comes_of_it() -> None:
+def test_a_failed_load_fails_its_request_without_a_token() -> None:
     prompt = random_tokens(40, seed=24)
     with make_engine(CHECKPOINT, copies=FailingLoads) as engine:
         generate(engine, prompt)
@@ -467,7 +467,7 @@ def test_on_a_stream_backups_come_after_all_forwards_and_loads_after_the_last_th
         assert after == used < queued, "forwards are queued that do not use these pages"
 
 
-def test_closing_aborts_what_is_left_and_leaks_nothing() -> None:
+def test_closing_aborts_the_remaining_requests_and_leaks_nothing() -> None:
     engine = make_engine(CHECKPOINT, options=EngineOptions(running_max=1))
     for seed in (26, 27):
         engine.submit(random_tokens(20, seed=seed), 50, ignore_eos=True)
@@ -513,7 +513,7 @@ def test_an_idle_engine_verifies_its_books_if_asked_to() -> None:
             tree.node_count -= 1
 
 
-def test_what_a_request_of_high_priority_used_stays_longer() -> None:
+def test_pages_of_a_high_priority_request_stay_longer() -> None:
     with make_engine(CHECKPOINT, eviction_policy="priority") as engine:
         important, other = random_tokens(40, seed=32), random_tokens(40, seed=33)
         engine.submit(important, 1, priority=3)

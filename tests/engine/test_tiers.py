@@ -198,7 +198,7 @@ def test_zeroed_kv_on_l2_changes_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_zeroed_kv_on_l3_is_a_miss_unless_it_is_sealed_anew(sealed: bool) -> None:
+def test_zeroed_kv_on_l3_is_a_miss_unless_it_is_sealed_again(sealed: bool) -> None:
     stack = Stack()
     with stack.engine as engine:
         parent: bytes | None = None

@@ -76,7 +76,7 @@ def test_the_check_refuses_what_the_start_refuses(section: dict[str, object], me
      ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:65536"}, "port is not a number"),
      ({"curve_secret_key_file": "x"}, "need each other"), ({"buffer": 0}, "buffer")],
 )  # fmt: skip
-def test_an_impossible_section_is_refused(section: dict[str, object], message: str) -> None:
+def test_an_invalid_section_is_rejected(section: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**section)
 
@@ -93,7 +93,7 @@ def test_without_the_extra_the_error_names_it() -> None:
     assert "MissingPackage: events need the package zmq; install the extra events, in a clone by pip" in result.stderr
 
 
-def test_recording_and_checking_need_no_extra() -> None:
+def test_events_are_recorded_and_checked_without_the_extra() -> None:
     code = (
         "import sys; sys.modules['zmq'] = sys.modules['msgspec'] = None\n"
         "import hicache.events, hicache.cache.recorder\n"

@@ -69,7 +69,7 @@ def holds(follower: EventFollower, machine: RecordedMachine) -> bool:
 
 @pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_an_index_on_the_other_side_becomes_equal_to_the_tree(transport: str, seed: int, tmp_path: Path) -> None:
+def test_a_subscriber_s_index_becomes_equal_to_the_tree(transport: str, seed: int, tmp_path: Path) -> None:
     ends = (LOOPBACK, LOOPBACK) if transport == "tcp" else (f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     stream = EventStream(LARGE_BYTES)
     machine = RecordedMachine(4, rng(seed), stream)
@@ -84,7 +84,7 @@ def test_an_index_on_the_other_side_becomes_equal_to_the_tree(transport: str, se
         assert publisher.statistics().errors == {}
 
 
-def test_a_subscriber_that_comes_late_gets_what_it_missed_by_a_replay_longer_than_its_queue() -> None:
+def test_a_late_subscriber_gets_missed_batches_by_a_replay_longer_than_its_queue() -> None:
     stream = EventStream(LARGE_BYTES)
     with published(stream, queued_batches_max=1) as publisher:
         for number in range(20):
@@ -150,7 +150,7 @@ def test_snapshots_that_subscribers_cause_are_not_more_frequent_than_configured(
             assert stream.statistics().snapshots == 1
 
 
-def test_another_publisher_at_the_same_address_replaces_what_was_known(tmp_path: Path) -> None:
+def test_another_publisher_at_the_same_address_replaces_the_index(tmp_path: Path) -> None:
     ends = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     first, second = EventStream(LARGE_BYTES), EventStream(LARGE_BYTES)
     publisher = published(first, **ends)
@@ -164,7 +164,7 @@ def test_another_publisher_at_the_same_address_replaces_what_was_known(tmp_path:
             wait_for(lambda: follower.index.keys(Medium.DEVICE) == set(stored(99).keys), lambda: follower.poll(0.05))
 
 
-def test_closing_sends_what_is_left_and_frees_the_port() -> None:
+def test_closing_sends_the_remaining_events_and_frees_the_port() -> None:
     stream = EventStream(LARGE_BYTES)
     publisher = published(stream)
     with follower_of(publisher) as follower:
@@ -176,7 +176,7 @@ def test_closing_sends_what_is_left_and_frees_the_port() -> None:
     published(stream, endpoint=publisher.endpoint).close()
 
 
-def test_a_rank_listens_at_a_port_of_its_own_and_its_batches_say_which() -> None:
+def test_each_rank_has_its_own_port_and_its_batches_carry_the_rank() -> None:
     with published(EventStream(1)) as free:
         port = int(free.endpoint.rpartition(":")[2])
     with published(EventStream(1), endpoint=f"tcp://127.0.0.1:{port - 3}", data_parallel_rank=3) as publisher:
@@ -199,7 +199,7 @@ def stuck(publisher: EventPublisher) -> Iterator[None]:
     context.destroy(linger=0)
 
 
-def test_a_subscriber_that_does_not_read_costs_others_nothing_and_is_counted(tmp_path: Path) -> None:
+def test_a_subscriber_that_does_not_read_is_counted_and_does_not_slow_others(tmp_path: Path) -> None:
     stream = EventStream(LARGE_BYTES)
     ends = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     publisher = published(stream, queued_batches_max=2, **ends)
@@ -240,7 +240,7 @@ def replayed(dealer: zmq.Socket[bytes], start: int) -> list[tuple[int, bytes]]:
     raise AssertionError("no end of the replay")
 
 
-def test_a_replay_begins_where_it_was_asked_to_and_ends_with_a_marker() -> None:
+def test_a_replay_begins_at_the_requested_batch_and_ends_with_a_marker() -> None:
     stream = EventStream(LARGE_BYTES)
     with published(stream) as publisher:
         for number in range(3):
@@ -258,7 +258,7 @@ def test_a_replay_begins_where_it_was_asked_to_and_ends_with_a_marker() -> None:
 
 
 @pytest.mark.parametrize("request_frames", [[b""], [b"", b"short"], [b"", bytes(8), b"more"], [b"x"]])
-def test_a_request_that_is_none_is_refused_and_the_next_one_served(request_frames: list[bytes]) -> None:
+def test_a_malformed_replay_request_is_rejected_and_the_next_one_served(request_frames: list[bytes]) -> None:
     with published(EventStream(LARGE_BYTES)) as publisher:
         for dealer in raw_requests(publisher):
             dealer.send_multipart(request_frames)
@@ -361,7 +361,7 @@ def curve_pair() -> tuple[str, str]:
     return public.decode(), secret.decode()
 
 
-def test_with_keys_only_who_is_listed_gets_in() -> None:
+def test_with_keys_only_listed_subscribers_are_admitted() -> None:
     (server_public, server_secret), listed, stranger = curve_pair(), curve_pair(), curve_pair()
     stream = EventStream(LARGE_BYTES)
     stream.put(stored(1))
@@ -389,7 +389,7 @@ def test_malformed_keys_are_refused_and_never_shown() -> None:
     assert secret not in repr(CurveKeys(secret, frozenset([public])))
 
 
-def test_a_publisher_without_token_ids_still_tells_what_is_where() -> None:
+def test_a_publisher_without_token_ids_still_reports_locations() -> None:
     stream = EventStream(LARGE_BYTES)
     stream.put(stored(1))
     with published(stream, token_ids=False) as publisher, follower_of(publisher) as follower:
@@ -402,7 +402,7 @@ def test_a_publisher_without_token_ids_still_tells_what_is_where() -> None:
 
 
 @pytest.mark.parametrize("replay_endpoint", [LOOPBACK, None])
-def test_batches_are_kept_only_if_a_subscriber_can_ask_for_them(replay_endpoint: str | None) -> None:
+def test_batches_are_kept_only_with_a_replay_socket(replay_endpoint: str | None) -> None:
     stream = EventStream(1 << 20)
     with published(stream, replay_endpoint=replay_endpoint) as publisher:
         stream.put(removed(1))

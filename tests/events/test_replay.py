@@ -83,11 +83,11 @@ def followed_in_slices(seed: int, *, deaf: bool = False) -> list[bool]:
 
 
 @pytest.mark.parametrize("seed", seeds(15))
-def test_a_snapshot_made_in_slices_equals_the_tree_at_its_end_whatever_happens_in_between(seed: int) -> None:
+def test_a_snapshot_made_in_slices_equals_the_tree_at_its_end_despite_changes(seed: int) -> None:
     assert all(followed_in_slices(seed))
 
 
-def test_a_snapshot_without_what_happens_in_between_does_not_equal_the_tree() -> None:
+def test_a_snapshot_without_the_changes_in_between_does_not_equal_the_tree() -> None:
     """Negative control."""
     assert not all(right for seed in range(5) for right in followed_in_slices(seed, deaf=True))
 
@@ -107,7 +107,7 @@ def test_one_step_takes_a_slice_of_a_large_tree_and_no_more() -> None:
     assert reader.in_sync
 
 
-def test_emptying_the_cache_ends_a_snapshot_and_a_reader_that_asked_meanwhile_gets_the_next() -> None:
+def test_emptying_the_cache_ends_a_snapshot_and_later_requests_get_the_next() -> None:
     stream = EventStream(LARGE_BYTES)
     tree = RadixTree(1, POLICIES["lru"], observer=(recorder := EventRecorder(stream, slice_s=0.0)))
     for number in range(5):
@@ -126,7 +126,7 @@ def test_emptying_the_cache_ends_a_snapshot_and_a_reader_that_asked_meanwhile_ge
     assert stream.statistics().snapshots == 2
 
 
-def test_what_leaves_the_tree_stays_in_storage_until_that_has_lost_it() -> None:
+def test_pages_that_leave_the_tree_stay_indexed_until_storage_loses_them() -> None:
     stream, tree, _ = filled_tree()
     (node,) = tree.nodes()
     keys = tree.page_keys(node)
@@ -155,7 +155,7 @@ def test_with_another_store_a_reader_starts_over() -> None:
     assert reader.in_sync and len(index) == 0
 
 
-def test_an_index_keeps_no_more_pages_that_are_in_storage_alone_than_allowed() -> None:
+def test_an_index_limits_the_pages_that_are_only_on_storage() -> None:
     events = [event._replace(medium=Medium.STORAGE) for event in chain(16)[:4] if isinstance(event, Stored)]
     index = PrefixIndex(stored_pages_max=2)
     index.apply([*chain(16)[:1], *events])
@@ -239,7 +239,7 @@ def test_the_check_finds_that_an_event_is_missing(lost: int) -> None:
         followed(*events).check()
 
 
-def test_the_check_finds_tokens_that_are_not_those_of_the_key() -> None:
+def test_the_check_finds_tokens_that_do_not_match_the_key() -> None:
     (event, *_) = chain(4)
     assert isinstance(event, Stored)
     with pytest.raises(InvariantError, match="hash"):
@@ -277,7 +277,7 @@ def filled_tree(tokens: int = 64) -> tuple[EventStream, RadixTree, RadixKey]:
     return stream, tree, key
 
 
-def test_a_split_is_no_event() -> None:
+def test_a_split_makes_no_event() -> None:
     stream, tree, key = filled_tree()
     assert tree.match(RadixKey(key.tokens[:64], key.seed)).pages == 1 and tree.node_count == 2
     assert len(everything(stream)) == 1

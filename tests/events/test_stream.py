@@ -20,7 +20,7 @@ SIZE = removed(0).size_bytes
 STORED = Stored(Medium.DEVICE, (bytes(32),), None, b"", bytes(16), 4)
 
 
-def test_over_its_capacity_the_oldest_are_dropped_and_counted() -> None:
+def test_beyond_the_capacity_the_oldest_events_are_dropped_and_counted() -> None:
     stream = EventStream(3 * SIZE)
     for number in range(10):
         stream.put(removed(number))
@@ -29,7 +29,7 @@ def test_over_its_capacity_the_oldest_are_dropped_and_counted() -> None:
     assert (state.events, state.dropped, state.held_events, state.held_bytes) == (10, 7, 3, 3 * SIZE)
 
 
-def test_an_event_larger_than_the_capacity_is_kept_alone_and_a_capacity_of_nothing_refused() -> None:
+def test_an_event_larger_than_the_capacity_is_kept_alone() -> None:
     stream = EventStream(1)
     for number in range(3):
         stream.put(removed(number))
@@ -46,7 +46,7 @@ def give_snapshot(stream: EventStream, *events: Recorded) -> None:
     snapshot.end()
 
 
-def test_a_snapshot_goes_only_to_those_who_asked_and_a_closed_reader_is_forgotten() -> None:
+def test_a_snapshot_goes_only_to_readers_that_requested_it_and_not_to_closed_ones() -> None:
     stream = EventStream(100 * SIZE)
     asks, follows = stream.subscribe(), stream.subscribe()
     asks.request_snapshot()
@@ -58,7 +58,7 @@ def test_a_snapshot_goes_only_to_those_who_asked_and_a_closed_reader_is_forgotte
 
 
 @pytest.mark.parametrize("damage", ["hole", "sum", "capacity"])
-def test_the_check_notices(damage: str) -> None:
+def test_the_check_finds(damage: str) -> None:
     """Negative controls."""
     stream = EventStream(100 * SIZE)
     for number in range(3):
@@ -73,7 +73,7 @@ def test_the_check_notices(damage: str) -> None:
         stream.check()
 
 
-def test_an_event_weighs_its_tokens_and_keys() -> None:
+def test_the_size_of_an_event_includes_tokens_and_keys() -> None:
     assert Cleared().size_bytes == EVENT_OVERHEAD_BYTES
     assert STORED.size_bytes == SIZE + len(STORED.tokens)
 

@@ -35,7 +35,7 @@ NAMED = (Stored(Medium.DEVICE, OF_SEED, None, SEED, TOKENS, 4, ORIGIN),)
 OPEN = WireForm(tenants=True)
 
 
-def test_what_was_written_is_read_back() -> None:
+def test_written_values_are_read_back() -> None:
     assert decode_batch(encode_batch(EVENTS, 12.5)) == EVENTS
     assert decode_batch(encode_batch(NAMED, 12.5, OPEN)) == NAMED
 
@@ -87,7 +87,7 @@ def test_salts_and_sessions_are_written_only_if_that_is_asked_for_and_the_adapte
     [(Origin(), [[SEED], None]), (Origin(lora_name="lora"), [["lora"], ["lora"]]),
      (Origin(cache_salt="salt"), [["salt"], None])],
 )  # fmt: skip
-def test_the_extra_keys_say_what_the_pages_depend_on(origin: Origin, extra_keys: object) -> None:
+def test_the_extra_keys_name_adapter_and_salt(origin: Origin, extra_keys: object) -> None:
     (event,) = as_maps([NAMED[0]._replace(origin=origin)])
     assert event["extra_keys"] == extra_keys
     assert "extra_keys" not in as_maps(EVENTS[:1])[0]
@@ -114,7 +114,7 @@ def test_fields_from_the_future_are_skipped() -> None:
     assert decoded(removed(locality="LOCAL")) == (Removed(Medium.DEVICE, KEYS[:1]),)
 
 
-def test_an_event_without_a_medium_is_of_the_device() -> None:
+def test_an_event_without_a_medium_means_the_device() -> None:
     assert decoded(removed(medium=None)) == (Removed(Medium.DEVICE, KEYS[:1]),)
 
 
@@ -131,13 +131,13 @@ def test_an_event_without_a_medium_is_of_the_device() -> None:
         {"type": "BlockStored"}, {"type": "BlockRemoved", "block_hashes": 5}, ["AllBlocksCleared"], [], 5, None,
     ],
 )  # fmt: skip
-def test_what_is_no_event_is_refused(event: object) -> None:
+def test_an_invalid_event_is_rejected(event: object) -> None:
     with pytest.raises(InvalidInput, match="KV events"):
         decoded(event)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([1.0]), msgspec.msgpack.encode({"ts": 1})])
-def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+def test_an_invalid_batch_is_rejected(payload: bytes) -> None:
     with pytest.raises(InvalidInput, match="not a batch"):
         decode_batch(payload)
 
@@ -163,14 +163,14 @@ def test_a_batch_that_nests_deeply_is_the_typed_error(start: str) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from([b"", b"\x93\xcb" + bytes(8), b"\x93\xcb" + bytes(8) + b"\x91\x8b"]))
-def test_any_bytes_are_a_batch_or_the_typed_error(noise: bytes, start: bytes) -> None:
+def test_any_bytes_decode_or_raise_the_typed_error(noise: bytes, start: bytes) -> None:
     try:
         decode_batch(start + noise)
     except InvalidInput:
         pass
 
 
-def test_text_that_is_no_utf_8_is_the_typed_error() -> None:
+def test_text_that_is_not_utf_8_is_the_typed_error() -> None:
     whole = encode_batch([Removed(Medium.DEVICE, (bytes(32),))], 1.0)
     with pytest.raises(InvalidInput, match="not a batch of events"):
         decode_batch(whole.replace(b"GPU", b"G\x80U"))

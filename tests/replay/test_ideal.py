@@ -64,7 +64,7 @@ def best(requests: Sequence[Uses], pages: int, *, tree: bool) -> int:
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-def test_the_optimum_is_what_a_search_of_all_decisions_finds(seed: int) -> None:
+def test_the_optimum_equals_a_search_of_all_decisions(seed: int) -> None:
     dice = random.Random(seed)
     for pages in CAPACITIES:
         requests = tiny_trace(dice, whole=True)
@@ -81,7 +81,7 @@ def test_no_tree_beats_the_optimum_if_the_last_page_of_a_prompt_is_always_comput
         assert sum(lru_hits(requests, pages)) <= best(requests, pages, tree=True) <= bound
 
 
-def test_a_page_that_is_computed_in_any_case_need_not_be_kept_until_then() -> None:
+def test_an_always_computed_page_need_not_be_kept() -> None:
     """The one difference between the bound and a tree: 1 is computed again, so the bound keeps 11 and 2 alone."""
     requests = [uses(1, 11), uses(2), uses(2), uses(1, reusable=0), uses(1, 11)]
     assert sum(optimal_hits(requests, 2)) == 3
@@ -103,7 +103,7 @@ def test_the_lru_evicts_the_oldest_page_and_of_a_prompt_its_tail(seed: int) -> N
         assert lru_hits(requests, pages) == expected, requests
 
 
-def test_an_lru_loses_a_cycle_of_which_the_optimum_keeps_a_part() -> None:
+def test_an_lru_misses_a_cycle_of_which_the_optimum_keeps_a_part() -> None:
     cycle = [uses(page) for page in (1, 2, 3)] * 3
     assert sum(lru_hits(cycle, 2)) == 0
     assert sum(optimal_hits(cycle, 2)) == 4
@@ -122,7 +122,7 @@ def test_whole_pages_are_reused_and_the_last_token_of_a_prompt_never(tmp_path: P
     assert optimal_hits(found, None) == lru_hits(found, None) == [0, 15, 0, (612 + 199) // 64]
 
 
-def test_without_limit_both_find_what_was_seen_before(tmp_path: Path) -> None:
+def test_without_a_limit_both_find_all_repeated_pages(tmp_path: Path) -> None:
     one = job(tmp_path, synthetic_trace(100, 5), small_config())
     found = list(uses_of(one, 1, 1 << 30))
     assert lru_hits(found, None) == optimal_hits(found, None)
@@ -133,13 +133,13 @@ def test_without_limit_both_find_what_was_seen_before(tmp_path: Path) -> None:
     assert all(0 <= tokens - hits <= 1 for tokens, hits in zip(seen, lru_hits(found, None), strict=True))
 
 
-def test_requests_that_no_replay_could_begin_are_left_out(tmp_path: Path) -> None:
+def test_requests_that_a_replay_cannot_begin_are_skipped(tmp_path: Path) -> None:
     one = job(tmp_path, [request(0, [1, 2], output=20), request(1, [1], output=20)], small_config())
     assert len(list(uses_of(one, 64, 1043))) == 2
     assert len(list(uses_of(one, 64, 1042))) == 1
 
 
-def test_processes_are_one_cache_with_the_requests_of_all(tmp_path: Path) -> None:
+def test_processes_are_reported_as_one_cache_with_all_requests(tmp_path: Path) -> None:
     one = job(tmp_path, rounds(3, 2), small_config())
     assert len(list(uses_of(replace(one, processes=2), 64, 4096))) == 6
     assert len(list(uses_of(replace(one, processes=2, whole_trace_each=True), 64, 4096))) == 12

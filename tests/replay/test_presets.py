@@ -27,5 +27,5 @@ def test_a_page_is_made_of_whole_words_at_every_page_size(name: str) -> None:
     assert all(PRESETS[name].geometry(size).block_bytes % 8 == 0 for size in (1, 16, 64, 256))
 
 
-def test_no_two_models_share_a_namespace() -> None:
+def test_different_models_have_different_namespaces() -> None:
     assert len({preset.namespace(name, 64).digest for name, preset in PRESETS.items()}) == len(PRESETS)

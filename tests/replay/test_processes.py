@@ -71,7 +71,7 @@ def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -
     assert result.scheduler.request_cpu.count == 36
 
 
-def test_an_engine_finds_what_another_process_has_stored(tmp_path: Path) -> None:
+def test_an_engine_finds_pages_of_another_process(tmp_path: Path) -> None:
     """Each replays the whole trace, one after the other: the second one computes less than half of it."""
     one = file_job(tmp_path, times=1)
     with closing(start_engines(one)) as engines:
@@ -84,7 +84,7 @@ def test_an_engine_finds_what_another_process_has_stored(tmp_path: Path) -> None
     assert result.wrong_bytes == 0
 
 
-def test_a_replay_that_is_left_has_a_result_of_all_processes(tmp_path: Path) -> None:
+def test_an_interrupted_replay_has_a_result_of_all_processes(tmp_path: Path) -> None:
     one = file_job(tmp_path, times=1000, processes=2, whole_trace_each=True)
     with closing(Children(one)) as engines:
         pids = [child.process.pid for child in engines._children]

@@ -87,7 +87,7 @@ def test_the_page_compares_the_hits_with_ideal_caches() -> None:
     assert "optimum of 87,681 pages (hits: 80.0 % of it)" in text
 
 
-def test_wrong_bytes_and_an_interruption_stand_out() -> None:
+def test_wrong_bytes_and_an_interruption_are_prominent() -> None:
     good, bad = html_report(example()), html_report(example(wrong_bytes=1, complete=False))
     assert 'class="tile good"' in good and "interrupted" not in good
     assert 'class="tile bad"' in bad and "interrupted" in bad
@@ -127,7 +127,7 @@ def test_shares_of_each_interval_add_up_to_a_hundred() -> None:
     assert [list(curve.values) for curve in curves] == [[40, 20], [0, 40], [0, 20], [60, 20]]
 
 
-def test_moments_without_prompts_belong_to_the_interval_before_them() -> None:
+def test_moments_without_prompts_belong_to_the_previous_interval() -> None:
     moments, _ = share_curves([sample(0), sample(1, 100, device=50), sample(2, 100, device=50)])
     assert moments == [1.0]
     assert share_curves([]) == ([], share_curves([])[1])

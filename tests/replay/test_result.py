@@ -95,7 +95,7 @@ def test_counts_of_engines_add_up_and_the_longest_time_counts() -> None:
     assert both.scheduler.calls["poll"] == CallTotal(calls=8, cpu_s=0.2, elapsed_s=0.4)
 
 
-def test_samples_of_engines_are_added_moment_by_moment_once_all_have_begun() -> None:
+def test_samples_of_engines_are_added_by_time_once_all_have_begun() -> None:
     series = merged_samples([[sample(0, 10), sample(2, 30)], [sample(1, 5), sample(3, 50)], []])
     assert [(one.elapsed_s, one.prompt_tokens) for one in series] == [(1, 15), (2, 35), (3, 80)]
 

@@ -40,7 +40,7 @@ def test_a_repeated_prompt_comes_from_l1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", [None, "memory", "file"])
-def test_what_left_a_tier_comes_from_the_next(tmp_path: Path, storage: str | None) -> None:
+def test_pages_that_left_a_tier_come_from_the_next(tmp_path: Path, storage: str | None) -> None:
     """L1 holds two prompts, L2 four; there are twice as many prompts as the last tier but one holds."""
     options = {"storage.options.path": str(tmp_path / "pages")} if storage == "file" else {}
     prompts = 4 if storage is None else 8
@@ -57,7 +57,7 @@ def test_what_left_a_tier_comes_from_the_next(tmp_path: Path, storage: str | Non
     assert (result.moved_bytes["storage_to_host"] > 0) == (result.evicted_pages["host"] > 0) == (storage is not None)
 
 
-def test_only_requests_that_began_are_counted_and_each_once(tmp_path: Path) -> None:
+def test_requests_that_began_are_counted_once_and_others_not(tmp_path: Path) -> None:
     options = {"running_max": 1, "waiting_max": 4}
     with started(job(tmp_path, rounds(4, 1), small_config(storage=None), **options)) as replay:
         replay.step()
@@ -112,7 +112,7 @@ def test_every_model_is_replayed_right(tmp_path: Path, preset: str) -> None:
         assert replay.model.counts.wrong.total() == 0
 
 
-def test_nobody_is_preempted_while_evicted_pages_are_on_their_way_to_l2(tmp_path: Path) -> None:
+def test_requests_are_not_preempted_while_evicted_pages_are_in_flight_to_l2(tmp_path: Path) -> None:
     """Four requests fill L1 with the pages that four earlier ones left, so that decoding has to write those back."""
     trace = [request(i, [i], tail=320, output=200 if i >= 4 else 1) for i in range(8)]
     config = small_config(storage=None, device=2048, write_policy="write_back")
@@ -131,7 +131,7 @@ def test_nobody_is_preempted_while_evicted_pages_are_on_their_way_to_l2(tmp_path
 
 
 @pytest.mark.parametrize(("length", "calls"), [(512, 1), (500, 1), (492, 0), (450, 0)])
-def test_room_is_asked_for_at_page_borders_alone(tmp_path: Path, length: int, calls: int) -> None:
+def test_room_is_allocated_only_at_page_borders(tmp_path: Path, length: int, calls: int) -> None:
     trace = [TraceRequest(0, 0, length, 20, (1,))]
     with started(job(tmp_path, trace, small_config(storage=None))) as replay:
         go(replay)
@@ -139,7 +139,7 @@ def test_room_is_asked_for_at_page_borders_alone(tmp_path: Path, length: int, ca
         assert replay.ended == 1
 
 
-def test_a_request_that_never_fits_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_a_request_that_never_fits_is_skipped_and_counted(tmp_path: Path) -> None:
     trace = [request(0, range(9)), request(1, [100]), request(2, [101], output=4000)]
     with started(job(tmp_path, trace, small_config(storage=None, device=4096))) as replay:
         go(replay)
@@ -206,7 +206,7 @@ def test_run_replays_everything_and_reports_the_end(tmp_path: Path) -> None:
         assert tiers(replay).controller.idle
 
 
-def test_a_replay_that_is_left_gives_everything_back(tmp_path: Path) -> None:
+def test_an_abandoned_replay_frees_everything(tmp_path: Path) -> None:
     with started(job(tmp_path, rounds(20, 1), small_config(), prefill_tokens_max=64)) as replay:
         samples = replay.run()
         next(samples)
@@ -225,7 +225,7 @@ def test_a_bad_line_ends_the_replay_with_its_number(tmp_path: Path) -> None:
         go(replay)
 
 
-def test_what_cannot_start_leaves_nothing_running(tmp_path: Path) -> None:
+def test_a_failed_start_leaves_nothing_running(tmp_path: Path) -> None:
     config = small_config(storage=None)
     with pytest.raises(InvalidInput, match="unknown model"):
         start(ReplayJob(config=config, preset="gpt-9"))
@@ -236,7 +236,7 @@ def test_what_cannot_start_leaves_nothing_running(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["banana", "meta", "mps", "cuda:", "cuda:-1", "CPU", "", "cpu\n"])
-def test_a_device_that_is_not_known_is_refused(device: str) -> None:
+def test_an_unknown_device_is_rejected(device: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown device .*known: cpu, cuda, cuda:1"):
         ReplayJob(config=small_config(storage=None), device=device)
 

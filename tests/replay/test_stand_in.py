@@ -57,17 +57,17 @@ def filled(request: pytest.FixtureRequest) -> Filled:
     return Filled(request.param)
 
 
-def test_what_was_filled_is_right(filled: Filled) -> None:
+def test_filled_pages_are_right(filled: Filled) -> None:
     assert filled.wrong() == [0] * PAGES
 
 
-def test_only_the_pages_asked_for_are_written(filled: Filled) -> None:
+def test_only_the_requested_pages_are_written(filled: Filled) -> None:
     assert not filled.block(0)[0].any()
     filled.bytes.fill(ids(), filled.seeds[:0])
     assert filled.wrong() == [0] * PAGES
 
 
-def test_no_pages_have_no_wrong_bytes(filled: Filled) -> None:
+def test_a_check_of_zero_pages_finds_no_wrong_bytes(filled: Filled) -> None:
     assert filled.bytes.wrong_bytes(0, filled.bytes.expected(ids(), filled.seeds[:0])).shape == (0,)
 
 
@@ -116,7 +116,7 @@ def test_every_damage_is_found_in_all_bytes_that_it_changes(
     assert (wrong[4] > 0) == (damage is swap)
 
 
-def test_what_a_page_held_before_is_wrong(filled: Filled) -> None:
+def test_old_bytes_of_a_reused_page_are_wrong_bytes(filled: Filled) -> None:
     filled.seeds = page_seeds([hashlib.sha256(b"new").digest()] * PAGES)
     assert min(filled.wrong()) > 0
 
@@ -126,7 +126,7 @@ def test_pages_of_one_prefix_and_different_tokens_have_different_bytes() -> None
     assert len(set(seeds.tolist())) == PAGES
 
 
-def test_blocks_that_are_no_whole_words_are_refused() -> None:
+def test_blocks_that_are_not_whole_words_are_rejected() -> None:
     pool = create_device_pool(KVGeometry(layers=1, heads=1, head_dim=3, page_size=1), 2)
     with pytest.raises(InvalidInput, match="multiple of 8"):
         PageBytes(pool)

@@ -14,7 +14,7 @@ from tests.seeds import seeds
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-def test_equal_seeds_make_equal_traces_and_others_other_ones(seed: int) -> None:
+def test_equal_seeds_make_equal_traces_and_different_ones_different_traces(seed: int) -> None:
     assert list(synthetic_trace(200, seed)) == list(synthetic_trace(200, seed))
     assert list(synthetic_trace(200, seed)) != list(synthetic_trace(200, seed + 1))
 
@@ -34,7 +34,7 @@ def test_a_trace_has_the_form_of_the_public_ones(tmp_path: Path, seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-def test_each_block_stands_behind_one_other_only(seed: int) -> None:
+def test_each_block_follows_only_one_other(seed: int) -> None:
     """An id names a block with everything before it, as in the public traces."""
     before: dict[int, int] = {}
     partial: set[int] = set()
@@ -46,7 +46,7 @@ def test_each_block_stands_behind_one_other_only(seed: int) -> None:
         partial.update(request.hash_ids[request.whole_blocks :])
 
 
-def test_much_of_it_can_be_reused_and_turns_contain_the_outputs_before_them() -> None:
+def test_a_synthetic_trace_has_reuse_and_turns_contain_earlier_outputs() -> None:
     source = TokenSource()
     tokens = seen = within_blocks = 0
     for request in synthetic_trace(1000, 0):
@@ -58,6 +58,6 @@ def test_much_of_it_can_be_reused_and_turns_contain_the_outputs_before_them() ->
     assert within_blocks > 300, "hardly any turn continued an output"
 
 
-def test_less_than_one_request_is_refused() -> None:
+def test_a_limit_below_one_request_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="must be 1 to 1000000000"):
         synthetic_trace(0, 0)

@@ -36,7 +36,7 @@ def test_no_values_have_percentiles_of_zero() -> None:
     assert (latency.count, latency.p99_us, latency.max_us, latency.classes) == (0, 0.0, 0.0, ())
 
 
-def test_parts_merged_are_as_if_counted_together() -> None:
+def test_merged_parts_equal_a_common_count() -> None:
     parts, whole = [Histogram(), Histogram()], Histogram()
     for value in range(0, 5_000_000, 1237):
         parts[value % 2].add(value)
@@ -77,7 +77,7 @@ def charged(clock: SchedulerClock) -> tuple[float, float]:
     return clock.request_cpu.latency().total_us * 1000, clock.request_elapsed.latency().total_us * 1000
 
 
-def test_a_call_is_charged_to_its_request_and_returns_what_it_returns() -> None:
+def test_a_call_is_charged_to_its_request_and_its_result_is_passed_on() -> None:
     times = Times()
     clock = times.clock()
     assert clock.timed(Call.BEGIN, times.work, "a", 500, waiting_ns=70) == 500
@@ -95,7 +95,7 @@ def test_a_call_that_fails_is_charged_too() -> None:
     assert charged(clock) == pytest.approx((500, 570))
 
 
-def test_requests_add_up_to_the_scheduler_with_shared_calls_divided_among_those_in_play() -> None:
+def test_requests_add_up_to_the_scheduler_s_time_with_shared_calls_divided() -> None:
     times = Times()
     clock = times.clock()
     for rid in "ab":
@@ -116,7 +116,7 @@ def test_requests_add_up_to_the_scheduler_with_shared_calls_divided_among_those_
     assert clock.step_cpu.latency().max_us == 5.9
 
 
-def test_a_step_without_work_is_no_step_but_its_time_is_charged() -> None:
+def test_a_step_without_work_is_not_counted_but_its_time_is() -> None:
     times = Times()
     clock = times.clock()
     clock.timed(Call.PREFETCH, times.work, "a", 0)
@@ -127,7 +127,7 @@ def test_a_step_without_work_is_no_step_but_its_time_is_charged() -> None:
     assert charged(clock) == pytest.approx((600, 620))
 
 
-def test_timing_itself_is_charged_to_nobody() -> None:
+def test_the_time_of_timing_is_not_charged() -> None:
     times = Times(look_ns=3)
     clock = times.clock()
     # Between the two looks at the inner clock is one of them, between those at the outer one are three.

@@ -10,7 +10,7 @@ from hicache.replay.tokens import TokenSource, drawn
 from tests.replay.world import request
 
 
-def test_equal_blocks_have_equal_tokens_and_others_have_others() -> None:
+def test_equal_blocks_have_equal_tokens_and_different_ones_different_tokens() -> None:
     source = TokenSource()
     one, two = source.take(request(0, [1, 2])), source.take(request(1, [1, 3]))
     assert np.array_equal(one.prompt[:512], two.prompt[:512])
@@ -30,7 +30,7 @@ def test_outputs_are_different_for_each_request_and_unlike_any_block() -> None:
     assert len(streams) == 40
 
 
-def test_tokens_are_ids_that_a_key_takes() -> None:
+def test_tokens_are_valid_ids_of_a_key() -> None:
     tokens = drawn(1, np.arange(200, dtype=np.uint64), 512)
     assert tokens.dtype == np.uint32
     assert int(tokens.max()) <= TOKEN_ID_MAX
@@ -65,7 +65,7 @@ def test_a_prompt_too_short_for_the_last_output_does_not_continue_it() -> None:
     assert second.seen_tokens == 1024
 
 
-def test_a_prompt_behind_a_block_that_others_had_first_does_not_continue_anybody() -> None:
+def test_a_prompt_after_a_shared_block_does_not_continue_another_request() -> None:
     """The block of a system prompt is followed by many prompts; their outputs are their own."""
     source = TokenSource()
     source.take(request(0, [1, 2]))

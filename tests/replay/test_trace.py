@@ -34,7 +34,7 @@ def test_a_line_of_the_public_format_is_a_request(tmp_path: Path) -> None:
     assert request.whole_blocks == 3
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_a_written_trace_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     requests = [TraceRequest(0, 0, 512, 0, (7,)), TraceRequest(1, 1.5, 513, 9, (7, 8))]
     assert write_trace(path, requests) == 2
@@ -47,13 +47,13 @@ def test_blank_lines_and_other_fields_do_not_count(tmp_path: Path) -> None:
     assert [request.index for request in read_trace(path)] == [0, 1]
 
 
-def test_only_the_first_requests_are_read_if_so_many_are_asked_for(tmp_path: Path) -> None:
+def test_a_limit_reads_only_the_first_requests(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{LINE}\n{LINE}\nnot reached\n")
     assert len(list(read_trace(path, 2))) == 2
 
 
-def test_a_trace_is_read_as_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_trace_is_read_lazily(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{LINE}\nno request\n")
     requests = read_trace(path)
@@ -90,11 +90,11 @@ def test_a_wrong_value_is_named_with_its_field(tmp_path: Path, name: str, value:
 
 
 @pytest.mark.parametrize("line", ["{", "[1, 2]", "7", "null", '"text"', "\x00", "[" * 100_000])
-def test_a_line_that_is_no_object_is_refused(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_an_object_is_rejected(tmp_path: Path, line: str) -> None:
     assert "line 2: expected" in wrong(tmp_path / "some.jsonl", f"{LINE}\n{line}\n")
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_rejected(tmp_path: Path) -> None:
     assert "line 1: expected one JSON object" in wrong(tmp_path / "some.jsonl", b"\xff\xfe\xfd\n")
 
 
@@ -127,7 +127,7 @@ def test_a_trace_that_ends_half_way_leaves_the_file_as_it_was(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_to_a_trace_stays_one_and_what_is_no_file_stays_too(tmp_path: Path) -> None:
+def test_writing_a_trace_keeps_links_and_paths_that_are_not_files(tmp_path: Path) -> None:
     link, path = tmp_path / "link", tmp_path / "trace.jsonl"
     link.symlink_to(path)
     assert write_trace(link, [TraceRequest(0, 0, 1, 1, (0,))]) == 1

@@ -20,7 +20,7 @@ def test_any_number_of_ranks_makes_the_same_tokens(ranks: int) -> None:
     assert [whole] == reference_tokens(SHAPE, PROMPT, 1)
 
 
-def test_a_prefix_that_is_there_already_makes_the_same_part_of_the_logit() -> None:
+def test_a_cached_prefix_contributes_the_same_part_of_the_logit() -> None:
     at_once, in_steps = (RankModel(SHAPE, 0, 1, 4) for _ in range(2))
     in_steps.forward(PROMPT[:3], 0, TABLE)
     assert in_steps.forward(PROMPT[3:], 3, TABLE) == at_once.forward(PROMPT, 0, TABLE)

@@ -106,7 +106,7 @@ def test_a_worker_imports_neither_tree_nor_cache_nor_storage(tmp_path: Path) -> 
     assert "tiers" in loaded and not loaded & set(above)
 
 
-def test_while_a_worker_is_slow_to_write_others_go_on_and_nothing_is_shown(tmp_path: Path) -> None:
+def test_a_slow_write_on_one_worker_shows_nothing_and_delays_no_other_request(tmp_path: Path) -> None:
     with started(tmp_path, 2) as world:
         engine = world.engine
         engine.workers.send(Hold(True), 1)
@@ -126,7 +126,7 @@ def test_while_a_worker_is_slow_to_write_others_go_on_and_nothing_is_shown(tmp_p
         assert other.output == expected_tokens(OTHER)
 
 
-def test_while_a_worker_is_slow_to_load_others_go_on_and_those_with_the_same_prefix_wait(tmp_path: Path) -> None:
+def test_a_slow_load_on_one_worker_delays_only_requests_with_that_prefix(tmp_path: Path) -> None:
     with started(tmp_path, 2) as world:
         engine = world.engine
         world.serve(PROMPTS[0])
@@ -175,7 +175,7 @@ def test_a_write_that_fails_on_one_rank_is_not_shown_and_later_writes_work(tmp_p
 
 
 @pytest.mark.parametrize("state", [State.LOADING, State.WRITING])
-def test_a_worker_that_dies_during_a_copy_is_replaced_and_the_tokens_stay_equal(tmp_path: Path, state: State) -> None:
+def test_a_worker_that_dies_during_a_copy_is_replaced_and_tokens_are_equal(tmp_path: Path, state: State) -> None:
     with started(tmp_path, 2, keep_pool=True) as world:
         engine = world.engine
         if state is State.LOADING:
