@@ -128,7 +128,7 @@ def test_a_joining_process_finds_the_memory_of_the_first_one(node: int, name: st
     first.unlink()
 
 
-def test_a_refusal_by_the_kernel_is_one_warning_and_the_pool_starts(caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_a_refusal_by_the_kernel_is_a_warning_and_the_pool_starts(caplog: pytest.LogCaptureFixture, name: str) -> None:
     pool = HostPool(SHAPE, 64, node=NODES_MAX - 1)
     assert not pool.buffer.any()
     (record,) = caplog.records

@@ -80,7 +80,7 @@ def carries_pages(path: Path) -> bool:
         backend.close()
 
 
-def test_the_configuration_for_redis(repository: Path, tmp_path: Path, login: Callable[[DevService], None]) -> None:
+def test_the_file_for_redis(repository: Path, tmp_path: Path, login: Callable[[DevService], None]) -> None:
     with ValkeyServer(password="a password") as server:
         _, options = server.storage()
         login(server)
@@ -88,7 +88,7 @@ def test_the_configuration_for_redis(repository: Path, tmp_path: Path, login: Ca
         assert carries_pages(path)
 
 
-def test_the_configuration_for_a_cluster(
+def test_the_file_for_a_cluster(
     repository: Path, tmp_path: Path, redis_cluster: RedisCluster, unique_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDIS_PASSWORD", "")
@@ -96,14 +96,14 @@ def test_the_configuration_for_a_cluster(
     assert carries_pages(moved(repository, "redis-cluster.yaml", tmp_path, put(options)))
 
 
-def test_the_configuration_for_sentinels(
+def test_the_file_for_sentinels(
     repository: Path, tmp_path: Path, redis_sentinel: RedisSentinel, unique_prefix: str
 ) -> None:
     _, options = redis_sentinel.storage(allowed_nodes=["127.0.0.0/8"], key_prefix=unique_prefix, password_env=None)
     assert carries_pages(moved(repository, "redis-sentinel.yaml", tmp_path, put(options)))
 
 
-def test_the_configuration_for_a_bucket(
+def test_the_file_for_a_bucket(
     repository: Path, tmp_path: Path, seaweed: SeaweedServer, unique_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", seaweed.access_key)
@@ -112,7 +112,7 @@ def test_the_configuration_for_a_bucket(
     assert carries_pages(moved(repository, "s3.yaml", tmp_path, put(place)))
 
 
-def test_the_configuration_for_a_server_with_the_interface_of_s3(
+def test_the_file_for_a_server_with_the_interface_of_s3(
     repository: Path, tmp_path: Path, seaweed: SeaweedServer, unique_prefix: str, login: Callable[[DevService], None]
 ) -> None:
     login(seaweed)
@@ -120,7 +120,7 @@ def test_the_configuration_for_a_server_with_the_interface_of_s3(
     assert carries_pages(moved(repository, "s3-compatible.yaml", tmp_path, put(place)))
 
 
-def test_the_configuration_for_mooncake(repository: Path, tmp_path: Path, mooncake_daemon: MooncakeClientDaemon) -> None:
+def test_the_file_for_mooncake(repository: Path, tmp_path: Path, mooncake_daemon: MooncakeClientDaemon) -> None:
     _, options = mooncake_daemon.storage()
     del options["admin"]  # the ready file leaves it to the default port, which another server may have here
     assert carries_pages(moved(repository, "mooncake.yaml", tmp_path, put(options)))
@@ -148,26 +148,26 @@ def in_directory(path: Path) -> Callable[[dict[str, Any]], None]:
     return move
 
 
-def test_the_configuration_for_a_daemon(repository: Path, tmp_path: Path) -> None:
+def test_the_file_for_a_daemon(repository: Path, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         path = moved(repository, "remote.yaml", tmp_path, lambda options: options.update(socket=str(daemon.socket)))
         assert load_config(path, environ={}).host.shared.name == "engine-0"
         assert carries_pages(path)
 
 
-def test_the_configuration_for_vllm(repository: Path, tmp_path: Path) -> None:
+def test_the_file_for_vllm(repository: Path, tmp_path: Path) -> None:
     path = moved(repository, "vllm.yaml", tmp_path, in_directory(tmp_path / "pages"))
     assert [engine_config("", {"config": str(path)}, block).page_size for block in (16, 48, 128)] == [64, 96, 128]
     assert carries_pages(path)
 
 
-def test_the_configuration_for_sglang(repository: Path, tmp_path: Path) -> None:
+def test_the_file_for_sglang(repository: Path, tmp_path: Path) -> None:
     path = moved(repository, "sglang.yaml", tmp_path, in_directory(tmp_path / "pages"))
     assert engine_config("", {"config": str(path)}, 32, whole_page=True).page_size == 32
     assert carries_pages(path)
 
 
-def test_the_configuration_with_a_disk_above_a_bucket(
+def test_the_file_with_a_disk_over_a_bucket(
     repository: Path, tmp_path: Path, seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", seaweed.access_key)
@@ -176,14 +176,14 @@ def test_the_configuration_with_a_disk_above_a_bucket(
     assert carries_pages(moved(repository, "levels.yaml", tmp_path, over(tmp_path, "s3", place)))
 
 
-def test_the_configuration_with_a_disk_above_redis(repository: Path, tmp_path: Path, login: Callable[[DevService], None]) -> None:
+def test_the_file_with_a_disk_over_redis(repository: Path, tmp_path: Path, login: Callable[[DevService], None]) -> None:
     with ValkeyServer(password="a password") as server:
         _, options = server.storage()
         login(server)
         assert carries_pages(moved(repository, "file-over-redis.yaml", tmp_path, over(tmp_path, "redis", options)))
 
 
-def test_the_configuration_with_a_disk_above_mooncake(
+def test_the_file_with_a_disk_over_mooncake(
     repository: Path, tmp_path: Path, mooncake_daemon: MooncakeClientDaemon
 ) -> None:
     _, options = mooncake_daemon.storage()
@@ -192,12 +192,12 @@ def test_the_configuration_with_a_disk_above_mooncake(
 
 
 @pytest.mark.parametrize("name", ["demo.yaml", "replay.yaml", "single-node-file.yaml"])
-def test_the_configuration_with_a_disk(repository: Path, tmp_path: Path, name: str) -> None:
+def test_the_file_with_a_disk(repository: Path, tmp_path: Path, name: str) -> None:
     assert carries_pages(moved(repository, name, tmp_path, in_directory(tmp_path / "pages")))
 
 
 @pytest.mark.parametrize("name", ["sharded-file.yaml", "two-level-file.yaml", "memory-over-file.yaml"])
-def test_the_configuration_with_several_stores(repository: Path, tmp_path: Path, name: str) -> None:
+def test_the_file_with_several_stores(repository: Path, tmp_path: Path, name: str) -> None:
     def move(options: dict[str, Any]) -> None:
         for number, part in enumerate(options.get("parts") or options["levels"]):
             if part["type"] == "file":
@@ -213,7 +213,7 @@ def plain_pages(directory: Path, name: str) -> list[Path]:
     return [path for path in files if any(payload in path.read_bytes() for payload in payloads)]
 
 
-def test_the_configuration_with_encrypted_pages(repository: Path, tmp_path: Path) -> None:
+def test_the_file_with_encrypted_pages(repository: Path, tmp_path: Path) -> None:
     """And the control: the key is what makes them unreadable."""
     key = tmp_path / "encryption.key"
     key.touch(mode=0o600)
