@@ -1,7 +1,7 @@
-"""What an engine embeds: the interface `TreeCache`, its three implementations, and `create_cache` that builds one; or,
-if the engine keeps its own device cache, `HostCache` and `create_host_cache`.
+"""The caches that an engine embeds: the interface `TreeCache`, its three implementations, and `create_cache`, which
+builds one; for an engine with its own device cache, `HostCache` and `create_host_cache`.
 
-The names are loaded when they are first used: most of them need PyTorch, statistics do not.
+Names are imported at their first use: most of them need PyTorch, statistics do not.
 """
 
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ __all__ = [
     "open_storage",
 ]
 
-if not TYPE_CHECKING:  # which knows the names from above, and would believe in any name with this
+if not TYPE_CHECKING:  # type checkers have the names from above, and would accept any name with this
     __getattr__ = lazy_names(
         __name__,
         {

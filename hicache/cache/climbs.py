@@ -1,11 +1,11 @@
-"""Climbs: what storage has for a request, and L2 has no room for at once, goes up to L1 part by part.
+"""Climbs: prefetches larger than their share of L2 are loaded to L1 in parts, before their requests begin.
 
-When a prefetch has read as much as the share of L2 takes, and storage has more, the part goes up to L1 before its
-request begins. Its frames on L2 are copies then, which leave for the next part, and the request looks for the rest as
-if it had just come. So a small L2 is a way through for long prompts, and no bound for them.
+When a prefetch has filled its share of L2 and storage has more pages, the pages that have arrived are loaded to L1.
+Their frames on L2 are then copies and can be evicted for the next part, which the request looks up like a new one. So a
+small L2 does not limit the length of a prefetched prompt.
 
-A part may leave L1 again before its request begins, as anything that nobody uses; then the next look begins before it.
-Nothing waits for room on L1 longer than its request waits for storage.
+L1 may evict a part before its request begins; then the next lookup begins before that part. A part waits for room on L1
+at most as long as its request waits for storage.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -22,13 +22,14 @@ from ..radix import Node, RadixTree
 from .prefetch_share import PrefetchShare
 from .waiting import PrefetchRequest
 
-# Starts loading what is on L2 only of the path to a node; None if L1 has no room for it now.
+# Starts to load those pages of the path to a node that are only on L2; None if L1 has no room for them now.
 Promote: TypeAlias = Callable[[RadixTree, Node], Load | None]
 
 
 class Climbs:
-    """Invariant: `_requests` has those whose pages go up or wait for room on L1, by request id, and `_loads` the former
-    by load. What has arrived for them is held in `share`. `promote` is None where L1 is not ours.
+    """Invariant: `_requests` has the requests whose pages are being loaded to L1 or wait for room there, by request id;
+    `_loads` has the former by load. `share` holds the pages that have arrived for them. `promote` is None if the engine
+    owns L1.
     """
 
     def __init__(self, share: PrefetchShare) -> None:
@@ -36,23 +37,23 @@ class Climbs:
         self._share = share
         self._requests: dict[str, PrefetchRequest] = {}
         self._loads: dict[Load, str] = {}
-        self._waiting: dict[str, None] = {}  # for room on L1, in order
-        self._pages: Counter[str] = Counter()  # that went up, by request
+        self._waiting: dict[str, None] = {}  # request ids that wait for room on L1, in order
+        self._pages: Counter[str] = Counter()  # loaded pages, by request
 
     def get(self, rid: str) -> PrefetchRequest | None:
-        """The request of that id, if its pages are going up, or wait to."""
+        """Return the request of that id if its pages are being loaded or wait for room."""
         return self._requests.get(rid)
 
     def start(self, request: PrefetchRequest) -> None:
-        """Let what has arrived for `request` go up as soon as L1 has room for it."""
+        """Load the pages that have arrived for `request` to L1 as soon as there is room."""
         if self.promote is not None and self._share.end_of(request.rid) is not None:
             self._requests[request.rid] = request
             self._waiting[request.rid] = None
 
     def advance(self) -> list[PrefetchRequest]:
-        """Start what waits and has room now. Once per step; costs nothing if nothing waits.
+        """Start the waiting loads that have room now. Once per step; free of cost if none wait.
 
-        Return the requests whose pages are on L1 already, because others have loaded them.
+        Return the requests whose pages are already on L1 because others have loaded them.
         """
         there: list[PrefetchRequest] = []
         while self._waiting and self.promote is not None:
@@ -69,14 +70,14 @@ class Climbs:
         return there
 
     def ended(self, load: Load) -> PrefetchRequest | None:
-        """A load has ended. Return the request whose pages it took up, if it still waits."""
+        """Handle the end of a load. Return its request if that still waits."""
         request = self._requests.get(self._loads.get(load, ""))
         if request is not None:
             self.stop(request.rid)
         return request
 
     def stop(self, rid: str) -> None:
-        """The request waits no more for its pages to go up."""
+        """Stop waiting for the loads of a request."""
         if self._requests.pop(rid, None) is None:
             return
         if rid in self._waiting:
@@ -86,16 +87,16 @@ class Climbs:
         self._pages[rid] += self._share.take(rid)
 
     def stop_all(self) -> None:
-        """No request waits any more."""
+        """Stop waiting for all loads."""
         for table in (self._requests, self._loads, self._waiting):
             table.clear()
 
     def take(self, rid: str) -> int:
-        """How many pages went up for this request; asked once, when it has begun or will not."""
+        """Return and reset the number of pages loaded for a request; called when it begins or is cancelled."""
         return self._pages.pop(rid, 0)
 
     def check(self) -> None:
         """Raises InvariantError if the invariant does not hold."""
         climbing = sorted([*self._loads.values(), *self._waiting])
         if climbing != sorted(self._requests) or not all(map(self._share.end_of, climbing)):
-            raise InvariantError("prefetch: pages of a request go up to L1, but are not held for it")
+            raise InvariantError("prefetch: pages of a request are being loaded to L1, but are not held for it")

@@ -1,21 +1,20 @@
-"""L1: who has which of its pages, how they get copies on L2, and how those come back.
+"""L1: the owners of its pages, their copies to L2, and the loads from L2.
 
 Backup, from L1 to L2. A node that is being copied is locked.
 
     write_through            a run is copied to L2 as soon as it is computed
-    write_through_selective  as soon as `selective_hits` requests have used it, wherever it was (`uses`)
-    write_back               when L1 evicts it, in two phases: the copy is started, and when it has arrived the run
-                             leaves L1; with it are copied those of its ancestors that storage needs before it
+    write_through_selective  as soon as `selective_hits` requests have used it, on any tier (`uses`)
+    write_back               when L1 evicts it, in two phases: the copy starts, and after its end the run is evicted
+                             from L1. Ancestors that storage needs before it are also copied.
 
-Under each policy a pinned run is copied at once, and what is on L2 goes on to storage (`host_tier`). The copy of a run
-that is on L1 may leave L2 before the run leaves L1. It is made again only where storage lacks the run and would take
-it; and a run that the policy wants on L2, and that storage lacks, is written back when L1 evicts it. So is one that
-has others below it on L2 only.
+Under each policy a pinned run is copied at once, and pages on L2 are then stored (`host_tier`). L2 may evict the copy
+of a run that is still on L1. The run is copied again only if storage lacks it and would accept it. If the policy wants
+a run on L2 and storage lacks it, it is written back when L1 evicts it. So is a run with descendants that are only on
+L2.
 
-Load back, from L2 to L1, is for a request that begins. What fits and pays is loaded, all loads of a step in one copy.
-Its pages count as being on L1 from the moment the load is submitted, so that requests of the same step share them;
-whoever computes with them waits for the copy, layer by layer. A request that ends before the copy was started takes its
-load back.
+Load back, from L2 to L1, is for a request that begins. Pages that fit and pay are loaded, all loads of a step in one
+copy. The pages count as on L1 once the load is submitted, so that requests of the same step share them; a forward that
+uses them waits for the copy, layer by layer. A request that ends before the copy starts cancels its load.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -40,20 +39,20 @@ from .host_tier import HostTier
 from .statistics import CacheCounters
 from .trees import Trees, require_conservation
 
-# A prompt that is computed in chunks is copied to L2 so many tokens at a time: some seconds of computing, and
-# milliseconds of copying.
+# A prompt that is computed in chunks is copied to L2 in runs of this many tokens: seconds of computing, milliseconds of
+# copying.
 GATHER_TOKENS = 32_768
-# But not a larger part of L2 at once.
+# The largest share of L2 for one such run.
 GATHER_SHARE = 1 / 16
-# Pages that are written in an array at once: with some more, numpy gives up the interpreter's lock, and the scheduler
-# waits for a worker.
+# Pages that are assigned in an array at once: for larger assignments numpy releases the interpreter's lock, and the
+# scheduler then waits for a worker.
 _WRITTEN_PAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What an eviction from L1 did: pages that are free now, pages that will be free once they are copied to L2, and
-    pages that were asked for and cannot be had now.
+    """The result of an eviction from L1: pages that are free now, pages that become free once they are copied to L2,
+    and requested pages that cannot be freed now.
     """
 
     freed_pages: int
@@ -62,19 +61,19 @@ class Eviction:
 
 
 class _Run(NamedTuple):
-    """What a backup is for: the run that ends at `node`, into however many nodes it was split since."""
+    """The run of a backup: it ends at `node`, and may have been split into several nodes since."""
 
     tree: RadixTree
     node: Node
-    evicts: bool  # the run leaves L1 when the copy has arrived
+    evicts: bool  # evict the run from L1 after the copy
 
 
 class DeviceTier:
     """See the module's docstring. A `PageSource` for token allocators: it evicts to make room.
 
     Invariant: used pages of the pool = pages held by nodes + `request_pages`. `_backups` and `_loads` have the copies
-    that are not acknowledged, a load with the last node of its run. `writeback_pages` are on their way to L2 in order
-    to leave L1.
+    that are not acknowledged, a load with the last node of its run. `writeback_pages` are in flight to L2 for their
+    eviction.
     """
 
     def __init__(
@@ -100,16 +99,16 @@ class DeviceTier:
         self._backups: dict[Backup, _Run] = {}
         self._loads: dict[Load, tuple[RadixTree, Node]] = {}
         self._halted = False
-        # By page: the number of the latest fence when a request that could read the page ended, or it was computed.
+        # By page: the number of the latest fence when its last reader ended, or when it was computed.
         self._read_until = np.zeros(allocator.first + allocator.capacity, dtype=np.int64)
 
     # Pages
 
     def make_room(self, pages: int) -> bool:
-        """Evict until `pages` pages are free. False if they are not: then nothing was evicted because it would not have
-        been enough, or what was evicted is on its way to L2, or pinned pages turned out not to fit there.
+        """Evict until `pages` pages are free. Return False if they are not: nothing was evicted because it would not
+        have been enough, or the evicted pages are in flight to L2, or pinned pages did not fit there.
 
-        Inside a free group nothing is evicted: what it frees comes too late for this call.
+        Inside a free group nothing is evicted: pages freed there become free too late for this call.
         """
         if self._has_room(pages):
             return True
@@ -126,14 +125,14 @@ class DeviceTier:
         return self.allocator.free_pages >= pages
 
     def may_have_room(self, pages: int) -> bool:
-        """Whether `make_room` could succeed now, or once the write-backs have arrived. Changes nothing."""
+        """Return True if `make_room` could succeed now or after the write-backs in flight. Changes nothing."""
         return pages <= self.free_pages + self.writeback_pages
 
     def evict(self, pages: int) -> Eviction:
-        """Take `pages` pages off L1, as far as they may leave."""
+        """Evict `pages` pages from L1, or as many as possible."""
         evicted = self._trees.current.evict_device(pages, self.write_back)
         if evicted.writeback_pages:
-            self._controller.launch_backups()  # now: the sooner they end, the sooner there is room
+            self._controller.launch_backups()  # at once, so that there is room soon
         self._free_evicted([evicted.pages])
         self._host.free_evicted(evicted.host_pages)
         self._counters.skipped["write_back_dropped"] += evicted.lost_pages
@@ -141,7 +140,7 @@ class DeviceTier:
         return Eviction(freed, evicted.writeback_pages, max(0, pages - freed - evicted.writeback_pages))
 
     def alloc(self, count: int) -> PageIds | None:
-        """`count` pages for a request, evicting as needed; None if there is no room now."""
+        """Return `count` pages for a request, evicting as needed; None if there is no room now."""
         count = whole("count", count)
         pages = self.allocator.alloc(count) if self.make_room(count) else None
         if pages is not None:
@@ -155,13 +154,13 @@ class DeviceTier:
         self.request_pages -= len(pages)
 
     def read(self, pages: PageIds) -> None:
-        """Note that forwards up to the latest fence may read or write `pages`; a load into them comes after it."""
+        """Record that forwards up to the latest fence may read or write `pages`; a load into them waits for it."""
         if latest := self._controller.fences.latest:
             for first in range(0, len(pages), _WRITTEN_PAGES):
                 self._read_until[pages[first : first + _WRITTEN_PAGES].astype(np.intp)] = latest
 
     def free_group(self) -> AbstractContextManager[None]:
-        """What is freed inside becomes free at the end of the block."""
+        """Delay frees until the end of the block."""
         return self.allocator.free_group()
 
     @property
@@ -192,8 +191,8 @@ class DeviceTier:
     # From L1 to L2
 
     def gathers(self, node: Node) -> bool:
-        """Whether what a request has computed up to `node` should wait for more of its prompt, so that `used` starts
-        one copy of both: each copy costs the scheduler the same, however short it is.
+        """Return True if the pages of a request up to `node` should wait for more of its prompt, so that `used` starts
+        one copy for both: a short copy costs the scheduler as much as a long one.
         """
         tree = self._trees.current
         missing = min(GATHER_TOKENS // tree.page_size, tree.run_pages_max, int(GATHER_SHARE * self._host.host.pages))
@@ -205,9 +204,8 @@ class DeviceTier:
         return missing > 0
 
     def used(self, node: Node) -> None:
-        """A request has computed or reused the path to `node`: start what the policy wants and the path still lacks.
-
-        Copies to L2, and stores of what is on L2 already.
+        """Start the copies to L2 and the stores that the policy wants after a request has computed or reused the path
+        to `node`.
         """
         if self._halted:
             return
@@ -221,10 +219,10 @@ class DeviceTier:
             node = node.parent
         for part in reversed(backups):
             if not self._back_up([part]):
-                break  # storage could not take its descendants without it
+                break  # storage cannot accept its descendants without it
 
     def write_back(self, victim: Node) -> Fate:
-        """What becomes of a victim that is not on L2: it is copied there first where it would be lost otherwise."""
+        """Decide the fate of a victim that is not on L2: it is copied there first if it would be lost otherwise."""
         held = victim.host_ref > 0  # by a pin, or an operation below it
         lost = not victim.stored and self._wants(victim)
         if not self._halted and (held or lost or victim.children or self._config.write_policy == "write_back"):
@@ -235,7 +233,7 @@ class DeviceTier:
         return Fate.KEEP if held else Fate.DROP
 
     def _lacking_above(self, node: Node) -> list[Node]:
-        """The ancestors of `node` without which storage could not take it, and which are not on L2; deepest first."""
+        """Return the ancestors of `node` that are not on L2 and that storage needs before it; deepest first."""
         lacking: list[Node] = []
         while (node := node.parent or node).parent is not None:
             if node.host is None and not node.backup_pending and self._host.may_store(node):
@@ -243,11 +241,11 @@ class DeviceTier:
         return lacking
 
     def halt(self) -> None:
-        """Back up and store nothing any more: what L1 holds cannot be vouched for."""
+        """Stop all backups and stores: the content of L1 cannot be trusted."""
         self._halted = True
 
     def written(self, backup: Backup) -> None:
-        """A copy to L2 has arrived: show it in the tree, hand it on to storage, and free a victim's L1 pages."""
+        """Handle the end of a copy to L2: add it to the tree, submit it to storage, and free a victim's L1 pages."""
         self._free_evicted(self._show(backup))
 
     def _show(self, backup: Backup) -> list[PageIds]:
@@ -265,11 +263,11 @@ class DeviceTier:
         if not evicts:
             return []
         self.writeback_pages -= pages
-        # A request may have locked the run since; then it stays where it is.
+        # A request may have locked the run since; then it stays on L1.
         return [tree.leave_device(part) for part in parts if may_leave_device(part) and part.host is not None]
 
     def failed(self, backup: Backup) -> None:
-        """A copy to L2 has failed. Its host pages stay reserved: part of the copy may still be in flight."""
+        """Handle a failed copy to L2. Its host pages stay reserved: parts of the copy may still be in flight."""
         tree, node, evicts = self._backups.pop(backup)
         for part in tree.span(node, len(backup.host_pages)):
             part.backup_pending = False
@@ -284,7 +282,7 @@ class DeviceTier:
         return policy == "write_through_selective" and node.hit_count >= self._config.selective_hits
 
     def _back_up(self, path: list[Node], *, evicts: bool = False) -> bool:
-        """Start copies of adjacent nodes, root first, all or none. `evicts` is for the last of them."""
+        """Start copies of adjacent nodes, root first, all or none. `evicts` applies to the last of them."""
         tree = self._trees.current
         pages = sum(map(tree.pages, path))
         if not self._controller.takes_backup(pages):
@@ -310,10 +308,10 @@ class DeviceTier:
     # From L2 to L1
 
     def load_back(self, tree: RadixTree, match: Match) -> tuple[Node, PageIds, Load | None]:
-        """Load the L2 part of `match`, as much as fits. Return the last node that is on L1 now, the new L1 pages in
-        order, and the load, None if there are none.
+        """Load the L2 part of `match`, or as much as fits. Return the last node that is on L1 now, the new L1 pages in
+        order, and the load (None without pages).
 
-        REQUIRES: `match.node` is locked by the caller, who has made room for all of it.
+        REQUIRES: the caller has locked `match.node` and made room for all of it.
         """
         none = match.device_node, NO_PAGES, None
         if match.host_hit_pages == 0:
@@ -335,8 +333,8 @@ class DeviceTier:
         return nodes[-1], load.device_pages, load
 
     def promote(self, tree: RadixTree, node: Node) -> Load | None:
-        """Load what is on L2 only of the path to `node`, for a request that still waits; of more than the load queue
-        takes the head. It starts at once. None if there is no room for it now. REQUIRES: `node` is held.
+        """Load those pages of the path to `node` that are only on L2, for a request that still waits; at most as many
+        as the load queue accepts. Starts at once. Return None if there is no room now. REQUIRES: `node` is held.
         """
         path: list[Node] = []
         while node.device is None and node.parent is not None:
@@ -358,7 +356,7 @@ class DeviceTier:
         host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
         pages = self.allocator.alloc(len(host_pages))
         if pages is None:
-            raise InvariantError("L1: room was made for a load, but there is none")
+            raise InvariantError("L1: no pages are free for a load after room was made for it")
         tree.hold_host(nodes[-1])
         done = 0
         for node in nodes:
@@ -373,7 +371,7 @@ class DeviceTier:
         return load
 
     def loaded(self, load: Load) -> None:
-        """A load has ended, well or not."""
+        """Handle the end of a load, successful or not."""
         tree, node = self._loads.pop(load)
         for part in tree.span(node, len(load.host_pages)):
             part.load_pending = False
@@ -381,9 +379,9 @@ class DeviceTier:
         tree.unlock(node)
 
     def cancel_load(self, load: Load) -> None:
-        """Take a load back if it was not started and no other request counts on it.
+        """Cancel a load if it has not started and other requests do not use it; free its pages on L1.
 
-        Its pages are off L1 again and free then. REQUIRES: the caller's own lock is released.
+        REQUIRES: the caller's own lock is released.
         """
         if load not in self._loads:
             return
@@ -397,7 +395,7 @@ class DeviceTier:
             self.allocator.free(tree.leave_device(part))
 
     def _fitting(self, tree: RadixTree, match: Match) -> tuple[list[Node], Node | None, int]:
-        """The leading nodes on L2 that there is room for; the next one if a part of it fits, and how much."""
+        """Return the leading nodes on L2 that fit, and the next node if a part of it fits, with the part's size."""
         room = min(self._controller.load_room, self.allocator.free_pages)
         if room < match.host_hit_pages:
             self._controller.refuse_load()

@@ -1,4 +1,4 @@
-"""From a configuration to a running cache."""
+"""Builds a running cache from a configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 Cache = TypeVar("Cache", bound=HiRadixCache | HostCache | ChunkCache)
 Tiered = TypeVar("Tiered", bound=HiRadixCache | HostCache)
-# The sections in which ranks may differ; by all others they decide, and must decide alike.
+# The sections in which ranks may differ; all others influence decisions, which must be identical.
 _OF_EACH_RANK = {
     "device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events", "admin", "daemon",
 }  # fmt: skip
@@ -59,16 +59,16 @@ def create_cache(
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> TreeCache:
-    """Build the cache that `config` asks for: a HiRadixCache, with `sessions.enabled` a SessionCache, or with
-    `prefix_cache: false` a ChunkCache.
+    """Build the configured cache: a HiRadixCache, with `sessions.enabled` a SessionCache, or with `prefix_cache: false`
+    a ChunkCache.
 
-    Allocates the pools; for all but a ChunkCache it also opens storage and starts the workers.
-    `namespace` carries the geometry, a KVGeometry; its page size must be the configured one. `device_pages` sizes L1
-    where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
-    driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page; page 0 stays unused.
-    With `ranks`, which must all make this call, the pools have the size of the smallest, and all ranks start or none
-    does. Raises ConfigError, CapacityError, SharedMemoryError, BackendError and RankError with what to change, and
-    InvalidInput for an argument of another type, a PageShape and a `key_hash`; nothing is left running then.
+    Allocates the pools. Except for a ChunkCache, it also opens storage and starts the workers. `namespace` contains the
+    geometry, a KVGeometry; its page size must be the configured one. `device_pages` is the size of L1 if the
+    configuration does not set it; `device_memory` is the memory that fractions refer to, by default the driver's
+    figure. With `device_blocks`, L1 is tensors of the engine on `device`, one block per page; page 0 stays unused. With
+    `ranks`, which must all make this call, each pool has the size of the smallest rank's, and either all ranks start or
+    none. Raises ConfigError, CapacityError, SharedMemoryError, BackendError and RankError with what to change, and
+    InvalidInput for an argument of another type, a PageShape and a `key_hash`; then everything is stopped again.
     """
     geometry = _attention(instance("namespace", namespace, Namespace))
     known = _known_device(device)
@@ -78,7 +78,7 @@ def create_cache(
     if ranks is not None:
         _require_same(ranks, config, namespace)
     l2_pages = host_pages(config.host, geometry, l1_pages) if config.prefix_cache else 0
-    if ranks is not None:  # what all ranks can keep, and the longest page: it has another size on each pipeline stage
+    if ranks is not None:  # the smallest pools, and the longest page: its size differs between pipeline stages
         numbers = np.array([l1_pages, l2_pages, -page_bytes], dtype=np.int64)
         l1_pages, l2_pages, longest = ranks.agree(numbers).tolist()
         page_bytes = -longest
@@ -117,20 +117,20 @@ def create_host_cache(
     host: HostPool | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> HostCache:
-    """Open storage and start the workers of a cache for an engine that keeps the pages of its device for itself.
+    """Build a cache for an engine that manages its device pages itself; opens storage and starts the workers.
 
-    L2 is `host`, such as a pool in shared memory, whose pages must be those of `namespace`; without it, a pool of
-    `host.size` or `host.tokens`, which is private unless `host.shared` names it. Keys are given by the engine if
-    `namespace` has a `key_hash`, else tokens. What `config` says about L1, and `prefix_cache`, does not count. Raises
-    ConfigError, CapacityError, SharedMemoryError and BackendError with what to change, and InvalidInput for a `host` of
-    other pages; nothing is left running then.
+    L2 is `host`, such as a pool in shared memory with the pages of `namespace`; without it, a pool of `host.size` or
+    `host.tokens`, which is private unless `host.shared` names it. The engine supplies page keys if `namespace` has a
+    `key_hash`, otherwise tokens. The entries of `config` about L1, and `prefix_cache`, are ignored. Raises ConfigError,
+    CapacityError, SharedMemoryError and BackendError with what to change, and InvalidInput for a `host` with other
+    pages; then everything is stopped again.
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
     if config.bigram_keys:
-        raise ConfigError("bigram_keys: a HostCache keys pages by tokens or by the engine's hashes; leave it out")
+        raise ConfigError("bigram_keys: a HostCache keys pages by tokens or by the engine's hashes; remove the entry")
     if config.sessions.enabled:
-        raise ConfigError("sessions.enabled: a session keeps KV on L1, which this engine has for itself; leave it out")
+        raise ConfigError("sessions.enabled: sessions keep KV on L1, but this engine owns its L1; remove the entry")
     if host is None:
         l2 = _own_host(config, shape)
     elif (l2 := instance("host", host, HostPool)).shape != shape:
@@ -153,11 +153,10 @@ def create_host_cache(
 
 
 def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -> Cache:
-    """What `build` makes, publishing events, if all ranks make theirs. What it has entered into the stack is undone
-    otherwise.
+    """Return the result of `build`, publishing events, if all ranks succeed; otherwise undo its stack.
 
-    The other ranks are told before that, since closing a part may end the rank group, and they need not wait for the
-    deadline then.
+    The other ranks are notified before the undo, which may close the rank group, so that they do not wait for the
+    deadline.
     """
     with ExitStack() as undo:
         try:
@@ -167,7 +166,7 @@ def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable
                 stream = EventStream(config.events.buffer)
                 given = isinstance(cache, HostCache) and cache.tree.position_bytes == PAGE_KEY_BYTES
                 cache.record_events(stream, create_publisher(config.events, stream, given_keys=given))
-        except RankError:  # all ranks know, or cannot be told
+        except RankError:  # all ranks know, or cannot be notified
             raise
         except HiCacheError:
             if ranks is not None:
@@ -175,12 +174,12 @@ def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable
                     ranks.agree(np.array([False], dtype=np.int64))
             raise
         if ranks is not None and not ranks.agree(np.array([True], dtype=np.int64))[0]:
-            raise RankError("another rank could not start; its own error says why")
+            raise RankError("another rank could not start; see its error")
         undo.pop_all()
     return cache
 
 
-def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
+def _start(  # noqa: PLR0917 - the differences between the two kinds of caches
     undo: ExitStack,
     config: HiCacheConfig,
     namespace: Namespace,
@@ -198,7 +197,7 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
         options["host_codec"] = codecs = host_codecs(config, namespace, environ)
     if config.host.shared.keep:
         if ranks is not None:
-            raise ConfigError("host.shared.keep: several ranks do not agree on pages that are left; leave it out")
+            raise ConfigError("host.shared.keep: not supported with several ranks; remove the entry")
         options["kept"] = kept = adopt_frames(host, codecs(epoch))
         opener = opener_of_kept(kept, codecs, opener)
     options["open_storage"] = opener
@@ -224,17 +223,17 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
 
 def _own_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
     if config.host.size is None and config.host.tokens is None:
-        raise ConfigError("host: give size or tokens; ratio is a multiple of L1, which this engine keeps for itself")
+        raise ConfigError("host.ratio: needs the size of L1, but this engine owns its L1; use host.size")
     pin = None
-    if config.host.pin == "on":  # `auto` asks for the device of L1, which only the engine knows
+    if config.host.pin == "on":  # `auto` depends on the device of L1, which only the engine knows
         if not torch.cuda.is_available():
-            raise ConfigError("host.pin: 'on' needs a CUDA device, and torch sees none; use auto or off")
+            raise ConfigError("host.pin: 'on' needs a CUDA device, but torch finds none; use auto or off")
         pin = torch.device("cuda", torch.cuda.current_device())
     return open_host_pool(config, shape, host_pages(config.host, shape, 0), pin=pin)
 
 
 def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace) -> None:
-    """Raises RankError on all ranks if they would not decide alike."""
+    """Raises RankError on all ranks if their settings would lead to different decisions."""
     same = (
         config.model_dump(exclude=_OF_EACH_RANK), config.storage is not None,
         namespace.model, namespace.weights_epoch,
@@ -249,9 +248,9 @@ def _known_device(device: torch.device | str) -> torch.device:
     except InvalidInput as error:
         raise ConfigError(str(error)) from error
     if known.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {known}: L1 can be on cpu, cuda or cuda:N")
+        raise ConfigError(f"device {known}: not supported for L1; use cpu, cuda or cuda:N")
     if known.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {known}: this installation of torch sees no CUDA device; use 'cpu'")
+        raise ConfigError(f"device {known}: torch finds no CUDA device; use 'cpu'")
     return known
 
 
@@ -269,7 +268,7 @@ def _l1_pages(
             return pages
         return count_device_pages(config.device, geometry, device, memory)
     if pages is not None or config.device.is_given:
-        raise ConfigError("device_blocks: the engine's tensors size L1; leave out device_pages and the size in device")
+        raise ConfigError("device_blocks: the tensors set the size of L1; remove device_pages and the size in `device`")
     on = instance("device_blocks", blocks, EngineBlocks).device
     if (on.type, on.index or 0) != (device.type, device.index or 0):
         raise ConfigError(f"device_blocks: the tensors are on {blocks.device}; pass device={str(blocks.device)!r}")
@@ -280,25 +279,25 @@ def _l1_pages(
 
 
 def _attention(namespace: Namespace) -> KVGeometry:
-    """The geometry that L1 is made by. Raises InvalidInput for a namespace that is not for a cache with its own L1."""
+    """Return the geometry of L1. Raises InvalidInput for a namespace that is not for a cache with its own L1."""
     if not isinstance(namespace.geometry, KVGeometry):
         raise InvalidInput(
-            "namespace: geometry: L1 is made from a KVGeometry; a PageShape is for an engine with its own device cache"
+            "namespace: geometry: L1 needs a KVGeometry; a PageShape is for an engine with its own device cache"
         )
     if namespace.key_hash:
-        raise InvalidInput("namespace: key_hash: this cache hashes tokens; leave it empty, or use create_host_cache")
+        raise InvalidInput("namespace: key_hash: this cache hashes tokens; set it to '', or use create_host_cache")
     return namespace.geometry
 
 
 def _require_page_size(config: HiCacheConfig, tokens: int) -> None:
     if tokens != config.page_size:
-        raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {tokens}")
+        raise ConfigError(f"page_size: {config.page_size} is configured, but the engine uses {tokens}; set the same")
 
 
 def open_storage(
     config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None
 ) -> StorageBackend:
-    """Open the store that `config` asks for, with the pages of `namespace`, without a cache. Close it yourself.
+    """Open the configured store with the pages of `namespace`, without a cache. The caller closes it.
 
     Blocks until the store is open. Environment variables are read from `environ`, by default those of the process.
     Raises ConfigError without storage in `config` and for another page size, BackendError if the store cannot be
@@ -308,7 +307,7 @@ def open_storage(
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
     opener = storage_opener(config, namespace, environ)
     if opener is None:
-        raise ConfigError("storage: the configuration has none; add the section `storage` with the type of the store")
+        raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
     return opener(namespace.weights_epoch)
 
 
@@ -318,12 +317,12 @@ def storage_opener(
     environ: Mapping[str, str] | None,
     spec: BackendSpec | None = None,
 ) -> Callable[[int], StorageBackend] | None:
-    """Return what opens the configured store for a weights epoch, or the part `spec` of it; None without storage. Keys
-    are read once, here. Raises ConfigError."""
+    """Return a function that opens the configured store, or its part `spec`, for a weights epoch; None without storage.
+    Reads the keys once, here. Raises ConfigError."""
     if config.storage is None:
         return None
     geometry = namespace.geometry
-    # A PageShape does not say how long an element is.
+    # A PageShape does not contain the size of an element.
     element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
     storage = StorageOpener(config, environ, element_bytes)
 
@@ -345,14 +344,14 @@ def _open_now_or_later(
     epoch: int,
     ranks: RankGroup | None = None,
 ) -> StorageBackend | None:
-    """Return the open storage; None without storage, and for a daemon or a part of a composition that is unavailable,
-    on any rank: the cache starts without it then, and opens it later.
+    """Return the open storage, or None: without storage, and if a daemon or a part of a composition is unavailable on
+    any rank. The cache then starts without storage and opens it later.
 
-    All ranks call it. Raises what `opener` raises, and RankError if another rank raises.
+    All ranks call it. Raises the errors of `opener`, and RankError if another rank raises.
     """
     if opener is None:
         return None
-    if config.storage is None:  # pages that an earlier process has left on the host
+    if config.storage is None:  # only pages that an earlier process has kept on the host
         return opener(epoch)
     backend = None
     try:
@@ -363,11 +362,11 @@ def _open_now_or_later(
             raise
         logger.warning("storage is not open yet; the cache starts without it and tries again: %s", error)
     if ranks is not None:
-        # 0 is the word of a rank that cannot start.
+        # 0 means that a rank cannot start.
         agreed = ranks.agree(np.array([1 if backend is None else 2], dtype=np.int64))[0]
         if agreed < 2 and backend is not None:
             backend.close()
             backend = None
         if not agreed:
-            raise RankError("another rank could not start; its own error says why")
+            raise RankError("another rank could not start; see its error")
     return backend

@@ -1,22 +1,22 @@
-"""HostCache: L2 and L3 for an engine that keeps the pages of its device for itself, such as vLLM.
+"""HostCache: L2 and L3 for an engine that manages its device pages itself, such as vLLM.
 
-The engine says which pages it lacks and which it has; its workers copy. Per request and in this order:
+The engine decides which pages to load and write; its workers copy them. Per request and in this order:
 
     prefetch -> check_prefetch -> lookup -> begin_load -> (workers copy) -> end_load
     -> (forward) -> begin_write -> (workers copy) -> end_write -> abort
 
 and `poll` once per step. One scheduler decides for all workers that share the host pool, on one thread, so there is no
-lock. No call does I/O or waits for any, but `drain` and `close`; no call raises for a storage reason.
+lock. Only `drain` and `close` wait for I/O. Calls do not raise storage errors.
 
-A key is the whole pages that may be cached. All page numbers count from the start of the prompt. An engine that has to
-compute the last token of a prompt leaves the page of that token out, or asks for fewer pages than `lookup` offers.
+A key has only whole pages, which may be cached. All page numbers count from the start of the prompt. An engine that
+must compute the last token of a prompt leaves out the page of that token, or loads fewer pages than `lookup` offers.
 
-    load   `begin_load` holds the pages on L2 until `end_load`, so they can neither leave nor change
-    write  `begin_write` reserves pages of L2, and the tree shows them after `end_write`, when all workers have copied
+    load   `begin_load` holds the pages on L2 until `end_load`, so they are not evicted or changed
+    write  `begin_write` reserves pages of L2; they enter the tree after `end_write`, when all workers have copied
 
-Invariants, verified by `check()` beside those of `TieredCache`: every node is on L2 and on no other tier; the pages of
-a load are on L2 and held; a page of a write is in no tree and in no other write; a write that is complete but not shown
-waits for another write, which brings its prefix.
+Invariants, verified by `check()` together with those of `TieredCache`: every node is only on L2; the pages of a load
+are on L2 and held; a page of a write is not in a tree and not in another write; a complete write that is not in the
+tree waits for another write with its prefix.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .tiered import TieredCache, TieredOptions
 
 @dataclass(frozen=True, slots=True)
 class HostMatch:
-    """What `lookup` found: `pages` pages behind the start page. `loading`: another request is loading one of them now,
-    so the engine asks again later and then has them on its device; or they are being verified (`integrity.verify`).
+    """The result of `lookup`: `pages` pages from the start page on. `loading`: another request is loading one of them,
+    or they are being verified (`integrity.verify`), so the engine should look up again later.
     """
 
     pages: int
@@ -51,8 +51,8 @@ class HostMatch:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What is remembered of a request until `abort`: the tree that it began with, the length that was decided on, how,
-    and whether a load failed.
+    """The state of a request until `abort`: its tree, the length that was decided on with the decision, and whether a
+    load failed.
     """
 
     tree: RadixTree
@@ -63,7 +63,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLoad:
-    """A handle: the pages of `rid` from `start_page` on are held in `host_pages` (int32, not to be written to).
+    """A handle: the pages of `rid` from `start_page` on are held in `host_pages` (int32, read-only).
 
     They end at `_node`; `storage_pages` of them came from storage for `_request`.
     """
@@ -79,10 +79,9 @@ class HostLoad:
 
 @dataclass(slots=True, eq=False)
 class HostWrite:
-    """A handle: the pages of `rid` from `start_page` on go into `host_pages` (int32, not to be written to).
+    """A handle: the pages of `rid` from `start_page` on are copied to `host_pages` (int32, read-only).
 
-    They are those of `_key`. `_anchor`, the end of what L2 has of the pages before them, is held. `_complete`: all
-    workers have copied.
+    They belong to `_key`. `_anchor`, the end of their prefix on L2, is held. `_complete`: all workers have copied.
     """
 
     rid: str
@@ -112,30 +111,31 @@ class HostCache(TieredCache):
             raise InvalidInput(f"host: {used} pages are in use; each cache needs its own pool")
         self._requests: dict[str, _Request] = {}
         self._loads: set[HostLoad] = set()
-        self._writes: dict[HostWrite, None] = {}  # in the order in which they began
+        self._writes: dict[HostWrite, None] = {}  # in order of `begin_write`
         self._loading_pages = self._writing_pages = self._loaded_pages = self._written_pages = 0
 
     # Storage
 
     def prefetch(self, rid: str, key: RadixKey) -> bool:
-        """Start reading what storage has of `key` beyond L2, now or in its turn. False if it is not worth it or not
-        possible.
+        """Start reading from storage the part of `key` that is not on L2, now or in turn. Return False if that does not
+        pay or is not possible.
 
-        Then, or once `check_prefetch` says so, look the request up.
+        Look up the request after False, or once `check_prefetch` is True.
         """
         instance("rid", rid, str)
         self.tree.require_fitting(key)
         return not self._closed and self._prefetcher.start(rid, key)
 
     def check_prefetch(self, rid: str) -> bool:
-        """True once the prefetch of a request has ended or its time is over, and while storage is paused; what has
-        arrived by then is on L2."""
+        """Return True once the prefetch of a request has ended or its time is over, and while storage is paused. The
+        pages that have arrived by then are on L2."""
         return self._prefetcher.ready(rid)
 
     def abort(self, rid: str) -> None:
-        """Forget a request, which has ended or will not run. REQUIRES: called once for each request that was looked up.
+        """Forget a request that has ended or will not run. REQUIRES: called once for each request that was looked up.
 
-        Its prefetch stops; what has arrived stays on L2. Loads and writes go on until `end_load` and `end_write`.
+        Its prefetch stops; pages that have arrived stay on L2. Loads and writes continue until `end_load` and
+        `end_write`.
         """
         self._prefetcher.abort(rid)
         if self._verifier is not None:
@@ -145,11 +145,11 @@ class HostCache(TieredCache):
     # Loads
 
     def lookup(self, rid: str, key: RadixKey, start_page: int = 0) -> HostMatch:
-        """Return how many pages of `key` from `start_page` on are on L2, none if loading them does not pay.
+        """Return how many pages of `key` from `start_page` on are on L2; zero if loading them does not pay.
 
-        Marks them as used, and ends a prefetch of the request that has not ended. Whether a length pays is decided
-        once until the request begins to load, however often it asks; while another request is loading one of the pages
-        it is not decided at all. A request whose load has failed is offered nothing until `abort`.
+        Marks them as used, and stops the prefetch of the request. Whether a length pays is decided once until the
+        request begins to load, even if it is looked up again; it is not decided while another request is loading one of
+        the pages. After a failed load, the result is zero until `abort`.
         """
         start_page = whole("start_page", start_page)
         match = self._match(rid, key)
@@ -157,7 +157,7 @@ class HostCache(TieredCache):
         pages = 0 if request.failed else max(0, match.pages - start_page)
         loading = self._is_loading(rid, match.node, pages)
         if pages == 0 or not (loading or self._pays(request, pages)):
-            self._prefetcher.take_arrived(rid)  # what came from storage for it need not be kept
+            self._prefetcher.take_arrived(rid)  # the pages that arrived for it need not be held
             return HostMatch(0, loading=False)
         if self._verifier is not None and not loading:
             if not self._verifier.prove(rid, key, match, pages):
@@ -166,10 +166,10 @@ class HostCache(TieredCache):
         return HostMatch(pages, loading)
 
     def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad | None:
-        """Hold the pages `start_page ... end_page - 1` of `key` on L2 until `end_load`; where they are.
+        """Hold the pages `start_page ... end_page - 1` of `key` on L2 until `end_load`, and return their locations.
 
-        None, holding nothing, if one of them is no longer on L2: look the request up again. Raises InvalidInput for
-        pages that `key` does not have.
+        Return None, holding nothing, if one of them is no longer on L2: look up the request again then. Raises
+        InvalidInput for pages that `key` does not have.
         """
         end_page = whole("end_page", end_page, 1, self._key_pages(key))
         start_page = whole("start_page", start_page, 0, end_page - 1)
@@ -182,7 +182,7 @@ class HostCache(TieredCache):
             return None
         tree, node = self.tree, match.node
         if start_page:
-            tree.match(self._head(key, start_page))  # a node ends there now
+            tree.match(self._head(key, start_page))  # splits, so that a node ends there
         request = self._request(rid, key, match, start_page)
         request.decided_pages = 0
         tree.hold_host(node)
@@ -194,9 +194,9 @@ class HostCache(TieredCache):
         return load
 
     def end_load(self, load: HostLoad, seconds: float | None) -> None:
-        """End a load, which took `seconds`; None if it failed. REQUIRES: no worker reads the pages any more.
+        """End a load that took `seconds`; None if it failed. REQUIRES: the workers no longer read the pages.
 
-        A load that failed is not measured, and its request is offered nothing until `abort`. Raises InvalidInput for a
+        A failed load is not measured, and lookups of its request find nothing until `abort`. Raises InvalidInput for a
         load that has ended, or is of another cache.
         """
         if seconds is not None:
@@ -220,13 +220,12 @@ class HostCache(TieredCache):
     # Writes
 
     def begin_write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite | None:
-        """Reserve L2 pages for those pages of `key` that it lacks: all behind what it has, and behind what other writes
-        bring.
+        """Reserve L2 pages for the pages of `key` that are neither on L2 nor in other writes.
 
-        `start_page` is the first page that the workers can copy. None if there is nothing to write, and for a request
-        that was looked up before the last `clear` or `update_weights`: its KV may be of earlier weights. None too, and
-        counted, if L2 lacks a page before `start_page`, or has no room even after evicting. Nothing is held then.
-        REQUIRES: a request that was not looked up was computed with the weights of now.
+        `start_page` is the first page that the workers can copy. Return None, holding nothing, if there is nothing to
+        write, and for a request that was looked up before the last `clear` or `update_weights`: its KV may be of
+        earlier weights. Also return None, and count it, if L2 lacks a page before `start_page`, or is full even after
+        evicting. REQUIRES: a request that was not looked up was computed with the current weights.
         """
         self._require_service()
         request = self._requests.get(instance("rid", rid, str))
@@ -236,7 +235,7 @@ class HostCache(TieredCache):
         if request is not None and request.tree is not tree:
             return None
         match = tree.match(key)
-        if self._uses is not None:  # a page that another request brings, or brought, is used by this one too
+        if self._uses is not None:  # pages that another request writes or wrote are also used by this one
             self._use(rid, key, end_page, match, begins=request is None)
         begin = self._reach(key, match.pages)
         if begin >= end_page:
@@ -244,7 +243,7 @@ class HostCache(TieredCache):
         if begin < start_page:
             self._counters.skipped["backup_prefix_not_on_host"] += 1
             return None
-        tree.hold_host(match.node)  # eviction must not take the prefix of what it makes room for
+        tree.hold_host(match.node)  # so that making room does not evict the prefix
         host_pages = self._l2.reserve(end_page - begin)
         if host_pages is None:
             tree.release_host(match.node)
@@ -256,11 +255,11 @@ class HostCache(TieredCache):
         return write
 
     def end_write(self, write: HostWrite, *, complete: bool) -> None:
-        """End a write. With `complete` its pages are shown, and stored as the write policy says; without, they are
-        free again.
+        """End a write. With `complete`, its pages enter the tree and are stored as the write policy says; otherwise
+        they are freed.
 
-        Complete pages are shown once their prefix is on L2; without the prefix, and after `clear`, they are free
-        again. REQUIRES: all workers have copied, or with `complete=False`, no worker writes the pages any more.
+        Complete pages enter the tree once their prefix is on L2. If the prefix never arrives, and after `clear`, they
+        are freed. REQUIRES: all workers have copied, or with `complete=False`, the workers no longer write the pages.
         Raises InvalidInput for a write that has ended, or is of another cache.
         """
         instance("complete", complete, bool)
@@ -279,9 +278,9 @@ class HostCache(TieredCache):
     # Emptying
 
     def clear(self) -> None:
-        """Forget all that is on L2; does not block. Storage keeps what it has.
+        """Forget all pages of L2; does not block. Storage keeps its pages.
 
-        Pages of loads and writes stay with the old tree until they end; a write that ends later is not shown.
+        Loads and writes keep their pages until they end; the pages of such a write do not enter the tree.
         """
         super().clear()
         self._show_complete(list(self._writes))
@@ -290,14 +289,14 @@ class HostCache(TieredCache):
     # Inside
 
     def _match(self, rid: str, key: RadixKey) -> Match:
-        """Match the pages of a request that begins. What has not arrived from storage by now is computed."""
+        """Match the pages of a request that begins. Pages that have not arrived from storage are computed."""
         self._require_service()
         self.tree.require_fitting(key)
         self._prefetcher.conclude(instance("rid", rid, str))
         return self.tree.match(key)
 
     def _request(self, rid: str, key: RadixKey, match: Match, start_page: int) -> _Request:
-        """What is remembered of a request. A new one counts as using what it has on its device, and `match` on L2."""
+        """Return the state of a request. Count a new one as a user of its pages on the device and of `match` on L2."""
         request = self._requests.get(rid)
         if request is None:
             request = self._requests[rid] = _Request(self.tree)
@@ -310,14 +309,15 @@ class HostCache(TieredCache):
         return request
 
     def _use(self, rid: str, key: RadixKey, pages: int, match: Match, *, begins: bool) -> None:
-        """Count a request as a user of `pages` pages of `key`, of which L2 has `match`, and store what that asks for.
+        """Count a request as a user of `pages` pages of `key`, of which L2 has `match`; store the pages that are now
+        due.
         """
         known_pages = self._note_uses(rid, key, pages, begins=begins).known_pages
         self.tree.use(match.node, 0, match.pages - known_pages)
         self._l2.store_path(match.node, self._store_hits_min)
 
     def _pays(self, request: _Request, pages: int) -> bool:
-        """Whether to load so many pages, decided when a request asks about another number than before."""
+        """Return True if loading that many pages pays. Decided again only for another number of pages."""
         if pages == request.decided_pages:
             return request.pays
         tokens = pages * self.page_size
@@ -331,10 +331,10 @@ class HostCache(TieredCache):
         return request.pays
 
     def _is_loading(self, rid: str, node: Node, pages: int) -> bool:
-        """Whether another request is loading one of the last `pages` pages up to and with `node`."""
+        """Return True if another request is loading one of the last `pages` pages, which end with `node`."""
         nodes: set[Node] = set()
         while pages > 0 and node.parent is not None:
-            if node.host_ref:  # as each page has that is being loaded
+            if node.host_ref:  # each page that is being loaded has one
                 nodes.add(node)
             pages -= self.tree.pages(node)
             node = node.parent
@@ -346,7 +346,7 @@ class HostCache(TieredCache):
         )
 
     def _reach(self, key: RadixKey, pages: int) -> int:
-        """How many pages of `key` L2 will have once the writes of now have ended, if it has `pages`."""
+        """Return how many pages of `key` L2 will have after the current writes, if it has `pages` now."""
         reached = -1
         while reached < pages:
             reached = pages
@@ -356,7 +356,7 @@ class HostCache(TieredCache):
         return pages
 
     def _common_pages(self, key: RadixKey, other: RadixKey, pages: int) -> int:
-        """How many leading pages two keys have in common; 0 at once if they differ in the page behind `pages`."""
+        """Return how many leading pages two keys have in common; 0 at once if they differ in the page after `pages`."""
         if not self._same_page(key, other, pages):
             return 0
         size = min(len(key.tokens), len(other.tokens))
@@ -368,8 +368,8 @@ class HostCache(TieredCache):
         return key.tokens[part] == other.tokens[part] and key.seed == other.seed
 
     def _show_complete(self, writes: list[HostWrite]) -> None:
-        """Show those of `writes` that are complete and whose prefix is on L2, give those back whose prefix will not
-        come, and then so with the writes behind them. `writes` is used up.
+        """Put complete `writes` whose prefix is on L2 into the tree, free those whose prefix will not arrive, and
+        repeat that for the writes that follow them. Empties `writes`.
         """
         while writes:
             write = writes.pop()
@@ -384,7 +384,8 @@ class HostCache(TieredCache):
                 writes += self._behind(write)
 
     def _show(self, write: HostWrite) -> list[HostWrite]:
-        """Show a write. Returns those that follow it directly; what it brought is held for them now."""
+        """Put the pages of a write into the tree. Return the writes that directly follow it, for which they are
+        held."""
         tree = write._tree
         uses = self._note_uses(write.rid, write._key, write._end_page)
         node, unused = tree.insert_host(write._key, write.start_page, write.host_pages, uses=uses)
@@ -399,7 +400,8 @@ class HostCache(TieredCache):
         return following
 
     def _behind(self, write: HostWrite) -> list[HostWrite]:
-        """The writes that begin behind the first page of `write` and share it: all that wait for it, and others."""
+        """Return the writes that begin after the first page of `write` and share it: all that wait for it, and
+        others."""
         return [
             other
             for other in self._writes
@@ -415,7 +417,7 @@ class HostCache(TieredCache):
         write._tree.release_host(write._anchor)
 
     def _key_pages(self, key: RadixKey) -> int:
-        """The whole pages of a key. Raises InvalidInput for a key of another kind than the cache's."""
+        """Return the number of whole pages of a key. Raises InvalidInput for a key of another kind than the cache's."""
         self.tree.require_fitting(key)
         return key.pages(self.page_size)
 
@@ -425,7 +427,7 @@ class HostCache(TieredCache):
     # State
 
     def statistics(self) -> CacheStatistics:
-        """A snapshot of both tiers and of the engine's copies; `device` is `NO_TIER`. May be called from any thread."""
+        """Return a snapshot of both tiers and of the engine's copies; `device` is `NO_TIER`. Any thread may call it."""
         state = super().statistics()
         queues = state.controller.queues
         copying_pages = self._loading_pages + self._writing_pages
@@ -459,20 +461,20 @@ class HostCache(TieredCache):
         for write in self._writes:
             present = self.tree.peek(write._key).host_pages
             if write._complete and self._reach(write._key, present) < write.start_page:
-                raise InvariantError("a write is complete, but is not shown and waits for no other")
+                raise InvariantError("a write is complete and waits for no other, but is not in the tree")
 
 
 def _host_pages(tree: RadixTree, node: Node, pages: int) -> PageIds:
-    """The L2 pages of the run of `pages` pages that ends at `node`."""
+    """Return the L2 pages of the run of `pages` pages that ends at `node`."""
     runs = [part.host for part in tree.span(node, pages) if part.host is not None]
     return np.concatenate(runs[::-1])
 
 
 def _store_hits_min(config: HiCacheConfig) -> int:
-    """How many requests must have used a page of L2 before it is stored. Raises InvalidInput for `write_back`."""
+    """Return how many requests must use a page of L2 before it is stored. Raises InvalidInput for `write_back`."""
     if config.write_policy == "write_back":
         raise InvalidInput(
-            "write_policy: 'write_back' copies what L1 evicts, but this engine evicts from its device by itself; "
+            "write_policy: 'write_back' copies pages that L1 evicts, but this engine evicts from its device by itself; "
             "use write_through or write_through_selective"
         )
     return config.selective_hits if config.write_policy == "write_through_selective" else 0

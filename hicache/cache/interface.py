@@ -1,15 +1,15 @@
-"""TreeCache: what an engine calls, whichever cache it embeds.
+"""TreeCache: the interface between an engine and its cache.
 
     HiRadixCache   prefixes in a radix tree over three tiers
     SessionCache   a HiRadixCache in which conversations keep their KV between turns
-    ChunkCache     no reuse at all; the engine runs unchanged
+    ChunkCache     no reuse; for running an engine without a prefix cache
 
-An implementation has every name with this signature (a test compares them) and derives from nothing here, so that a
-name it lacks is an error of the type checker and not an empty method. All calls come from the scheduler's thread; none
-does storage I/O, none raises for a storage reason, and only `drain` and `close` block, and with ranks `poll` may.
+An implementation has every method with this signature (a test compares them). It does not derive from this class, so a
+missing method is an error of the type checker and not an empty method. The scheduler's thread makes all calls. They do
+no storage I/O and do not raise storage errors. Only `drain` and `close` block, and with ranks `poll` may.
 
-Each call checks its arguments before it changes anything: a wrong type or range, a key that the cache cannot take, and
-a request that has ended, belongs to another cache or is a copy are InvalidInput.
+Each call checks its arguments before it changes anything. It raises InvalidInput for a wrong type or range, a key that
+the cache cannot use, and a request that has ended, belongs to another cache or is a copy.
 """
 
 from __future__ import annotations
@@ -43,101 +43,103 @@ class TreeCache(Protocol):
         """L1, which the forward writes KV to."""
 
     def match_prefix(self, key: RadixKey) -> Match:
-        """The longest cached prefix of `key`, in whole pages; marks it as used."""
+        """Return the longest cached prefix of `key`, in whole pages, and mark it as used."""
 
     def peek(self, key: RadixKey) -> Peek:
-        """How much of `key` is cached, in pages that a request could reuse. Changes nothing, not even the order of
-        eviction. For schedulers that order their queue by it.
+        """Return how many pages of `key` are cached and reusable. Changes nothing, not even the order of eviction. For
+        schedulers that sort their queue.
         """
 
     def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
-        """Start reading what storage has of `key` beyond L1 and L2. False if it is not worth it or not possible now.
+        """Start reading from storage the part of `key` that is not on L1 or L2. Return False if that does not pay or is
+        not possible now.
 
-        Then, or once `check_prefetch_progress` says so, the request may begin.
+        The request may begin after False, or once `check_prefetch_progress` is True.
         """
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """Whether the request need not wait for its prefetch. One that need not while storage is paused may have to
-        again when storage works."""
+        """Return True once the request may begin. It can become False again when paused storage works again."""
 
     def abort_prefetch(self, rid: str) -> None:
-        """Forget a request that has not begun and will not."""
+        """Cancel the prefetch of a request that will not begin."""
 
     def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
-        """Give a request its KV: what is cached of `key`, and own pages for the rest of it.
+        """Give a request its KV: the cached pages of `key`, and new pages for the rest.
 
-        KV of the first `cached_tokens` tokens is there, or being loaded; at least the last token is left to compute.
-        `priority` counts for the eviction policy of that name. None if L1 has no room now. Raises TransferError after a
-        device copy has failed, CapacityError for a prompt that is larger than L1, InvalidInput once closed.
+        The KV of the first `cached_tokens` tokens is on L1 or being loaded; the engine computes the rest, at least the
+        last token. The eviction policy `priority` uses `priority`. Return None if L1 has no room now. Raises
+        TransferError after a device copy has failed, CapacityError for a prompt larger than L1, InvalidInput after
+        `close`.
         """
 
     def start_loading(self) -> Transfer | None:
-        """Start the loads of this step as one copy, and return what the forward waits for layer by layer: all loads in
-        flight. `wait_layer(i)` raises if any of them failed. None if there are none.
+        """Start the loads of this step as one copy. Return the transfer that the forward waits for layer by layer; it
+        covers all loads in flight. `wait_layer(i)` raises if one of them failed. Return None without loads.
 
-        `device.loading` is the same transfer from here on, so that reading a layer of L1 through the pool waits for it.
+        `device.loading` is then the same transfer, so reading a layer of L1 through the pool waits for it.
 
         REQUIRES: called once per step, after `begin_request` and before the forward.
         """
 
     def record_fence(self, fence: Fence) -> None:
-        """Say what copies come after: KV handed to the cache from now on, until the next fence, is written once `fence`
-        has passed, and pages that are freed are read no more. The latest fences are kept and waited for later: one that
-        is recorded again stands for the later point, so record it on the same stream.
+        """Order copies after a forward. Once `fence` has passed, the KV given to the cache until the next fence is
+        written, and the pages freed until then are no longer read. The latest fences are kept and waited for later. A
+        fence that is recorded again means the later point, so record it on the same stream.
 
-        REQUIRES, if a forward returns before it has ended: called after each forward was queued, also one that failed
-        halfway, and before its KV is shared or its pages are freed.
+        REQUIRES, if a forward returns before it has ended: called after each forward was queued, also after one that
+        failed halfway, and before its KV is shared or its pages are freed.
         """
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
-        """Make room for KV of `total_tokens` tokens in all, the prompt included; False if L1 is full now.
+        """Make room for KV of `total_tokens` tokens, including the prompt. Return False if L1 is full now.
 
-        The request is unchanged then; while `writeback_pages` is not 0, room is on its way. Raises InvalidInput for
-        fewer tokens than the request began with or has shared since, CapacityError for more than L1 holds.
+        The request is unchanged then; while `writeback_pages` is not 0, pages are about to become free. Raises
+        InvalidInput for fewer tokens than the request began with or has shared, CapacityError for more than L1 holds.
         """
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
-        """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
+        """Share the computed KV of a running request: the whole pages of `key`, whose KV must be written.
 
-        May put other pages with the same content into `request.pages`. Raises InvalidInput for a key that the request
-        cannot have computed and for a request that is not running in this cache.
+        May replace entries of `request.pages` by other pages with the same content. Raises InvalidInput for a key that
+        the request cannot have computed and for a request that is not running in this cache.
         """
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
-        """End a request: share what it has of `key` (None: nothing more, as after an abort) and take its pages.
+        """End a request: share its KV of `key` (None: nothing, as after an abort) and take back its pages.
 
-        Raises as `cache_unfinished_req`, and the request then goes on.
+        Raises as `cache_unfinished_req`; the request then continues.
         """
 
     def evict(self, pages: int) -> Eviction:
-        """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, and what is short.
+        """Evict `pages` pages from L1, or as many as possible. Return how many are free now, soon, and missing.
 
-        Never waits: what has to be copied to L2 first leaves L1 when a later `poll` finds it there.
+        Never waits: pages that must be copied to L2 first are freed in a later `poll`.
         """
 
     @property
     def writeback_pages(self) -> int:
-        """L1 pages that are being copied to L2 in order to be evicted: room that is on its way."""
+        """L1 pages that are being copied to L2 for their eviction; they become free soon."""
 
     def clear(self) -> None:
-        """Forget all that L1 and L2 hold. Running requests keep their KV until they end, and share none of it."""
+        """Forget all pages of L1 and L2. Running requests keep their KV until they end, and share none of it."""
 
     def update_weights(self, epoch: int) -> None:
-        """The model has new weights: no page of an earlier epoch is served or stored from now on.
+        """Switch to new weights: pages of an earlier epoch are no longer served or stored.
 
-        As `clear`. Raises InvalidInput for an epoch that is not an integer above the current one; nothing has changed
-        then.
+        Clears as `clear`. Raises InvalidInput, changing nothing, for an epoch that is not an integer above the current
+        one.
         """
 
     def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
-        """Keep what is cached of `key` for `ttl_s` seconds after its last use; return a handle that ends it sooner.
+        """Keep the cached pages of `key` until `ttl_s` seconds after their last use. Return a handle that ends it
+        sooner.
 
-        None if nothing is pinned: pins have no room, or the cache keeps no page. Raises InvalidInput for a time that
-        is not positive and finite.
+        Return None if nothing was pinned: the pins' share is full, or the cache keeps no pages. Raises InvalidInput for
+        a time that is not positive and finite.
         """
 
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
-        """Write what appears on and leaves each tier into `stream`; `publisher` is closed with the cache.
+        """Write the pages that are added to and removed from each tier into `stream`. The cache closes `publisher`.
 
         REQUIRES: called before the first request and once; InvalidInput otherwise.
         """
@@ -150,38 +152,38 @@ class TreeCache(Protocol):
         lora_id: int | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """Say whose prompts those of (`extra_key`, `cache_salt`) are: events name the LoRA adapter, and the salt if
-        `events.tenants` is set. Call it before the first such prompt; cheap, and may be repeated. Does nothing unless
-        events are recorded. At most 65,536 pairs are known at once, and the first of them is forgotten first.
+        """Register the owner of prompts with (`extra_key`, `cache_salt`): events then name the LoRA adapter, and the
+        salt if `events.tenants` is set. Call it before the first such prompt. Cheap; may be repeated. Does nothing
+        without events. At most 65,536 pairs are kept; the oldest is forgotten first.
 
-        Raises InvalidInput as `RadixKey.of` does, and for a lora_id or a lora_name of another type.
+        Raises InvalidInput as `RadixKey.of`, and for a lora_id or a lora_name of another type.
         """
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Say how long a forward over `tokens` prompt tokens took: what a hit has to be faster than.
+        """Record that a forward over `tokens` prompt tokens took `seconds`: a hit must be faster than that.
 
         REQUIRES: the forward did not wait for a load.
         """
 
     def poll(self) -> bool:
-        """Take in what has ended since the last step and start what is queued; once per step.
+        """Complete the operations that have ended and start queued ones. Call it once per step.
 
-        Returns whether anything ended. With ranks it may wait for the slowest one, and raises RankError.
+        Return True if any operation ended. With ranks it may wait for the slowest one, and raises RankError.
         """
 
     def statistics(self) -> CacheStatistics:
-        """A snapshot. May be called from any thread."""
+        """Return a snapshot. Any thread may call it."""
 
     def check(self) -> None:
         """Raises InvariantError if an invariant does not hold. Visits everything; for tests and idle engines."""
 
     def drain(self, timeout_s: float) -> bool:
-        """Poll until nothing is under way; blocks. False if something still is after `timeout_s`."""
+        """Poll until no operation is in flight. Blocks. Return False if `timeout_s` was too short."""
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is queued and end all threads; blocks up to `timeout_s` (None: as configured).
+        """Finish the queued operations and end all threads. Blocks up to `timeout_s` (None: as configured).
 
-        False if something was left.
+        Return False if operations or threads remained.
         """
 
     def __enter__(self) -> Self: ...

@@ -1,11 +1,11 @@
 """Mailbox: requests of other threads that the scheduler thread serves, a few in each `poll`.
 
-An operator asks on a thread of the admin surface and waits there, with a deadline. The scheduler thread runs what was
-asked when it polls next, and never waits. Work that visits much is a generator: it is continued from poll to poll, for
-a small slice of time each.
+A thread of the admin surface submits work and waits for it with a deadline. The scheduler thread runs the work in its
+next poll and never waits. Long work is a generator, which runs for a small slice of time in each poll.
 
-Locking design: `_items` is a deque, whose operations are atomic: askers append, the scheduler thread takes. `_places`
-bounds them. A Future hands back the answer; one that its asker gave up is cancelled, and is not begun then.
+Locking design: `_items` is a deque, whose operations are atomic: requesters append, the scheduler thread pops.
+`_places` limits their number. A Future returns the answer; a requester that times out cancels it, and then it does not
+start.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import AdminError
 
-# Requests that wait at once. An operator has one or two.
+# The most waiting requests. An operator has one or two.
 ITEMS_MAX = 16
-# What one poll serves: so many requests, and of those that go on so much time.
+# The limits of one poll: the number of new requests, and the time for those that continue.
 ITEMS_PER_POLL = 4
 SLICE_S = 0.0001
 
 T = TypeVar("T")
-# Yields whenever it may be interrupted, and returns the answer.
+# Yields where it may be interrupted, and returns the answer.
 Steps = Generator[None, None, T]
 
 
@@ -34,7 +34,7 @@ class _Item(Generic[T]):
     def __init__(self, work: Callable[[], T] | Steps[T]) -> None:
         self.work = work
         self.answer: Future[T] = Future()
-        self.is_abandoned = False  # written by the asker
+        self.is_abandoned = False  # written by the requester
 
 
 class Mailbox:
@@ -46,15 +46,14 @@ class Mailbox:
         self._closed = False
 
     def ask(self, work: Callable[[], T] | Steps[T], timeout_s: float) -> T:
-        """Have the scheduler thread call `work`, or go through its steps, and return what it returns or raise what it
-        raises. Blocks.
+        """Run `work`, or its steps, on the scheduler thread; return its result or raise its error. Blocks.
 
-        Raises AdminError if too many requests wait, if the scheduler thread does not come to it in time, and once the
-        cache is closed. Work that was not begun by then is never done; work that goes on is ended. REQUIRES: not called
+        Raises AdminError if too many requests wait, if the scheduler thread does not serve it in time, and after the
+        cache is closed. Work that has not started by then never starts; started work is stopped. REQUIRES: not called
         on the scheduler thread.
         """
         if not self._places.acquire(blocking=False):
-            raise AdminError("busy", f"{ITEMS_MAX} requests wait for the scheduler already; ask again later")
+            raise AdminError("busy", f"{ITEMS_MAX} requests already wait for the scheduler; try again later")
         try:
             item = _Item(work)
             self._items.append(item)
@@ -66,17 +65,17 @@ class Mailbox:
                 item.is_abandoned = True
                 if item.answer.cancel() or isinstance(work, Generator):
                     raise _late(timeout_s) from None
-                return item.answer.result()  # it is being served in this moment
+                return item.answer.result()  # it is just being served
         finally:
             self._places.release()
 
     @property
     def pending(self) -> bool:
-        """True if there is something to serve. For each step of a scheduler."""
+        """Return True if requests wait. Cheap enough for each step of a scheduler."""
         return bool(self._items)
 
     def serve(self) -> None:
-        """Serve what waits, as much as one step may take. On the scheduler thread; does not block or raise."""
+        """Serve waiting requests within the limits of one poll. Scheduler thread; does not block or raise."""
         until_s = time.perf_counter() + SLICE_S
         for _ in range(min(ITEMS_PER_POLL, len(self._items))):
             item = self._items.popleft()
@@ -84,7 +83,7 @@ class Mailbox:
                 self._items.append(item)
 
     def close(self) -> None:
-        """Refuse what waits and what comes later. On the scheduler thread."""
+        """Reject waiting and later requests. Scheduler thread."""
         self._closed = True
         self._refuse_all()
 
@@ -92,14 +91,14 @@ class Mailbox:
         while self._items:
             try:
                 item = self._items.popleft()
-            except IndexError:  # the other thread that does this was faster
+            except IndexError:  # another thread was faster
                 return
             if item.answer.running() or item.answer.set_running_or_notify_cancel():
                 item.answer.set_exception(AdminError("closed", "the cache is closed; its engine is ending"))
 
 
 def _advance(item: _Item[Any], until_s: float) -> bool:
-    """Begin an item or go on with it; return whether it has ended."""
+    """Start or continue an item. Return True if it has ended."""
     answer, work = item.answer, item.work
     if not answer.running() and not answer.set_running_or_notify_cancel():
         return True
@@ -114,7 +113,7 @@ def _advance(item: _Item[Any], until_s: float) -> bool:
         raise _late(0.0)
     except StopIteration as end:
         answer.set_result(end.value)
-    except Exception as error:  # the asker's thread raises it; no request of an operator ends an engine
+    except Exception as error:  # raised on the requester's thread; a request of an operator must not end an engine
         answer.set_exception(error)
     return True
 
@@ -123,5 +122,5 @@ def _late(timeout_s: float) -> AdminError:
     return AdminError(
         "scheduler_stopped",
         f"the engine's scheduler did not serve this within {timeout_s:g} s; it may be stuck, or wait for requests "
-        "without polling: look at the engine, then ask again",
+        "without polling: check the engine, then try again",
     )

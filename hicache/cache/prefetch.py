@@ -1,28 +1,28 @@
-"""Prefetch: from storage to L2, before a request is scheduled.
+"""Prefetch: reads pages from storage to L2 before a request is scheduled.
 
-A prefetch starts behind the last node of the prompt's prefix, its anchor, which is locked so that what arrives can be
-attached there. Storage is asked first; only if what it has is long enough and pays are host pages taken and reads
-started. The request goes on when the policy lets it, with what has arrived by then: a contiguous, verified prefix.
+A prefetch starts after the last node of the prompt's cached prefix, its anchor, which is locked so that arriving pages
+can be attached there. It looks up storage first. Only if the hit is long enough and pays, it reserves host pages and
+starts reads. The request continues as the policy says, with the pages that have arrived: a contiguous, verified prefix.
 Pages that are still being read stay reserved until the read has really ended.
 
     best_effort    the request never waits
-    wait_complete  it waits for all that storage has, up to `PREFETCH_S_MAX`
-    timeout        it waits for a time that grows with the length of what it lacks
+    wait_complete  it waits for all pages that storage has, up to `PREFETCH_S_MAX`
+    timeout        it waits for a time that grows with the number of missing pages
 
-The time runs from `start`. A prefetch that cannot start waits (`waiting`), in order of arrival: for one of the
-operations, and while storage is paused. One that has found enough waits while other prefetches hold the room on L2 that
-it needs: they read, or their pages have arrived and their requests have not begun. When none of them holds any room,
-what fits is read, so no prefetch waits for room that cannot come. The rest follows once that is on L1 (`climbs`). A
-prefetch that waits holds nothing.
+The time starts with `start`. A prefetch that cannot start waits (`waiting`) in order of arrival, for an operation or
+while storage is paused. After a sufficient lookup, it waits while other prefetches hold the L2 room that it needs: they
+are reading, or their pages have arrived and their requests have not begun. When no other prefetch holds room, it reads
+as many pages as fit, so a prefetch never waits for room that cannot become free. The rest follows once these pages are
+on L1 (`climbs`). A waiting prefetch holds nothing.
 
-A waiting prefetch is given up when its request begins, and is counted. It is not given up when the time of its request
-is over: the request waits no more, and if it cannot be scheduled yet, what storage has arrives meanwhile. No request
-waits for a store that is paused: an outage costs hits and no time.
+A waiting prefetch is cancelled and counted when its request begins. It is not cancelled when its request's time is
+over: the request no longer waits, but until it is scheduled, pages may still arrive. Requests do not wait for paused
+storage: an outage costs hits and no time.
 
-A request whose next page is being fetched for another one waits for that instead, and then looks again for what is
-still missing: equal prompts that arrive together are read once.
+If another request is fetching the next page of a request, it waits for that, and then looks up the still missing pages:
+equal prompts that arrive together are read once.
 
-With ranks, all decide alike: by acks, counts of pages, the gate's answer and the time that are agreed on.
+With ranks, all decide identically: by agreed acks, page counts, gate state and time.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -45,20 +45,20 @@ from .statistics import CacheCounters
 from .trees import Trees
 from .waiting import Leaders, Prefetch, PrefetchRequest, Verdict, WaitingRequests, outcome
 
-# More requests than an engine begins in the time that the first of them waits. Each costs an object and no copy.
+# More than the requests that an engine begins while the first of them waits. Each costs an object and no copy.
 WAITING_MAX = 4096
-# If the prefix of a request leaves each time that the request waits for room, L2 is too small for what is asked of it.
+# If the prefix of a request is evicted each time that it waits for room, L2 is too small for the load.
 LOOKUPS_MAX = 4
-# How many waiting requests a step looks at: a lookup in the tree each, some ten microseconds.
+# How many waiting requests a step checks: each costs a lookup in the tree, about ten microseconds.
 TRIES_PER_STEP = 32
 
 
 class Prefetcher:
     """At most one prefetch per request id at a time.
 
-    Invariants: `_active` has the prefetches whose operation is not acknowledged, and those that wait for room, which
-    are in `_for_room` too, in the order in which they found enough; at most `operations_max` in all. `_operations` has
-    the former by operation. A request in `_waiting` has no prefetch.
+    Invariants: `_active` has the prefetches whose operation is not acknowledged, and those that wait for room, at most
+    `operations_max` in all. `_for_room` has the latter too, in the order of their lookups, and `_operations` the former
+    by operation. A request in `_waiting` does not have a prefetch.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Prefetcher:
         self._leaders = Leaders()
         self._share = PrefetchShare(host, controller)
         self._climbs = Climbs(self._share)
-        self.wait = Histogram(BOUNDS_S)  # of requests, from `start` until they need not wait any more
-        self._asked_s: dict[str, float] = {}  # when each of those that wait began to
+        self.wait = Histogram(BOUNDS_S)  # of requests, from `start` until they may begin
+        self._asked_s: dict[str, float] = {}  # the start times of the waiting requests
 
     # Requests
 
     def start(self, rid: str, key: RadixKey) -> bool:
-        """Look for what L1 and L2 lack of the whole pages of `key`, now or in its turn. False if it is not worth it or
-        not possible.
+        """Look up the whole pages of `key` that are missing on L1 and L2, now or in turn. Return False if that does not
+        pay or is not possible.
         """
         if not self._gate.attached or rid in self._active or rid in self._waiting or self._climbs.get(rid):
             return False
@@ -124,7 +124,7 @@ class Prefetcher:
         return self._config.timeout_base + self._config.timeout_per_1024_tokens / 1024 * tokens
 
     def ready(self, rid: str) -> bool:
-        """Whether the request need not wait. One that need not may have to again, when storage works again."""
+        """Return True if the request need not wait. It can become False again when storage works again."""
         instance("rid", rid, str)
         is_ready = self._ready(rid)
         if is_ready:
@@ -132,7 +132,7 @@ class Prefetcher:
         return is_ready
 
     def _note_wait(self, rid: str) -> None:
-        """The request does not wait any more, if it did."""
+        """Record the wait of the request, if it was waiting."""
         asked_s = self._asked_s.pop(rid, None)
         if asked_s is not None:
             self.wait.add(self._controller.clock() - asked_s)
@@ -153,29 +153,29 @@ class Prefetcher:
         return not prefetch.awaited
 
     def _waits(self, request: PrefetchRequest, in_flight: bool) -> bool:
-        """Whether a request waits for what is in flight, or can be."""
+        """Return True if a request waits for pages that are, or can be, in flight."""
         return self._controller.time_s() < request.until_s and (in_flight or self._gate.may(Direction.READ))
 
     def is_active(self, rid: str) -> bool:
-        """Whether something is being looked up or read for a request that has not begun, or will be in its turn."""
+        """Return True if a request that has not begun has a prefetch, or waits for its turn."""
         prefetch = self._active.get(rid)
         waits = rid in self._waiting or self._climbs.get(rid) is not None
         return waits or (prefetch is not None and not prefetch.answered)
 
     def abort(self, rid: str) -> None:
-        """Stop the prefetch of a request that will not run; what has arrived stays."""
+        """Stop the prefetch of a request that will not run; pages that have arrived stay."""
         self._stop(instance("rid", rid, str))
         self.take_arrived(rid)
         self.take_promoted(rid)
 
     def conclude(self, rid: str) -> None:
-        """End the wait of a request that begins: what has not arrived from storage by now is computed."""
+        """End the wait of a request that begins: pages that have not arrived from storage are computed."""
         reason = self._stop(rid)
         if reason is not None:
             self._skip(reason)
 
     def _stop(self, rid: str) -> str | None:
-        """Stop the prefetch of a request. Return why it was waiting, if it was."""
+        """Stop the prefetch of a request. Return the reason of its wait, or None."""
         self._note_wait(rid)
         self._climbs.stop(rid)
         if self._waiting.remove(rid) is not None:
@@ -191,7 +191,7 @@ class Prefetcher:
         return None
 
     def cancel_all(self) -> None:
-        """Stop all prefetches; nothing that they bring is shown any more."""
+        """Stop all prefetches; their pages no longer enter the tree."""
         self._asked_s.clear()
         self._waiting.clear()
         self._climbs.stop_all()
@@ -204,24 +204,26 @@ class Prefetcher:
                 self._cancel(prefetch)
 
     def take_arrived(self, rid: str) -> int:
-        """How many pages came from storage for this request; asked once, when it has begun or will not.
+        """Return how many pages came from storage for this request, and release them. Call it once, when the request
+        has begun or will not.
 
-        They were held until now, so that they did not leave before they were used once.
+        They were held until now, so that they were not evicted before their first use.
         """
         return self._share.take(rid)
 
     def promote_with(self, promote: Promote | None) -> None:
-        """From now on let what has arrived go up to L1 by `promote`, where storage has more than L2 has room for."""
+        """Use `promote` to load arrived pages to L1 if storage has more pages than fit on L2."""
         self._climbs.promote = promote
 
     def take_promoted(self, rid: str) -> int:
-        """As `take_arrived`, of the pages that went up to L1 before the request began."""
+        """As `take_arrived`, for the pages that were loaded to L1 before the request began."""
         return self._climbs.take(rid)
 
     # Each step
 
     def found(self, found: Lookup) -> None:
-        """The lookup has ended: start the reads if they pay and fit, or let them wait for room; else drop the prefetch.
+        """Handle the end of a lookup: start the reads if they pay and fit, let them wait for room, or drop the
+        prefetch.
         """
         prefetch = self._operations.pop(found)
         self._counters.lookups[outcome(found, prefetch.tree.page_size)] += 1
@@ -236,11 +238,11 @@ class Prefetcher:
             self._wait_for_room(prefetch, prefetch.lacks or "prefetch_host_share")
 
     def ended(self, read: Read) -> None:
-        """The reads have ended, well or not: take what is whole, give the rest of the host pages back."""
+        """Handle the end of the reads: put the complete pages into the tree, free the other host pages."""
         prefetch = self._operations.pop(read)
         if not prefetch.answered:
             self._take(prefetch, read, read.pages)
-            if prefetch.taken_pages == 0:  # whatever the lookup said
+            if prefetch.taken_pages == 0:  # the lookup may have found more
                 verdict = Verdict("prefetch_hit_too_short", prefetch.start_page)
                 prefetch.judge(verdict, has_ranks=self._controller.has_ranks)
         unused = read.host_pages[prefetch.taken_pages :]
@@ -258,7 +260,7 @@ class Prefetcher:
         self._end(prefetch)
 
     def loaded(self, load: Load) -> None:
-        """A load has ended. If it made room on L2 for what else storage has for a request, look for that."""
+        """Handle the end of a load. If it made room on L2 for the remaining pages of a request, look them up."""
         request = self._climbs.ended(load)
         if request is not None:
             self._look_again(request)
@@ -268,19 +270,18 @@ class Prefetcher:
         self._waiting.queue(request)
 
     def expired(self, operation: Lookup | Read) -> None:
-        """The time of a prefetch is over: end the wait of its request, if it waits. Call it after `found` and `ended`.
-        """
+        """Handle the timeout of a prefetch: end the wait of its request. Call it after `found` and `ended`."""
         prefetch = self._operations.get(operation)
         if prefetch is None or prefetch.answered or not prefetch.awaited:
             return
         self._skip("prefetch_timeout")
         self._answer(prefetch)
         if prefetch.taken_pages == 0:
-            self._gate.failed(Direction.READ)  # it may hang; let the next requests go on without waiting for it
+            self._gate.failed(Direction.READ)  # storage may hang; the next requests should not wait for it
 
     def start_waiting(self) -> None:
-        """Start what has waited and may start now: copies to L1, reads in the order of their lookups, then lookups in
-        order of arrival. Call it last in a step, when it is known whether storage may be used. Costs nothing if nothing
+        """Start waiting work that may start now: copies to L1, reads in the order of their lookups, then lookups in
+        order of arrival. Call it last in a step, when it is known whether storage may be used. Free of cost if nothing
         waits.
         """
         for request in self._climbs.advance():
@@ -297,7 +298,7 @@ class Prefetcher:
 
     @property
     def waiting(self) -> int:
-        """Requests whose prefetch waits: for its turn, for that of another one, or for room on L2."""
+        """Requests whose prefetch waits: for its turn, for another request's prefetch, or for room on L2."""
         return len(self._waiting) + len(self._for_room)
 
     def check(self) -> None:
@@ -311,18 +312,18 @@ class Prefetcher:
                 f"prefetch: {len(self._operations)} operations for {in_flight} prefetches in flight, {holding} anchors"
             )
         if any(rid in self._waiting for rid in self._active):
-            raise InvariantError("prefetch: a request waits for its turn, but has a prefetch")
+            raise InvariantError("prefetch: a request waits for its turn but has a prefetch")
 
     # Leading
 
     def _may_lead(self) -> bool:
-        """Whether a lookup may start now. Prefetches that wait for room count, so that their reads need not wait for
-        an operation too.
+        """Return True if a lookup may start now. Prefetches that wait for room count, so that their reads do not also
+        wait for an operation.
         """
         return self._gate.may(Direction.READ) and len(self._active) < self._config.operations_max
 
     def _try(self, request: PrefetchRequest) -> None:
-        """Look for what a request that has waited still lacks: nothing, something that is being fetched, or more."""
+        """Prefetch the pages that a waiting request still lacks: none, pages in flight for another request, or more."""
         tree = self._trees.current
         match = tree.match(request.key)
         if request.key.pages(tree.page_size) - match.pages < self._share.pages_min:
@@ -346,8 +347,8 @@ class Prefetcher:
         self._leaders.add(prefetch, match)
 
     def _time_left(self, request: PrefetchRequest, missing_pages: int) -> tuple[float, bool]:
-        """How long an operation may take, and whether the request waits for it. If it does not, or not any more, that
-        is what a request that starts now would wait.
+        """Return how long an operation may take, and whether the request waits for it. If the request does not wait,
+        the time is that of a new request.
         """
         left_s = request.until_s - self._controller.time_s()
         if self._config.policy == "best_effort" or left_s <= 0:
@@ -357,7 +358,7 @@ class Prefetcher:
     # Reading
 
     def _reason_against(self, prefetch: Prefetch, found: Lookup) -> str | None:
-        """Why what was found is not read; None if it is, as soon as there is room."""
+        """Return the reason not to read the found pages; None if they are read as soon as there is room."""
         pages = min(found.pages, self._share.pages_max)
         if prefetch.answered:
             return "prefetch_too_late"
@@ -373,12 +374,12 @@ class Prefetcher:
         return None if pays else "prefetch_does_not_pay"
 
     def _read_or_drop(self, prefetch: Prefetch) -> bool:
-        """Read what was found, as far as it fits, or drop it if too little does. False if it has to wait for room that
-        other prefetches hold; then it holds nothing.
+        """Read as many of the found pages as fit, or drop the prefetch if too few fit. Return False, holding nothing,
+        if it must wait for room that other prefetches hold.
         """
         found = prefetch.operation
         if not isinstance(found, Lookup):
-            raise InvariantError(f"prefetch: {prefetch.rid!r} waits for room, but has no lookup")
+            raise InvariantError(f"prefetch: {prefetch.rid!r} waits for room but has no lookup")
         share = self._share
         may_wait = share.others_hold(prefetch.rid)
         if may_wait and min(found.pages, share.pages_max) > share.free_pages:
@@ -389,18 +390,18 @@ class Prefetcher:
         skip_pages = prefetch.start_page - prefetch.asked_page
         rest_pages = found.pages - skip_pages
         if skip_pages < 0 and prefetch.request.lookups < LOOKUPS_MAX:
-            self._end(prefetch)  # its prefix has left meanwhile, so storage is asked for that too
+            self._end(prefetch)  # its prefix was evicted, so it is also looked up in storage
             self._try(prefetch.request)
         elif skip_pages < 0:
             self._drop(prefetch, found, "prefetch_no_host_room")
         elif rest_pages < share.pages_min:
-            self._end(prefetch)  # others have brought the rest
+            self._end(prefetch)  # other requests have fetched the rest
         elif (pages := min(rest_pages, share.free_pages)) < share.pages_min:
             self._drop(prefetch, found, "prefetch_host_share")
         elif (host_pages := share.reserve(pages, all_of_them=may_wait, again=has_waited)) is not None:
             prefetch.wanted_pages = rest_pages
             self._read(prefetch, found, host_pages, has_waited=has_waited)
-        elif may_wait or not self._controller.idle:  # what is in flight holds room on L2 too
+        elif may_wait or not self._controller.idle:  # operations in flight also hold room on L2
             return self._wait_for_room(prefetch, "prefetch_no_host_room")
         else:
             self._drop(prefetch, found, "prefetch_no_host_room")
@@ -423,7 +424,7 @@ class Prefetcher:
     # Ending
 
     def _drop(self, prefetch: Prefetch, found: Lookup, reason: str) -> None:
-        """End a prefetch that reads nothing."""
+        """End a prefetch without reads."""
         self._skip(reason)
         prefetch.judge(Verdict(reason, found.start_page + found.pages), has_ranks=self._controller.has_ranks)
         if found.failed or reason == "prefetch_timeout":
@@ -443,13 +444,13 @@ class Prefetcher:
 
     def _close(self, prefetch: Prefetch) -> None:
         prefetch.answered = True
-        self._release(prefetch)  # now, as nothing is shown any more: a store that hangs must not keep pages on L1
+        self._release(prefetch)  # at once: a store that hangs must not keep pages on L1
         self._leaders.remove(prefetch)
         for verdict in self._waiting.release(prefetch):
             self._skip(verdict.reason)
 
     def _take(self, prefetch: Prefetch, read: Read, arrived: int) -> None:
-        """Put the leading `arrived` pages, which are read and verified, into the tree."""
+        """Put the first `arrived` pages, which are read and verified, into the tree."""
         prefetch.taken_pages = arrived
         if arrived == 0:
             return
@@ -467,8 +468,8 @@ class Prefetcher:
         del self._active[prefetch.rid]
 
     def _hold(self, prefetch: Prefetch, match: Match) -> None:
-        """Keep the end of the prefix, behind which the prefetch starts or goes on. Not the copies on L2 of what is on
-        L1: for a prompt that comes part by part they make room for the next one.
+        """Hold the end of the prefix, after which the prefetch starts or continues. Copies on L2 of pages on L1 are not
+        held: for a prompt that is loaded in parts, they make room for the next part.
         """
         prefetch.anchor, prefetch.start_page = match.node, match.pages
         prefetch.tree.lock(match.node)

@@ -1,7 +1,7 @@
-"""PrefetchShare: which part of L2 prefetches hold until their requests begin, and how much more they may take.
+"""PrefetchShare: the share of L2 that prefetches hold until their requests begin.
 
-They hold the pages that are being read, and those that have arrived for a request that has not begun: these are held in
-the tree, so that they do not leave before they were used once.
+Prefetches hold the pages that are being read, and those that have arrived for a request that has not begun. The latter
+are held in the tree, so that they are not evicted before their first use.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -17,7 +17,7 @@ from .host_tier import HostTier
 
 
 class _Arrived(NamedTuple):
-    """Pages up to `node` that came for a request that has not begun."""
+    """Pages up to `node` that have arrived for a request that has not begun."""
 
     tree: RadixTree
     node: Node
@@ -27,7 +27,7 @@ class _Arrived(NamedTuple):
 class PrefetchShare:
     """Invariant: `arrived_pages` is the sum of `_arrived`, whose nodes are held once each.
 
-    `pages_max` is what prefetches may hold, `pages_min` what a read must have to be worth it.
+    `pages_max` limits the pages that prefetches hold; `pages_min` is the smallest read that pays.
     """
 
     def __init__(self, host: HostTier, controller: HiCacheController) -> None:
@@ -41,18 +41,18 @@ class PrefetchShare:
 
     @property
     def free_pages(self) -> int:
-        """What prefetches may take besides what they hold."""
+        """Return how many more pages prefetches may hold."""
         return self.pages_max - self._controller.read_pages - self.arrived_pages
 
     def others_hold(self, rid: str) -> bool:
-        """True if prefetches of other requests than `rid` hold pages: those come free without it."""
+        """Return True if prefetches of other requests than `rid` hold pages, which will become free."""
         own = self._arrived.get(rid)
         return self._controller.read_pages + self.arrived_pages > (0 if own is None else own.pages)
 
     def reserve(self, pages: int, *, all_of_them: bool, again: bool) -> PageIds | None:
-        """Reserve `pages` pages of L2, or as many as fit, if not `all_of_them`; None if that would be too few.
+        """Reserve `pages` pages of L2; without `all_of_them`, as many as fit. Return None if these are too few.
 
-        With `again`, no store gives way for all of them, which has been tried.
+        `again`: dropping stores to make room has already been tried, so it is not repeated.
         """
         if all_of_them:
             return None if again and self._host.room < pages else self._host.reserve(pages)
@@ -69,12 +69,12 @@ class PrefetchShare:
         self.arrived_pages += pages
 
     def end_of(self, rid: str) -> tuple[RadixTree, Node] | None:
-        """Where what has arrived for a request ends; None if nothing has."""
+        """Return the end of the pages that have arrived for a request; None if there are none."""
         arrived = self._arrived.get(rid)
         return None if arrived is None else (arrived.tree, arrived.node)
 
     def take(self, rid: str) -> int:
-        """Hold what has arrived for a request no more; how many pages that was."""
+        """Release the pages that have arrived for a request. Return their number."""
         arrived = self._arrived.pop(rid, None)
         if arrived is None:
             return 0
@@ -83,6 +83,6 @@ class PrefetchShare:
         return arrived.pages
 
     def take_all(self) -> None:
-        """Hold nothing that has arrived any more."""
+        """Release all pages that have arrived."""
         for rid in list(self._arrived):
             self.take(rid)

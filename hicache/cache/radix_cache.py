@@ -1,8 +1,8 @@
-"""HiRadixCache: the tree cache an engine embeds. The tree decides, the controller moves, this class keeps requests.
+"""HiRadixCache: the tree cache for an engine. The tree decides, the controller copies, this class manages requests.
 
-The order of the calls is that of `TreeCache` (and DESIGN.md, "the life of one page"). All of it on one thread, the
-scheduler's, which owns the tree, both free lists and all request state; so there is no lock. No call does I/O or waits
-for any. No call raises for a storage reason.
+The order of the calls is that of `TreeCache` (and DESIGN.md, "the life of one page"). All calls are made on the
+scheduler's thread, which owns the tree, both free lists and all request state, so there is no lock. Calls neither wait
+for I/O nor raise storage errors.
 
 Conservation, verified by `check()`: for L1, free + held by nodes + held by requests = capacity; for L2, free + held by
 nodes + reserved for operations = capacity. Device pages of a copy belong to nodes, which the copy keeps locked.
@@ -31,7 +31,7 @@ from .tiered import TieredCache, TieredOptions
 
 
 class HiRadixCache(TieredCache):
-    """See the module's docstring; the contract of the methods every cache has is in `TreeCache`.
+    """See the module's docstring; `TreeCache` has the contract of the common methods.
 
     `create_cache` builds one from a configuration. `running` are its requests.
     """
@@ -46,33 +46,34 @@ class HiRadixCache(TieredCache):
             device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
             may_load=None if self._verifier is None else self._verifier.may_load,
         )  # fmt: skip
-        if self._verifier is None:  # which proves what a request is about to load
+        if self._verifier is None:  # it verifies the pages that a request is about to load
             self._prefetcher.promote_with(self._l1.promote)
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
-        self._untold_fault: TransferError | None = None  # the forward that has to learn of it is still to come
+        self._untold_fault: TransferError | None = None  # to be raised in the next forward
 
     # Requests
 
     def match_prefix(self, key: RadixKey) -> Match:
-        """The longest cached prefix of `key`, in whole pages; marks it as used."""
+        """Return the longest cached prefix of `key`, in whole pages, and mark it as used."""
         return self.tree.match(key)
 
     def peek(self, key: RadixKey) -> Peek:
-        """How much of `key` is cached, in pages that a request could reuse; changes nothing."""
+        """Return how many pages of `key` are cached and reusable. Changes nothing."""
         return self.tree.peek(self._reusable(key))
 
     def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
-        """Give a request its KV: the cached prefix, loaded back where it is on L2, and own pages for the rest of `key`.
+        """Give a request its KV: the cached prefix, loaded back from L2 if necessary, and new pages for the rest of
+        `key`.
 
-        None if L1 has no room now, even after evicting: nothing is held then, and with write_back room may be on its
-        way.
+        Return None, holding nothing, if L1 has no room now, even after evicting. With write_back, pages may be about to
+        become free.
         """
         pages, priority = require_beginning(rid, key, priority, self.device)
         self._require_service()
         tree, reusable = self.tree, self._reusable(key)
         if self._prefetcher.is_active(rid) and not self._l1.may_have_room(pages - tree.peek(reusable).device_pages):
-            return None  # what is still being read for it will be there when there is room
+            return None  # pages that are still being read can arrive until there is room
         self._prefetcher.conclude(rid)
         match = tree.match(reusable)
         needed = pages - len(match.device_pages)
@@ -87,7 +88,7 @@ class HiRadixCache(TieredCache):
         shared = np.concatenate((match.device_pages, loaded)) if len(loaded) else match.device_pages
         own = self._l1.alloc(needed - len(loaded))
         if own is None:
-            raise InvariantError("L1: room was made for a request, but there is none")
+            raise InvariantError("L1: no pages are free for a request after room was made for it")
         request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), tree, node, priority, load)
         self.running.add(request)
         if self._verifier is not None:
@@ -107,11 +108,11 @@ class HiRadixCache(TieredCache):
         return self.device.loading
 
     def record_fence(self, fence: Fence) -> None:
-        """Order the copies that start from now on after `fence`."""
+        """Make the copies that start from now on wait for `fence`."""
         self.controller.record_fence(fence)
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
-        """Make room for KV of `total_tokens` tokens in all; False if L1 is full (then nothing changed)."""
+        """Make room for KV of `total_tokens` tokens. Return False and change nothing if L1 is full."""
         self.running.require(request)
         missing = missing_pages(request, total_tokens, self.device)
         if missing <= 0:
@@ -123,11 +124,11 @@ class HiRadixCache(TieredCache):
         return True
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
-        """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
+        """Share the computed KV of a running request: the whole pages of `key`, whose KV must be written.
 
-        Its copies of pages that the tree had already are freed and `request.pages` names the tree's instead; the lock
-        moves to the end of what is shared. Does nothing for a request of earlier weights, nor where pages of the tree
-        are not filled: while they are loaded, and after a device copy has failed.
+        If the tree already had some of the pages, the request's copies are freed and `request.pages` gets the tree's
+        pages. The lock moves to the end of the shared pages. Does nothing for a request of earlier weights, while pages
+        of the tree are being loaded, and after a device copy has failed.
         """
         self.running.require(request)
         full = computed_pages(request, key, self.page_size)
@@ -157,7 +158,7 @@ class HiRadixCache(TieredCache):
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request: share the whole pages of `key` (None: share nothing, as after an abort) and free the rest.
 
-        A load that was submitted for an aborted request, and not started, is taken back.
+        Cancels a load of an aborted request that has not started.
         """
         self.running.require(request)
         if key is not None:
@@ -173,9 +174,9 @@ class HiRadixCache(TieredCache):
         self.running.end(request)
 
     def insert(self, key: RadixKey, device_pages: PageIds, *, priority: int = 0) -> Inserted:
-        """Hand L1 pages that hold the whole pages of `key` to the tree, and back them up as the policy says.
+        """Insert L1 pages with the whole pages of `key` into the tree, and back them up as the policy says.
 
-        The caller keeps `device_pages[:present_pages]`, which the tree had already. REQUIRES: the pages came from
+        The caller keeps `device_pages[:present_pages]`, which the tree already had. REQUIRES: the pages came from
         `page_source`.
         """
         priority = whole("priority", priority, -WHOLE_MAX)
@@ -189,29 +190,28 @@ class HiRadixCache(TieredCache):
 
     @property
     def page_source(self) -> PageSource:
-        """Pages for the caller or a token allocator of the engine. `alloc` evicts as needed; `free` takes back what was
-        not handed to the tree.
+        """Pages for the caller or a token allocator of the engine. `alloc` evicts as needed; `free` takes back pages
+        that were not inserted into the tree.
         """
         return self._l1
 
     def evict(self, pages: int) -> Eviction:
-        """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, what is short."""
+        """Evict `pages` pages from L1, or as many as possible. Return how many are free now, soon, and missing."""
         return self._l1.evict(whole("pages", pages))
 
     @property
     def writeback_pages(self) -> int:
-        """L1 pages that are being copied to L2 in order to be evicted."""
+        """L1 pages that are being copied to L2 for their eviction."""
         return self._l1.writeback_pages
 
     @property
     def request_pages(self) -> int:
-        """L1 pages that are requests' own, or the caller's by `page_source`."""
+        """L1 pages that belong to requests only, or to the caller by `page_source`."""
         return self._l1.request_pages
 
     def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
-        """Keep what is cached of `key` (whole pages) for `ttl_s` seconds after its last use; a handle to end it sooner.
-
-        None, pinning nothing, if pins would take more than their share of L2.
+        """Keep the cached whole pages of `key` until `ttl_s` seconds after their last use. Return a handle that ends it
+        sooner, or None, pinning nothing, if pins would exceed their share of L2.
         """
         ttl_s = number("ttl_s", ttl_s, positive=True)
         match = self.tree.match(key)
@@ -224,8 +224,8 @@ class HiRadixCache(TieredCache):
     # Storage
 
     def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
-        """Start reading what storage has of `key` beyond L1 and L2, now or in its turn. False if it is not worth it or
-        not possible."""
+        """Start reading from storage the part of `key` that is not on L1 or L2, now or in turn. Return False if that
+        does not pay or is not possible."""
         instance("rid", rid, str)
         reusable = self._reusable(key)
         in_service = self._device_fault is None and not self._closed
@@ -234,15 +234,15 @@ class HiRadixCache(TieredCache):
         return in_service and self._prefetcher.start(rid, reusable)
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """True once the prefetch has ended or its time is over, and while storage is paused; what has arrived by then
-        is in the tree.
+        """Return True once the prefetch has ended or its time is over, and while storage is paused. The pages that have
+        arrived by then are in the tree.
 
-        With `integrity.verify: load`, True once the frames that the request would load are verified, too.
+        With `integrity.verify: load`, the frames that the request would load must also be verified.
         """
         return self._prefetcher.ready(rid) and (self._verifier is None or self._verifier.ready(rid))
 
     def abort_prefetch(self, rid: str) -> None:
-        """Stop the prefetch of a request that will not run. What has arrived stays; the rest comes back later."""
+        """Stop the prefetch of a request that will not run. Pages that have arrived stay; others are freed later."""
         if self._verifier is not None:
             self._verifier.forget(rid)
         self._prefetcher.abort(rid)
@@ -257,14 +257,14 @@ class HiRadixCache(TieredCache):
     # Each step
 
     def poll(self) -> bool:
-        """As in `TieredCache`; pins whose time is over end too."""
+        """As in `TieredCache`; also ends expired pins."""
         ended = super().poll()
         self._pins.expire()
         return ended
 
     def _take_in(self, acks: Acks) -> None:
         if acks.fault is not None:
-            # What the device holds is unknown now. A wrong byte must not be served, so no further request may begin.
+            # The content of the device is unknown now. To never serve a wrong byte, further requests are rejected.
             self._device_fault = self._untold_fault = acks.fault
             self._l1.halt()
         for backup in acks.failed_backups:
@@ -281,10 +281,10 @@ class HiRadixCache(TieredCache):
     # Inside
 
     def _reusable(self, key: RadixKey) -> RadixKey:
-        """The whole pages of `key` that may come from the cache: the last token of the prompt is always computed."""
+        """Return the whole pages of `key` that may come from the cache: the last token is always computed."""
         self.tree.require_fitting(key)
         reusable = (key.prompt_tokens - 1) // self.page_size * self.page_size
-        # Lookups take whole pages only, so what is left of a page need not be cut off, which copies the key.
+        # Lookups use whole pages only, so a partial page need not be cut off, which would copy the key.
         return key if len(key) < reusable + self.page_size else key.head(reusable)
 
     def _require_service(self) -> None:
@@ -308,7 +308,7 @@ class HiRadixCache(TieredCache):
     # State
 
     def statistics(self) -> CacheStatistics:
-        """A snapshot of all tiers. May be called from any thread; may look at what storage holds."""
+        """Return a snapshot of all tiers. Any thread may call it; it may query the store's usage."""
         device, tree = self.device, self.tree
         pages, evictable = tree.device_pages_total, tree.device_evictable_pages
         tier = TierStatistics.of(device.allocator, pages, evictable, device.geometry.payload_bytes)

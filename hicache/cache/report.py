@@ -1,6 +1,6 @@
-"""What a cache tells its log: a line at the start, when limits have dropped work, when the weights change, at the end.
+"""The log lines of a cache: at its start and end, after work was dropped, and for new weights.
 
-Locking design: a `DropLog` compares counts on a thread of its own. The scheduler thread only counts.
+Locking design: a `DropLog` compares counts on its own thread. The scheduler thread only counts.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .statistics import CacheStatistics
 
 logger = logging.getLogger(__name__)
 
-# How often the counts are compared, which is one line at most. While work is dropped each time, the period doubles up
-# to the second one: an overload of an hour is some 15 lines.
+# The time between two comparisons, each of at most one line. While work is dropped each time, it doubles up to the
+# second value: an overload of an hour makes about 15 lines.
 PERIOD_S = 10.0
 PERIOD_S_MAX = 300.0
-# What a cache counts when a limit has dropped work (and not because it would not have paid): in words, with the entry
-# of the configuration that is the limit.
+# The counters of work that a limit has dropped (not work that would not have paid), in words, with the limit's entry in
+# the configuration.
 LIMITS: Mapping[str, str] = {
     "backup_no_host_room": "backups found no room on the host (host.size)",
     "pin_share": "pins were refused (pin_host_share)",
-    "prefetch_host_share": "prefetches found their share of the host taken (prefetch.host_share)",
+    "prefetch_host_share": "prefetches found their share of the host full (prefetch.host_share)",
     "prefetch_no_host_room": "prefetches found no room on the host (host.size)",
     "prefetch_queued": "prefetches were still waiting when their requests began (prefetch.operations_max)",
     "prefetch_timeout": "prefetches took too long (prefetch.timeout_base, or a slow store)",
-    "store_gave_way": "stores gave way to other pages on the host (host.size, or a slow store)",
-    "store_incomplete": "stores were not taken whole (the store is full, slow or down)",
+    "store_gave_way": "stores were dropped to free host memory (host.size, or a slow store)",
+    "store_incomplete": "stores were incomplete (the store is full, slow or down)",
     "write_back_dropped": "pages were dropped before they could be written back (host.size)",
     "queue backup": "stores: backup queue full (transfer.store_host_share, or a slow store)",
     "queue load": "loads: load queue full (transfer.load_pages_max)",
@@ -47,7 +47,7 @@ LIMITS: Mapping[str, str] = {
 
 
 def stores_of(storage: AnyStorage | None) -> str:
-    """Return the stores of a configuration in words, such as `levels (file 10 GiB, s3)`."""
+    """Return the stores of a configuration as text, such as `levels (file 10 GiB, s3)`."""
     if storage is None:
         return "none"
     parts = parts_of(storage.options)
@@ -60,7 +60,7 @@ def stores_of(storage: AnyStorage | None) -> str:
 
 
 def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistics) -> None:
-    """Write what the cache is made of: tiers with their sizes, namespace, storage."""
+    """Log the tiers with their sizes, the storage and the namespace."""
     tiers = [
         f"{name} {tier.capacity_pages:,} pages ({format_size(tier.capacity_pages * tier.page_bytes)})"
         for name, tier in (("L1", state.device), ("L2", state.host))
@@ -74,7 +74,7 @@ def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistic
 
 
 def log_end(*, everything_ended: bool, took_s: float) -> None:
-    """Write that a cache was closed."""
+    """Log that a cache was closed."""
     if everything_ended:
         logger.info("cache closed after %.1f s; all that was queued has ended", took_s)
     else:
@@ -83,7 +83,7 @@ def log_end(*, everything_ended: bool, took_s: float) -> None:
 
 
 def dropped(state: CacheStatistics) -> Counter[str]:
-    """Return how often each of `LIMITS`, and those of single stores, have dropped work since the start."""
+    """Return how often each limit, in words, has dropped work since the start."""
     counts = {**state.skipped, **{f"queue {queue}": count for queue, count in state.controller.refused.items()}}
     found = Counter({reason: counts.get(reason, 0) for reason in LIMITS})
     found.update(dropped_by_stores(state.controller.backends, state.controller.copies))
@@ -99,7 +99,7 @@ def dropped_by_stores(stores: Iterable[LeafStatistics], copies: Mapping[str, Cop
         found[f"pages were not copied to {part} (cascade_bytes_max, or a slow store)"] += of_part.dropped
     for store in stores:
         rejected = store.statistics.sets.get(SetOutcome.REJECTED, 0)
-        found[f"pages were rejected by {store.name}, which has no room and can make none"] += rejected
+        found[f"pages were rejected by {store.name}, which is full and cannot evict"] += rejected
         if store.guard is not None:
             busy = sum(store.guard.refused.get((way, Refusal.BUSY), 0) for way in Direction)
             found[f"calls to {store.name} found no room in flight (storage.guard.in_flight, or a slow store)"] += busy
@@ -107,8 +107,8 @@ def dropped_by_stores(stores: Iterable[LeafStatistics], copies: Mapping[str, Cop
 
 
 class DropLog:
-    """Writes a warning when limits have dropped work since the last look, with `counts` by limit and each in `words`.
-    `look` is called each time besides."""
+    """Logs a warning if limits have dropped work since the last comparison, with `counts` by limit and `words` for
+    each. Also calls `look` each time."""
 
     def __init__(
         self,
@@ -140,13 +140,13 @@ class DropLog:
         return time_s + self._backoff.next_s()
 
     def close(self) -> None:
-        """End the thread, after a last look."""
+        """End the thread, after a last comparison."""
         if self._task.close(1.0):
             self._look()
 
 
 class CacheLog:
-    """The log of one cache from its start on."""
+    """The log of one cache, from its start to its end."""
 
     def __init__(self, config: HiCacheConfig, namespace: Namespace, statistics: Callable[[], CacheStatistics]) -> None:
         state = statistics()
@@ -162,5 +162,5 @@ class CacheLog:
                         self._state.weights_epoch, before.weights_epoch)  # fmt: skip
 
     def close(self) -> None:
-        """End the thread, after a last look."""
+        """End the thread, after a last comparison."""
         self._drops.close()

@@ -1,12 +1,12 @@
-"""Which waiting request to begin next, so that cached prefixes are used before they are evicted.
+"""Chooses the next waiting request, so that cached prefixes are used before they are evicted.
 
-Longest prefix first serves requests that share a prefix one after the other, which finds it on L1 each time, where
-first come, first served might go back and forth between prefixes and load or compute each of them again. Two bounds
-keep it harmless: a queue so long that looking every request up costs more than it gains is served in order of arrival,
-and so is a request that has waited long enough.
+"Longest prefix first" serves requests with a common prefix one after the other, so that each finds it on L1. "First
+come, first served" may alternate between prefixes and load or compute each of them again. Two limits apply: a very long
+queue, in which looking up every request costs too much, is served in order of arrival, and so is a request that has
+waited long enough.
 
 Requests that arrive together with the same new prefix would each compute it. So only the first of them begins; the
-others are deferred until it has put the prefix into the tree. The idea of both is that of SGLang's scheduler.
+others are deferred until the prefix is in the tree. Both ideas come from SGLang's scheduler.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..keys import RadixKey
 
 T = TypeVar("T")
 
-# Of a prefix that is to be computed: what identifies it, see `_head`.
+# Identifies a prefix that must be computed, see `_head`.
 _Head = tuple[bytes, int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[T]):
-    """A waiting request: `item` is the scheduler's own object, `key` what it would begin with."""
+    """A waiting request: `item` is the scheduler's own object, `key` the key of its prompt."""
 
     item: T
     key: RadixKey
@@ -37,7 +37,7 @@ class Candidate(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Order(Generic[T]):
-    """The queue, split: `now` in the order to begin them, `deferred`, by arrival, to be looked at again next step."""
+    """The split queue: `now` is in the order to begin, `deferred` in order of arrival, for the next step."""
 
     now: list[T]
     deferred: list[T]
@@ -52,11 +52,11 @@ def longest_prefix_first(
     computing: Iterable[RadixKey] = (),
     options: ScheduleConfig | None = None,
 ) -> Order[T]:
-    """Order a queue by what `measure` says is cached of each key: pages on L1, then pages on other tiers, then arrival.
+    """Sort a queue by the result of `measure` for each key: pages on L1, then pages on other tiers, then arrival.
 
     Requests older than `age_max` come first, by arrival, and are never deferred. `computing` are the keys of requests
-    whose prefill runs now: those that share their new prefix are deferred too. `measure` is called once per waiting
-    request and once per key of `computing`; it must not change what is evicted next, as `TreeCache.peek` does not.
+    whose prefill runs now: waiting requests that share their new prefix are also deferred. `measure` is called once per
+    waiting request and once per key of `computing`. It must not change the order of eviction; use `TreeCache.peek`.
     """
     options = instance_or_new("options", options, ScheduleConfig)
     by_arrival = sorted(waiting, key=lambda candidate: candidate.arrival_s)
@@ -84,10 +84,10 @@ def longest_prefix_first(
 
 
 def _head(key: RadixKey, cached_tokens: int, tokens: int) -> _Head | None:
-    """The first `tokens` tokens (of a bigram key: pairs) of `key` that are not cached; None if it has fewer.
+    """Return the first `tokens` tokens (of a bigram key: pairs) of `key` that are not cached; None if it has fewer.
 
-    If two requests share that many tokens behind what is cached, as much of both is cached, so that number stands for
-    the tokens before. Where it does not, one waits for the other in vain, at most until that one is computed.
+    The number of cached tokens stands for the tokens before them. If two different prefixes have equal heads, one
+    request waits for the other without need, at most until that one is computed.
     """
     start, size = cached_tokens * key.position_bytes, tokens * key.position_bytes
     head = key.tokens[start : start + size]

@@ -1,35 +1,34 @@
 """SessionCache: a HiRadixCache whose conversations keep all their KV on L1 between turns.
 
 A request that has joined a session is a *turn* of it. When a turn ends, its whole pages are shared with the tree as
-those of any request, but the session keeps them locked, and keeps the partial last page, which the tree cannot take.
-The next turn, if its prompt goes on where the last one ended, gets that page too, so it computes its new tokens only:
+for any request, but the session keeps them locked. It also keeps the partial last page, which the tree cannot hold. If
+the prompt of the next turn continues the last one, the turn also gets that page, so it computes only its new tokens:
 
     tokens of the session   0 ............ whole pages ............ n
                             | locked in the tree, shared with all | own page |
     the next turn           | a hit as for any other request      | moved to it, cached up to n | computed
 
-The tree stays the one truth about whole pages: a turn begins like any other request, and only the partial page is added
-here. So whatever a session loses costs the tokens of that page, never more than one page of work
-while the rest is cached:
+Only the tree knows the whole pages: a turn begins like any other request, and this class adds only the partial page. So
+a session that loses its KV costs at most the tokens of that page, as long as the rest is cached:
 
-- A turn whose prompt does not go on where the last one ended: the session gives its KV up, the turn starts from the
-  tree, and the session keeps what the turn ends with.
-- An aborted turn leaves the session as it was before. Only if the turn has filled the partial page up and shared it,
-  the session ends at the last whole page before; and if it had given its KV up, it holds nothing.
-- Memory pressure: if a request finds no room, sessions without a running turn give their KV up, least recently used
-  first, as far as that makes room. They stay open.
-- Clearing the cache and new weights: all sessions give their KV up and stay open; what runs then comes back to none.
-- Closing, and the end of `ttl_s` seconds without a turn, release the KV and forget the session. The time is looked at
-  in `poll`. A turn that runs when its session is closed goes on as an ordinary request.
+- A turn whose prompt does not continue the last one: the session releases its KV, the turn starts from the tree, and
+  the session keeps the KV of the turn.
+- An aborted turn leaves the session unchanged, with two exceptions. If the turn has completed and shared the partial
+  page, the session ends at the whole page before it. If the session has released its KV, it stays empty.
+- Memory pressure: if L1 has no room for a request, sessions without a running turn release their KV, least recently
+  used first, until there is room. They stay open.
+- Clearing the cache and new weights: all sessions release their KV and stay open; the KV of running turns is not kept.
+- Closing a session, and `ttl_s` seconds without a turn, release its KV and forget it. `poll` checks the time. A turn
+  that runs when its session is closed continues as an ordinary request.
 
-With bigram keys tokens are positions in all of this: what a session has of n tokens are their n - 1 pairs, and of its
-last token, which begins no pair yet, it keeps nothing.
+With bigram keys, read positions for tokens: for n tokens a session keeps their n - 1 pairs, and nothing for the last
+token, which does not begin a pair yet.
 
-Called by the scheduler thread alone; no lock. Only `drain` and `close` block.
+Called by the scheduler thread only; no lock. Only `drain` and `close` block.
 
-Invariants, verified by `check()` beside those of HiRadixCache: no page of L1 is used but by nodes, running requests and
-sessions (so `page_source` is not for this cache). A session holds exactly the pages of its tokens, and
-the whole ones are on L1 in its tree. A session whose partial page is with its turn ends at a whole page.
+Invariants, verified by `check()` together with those of HiRadixCache: only nodes, running requests and sessions use
+pages of L1 (so `page_source` is not for this cache). A session holds exactly the pages of its tokens, and the whole
+ones are on L1 in its tree. A session whose partial page was moved to its turn ends at a whole page.
 """
 
 from __future__ import annotations
@@ -57,21 +56,21 @@ class _Session:
     session_id: str
     ttl_s: float
     used_s: float  # when it was opened, or its last turn joined or ended
-    held: RequestKV | None = None  # what it keeps; its key are the tokens that the pages hold KV of
+    held: RequestKV | None = None  # the kept pages; its key has the tokens of their KV
     turn: str | None = None  # the request that has joined and not ended
     request: RequestKV | None = None  # KV of the turn while it runs
-    lent: RadixKey | None = None  # key of `held` before its partial page went to the turn
+    lent: RadixKey | None = None  # key of `held` before its partial page was moved to the turn
 
     @property
     def idle(self) -> bool:
-        """Whether no turn runs; one may have joined."""
+        """True if no turn runs; one may have joined."""
         return self.request is None
 
 
 class SessionCache(HiRadixCache):
     """See the module's docstring. Its options are the section `sessions` of the controller's configuration.
 
-    `clock` gives seconds that never go back, by default those that ranks agree on.
+    `clock` returns monotonic seconds, by default those that ranks agree on.
     """
 
     def __init__(
@@ -81,23 +80,23 @@ class SessionCache(HiRadixCache):
         self.clock = controller.time_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._turns: dict[str, _Session] = {}  # by request id
-        self._expiry_s = math.inf  # no session expires before
+        self._expiry_s = math.inf  # the earliest expiry of a session
         self._counts: Counter[str] = Counter()
         self._released: Counter[str] = Counter()
 
     # Sessions
 
     def open_session(self, session_id: str, *, ttl_s: float | None = None) -> None:
-        """Begin a session, which is forgotten after `ttl_s` (None: as configured) without a turn.
+        """Open a session. It is forgotten after `ttl_s` (None: as configured) without a turn.
 
-        Raises InvalidInput if it is open or the time is not positive, CapacityError if too many are: no other session
-        is closed for it, since its owner would find out only by an error.
+        Raises InvalidInput if it is already open or the time is not positive, CapacityError if too many sessions are
+        open. Other sessions are not closed for it, because their owners would notice only by an error.
         """
         instance("session_id", session_id, str)
         ttl_s = self.config.sessions.ttl if ttl_s is None else number("ttl_s", ttl_s, most=math.inf, positive=True)
         self._expire()
         if session_id in self._sessions:
-            raise InvalidInput(f"session {session_id!r} is open already; close it or choose another name")
+            raise InvalidInput(f"session {session_id!r} is already open; close it or choose another name")
         if len(self._sessions) >= self.config.sessions.sessions_max:
             raise CapacityError(f"session {session_id!r}: {len(self._sessions)} are open; close one or try again later")
         self._sessions[session_id] = session = _Session(session_id, ttl_s, 0.0)
@@ -106,18 +105,18 @@ class SessionCache(HiRadixCache):
     def join_session(self, rid: str, session_id: str) -> None:
         """Make the request `rid`, which has not begun, the next turn of a session.
 
-        It is one until `cache_finished_req`, or `abort_prefetch` if it does not begin; a request that is to begin again
-        after that joins again. Raises UnknownSession, SessionBusy if the session has a turn, InvalidInput if the
-        request is one already.
+        It stays the turn until `cache_finished_req`, or `abort_prefetch` if it does not begin; a request that begins
+        again after that must join again. Raises UnknownSession, SessionBusy if the session has a turn, InvalidInput if
+        the request is already a turn.
         """
         instance("rid", rid, str)
         instance("session_id", session_id, str)
         self._expire()
         session = self._sessions.get(session_id)
         if session is None:
-            raise UnknownSession(f"session {session_id!r} is not open (any more); open it and send the turn again")
+            raise UnknownSession(f"session {session_id!r} is not open; open it and send the turn again")
         if session.turn is not None:
-            raise SessionBusy(f"session {session_id!r} has a turn already; wait for its end")
+            raise SessionBusy(f"session {session_id!r} already has a turn; wait for its end")
         if rid in self._turns:
             raise InvalidInput(f"request {rid!r} is a turn of another session")
         session.turn = rid
@@ -125,7 +124,7 @@ class SessionCache(HiRadixCache):
         self._touch(session)
 
     def close_session(self, session_id: str) -> bool:
-        """Release a session's KV and forget it. False if there is none (any more)."""
+        """Release a session's KV and forget it. Return False if it is not open."""
         session = self._sessions.get(instance("session_id", session_id, str))
         if session is None:
             return False
@@ -133,9 +132,9 @@ class SessionCache(HiRadixCache):
         return True
 
     def drop_all(self) -> None:
-        """Have every session give up its KV, as when the weights change. They stay open.
+        """Make every session release its KV, as for new weights. They stay open.
 
-        What a turn that runs now computes does not come back to its session.
+        Sessions do not keep the KV of turns that run now.
         """
         for session in list(self._sessions.values()):
             self._release(session, "dropped")
@@ -145,22 +144,23 @@ class SessionCache(HiRadixCache):
     # Requests
 
     def abort_prefetch(self, rid: str) -> None:
-        """Forget a request that has not begun and will not: it is no turn any more."""
+        """Forget a request that will not begin; it is no longer a turn."""
         session = self._turns.get(instance("rid", rid, str))
         if session is not None and session.idle:
             self._end_turn(session)
         super().abort_prefetch(rid)
 
     def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
-        """Give a request its KV; a turn that goes on where its session ended gets the session's partial page too.
+        """Give a request its KV. A turn that continues its session also gets the session's partial page.
 
-        `device_hit_tokens` then counts the tokens of that page. None if L1 has no room, whatever idle sessions give up.
+        `device_hit_tokens` includes the tokens of that page. Return None if L1 has no room, even after all idle
+        sessions have released their KV.
         """
         pages, priority = require_beginning(rid, key, priority, self.device)
         self.tree.require_fitting(key)
         session = self._turns.get(rid)
         if session is not None and not session.idle:
-            raise InvalidInput(f"request {rid!r} has begun already")
+            raise InvalidInput(f"request {rid!r} has already begun")
         if session is not None and session.held is not None and not _continues(session.held.key, key):
             self._release(session, "diverged")
         while (request := super().begin_request(rid, key, priority=priority)) is None:
@@ -174,7 +174,8 @@ class SessionCache(HiRadixCache):
         return request
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
-        """Make room for KV of `total_tokens` tokens in all, at the cost of idle sessions; False if L1 is full then."""
+        """Make room for KV of `total_tokens` tokens, if necessary from idle sessions. Return False if L1 is still full.
+        """
         while not super().extend(request, total_tokens):
             missing = missing_pages(request, total_tokens, self.device)
             if not self._give_way(missing, missing, None):
@@ -182,7 +183,7 @@ class SessionCache(HiRadixCache):
         return True
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
-        """As in `HiRadixCache`; events of what a turn has computed name its session."""
+        """As in `HiRadixCache`; events of pages that a turn has computed name its session."""
         self.running.require(request)
         session = self._turns.get(request.rid)
         if session is None or self._events is None:
@@ -195,7 +196,8 @@ class SessionCache(HiRadixCache):
             self._events.session_id = None
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
-        """End a request. A turn leaves its KV to its session: that of `key`, or after an abort what it was before."""
+        """End a request. A session keeps the KV of its turn for `key`, or after an abort its KV from before the
+        turn."""
         self.running.require(request)
         session = self._turns.get(request.rid)
         if session is None or session.request is not request:
@@ -233,7 +235,7 @@ class SessionCache(HiRadixCache):
     # Inside
 
     def _continue(self, session: _Session, held: RequestKV, request: RequestKV) -> None:
-        """Move the partial page of a session to its turn, in place of the page that the turn got there."""
+        """Move the partial page of a session to its turn, and free the turn's own page for those tokens."""
         self._counts["continued"] += 1
         whole, key = held.shared_pages, held.key
         tail_tokens = len(key) - whole * self.page_size
@@ -241,7 +243,7 @@ class SessionCache(HiRadixCache):
             return
         tail, held.pages = held.pages[whole:], held.pages[:whole]
         held.key = key.head(whole * self.page_size)
-        if request.shared_pages > whole:  # the tree has that page by now, from another request that went on like this
+        if request.shared_pages > whole:  # the tree already has that page, from another request with these tokens
             self._l1.free(tail)
             return
         spare = request.pages[whole : whole + 1]
@@ -253,13 +255,13 @@ class SessionCache(HiRadixCache):
         self._counters.hit_tokens["device"] += tail_tokens
 
     def _keep(self, session: _Session, request: RequestKV, key: RadixKey) -> None:
-        """Share the whole pages of a turn that has ended, and put all its KV into the session."""
+        """Share the whole pages of a turn that has ended, and move all its KV to the session."""
         computed_pages(request, key, self.page_size)
         pages = -(-len(key) // self.page_size)
         if pages > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {len(request.pages)} pages cannot hold {len(key)} tokens")
         self.cache_unfinished_req(request, key)
-        if request.shared_pages != len(key) // self.page_size:  # the tree takes nothing now
+        if request.shared_pages != len(key) // self.page_size:  # the tree does not accept pages now
             self._release(session, "not_shared")
             super().cache_finished_req(request, None)
             return
@@ -270,7 +272,7 @@ class SessionCache(HiRadixCache):
             super().cache_finished_req(before, None)
 
     def _roll_back(self, session: _Session, request: RequestKV) -> None:
-        """End an aborted turn. It has written behind the session's tokens only, so the partial page is still good."""
+        """End an aborted turn. It has only written after the session's tokens, so the partial page is still valid."""
         held = session.held
         if held is not None and session.lent is not None and request.shared_pages == held.shared_pages:
             whole = held.shared_pages
@@ -285,12 +287,12 @@ class SessionCache(HiRadixCache):
         self._touch(session)
 
     def _give_way(self, least_pages: int, enough_pages: int, own: _Session | None) -> bool:
-        """Have the least recently used idle sessions give up their KV until there may be room for `least_pages`, and
-        `own`, whose turn needs the room, last; at least one of them.
+        """Release the KV of idle sessions, at least of one, until there may be room for `least_pages`: least recently
+        used first, and last `own`, whose turn needs the room.
 
-        False, changing nothing, if that need not or cannot help: `enough_pages` will do with what is on its way to L2,
-        or all sessions together do not make it `least_pages`. With nothing on its way, what counts as evictable was
-        tried in vain: pinned pages that L2 has no room for.
+        Return False and change nothing if pending write-backs free enough pages (`enough_pages`), or all idle sessions
+        together hold too few. Without pending write-backs, evicting the evictable pages has already failed: they are
+        pinned, and L2 has no room for them.
         """
         room = self._l1.free_pages + self.writeback_pages
         holding = [session for session in self._sessions.values() if session.held is not None and session.idle]
@@ -320,26 +322,25 @@ class SessionCache(HiRadixCache):
         self._expiry_s = min(self._expiry_s, session.used_s + session.ttl_s)
 
     def _expire(self) -> None:
-        """Close the sessions whose time is over. Looks at them only if there may be one."""
+        """Close the expired sessions. Visits them only if one may have expired."""
         now_s = self.clock()
         if now_s < self._expiry_s:
             return
         for session in list(self._sessions.values()):
             if session.turn is None and now_s >= session.used_s + session.ttl_s:
                 self._close(session, "expired")
-        # One that has a turn is looked at again after its end.
+        # A session with a turn is checked again after the turn.
         waiting = (session for session in self._sessions.values() if session.turn is None)
         self._expiry_s = min((session.used_s + session.ttl_s for session in waiting), default=math.inf)
 
     # State
 
     def statistics(self) -> CacheStatistics:
-        """A snapshot of all tiers and of the sessions. May be called from any thread; may look at what storage holds.
-        """
+        """Return a snapshot of all tiers and the sessions. Any thread may call it; it may query the store's usage."""
         return replace(super().statistics(), sessions=self.session_statistics())
 
     def session_statistics(self) -> SessionStatistics:
-        """A snapshot of the sessions. May be called from any thread."""
+        """Return a snapshot of the sessions. Any thread may call it."""
         sessions = list(self._sessions.values())  # one operation in CPython
         held = [kv for session in sessions if (kv := session.held) is not None]
         return SessionStatistics(
@@ -359,11 +360,11 @@ class SessionCache(HiRadixCache):
         super().check()
         turns = {session.turn: session for session in self._sessions.values() if session.turn is not None}
         if turns != self._turns:
-            raise InvariantError("sessions: the turns that are known are not those of the sessions")
+            raise InvariantError("sessions: the index of turns does not match the sessions")
         for session in self._sessions.values():
             if session.held is not None:
                 self._check_held(session, session.held)
-        own = self.running.check()  # those that sessions hold are among them
+        own = self.running.check()  # includes the pages of sessions
         if self.request_pages != own:
             raise InvariantError(
                 f"L1: {self.request_pages} pages are not the tree's, {own} held by requests and sessions"
@@ -374,11 +375,11 @@ class SessionCache(HiRadixCache):
         if pages != -(-tokens // self.page_size) or held.shared_pages != tokens // self.page_size:
             raise InvariantError(f"{name}: {pages} pages, {held.shared_pages} of them shared, for {tokens} tokens")
         if session.lent is not None and (session.idle or tokens % self.page_size):
-            raise InvariantError(f"{name}: its partial page is with a turn and yet here, or with no turn")
+            raise InvariantError(f"{name}: its partial page is in two places, or was moved without a turn")
         if held.tree.peek(held.key).device_pages != held.shared_pages:
             raise InvariantError(f"{name}: its whole pages are not in the tree")
 
 
 def _continues(held: RadixKey, key: RadixKey) -> bool:
-    """Whether `key` is what is held and at least one token to compute. Else the partial page would be overwritten."""
+    """Return True if `key` continues `held` by at least one token. Otherwise the partial page would be overwritten."""
     return key.prompt_tokens > len(held) and key.seed == held.seed and key.tokens.startswith(held.tokens)

@@ -1,5 +1,5 @@
-"""Which storage a cache uses: none for a while, another one, or this one in one direction only. At run time, with work
-under way. Owned by the scheduler thread; no lock.
+"""Changes the storage of a running cache: detach, attach another, or switch off one direction. Owned by the scheduler
+thread; no lock.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ OpenStorage = Callable[[int], StorageBackend]
 
 
 class StorageControl:
-    """The operator's side of a cache's storage. No method blocks.
+    """The operator's controls of a cache's storage. Methods do not block.
 
-    With ranks, all make the same call in the same step, but for `override`, where one that switches a direction off is
-    enough. `open_storage` opens the store of a weights epoch; without one, only `attach` with another brings it back.
+    With ranks, all make the same call in the same step, except for `override`: one rank that switches a direction off
+    is enough. `open_storage` opens the store of a weights epoch; without it, `attach` needs an argument.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class StorageControl:
 
     @property
     def attached(self) -> bool:
-        """Whether the cache has storage, open or still being opened."""
+        """True if the cache has storage, open or being opened."""
         return self._controller.gate.attached
 
     def detach(self) -> None:
-        """Use no storage from now on; does nothing without one.
+        """Stop using storage; does nothing without storage.
 
-        Prefetches under way end with nothing, stores as not stored; the backend is closed once nobody works with it.
-        Visits every node of the tree, to forget that it was stored.
+        Prefetches in flight end without pages, and stores in flight as not stored. The backend is closed after its last
+        call. Visits every node of the tree, to forget that it was stored.
         """
         if not self.attached:
             return
@@ -58,18 +58,17 @@ class StorageControl:
         self._controller.detach_backend()
 
     def attach(self, open_storage: OpenStorage | None = None) -> None:
-        """Use the storage that `open_storage` opens for a weights epoch, now and for later epochs; None for the one
-        that the cache was built with. What was attached is detached.
+        """Use the storage that `open_storage` opens for the current weights epoch and for later ones; None for the
+        storage that the cache was built with. Detaches the current storage.
 
-        It is opened on a thread of its own, and tried again if that fails or gives something other than a
-        StorageBackend; until then there is none. What is on L2 is stored there when it is used next. Raises
-        InvalidInput if there is nothing to open, for something that cannot be called, and once the cache is closed;
-        nothing has changed then.
+        A thread opens it, and tries again if that fails or returns something other than a StorageBackend; until then
+        the cache has no storage. Pages on L2 are stored there at their next use. Raises InvalidInput, changing nothing,
+        if there is nothing to open, if `open_storage` cannot be called, and after the cache is closed.
         """
         opener = self._configured if open_storage is None else open_storage
         _require_opener(opener)
         if opener is None:
-            raise InvalidInput("storage: the cache was built without any; say how to open one")
+            raise InvalidInput("storage: the cache was built without storage; pass open_storage")
         if self._controller.closed:
             raise InvalidInput("the cache is closed; build a new one")
         self.detach()
@@ -77,23 +76,23 @@ class StorageControl:
         self._controller.replace_backend(functools.partial(_open, opener, self._epoch))
 
     def override(self, direction: Direction, mode: Override, store: str | None = None) -> None:
-        """Switch reading or writing off, or on whatever happens, or leave it to the breaker (AUTO): of `store`, one of
-        a composition, or of all. Holds for later stores too. Stores without a guard do not listen."""
+        """Force reading or writing off or on, or leave it to the breaker (AUTO), for `store`, one of a composition, or
+        for all stores. Also applies to stores opened later. Stores without a guard ignore it."""
         direction, mode = instance("direction", direction, Direction), instance("mode", mode, Override)
         self._controller.gate.override(direction, mode, store)
 
     @property
     def overrides(self) -> Mapping[tuple[Direction, str | None], Override]:
-        """What is not left to the breakers; without a store, of all of them."""
+        """Return the directions that are not left to the breakers; None as the store means all stores."""
         return self._controller.gate.overrides.modes
 
     def require_opener(self) -> None:
-        """Raises InvalidInput if there is storage that cannot be opened for another epoch."""
+        """Raises InvalidInput if the storage cannot be opened for another epoch."""
         if self._open_storage is None and self.attached:
-            raise InvalidInput("weights update: the cache has storage, but no open_storage to open that of a new epoch")
+            raise InvalidInput("weights update: storage cannot be opened for a new epoch; give the cache open_storage")
 
     def use_epoch(self, epoch: int) -> None:
-        """Open the store of new weights, if there is storage now; one that is attached later is that of `epoch` too.
+        """Open the store of `epoch` if there is storage now; storage attached later is also opened for `epoch`.
         REQUIRES: `require_opener` has passed, and the tree is empty."""
         self._epoch = epoch
         if self.attached and self._open_storage is not None:
@@ -101,15 +100,15 @@ class StorageControl:
 
 
 def _require_opener(open_storage: object) -> None:
-    """Raises InvalidInput for something that cannot be called, such as a store that is open already. None passes."""
+    """Raises InvalidInput for a value that cannot be called, such as an open store. Accepts None."""
     if open_storage is not None and not callable(open_storage):
         kind = type(open_storage).__name__
         raise InvalidInput(f"open_storage: a {kind} cannot be called; pass a function from a weights epoch to a store")
 
 
 def _open(open_storage: OpenStorage, epoch: int) -> StorageBackend:
-    """Open the store of an epoch, on a worker. Raises BackendError for something that no worker could use."""
+    """Open the store of an epoch, on a worker. Raises BackendError if the result is not a StorageBackend."""
     backend: object = open_storage(epoch)
     if not isinstance(backend, StorageBackend):
-        raise BackendError(f"open_storage gave a {type(backend).__name__} and not a StorageBackend; correct it")
+        raise BackendError(f"open_storage returned a {type(backend).__name__}; it must return a StorageBackend")
     return backend

@@ -1,11 +1,11 @@
-"""TieredCache: what every cache over L2 and L3 is made of, with an L1 of its own or without.
+"""TieredCache: the base of every cache over L2 and L3.
 
-    HiRadixCache   L1, L2 and L3: an engine hands its pages to the cache
-    HostCache      L2 and L3: the engine keeps the pages of its device for itself
+    HiRadixCache   L1, L2 and L3: the cache owns the device pages
+    HostCache      L2 and L3: the engine manages its device pages itself
 
-Here are the tree, L2, prefetching, storing, new weights, events and the end; a cache adds how pages come to L2 from the
-device and go back. All of it on one thread, the scheduler's, which owns the tree and the free lists; so there is no
-lock. No call does I/O or waits for any, but `drain` and `close`. No call raises for a storage reason.
+It contains the tree, L2, prefetching, storing, new weights, events and shutdown; a derived cache adds the copies
+between L2 and the device. All calls are made on the scheduler's thread, which owns the tree and the free lists, so
+there is no lock. Only `drain` and `close` wait for I/O. Calls do not raise storage errors.
 
 Conservation of L2, verified by `check()`: free + held by nodes + reserved for operations = capacity.
 """
@@ -42,18 +42,18 @@ from .trees import Trees
 from .uses import UseMemory
 from .verification import LoadVerifier
 
-# How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
+# The polling interval of `drain`. It is for shutdown and tests, where a millisecond does not matter.
 DRAIN_WAIT_S = 0.001
 
 
 class TieredOptions(TypedDict, total=False):
     """The optional arguments of every TieredCache.
 
-    `position_bytes` says which keys the cache takes (see `RadixKey`): 8 bytes for an engine whose keys are bigrams.
-    `open_storage` opens the store of a weights epoch, for `update_weights`; the controller's backend is that of
-    `weights_epoch`. `host_codec` gives the codec that proves frames on L2 of a weights epoch, for `integrity.verify`
-    and `scrub_rate`. `kept` are frames that an earlier process has left in `host`; `open_storage` opens a store that
-    reads them. `release` is called at the end of `close`.
+    `position_bytes` is the kind of keys (see `RadixKey`): 8 bytes for an engine with bigram keys. `open_storage` opens
+    the store of a weights epoch, for `update_weights`; the controller's backend is that of `weights_epoch`.
+    `host_codec` returns the codec that verifies frames on L2 for a weights epoch, for `integrity.verify` and
+    `scrub_rate`. `kept` are frames that an earlier process has kept in `host`; `open_storage` opens a store that reads
+    them. `release` is called at the end of `close`.
     """
 
     position_bytes: int
@@ -66,10 +66,10 @@ class TieredOptions(TypedDict, total=False):
 
 
 class TieredCache:
-    """See the module's docstring, and `TieredOptions`. It follows the configuration that `controller` has.
+    """See the module's docstring and `TieredOptions`. Uses the configuration of `controller`.
 
-    `device` are the pages of L1, none for a cache without one. `storage` detaches the store, attaches another, and
-    switches its directions off and on. `mailbox` has what operators ask of the scheduler thread, which `poll` serves.
+    `device` are the pages of L1, zero for a cache without L1. `storage` detaches the store, attaches another, and
+    switches its directions off and on. `mailbox` has the operators' requests, which `poll` serves.
     """
 
     def __init__(  # noqa: PLR0913 - the options of `TieredOptions`
@@ -101,13 +101,13 @@ class TieredCache:
         self._stores_on_host = kept is not None and config.storage is None
         self._trees = Trees(self._new_tree, device, host)
         self._uses: UseMemory | None = None
-        if config.write_policy == "write_through_selective":  # no other policy asks how often a page was used
+        if config.write_policy == "write_through_selective":  # the only policy that counts uses
             self._uses = UseMemory(self.tree.page_bytes, config.selective_hits, config.selective_first_share)
         self._l2 = HostTier(host, self._trees, controller, self._counters, self.break_even, kept)
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self._host_codec = host_codec
         self._scrubber = self._new_verifier() if config.integrity.verifies_host else None
-        self._verifier = self._scrubber if config.integrity.verify == "load" else None  # what loads wait for
+        self._verifier = self._scrubber if config.integrity.verify == "load" else None  # loads wait for it
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self.mailbox = Mailbox()
         self._log: CacheLog | None = None
@@ -128,9 +128,9 @@ class TieredCache:
 
     def _new_verifier(self) -> LoadVerifier:
         if self._host_codec is None:
-            raise InvalidInput("integrity.verify, scrub_rate: give host_codec, the codec of frames on L2")
+            raise InvalidInput("integrity.verify, scrub_rate: pass host_codec, the codec of frames on L2")
         if self.controller.has_ranks:
-            raise InvalidInput("integrity.verify, scrub_rate: ranks do not agree on damaged pages; leave them out")
+            raise InvalidInput("integrity.verify, scrub_rate: not supported with several ranks; remove the entries")
         return LoadVerifier(
             self._trees, self._l2, self._counters, self._host_codec(self.weights_epoch),
             scrub_rate=self.config.integrity.scrub_rate, clock=self.controller.clock,
@@ -138,19 +138,21 @@ class TieredCache:
 
     @property
     def tree(self) -> RadixTree:
-        """The tree in use. Another one after `clear` and `update_weights`."""
+        """The current tree; `clear` and `update_weights` replace it."""
         return self._trees.current
 
     def start_log(self, namespace: Namespace) -> None:
-        """Log what the cache is made of, and from now on what limits drop. Call it once, before the first request."""
+        """Log the setup of the cache, and from now on the work that limits drop. Call it once, before the first
+        request.
+        """
         self._log = CacheLog(self.config, namespace, self.statistics)
 
     # Emptying
 
     def clear(self) -> None:
-        """Forget all that is cached here; does not block. Storage keeps what it has.
+        """Forget all pages on L1 and L2; does not block. Storage keeps its pages.
 
-        What requests and operations hold stays theirs until they end, and none of it is shared any more.
+        Requests and operations keep their pages until they end; these are no longer shared.
         """
         self._prefetcher.cancel_all()
         self._trees.retire()
@@ -162,11 +164,11 @@ class TieredCache:
             self._events.cleared()
 
     def update_weights(self, epoch: int) -> None:
-        """The model has new weights: no page of an earlier epoch is served or stored from now on. Does not block.
+        """Switch to new weights: pages of an earlier epoch are no longer served or stored. Does not block.
 
-        As `clear`; and storage is opened again under the namespace of `epoch`, where older pages are out of reach.
-        Until it is open there is none. Raises InvalidInput for an epoch that is not an integer above the current one,
-        and for a cache that has storage but no way to open it again; nothing has changed then.
+        Clears as `clear`, and opens storage again under the namespace of `epoch`, where older pages are unreachable;
+        until it is open, the cache has no storage. Raises InvalidInput, changing nothing, for an epoch that is not an
+        integer above the current one, and if the cache has storage but no `open_storage`.
         """
         epoch = require_epoch(epoch, above=self.weights_epoch)
         self.storage.require_opener()
@@ -177,14 +179,14 @@ class TieredCache:
         self.storage.use_epoch(epoch)
 
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
-        """Write what appears on and leaves each tier into `stream`.
+        """Write the pages that are added to and removed from each tier into `stream`.
 
-        `publisher` takes the stream elsewhere: it is closed with the cache, and `statistics` shows its counters. Raises
-        InvalidInput if the cache is in use already, since the stream would lack what came before.
+        The cache closes `publisher`, which reads the stream, and shows its counters in `statistics`. Raises
+        InvalidInput if the cache is already in use, because the stream would lack earlier events.
         """
         instance("stream", stream, EventStream)
         if self.tree.node_count or self._events is not None:
-            raise InvalidInput("events: record them from the start, before the first request, and into one stream")
+            raise InvalidInput("events: call record_events once, before the first request")
         self._events = self.tree.observer = EventRecorder(stream)
         self._publisher = publisher
 
@@ -203,17 +205,17 @@ class TieredCache:
     # Each step
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Say how long a forward over `tokens` prompt tokens took: what a hit has to be faster than.
+        """Record that a forward over `tokens` prompt tokens took `seconds`: a hit must be faster than that.
 
-        REQUIRES: the forward did not wait for a load. An engine that never calls it fetches every hit but a few.
+        REQUIRES: the forward did not wait for a load. Without these calls, almost every hit is fetched.
         """
         self.break_even.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
 
     def poll(self) -> bool:
-        """Take in everything that ended since the last step and start what is queued; once per step.
+        """Complete the operations that have ended and start queued ones. Call it once per step.
 
-        Returns whether anything ended. Never blocks without ranks. With them, all call it equally often; it waits for
-        the slowest if that is a whole step behind, and raises RankError if one is lost or they have gone astray.
+        Return True if any operation ended. Never blocks without ranks. With ranks, all call it equally often; it waits
+        for the slowest if that is a whole step behind, and raises RankError if one is lost or their states diverge.
         """
         began_s = time.perf_counter()
         acks = self.controller.poll()
@@ -236,7 +238,7 @@ class TieredCache:
         return acks is not None or has_proved
 
     def _take_in(self, acks: Acks) -> None:
-        for store in acks.stored:  # first, because what they held on L2 is room for reads
+        for store in acks.stored:  # first, because they free L2 pages for reads
             self._l2.stored(store)
         if acks.lost:
             self._l2.lost(acks.lost)
@@ -258,7 +260,7 @@ class TieredCache:
     # State
 
     def statistics(self) -> CacheStatistics:
-        """A snapshot of all tiers. May be called from any thread; may look at what storage holds."""
+        """Return a snapshot of all tiers. Any thread may call it; it may query the store's usage."""
         counters, tree, publisher = self._counters, self.tree, self._publisher
         return CacheStatistics(
             requests=counters.requests,
@@ -295,7 +297,7 @@ class TieredCache:
         self.controller.gate.check()
 
     def drain(self, timeout_s: float) -> bool:
-        """Poll until no copy, prefetch or store is in flight; blocks. False if some still are after `timeout_s`."""
+        """Poll until no copy, prefetch or store is in flight. Blocks. Return False if `timeout_s` was too short."""
         deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
         self.controller.launch_loads()
         while not (self.controller.idle and (self._verifier is None or self._verifier.idle)):
@@ -306,9 +308,10 @@ class TieredCache:
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish queued copies and stores and end all threads; blocks up to `timeout_s` (None: as configured).
+        """Finish queued copies and stores and end all threads. Blocks up to `timeout_s` (None: as configured).
 
-        Prefetches are given up. False if something was left; stored objects are whole or absent all the same.
+        Prefetches are cancelled. Return False if operations or threads remained; stored objects are then still whole or
+        absent.
         """
         timeout_s = self.config.transfer.shutdown_deadline if timeout_s is None else number("timeout_s", timeout_s)
         began_s = time.monotonic()
@@ -321,7 +324,7 @@ class TieredCache:
         try:
             self.drain(max(0.0, deadline - time.monotonic()))
         except RankError:
-            pass  # the others are gone; what is in flight here ends all the same
+            pass  # the other ranks are gone; operations in flight still end
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
         if self._scrubber is not None:
             ended &= self._scrubber.close(max(0.0, deadline - time.monotonic()))

@@ -1,10 +1,10 @@
-"""The radix tree in use, and those of earlier weights that requests and operations still refer to.
+"""The current radix tree, and retired trees that requests and operations still use.
 
-Emptying the cache makes a new tree at once. The pages that requests and operations hold in the old one stay theirs,
-where no other request can find them, and come back as they end. So nothing has to be waited for, and no operation can
-carry a page of the old tree into the new one: each refers to its tree.
+Clearing the cache starts a new tree at once. Requests and operations keep their pages of the old tree, which no other
+request can find, and free them at their end. So clearing waits for nothing. An operation cannot move a page of the old
+tree into the new one, because each refers to its tree.
 
-Invariant: in a retired tree nothing is left but what is locked, held, or above such a node.
+Invariant: each node of a retired tree is locked, held, or an ancestor of such a node.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..tiers import HostPool, PageAllocator
 
 
 class Trees:
-    """`make` makes an empty tree; `device` and `host` are the pages of L1 and L2. A cache without an L1 has a `device`
-    of no pages. Owned by the scheduler thread; no lock.
+    """`make` creates an empty tree; `device` and `host` are the pages of L1 and L2. Without an L1, `device` has zero
+    pages. Owned by the scheduler thread; no lock.
     """
 
     def __init__(self, make: Callable[[], RadixTree], device: PageAllocator, host: HostPool) -> None:
@@ -29,12 +29,11 @@ class Trees:
         self.current = make()
 
     def all(self) -> list[RadixTree]:
-        """The tree in use and the retired ones."""
+        """Return the current tree and the retired ones."""
         return [self.current, *self._retired]
 
     def retire(self) -> None:
-        """Begin with an empty tree. Unused pages of the old one are free now, the others once `sweep` finds them
-        unused.
+        """Start an empty tree. Free the unused pages of the old one; `sweep` frees the others later.
         """
         self.current.observer = None
         self._retired.append(self.current)
@@ -42,7 +41,7 @@ class Trees:
         self.sweep()
 
     def sweep(self) -> None:
-        """Free what has become unused in retired trees. Costs nothing while there is none."""
+        """Free the pages of retired trees that are unused now. Free of cost without retired trees."""
         for tree in self._retired:
             self._host.free(tree.evict_host(tree.host_pages))
             self._device.free(tree.evict_device(tree.device_pages_total).pages)
@@ -52,7 +51,7 @@ class Trees:
 
 
 def require_conservation(tier: str, pool: PageAllocator, node_pages: int, other_pages: int) -> None:
-    """Raises InvariantError unless `pool` is consistent and nodes hold all its used pages but `other_pages`."""
+    """Raises InvariantError unless `pool` is consistent and its used pages are those of nodes and `other_pages`."""
     pool.check()
     if pool.used_pages != node_pages + other_pages:
         raise InvariantError(
