@@ -1,16 +1,16 @@
-"""L2: which of its pages are reserved for operations, and how what it holds goes on to storage.
+"""L2: its reserved pages, and the stores from L2 to storage.
 
-Storing goes root first, because a page in storage is of use only if its whole prefix is there. A node that is being
-stored has its host pages held. A run that could not be stored is tried again by a later request that passes by.
+Runs are stored root first, because a page in storage is useful only with its whole prefix. The host pages of a node are
+held while it is being stored. A run that could not be stored is tried again at its next use.
 
-Storage must not cost hits on L2: what waits is bounded as a share of L2, and gives way when L2 has no room. A store
-that no worker has begun is cancelled then, after all stores that continue its chain. With ranks no store gives way (see
-`HiCacheController.cancel_store`), and the bound alone limits what is held.
+Stores must not cost hits on L2: waiting stores hold at most a share of L2, and are cancelled when L2 has no room. A
+store is cancelled only if a worker has not begun it, and after all stores that continue its chain. With ranks stores
+are not cancelled (see `HiCacheController.cancel_store`), so only the share limits them.
 
-Storage sees neither hits on L1 and L2 nor who depends on them, so it is told: of each stored run that a request reuses,
-once in `TOUCH_EVERY_S`, in one operation a second. A chain stays in storage as long as it is used here. What storage
-turns out to lack, by its answers and by what it evicts in this process, counts as not stored, so the next use stores it
-again. With ranks storage is told too, but what it lacks is not taken in: each rank would hear of other pages.
+Storage does not see hits on L1 and L2, so it is notified of each stored run that a request reuses, once in
+`TOUCH_EVERY_S`, in one operation per second. So a chain stays in storage as long as it is used here. Pages that storage
+turns out to lack, by its replies or by its evictions in this process, count as not stored, so the next use stores them
+again. With ranks storage is notified too, but missing pages are ignored: each rank would learn of different pages.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -34,26 +34,26 @@ from .break_even import BreakEven, Route
 from .statistics import CacheCounters
 from .trees import Trees, require_conservation
 
-# While copies of what is on L1 too take more of L2 than this, they leave before what is on L2 only.
+# While copies of pages on L1 use more than this share of L2, they are evicted before pages that are only on L2.
 COPIES_SHARE_MAX = 0.5
-# Storage is told again that a run is used after so long: much less than a page stays in a store that is worth having.
+# The time between two notifications for a run: much shorter than the time that a page stays in a useful store.
 TOUCH_EVERY_S = 60.0
-# Uses are told together: a request a step would keep a worker busy with small calls.
+# The time between two notifications: one per step would keep a worker busy with small calls.
 TOUCH_PAUSE_S = 1.0
-# Page keys that wait to be told; 16,384 pages. Beyond, uses are dropped: the next use of the run tells it.
+# Bytes of page keys waiting for a notification: 16,384 pages. Further uses are dropped; the next use of the run
+# notifies.
 TOUCH_BYTES_MAX = 512 << 10
 
 
 class HostTier:
     """See the module's docstring.
 
-    `kept` are frames of an earlier process, which give way first.
+    `kept` are frames of an earlier process, which are evicted first.
 
-    Invariants: used pages of the pool = pages held by nodes + `reserved_pages`, which an operation fills + those that
-    `kept` holds. `_stores` has
-    the stores that are not acknowledged, in order of submission, each with the last node of its run, into however many
-    nodes the run was split since. These nodes are `store_pending` and held, and no others are `store_pending`. `_used`
-    are page keys of stored runs that were used, tails before heads, of `_used_bytes` together.
+    Invariants: used pages of the pool = pages held by nodes + `reserved_pages` of operations + pages of `kept`.
+    `_stores` has the stores that are not acknowledged, in order of submission, each with the last node of its run
+    (which may have been split since). The nodes of these runs are `store_pending` and held; other nodes are not
+    `store_pending`. `_used` are page keys of stored runs that were used, tails before heads, of `_used_bytes` together.
     """
 
     def __init__(
@@ -81,9 +81,8 @@ class HostTier:
     # Pages
 
     def reserve(self, count: int) -> PageIds | None:
-        """`count` unsealed pages for an operation, evicting as needed; None, evicting nothing, if there is no room.
-
-        Pages that wait to be stored give way before that.
+        """Return `count` unsealed pages for an operation, evicting as needed. If there is no room, cancel waiting
+        stores; if that does not help either, return None and evict nothing.
         """
         tree = self._trees.current
         missing = count - self.host.allocator.free_pages
@@ -104,7 +103,7 @@ class HostTier:
 
     @property
     def room(self) -> int:
-        """Pages that `reserve` gives now without a store that gives way."""
+        """Pages that `reserve` can give now without cancelling stores."""
         return self.host.allocator.free_pages + self._trees.current.host_evictable_pages
 
     def free_evicted(self, pages: PageIds) -> None:
@@ -114,18 +113,18 @@ class HostTier:
             self._counters.evicted_pages["host"] += len(pages)
 
     def commit(self, count: int, unused: PageIds) -> None:
-        """End the reservation of `count` pages: the tree holds them, but for `unused`, which are free again."""
+        """End the reservation of `count` pages: the tree holds them, except for `unused`, which are freed."""
         self.reserved_pages -= count
         if len(unused):
             self.host.free(unused)
 
     def release(self, pages: PageIds) -> None:
-        """End the reservation of `pages`; all are free again."""
+        """End the reservation of `pages` and free them."""
         self.commit(len(pages), pages)
 
     def drop(self, tree: RadixTree, node: Node) -> None:
-        """Take `node` off L2 as far as nothing needs it there. Unless it is on L1 too, first the nodes below it, which
-        nothing finds without it."""
+        """Evict `node` from L2 if nothing holds it there. Unless it is also on L1, evict its descendants first, which
+        cannot be found without it."""
         below = [node]
         for part in below if node.device is None else ():
             below.extend(part.children.values())
@@ -134,13 +133,13 @@ class HostTier:
                 self.host.free(tree.leave_host(part))
 
     def are_in_storage(self, keys: Sequence[bytes]) -> bool:
-        """True if pages that were just read are in storage: not if they came from kept frames, which are free now."""
+        """Return True if pages that were just read are in storage. False if they came from kept frames, now freed."""
         return self.kept is None or not self.kept.were_read(keys)
 
     # From L2 to storage
 
     def may_store(self, node: Node) -> bool:
-        """Whether storage would take the pages of `node` now, which it lacks."""
+        """Return True if storage lacks the pages of `node` and would accept them now."""
         return (
             not node.stored
             and not self._trees.current.stores_on_host
@@ -150,7 +149,7 @@ class HostTier:
         )
 
     def store_path(self, node: Node, hits_min: int = 0) -> None:
-        """Store what storage lacks of the path to `node`, root first: the runs on L2 that at least `hits_min` requests
+        """Store the missing runs of the path to `node`, root first: the runs on L2 that at least `hits_min` requests
         have used, and their prefix.
         """
         if not self._gate.attached:
@@ -163,11 +162,10 @@ class HostTier:
             node = node.parent
         for part in reversed(lacking):
             if not self.store(part):
-                break  # its descendants would be out of reach without it
+                break  # its descendants would be unreachable without it
 
     def reused(self, node: Node) -> None:
-        """A request that begins reuses the path to `node`: note for `tell_uses` what storage has of it. Hashes nothing.
-        """
+        """Record for `tell_uses` the stored runs of the path to `node`, which a new request reuses. Hashes nothing."""
         if not self._gate.attached:
             return
         time_s = self._controller.time_s()
@@ -188,7 +186,7 @@ class HostTier:
         self._used_bytes += len(keys)
 
     def tell_uses(self) -> None:
-        """Tell storage which stored runs were reused since it was told last, `TOUCH_PAUSE_S` ago. Once per step."""
+        """Notify storage of the reused runs, at most every `TOUCH_PAUSE_S`. Call it once per step."""
         if not self._used or (time_s := self._controller.time_s()) < self._touch_at_s:
             return
         if self._gate.may(Direction.WRITE) and self._controller.touch(self._used[::-1]):
@@ -196,11 +194,11 @@ class HostTier:
             self._touch_at_s = time_s + TOUCH_PAUSE_S
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """Storage lacks these pages: what depends on them is stored again when it is used next."""
+        """Record that storage lacks these pages: they and their descendants are stored again at their next use."""
         self._counters.lost_pages += self._trees.current.forget_pages(keys)
 
     def store(self, node: Node) -> bool:
-        """Whether the pages of `node` are in storage or on their way there, now or since before."""
+        """Store `node` if storage lacks it. Return True if its pages are in storage or in flight to it."""
         if not self._gate.attached or node.host is None or node.parent is None:
             return False
         if node.stored or node.store_pending:
@@ -222,34 +220,33 @@ class HostTier:
         return True
 
     def _pays(self, node: Node) -> bool:
-        """Whether what is stored of `node` could be worth reading. What continues a run on its way is stored with it.
-        """
+        """Return True if a hit on `node` could pay. A run that continues one in flight is stored with it."""
         if self._trees.current.stores_on_host or self._break_even.decide(Route.STORE, *self._size(node)).go:
             return True
         self._counters.skipped["store_does_not_pay"] += 1
         return False
 
     def _size(self, node: Node) -> tuple[int, int]:
-        """Tokens and pages of a run."""
+        """Return the tokens and pages of a run."""
         pages = self._trees.current.pages(node)
         return pages * self._trees.current.page_size, pages
 
     def stored(self, store: Store) -> None:
-        """A store has ended. If a page is missing, a later request that passes by tries again."""
+        """Handle the end of a store. If a page is missing, its next use tries again."""
         tree = self._end_store(store, stored=store.stored)
         if tree is self._trees.current:
             self._counters.skipped["store_incomplete"] += not store.stored
-            # By what this rank saw of the store; whether all ranks may store is agreed from that.
+            # From this rank's result; the ranks then agree whether all may store.
             if store.complete:
                 self._gate.succeeded(Direction.WRITE)
             elif self._controller.stores_pages:
                 self._gate.failed(Direction.WRITE)
 
     def _give_way(self, pages: int) -> None:
-        """Cancel stores that wait, the newest first, until `pages` more pages of L2 may be evicted.
+        """Cancel waiting stores, newest first, until `pages` more pages of L2 can be evicted.
 
-        Cancels nothing if these would be too few. They may be too few all the same: a store that a worker has begun
-        goes on. The next use of a cancelled page asks for its store again.
+        Cancels nothing if that cannot be enough. It may still not be enough, because stores that a worker has begun
+        continue. A cancelled page is stored again at its next use.
         """
         for store in self._releasing(pages):
             if not self._controller.cancel_store(store):
@@ -258,9 +255,10 @@ class HostTier:
             self._counters.skipped["store_gave_way"] += 1
 
     def _releasing(self, pages: int) -> list[Store]:
-        """The newest stores whose end lets `pages` more pages of L2 leave, none if no number of them does.
+        """Return the newest stores whose end makes `pages` more pages of L2 evictable; an empty list if all are not
+        enough.
 
-        A store is taken only if nothing else needs its run on L2, so neither does a store that continues its chain.
+        A store is chosen only if nothing else holds its run on L2, not even a store that continues its chain.
         """
         tree = self._trees.current
         chosen: list[Store] = []

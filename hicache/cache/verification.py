@@ -1,21 +1,21 @@
-"""Verification of L2: sealed frames are proved once more before they are loaded to L1 (`integrity.verify: load`), and
-by a scrub that walks L2 while the engine is idle (`integrity.scrub_rate`).
+"""Verification of L2: sealed frames are verified again before they are loaded to L1 (`integrity.verify: load`), and by
+a scrub of L2 while the engine is idle (`integrity.scrub_rate`).
 
-A page was proved when it was read from storage, and sealed when it was stored. Memory can change since then. With
-`verify: load` a worker computes the tag of each frame again before its load is submitted, so no copy begins with a
-damaged frame. A request waits for that as it waits for its prefetch. A page that is not the one that was sealed leaves
-L2, with the pages behind it, and the request computes them.
+Pages are verified when they are read from storage, and sealed when they are stored. Memory can be damaged later. With
+`verify: load` a worker computes the tag of each frame again before its load is submitted, so damaged frames are not
+copied. A request waits for that as for its prefetch. A damaged page and its descendants are evicted from L2, and the
+request computes them.
 
-A frame that was computed here carries a tag once it is stored. A page that is not stored yet, or that came from storage
-compressed, has no tag: it is loaded as without this option, and counted.
+A frame that was computed here gets a tag when it is stored. A page that is not stored yet, or that was compressed in
+storage, has no tag: it is loaded without verification, and counted.
 
-The scrub proves a node at a time, at its rate, and stops in the middle of it for a request. A node that could not be
-proved whole, and one that came while the scrub was elsewhere, has its turn in the next round.
+The scrub verifies one node at a time, at its rate, and stops within a node for a request. A node that was not
+completely verified, or arrived behind the scrub's position, is verified in the next round.
 
-Locking design: the scheduler thread makes every call but `_prove` and owns all fields, so there is no lock; the worker
-reads `_closed` and the length of `_running`. It writes `sound_pages`, `untagged_pages` and `damage` of the proof that
-it was given; they are final once the proof is in `_finished`. The frames of a proof are held on L2 (`hold_host`) until
-it has ended.
+Locking design: the scheduler thread makes every call except `_prove` and owns all fields, so there is no lock; the
+worker reads `_closed` and the length of `_running`. It writes `sound_pages`, `untagged_pages` and `damage` of its
+proof; they are final once the proof is in `_finished`. The frames of a proof are held on L2 (`hold_host`) until it has
+ended.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .trees import Trees
 
 logger = logging.getLogger(__name__)
 
-# A request is scheduled in the step after its proof, or some steps later where it waits for room on L1. A later load
-# proves the frames again.
+# How long a proof is valid. A request is scheduled in the step after its proof, or some steps later if it waits for
+# room on L1. A later load verifies the frames again.
 PROOF_S = 10.0
-# Nodes that one step of the scrub looks at: those that are on L1 alone are passed.
+# Nodes that one step of the scrub visits: those that are only on L1 are skipped.
 SCRUB_NODES_MAX = 64
 # A frame of any size is hashed within a second; a worker that needs longer hangs.
 _PATIENCE_S = 60.0
@@ -49,22 +49,22 @@ _PATIENCE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Proof:
-    """The frames of the nodes that end at `node`, to be proved in order."""
+    """A verification of the frames of the nodes that end at `node`, in order."""
 
     tree: RadixTree = field(repr=False)
     node: Node
     codec: FrameCodec = field(repr=False)
     pages: list[tuple[int, bytes | None]] = field(repr=False)  # page of L2, and its key if it is sealed
-    until_s: float = 0.0  # scheduler: 0 while it runs; then a request may rely on its end up to this time
-    sound_pages: int = 0  # worker: leading pages with which nothing is wrong
-    untagged_pages: int = 0  # worker: how many of them carry no tag
-    damage: Damage | None = None  # worker: what is wrong with the next page
-    scrubs: bool = False  # no request waits for it
+    until_s: float = 0.0  # scheduler: 0 while it runs, then the time until which its result is valid
+    sound_pages: int = 0  # worker: leading pages without damage
+    untagged_pages: int = 0  # worker: how many of them have no tag
+    damage: Damage | None = None  # worker: the damage of the next page
+    scrubs: bool = False  # started by the scrub, not for a request
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What is remembered of a request that has not begun: its key, and the last proof that it waited for."""
+    """A request that has not begun: its key, and the last proof that it waited for."""
 
     key: RadixKey
     proof: Proof | None = None
@@ -72,10 +72,10 @@ class _Request:
 
 class LoadVerifier:
     """See the module's docstring. `codec` is that of the frames in the current tree; `scrub_rate` is in bytes per
-    second, None for no scrub.
+    second, None without a scrub.
 
-    Invariant: `_running` are the proofs that are not taken in; the pages of each are held. A node may be loaded until
-    its `proved_until_s`, which is 0 for pages that were not proved since they came to L2.
+    Invariant: `_running` are the proofs that `poll` has not handled; the pages of each are held. A node may be loaded
+    until its `proved_until_s`, which is 0 for pages that were not verified since they arrived on L2.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LoadVerifier:
         self._counters = counters
         self._clock = clock
         self._scrub_rate = scrub_rate
-        self._round: tuple[RadixTree, Iterator[Node]] | None = None  # where the scrub is
+        self._round: tuple[RadixTree, Iterator[Node]] | None = None  # the scrub's position
         self._scrub_at = 0.0
         self._closed = False
         self._requests: dict[str, _Request] = {}
@@ -109,23 +109,23 @@ class LoadVerifier:
     # Requests
 
     def ask(self, rid: str, key: RadixKey) -> None:
-        """Remember the key of a request for `ready`."""
+        """Register the key of a request for `ready`."""
         self._requests[rid] = _Request(key)
 
     def ready(self, rid: str) -> bool:
-        """Return False while frames that a request would load are being proved. Starts that; does not block."""
+        """Return False while frames that a request would load are being verified. Starts that; does not block."""
         request = self._requests.get(rid)
         if request is None:
             return True
         if request.proof is not None and not request.proof.until_s:
-            return False  # without a look at the tree, once per step
+            return False  # without a lookup in the tree in each step
         match = self._trees.current.match(request.key)
         return self.prove(rid, request.key, match, match.host_hit_pages)
 
     def prove(self, rid: str, key: RadixKey, match: Match, pages: int) -> bool:
-        """Return True if nothing of the last `pages` pages of `match` is left to prove, or was found damaged just now.
+        """Return True if the last `pages` pages of `match` are verified, or were just found damaged.
 
-        Starts a proof otherwise, and returns False until it has ended.
+        Otherwise start a proof, and return False until it has ended.
         """
         nodes = self._run(match.node, pages)
         if all(map(self.may_load, nodes)):
@@ -140,7 +140,7 @@ class LoadVerifier:
         return proof.until_s > 0
 
     def may_load(self, node: Node) -> bool:
-        """True if the frames of `node` were proved a moment ago."""
+        """Return True if the frames of `node` were verified recently enough."""
         return self._clock() < node.proved_until_s
 
     def loadable(self, node: Node, pages: int) -> int:
@@ -151,19 +151,19 @@ class LoadVerifier:
         return max(0, sound - before)
 
     def forget(self, rid: str) -> None:
-        """Forget a request that has begun, or will not."""
+        """Forget a request that has begun or will not begin."""
         self._requests.pop(rid, None)
 
     # Each step
 
     @property
     def idle(self) -> bool:
-        """True if no request waits for a proof."""
+        """True if requests do not wait for a proof."""
         return all(proof.scrubs for proof in self._running)
 
     def poll(self, *, scrubs: bool = False) -> bool:
-        """Take in the proofs that have ended; True if there are any. Once per step; does not block. `scrubs`: the
-        engine is idle, so the scrub may go on."""
+        """Handle the proofs that have ended; return True if there are any. Once per step; does not block. `scrubs`: the
+        engine is idle, so the scrub may continue."""
         self._worker.supervise()
         ended = [self._finished.get_nowait() for _ in range(self._finished.qsize())]
         for proof in ended:
@@ -173,7 +173,7 @@ class LoadVerifier:
         return bool(ended)
 
     def close(self, timeout_s: float) -> bool:
-        """End the worker; blocks. False if it is left behind."""
+        """End the worker. Blocks. Return False if it did not end in time."""
         self._closed = True
         return self._worker.close(timeout_s)
 
@@ -198,7 +198,7 @@ class LoadVerifier:
         if self._round is None or self._round[0] is not tree:
             self._round = tree, tree.nodes()
         for node in itertools.islice(self._round[1], SCRUB_NODES_MAX):
-            if node.host is not None:  # a node that has left the tree since has none
+            if node.host is not None:  # it is None if the node has left the tree since
                 self._scrub_at = self._clock() + len(node.host) * self._host.host.frame_bytes / rate
                 self._start([node], scrubs=True)
                 return
@@ -210,7 +210,7 @@ class LoadVerifier:
         for node in nodes:
             if node.host is None:
                 continue
-            # A store that runs may be sealing the frame; a node that something was sealed for has its page keys.
+            # A running store may be sealing the frame; a node with sealed frames has its page keys.
             sealed = node.page_keys is not None and not node.store_pending
             keys = tree.page_keys(node) if sealed else [None] * len(node.host)
             pages += zip(node.host.tolist(), keys, strict=True)
@@ -236,7 +236,7 @@ class LoadVerifier:
             proof.sound_pages += 1
 
     def _take(self, proof: Proof) -> None:
-        """Note which nodes may be loaded; take the page that is damaged, and those behind it, off L2."""
+        """Record which nodes may be loaded; evict a damaged page and its descendants from L2."""
         del self._running[proof]
         tree = proof.tree
         proof.until_s = self._clock() + PROOF_S

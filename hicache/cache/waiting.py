@@ -1,17 +1,17 @@
-"""Requests that wait for a prefetch: for their turn to look storage up, or for what the prefetch of another one brings.
+"""Requests that wait for a prefetch: for their turn to look up storage, or for the prefetch of another request.
 
-A request follows the prefetch (its leader) that fetches the same pages for another request. When the leader ends, what
-it learned is shared with a follower as far as their prompts agree: if a lookup for the follower would have the same
-answer, a fruitless one ends the follower's wait too. Every other follower waits for its turn, and then matches, follows
-or leads by itself. One that a fruitless leader held up follows next only a leader that shares the page on which the two
-parted, so followers that differ there look storage up at the same time.
+A request follows the prefetch (its leader) that fetches the same pages for another request. When the leader ends, its
+result applies to a follower if a lookup for the follower would have the same result: then a fruitless lookup also ends
+the follower's wait. Every other follower waits for its turn, and then matches, follows or leads by itself. After a
+fruitless leader, a request follows only a leader that shares the page where the two prompts diverged, so followers that
+differ there look up storage at the same time.
 
-Why nobody waits in a circle, or looks storage up without end: a request never follows and leads at a time, and a leader
-waits for workers, or for room that other prefetches hold and give back, never for a follower. For each `start` a
-request leads at most `LOOKUPS_MAX` times: once, and again only if its prefix has left L2 while it waited for room; and
-as often again after each part of its prompt that went up to L1, which is progress. A follow ends when that lead ends,
-and a lead is followed by a request once. So n requests lead and follow a bounded number of times. Each step tries a
-waiting request at most once, and no request waits longer than until its `until_s`.
+Why waits are not circular and lookups are bounded: a request does not follow and lead at the same time. A leader waits
+for workers, or for room that other prefetches hold and free, never for a follower. For each `start` a request leads at
+most `LOOKUPS_MAX` times: once, and again only if its prefix was evicted from L2 while it waited for room; and as often
+again after each part of its prompt that was loaded to L1, which is progress. A follow ends when that lead ends, and a
+request follows a lead once. So n requests lead and follow a bounded number of times. Each step tries a waiting request
+at most once, and a request waits at most until its `until_s`.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -32,8 +32,8 @@ _ARRIVAL = attrgetter("arrival")
 
 
 class FirstPages(NamedTuple):
-    """Which pages a prefetch starts with: their part of the key below a node, 0 for the root of a seed, that ends
-    before page `start_page`. A node may grow while it is not locked by two.
+    """The first pages of a prefetch: their part of the key after a node (0 for the root of a seed) that ends before
+    page `start_page`. A node may grow unless two hold locks on it.
     """
 
     seed: bytes
@@ -46,7 +46,7 @@ class FirstPages(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why a prefetch was fruitless, and the first page that storage lacks, or the end of the key."""
+    """The reason why a prefetch was fruitless, and the first page that storage lacks, or the end of the key."""
 
     reason: str
     page: int
@@ -54,9 +54,9 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PrefetchRequest:
-    """A request that wants a prefetch. It waits no longer than until `until_s`, in `HiCacheController.time_s`.
+    """A request for a prefetch. It waits at most until `until_s`, in `HiCacheController.time_s`.
 
-    Pages before `apart_page` tell it from the fruitless leaders that it has followed.
+    It differs from the fruitless leaders that it has followed in the pages before `apart_page`.
     """
 
     arrival: int
@@ -68,7 +68,7 @@ class PrefetchRequest:
     lookups: int = 0
 
     def first_pages(self, tree: RadixTree, match: Match, end_page: int = 0) -> FirstPages:
-        """The pages behind `match`, up to `end_page` and at least one."""
+        """Return the pages after `match`, up to `end_page` and at least one."""
         start, end = match.pages * tree.page_bytes, max(match.pages + 1, end_page) * tree.page_bytes
         node_id = match.node.id if match.pages else 0
         return FirstPages(self.key.seed, node_id, match.pages, self.key.tokens[start:end])
@@ -80,18 +80,18 @@ class Prefetch:
 
     request: PrefetchRequest
     operation: Lookup | Read  # the read, once the lookup has found enough and there is room
-    asked_page: int  # the first page that storage was asked for
-    start_page: int  # pages before it are cached already; moves on if some of those that it waits to read arrive
+    asked_page: int  # the first page of the lookup in storage
+    start_page: int  # the pages before it are cached; increases if some of the awaited pages arrive
     tree: RadixTree
     awaited: bool
     anchor: Node | None = None  # locked; None while the prefetch waits for room on L2, and once it is answered
-    first_pages: tuple[FirstPages, ...] = field(default=(), repr=False)  # that it leads
+    first_pages: tuple[FirstPages, ...] = field(default=(), repr=False)  # its entries in `Leaders`
     followers: dict[PrefetchRequest, None] = field(default_factory=dict, repr=False)
-    wanted_pages: int = 0  # that storage had, when the read began
-    taken_pages: int = 0  # leading pages of the read that went into the tree
-    answered: bool = False  # the request goes on; nothing that arrives later is for it
+    wanted_pages: int = 0  # the pages of the hit, when the read began
+    taken_pages: int = 0  # leading pages of the read that were put into the tree
+    answered: bool = False  # the request continues; later pages are not for it
     verdict: Verdict | None = None
-    lacks: str = ""  # why there was no room, while it waits for some
+    lacks: str = ""  # the reason for missing room, while it waits for room
 
     @property
     def rid(self) -> str:
@@ -104,17 +104,17 @@ class Prefetch:
         return self.request.key
 
     def judge(self, verdict: Verdict, *, has_ranks: bool) -> None:
-        """Let followers learn that the operation, which has ended, brought too little, unless it says nothing about
-        what storage has: its time was over, or it failed.
+        """Record for followers that the ended operation found too little, unless it timed out or failed, which says
+        nothing about the content of storage.
 
-        With ranks a failure is the answer that nothing is there: only how much there is on all of them is agreed on.
+        With ranks a failure counts as an empty result, because they agree only on the number of found pages.
         """
         operation = self.operation
         if operation.expired:
             return
         if isinstance(operation, Read):
-            was_stopped = operation.seconds == 0.0  # a worker came to it too late
-        else:  # a lookup that was stopped has asked for no page that storage lacks
+            was_stopped = operation.seconds == 0.0  # a worker started it too late
+        else:  # a stopped lookup has not reached a missing page
             was_stopped = (
                 operation.pages == len(operation.keys) and outcome(operation, self.tree.page_size) != "whole"
             )
@@ -123,19 +123,19 @@ class Prefetch:
 
 
 class Leaders:
-    """The unanswered prefetches by the pages they start with. One leads two entries if it has followed in vain before:
-    its first page too, if no other one leads that.
+    """The unanswered prefetches by their first pages. One that has followed a fruitless leader has two entries: also
+    its first page alone, if no other prefetch leads that.
     """
 
     def __init__(self) -> None:
         self._prefetches: dict[FirstPages, Prefetch] = {}
 
     def find(self, request: PrefetchRequest, tree: RadixTree, match: Match) -> Prefetch | None:
-        """The prefetch that fetches for another request what `request` lacks behind `match`."""
+        """Return the prefetch of another request that fetches the pages of `request` after `match`."""
         return self._prefetches.get(request.first_pages(tree, match, request.apart_page))
 
     def add(self, prefetch: Prefetch, match: Match) -> None:
-        """Let `prefetch`, which starts behind `match`, lead. REQUIRES: `find` gave None."""
+        """Let `prefetch`, which starts after `match`, lead. REQUIRES: `find` returned None."""
         request, tree = prefetch.request, prefetch.tree
         wanted = {request.first_pages(tree, match, request.apart_page), request.first_pages(tree, match)}
         prefetch.first_pages = tuple(pages for pages in wanted if pages not in self._prefetches)
@@ -158,8 +158,8 @@ def outcome(found: Lookup, page_size: int) -> str:
 
 
 class WaitingRequests:
-    """Invariant: `_requests` has all that wait, by request id. Each follows a prefetch, which has it in `followers`,
-    or is in `_turns`, in order of arrival.
+    """Invariant: `_requests` has all waiting requests, by id. Each follows a prefetch, which has it in `followers`, or
+    is in `_turns`, in order of arrival.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class WaitingRequests:
         return rid in self._requests
 
     def get(self, rid: str) -> PrefetchRequest | None:
-        """The request of that id, if it waits."""
+        """Return the request of that id if it waits."""
         return self._requests.get(rid)
 
     @property
@@ -182,7 +182,7 @@ class WaitingRequests:
         return bool(self._turns)
 
     def queue(self, request: PrefetchRequest) -> None:
-        """Let `request` wait for its turn, behind those that arrived before it."""
+        """Let `request` wait for its turn, after those that arrived before it."""
         self._requests[request.rid] = request
         insort(self._turns, request, key=_ARRIVAL)
 
@@ -193,7 +193,7 @@ class WaitingRequests:
         leader.followers[request] = None
 
     def next(self) -> PrefetchRequest:
-        """Take the request whose turn it is out. REQUIRES: `any_turns`."""
+        """Remove and return the first request in the queue. REQUIRES: `any_turns`."""
         request = self._turns.pop(0)
         del self._requests[request.rid]
         return request
@@ -213,7 +213,8 @@ class WaitingRequests:
     def release(self, leader: Prefetch) -> list[Verdict]:
         """Let the followers of `leader`, which has ended, wait for their turn.
 
-        Those with whose prompt it agrees as far as it looked share its verdict and wait no more; return theirs.
+        Followers whose prompt is the same in all pages of its lookup share its verdict and stop waiting; return these
+        verdicts.
         """
         shared: list[Verdict] = []
         followers, leader.followers = leader.followers, {}
@@ -243,14 +244,14 @@ class WaitingRequests:
         for rid, request in self._requests.items():
             leader = request.leader
             if (leader is None) != (rid in turns) or (leader and (leader.answered or request not in leader.followers)):
-                raise InvariantError(f"prefetch: {rid!r} waits for neither its turn nor a prefetch that goes on")
+                raise InvariantError(f"prefetch: {rid!r} waits neither for its turn nor for an active prefetch")
         if not turns <= self._requests.keys():
             raise InvariantError("prefetch: a request that does not wait is in the queue")
 
 
 def _same_answer(leader: Prefetch, key: RadixKey, common_pages: int) -> bool:
-    """True if a lookup for `key` would find what that of `leader` did: both keys have the first page that storage
-    lacks, or are equal to the end.
+    """Return True if a lookup for `key` would have the result of `leader`: both keys contain the first page that
+    storage lacks, or are equal to the end.
     """
     if leader.verdict is None:
         return False
@@ -260,7 +261,7 @@ def _same_answer(leader: Prefetch, key: RadixKey, common_pages: int) -> bool:
 
 
 def _common_pages(leader: Prefetch, key: RadixKey, pages_max: int) -> int:
-    """How many leading pages the key of `leader` shares with that of a follower, at most `pages_max`.
+    """Return how many leading pages the key of `leader` shares with that of a follower, at most `pages_max`.
 
     REQUIRES: they agree before `leader.asked_page`.
     """
