@@ -1,8 +1,8 @@
-"""ChunkCache: the interface of a cache with the cache switched off.
+"""ChunkCache: the interface of a cache, without caching.
 
-Each request has its own pages from begin to end, whatever other requests compute; nothing outlives a request, and there
-is neither L2 nor storage. Prefills in several chunks work, because a request keeps its pages between them. What it is
-for: comparing, and models or traffic for which reuse does not pay.
+Each request has its own pages from start to end. Pages do not outlive their request, and there is neither L2 nor
+storage. Prefills in several chunks work, because a request keeps its pages between them. It is for comparisons, and for
+models or traffic for which reuse does not pay.
 
 Called by the scheduler thread alone; no lock.
 
@@ -40,7 +40,7 @@ _IDLE = ControllerStatistics(
     copies={},
 )  # fmt: skip
 _UNDECIDED = BreakEven().statistics()
-# How long a publisher may take to send its last events. There are none, so it ends at once.
+# The time for a publisher to send its last events. There are none, so it ends at once.
 CLOSE_S = 1.0
 
 
@@ -60,32 +60,32 @@ class ChunkCache:
         self._closed = False
 
     def match_prefix(self, key: RadixKey) -> Match:
-        """No page, of any key."""
+        """Return a match of zero pages."""
         instance("key", key, RadixKey)
         return self._nothing
 
     def peek(self, key: RadixKey) -> Peek:
-        """No page on any tier."""
+        """Return zero pages on each tier."""
         instance("key", key, RadixKey)
         return Peek(0, 0)
 
     def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
-        """False: there is no storage."""
+        """Return False: the cache has no storage."""
         instance("rid", rid, str)
         instance("key", key, RadixKey)
         return False
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """True: there is nothing to wait for."""
+        """Return True: requests never wait."""
         instance("rid", rid, str)
         return True
 
     def abort_prefetch(self, rid: str) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
         instance("rid", rid, str)
 
     def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
-        """Own pages for all of `key`; None if L1 has no room now. Raises as every cache does."""
+        """Return new pages for all of `key`; None if L1 has no room now. Raises as every cache does."""
         _, priority = require_beginning(rid, key, priority, self.device)
         if self._closed:
             raise InvalidInput("the cache is closed; build a new one")
@@ -99,15 +99,15 @@ class ChunkCache:
         return request
 
     def start_loading(self) -> Transfer | None:
-        """None: nothing is ever loaded."""
+        """Return None: pages are never loaded."""
         return None
 
     def record_fence(self, fence: Fence) -> None:
-        """Nothing comes after it: nothing is ever copied."""
+        """Do nothing: pages are never copied."""
         instance("fence", fence, Fence)  # type: ignore[type-abstract]
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
-        """Make room for KV of `total_tokens` tokens in all; False if L1 is full (then nothing changed)."""
+        """Make room for KV of `total_tokens` tokens. Return False and change nothing if L1 is full."""
         self._running.require(request)
         missing = missing_pages(request, total_tokens, self.device)
         if missing <= 0:
@@ -120,7 +120,7 @@ class ChunkCache:
         return True
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
-        """Share nothing: the request goes on with its pages. Raises InvalidInput as every cache does."""
+        """Share nothing; the request keeps its pages. Raises InvalidInput as every cache does."""
         self._running.require(request)
         computed_pages(request, key, self.page_size)
 
@@ -133,32 +133,32 @@ class ChunkCache:
         self._running.end(request)
 
     def evict(self, pages: int) -> Eviction:
-        """Nothing: all pages are requests' own."""
+        """Evict nothing: all pages belong to requests."""
         return Eviction(freed_pages=0, writeback_pages=0, short_pages=whole("pages", pages))
 
     @property
     def writeback_pages(self) -> int:
-        """0: nothing is ever copied."""
+        """0: pages are never copied."""
         return 0
 
     def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
-        """None: no page outlives its request."""
+        """Return None: pages do not outlive their request."""
         instance("key", key, RadixKey)
         number("ttl_s", ttl_s, positive=True)
         return None
 
     def clear(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def update_weights(self, epoch: int) -> None:
-        """Count the epoch. Raises InvalidInput for one that is not an integer above the current one."""
+        """Record the epoch. Raises InvalidInput for one that is not an integer above the current one."""
         self.weights_epoch = require_epoch(epoch, above=self.weights_epoch)
 
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
-        """Answer the readers of `stream` that ask for a snapshot: it is empty, and no page ever appears."""
+        """Serve snapshots to the readers of `stream`: they are always empty."""
         instance("stream", stream, EventStream)
         if self._counters.requests or self._events is not None:
-            raise InvalidInput("events: record them from the start, before the first request, and into one stream")
+            raise InvalidInput("events: call record_events once, before the first request")
         self._events, self._publisher = EventRecorder(stream), publisher
 
     def name_origin(
@@ -169,23 +169,23 @@ class ChunkCache:
         lora_id: int | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """See `TreeCache`. There are no events that could say it."""
+        """Do nothing: the cache makes no events."""
         if self._events is not None:
             self._events.describe(extra_key, cache_salt, lora_id, lora_name)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Nothing to compare it with."""
+        """Do nothing: the cache fetches nothing."""
         whole("tokens", tokens)
         number("seconds", seconds)
 
     def poll(self) -> bool:
-        """False: nothing is ever in flight."""
+        """Return False: operations are never in flight."""
         if self._events is not None:
             self._events.poll(self._tree)
         return False
 
     def statistics(self) -> CacheStatistics:
-        """A snapshot: requests and L1; everything else is zero."""
+        """Return a snapshot of requests and L1; everything else is zero."""
         return CacheStatistics(
             requests=self._counters.requests,
             prompt_tokens=self._counters.prompt_tokens,
@@ -211,12 +211,12 @@ class ChunkCache:
             raise InvariantError(f"L1: {used} pages in use, {own} held by requests")
 
     def drain(self, timeout_s: float) -> bool:
-        """True: nothing is ever under way."""
+        """Return True: operations are never in flight."""
         number("timeout_s", timeout_s, most=math.inf)
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Begin no further request and end the publisher; blocks for that. True: nothing is left."""
+        """Reject further requests and end the publisher, which blocks. Return True."""
         timeout_s = CLOSE_S if timeout_s is None else number("timeout_s", timeout_s)
         if self._publisher is not None and not self._closed:
             self._publisher.close(timeout_s)

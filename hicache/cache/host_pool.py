@@ -1,4 +1,4 @@
-"""L2 as `host` asks for it: private memory, or memory under a name, which a storage daemon maps too."""
+"""Opens L2 as the section `host` configures it: private memory, or named memory that a storage daemon also maps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..tiers.shared import shape_digest
 
 logger = logging.getLogger(__name__)
 
-# A daemon notices within half a second that the engine has died that had this memory before, and lets go of it.
+# A daemon notices within half a second that the previous engine has died, and unmaps its memory.
 _OPEN_S = 10.0
 
 
@@ -37,11 +37,11 @@ def open_host_pool(
     pin: torch.device | None,
     rank: int | None = None,
 ) -> HostPool:
-    """Open the pool of this process, which is rank `rank` of its engine. Blocks; memory under a name that a crashed
-    engine has left is taken over, and an engine that has it open is waited for until `_OPEN_S`.
+    """Open the pool of this process, which is rank `rank` of its engine. Blocks. Takes over named memory of a crashed
+    engine, and waits up to `_OPEN_S` for an engine that has it open.
 
-    Raises CapacityError if it does not fit, SharedMemoryError if another process has memory under that name, and
-    BackendError if a daemon is to create it and does not.
+    Raises CapacityError if it does not fit, SharedMemoryError if another process has memory of that name, and
+    BackendError if a daemon must create it and does not.
     """
     name = config.host.shared.name
     if name is None:
@@ -51,7 +51,7 @@ def open_host_pool(
     role = Role.ALONE
     if config.host.shared.owner == "daemon" and config.storage is not None:
         options = config.storage.options
-        assert isinstance(options, RemoteStorageOptions)  # checked with the configuration
+        assert isinstance(options, RemoteStorageOptions)  # the configuration has checked it
         create_memory(options, name, shape_digest(page_shape(shape)), page_shape(shape).payload_bytes, pages)
         role = Role.GUEST
     return SharedHostPool.open(name, shape, pages, pin=pin, timeout_s=_OPEN_S, role=role, keep=config.host.shared.keep)
@@ -60,8 +60,8 @@ def open_host_pool(
 def host_codecs(
     config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str] | None
 ) -> Callable[[int], FrameCodec]:
-    """Return what makes the codec of frames on L2 for a weights epoch: that of storage, but frames on L2 are plain. MAC
-    keys are read once, here. Raises ConfigError."""
+    """Return a function that makes the codec of frames on L2 for a weights epoch: that of storage, without compression
+    and encryption. Reads MAC keys once, here. Raises ConfigError."""
     keys = config.integrity.keys(environ)
 
     def make(epoch: int) -> FrameCodec:
@@ -78,7 +78,7 @@ def host_codecs(
 
 
 def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
-    """Take the pages of a pool, of which none is in use, that an earlier process has left sealed for `codec`."""
+    """Adopt the pages that an earlier process has sealed for `codec` in an unused pool."""
     kept = KeptFrames(codec, pool.pages, pool.frame)
     pages = pool.allocator.alloc(pool.pages)
     if pages is None:
@@ -92,7 +92,8 @@ def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
 def opener_of_kept(
     kept: KeptFrames, codecs: Callable[[int], FrameCodec], opener: Callable[[int], StorageBackend] | None
 ) -> Callable[[int], StorageBackend]:
-    """Return what opens the store of a weights epoch with `kept` in front of it, or without a store `kept` alone."""
+    """Return a function that opens the store of a weights epoch with `kept` in front, or only `kept` without a
+    store."""
 
     def make(epoch: int) -> StorageBackend:
         if opener is None:
@@ -103,8 +104,8 @@ def opener_of_kept(
 
 
 def release_of(pool: HostPool) -> Callable[[], None]:
-    """Return what removes the name of a pool that `open_host_pool` has opened, so that nothing is left of it; nothing
-    does if it is to be kept."""
+    """Return a function that removes the name of a pool of `open_host_pool`; it does nothing for memory that is
+    kept."""
     return pool.unlink if isinstance(pool, SharedHostPool) and not pool.keep else _nothing
 
 
@@ -114,7 +115,7 @@ def _nothing() -> None:
 
 @contextlib.contextmanager
 def released_on_failure(pool: HostPool) -> Iterator[None]:
-    """The block makes a cache over `pool`. If it fails, nothing is left of the pool."""
+    """Remove `pool` completely if the block, which makes a cache over it, fails."""
     try:
         yield
     except BaseException:

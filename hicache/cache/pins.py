@@ -1,11 +1,10 @@
-"""Pins: prefixes that stay in the cache for a time, as handles.
+"""Pins: handles that keep prefixes in the cache for a time.
 
-A pinned prefix leaves L1 only for L2 and L2 not at all, so a request that needs it never computes it again. The time
-starts again whenever a request uses the whole pinned prefix. How much of L2 pins may take is bounded.
+A pinned prefix may be evicted from L1 to L2 but not from L2, so requests do not compute it again. Its time restarts
+whenever a request uses the whole prefix. Pins may use a limited share of L2.
 
-Invariant, verified by `check()`: each node has as many pins of its own in the tree as there are handles here that are
-not released and end on it.
-Owned by the scheduler thread; no lock.
+Invariant, verified by `check()`: the number of pins of a node in the tree is the number of active handles that end
+there. Owned by the scheduler thread; no lock.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from types import TracebackType
 from ..errors import InvariantError
 from ..radix import Match, Node, RadixTree
 
-# Pins that ended early stay in the expiry heap until they are half of it, or this many.
+# Released pins stay in the expiry heap until they are half of it, or this many.
 EXPIRY_SLACK = 64
 
 
 @dataclass(slots=True)
 class _Prefix:
-    """The pinned path to one node: when a request last used all of it, and how many pins are on it."""
+    """The pinned path to one node: the time of its last complete use, and the number of its pins."""
 
     used_s: float = -math.inf
     pins: int = 0
@@ -34,7 +33,7 @@ class _Prefix:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Pin:
-    """A handle, and a context manager that releases it. The cache knows this object: a copy of it is not a pin."""
+    """A handle, and a context manager that releases it. The cache identifies the object: a copy is not a pin."""
 
     ttl_s: float
     _pages: int
@@ -49,7 +48,7 @@ class Pin:
 
     @property
     def expires_at(self) -> float:
-        """When it ends by itself, by the clock of the cache, unless a request uses the whole prefix before."""
+        """The time of its expiry, by the clock of the cache, unless a request uses the whole prefix before."""
         return max(self._made_s, self._prefix.used_s) + self.ttl_s
 
     @property
@@ -59,7 +58,7 @@ class Pin:
 
     @property
     def active(self) -> bool:
-        """Whether the prefix is still pinned."""
+        """True if the prefix is still pinned."""
         return self in self._pins.active
 
     def release(self) -> None:
@@ -81,16 +80,16 @@ class Pins:
     def __init__(self, clock: Callable[[], float], pages_max: int) -> None:
         self._clock = clock
         self._pages_max = pages_max
-        self._prefixes: dict[int, _Prefix] = {}  # by the id of their deepest node, an object that splits keep
+        self._prefixes: dict[int, _Prefix] = {}  # by the id of the deepest node, which splits do not change
         self.active: set[Pin] = set()
-        # Lazy: a pin that was refreshed is put back with its new time when its old one comes up.
+        # Lazy: a refreshed pin is pushed again with its new time when its old time is reached.
         self._expiry: list[tuple[float, int, Pin]] = []
         self._made = 0
 
     def add(self, tree: RadixTree, match: Match, ttl_s: float) -> Pin | None:
-        """Pin what was matched for `ttl_s` seconds; None if that would be too many pages.
+        """Pin the matched pages for `ttl_s` seconds; return None if they are too many.
 
-        For no page the pin has ended already. REQUIRES: the time is positive and finite.
+        A pin of zero pages has already ended. REQUIRES: the time is positive and finite.
         """
         node, part, fresh_pages = match.node, match.node, 0
         while part.parent is not None:
@@ -110,7 +109,7 @@ class Pins:
         return pin
 
     def used(self, node: Node) -> None:
-        """A request has used the path to `node`: the time of pins that end on it starts again."""
+        """Restart the time of the pins that end on the path to `node`, which a request has used."""
         if not self._prefixes:
             return
         now_s = self._clock()
@@ -120,7 +119,7 @@ class Pins:
             node = node.parent
 
     def expire(self) -> None:
-        """End the pins whose time is over."""
+        """End the expired pins."""
         heap = self._expiry
         while heap and heap[0][0] <= self._clock():
             expires_s, number, pin = heap[0]
@@ -136,7 +135,7 @@ class Pins:
             self.release(pin)
 
     def release(self, pin: Pin) -> None:
-        """End one pin. Does nothing if it has ended."""
+        """End one pin. Idempotent."""
         if pin not in self.active:
             return
         self.active.remove(pin)
@@ -149,7 +148,7 @@ class Pins:
             heapq.heapify(self._expiry)
 
     def check(self, tree: RadixTree) -> None:
-        """Raises InvariantError if the invariant does not hold in `tree`, the tree in use."""
+        """Raises InvariantError if the invariant does not hold in `tree`, the current tree."""
         own = Counter(pin._node for pin in self.active)
         pages = 0
         for node in tree.nodes():

@@ -1,8 +1,8 @@
-"""What happens in the tree, as events in a stream, and the whole tree as a snapshot of events.
+"""Records the changes of the tree as events in a stream, and the whole tree as a snapshot of events.
 
-The scheduler hashes no page keys here: an event has the chain of its keys, and the thread that reads it hashes them.
-Storage outlives the tree: a page is reported as stored there when a store was acknowledged or when it came from there,
-and as removed when the tree is told that storage has lost it, not when it leaves the tree.
+The scheduler does not hash page keys here: an event has the chain of its keys, and the reading thread hashes them.
+Storage outlives the tree: a page is reported as stored there when a store was acknowledged or when it was read from
+there, and as removed when storage has lost it, not when it leaves the tree.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ..events.types import NO_ORIGIN
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, namespace_seed
 from ..radix import Node, RadixTree
 
-# How long a snapshot holds the scheduler in one step: a tree of 100,000 nodes takes some 300 steps.
+# The time of a snapshot within one step of the scheduler: a tree of 100,000 nodes takes about 300 steps.
 SLICE_S = 0.0005
 # Nodes that a snapshot lists at once.
 BLOCK_NODES = 256
-# Adapters and tenants whose names are known at once; the one that was described first is forgotten first.
+# Adapters and tenants whose names are kept; the oldest is forgotten first.
 ORIGINS_MAX = 65_536
 
 
 class EventRecorder:
     """The observer of a tree that writes events into `stream`. Scheduler thread; never blocks.
 
-    `session_id` is that of the turn whose pages are being inserted, which the caller sets around the insertion.
-    `slice_s` bounds what a snapshot takes in one step.
+    `session_id` is that of the turn whose pages are being inserted; the caller sets it around the insertion. `slice_s`
+    limits the time of a snapshot within one step.
 
     Invariant: `_blocks` has each leaf of the tree, by its id, in blocks of neighbouring ids. It has all nodes from
-    their first event to their end, except heads that were split off and have children still. So a snapshot finds all
-    nodes, some hundred at a time, also where one node has 100,000 children, which could only be listed at once.
+    their first event to their end, except heads that were split off and still have children. So a snapshot finds all
+    nodes, a few hundred at a time, even if one node has 100,000 children, which could only be listed at once.
     """
 
     def __init__(self, stream: EventStream, *, slice_s: float = SLICE_S) -> None:
@@ -46,7 +46,7 @@ class EventRecorder:
     def describe(
         self, extra_key: str | None, cache_salt: str | None, lora_id: int | None, lora_name: str | None
     ) -> None:
-        """Name what prompts of (`extra_key`, `cache_salt`) belong to, in the events from now on."""
+        """Set the origin of prompts with (`extra_key`, `cache_salt`) for events from now on."""
         if lora_id is not None:
             whole("lora_id", lora_id)
         if lora_name is not None:
@@ -58,7 +58,7 @@ class EventRecorder:
         self._origins[seed] = Origin(lora_id, lora_name, cache_salt)
 
     def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` has just appeared on `medium`. One that comes to the host from storage is reported on both."""
+        """Record that `node` was just added to `medium`. A node read from storage to the host is reported on both."""
         if not node.told:
             node.told = 1
             self._enter(node)
@@ -87,7 +87,7 @@ class EventRecorder:
             self._walk.grown(event, tree, node)
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
-        """`node` is about to leave `medium`, or has been lost by storage."""
+        """Record that `node` is about to leave `medium`, or was lost by storage."""
         keys = node.page_keys or node.chain or tree.run_keys(node)
         event = RemovedRun(medium, len(node.key) // tree.page_bytes, keys)
         self.stream.put(event)
@@ -104,7 +104,7 @@ class EventRecorder:
         block[node.id] = node
 
     def _leave(self, tree: RadixTree, node: Node) -> None:
-        """`node` is about to leave the tree, so its parent may become a leaf."""
+        """Handle that `node` is about to leave the tree, so its parent may become a leaf."""
         block = self._blocks[node.id // BLOCK_NODES]
         del block[node.id]
         if not block:
@@ -112,22 +112,22 @@ class EventRecorder:
         parent = node.parent
         if parent is not None and parent.parent is not None and len(parent.children) == 1:
             self._enter(parent)
-            if self._walk is not None:  # which may have passed the place of the new leaf
+            if self._walk is not None:  # it may have passed the position of the new leaf
                 self._walk.tell(tree, parent)
 
     def lost(self, keys: list[bytes]) -> None:
-        """Storage lacks the pages `keys`, which need not be in the tree."""
+        """Record that storage lacks the pages `keys`, which need not be in the tree."""
         event = Removed(Medium.STORAGE, tuple(keys))
         self.stream.put(event)
         if self._walk is not None:
             self._walk.snapshot.put(event)
 
     def storage_replaced(self) -> None:
-        """Nothing that was reported as stored is in reach any more, in the tree or not. Only a snapshot says so."""
+        """Request a snapshot: pages that were reported as stored are no longer reachable, in the tree or not."""
         self.stream.request_snapshot()
 
     def cleared(self) -> None:
-        """All nodes of the tree are gone at once, and the tree that is used now is empty."""
+        """Record that the tree was replaced by an empty one."""
         self._blocks = {}
         self.stream.put(Cleared())
         if self._walk is not None:
@@ -144,8 +144,8 @@ class EventRecorder:
             self._walk = None
 
     def stored_run(self, medium: Medium, tree: RadixTree, node: Node, session_id: str | None = None) -> StoredRun:
-        """The event that `node` is on `medium`. Hashes nothing. Where page keys are given, the tokens are not known and
-        the event has none."""
+        """Return the event that `node` is on `medium`. Hashes nothing. If the engine supplies page keys, the tokens are
+        unknown and not in the event."""
         parent = node.parent
         begins = parent is None or parent.parent is None
         keys = tree.run_keys(node)
@@ -167,19 +167,18 @@ class EventRecorder:
 class SnapshotWalk:
     """A snapshot of a tree that is made in slices, while the tree changes between them.
 
-    Invariant: what was put into the snapshot so far, applied in its order, is the state of the *told* nodes
-    (`Node.told` is `mark`): on which media they are now. A told node has told ancestors.
+    Invariant: the events in the snapshot so far, applied in order, give the state of the *told* nodes (`Node.told` is
+    `mark`): the media that they are on now. The ancestors of a told node are told.
 
-    It holds because a node is told as a whole, with the media it is on at that moment, behind its ancestors, and from
-    then on each event of it follows as it happens. An event of a node that is not told is left out if it removes
-    something, because the node is told later with what it has then, or never if it has left the tree; before one that
-    adds something the node is told, because the walk may have passed its place. A split copies the mark to
-    the new node, and moves no page.
+    It holds because a node is told completely, with its current media, after its ancestors, and from then on each event
+    of it follows at once. For a node that is not told, an event that removes pages is skipped: the node is told later
+    with its media of that time, or never if it has left the tree. Before an event that adds pages the node is told,
+    because the walk may have passed its position. A split copies the mark to the new node, and does not move pages.
 
-    At the end all nodes of the tree are told. A leaf that was one at the begin is in a block that was listed then, or
-    has left the tree; one that is new was told when it appeared on a medium, and a node that has become a leaf was told
-    when the last node below it left. What is above a leaf is told with it. So at the end the snapshot is the tree at
-    that moment, and goes on with the stream.
+    At the end all nodes of the tree are told. A leaf from the start is in a block that was listed then, or has left the
+    tree. A new leaf was told when it was added to a medium. A node that became a leaf was told when its last child
+    left. The ancestors of a leaf are told with it. So at its end the snapshot equals the tree, and continues with the
+    stream.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class SnapshotWalk:
                 self._nodes += self._blocks.get(self._numbers.pop(), {}).values()
             while self._nodes:
                 node = self._nodes.pop()
-                if node.device is not None or node.host is not None:  # else it has left the tree
+                if node.device is not None or node.host is not None:  # otherwise it has left the tree
                     self.tell(tree, node)
                 if (self._nodes or self._numbers) and time.perf_counter() >= end_s:
                     return False
@@ -208,24 +207,24 @@ class SnapshotWalk:
         return True
 
     def stored(self, event: Recorded, tree: RadixTree, node: Node) -> None:
-        """`node` has just appeared on a medium, as `event` says."""
+        """Record `event`: `node` was just added to a medium."""
         self.tell(tree, node)
         self.snapshot.put(event)
 
     def grown(self, event: Recorded, tree: RadixTree, node: Node) -> None:
-        """`node`, on L1, has just got more pages, as `event` says."""
+        """Record `event`: `node`, on L1, just got more pages."""
         if node.told == self._mark:
             self.snapshot.put(event)
         else:
             self.tell(tree, node)
 
     def removed(self, event: Recorded, node: Node) -> None:
-        """`node` is about to leave a medium, as `event` says."""
+        """Record `event`: `node` is about to leave a medium."""
         if node.told == self._mark:
             self.snapshot.put(event)
 
     def tell(self, tree: RadixTree, node: Node) -> None:
-        """Put `node` into the snapshot, and those of its ancestors that are not told yet before it."""
+        """Put `node` into the snapshot, after those of its ancestors that are not told yet."""
         untold: list[Node] = []
         part: Node | None = node
         while part is not None and part.parent is not None and part.told != self._mark:

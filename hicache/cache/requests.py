@@ -1,7 +1,7 @@
-"""The KV of one running request, and the checks of what an engine passes with it.
+"""The KV of one running request, and the checks of an engine's arguments.
 
-Every verb of a cache checks its arguments in its first lines, so that a call that is refused has changed nothing. What
-a cache cannot check: the output tokens of a request, which it sees for the first time when it is told to share them.
+Every method of a cache checks its arguments first, so a rejected call changes nothing. A cache cannot check the output
+tokens of a request, because it gets them only in the call that shares them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..types import NO_PAGES, PageIds
 
 @dataclass(slots=True, eq=False)
 class RequestKV:
-    """What a request holds of L1, and of `tree`, the tree that was in use when it began.
+    """The pages of a request on L1, and its lock on `tree`, the current tree when it began.
 
     `pages` are all its L1 pages in order. The first `shared_pages` belong to the tree and are locked by this request;
-    the others are its own. `key` is its prompt, and later what it has shared if that is more. The hit counts say where
-    the prefix of its prompt came from, in tokens. The cache that began it knows this object: a copy is not a request.
+    the others are its own. `key` is its prompt, and later the shared tokens if these are more. The hit counts are the
+    sources of its prefix, in tokens. The cache identifies the object: a copy is not a request.
     """
 
     rid: str
@@ -35,8 +35,8 @@ class RequestKV:
     tree: RadixTree
     last_node: Node
     priority: int = 0
-    load: Load | None = None  # what brings its L2 part to L1
-    gathers: bool = False  # what it has shared last waits for more of its prompt, to be copied to L2 with that
+    load: Load | None = None  # the load of its L2 part
+    gathers: bool = False  # its last shared pages wait for more of its prompt, to be copied to L2 together
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
@@ -56,17 +56,17 @@ class RequestKV:
 
 
 class RunningRequests:
-    """The running requests of one cache. It knows them by identity, whatever their fields say.
+    """The running requests of one cache, identified as objects and not by their fields.
 
-    Invariant, verified by `check()`: each page that is a request's own has one owner, and the shared pages of a request
-    are those of its tree, locked.
+    Invariant, verified by `check()`: each page outside the tree has one owner, and the shared pages of a request are
+    those of its tree, locked.
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, RequestKV] = {}  # an object that is held here keeps its id
+        self._by_id: dict[int, RequestKV] = {}  # an object that is referenced here keeps its id
 
     def add(self, request: RequestKV) -> None:
-        """Take in a request that has begun."""
+        """Add a request that has begun."""
         self._by_id[id(request)] = request
 
     def require(self, request: RequestKV) -> None:
@@ -74,19 +74,19 @@ class RunningRequests:
         if id(request) in self._by_id:
             return
         if instance("request", request, RequestKV).ended:
-            raise InvalidInput(f"request {request.rid!r} has ended; its pages belong to others now")
+            raise InvalidInput(f"request {request.rid!r} has ended; its pages now belong to others")
         raise InvalidInput(
             f"request {request.rid!r} belongs to another cache or is a copy; "
             "pass the object that `begin_request` returned to the cache that returned it"
         )
 
     def end(self, request: RequestKV) -> None:
-        """Forget a request, whose pages the caller has taken."""
+        """Forget a request; the caller has taken its pages."""
         del self._by_id[id(request)]
         request.pages, request.shared_pages, request.ended = NO_PAGES, 0, True
 
     def hand_over(self, request: RequestKV, *, key: RadixKey, pages: PageIds) -> RequestKV:
-        """End `request` and return its successor: an object that the engine does not have, with the same lock."""
+        """End `request` and return its successor with the same lock: a new object, which the engine does not have."""
         successor = replace(request, key=key, pages=pages)
         self.end(request)
         self.add(successor)
@@ -97,7 +97,7 @@ class RunningRequests:
         for request in self._by_id.values():
             locked, shared = request.last_node.lock_ref > 0, request.pages[: request.shared_pages]
             if len(shared) and not (locked and np.array_equal(shared, request.tree.device_pages(request.last_node))):
-                raise InvariantError(f"request {request.rid!r}: its shared pages are not those of its tree, locked")
+                raise InvariantError(f"request {request.rid!r}: its shared pages are not locked pages of its tree")
         own = np.concatenate([NO_PAGES, *(request.pages[request.shared_pages :] for request in self._by_id.values())])
         if len(np.unique(own)) != len(own):
             raise InvariantError("L1: two requests own the same page")
@@ -126,7 +126,7 @@ def missing_pages(request: RequestKV, total_tokens: int, device: KVPool) -> int:
     if total_tokens < held:
         raise InvalidInput(
             f"total_tokens: {total_tokens} is less than the {held} tokens that request {request.rid!r} holds KV of; "
-            "pass the tokens in all, not those to add"
+            "pass the total, not the tokens to add"
         )
     return _pages_of(f"request {request.rid!r}:", total_tokens, device) - len(request.pages)
 
@@ -135,8 +135,8 @@ def _pages_of(name: str, tokens: int, device: KVPool) -> int:
     pages = -(-tokens // device.geometry.page_size)
     if pages > device.pages:
         raise CapacityError(
-            f"{name} {tokens} tokens needs {pages} pages of KV, L1 has {device.pages}; "
-            "refuse the request, or raise device.size or device.tokens"
+            f"{name} {tokens} tokens needs {pages} pages of KV, but L1 has {device.pages}; "
+            "reject the request, or raise device.size or device.tokens"
         )
     return pages
 
@@ -144,12 +144,12 @@ def _pages_of(name: str, tokens: int, device: KVPool) -> int:
 def computed_pages(request: RequestKV, key: RadixKey, page_size: int) -> int:
     """Return how many whole pages `key` has, the tokens that `request` has computed so far.
 
-    Raises InvalidInput for a key that does not continue what the request began with or has shared, and for one that
-    needs more pages than the request has.
+    Raises InvalidInput for a key that does not continue the prompt or the shared tokens of the request, and for one
+    that needs more pages than the request has.
     """
     full = len(instance("key", key, RadixKey)) // page_size
     if full < request.shared_pages or not key.continues(request.key):
-        raise InvalidInput(f"request {request.rid!r}: the key is not that of the request, or does not continue it")
+        raise InvalidInput(f"request {request.rid!r}: the key does not continue the key of the request")
     if full > len(request.pages):
         raise InvalidInput(f"request {request.rid!r}: {full} pages of tokens, but only {len(request.pages)} of KV")
     return full

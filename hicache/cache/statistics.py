@@ -1,5 +1,5 @@
-"""What a cache counts, and its snapshots for the exporter, the command line and tests. All counts are totals since
-start.
+"""The counters of a cache, and their snapshots for the exporter, the command line and tests. Counts are totals since
+the start.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-# Whoever reads snapshots, as the exporter does, needs no PyTorch.
+# Readers of snapshots, such as the exporter, do not need PyTorch.
 if TYPE_CHECKING:
     from ..controller import ControllerStatistics
     from ..events import PublisherStatistics, StreamStatistics
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..tiers import PageAllocator
     from .break_even import BreakEvenStatistics
 
-# Why something was not done, for each an entry in `CacheCounters.skipped`.
+# The reasons for skipped work; each is an entry of `CacheCounters.skipped`.
 SKIP_REASONS = (
     "backup_failed",
     "backup_no_host_room",
@@ -46,9 +46,9 @@ SKIP_REASONS = (
     "write_back_dropped",
 )
 
-# What a lookup in storage found of the pages that it asked for, for each an entry in `CacheCounters.lookups`.
+# The outcomes of lookups in storage; each is an entry of `CacheCounters.lookups`.
 LOOKUP_OUTCOMES = ("whole", "part", "miss", "failed")
-# Why a session gave KV up: the keys of `SessionStatistics.released`.
+# The reasons for which a session released its KV: the keys of `SessionStatistics.released`.
 RELEASE_REASONS = ("closed", "diverged", "dropped", "expired", "not_shared", "pressure")
 
 
@@ -68,8 +68,8 @@ class CacheCounters:
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """Memory of L1 or L2 now, in pages. `cached_pages` are held by nodes, `evictable_pages` of them may leave now; the
-    others in use are reserved or a request's own.
+    """Memory of L1 or L2 now, in pages. `cached_pages` are held by nodes, and `evictable_pages` of them can be evicted
+    now. The other used pages are reserved or belong to requests.
     """
 
     capacity_pages: int
@@ -84,23 +84,23 @@ class TierStatistics:
         return cls(pool.capacity, pool.free_pages, cached_pages, evictable_pages, page_bytes)
 
 
-# Of a tier that a cache does not have.
+# The statistics of a tier that a cache does not have.
 NO_TIER = TierStatistics(capacity_pages=0, free_pages=0, cached_pages=0, evictable_pages=0, page_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """`hit_tokens` by tier (device, host, storage), `evicted_pages` by tier (device, host). `device` or `host` is
-    `NO_TIER` where the cache does not have that tier.
+    `NO_TIER` if the cache does not have that tier.
 
-    `skipped` counts by reason what the cache decided not to do or could not do: a slower request, never an error.
-    `events` and `publisher` are None where events are not recorded, or not published.
+    `skipped` counts, by reason, work that the cache decided not to do or could not do: a slower request, never an
+    error. `events` and `publisher` are None if events are not recorded, or not published.
 
-    `lookups` counts lookups in storage by what they found. `verified_pages` counts by outcome (sound, damaged,
-    untagged) the pages of L2 that were verified there. `prefetch_wait` is how long requests waited for their
-    prefetch, `step` how long `poll` took the scheduler; None for a cache that has neither. `prefetches_waiting` is how
-    many wait now: for their turn, for the prefetch of another request, or for room on L2. `sessions` is None for a
-    cache without sessions. `lost_pages` were believed to be in storage and turned out not to be.
+    `lookups` counts lookups in storage by outcome. `verified_pages` counts the pages that were verified on L2, by
+    outcome (sound, damaged, untagged). `prefetch_wait` has the waiting times of requests for their prefetch, `step` the
+    times of `poll`; None for a cache that has neither. `prefetches_waiting` wait now: for their turn, for the prefetch
+    of another request, or for room on L2. `sessions` is None for a cache without sessions. `lost_pages` counted as
+    stored and turned out to be missing.
     """
 
     requests: int
@@ -128,11 +128,11 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SessionStatistics:
-    """Sessions and pages now, the rest totals since start.
+    """Current sessions and pages; the others are totals since the start.
 
-    `held_pages` are kept between turns, those shared with the tree included; `own_pages` are the partial ones among
-    them. `continued_turns` went on where the turn before had ended and `tail_tokens` are what that saved over the tree.
-    `released` counts by reason how often KV was given up.
+    `held_pages` are kept between turns, including those shared with the tree; `own_pages` are the partial ones among
+    them. `continued_turns` continued the previous turn, and `tail_tokens` are the tokens that this saved in addition to
+    the tree. `released` counts by reason how often KV was released.
     """
 
     open: int

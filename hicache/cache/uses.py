@@ -1,16 +1,16 @@
-"""UseMemory: how many requests have used a page, whatever has become of the page since.
+"""UseMemory: counts how many requests have used a page, even after the page was evicted.
 
-The tree counts uses of what it holds. Under `write_through_selective` the first use of most pages is forgotten with
-them: they leave L1 before the second one comes, and would be copied and stored never. So the memory has a few bytes of
-each page that a request computed or reused, as an admission filter for storage (Einziger, Friedman, Manes: TinyLFU,
-2017); a page that is computed again begins with the uses that it has had.
+The tree counts the uses of its pages. Under `write_through_selective`, most pages are evicted from L1 before their
+second use, and would never be copied and stored. So this memory keeps a few bytes for each page that a request computed
+or reused, as an admission filter for storage (Einziger, Friedman, Manes: TinyLFU, 2017). A page that is computed again
+starts with its earlier uses.
 
-A use is a request. One that is preempted and runs again, begins twice, or shares its pages piece by piece counts once
-for each page: the memory knows the last requests, and how many leading pages of each are counted.
+A use is a request. A request that is preempted and runs again, begins twice, or shares its pages in parts counts once
+for each page: the memory keeps the last requests, with the number of their counted pages.
 
-A page is known by a hash of all tokens up to its end (a multilinear one, as in Lemire and Kaser: Strongly universal
-string hashing is fast, 2014), so it is not mixed up with equal pages behind another prefix. It has 44 bits, and nothing
-but a copy too many depends on it. It is the same in every process, so ranks decide alike.
+A page is identified by a hash of all tokens up to its end (a multilinear one, as in Lemire and Kaser: Strongly
+universal string hashing is fast, 2014), so equal pages after different prefixes are different. It has 44 bits; a
+collision costs one needless copy. It is the same in every process, so ranks decide identically.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -29,10 +29,10 @@ from ..radix import Uses
 
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
-# 4 bytes a page: 4 MiB. A page is forgotten when another one takes its place, so half of the pages are known after
-# 700,000 others (45 million tokens in pages of 64); and a page that is forgotten is known by those behind it.
+# 4 bytes per page: 4 MiB. A page is forgotten when another one takes its slot, so half of the pages are known after
+# 700,000 others (45 million tokens in pages of 64). A forgotten page still counts if pages after it are known.
 SLOTS_LOG2 = 20
-# Requests that may begin again and are recognised: more than an engine has running and waiting.
+# Requests that are recognised if they begin again: more than an engine has running and waiting.
 REQUESTS_MAX = 8192
 # A slot is 24 bits of the page's hash and 8 bits of count.
 _COUNT_MAX = 255
@@ -41,8 +41,8 @@ _TAG = np.uint32(0xFFFFFF00)
 
 @dataclass(slots=True)
 class _Request:
-    """A request: its key when it began, how many leading pages are counted, and, once it has brought a new page,
-    whether its pages are wanted at once.
+    """A request: its key when it began, the number of its counted pages, and, after its first new page, whether its
+    pages are stored at once.
     """
 
     key_bytes: int
@@ -52,14 +52,14 @@ class _Request:
     at_once: bool | None = None
 
     def continues(self, key: RadixKey) -> bool:
-        """Whether `key` is that of this request, with or without what it has generated."""
+        """Return True if `key` is the key of this request, with or without generated tokens."""
         head = key.tokens[: self.key_bytes]
         return key.seed == self.seed and len(head) == self.key_bytes and xxh3_64_intdigest(head) == self.digest
 
 
 class UseMemory:
-    """See the module's docstring. `page_bytes` are the key bytes of a page; counts above `uses_max` mean nothing to the
-    caller. New pages of `first_share` of the requests count as much at once; the first of them decides, by its hash.
+    """See the module's docstring. `page_bytes` are the key bytes of a page; the caller ignores counts above `uses_max`.
+    New pages of the share `first_share` of requests count `uses_max` at once; the hash of the first of them decides.
     """
 
     def __init__(self, page_bytes: int, uses_max: int, first_share: float = 0.0) -> None:
@@ -71,10 +71,10 @@ class UseMemory:
         self._requests: dict[str, _Request] = {}  # by request id, the oldest first
 
     def note(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> Uses:
-        """Count request `rid` as a user of the first `pages` pages of `key`, those that it has not counted for yet.
+        """Count request `rid` as a user of those of the first `pages` pages of `key` for which it is not counted yet.
 
-        None is a request of its own each time; so is one that `begins` under the name of another, with a key that does
-        not continue the other's. Costs about 1 ns a token and 50 ns a page.
+        None is a new request each time. So is a request that `begins` with the id of another and a key that does not
+        continue the other's. Takes about 1 ns per token and 50 ns per page.
         """
         request = None if rid is None else self._requests.pop(rid, None)
         if request is None or (begins and not request.continues(key)):
@@ -98,24 +98,24 @@ class UseMemory:
         self._requests.clear()
 
     def _hashes(self, key: RadixKey, pages: int) -> _Words:
-        """A hash per page of all tokens up to its end, for the leading `pages` pages that `key` has."""
+        """Return for each of the first `pages` pages of `key` a hash of all tokens up to its end."""
         words = np.frombuffer(key.tokens, "<u4", min(pages, len(key.tokens) // (4 * self._words)) * self._words)
         of_page = np.einsum("ij,j->i", words.reshape(-1, self._words), self._word_factors)
-        of_page += _GOLDEN  # so that a page of zeros is one too
-        # Each page has a factor of its own, so that an order is a difference.
+        of_page += _GOLDEN  # so that a page of zeros also changes the hash
+        # Each page has its own factor, so that the order of pages matters.
         of_page *= np.full(len(of_page), _GOLDEN, np.uint64).cumprod(dtype=np.uint64)
         if key.seed:
             of_page[:1] += np.frombuffer(key.seed, "<u8", 1)
         return _mixed(of_page.cumsum(dtype=np.uint64))
 
     def _count(self, hashes: _Words, known_pages: int) -> npt.NDArray[np.uint32]:
-        """The uses of each page, after one more for those behind the first `known_pages`."""
+        """Return the uses of each page, after one more for those after the first `known_pages`."""
         places = (hashes >> np.uint64(64 - SLOTS_LOG2)).astype(np.intp)
         tags = hashes.astype(np.uint32) & _TAG
         found = self._slots[places]
         counts = np.where((found ^ tags) <= _COUNT_MAX, found & np.uint32(_COUNT_MAX), np.uint32(0))
         counts[known_pages:] += np.uint32(1)
-        # Whoever used a page used all pages before it, whether their places were taken since or not.
+        # A request that used a page used all pages before it, even if their slots were taken since.
         counts = np.maximum.accumulate(counts[::-1])[::-1]
         counts = np.clip(counts, 1, self._uses_max)
         self._slots[places] = tags | counts

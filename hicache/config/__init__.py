@@ -1,7 +1,6 @@
 """Configuration: one schema for every use, read from a YAML file, `HICACHE_*` variables and flags.
 
-`schema` says what there is, `loading` brings the sources together and reports everything that is wrong with them at
-once, `secret` reads keys.
+`schema` defines the entries, `loading` merges the sources and reports all errors at once, `secret` reads keys.
 """
 
 from .loading import ENVIRON_PREFIX, FILE_VARIABLE, entry_of_variable, load_config, read_tree

@@ -1,7 +1,7 @@
-"""Hosts, ports, addresses and URLs: one place decides which texts are valid, for configurations and at run time.
+"""Parses hosts, ports, addresses and URLs, for configurations and at run time.
 
-A library that gets an invalid port may use it modulo 65536, and so listen on or connect to another port than the one
-that was asked for. Nothing here resolves a name. Messages quote no value: a URL may hold a password by mistake.
+A library that gets an invalid port may use it modulo 65536, and so listen on or connect to a different port. This
+module does not resolve names. Messages do not quote values: a URL may contain a password by mistake.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Url(NamedTuple):
 
 
 def check_host(host: str) -> str:
-    """Return `host`, a name or an IP address; IPv6 stands without brackets. Raises ValueError if it is not valid."""
+    """Return `host`, a name or an IP address (IPv6 without brackets). Raises ValueError if it is not valid."""
     if ":" in host:
         is_valid = _IPV6.fullmatch(host) is not None and _is_ip(host)
     else:
         labels = host.removesuffix(".").split(".")
         is_valid = len(host) <= _NAME_MAX and all(map(_LABEL.fullmatch, labels))
-        if labels[-1].isdigit():  # not a name: resolvers take `127.1` and `2130706433` for addresses
+        if labels[-1].isdigit():  # not a name: resolvers treat `127.1` and `2130706433` as addresses
             is_valid = is_valid and _is_ip(host)
     if not is_valid:
         raise ValueError("the host is not valid; use a name of ASCII letters, digits, '-' and '.', or an IP address")
@@ -71,8 +71,8 @@ def _is_ip(host: str) -> bool:
 
 
 def check_port(port: object, *, lowest: int = 1) -> int:
-    """Return `port` as a number: it is one already, or its digits. Port 0, where `lowest` allows it, asks for a free
-    one. Raises ValueError if it is not between `lowest` and 65535."""
+    """Return `port`, a number or its digits, as a number. Port 0, if `lowest` allows it, requests a free port. Raises
+    ValueError if it is not between `lowest` and 65535."""
     number = port
     if isinstance(port, str) and port.isascii() and port.isdigit() and len(port) <= len(str(PORT_MAX)):
         number = int(port)
@@ -82,7 +82,7 @@ def check_port(port: object, *, lowest: int = 1) -> int:
 
 
 def split_address(text: str, default_port: int | None = None, *, lowest: int = 1) -> Address:
-    """Split `host:port` or `[::1]:port`. The port may be left out if there is a `default_port`.
+    """Split `host:port` or `[::1]:port`. With a `default_port` the port is optional.
 
     Raises ValueError if the host or the port is not valid.
     """
@@ -109,8 +109,8 @@ def split_url(url: str, default_ports: Mapping[str, int]) -> Url:
 
 
 def default_socket(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return where a daemon of this user listens, and where its engines look for it, if no configuration says so; None
-    if the system has no private directory for it."""
+    """Return the default socket of a daemon of this user and its engines; None if the system has no private directory
+    for it."""
     if os.geteuid() == 0:
         return Path("/run/hicache/daemon.sock")
     runtime = (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR")
@@ -120,8 +120,8 @@ def default_socket(environ: Mapping[str, str] | None = None) -> Path | None:
 def split_endpoint(endpoint: str, *, listens: bool) -> Address | Path:
     """Split a ZeroMQ endpoint: the address of `tcp://host:port`, or the socket of `ipc:///path`.
 
-    With `listens` the host may be `*`, for all interfaces, and the port `*` or 0, for a free one; either port becomes
-    0. Raises ValueError that names no part of the endpoint if it is not valid. ZeroMQ itself would take any port modulo
+    With `listens` the host may be `*`, for all interfaces, and the port `*` or 0, for a free one; both ports become 0.
+    Raises ValueError, which does not quote the endpoint, if it is not valid. ZeroMQ itself would use any port modulo
     65536.
     """
     if endpoint.startswith(_IPC):
@@ -140,9 +140,9 @@ def split_endpoint(endpoint: str, *, listens: bool) -> Address | Path:
 
 
 def ranked_endpoint(endpoint: str, rank: int | None) -> str:
-    """Return the ZeroMQ endpoint at which a data-parallel rank listens if rank 0 listens at `endpoint`: the port is
-    higher by the rank, unless any free one is asked for, and the name of a socket ends with the rank. Raises ValueError
-    if the endpoint is not valid, or has no such port."""
+    """Return the ZeroMQ endpoint of a data-parallel rank if rank 0 listens at `endpoint`: the rank is added to the
+    port, unless that is a free one, and appended to the name of a socket. Raises ValueError if the endpoint is not
+    valid, or the port is too large."""
     place = split_endpoint(endpoint, listens=True)
     if not rank or (isinstance(place, Address) and place.port == 0):
         return endpoint
@@ -154,7 +154,8 @@ def ranked_endpoint(endpoint: str, rank: int | None) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if `host` names this machine alone. Resolves no name: any name but `localhost` counts as remote."""
+    """Return True if `host` is a loopback address or `localhost`. Does not resolve names: other names count as remote.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

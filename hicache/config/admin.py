@@ -16,13 +16,13 @@ class AdminConfig(Section):
 
     socket: FileSystemPath | None = Field(
         default=None,
-        description="Unix socket to serve `/v1/admin` on, in a directory that is yours alone, such as "
-        "`/run/user/1000/hicache/engine.sock`. Each engine needs its own. Without it there is no admin surface.",
+        description="Unix socket that serves `/v1/admin`, in a private directory, such as "
+        "`/run/user/1000/hicache/engine.sock`. Each engine needs its own. Not set: no admin surface.",
     )
     token_file: FileSystemPath | None = Field(
         default=None,
-        description="File with a token that is needed to use it, mode 0600. Without one it opens to this user and "
-        "root, as the kernel names them.",
+        description="File with a token for the admin surface, mode 0600. Without a token, this user and root have "
+        "access, as reported by the kernel.",
     )
     token_env: Annotated[str, Field(pattern=VARIABLE_PATTERN)] | None = Field(
         default=None, description="Environment variable with that token, instead of a file."
@@ -31,5 +31,5 @@ class AdminConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> AdminConfig:
         if self.socket is None and (self.token_file is not None or self.token_env is not None):
-            raise ValueError("a token without a socket: give admin.socket too")
+            raise ValueError("a token needs a socket; set admin.socket too")
         return self

@@ -1,4 +1,4 @@
-"""The section `daemon`: where `hicache serve` listens, whom it lets in, and how much it takes on."""
+"""The section `daemon`: addresses, access and limits of `hicache serve`."""
 
 from __future__ import annotations
 
@@ -24,117 +24,117 @@ class TlsConfig(Section):
     """TLS of the TCP address."""
 
     certificate: FileSystemPath | None = Field(
-        default=None, description="PEM file with the certificate of the daemon and those between it and its authority."
+        default=None, description="PEM file with the daemon's certificate and the intermediate ones."
     )
     key: FileSystemPath | None = Field(
-        default=None, description="PEM file with its private key, mode 0600. Both are read again on SIGHUP."
+        default=None, description="PEM file with the private key, mode 0600. SIGHUP reloads both files."
     )
     client_ca: FileSystemPath | None = Field(
         default=None,
         description="PEM file with the authorities of clients. With it a client needs a certificate (mutual TLS), "
-        "which takes the place of the token where none is configured.",
+        "and a token is optional.",
     )
 
     @model_validator(mode="after")
     def _check(self) -> TlsConfig:
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key: give both or neither")
+            raise ValueError("certificate and key: set both or neither")
         if self.client_ca is not None and self.certificate is None:
             raise ValueError("client_ca: needs certificate and key")
         return self
 
 
 class DaemonConfig(Section):
-    """The storage daemon, `hicache serve`: its addresses, who may use it, and its bounds."""
+    """The storage daemon, `hicache serve`: its addresses, access and limits."""
 
     alternatives = (("token_file", "token_env"), ("admin_token_file", "admin_token_env"))
 
     socket: FileSystemPath | None = Field(
         default=None,
         description="Unix socket for engines on this host, in a directory of mode 0700 that HiCache creates. Only "
-        "processes of this user are let in. Not set: `$XDG_RUNTIME_DIR/hicache/daemon.sock`, for root "
+        "processes of this user and root have access. Not set: `$XDG_RUNTIME_DIR/hicache/daemon.sock`, for root "
         "`/run/hicache/daemon.sock`.",
     )
     listen: Annotated[str, Field(max_length=300), AfterValidator(_check_listen)] | None = Field(
         default=None,
-        description="TCP address, `host:port`, for engines on other hosts, Prometheus and browsers; port 0 takes a "
-        "free one. Beyond loopback it needs a token or `tls`. Not set: none.",
+        description="TCP address, `host:port`, for engines on other hosts, Prometheus and browsers; port 0 is a free "
+        "port. Beyond loopback it needs a token or `tls`. Not set: no TCP.",
     )
     token_file: FileSystemPath | None = Field(
         default=None,
-        description="File whose first line is the token that clients send over TCP (`Authorization: Bearer`), mode "
-        "0600. Read again on SIGHUP. The Unix socket needs none.",
+        description="File whose first line is the token of clients over TCP (`Authorization: Bearer`), mode 0600. "
+        "SIGHUP reloads it. The Unix socket does not need a token.",
     )
     token_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN, description="Name of the environment variable that holds the token."
+        default=None, pattern=VARIABLE_PATTERN, description="Name of the environment variable with the token."
     )
     admin_token_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the token of admin calls, another one than that of clients. Without it they are taken "
-        "from the Unix socket alone, where the kernel says who asks.",
+        description="File with the token of admin calls, different from that of clients. Without it, admin calls are "
+        "accepted only over the Unix socket, where the kernel reports the caller.",
     )
     admin_token_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN, description="Name of the variable that holds the admin token."
+        default=None, pattern=VARIABLE_PATTERN, description="Name of the environment variable with the admin token."
     )
     tls: TlsConfig = TlsConfig()
     pool: Size = Field(
         default=GIB,
-        description="Bytes of host memory for hot pages of all namespaces, in front of `storage`; taken at start. More "
-        "serves more pages without asking the store; engines have memory of their own. 0: none.",
+        description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. More "
+        "serves more pages without the store; engines have their own memory. 0: none.",
     )
     staging: PositiveSize = Field(
         default=256 * MIB,
-        description="Bytes of host memory for pages on their way over a socket; taken at start. More serves more "
-        "clients on other hosts at once; a call that finds no room waits. One call takes at most a quarter of it.",
+        description="Host memory for pages that are sent over a socket; allocated at start. More serves more clients "
+        "on other hosts at once; a call without room waits. One call uses at most a quarter of it.",
     )
     memory_max: PositiveSize = Field(
         default=1024 * GIB,
-        description="Bytes of engines' shared memory that may be mapped at once. It costs the daemon page tables only.",
+        description="Limit of engines' shared memory that is mapped at once. It costs the daemon only page tables.",
     )
     memories_max: Count = Field(
-        default=64, ge=1, le=4096, description="Shared memories of engines that may be mapped at once."
+        default=64, ge=1, le=4096, description="Limit of engines' shared memories that are mapped at once."
     )
     namespaces_max: Count = Field(
         default=64, ge=1, le=4096,
-        description="Namespaces open at once, each with connections and threads of its own. Beyond that the one unused "
-        "for longest is closed; if all are in use, an engine is refused.",
+        description="Limit of open namespaces, each with its own connections and threads. Beyond it, the least "
+        "recently used one is closed; if all are in use, the engine is rejected.",
     )
     connections_max: Count = Field(
         default=512, ge=1, le=65536,
-        description="Connections at once, of the Unix socket and of the TCP address each. More are hung up on.",
+        description="Limit of connections, for the Unix socket and for TCP each. Further ones are closed.",
     )
     requests_max: Count = Field(
         default=512, ge=1, le=65536,
-        description="Requests in progress at once. More are refused with 503 and a time after which to come again.",
+        description="Limit of requests in progress. Further ones get 503 with `Retry-After`.",
     )
     namespace_requests_max: Count = Field(
-        default=128, ge=1, le=65536, description="Requests of one namespace in progress or waiting for a thread."
+        default=128, ge=1, le=65536, description="Limit of a namespace's requests, in progress or waiting for a thread."
     )
     threads: Count = Field(
         default=16, ge=1, le=256,
-        description="Threads that call the stores of one namespace. A store that hangs takes those of its namespace "
-        "alone. More serves more engines at once from a slow store.",
+        description="Threads that call the stores of one namespace. A store that hangs blocks only the threads of its "
+        "namespace. More serves more engines at once from a slow store.",
     )
     request_timeout: PositiveDuration = Field(
-        default=60.0, description="The longest deadline that a client gets, whatever it asks for."
+        default=60.0, description="The longest deadline of a request; longer ones are shortened."
     )
     head_timeout: PositiveDuration = Field(
         default=10.0, description="Time for the head of a request, from its first byte, or from the connection."
     )
     body_timeout: PositiveDuration = Field(
         default=10.0,
-        description="Time for the body of a request, and for a client to take an answer; each 64 MiB add as much.",
+        description="Time for the body of a request, and for a client to read a reply; each 64 MiB add as much.",
     )
     idle_timeout: PositiveDuration = Field(
-        default=600.0, description="Time that a connection may stay without a request."
+        default=600.0, description="Time after which an idle connection is closed."
     )
     drain_timeout: PositiveDuration = Field(
-        default=10.0, description="Time that requests in progress get after SIGTERM before the daemon ends."
+        default=10.0, description="Time for requests in progress after SIGTERM."
     )
 
     @property
     def address(self) -> Address | None:
-        """The TCP address, None for none."""
+        """The TCP address, or None."""
         return None if self.listen is None else split_address(self.listen, lowest=0)
 
     @property

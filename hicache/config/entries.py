@@ -27,19 +27,20 @@ class EntryInfo(NamedTuple):
 
 @functools.cache
 def all_entries(storage: str = "file") -> tuple[EntryInfo, ...]:
-    """Every entry in the order of the schema, with the options of this type of storage; of a plugin, those of `file`.
+    """Return all entries in the order of the schema, with the options of this type of storage (for a plugin, of
+    `file`).
     """
     return tuple(_walk(HiCacheConfig, "", STORAGE_SECTIONS.get(storage, FileStorage)))
 
 
 def part_entries() -> tuple[EntryInfo, ...]:
-    """The entries of a part of a composition that a `storage` section does not have."""
+    """Return the entries that a part of a composition has and a section `storage` does not."""
     return tuple(entry for entry in _walk(PartConfig, "", FileStorage) if "." not in entry.name)
 
 
 @functools.cache
 def entry_names(storage: str = "file") -> tuple[str, ...]:
-    """The dotted names of all entries and sections, with this type of storage."""
+    """Return the dotted names of all entries and sections, with this type of storage."""
     leaves = [entry.name for entry in all_entries(storage)]
     sections = {name.rpartition(".")[0] for name in leaves} - {""}
     return (*leaves, *sorted(sections))
@@ -68,7 +69,7 @@ def _shown(default: Any) -> str:
 def _accepts(schema: dict[str, Any]) -> str:
     kinds = [kind for kind in _kinds(schema) if kind.get("type") != "null"]
     first = kinds[0]
-    if "examples" in kinds[-1]:  # of a number with a unit
+    if "examples" in kinds[-1]:  # a number with a unit
         return "size" if first["type"] == "integer" else "duration"
     if "enum" in first:
         return ", ".join(f"`{choice}`" for choice in first["enum"])
@@ -78,13 +79,13 @@ def _accepts(schema: dict[str, Any]) -> str:
     low = f"{first['minimum']}" if "minimum" in first else f"more than {first['exclusiveMinimum']}"
     if "exclusiveMaximum" in first:
         return f"{words}, {low} to less than {first['exclusiveMaximum']}"
-    # Large upper bounds only catch slips of the hand; in a table they distract.
+    # Large upper limits only catch typing errors; they would distract in a table.
     high = first["maximum"]
     return f"{words}, {low} to {high}" if high <= _BOUND_SHOWN_MAX else f"{words}, from {low}"
 
 
 def _kinds(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The alternatives of a JSON schema."""
+    """Yield the alternatives of a JSON schema."""
     if "anyOf" not in schema:
         yield schema
     for alternative in schema.get("anyOf", ()):

@@ -1,4 +1,4 @@
-"""Files that a user names, opened for reading: regular files alone, and never by waiting for another process."""
+"""Opens files that a user names: only regular files, without waiting for another process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _OTHER_KINDS = {
 
 
 def expanded(path: str) -> str:
-    """Return `path` with the home directory of a user in place of `~` or `~name` at its beginning. Raises ValueError if
-    there is no such user."""
+    """Return `path` with a leading `~` or `~name` replaced by the home directory. Raises ValueError for an unknown
+    user.
+    """
     whole = os.path.expanduser(path)
     if whole.startswith("~"):
         raise ValueError(f"{path.partition('/')[0]} is not a user with a home directory; write the whole path")
@@ -31,14 +32,14 @@ def expanded(path: str) -> str:
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 
-    Does not wait: a pipe without a writer would block, and a device may never end. Raises OSError whose `strerror` says
-    what is wrong, also where Python raises a ValueError for the name.
+    Does not wait: a pipe without a writer would block, and a device may never end. Raises OSError whose `strerror`
+    describes the error, also for names for which Python raises ValueError.
     """
     try:
-        _require_regular(os.stat(path))  # before it is opened, which can change the state of a device
+        _require_regular(os.stat(path))  # before opening, which can change the state of a device
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except ValueError as error:
-        raise OSError(errno.EINVAL, "the name holds a null byte or half a surrogate pair") from error
+        raise OSError(errno.EINVAL, "the name contains a null byte or half a surrogate pair") from error
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, descriptor)
         _require_regular(os.fstat(descriptor))
@@ -48,9 +49,9 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def require_readable(path: str | os.PathLike[str], what: str) -> None:
-    """Raise ConfigError, which calls the file `what`, unless it is a regular file that this process can read.
+    """Raise ConfigError, with the name `what`, unless the file is a regular file that this process can read.
 
-    For files that a library opens, which may wait for a pipe.
+    For files that a library opens, which might wait for a pipe.
     """
     try:
         open_regular(path).close()

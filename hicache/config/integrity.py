@@ -1,4 +1,4 @@
-"""The sections `integrity` and `storage_format`: how stored pages are proved, shortened and hidden."""
+"""The sections `integrity` and `storage_format`: verification, compression and encryption of stored pages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 
 class _KeySection(Section):
-    """A section that names two keys, each in a file or in a variable: the current one, and the one before it, which is
-    still believed."""
+    """A section that names two keys, each in a file or in a variable: the current one, and the previous one, whose
+    pages are still accepted."""
 
     _section: ClassVar[str]
     _key: ClassVar[str]
@@ -25,7 +25,7 @@ class _KeySection(Section):
     def _check(self) -> _KeySection:
         names = [entry.rpartition(".")[2] for entry, _ in self.key_sources()]
         if names and all(name.startswith("previous_") for name in names):
-            raise ValueError(f"{names[0]} is given without {self._key}_file or {self._key}_env; new pages need a key")
+            raise ValueError(f"{names[0]} needs {self._key}_file or {self._key}_env; new pages need a key")
         return self
 
     def key_sources(self) -> Iterator[tuple[str, Path | str]]:
@@ -46,47 +46,47 @@ class _KeySection(Section):
 
 
 class IntegrityConfig(_KeySection):
-    """How a stored page proves that it is the page asked for."""
+    """How stored pages are verified."""
 
     _section, _key = "integrity", "mac_key"
     alternatives = (("mac_key_file", "mac_key_env"), ("previous_mac_key_file", "previous_mac_key_env"))
 
     tag: Literal["xxh3_128", "none"] = Field(
         default="xxh3_128",
-        description="Checksum of every page. `none` saves the checksum and serves whatever the store returns: only for "
-        "measuring. With a MAC key the tag is AES-256-GMAC, with an encryption key AES-256-GCM, whatever stands here.",
+        description="Checksum of every page. `none` serves unverified data: only for measurements. With a MAC key "
+        "the tag is always AES-256-GMAC, with an encryption key AES-256-GCM.",
     )
     verify: Literal["read", "load"] = Field(
         default="read",
-        description="When pages are verified. `read`: when they come from storage. `load`: once more when they go from "
-        "host memory to the device, which finds damage of that memory; a damaged page is computed again. A load then "
-        "takes longer, see docs/benchmarks.md. Pages that carry no tag, such as those that are not stored yet, are not "
-        "covered. Not for several ranks, each with a cache of its own.",
+        description="When pages are verified. `read`: when they are read from storage. `load`: also before they are "
+        "loaded from host memory to the device, which detects damaged memory; a damaged page is computed again. Loads "
+        "then take longer, see docs/benchmarks.md. Pages without a tag, such as those not stored yet, are not covered. "
+        "Not for several ranks with a cache each.",
     )
     scrub_rate: PositiveSize | None = Field(
         default=None,
-        description="Bytes per second of host memory that are verified while the engine has nothing else to do, in "
-        "turn; damaged pages leave. It finds faulty memory before a request needs the page, and takes that much of a "
-        "core and of the memory's bandwidth. Covers what `verify: load` covers. Not set: none.",
+        description="Bytes per second of host memory that are verified while the engine is idle; damaged pages are "
+        "evicted. It detects faulty memory before a request needs the page, and uses a core and memory bandwidth at "
+        "that rate. Covers the same pages as `verify: load`. Not set: none.",
     )
     mac_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. With a key, whoever can "
-        "write the store cannot make a page that is believed. Every engine that shares the store needs the same key.",
+        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. With a key, others who "
+        "can write to the store cannot forge pages. Every engine that shares the store needs the same key.",
     )
     mac_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable that holds the MAC key as 64 hexadecimal digits. A file is "
-        "safer: child processes inherit variables.",
+        description="Name of the environment variable with the MAC key as 64 hexadecimal digits. A file is safer: "
+        "child processes inherit variables.",
     )
     previous_mac_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with a second MAC key, whose pages are believed too while keys are being changed; new pages "
-        "get the first. docs/formats/frame.md tells the steps. Remove it afterwards: what it sealed is then a miss.",
+        description="File with the previous MAC key, whose pages are still accepted during a key change; new pages get "
+        "the current key. docs/formats/frame.md has the steps. Remove it afterwards: its pages are then misses.",
     )
     previous_mac_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable that holds the second MAC key.",
+        description="Name of the environment variable with the previous MAC key.",
     )
 
     @property
@@ -96,7 +96,8 @@ class IntegrityConfig(_KeySection):
 
 
 class StorageFormatConfig(_KeySection):
-    """In which form pages are stored. Engines with different forms can share a store, but for encryption."""
+    """Compression and encryption of stored pages. Engines with different settings can share a store, except for
+    encryption."""
 
     _section, _key = "storage_format", "encryption_key"
     alternatives = (
@@ -106,31 +107,31 @@ class StorageFormatConfig(_KeySection):
 
     compression: Literal["none", "zstd"] = Field(
         default="none",
-        description="`zstd` stores what it can in fewer bytes, so that more fits and less is moved; it costs a core "
-        "about a second per GB stored, and a third of that per GB read. Worth it where storage or network is slower "
-        "than that. Needs the extra `compression`; whoever reads such pages needs it too.",
+        description="`zstd` stores pages in fewer bytes, so that more fit and less is transferred. It takes about one "
+        "second of a core per GB stored, and a third of that per GB read. Use it if storage or network is slower than "
+        "that. Needs the extra `compression`, also for reading such pages.",
     )
     compression_level: Count = Field(
         default=1, ge=1, le=12,
-        description="Level of zstd. On KV, higher takes several times as long and wins little or nothing.",
+        description="Level of zstd. For KV, higher levels take several times as long and gain little or nothing.",
     )
     encryption_key_file: FileSystemPath | None = Field(
         default=None,
         description="File with the encryption key: 64 hexadecimal digits or 32 raw bytes, mode 0600. With a key, pages "
-        "are encrypted by AES-256-GCM, which also proves them, and no other page is believed. It takes the place of "
-        "the MAC key. Every engine that shares the store needs the same key.",
+        "are encrypted and authenticated by AES-256-GCM, and only such pages are accepted. It replaces the MAC key. "
+        "Every engine that shares the store needs the same key.",
     )
     encryption_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable that holds the encryption key as 64 hexadecimal digits. A file "
-        "is safer: child processes inherit variables.",
+        description="Name of the environment variable with the encryption key as 64 hexadecimal digits. A file is "
+        "safer: child processes inherit variables.",
     )
     previous_encryption_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with a second encryption key, whose pages are read too while keys are being changed; new "
-        "pages get the first. docs/formats/frame.md tells the steps.",
+        description="File with the previous encryption key, whose pages are still read during a key change; new pages "
+        "get the current key. docs/formats/frame.md has the steps.",
     )
     previous_encryption_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable that holds the second encryption key.",
+        description="Name of the environment variable with the previous encryption key.",
     )

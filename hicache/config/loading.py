@@ -1,12 +1,12 @@
-"""Bringing the sources of a configuration together: a YAML file, then `HICACHE_*` variables, then flags.
+"""Merges the sources of a configuration: a YAML file, then `HICACHE_*` variables, then flags.
 
-Each source becomes a list of entries (path, value, origin); later ones replace earlier ones entry by entry. Problems
-are collected through all steps, so that one error lists everything that is wrong, each with where it comes from.
+Each source becomes a list of entries (path, value, origin); later entries replace earlier ones. Errors of all steps are
+collected, so that one exception lists all of them with their origins.
 
-A variable or flag value is read like a YAML scalar (`5`, `true`, `null`), anything else is text. Variables nest with
-two underscores: `HICACHE_HOST__SIZE=4GiB`. One with two underscores that matches no entry is refused as a typo, but
-for those that hold secrets: the ones that entries ending in `_env` name, wherever these stand. One without them is
-ignored with a warning: Kubernetes sets `HICACHE_PORT` and its like in every container beside a service `hicache`.
+A variable or flag value is read like a YAML scalar (`5`, `true`, `null`); other values are text. Variables nest with
+two underscores: `HICACHE_HOST__SIZE=4GiB`. An unknown variable with two underscores is rejected as a typo, unless an
+entry ending in `_env` names it for a secret. An unknown variable without them is ignored with a warning: Kubernetes
+sets `HICACHE_PORT` and others in every container beside a service `hicache`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from .wording import NAMES_VARIABLE, locate, printable, shown, what_is_wrong
 _log = logging.getLogger(__name__)
 
 ENVIRON_PREFIX = "HICACHE_"
-# Names the configuration where no file is given.
+# The variable with the path of the file, if the caller does not pass one.
 FILE_VARIABLE = "HICACHE_CONFIG_FILE"
-# Variables with the prefix that are not entries; the second is asked when the package is built.
+# Variables with the prefix that are not entries; the build of the package reads the second.
 _NOT_ENTRIES = frozenset({FILE_VARIABLE, "HICACHE_NATIVE"})
-# Of ignored variables that a warning lists: a service with a port has seven.
+# The most ignored variables that a warning lists: a service with a port has seven.
 _IGNORED_SHOWN_MAX = 12
-# A configuration has some hundred entries; more than this is another file given by mistake.
+# A configuration has about a hundred entries; more than this is another file, given by mistake.
 FILE_BYTES_MAX = 1 << 20
 # A file of that size can hold half a million values, which take minutes and hundreds of megabytes.
 VALUES_MAX = 10_000
-# A person mends them one by one; each takes milliseconds to explain.
+# Users fix errors one by one; explaining each takes milliseconds.
 PROBLEMS_MAX = 100
-# Numbers, dates and booleans are shorter. What is longer is text: a number with 100,000 digits takes minutes.
+# Numbers, dates and booleans are shorter. Longer values are text: a number with 100,000 digits takes minutes.
 _NUMBER_CHARACTERS_MAX = 64
-# Of a name that may be a typo of another one.
+# The longest name that is compared with others as a possible typo.
 _TYPO_CHARACTERS_MAX = 200
-# How alike (0 to 1) two names must be for one to be a typo of the other; below 0.7 suggestions look random.
+# The similarity (0 to 1) of a name and its typo; below 0.7 suggestions look random.
 _LIKENESS_MIN = 0.7
 _STORAGE_TYPE, _STORAGE_OPTIONS = ("storage", "type"), ("storage", "options")
 
@@ -75,7 +75,7 @@ class _Entry(NamedTuple):
     origin: str
 
 
-# By path; none is the beginning of another.
+# By path; a path is never the beginning of another.
 _Entries: TypeAlias = dict[EntryPath, _Entry]
 
 
@@ -86,11 +86,11 @@ def load_config(
     overrides: Mapping[str, str] | None = None,
 ) -> HiCacheConfig:
     """Return the configuration in the file `path`, changed by variables in `environ`, then by `overrides`. Without a
-    path the file is the one that HICACHE_CONFIG_FILE names in `environ`, if any.
+    path, HICACHE_CONFIG_FILE in `environ` may name the file.
 
     `load_config(path)` reads the variables of this process, as the command line does; pass `environ={}` to read none.
     `overrides` maps dotted paths to text (`{"host.size": "4GiB"}`). Variables without the prefix `HICACHE_` are
-    ignored. Reads the file; mutates nothing. Raises ConfigError that lists every problem, InvalidInput for arguments of
+    ignored. Reads the file; changes nothing. Raises ConfigError that lists every error, InvalidInput for arguments of
     another type.
     """
     environ = os.environ if environ is None else instance("environ", environ, Mapping)  # type: ignore[type-abstract]
@@ -115,9 +115,9 @@ def load_config(
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return the entries in the file `path`, as sections in sections. They are not checked against the schema.
+    """Return the entries in the file `path`, as nested sections, without checking them against the schema.
 
-    Reads the file. Raises ConfigError that lists every problem, as `load_config` does.
+    Reads the file. Raises ConfigError that lists every error, as `load_config` does.
     """
     problems: list[_Problem] = []
     entries = _merged([_file_entries(*_file_of(path, {}), problems)], problems)
@@ -126,7 +126,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def entry_of_variable(variable: str) -> EntryPath | None:
-    """The entry that an environment variable gives, whether there is such an entry or not; None for other variables.
+    """Return the path that an environment variable sets, even if the entry does not exist; None for other variables.
 
     `HICACHE_HOST__SIZE` is `("host", "size")`, and so is `HICACHE_host__size`.
     """
@@ -147,7 +147,7 @@ def _require_none(problems: list[_Problem]) -> None:
 
 
 def _merged(sources: Iterable[Sequence[_Entry]], problems: list[_Problem]) -> _Entries:
-    """The entries of all sources, the weakest first: each replaces the same ones and their alternatives."""
+    """Return the entries of all sources, the weakest first: each entry replaces the same one and its alternatives."""
     merged: _Entries = {}
     for source in sources:
         replaced = _replaced({entry.path: entry.value for entry in source}, merged)
@@ -159,7 +159,7 @@ def _merged(sources: Iterable[Sequence[_Entry]], problems: list[_Problem]) -> _E
 
 
 def _replaced(given: Mapping[EntryPath, Any], weaker: _Entries) -> set[EntryPath]:
-    """What a source replaces: its own entries, their alternatives, and the options of another backend."""
+    """Return the entries that a source replaces: the same ones, alternatives, and the options of another backend."""
     replaced = set(given)
     for name, field in HiCacheConfig.model_fields.items():
         for group in getattr(field.annotation, "alternatives", ()):
@@ -177,14 +177,14 @@ def _put(entry: _Entry, entries: _Entries, problems: list[_Problem]) -> None:
         above = entries.get(entry.path[:depth])
         if above is not None and above.value not in (None, {}):
             section = ".".join(above.path)
-            problems.append(_Problem(entry.path, f"{section} is a value and holds no entries", entry.origin))
+            problems.append(_Problem(entry.path, f"{section} is a value and cannot have entries", entry.origin))
             return
         entries.pop(entry.path[:depth], None)
     entries[entry.path] = entry
 
 
 def _tree(entries: _Entries) -> dict[str, Any]:
-    """The entries as sections in sections."""
+    """Return the entries as nested sections."""
     tree: dict[str, Any] = {}
     for entry in entries.values():
         section = tree
@@ -195,7 +195,7 @@ def _tree(entries: _Entries) -> dict[str, Any]:
 
 
 def _explain(error: Any, entries: _Entries) -> Iterator[_Problem]:
-    """The problems in one pydantic error: several if an unknown section has several entries."""
+    """Yield the problems in one pydantic error: several if an unknown section has several entries."""
     path, names = locate(HiCacheConfig, error["loc"])
     if error["type"] != "extra_forbidden":
         yield _Problem(path, what_is_wrong(error, path, names, quote_text=True), _origin(path, entries))
@@ -206,14 +206,14 @@ def _explain(error: Any, entries: _Entries) -> Iterator[_Problem]:
 
 
 def _unknown(path: EntryPath, known_depth: int, siblings: Sequence[str], entries: _Entries) -> str:
-    """What to say about `path`, whose first `known_depth` names lead out of the schema, at `siblings`."""
+    """Return the message for `path`, which leaves the schema after `known_depth` names, among `siblings`."""
     prefix, name, rest = path[: known_depth - 1], path[known_depth - 1], path[known_depth:]
     foreign = foreign_name(name)
     if foreign is not None:
         return f"unknown entry; {foreign}"
-    # A slip in one name is likelier than a wrong section, and the more so the longer the path around it is.
+    # A typo in one name is more likely than a wrong section, especially in a long path.
     candidates = {".".join((*prefix, near, *rest)): _likeness(name, near) + 0.1 for near in siblings}
-    if not any(part.isdigit() for part in prefix):  # a part of a composition has entries of its own
+    if not any(part.isdigit() for part in prefix):  # a part of a composition has its own entries
         kind = entries.get(_STORAGE_TYPE)
         names, dotted = entry_names(str(kind.value) if kind else ""), ".".join(path)
         if rest:
@@ -233,19 +233,19 @@ def _likeness(left: str, right: str) -> float:
 
 
 def _origin(path: EntryPath, entries: _Entries) -> str:
-    """Where `path` was given; for a section, or an entry that is missing in it, where that section was given."""
+    """Return the origin of `path`; for a section, or a missing entry in it, the origin of that section."""
     for end in range(len(path), 0, -1):
         origins: dict[str, str] = {}
         for known, entry in entries.items():
             if known[:end] == path[:end]:
-                origins.setdefault(entry.origin.partition(", line ")[0], entry.origin)  # of a file, its first line
+                origins.setdefault(entry.origin.partition(", line ")[0], entry.origin)  # for a file, its first line
         if origins:
             return ", ".join(origins.values())
     return ""
 
 
 def _tiers_below_a_page(config: HiCacheConfig, entries: _Entries) -> Iterator[_Problem]:
-    """Tiers that would have no page at all. Not in the schema, whose errors know no path across sections."""
+    """Yield tiers without a single page. Not in the schema, because it compares two sections."""
     for section, tokens in (("device", config.device.tokens), ("host", config.host.tokens)):
         if tokens is not None and tokens < config.page_size:
             path = (section, "tokens")
@@ -254,8 +254,8 @@ def _tiers_below_a_page(config: HiCacheConfig, entries: _Entries) -> Iterator[_P
 
 
 def _named_variables(nodes: list[Any]) -> Iterator[str]:
-    """The values of all entries in the trees `nodes` that name a variable. Uses up the list."""
-    for node in nodes:  # which grows meanwhile
+    """Yield the values of all entries in the trees `nodes` that name a variable. Extends the list."""
+    for node in nodes:  # the loop appends to it
         if isinstance(node, list):
             nodes += node
         elif isinstance(node, dict):
@@ -273,7 +273,7 @@ def _file_of(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) ->
     if named is None:
         return None, ""
     if not named.strip():
-        raise ConfigError(f"{FILE_VARIABLE} is empty; unset it, or name a configuration")
+        raise ConfigError(f"{FILE_VARIABLE} is empty; unset it, or set the path of a configuration")
     return Path(named), f"file {printable(named)} of {FILE_VARIABLE}"
 
 
@@ -289,7 +289,7 @@ def _file_entries(path: Path | None, file_name: str, problems: list[_Problem]) -
         with open_regular(expanded(str(path))) as file:
             data = file.read(FILE_BYTES_MAX + 1)
         if len(data) > FILE_BYTES_MAX:
-            return refuse(f"is larger than {FILE_BYTES_MAX >> 20} MiB and so no configuration")
+            return refuse(f"is larger than {FILE_BYTES_MAX >> 20} MiB; it is not a configuration")
         loader = _Loader(data.decode())
         node = loader.get_single_node()
         if node is None:
@@ -302,16 +302,16 @@ def _file_entries(path: Path | None, file_name: str, problems: list[_Problem]) -
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         return refuse(f"is not valid YAML: {error.problem or error.context}", mark.line + 1 if mark else None)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, an impossible date, a number of 5000 digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, an invalid date, a number of 5000 digits
         return refuse(f"is not valid YAML: {shown(str(error).splitlines()[0])}")
     except RecursionError:
         return refuse("is nested too deeply")
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader without what a configuration does not need: aliases can make a small file huge or endless, and
-    explicit tags reach constructors that fail in undocumented ways. It bounds the number of values, takes long scalars
-    for text, and refuses a name that is given twice in a section of a list."""
+    """The safe loader without aliases, which can make a small file huge or endless, and without explicit tags, whose
+    constructors fail in undocumented ways. It limits the number of values, reads long scalars as text, and rejects
+    duplicate names in a section of a list."""
 
     values = 0
 
@@ -351,7 +351,7 @@ class _Loader(yaml.SafeLoader):
 def _flatten(
     node: yaml.MappingNode, loader: _Loader, prefix: EntryPath, file_name: str, problems: list[_Problem]
 ) -> Iterator[_Entry]:
-    """The leaves below `node`; duplicate names and names that are not text become problems."""
+    """Yield the leaves below `node`; duplicate names and names that are not text become problems."""
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
@@ -362,14 +362,14 @@ def _flatten(
             continue
         name, path = key_node.value, (*prefix, key_node.value)
         if name in seen:
-            problems.append(_Problem(path, f"is given twice, before in line {seen[name]}", origin))
+            problems.append(_Problem(path, f"is given twice, first in line {seen[name]}", origin))
             continue
         seen[name] = line
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _flatten(value_node, loader, path, file_name, problems)
             continue
         value = loader.construct_object(value_node, deep=True)
-        # A section with all its entries commented out says nothing; `storage` may be null.
+        # A section with all its entries commented out is ignored; `storage` may be null.
         if value is not None or path == ("storage",) or not locate(HiCacheConfig, path)[1]:
             yield _Entry(path, value, origin)
 
@@ -377,8 +377,8 @@ def _flatten(
 def _environ_entries(
     environ: Mapping[str, str], in_file: list[_Entry], flags: list[_Entry], problems: list[_Problem]
 ) -> list[_Entry]:
-    """The entries that variables give, but for the variables that an entry of any source names for a secret. Log those
-    that are ignored."""
+    """Return the entries from variables, except for variables that an entry of any source names for a secret. Log the
+    ignored ones."""
     entries = {}
     for variable in sorted(environ):
         path = entry_of_variable(variable)
@@ -403,7 +403,7 @@ def _environ_entries(
     return list(entries.values())
 
 
-@functools.cache  # once for the same names: commands load a configuration several times
+@functools.cache  # once per set of names: commands load a configuration several times
 def _warn_of_ignored(variables: tuple[str, ...]) -> None:
     shown_names = []
     for variable in variables[:_IGNORED_SHOWN_MAX]:
@@ -421,8 +421,8 @@ def _warn_of_ignored(variables: tuple[str, ...]) -> None:
 
 
 def _scalar(text: str) -> Any:
-    """A value as YAML reads it without quotes: null, a boolean, a number, or else the text itself. Nothing is text as
-    well and not null: an empty variable must not unset the file of a key."""
+    """Return a value as YAML reads it without quotes: null, a boolean, a number, otherwise the text. Empty text stays
+    text: an empty variable must not unset the file of a key."""
     if not text:
         return text
     loader = _Loader("")

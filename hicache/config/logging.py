@@ -1,4 +1,4 @@
-"""The section `logging`: how programs of HiCache write their log."""
+"""The section `logging`: the log of HiCache's programs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class LoggingConfig(Section):
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
-        description="What is written: this level and above. `info` has one line at the start and one for each change "
-        "of state; `debug` has more than an operator wants. The flags `-v` and `--log-level` go before it.",
+        description="The lowest level that is written. `info` has one line at the start and one for each change of "
+        "state; `debug` has more than an operator needs. The flags `-v` and `--log-level` override it.",
     )
     format: Literal["text", "json"] = Field(
-        default="text", description="`text`: a line for people. `json`: one JSON object a line, for a log collector."
+        default="text", description="`text`: readable lines. `json`: one JSON object per line, for log collectors."
     )

@@ -21,7 +21,7 @@ def _check_address(text: str) -> str:
 
 
 def _check_metadata(text: str) -> str:
-    """Several servers, where there are several, stand in one URL with `;` or `,` between them."""
+    """Check a metadata URL. It may contain several servers, separated by `;` or `,`."""
     scheme, mark, rest = text.partition("://")
     for server in re.split("[;,]", rest if mark else text):
         if mark:
@@ -39,55 +39,54 @@ class MooncakeStorageOptions(Section):
 
     master: Address = Field(
         default="127.0.0.1:50051",
-        description="Address (`host:port`) of the Mooncake master, which knows where each page is.",
+        description="Address (`host:port`) of the Mooncake master, which knows the location of each page.",
     )
     daemon: Address | None = Field(
         default=None,
-        description="Address of a `mooncake_client` daemon on this machine that holds memory and moves pages for this "
-        "process. With it pages outlive the engine, and each is copied once more; without it this process does both "
-        "itself, and pages go from and into the host tier's memory with no copy.",
+        description="Address of a `mooncake_client` daemon on this machine that provides memory and transfers pages. "
+        "With it pages outlive the engine, and each is copied once more. Without it this process does both itself, and "
+        "pages are transferred directly from and to the host tier's memory.",
     )
     segment: Size = Field(
         default=GIB,
-        description="Memory of this process that it gives to the store, for all nodes to keep pages in; they are gone "
-        "when it ends. `0` to give none. Not used with `daemon`, which has memory of its own.",
+        description="Memory of this process for pages of all nodes; these pages are lost when it ends. `0`: none. "
+        "Ignored with `daemon`, which has its own memory.",
     )
     prefix: str = Field(
         default="hicache/", pattern=r"^[A-Za-z0-9._:/-]*$", max_length=128,
-        description="What the keys of all pages begin with, to keep them apart from others' in the same store.",
+        description="Prefix of the keys of all pages, which separates them from others in the same store.",
     )
     admin: Address | None = Field(
         default=None,
         description="Address of the master's HTTP server (its `--metrics_host`, `--metrics_port`), which counts and "
-        "lists pages. Unset: port 9003 of the master's host.",
+        "lists pages. Not set: port 9003 of the master's host.",
     )
     host: Annotated[str, AfterValidator(check_host)] = Field(
         default="127.0.0.1",
-        description="Name or IP address under which other nodes reach this process. The library listens on all "
-        "interfaces without authentication: let trusted nodes alone reach it.",
+        description="Name or IP address by which other nodes reach this process. The library listens on all interfaces "
+        "without authentication: only trusted nodes may have access.",
     )
     metadata: Annotated[str, AfterValidator(_check_metadata)] = Field(
         default="P2PHANDSHAKE", max_length=256,
-        description="Where nodes find each other's addresses. `P2PHANDSHAKE` needs no server; otherwise the URL of "
-        "Mooncake's metadata server.",
+        description="How nodes find each other's addresses: `P2PHANDSHAKE` without a server, or the URL of Mooncake's "
+        "metadata server.",
     )
     protocol: Literal["tcp", "rdma"] = Field(
-        default="tcp", description="How pages are moved. `rdma` is many times faster and needs RDMA devices.",
+        default="tcp", description="How pages are transferred. `rdma` is many times faster and needs RDMA devices.",
     )
     devices: str = Field(
         default="", max_length=1024,
-        description="RDMA devices to use, names with commas between them. Empty: all that are found.",
+        description="Names of the RDMA devices, separated by commas. Empty: all devices.",
     )
     staging: PositiveSize = Field(
         default=64 * MIB,
-        description="Memory through which pages go that are not in registered memory. More lets more pages be on their "
-        "way at once.",
+        description="Buffer for pages that are not in registered memory. More allows more pages in flight.",
     )
     timeout: Duration = Field(
         default=2.0, gt=0, le=60,
-        description="How long the library waits for an answer or for progress of a transfer. Shorter notices a node "
-        "that hangs sooner, longer forgives a busy one. Rounded up to seconds for transfers; the first Mooncake store "
-        "that a process opens sets it for all.",
+        description="How long the library waits for a reply or for progress of a transfer. Shorter detects a node that "
+        "hangs sooner, longer tolerates a busy one. Rounded up to seconds for transfers; the first Mooncake store of a "
+        "process sets it for all.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The ready configurations: the files of `configs/` in a clone, which a wheel carries as `hicache/configs`."""
+"""The ready configurations: the files of `configs/` in a clone, `hicache/configs` in a wheel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-# Shorter names for files that are named by what they are for.
+# Shorter names for some files.
 _ALIASES = {"file": "single-node-file", "sharded": "sharded-file"}
 
 
@@ -17,7 +17,7 @@ def ready_file(name: str) -> Path:
 
 @functools.cache
 def ready_files() -> Mapping[str, Path]:
-    """Return the ready configurations by name, that of the file without `.yaml` or a shorter one, in order."""
+    """Return the ready configurations, sorted by name: the file's name without `.yaml`, or a shorter one."""
     package = Path(__file__).parents[1]
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     found = {path.stem: path for path in folder.glob("*.yaml")}

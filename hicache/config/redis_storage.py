@@ -23,50 +23,50 @@ _Servers = Annotated[list[str], Field(min_length=1, max_length=64)]
 
 
 class RedisStorageOptions(Section):
-    """Options of the `redis` backend: one string per page on Redis (6.2 or later) or Valkey servers. Exactly one of
-    `url`, `unix_socket`, `cluster` and `sentinels` says where."""
+    """Options of the `redis` backend: one string per page on Redis (6.2 or later) or Valkey servers. Set exactly one of
+    `url`, `unix_socket`, `cluster` and `sentinels`."""
 
     url: str | None = Field(
         default=None,
-        description="A single server, `redis://host:6379/0`, or `rediss://` for TLS. Holds no credentials.",
+        description="A single server, `redis://host:6379/0`, or `rediss://` for TLS, without credentials.",
     )
     unix_socket: FileSystemPath | None = Field(
         default=None,
         description="Path of the Unix socket of a server on this machine: about a third faster than TCP.",
     )
     cluster: _Servers | None = Field(
-        default=None, description="Some nodes of a cluster, each `host:port`; the others are found by asking them.",
+        default=None, description="Some nodes of a cluster, each `host:port`; they report the others.",
     )
     sentinels: _Servers | None = Field(
         default=None, description="The sentinels that know the primary, each `host:port`. Needs `service`.",
     )
     service: str | None = Field(
-        default=None, min_length=1, max_length=256, description="The name under which sentinels know the primary.",
+        default=None, min_length=1, max_length=256, description="The sentinels' name of the primary.",
     )
     replicas: list[str] = Field(
         default=[], max_length=64,
         description="Replicas of the server in `url`, each `host:port`, for `read_from: replica`. Sentinels and "
-        "clusters name their own.",
+        "clusters report their own.",
     )
     allowed_nodes: _Servers | None = Field(
         default=None,
-        description="Bounds the nodes that sentinels and nodes of a cluster may name: networks (`10.0.0.0/8`), IP "
-        "addresses, host names and domains (`.cache.example`), compared as they are named. Not set: each node that "
-        "they name gets the password and the pages, so a server that was taken over can name one of its own.",
+        description="The nodes that sentinels and cluster nodes may report: networks (`10.0.0.0/8`), IP addresses, "
+        "host names and domains (`.cache.example`), compared as reported. Not set: each reported node gets the "
+        "password and the pages, so a compromised server can redirect them.",
     )
     db: Count = Field(
-        default=0, ge=0, le=DB_MAX, description="Number of the database, if `url` does not say; a cluster has 0 alone.",
+        default=0, ge=0, le=DB_MAX, description="Number of the database, if not in `url`; a cluster only has 0.",
     )
     username: str | None = Field(
         default=None, min_length=1, max_length=256, description="User of the server's ACL; not set: `default`.",
     )
     password_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable that holds the password.",
+        description="Name of the environment variable with the password.",
     )
     password_file: FileSystemPath | None = Field(
         default=None,
-        description="File whose first line is the password. It must be closed to other users (chmod 600).",
+        description="File whose first line is the password, mode 0600.",
     )
     sentinel_username: str | None = Field(
         default=None, min_length=1, max_length=256, description="As `username`, for the sentinels.",
@@ -78,81 +78,81 @@ class RedisStorageOptions(Section):
         default=None, description="As `password_file`, for the sentinels.",
     )
     tls: bool = Field(
-        default=False, description="Speak TLS with all servers. Costs most of the speed: openssl copies every byte.",
+        default=False, description="Use TLS with all servers. Much slower: openssl copies every byte.",
     )
     tls_ca_file: FileSystemPath | None = Field(
-        default=None, description="Certificates (PEM) of the authorities to believe; not set: those of the system.",
+        default=None, description="Certificates (PEM) of the trusted authorities; not set: those of the system.",
     )
     tls_cert_file: FileSystemPath | None = Field(
-        default=None, description="Our certificate (PEM), where servers ask for one.",
+        default=None, description="This client's certificate (PEM), if servers request one.",
     )
     tls_key_file: FileSystemPath | None = Field(
-        default=None, description="The key to `tls_cert_file` (PEM), unless it is in the same file.",
+        default=None, description="The key of `tls_cert_file` (PEM), unless it is in the same file.",
     )
     tls_check_hostname: bool = Field(
         default=True,
-        description="Whether a certificate must name the host. Off where nodes give addresses that theirs do not "
-        "name; any server with a certificate of that authority is then believed.",
+        description="Whether a certificate must contain the host name. Off for nodes that report addresses that are "
+        "not in their certificates; then any server with a certificate of that authority is trusted.",
     )
     key_prefix: str = Field(
         default="hicache:", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$",
-        description="Beginning of every key. Two prefixes on one server are two stores.",
+        description="Prefix of every key. Two prefixes on one server are two stores.",
     )
     capacity: TierSize | None = Field(
         default=None,
-        description="Bytes that the pages under `key_prefix` may take, for a server without a maxmemory of its own. "
-        "Beyond that the least recently used ends of chains are removed. Not set: what the server takes. The store is "
-        "listed once a minute, and what the server needs beside the pages comes on top.",
+        description="Limit of the bytes of pages under `key_prefix`, for a server without maxmemory. Beyond it the "
+        "least recently used ends of chains are removed. The server's own memory is not included. The store is "
+        "listed once a minute. Not set: the server's limit.",
     )
     ttl: PositiveDuration | None = Field(
         default=None, ge=0.001,
-        description="How long a page lives after its last use; not set: until the server evicts it. With it every "
-        "read is a write to the server (GETEX), which replicas and append-only files take part in.",
+        description="Lifetime of a page after its last use; not set: until the server evicts it. With it every read is "
+        "also a write (GETEX), which goes to replicas and append-only files.",
     )
     read_from: Literal["primary", "replica"] = Field(
         default="primary",
-        description="Where pages are looked up and read. Replicas take load off the primary; they lag behind, so new "
-        "pages are misses for a moment, and a read refreshes neither `ttl` nor the primary's idea of what is used.",
+        description="The servers for lookups and reads. Replicas take load off the primary, but they lag, so new pages "
+        "are misses for a moment, and reads refresh neither `ttl` nor the primary's recency.",
     )
     connections: Count = Field(
         default=2, ge=1, le=64,
-        description="Connections to each server that carry the pages of one batch. A server works on one core, so two "
-        "keep it busy; more help over long distances.",
+        description="Connections to each server for one batch. A server uses one core, so two keep it busy; more help "
+        "over long distances.",
     )
     pipeline: PositiveSize = Field(
         default=512 * KIB, le=GIB,
-        description="Bytes asked for ahead on each connection, two pages at least. More hides a longer round trip; "
-        "the server holds as much in its output buffers.",
+        description="Bytes requested ahead on each connection, at least two pages. More hides a longer round trip; the "
+        "server needs output buffers of the same size.",
     )
     timeout: PositiveDuration = Field(
         default=1.0, ge=0.001,
-        description="A server from which no byte has come for so long has failed. Shorter finds out sooner; longer "
-        "forgives a server that pauses, to fork for a snapshot for example.",
+        description="Time without a byte after which a server has failed. Shorter detects failures sooner; longer "
+        "tolerates pauses, for example to fork for a snapshot.",
     )
 
     @model_validator(mode="after")
     def _one_place(self) -> RedisStorageOptions:
         given = [name for name in _PLACES if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of {', '.join(_PLACES)}; there are {' and '.join(given) or 'none'}")
+            raise ValueError(f"set exactly one of {', '.join(_PLACES)}, not {' and '.join(given) or 'none'}")
         self._check_addresses()
         if (self.sentinels is None) != (self.service is None):
-            raise ValueError("give sentinels and service together")
+            raise ValueError("sentinels and service: set both or neither")
         if self.allowed_nodes is not None and self.sentinels is None and self.cluster is None:
-            raise ValueError("allowed_nodes go with sentinels or cluster, whose servers name others")
+            raise ValueError("allowed_nodes: needs sentinels or cluster, whose servers report others")
         if self.tls and self.unix_socket is not None:
-            raise ValueError("a unix_socket has no TLS; leave tls out")
+            raise ValueError("tls: is not supported with unix_socket; remove it")
         if (self.read_from == "replica" and self.sentinels is None and self.cluster is None) != bool(self.replicas):
-            raise ValueError("replicas and read_from: replica go together for a single server, and with it alone")
+            raise ValueError("replicas and read_from: replica need each other, and a single server")
         is_tls = self.tls or (self.url is not None and self.url.startswith("rediss:"))
         if not is_tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file):
-            raise ValueError("the files of TLS go with tls: true, or a url that begins with rediss://")
+            raise ValueError("the TLS files need tls: true, or a url that begins with rediss://")
         if self.cluster is not None and self.db:
-            raise ValueError("a cluster has database 0 alone")
+            raise ValueError("db: a cluster only has database 0; remove the entry")
         return self
 
     def _check_addresses(self) -> None:
-        # With the whole section, whose errors do not quote it: a password may be in an address.
+        # Checked with the whole section, whose errors do not quote values: an address may contain a password.
         if self.url is not None:
             _check_url(self.url)
         for name, port in (("cluster", PORT), ("sentinels", SENTINEL_PORT), ("replicas", PORT)):
@@ -166,10 +166,10 @@ class RedisStorageOptions(Section):
 
 
 def allowed_node(text: str) -> Network | str:
-    """Return an entry of `allowed_nodes` in the form that addresses are compared with: a network, or a name in lower
-    case, which begins with a dot if it is a domain. Raises ValueError for another text; the message does not quote it.
+    """Return an entry of `allowed_nodes` in the form for comparisons: a network, or a name in lower case, which begins
+    with a dot if it is a domain. Raises ValueError for other text; the message does not quote it.
     """
-    if isinstance(text, str):  # the library takes numbers and bytes for addresses
+    if isinstance(text, str):  # the library accepts numbers and bytes as addresses
         with contextlib.suppress(ValueError):
             return ipaddress.ip_network(text)
         with contextlib.suppress(ValueError):
@@ -186,7 +186,7 @@ def _check_url(url: str) -> None:
     try:
         path = split_url(url, URL_PORTS).path.removeprefix("/")
     except ValueError as error:
-        what = f"url must look like redis://host:6379/0, or rediss:// for TLS, and hold no credentials; {error}"
+        what = f"url must look like redis://host:6379/0, or rediss:// for TLS, without credentials; {error}"
         raise ValueError(f"{what}; for credentials, use username with password_env or password_file") from error
     if path and (not path.isdigit() or len(path) > 5 or int(path) > DB_MAX):
         raise ValueError("url must look like redis://host:6379/0: the path is not the number of a database")
@@ -196,5 +196,5 @@ class RedisStorage(Section):
     """Storage in Redis or Valkey."""
 
     type: Literal["redis"] = Field(description="As for `file`.")
-    options: RedisStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
+    options: RedisStorageOptions = Field(description="Options of the backend; they depend on `type`.")
     guard: GuardConfig = GuardConfig()

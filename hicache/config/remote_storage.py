@@ -1,4 +1,4 @@
-"""The section `storage` with `type: remote`: pages by way of a storage daemon."""
+"""The section `storage` with `type: remote`: a storage daemon."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 
 class RemoteStorageOptions(Section):
-    """Options of the `remote` backend: a daemon, started with `hicache serve`, that keeps the pages. On this host it is
-    reached by its Unix socket, and reads and writes shared host memory (`host.shared`) itself."""
+    """Options of the `remote` backend: a daemon, started with `hicache serve`, that stores the pages. On this host the
+    engine uses its Unix socket, and the daemon reads and writes shared host memory (`host.shared`) itself."""
 
     alternatives = (("socket", "url"), ("token_file", "token_env"))
 
     socket: FileSystemPath | None = Field(
         default=None,
-        description="Unix socket of a daemon on this host, of the same user. Not set, and no `url`: the one where a "
-        "daemon of this user listens by default.",
+        description="Unix socket of a daemon on this host, of the same user. Not set, and no `url`: the default "
+        "socket of this user's daemon.",
     )
     url: str | None = Field(
         default=None,
-        description="Daemon on another host, `https://host:port`. Plain `http` beyond loopback sends pages and the "
-        "token that everyone on the way can read: prompts can be computed from pages.",
+        description="Daemon on another host, `https://host:port`. With plain `http` beyond loopback, others on the "
+        "network can read the pages, from which prompts can be computed, and the token.",
     )
     token_file: FileSystemPath | None = Field(
-        default=None, description="File whose first line is the daemon's token, mode 0600. The Unix socket needs none.",
+        default=None, description="File whose first line is the daemon's token, mode 0600. Not for the Unix socket.",
     )
     token_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN, description="Name of the environment variable that holds the token.",
+        default=None, pattern=VARIABLE_PATTERN, description="Name of the environment variable with the token.",
     )
     ca_file: FileSystemPath | None = Field(
         default=None,
-        description="Certificates (PEM) that are trusted in place of the system's. Certificates are always checked.",
+        description="Certificates (PEM) that replace the system's trusted ones. Certificates are always checked.",
     )
     certificate: FileSystemPath | None = Field(
-        default=None, description="PEM file with this client's certificate, for a daemon that asks for one.",
+        default=None, description="PEM file with this client's certificate, for a daemon that requests one.",
     )
     key: FileSystemPath | None = Field(default=None, description="PEM file with its private key, mode 0600.")
     connections: Count = Field(
         default=4, ge=1, le=64,
-        description="Connections over which the page bodies of one call move at the same time, each with a thread. "
-        "More hides the latency of a network. Pages in shared memory need one.",
+        description="Connections for the page bodies of one call, each with a thread. More hides the latency of a "
+        "network. Shared memory needs only one.",
     )
     timeout: PositiveDuration = Field(
         default=10.0, ge=0.01, le=3600,
-        description="Seconds that a request over TCP may go on without a byte, in addition to the time that the daemon "
-        "is given for it. Shorter notices a lost network sooner.",
+        description="Time without a byte after which a TCP request fails, in addition to the daemon's own deadline. "
+        "Shorter detects a lost network sooner.",
     )
     connect_timeout: PositiveDuration = Field(
-        default=2.0, ge=0.01, le=3600, description="Seconds that making a connection may take.",
+        default=2.0, ge=0.01, le=3600, description="Time limit for opening a connection, in seconds.",
     )
 
     @model_validator(mode="after")
@@ -63,11 +63,11 @@ class RemoteStorageOptions(Section):
         except ValueError as error:
             raise ValueError(f"url: {error}") from error
         if url is not None and url.path not in ("", "/"):
-            raise ValueError("url: has a path; name the host and the port alone")
+            raise ValueError("url: has a path; use only the host and the port")
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key: give both or neither")
+            raise ValueError("certificate and key: set both or neither")
         if (self.ca_file or self.certificate) and (url is None or url.scheme != "https"):
-            raise ValueError("ca_file and certificate: go with a url that begins with https://")
+            raise ValueError("ca_file and certificate: need a url that begins with https://")
         has_token = self.token_file is not None or self.token_env is not None
         if has_token and url is not None and url.scheme == "http" and not is_loopback(url.host):
             raise ValueError("url: http would send the token in clear text over a network; use https")

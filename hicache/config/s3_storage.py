@@ -12,11 +12,11 @@ from .addresses import HTTP_PORTS, PROXY_PORTS, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
-# Checked with the whole section, whose errors do not quote it: somebody may have put a secret where a name belongs.
+# Checked with the whole section, whose errors do not quote values: a user may have set a secret instead of a name.
 _VARIABLE = re.compile(VARIABLE_PATTERN)
-# Characters that need no encoding in an URL, so that names are the same in requests, signatures and listings.
+# Characters that are not encoded in a URL, so that names are the same in requests, signatures and listings.
 _PREFIX = re.compile(r"(?:[A-Za-z0-9_.-]{1,128}/){0,8}")
-# A region is part of a header of every request. This is what botocore takes.
+# A region is part of a header of every request. This is botocore's pattern.
 _REGION = re.compile(r"(?![0-9]+$)[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
 
@@ -40,47 +40,46 @@ class S3StorageOptions(Section):
 
     bucket: str = Field(
         min_length=3, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]$",
-        description="Name of the bucket. It must exist; HiCache makes none and changes no setting of it.",
+        description="Name of the bucket. It must exist; HiCache does not create it or change its settings.",
     )
     prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
         default="hicache/", max_length=1024,
-        description="What the names of all objects start with, so that a bucket can hold other things too, and a "
-        "lifecycle rule can be made for the pages alone.",
+        description="Prefix of all object names, so that the bucket can also contain other objects, and a lifecycle "
+        "rule can apply only to pages.",
     )
     capacity: TierSize | None = Field(
         default=None,
-        description="Bytes that the pages below `prefix` may take; a bucket has no limit of its own. Beyond that the "
-        "least recently used ends of chains are removed. Not set: no limit. The store is listed once a minute, at one "
-        "request per thousand pages.",
+        description="Limit of the bytes of pages below `prefix`. Beyond it the least recently used ends of chains are "
+        "removed. The store is listed once a minute, with one request per thousand pages. Not set: no limit.",
     )
     endpoint_url: str | None = Field(
         default=None,
-        description="URL of a store that is not AWS, like `https://s3.example.com:9000`. Plain `http` sends pages that "
-        "everyone on the way can read: prompts can be computed from them.",
+        description="URL of a store that is not AWS, like `https://s3.example.com:9000`. With plain `http`, others "
+        "on the network can read the pages, from which prompts can be computed.",
     )
     region: Annotated[str, AfterValidator(check_region)] | None = Field(
         default=None,
-        description="Region of the bucket. Not set: what boto3 is configured for, or `us-east-1`.",
+        description="Region of the bucket. Not set: that of boto3's configuration, or `us-east-1`.",
     )
     path_style: bool | None = Field(
         default=None,
-        description="Put the bucket into the path of requests instead of the host's name. Not set: for every store but "
-        "AWS, which prefers host names, and for buckets with a dot in their name.",
+        description="Put the bucket into the path of requests instead of the host name. Not set: for stores that are "
+        "not AWS, and for buckets with a dot in their name.",
     )
     access_key_env: str | None = Field(
         default=None,
-        description="Name of the environment variable that holds the access key, not the key itself. Goes together "
-        "with `secret_key_env`. Without these and `credentials_file`, boto3 looks where it always does.",
+        description="Name of the environment variable with the access key, not the key itself. Needs `secret_key_env`. "
+        "Without these and `credentials_file`, boto3's usual credentials are used.",
     )
     secret_key_env: str | None = Field(
         default=None,
-        description="Name of the environment variable that holds the secret key. A file is safer: child processes "
-        "inherit variables.",
+        description="Name of the environment variable with the secret key. A file is safer: child processes inherit "
+        "variables.",
     )
     session_token_env: str | None = Field(
         default=None,
-        description="Name of the environment variable that holds the session token of temporary credentials. They are "
-        "not renewed; credentials that boto3 finds are.",
+        description="Name of the environment variable with the session token of temporary credentials. These are not "
+        "renewed, unlike boto3's.",
     )
     credentials_file: FileSystemPath | None = Field(
         default=None,
@@ -89,35 +88,35 @@ class S3StorageOptions(Section):
     )
     profile: str | None = Field(
         default=None, max_length=128,
-        description="Section of `credentials_file`, or without one the profile that boto3 uses.",
+        description="Section of `credentials_file`; without that file, boto3's profile.",
     )
     ca_file: FileSystemPath | None = Field(
         default=None,
-        description="Certificates (PEM) that are trusted in place of the system's. Certificates are always checked.",
+        description="Certificates (PEM) that replace the system's trusted ones. Certificates are always checked.",
     )
     client: Literal["direct", "boto3"] = Field(
         default="direct",
-        description="The client that makes the requests. `boto3` copies each page and takes several times the "
-        "processor time: for S3 Express, for a proxy with a password, and for stores that `direct` does not work with.",
+        description="The HTTP client. `boto3` copies each page and takes several times the processor time; use it "
+        "for S3 Express, for a proxy with a password, and for stores that do not work with `direct`.",
     )
     proxy: str | None = Field(
         default=None,
-        description="URL of an HTTP proxy, like `http://proxy.example:3128`, through which the store is reached. Not "
-        "set: none with `direct`, whatever the environment says; the one of the environment with `boto3`.",
+        description="URL of an HTTP proxy, like `http://proxy.example:3128`. Not set: none with `direct`, which "
+        "ignores the environment; the environment's with `boto3`.",
     )
     connections: Count = Field(
         default=8, ge=1, le=256,
-        description="Requests in flight, each with a thread and a connection. More hides latency of a remote store; "
-        "one core moves 3 to 4 GB/s. When the store asks to slow down, fewer are used for a while.",
+        description="Requests in flight, each with a thread and a connection. More hides the latency of a remote "
+        "store; one core transfers 3 to 4 GB/s. While the store throttles, fewer are used.",
     )
     timeout: PositiveDuration = Field(
         default=5.0, ge=0.01, le=3600,
-        description="Seconds a request may go on without a byte. Shorter gives up sooner on a store that hangs; too "
-        "short turns its slow moments into misses.",
+        description="Time without a byte after which a request fails, in seconds. Shorter detects a store that hangs "
+        "sooner; too short turns its slow moments into misses.",
     )
     connect_timeout: PositiveDuration = Field(
         default=2.0, ge=0.01, le=3600,
-        description="Seconds that making a connection may take.",
+        description="Time limit for opening a connection, in seconds.",
     )
 
     @model_validator(mode="after")
@@ -132,11 +131,11 @@ class S3StorageOptions(Section):
                 raise ValueError(f"{name}: {error}") from error
         variables = (self.access_key_env, self.secret_key_env, self.session_token_env)
         if not all(_VARIABLE.fullmatch(name) for name in variables if name is not None):
-            raise ValueError("access_key_env and the like must be names of environment variables, not what they hold")
+            raise ValueError("access_key_env, secret_key_env, session_token_env: set names of variables, not values")
         if any(variables) and not all(variables[:2]):
-            raise ValueError("access_key_env and secret_key_env go together")
+            raise ValueError("access_key_env and secret_key_env: set both or neither")
         if self.access_key_env and self.credentials_file:
-            raise ValueError("give access_key_env or credentials_file, not both")
+            raise ValueError("set access_key_env or credentials_file, not both")
         return self
 
 

@@ -1,8 +1,7 @@
 """The configuration schema: every entry with its unit, default and trade-off.
 
-All sections are frozen, refuse unknown entries, and are built by `load_config` or directly (as an embedding engine
-may); built directly, a wrong value raises ConfigError too. docs/configuration.md is generated from the descriptions
-here.
+All sections are frozen and reject unknown entries. `load_config` or a program builds them; wrong values raise
+ConfigError in both cases. docs/configuration.md is generated from the descriptions here.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class DeviceConfig(Section):
 
     size: TierSize | None = Field(
         default=None,
-        description="Bytes of device memory for KV pages, per rank. More keeps more prefixes at no load time; what is "
-        "taken here is missing for weights and activations.",
+        description="Device memory for KV pages, per rank. More keeps more prefixes without load time, but leaves less "
+        "for weights and activations.",
     )
     tokens: Tokens | None = Field(
         default=None,
@@ -41,45 +40,43 @@ class DeviceConfig(Section):
     )
     memory_fraction: Annotated[float, Field(gt=0, lt=1), BeforeValidator(refuse_bool)] | None = Field(
         default=None,
-        description="The same as what is left of this part of a CUDA device once the weights are loaded; the other "
-        "part stays free for activations. More keeps more prefixes; too much, and a long prompt runs out of memory. "
-        "0.8 to 0.9 is usual. On other devices give `size` or `tokens`.",
+        description="The same as this fraction of a CUDA device's memory minus the weights; the rest stays free for "
+        "activations. More keeps more prefixes; with too much, a long prompt runs out of memory. 0.8 to 0.9 is "
+        "usual. On other devices set `size` or `tokens`.",
     )
 
     ascending_pages: bool = Field(
         default=False,
-        description="Hand out free pages in ascending order, so that a request's pages lie close together, which some "
-        "attention kernels profit from. Off, the pages freed last go out first.",
+        description="Allocate free pages in ascending order, so that a request's pages are close together, which helps "
+        "some attention kernels. Off, the pages freed last are used first.",
     )
 
     @property
     def is_given(self) -> bool:
-        """Whether the configuration sizes L1, so that the engine need not."""
+        """True if the configuration sets the size of L1."""
         return any(getattr(self, name) is not None for name in self.alternatives[0])
 
 
 class SharedHostConfig(Section):
-    """L2 under a name, so that other processes of this user can map it: a storage daemon, workers of the engine."""
+    """Named L2 memory, which other processes of this user can map: a storage daemon, workers of the engine."""
 
-    # The number of a rank is appended.
+    # The rank's number is appended.
     name: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9.-]{1,120}$",
         description="Name of the memory, `/dev/shm/hicache.NAME`, one per engine; each rank appends its number. A "
-        "daemon on this host then reads and writes pages in place (`storage.type: remote`). Not set: L2 is private to "
-        "the process.",
+        "daemon on this host then reads and writes pages in place (`storage.type: remote`). Not set: L2 is private.",
     )
     owner: Literal["engine", "daemon"] = Field(
         default="engine",
-        description="Which process creates the memory: its memory limit (cgroup) has to cover it. `daemon`: the one "
-        "of `storage.options.socket`, which must run when the engine starts.",
+        description="The process that creates the memory; its memory limit (cgroup) must cover it. `daemon`: that of "
+        "`storage.options.socket`, which must run when the engine starts.",
     )
     keep: bool = Field(
         default=False,
-        description="Leave the memory when the engine ends or dies, for the engine that starts next under the same "
-        "name, which reads the pages that it can prove as if from a fast store. The memory is taken until then; "
-        "`rm /dev/shm/hicache.NAME` frees it. What is found is what was stored, or without `storage` what would have "
-        "been: it is sealed then, a hash of each page on a worker. Not for several ranks, vLLM, `owner: daemon`, "
-        "compressed or encrypted pages.",
+        description="Keep the memory when the engine ends or dies. The next engine with this name reads its verified "
+        "pages like those of a fast store. Until then the memory stays in use; `rm /dev/shm/hicache.NAME` frees it. "
+        "It contains the stored pages, or without `storage` those that would have been stored, which a worker "
+        "hashes. Not for several ranks, vLLM, `owner: daemon`, compressed or encrypted pages.",
     )
 
 
@@ -90,8 +87,8 @@ class HostConfig(Section):
 
     size: TierSize | None = Field(
         default=None,
-        description="Bytes of host memory for KV pages, per rank, allocated once at start. More keeps more prefixes "
-        "one copy away from the device; it must fit beside all else on the machine: pinned memory does not swap.",
+        description="Host memory for KV pages, per rank, allocated at start. More keeps more prefixes one copy away "
+        "from the device. It must fit into the machine's free memory: pinned memory is not swapped.",
     )
     tokens: Tokens | None = Field(
         default=None,
@@ -99,14 +96,14 @@ class HostConfig(Section):
     )
     ratio: Annotated[float, Field(gt=0, le=1024), BeforeValidator(refuse_bool)] | None = Field(
         default=2.0,
-        description="The same as a multiple of L1. Holds if neither `size` nor `tokens` is given. Below 1 the host "
-        "tier is smaller than what it backs up, so little outlives L1.",
+        description="The same as a multiple of L1, if neither `size` nor `tokens` is set. Below 1 the host tier is "
+        "smaller than L1, so it adds few prefixes.",
     )
     pin: Annotated[Literal["auto", "on", "off"], BeforeValidator(yaml_switch)] = Field(
         default="auto",
-        description="Page-lock the host memory. Pinned copies run at bus speed and beside the computation; pinning "
-        "takes seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device, `on` refuses to start if it is "
-        "not. `off` is for machines without a GPU and refuses to start with L1 on a CUDA device: copies would block.",
+        description="Page-lock the host memory. Pinned copies run at bus speed and overlap with compute; pinning takes "
+        "seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device. `on` needs a CUDA device. `off` is for "
+        "machines without a GPU; it is rejected for L1 on a CUDA device, where copies would block.",
     )
     shared: SharedHostConfig = SharedHostConfig()
 
@@ -121,7 +118,7 @@ class HostConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> HostConfig:
         if self.size is None and self.tokens is None and self.ratio is None:
-            raise ValueError("give one of size, tokens, ratio")
+            raise ValueError("set one of size, tokens, ratio")
         return self
 
 
@@ -130,56 +127,56 @@ class PrefetchConfig(Section):
 
     policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
         default="timeout",
-        description="How long a request waits for what storage has. `best_effort`: not at all, it uses what has "
-        "arrived when it is scheduled. `wait_complete`: until all is there, at most a minute. `timeout`: for a time "
-        "that grows with the length, see below.",
+        description="How long a request waits for its pages from storage. `best_effort`: never; it uses the pages "
+        "that have arrived when it is scheduled. `wait_complete`: for all pages, at most a minute. `timeout`: for a "
+        "time that grows with the length, see below.",
     )
     threshold_tokens: Count = Field(
         default=256, ge=1, le=1 << 30,
-        description="Tokens a stored prefix must have to be read at all. Lower finds more hits; below a few hundred "
-        "tokens computing is faster than asking the store.",
+        description="The shortest stored prefix that is read, in tokens. Lower finds more hits; below a few hundred "
+        "tokens computing is faster than a lookup.",
     )
     timeout_base: PositiveDuration = Field(
         default=1.0,
-        description="Seconds a read may take, whatever its length. When the time is over, the request uses what has "
+        description="Time limit of a read, of any length, in seconds. After it, the request uses the pages that have "
         "arrived. Longer gains hits on slow stores and costs time to first token.",
     )
     timeout_per_1024_tokens: Duration = Field(
         default=0.25,
-        description="Seconds a read may take on top of `timeout_base`, for each 1024 tokens of it.",
+        description="Seconds added to `timeout_base` for each 1024 tokens of a read.",
     )
     operations_max: Count = Field(
         default=64, ge=1, le=65536,
-        description="Prefetches in flight at once. Others wait for their turn; one whose request begins before that is "
-        "given up, which is counted.",
+        description="Limit of prefetches in flight. Others wait for their turn, and are cancelled and counted if their "
+        "request begins before.",
     )
     host_share: Number = Field(
         default=0.5, ge=0, le=1,
-        description="Part of the host pages that prefetches may hold before their requests run. More helps bursts of "
-        "long prompts; it takes the place of pages that are known to be useful. A prefetch that does not fit waits "
-        "until others have given room back. 0 switches prefetching off.",
+        description="Share of the host pages that prefetches may hold before their requests run. More helps bursts "
+        "of long prompts, but evicts pages that are known to be useful. A prefetch that does not fit waits for "
+        "others to end. 0 disables prefetching.",
     )
 
 
 class BreakEvenConfig(Section):
-    """Whether a hit on a slower tier is fetched or computed again."""
+    """The decision whether a hit on a slower tier is fetched or computed again."""
 
     mode: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: a hit on the host or in storage is fetched if that takes less time than computing it, "
-        "by the speeds measured since start; a speed not known yet counts as fast. `always`: every hit is fetched.",
+        description="`measure`: a hit on the host or in storage is fetched if that takes less time than computing "
+        "it, by the speeds measured since the start; an unknown speed counts as fast. `always`: every hit is fetched.",
     )
     margin: Number = Field(
         default=1.0, gt=0, le=1024,
-        description="Time that fetching may take, in multiples of computing. Above 1 frees the device for other "
-        "requests at the expense of this one; below 1 asks for a clear gain.",
+        description="Limit of the fetching time as a multiple of the computing time. Above 1 frees the device for "
+        "other requests but delays this one; below 1 requires a clear gain.",
     )
     writes: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: a page is not stored while, by the speeds measured since start, reading it back takes "
-        "longer than computing it in a prefix of any length; one in sixteen is, so that a store that has become faster "
-        "is noticed. `always`: pages are stored whatever was measured here, for engines that share the store and "
-        "compute more slowly or are nearer to it. With `mode: always` they are as well.",
+        description="`measure`: a page is not stored while reading it back would take longer than computing it, in a "
+        "prefix of any length, by the speeds measured since the start; one page in sixteen is, to detect a store "
+        "that became faster. `always`: all pages are stored, for other engines that share the store and compute more "
+        "slowly or are nearer to it. `mode: always` has the same effect.",
     )
     prefill_tokens_per_second: Tokens | None = Field(
         default=None,
@@ -197,88 +194,89 @@ class BreakEvenConfig(Section):
 
 
 class TransferConfig(Section):
-    """Bounds of the queues and workers that move pages. What does not fit into a bound is dropped and counted."""
+    """Limits of the queues and workers that copy pages. Work beyond a limit is dropped and counted."""
 
     write_pages_max: Count = Field(
         default=4096, ge=1, le=1 << 24,
-        description="Pages under copy from device to host at once. They cannot be evicted meanwhile; over the bound a "
-        "page gets no host copy now.",
+        description="Limit of pages being copied from device to host, which cannot be evicted. Beyond it, pages are "
+        "not copied now.",
     )
     load_pages_max: Count = Field(
         default=4096, ge=1, le=1 << 24,
-        description="Pages under copy from host to device at once. Over the bound a request computes instead.",
+        description="Limit of pages being copied from host to device. Beyond it, requests compute.",
     )
     store_host_share: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] | None = Field(
         default=None,
-        description="Part of the host pages that may wait to be stored. Not set: all of them, or a quarter in an "
-        "engine of several ranks. When the host has no other room, waiting stores are dropped, the newest first; "
-        "several ranks cannot do that, so there the bound protects what is on the host. Over the bound a new store is "
-        "dropped.",
+        description="Share of the host pages that may wait to be stored; further stores are dropped. Not set: all of "
+        "them, or a quarter with several ranks. When the host is full, waiting stores are dropped, the newest first; "
+        "several ranks cannot do that, so there this limit protects the other pages.",
     )
     path: Literal["auto", "direct", "staged"] = Field(
         default="auto",
-        description="How copies between host and a CUDA device go. `direct`: one piece for each page and layer, by the "
-        "copy engines alone; fast for long pieces. `staged`: several layers of a page at once to a buffer on the "
-        "device, and from there by a kernel; fast for short pieces. `auto` measures at start and takes the faster one.",
+        description="The path of copies between host and a CUDA device. `direct`: one piece for each page and layer, "
+        "only by copy engines; fast for long pieces. `staged`: several layers of a page at once to a buffer on the "
+        "device, and from there by a kernel; fast for short pieces. `auto` measures both at start and uses the "
+        "faster one.",
     )
     multiprocessors: Count = Field(
         default=8, ge=1, le=1024,
-        description="Multiprocessors of a CUDA device that a kernel of the `staged` path may use. More ends copies "
-        "sooner, fewer leaves more to the computation.",
+        description="Multiprocessors of a CUDA device for a kernel of the `staged` path. More makes copies faster, "
+        "fewer leaves more for compute.",
     )
     storage_batch_pages: Count = Field(
         default=128, ge=1, le=65536,
-        description="Pages per call of a storage backend. More means fewer round trips, fewer means that a deadline or "
-        "a shutdown takes effect sooner.",
+        description="Pages per call of a storage backend. More needs fewer round trips; with fewer, deadlines and "
+        "shutdown take effect sooner.",
     )
     lookup_workers: Count = Field(
         default=1, ge=1, le=64,
-        description="Threads that ask storage which pages of a prompt it has. One suffices for stores that answer "
-        "within a millisecond; more helps where a lookup takes longer than requests take to arrive.",
+        description="Threads for lookups in storage. One is enough for stores that answer within a millisecond; more "
+        "helps if a lookup takes longer than the time between requests.",
     )
     io_workers: Count = Field(
         default=2, ge=1, le=64,
-        description="Threads that read from storage. More helps stores with high latency and costs a core each at full "
+        description="Threads that read from storage. More helps stores with high latency; each uses a core at full "
         "speed.",
     )
     backup_workers: Count = Field(
         default=1, ge=1, le=64,
-        description="Threads that write to storage. Writing is not urgent; more takes bandwidth from reads.",
+        description="Threads that write to storage. Writes are not urgent; more takes bandwidth from reads.",
     )
     storage_deadline: PositiveDuration = Field(
         default=10.0,
-        description="Seconds one call of a storage backend may take before it is given up. Shorter frees the worker "
-        "sooner from a store that hangs; too short turns slow hits into misses.",
+        description="Deadline of one call of a storage backend, in seconds. Shorter frees the worker sooner from a "
+        "store that hangs; too short turns slow hits into misses.",
     )
     shutdown_deadline: PositiveDuration = Field(
         default=5.0,
-        description="Seconds that closing may take. What is not stored by then is dropped, never left half written.",
+        description="Time limit of closing, in seconds. Pages that are not stored by then are dropped, never half "
+        "written.",
     )
 
 
 class ScheduleConfig(Section):
-    """Which waiting request begins first. `longest_prefix_first` and the engine of this package go by it; an engine
-    with a scheduler of its own need not."""
+    """The order of waiting requests, for `longest_prefix_first` and the engine of this package; other engines with
+    their own scheduler may ignore it."""
 
     policy: Literal["fcfs", "longest_prefix"] = Field(
         default="fcfs",
-        description="`fcfs`: in the order of arrival. `longest_prefix`: the longest cached prefix first, which serves "
-        "requests with a common prefix one after the other, before it is evicted, and computes it once.",
+        description="`fcfs`: in order of arrival. `longest_prefix`: the longest cached prefix first, which serves "
+        "requests with a common prefix together, before it is evicted, and computes it once.",
     )
     queue_max: Count = Field(
         default=128, ge=0, le=65536,
-        description="Requests that one step of `longest_prefix` looks up; a longer queue is served in order of "
-        "arrival. More finds more hits in long queues and costs the scheduler a lookup each.",
+        description="The longest queue that `longest_prefix` sorts; longer ones are served in order of arrival. More "
+        "finds more hits in long queues; each request costs the scheduler a lookup per step.",
     )
     age_max: Duration = Field(
         default=5.0,
-        description="How long `longest_prefix` may let others overtake a request. Longer gains hits and costs the "
-        "worst time to first token.",
+        description="How long other requests may overtake a request. Longer gains hits but increases the worst time to "
+        "first token.",
     )
     defer_tokens: Count = Field(
         default=64, ge=1, le=1 << 30,
-        description="Uncached tokens that two requests must share for one to wait until the other has computed them. "
-        "Fewer waits more often for less.",
+        description="The uncached tokens that two requests must share so that one waits until the other has computed "
+        "them. Fewer means more waits for smaller gains.",
     )
 
 
@@ -287,98 +285,97 @@ class SessionsConfig(Section):
 
     enabled: bool = Field(
         default=False,
-        description="Put a `SessionCache` around the cache. It needs `prefix_cache`. Requests without a session are "
-        "served as before; a session saves at most a page of work per turn, and locks its pages on L1 until others "
-        "need them.",
+        description="Use a `SessionCache`; needs `prefix_cache`. A session saves at most a page of compute per turn, "
+        "and locks its pages on L1 until other requests need them. Requests without a session are not affected.",
     )
     ttl: PositiveDuration = Field(
         default=600.0,
-        description="How long a session lives after its last turn. Longer bears with slower readers; shorter frees L1 "
-        "sooner.",
+        description="Lifetime of a session after its last turn. Longer suits slower users; shorter frees L1 sooner.",
     )
     sessions_max: Count = Field(
         default=1024, ge=1, le=1 << 20,
-        description="Sessions open at once. It bounds what is remembered of them; L1 bounds the KV they hold.",
+        description="Limit of open sessions. L1 limits their KV.",
     )
 
 
 class RanksConfig(Section):
-    """The ranks of one engine, which decide alike."""
+    """The ranks of one engine, which decide identically."""
 
     deadline: PositiveDuration = Field(
         default=30.0,
-        description="How long a rank waits for the others in one step. After that the engine ends with an error on all "
-        "ranks. Longer than the longest forward and the longest pause of the machine; shorter notices a stuck rank "
-        "sooner. A rank that died is noticed at once.",
+        description="How long a rank waits for the others in one step; then the engine ends with an error on all "
+        "ranks. Must be longer than the longest forward and the longest pause of the machine; shorter detects a "
+        "stuck rank sooner. A dead rank is detected at once.",
     )
 
 
 class HiCacheConfig(Section):
-    """Everything that can be configured. The defaults run an engine with L1 and L2 and without storage."""
+    """The whole configuration. The defaults run an engine with L1 and L2 and without storage."""
 
     page_size: Count = Field(
         default=64, ge=1, le=PAGE_SIZE_MAX,
-        description="Tokens per page, the unit of transfer and storage. 16 to 256 is usual: larger moves faster, "
-        "smaller loses less of a prefix that ends inside a page. Engines share stored pages only if they agree on it.",
+        description="Tokens per page, the unit of transfer and storage. 16 to 256 is usual: larger pages transfer "
+        "faster, smaller ones lose less of a prefix that ends inside a page. Engines share stored pages only with "
+        "the same value.",
     )
     prefix_cache: bool = Field(
         default=True,
-        description="Reuse KV between requests. Off, every request computes its whole prompt, the device holds running "
-        "requests alone, and neither the host nor storage is used: for comparing.",
+        description="Reuse KV between requests. Off, every request computes its whole prompt, and neither host "
+        "memory nor storage is used: for comparisons.",
     )
     bigram_keys: bool = Field(
         default=False,
-        description="Key pages by pairs of tokens, for speculative decoding with EAGLE, whose draft KV depends on the "
-        "next token too. The engine must make its keys so. Stored pages of the two kinds are not shared.",
+        description="Key pages by pairs of tokens, for speculative decoding with EAGLE, whose draft KV also depends "
+        "on the next token. The engine must make its keys in this way. Stored pages of the two kinds are not shared.",
     )
     device: DeviceConfig = DeviceConfig()
     host: HostConfig = HostConfig()
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         default="write_through",
-        description="When a page gets its host copy, and with it its place in storage. `write_through`: as soon as it "
-        "is computed, and of a prompt that is computed in chunks 32,768 tokens at a time, so that evicting it "
-        "from the device costs nothing. `write_through_selective`: once `selective_hits` requests have used "
-        "it, which saves copies and storage writes of what nobody asks for again. `write_back`: when the "
-        "device evicts it, which copies least, but room on the device then takes a step longer.",
+        description="When a page is copied to the host and stored. `write_through`: as soon as it is computed (for a "
+        "prompt that is computed in chunks, every 32,768 tokens), so that evicting it from the device is free. "
+        "`write_through_selective`: once `selective_hits` requests have used it, which avoids copies and writes of "
+        "pages that are used once. `write_back`: when the device evicts it, which copies least, but freeing device "
+        "memory then takes a step longer.",
     )
     selective_hits: Count = Field(
         default=2, ge=1, le=1 << 30,
-        description="Requests that must have used a page before `write_through_selective` copies it. A use counts "
-        "while the page is on a tier and after it has left, for the last million pages or so; a request that is "
-        "preempted and runs again is one use.",
+        description="Requests that must use a page before `write_through_selective` copies it. Uses count even after "
+        "the page was evicted, for about the last million pages; a request that is preempted and runs again is one "
+        "use.",
     )
     selective_first_share: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = Field(
         default=0.0,
-        description="Part of the prompts whose new pages `write_through_selective` copies at their first use. A page "
-        "that waits for its second use is computed twice, and where most of what comes back comes back once, that is "
-        "half of the hits: this buys them for writes. Engines that share a store choose the same prompts.",
+        description="Share of the prompts whose new pages `write_through_selective` copies at their first use. "
+        "Otherwise a page is computed twice before it is copied, which can lose half of the hits; this trades writes "
+        "for hits. Engines that share a store choose the same prompts.",
     )
     eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
         default="lru",
-        description="Which page leaves a full tier first. `lru`: the one unused for longest. `lfu`: used by the fewest "
-        "requests. `slru`: as `lru`, but what `slru_protected_hits` requests have used leaves after all else. "
-        "`priority`: of the lowest request priority. `fifo`, `filo`: the oldest, the newest. `mru`: the one used last, "
-        "for scans over more than fits. `module:Class` is a policy of your own.",
+        description="The page that a full tier evicts first. `lru`: least recently used. `lfu`: used by the fewest "
+        "requests. `slru`: as `lru`, but pages that `slru_protected_hits` requests have used come last. `priority`: "
+        "lowest request priority. `fifo`, `filo`: the oldest, the newest. `mru`: most recently used, for scans over "
+        "more than fits. `module:Class`: your own policy.",
     )
     slru_protected_hits: Count = Field(
         default=SLRU_PROTECTED_HITS, ge=1, le=1 << 30,
-        description="Requests that must have used a page before `slru` protects it.",
+        description="Requests that must use a page before `slru` protects it.",
     )
     pin_host_share: Number = Field(
         default=0.5, ge=0, le=1,
-        description="Part of the host pages that pinned prefixes may take. Pins beyond that are refused, with 0 all.",
+        description="Share of the host pages for pinned prefixes. Further pins are rejected; 0 rejects all.",
     )
     load_back_threshold_tokens: Count = Field(
         default=10, ge=0, le=1 << 30,
-        description="Tokens a prefix on the host must have to be copied back to the device. Shorter ones are computed "
-        "again, which is faster than waiting for a copy.",
+        description="The shortest prefix that is copied back from the host to the device, in tokens. Shorter ones are "
+        "computed, which is faster than waiting for a copy.",
     )
     prefetch: PrefetchConfig = PrefetchConfig()
     break_even: BreakEvenConfig = BreakEvenConfig()
     transfer: TransferConfig = TransferConfig()
     integrity: IntegrityConfig = IntegrityConfig()
     storage_format: StorageFormatConfig = StorageFormatConfig()
-    storage: AnyStorage | None = Field(default=None, description="The storage tier (L3). Without it there is none.")
+    storage: AnyStorage | None = Field(default=None, description="The storage tier (L3). Not set: no storage.")
     schedule: ScheduleConfig = ScheduleConfig()
     sessions: SessionsConfig = SessionsConfig()
     ranks: RanksConfig = RanksConfig()
@@ -393,36 +390,35 @@ class HiCacheConfig(Section):
         shared, options = self.host.shared, self.storage and self.storage.options
         if [*self.integrity.key_sources()] and [*self.storage_format.key_sources()]:
             raise ValueError(
-                "integrity and storage_format: give a MAC key or an encryption key; encryption proves the page too"
+                "integrity and storage_format: set a MAC key or an encryption key; encryption also authenticates pages"
             )
         if shared.keep:
             self._check_keep()
         if self.integrity.verifies_host:
             if [*self.storage_format.key_sources()]:
                 raise ValueError(
-                    "integrity.verify, scrub_rate: frames of an encrypted store have no tag; leave them out"
+                    "integrity.verify, scrub_rate: frames of an encrypted store have no tag; remove the entries"
                 )
             if self.integrity.tag == "none" and not [*self.integrity.key_sources()]:
                 raise ValueError(
-                    "integrity.verify, scrub_rate: tag none proves nothing; use tag xxh3_128, or leave them out"
+                    "integrity.verify, scrub_rate: tag none cannot be verified; use tag xxh3_128, or remove them"
                 )
         if self.sessions.enabled and not self.prefix_cache:
-            raise ValueError("sessions.enabled needs prefix_cache: true; without it nothing is kept between turns")
+            raise ValueError("sessions.enabled: needs prefix_cache: true, which keeps KV between turns")
         has_socket = isinstance(options, RemoteStorageOptions) and options.url is None
         if shared.name is not None and shared.owner == "daemon" and not has_socket:
-            raise ValueError("host.shared.owner: daemon needs storage.type: remote with the socket of that daemon")
+            raise ValueError("host.shared.owner: daemon needs storage.type: remote with the daemon's socket")
         return self
 
     def _check_keep(self) -> None:
         shared, form = self.host.shared, self.storage_format
         if shared.name is None:
-            raise ValueError("host.shared.keep: needs host.shared.name, by which the next engine finds the memory")
+            raise ValueError("host.shared.keep: needs host.shared.name, so that the next engine finds the memory")
         if shared.owner == "daemon":
             raise ValueError("host.shared.keep: the daemon removes the memory of an engine that dies; use owner engine")
         if form.compression != "none" or [*form.key_sources()]:
             raise ValueError(
-                "host.shared.keep: pages that are compressed or encrypted are sealed in other memory; leave keep or "
-                "storage_format out"
+                "host.shared.keep: does not work with compressed or encrypted pages; remove keep or storage_format"
             )
         if self.integrity.tag == "none" and not [*self.integrity.key_sources()]:
-            raise ValueError("host.shared.keep: tag none proves nothing; use tag xxh3_128, or a MAC key")
+            raise ValueError("host.shared.keep: tag none cannot be verified; use tag xxh3_128, or a MAC key")

@@ -1,6 +1,6 @@
-"""Keys of 32 bytes that make stored pages provable or secret, from a file or from the environment.
+"""Reads keys of 32 bytes, which authenticate or encrypt stored pages, from a file or a variable.
 
-A key lives outside the data directory, so that whoever can write pages cannot also sign them, or read them.
+Keep keys outside the data directory, so that others who can write pages cannot also sign or read them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _HOW_TO_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 def read_key_file(path: Path, what: str) -> bytes:
-    """The key in `path`: 64 hexadecimal digits (white space around them is ignored), or 32 raw bytes.
-    Errors call the file `what`.
+    """Return the key in `path`: 64 hexadecimal digits (surrounded by optional white space), or 32 raw bytes. `what` is
+    the file's name in errors.
 
-    Blocks on the file system; refuses what is no regular file before reading from it. Raises ConfigError if the file
-    cannot be read, belongs to another user than this one or root, is open to group or others, or holds no key.
+    Blocks on the file system. Raises ConfigError if the path is not a regular file, or the file cannot be read, belongs
+    to another user (except root), is accessible to group or others, or does not contain a key.
     """
     data = read_private_file(path, what, 1024)
     key = data if len(data) == KEY_BYTES else _from_hex(data)
     if key is None:
-        raise ConfigError(f"{_named(path, what)}: holds neither 64 hexadecimal digits nor 32 bytes; {_HOW_TO_MAKE}")
+        raise ConfigError(f"{_named(path, what)}: is neither 64 hexadecimal digits nor 32 bytes; {_HOW_TO_MAKE}")
     return key
 
 
 def read_private_file(path: Path, what: str, bytes_max: int) -> bytes:
-    """The first `bytes_max` bytes of a file that holds a secret; errors call it `what`.
+    """Return the first `bytes_max` bytes of a file with a secret. `what` is its name in errors.
 
-    Blocks on the file system; refuses what is no regular file before reading from it. Raises ConfigError if the file
-    cannot be read, belongs to another user than this one or root, or is open to group or others.
+    Blocks on the file system. Raises ConfigError if the path is not a regular file, or the file cannot be read, belongs
+    to another user (except root), or is accessible to group or others.
     """
     where = _named(path, what)
     try:
@@ -52,24 +52,24 @@ def _named(path: Path, what: str) -> str:
 
 def _require_private(state: os.stat_result, where: str) -> None:
     if state.st_mode & 0o077:
-        raise ConfigError(f"{where}: mode {stat.S_IMODE(state.st_mode):04o} lets other users in: chmod 600")
+        raise ConfigError(f"{where}: mode {stat.S_IMODE(state.st_mode):04o} gives other users access; run chmod 600")
     if state.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{where}: belongs to user {state.st_uid}, neither you nor root: chown it")
+        raise ConfigError(f"{where}: belongs to user {state.st_uid}, not to you or root; run chown")
 
 
 def read_key(entry: str, place: Path | str, environ: Mapping[str, str]) -> bytes:
-    """Return the key that the entry `entry` names: in the file `place` (a path), as `read_key_file`, or in the variable
-    of that name, 64 hexadecimal digits. Raises ConfigError if it cannot be had.
+    """Return the key of the entry `entry`: from the file `place` (a path), as `read_key_file`, or from the variable of
+    that name, 64 hexadecimal digits. Raises ConfigError.
     """
     what = "encryption key" if "encryption" in entry else "MAC key"
     if isinstance(place, Path):
         return read_key_file(place, f"{what} file")
     value = environ.get(place)
     if value is None:
-        raise ConfigError(f"{what} variable {place}: is not set; unset {entry} to run without that key")
+        raise ConfigError(f"{what} variable {place}: is not set; export it, or remove {entry} to run without that key")
     key = _from_hex(value.encode(errors="replace"))
     if key is None:
-        raise ConfigError(f"{what} variable {place}: does not hold 64 hexadecimal digits")
+        raise ConfigError(f"{what} variable {place}: is not 64 hexadecimal digits")
     return key
 
 
@@ -80,26 +80,27 @@ def _from_hex(data: bytes) -> bytes | None:
     return bytes.fromhex(text.decode("ascii"))
 
 
-# Of a file with a password; passwords are shorter.
+# The most bytes of a file with a password; passwords are shorter.
 _SECRET_BYTES_MAX = 4096
 
 
 def read_secret(what: str, variable: str | None, path: Path | None, environ: Mapping[str, str]) -> str | None:
-    """A password from the environment variable `variable` or the private file `path`; None if neither is named.
+    """Return a password from the environment variable `variable` or the first line of the private file `path`; None if
+    both are None. `what` is its name in errors.
 
-    Of a file the first line counts. Errors call it `what`. Blocks on the file system. Raises ConfigError if both are
-    named, the variable is unset or empty, the file cannot be read or lets others in, or there is nothing in it.
+    Blocks on the file system. Raises ConfigError if both are given, the variable is unset or empty, the file cannot be
+    read or is accessible to others, or its first line is empty.
     """
     if variable is not None and path is not None:
-        raise ConfigError(f"{what}: give a variable or a file, not both")
+        raise ConfigError(f"{what}: set a variable or a file, not both")
     if variable is not None:
         value = environ.get(variable)
         if not value:
-            raise ConfigError(f"{what}: the environment variable {variable} is not set, or empty; export it")
+            raise ConfigError(f"{what}: the environment variable {variable} is not set or empty; export it")
         try:
             value.encode()
         except UnicodeEncodeError:
-            # Without the cause, which quotes the value.
+            # Without the cause, because it quotes the value.
             raise ConfigError(f"{what}: the environment variable {variable} is not valid UTF-8") from None
         return value
     if path is None:

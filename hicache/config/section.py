@@ -1,4 +1,4 @@
-"""What all sections of the configuration have in common."""
+"""The base of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .wording import problems_of
 S = TypeVar("S", bound="Section")
 
 TOKENS_MAX = 1 << 40
-# What entries ending in `_env` take: a name that every shell can set. Most secrets are none.
+# The values of entries ending in `_env`: a name that every shell can set. Most secrets do not match.
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 
 
 def yaml_switch(value: Any) -> Any:
-    """YAML reads `on` and `off` without quotes as booleans."""
+    """Return text for the booleans as which YAML reads `on` and `off` without quotes."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _check_path(value: Any) -> Any:
-    # Before it is a Path, for which nothing and the working directory are the same.
+    # Checked before it becomes a Path, for which empty text is the working directory.
     if isinstance(value, str) and not value.strip():
         raise ValueError("the path is empty; write . for the working directory")
     if "\0" in str(value):
-        raise ValueError("a path cannot hold a null byte")
+        raise ValueError("a path cannot contain a null byte")
     try:
         os.fsencode(str(value))
     except UnicodeEncodeError:
-        raise ValueError("the path has a character that no file name can have") from None
+        raise ValueError("the path has a character that is not valid in file names") from None
     return expanded(os.fspath(value)) if isinstance(value, (str, Path)) else value
 
 
@@ -45,14 +45,14 @@ FileSystemPath: TypeAlias = Annotated[Path, BeforeValidator(_check_path)]
 
 class Section(BaseModel):
     """A group of entries. It is checked when it is built, by `load_config` or by a program with keywords, which may
-    be text with units too (`capacity="10GiB"`). Immutable.
+    also be text with units (`capacity="10GiB"`). Immutable.
 
-    Raises ConfigError that names every wrong entry. It quotes no text that may be a secret: numbers, sizes, durations
-    and names of hosts, policies and parts alone.
+    Raises ConfigError that names every wrong entry. It does not quote text that may be a secret, only numbers, sizes,
+    durations and names of hosts, policies and parts.
     """
 
-    # Groups of entries that say the same thing in different ways: at most one of each group may be given, and one given
-    # by a stronger source (a flag, say) takes the place of another given by a weaker one (the file).
+    # Groups of alternative entries: at most one of each group may be set, and one from a stronger source (such as a
+    # flag) replaces another from a weaker one (the file).
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True,
@@ -64,10 +64,10 @@ class Section(BaseModel):
             return
         except ValidationError as refused:
             problems = problems_of(refused, type(self))
-        # Outside the handler, so that no chain of exceptions holds the values.
+        # Outside the handler, so that the exception chain does not contain the values.
         raise ConfigError(f"{type(self).__name__}: {problems}")
 
-    # A section inside another one is then checked by pydantic, which keeps the paths of errors.
+    # Pydantic then checks a section inside another one, which keeps the paths of errors.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ class Section(BaseModel):
         for names in self.alternatives:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
-                raise ValueError(f"give at most one of {', '.join(names)}; there are {' and '.join(given)}")
+                raise ValueError(f"set at most one of {', '.join(names)}, not {' and '.join(given)}")
         return self
 
 

@@ -1,7 +1,7 @@
-"""The section `storage`: which backend, and its options.
+"""The section `storage`: the backend and its options.
 
-Storage of the types `levels` and `sharded` is made of parts. Each part is a section like `storage` itself, with a name,
-and may be composed again.
+Storage of the types `levels` and `sharded` consists of parts. Each part is a section like `storage` itself, with a
+name, and may itself be composed.
 """
 
 from __future__ import annotations
@@ -27,40 +27,39 @@ from .remote_storage import RemoteStorage
 from .s3_storage import S3Storage
 from .section import FileSystemPath, Section
 
-# Each part costs threads and, in a sharded set, a share of every lookup; more are a slip of the hand.
+# Each part costs threads and, in a sharded set, a share of every lookup; more are a mistake.
 PARTS_MAX = 64
 
 
 class FileStorageOptions(Section):
-    """Options of the `file` backend: one file per page below a directory of its own."""
+    """Options of the `file` backend: one file per page in its own directory."""
 
     path: FileSystemPath = Field(
-        description="Directory of the store, on a local disk. It must be this user's and closed to others; HiCache "
-        "creates it if it is missing.",
+        description="Directory of the store, on a local disk. It must belong to this user and be closed to others; "
+        "HiCache creates it if it is missing.",
     )
     capacity: TierSize | None = Field(
         default=10 * GIB,
-        description="Bytes the store may take on disk. Beyond that the least recently used pages are removed. `null`: "
-        "no limit but `free_space_floor`.",
+        description="Limit of the store's size on disk. Beyond it the least recently used pages are removed. `null`: "
+        "only `free_space_floor` limits it.",
     )
     free_space_floor: Size = Field(
         default=GIB,
-        description="Bytes of the file system that stay free for others. Below that nothing is stored, whatever "
-        "`capacity` says.",
+        description="Bytes of the file system that stay free for others, even if `capacity` allows more pages.",
     )
     io_threads: Count = Field(
         default=4, ge=1, le=64,
-        description="Threads that read and write files. More keeps a fast disk busy; one core moves a few GB/s.",
+        description="Threads that read and write files. More keeps a fast disk busy; one core transfers a few GB/s.",
     )
     direct_io: bool = Field(
         default=False,
-        description="Bypass the page cache of the system. Off is faster while the store fits into free memory; on "
-        "leaves that memory to others and makes speed predictable.",
+        description="Bypass the system's page cache. Off is faster while the store fits into free memory; on leaves "
+        "that memory to others and makes the speed predictable.",
     )
     sync: bool = Field(
         default=False,
-        description="Wait for the disk after each page. Off, a power loss may cost the newest pages (never a wrong "
-        "one); on halves the speed of writing.",
+        description="Wait for the disk after each page. Off, a power failure may lose the newest pages (it never makes "
+        "wrong ones); on halves the write speed.",
     )
 
 
@@ -68,36 +67,36 @@ class FileStorage(Section):
     """Storage in local files."""
 
     type: Literal["file"] = Field(
-        description="Which backend: `file`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a composition "
-        "(`levels`, `sharded`), `memory` (this process only, for tests), the name of an installed entry point of the "
-        "group `hicache.backends`, or `module:Class`.",
+        description="The backend: `file`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a composition (`levels`, "
+        "`sharded`), `memory` (this process only, for tests), the name of an installed entry point of the group "
+        "`hicache.backends`, or `module:Class`.",
     )
-    options: FileStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
+    options: FileStorageOptions = Field(description="Options of the backend; they depend on `type`.")
     guard: GuardConfig = GuardConfig()
 
 
 class PluginStorage(Section):
-    """Storage in any other backend, which checks its options itself when it is opened."""
+    """Storage in any other backend, which checks its options when it is opened."""
 
     type: str = Field(min_length=1, max_length=256, description="As above.")
-    options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend as they are.")
+    options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend unchanged.")
     guard: GuardConfig = GuardConfig()
 
 
 class PartConfig(Section):
-    """One part: the entries of a `storage` section, and its name. They stand side by side in a file."""
+    """One part: the entries of a `storage` section, and its name, side by side."""
 
     name: str | None = Field(
         default=None, min_length=1, max_length=64,
         description="Name of the part in metrics and messages. Not set: its type, with a number from the second of a "
-        "type on. In a `sharded` set it has to be given and decides which pages the part has.",
+        "type on. Required in a `sharded` set, where it determines the pages of the part.",
     )
     storage: AnyStorage
 
     @model_serializer(mode="wrap")
     def _spread_storage(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         entries: dict[str, Any] = serialize(self)
-        storage = entries.pop("storage", {})  # which a section without its required entries has not
+        storage = entries.pop("storage", {})  # missing if required entries are missing
         return {**entries, **storage}
 
     @model_validator(mode="before")
@@ -116,7 +115,7 @@ def _refuse_equal_names(parts: Sequence[PartConfig]) -> None:
     names = [part.name for part in parts if part.name is not None]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise ValueError(f"two parts are named {repeated!r}; each needs a name of its own")
+        raise ValueError(f"two parts are named {repeated!r}; each needs its own name")
 
 
 class LevelsOptions(Section):
@@ -125,14 +124,14 @@ class LevelsOptions(Section):
     levels: _Parts = Field(description="The stores, from the fastest to the largest; each as a `storage` section.")
     promote: bool = Field(
         default=True,
-        description="Copy pages that were found below to the levels above that did not have them. Off leaves the first "
-        "level to what is stored here, and reads the rest from below each time.",
+        description="Copy pages that were read from a lower level to the levels above. Off, the first level only has "
+        "pages stored by this engine, and other pages are read from below each time.",
     )
     cascade_bytes_max: PositiveSize = Field(
         default=256 * MIB,
-        description="Bytes of pages that may wait to be copied to one level in the background, of each level. Promoted "
-        "pages wait in host memory, stored ones in the level that has them. More rides out bursts and slow moments; "
-        "beyond it copies are dropped and counted.",
+        description="Limit of bytes waiting to be copied to a level in the background, for each level. Promoted "
+        "pages wait in host memory, stored ones in the level that has them. More tolerates bursts and slow moments; "
+        "further copies are dropped and counted.",
     )
 
     @model_validator(mode="after")
@@ -142,17 +141,17 @@ class LevelsOptions(Section):
 
 
 class ShardedOptions(Section):
-    """Options of a `sharded` set: stores that have a share of the pages each."""
+    """Options of a `sharded` set: stores with a share of the pages each."""
 
     parts: _Parts = Field(
-        description="The stores, each as a `storage` section with a `name`. Another part takes over an even share of "
-        "the pages, which are stored anew; all engines must list the same names.",
+        description="The stores, each as a `storage` section with a `name`. A new part gets an even share of the "
+        "pages, which are stored again; all engines must list the same names.",
     )
 
     @model_validator(mode="after")
     def _check(self) -> ShardedOptions:
         if any(part.name is None for part in self.parts):
-            raise ValueError("every part of a sharded set needs a name, which decides which pages it has")
+            raise ValueError("every part of a sharded set needs a name, which determines its pages")
         _refuse_equal_names(self.parts)
         return self
 
@@ -160,7 +159,7 @@ class ShardedOptions(Section):
 class _Composed(Section):
     @property
     def guard(self) -> GuardConfig:
-        """A composition has no guard: each of its parts has one."""
+        """Return the default guard: a composition is not guarded, its parts are."""
         return GuardConfig()
 
 
@@ -172,20 +171,20 @@ class LevelsStorage(_Composed):
 
 
 class ShardedStorage(_Composed):
-    """Storage spread over several places."""
+    """Storage distributed over several stores."""
 
     type: Literal["sharded"] = Field(description="Several stores with a share of the pages each.")
     options: ShardedOptions
 
 
 def parts_of(options: object) -> Sequence[PartConfig]:
-    """Return the parts of a composition of these options; none for the options of another backend."""
+    """Return the parts of a composition with these options; empty for other backends."""
     if isinstance(options, LevelsOptions):
         return options.levels
     return options.parts if isinstance(options, ShardedOptions) else ()
 
 
-# The sections of the built-in kinds of storage with checked options; all others are plugins.
+# The sections of the built-in types of storage, whose options are checked; all others are plugins.
 STORAGE_SECTIONS: dict[str, type[Section]] = {
     "file": FileStorage,
     "redis": RedisStorage,
@@ -217,6 +216,6 @@ AnyStorage: TypeAlias = Annotated[
     | Annotated[PluginStorage, Tag("plugin")],
     Discriminator(_storage_kind),
 ]
-# A part of a composition is any storage, and a composition is one of them.
+# A part of a composition is any storage, including a composition.
 for _section in (PartConfig, LevelsOptions, ShardedOptions, LevelsStorage, ShardedStorage):
     _section.model_rebuild(force=True)

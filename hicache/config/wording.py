@@ -1,4 +1,4 @@
-"""What is wrong with an entry, in the words of a person who writes configurations."""
+"""Error messages about entries, for people who write configurations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-# How the names of entries end that name a variable with a secret in it.
+# The endings of entries that name a variable with a secret.
 NAMES_VARIABLE = "_env"
 
-# What pydantic's kinds of error mean, with what their context holds.
+# Messages for pydantic's kinds of error, with values of their context.
 _PLAIN = {
     **dict.fromkeys(("int_parsing", "int_parsing_size", "int_type", "int_from_float"), "expected a whole number"),
     **dict.fromkeys(("float_parsing", "float_type"), "expected a number"),
@@ -32,15 +32,15 @@ _PLAIN = {
 
 
 def locate(section: type[BaseModel], loc: Sequence[int | str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the dotted path that a file has for pydantic's location `loc` in `section`, and the names of the entries
-    there; none where no section can stand.
+    """Return a file's path for pydantic's location `loc` in `section`, and the names of the entries there; empty where
+    a section is not possible.
 
-    The path has no tags of the unions that `storage` and the parts of a composition are, and not the field in which a
-    part keeps its storage.
+    The path omits the tags of the unions of `storage` and of the parts of a composition, and the field in which a part
+    keeps its storage.
     """
     path: tuple[str, ...] = ()
     kinds = [section]
-    beside: tuple[str, ...] = ()  # the entries of a part that stand beside those of its storage
+    beside: tuple[str, ...] = ()  # the entries of a part in addition to those of its storage
     for at, name in enumerate(loc):
         tagged = [kind for kind in kinds if name in _tags(kind)] if len(kinds) > 1 else []
         if tagged:
@@ -58,7 +58,7 @@ def locate(section: type[BaseModel], loc: Sequence[int | str]) -> tuple[tuple[st
 
 
 def _tags(kind: type[BaseModel]) -> tuple[str, ...]:
-    """The tags of a kind of storage in the union of all."""
+    """Return the tags of a type of storage in the union of all."""
     field = kind.model_fields.get("type")
     return () if field is None else get_args(field.annotation) or ("plugin",)
 
@@ -72,8 +72,8 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def problems_of(refused: ValidationError, section: type[BaseModel]) -> str:
-    """Return what is wrong with a `section` that a program has built, for one line of a message. It quotes no text that
-    may be a secret."""
+    """Return the errors of a `section` that a program has built, on one line. Does not quote text that may be a secret.
+    """
     problems = []
     for error in refused.errors():
         path, names = locate(section, error["loc"])
@@ -86,21 +86,21 @@ def problems_of(refused: ValidationError, section: type[BaseModel]) -> str:
 
 
 def what_is_wrong(error: Any, path: Sequence[str], names: Sequence[str], *, quote_text: bool) -> str:
-    """Return one of pydantic's errors at `path` in words; `names` are the entries of a section. The value is quoted
-    unless it may be a secret; without `quote_text`, numbers alone are."""
+    """Return the message for one of pydantic's errors at `path`; `names` are the entries of a section. The value is
+    quoted unless it may be a secret; without `quote_text`, only numbers are."""
     kind, value = error["type"], error["input"]
     if kind == "missing":
         return "is missing"
     if kind in ("model_type", "dict_type", "model_attributes_type"):
-        return f"is a section: give its entries ({', '.join(names) or 'by name'}) below it"
+        return f"is a section: write its entries ({', '.join(names) or 'by name'}) below it"
     names_secret = bool(path) and path[-1].endswith(NAMES_VARIABLE)
     if kind == "string_pattern_mismatch" and names_secret:
-        return "must be the name of an environment variable, not what it holds"
+        return "must be the name of an environment variable, not its value"
     message = str(error["msg"]).removeprefix("Value error, ")
     words, context = _PLAIN.get(kind), error.get("ctx", {})
     if words is not None:
         message = words.format_map(context)
-    # Of some values nothing is said: somebody may have put the secret where its name belongs.
+    # Some values are not quoted: a user may have set the secret instead of its name.
     is_quoted = quote_text and not isinstance(value, (dict, list)) and path[0] != "integrity" and not names_secret
     if not is_quoted and (quote_text or type(value) not in (int, float)):
         return message

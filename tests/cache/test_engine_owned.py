@@ -65,9 +65,9 @@ def test_l1_has_one_size_and_one_device() -> None:
     blocks = EngineBlocks([[torch.zeros(4, GEOMETRY.layer_bytes, dtype=torch.uint8)]] * GEOMETRY.layers)
     sized = HiCacheConfig.model_validate({**CONFIG, "device": {"tokens": 64}})
     plain = HiCacheConfig.model_validate(CONFIG)
-    with pytest.raises(ConfigError, match="the engine's tensors size L1"):
+    with pytest.raises(ConfigError, match="the tensors set the size of L1"):
         create_cache(sized, NAMESPACE, device_blocks=blocks)
-    with pytest.raises(ConfigError, match="the engine's tensors size L1"):
+    with pytest.raises(ConfigError, match="the tensors set the size of L1"):
         create_cache(plain, NAMESPACE, device_blocks=blocks, device_pages=4)
     half = EngineBlocks([[region[:, :8] for region in layer] for layer in blocks.layers])
     with pytest.raises(ConfigError, match="a page must be one block"):

@@ -497,7 +497,7 @@ def test_a_pool_of_the_engine_is_used_with_keys_of_the_engine() -> None:
 @pytest.mark.parametrize(
     ("sections", "namespace", "host", "error", "match"),
     [
-        ({"host": {"ratio": 2}}, NAMESPACE, None, ConfigError, "give size or tokens"),
+        ({"host": {"ratio": 2}}, NAMESPACE, None, ConfigError, "needs the size of L1"),
         ({"host": {"tokens": 1}}, NAMESPACE, None, ConfigError, "smaller than one page"),
         ({"page_size": 8}, NAMESPACE, None, ConfigError, "page_size"),
         ({"write_policy": "write_back"}, NAMESPACE, None, ConfigError, "write_through"),

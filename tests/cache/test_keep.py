@@ -250,7 +250,7 @@ def test_a_page_whose_sealed_frame_is_gone_is_not_stored(name: str, tmp_path: Pa
         ({"host": {"tokens": 128, "shared": {"keep": True}}}, "needs host.shared.name"),
         ({"storage_format": {"compression": "zstd"}}, "compressed or encrypted"),
         ({"storage_format": {"encryption_key_env": "TEST_MAC"}}, "compressed or encrypted"),
-        ({"integrity": {"tag": "none"}}, "tag none proves nothing"),
+        ({"integrity": {"tag": "none"}}, "tag none cannot be verified"),
         ({"host": {"tokens": 128, "shared": {"name": "a", "keep": True, "owner": "daemon"}}}, "use owner engine"),
     ],
 )

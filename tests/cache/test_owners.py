@@ -120,7 +120,7 @@ def test_new_weights_leave_requests_to_their_cache(kind: str) -> None:
     side.cache.update_weights(1)
     with pytest.raises(InvalidInput, match="another cache"):
         other.cache.cache_finished_req(side.request, side.key)
-    with pytest.raises(InvalidInput, match="not that of the request"):
+    with pytest.raises(InvalidInput, match="does not continue the key"):
         side.cache.cache_finished_req(side.request, prompt(9, 4))
     assert side.cache.extend(side.request, 16)
     side.cache.cache_finished_req(side.request, side.key)

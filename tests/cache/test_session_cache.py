@@ -299,7 +299,7 @@ def test_a_session_has_one_turn_at_a_time() -> None:
         talks.cache.join_session("b", "s")
     with pytest.raises(InvalidInput, match="another session"):
         talks.cache.join_session("a", "t")
-    with pytest.raises(InvalidInput, match="begun already"):
+    with pytest.raises(InvalidInput, match="already begun"):
         talks.cache.begin_request("a", RadixKey.of(tokens(5)))
     talks.finish(talk)
     talks.turn("s", tokens(6))

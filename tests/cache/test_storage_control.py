@@ -127,7 +127,7 @@ def test_another_store_gets_what_the_first_one_had() -> None:
 def test_storage_can_be_attached_to_a_cache_that_began_without() -> None:
     server = Server()
     world = World()
-    with pytest.raises(InvalidInput, match="without any"):
+    with pytest.raises(InvalidInput, match="without storage"):
         world.cache.storage.attach()
     world.serve("a", KEY)
     world.cache.storage.attach(server.open)

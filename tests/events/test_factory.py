@@ -70,7 +70,7 @@ def test_the_check_refuses_what_the_start_refuses(section: dict[str, object], me
 
 @pytest.mark.parametrize(
     ("section", "message"),
-    [({"replay_endpoint": "tcp://127.0.0.1:5558"}, "nothing to replay"),
+    [({"replay_endpoint": "tcp://127.0.0.1:5558"}, "set both"),
      ({"endpoint": "udp://x"}, "the endpoint is not valid"),
      ({"endpoint": "tcp://127.0.0.1:99999"}, "port is not a number from 0 to 65535"),
      ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:65536"}, "port is not a number"),

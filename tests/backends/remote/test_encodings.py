@@ -81,10 +81,10 @@ def test_an_engine_with_such_settings_of_its_own_is_refused(daemon: Daemon) -> N
     [
         ({"socket": "/run/x.sock", "url": "https://host:1"}, "at most one of socket, url"),
         ({"url": "ftp://host"}, "url: a URL must look like"),
-        ({"url": "https://host/path"}, "name the host and the port alone"),
+        ({"url": "https://host/path"}, "use only the host and the port"),
         ({"url": "http://host", "token_env": "TOKEN"}, "in clear text over a network"),
-        ({"url": "https://host", "certificate": "c.pem"}, "give both or neither"),
-        ({"socket": "/run/x.sock", "ca_file": "c.pem"}, "go with a url"),
+        ({"url": "https://host", "certificate": "c.pem"}, "set both or neither"),
+        ({"socket": "/run/x.sock", "ca_file": "c.pem"}, "need a url"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
