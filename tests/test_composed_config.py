@@ -121,7 +121,7 @@ MEMORY_2 = "{type: memory}, {type: memory}"
         (storage("levels", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),
          "storage.options.levels.1.options.parts.0.options: is missing"),
         (storage("levels", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),
-         "storage.options.levels.1.options.parts.1: is a section: give its entries (name, type, "),
+         "storage.options.levels.1.options.parts.1: is a section: write its entries (name, type, "),
         (storage("levels", "{options: {}}, {type: memory}"), "storage.options.levels.0.type: is missing"),
         (storage("levels", "{type: memory}, {type: memory}", ", promote: perhaps"),
          "storage.options.promote: expected true or false; got perhaps"),

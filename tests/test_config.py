@@ -135,8 +135,8 @@ def test_a_section_built_by_a_program_is_checked_like_a_file() -> None:
         ({"storage": {"type": "file", "options": {"path": "/x", "syncc": 1}}}, r"syncc: .* did you mean sync\?"),
         ({"storage": {"type": "mine:Store", "guard": {"failurs": 1}}}, r"failurs: .* did you mean failures\?"),
         ({"ranks": {"x": 1}}, r"ranks\.x: unknown entry; there are deadline$"),
-        ({"host": 5}, "host: is a section: give its entries .size, tokens, ratio, pin, shared. below it"),
-        ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section: give its entries .by name."),
+        ({"host": 5}, "host: is a section: write its entries .size, tokens, ratio, pin, shared. below it"),
+        ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section: write its entries .by name."),
     ],
 )
 def test_an_error_deep_in_a_section_names_what_there_is_at_that_place(entries: dict[str, Any], message: str) -> None:
@@ -333,18 +333,18 @@ def test_a_tier_of_one_page_is_valid(load: Load) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("host: {size: 1GiB, tokens: 5}", "host: give at most one of size, tokens, ratio; there are size and tokens"),
-        ("host: {ratio: null}", "host: give one of size, tokens, ratio"),
-        ("device: {size: 1GiB, tokens: 5}", "device: give at most one of size, tokens"),
-        ("device: {size: 1GiB, memory_fraction: 0.9}", "device: give at most one of size, tokens, memory_fraction"),
+        ("host: {size: 1GiB, tokens: 5}", "host: set at most one of size, tokens, ratio, not size and tokens"),
+        ("host: {ratio: null}", "host: set one of size, tokens, ratio"),
+        ("device: {size: 1GiB, tokens: 5}", "device: set at most one of size, tokens"),
+        ("device: {size: 1GiB, memory_fraction: 0.9}", "device: set at most one of size, tokens, memory_fraction"),
         ("device: {memory_fraction: 1}", "device.memory_fraction: must be less than 1.0"),
         ("device: {memory_fraction: 0}", "device.memory_fraction: must be more than 0.0"),
         ("device: {memory_fraction: 90%}", "device.memory_fraction: expected a number; got 90%"),
-        ("integrity: {mac_key_file: a, mac_key_env: B}", "integrity: give at most one of"),
-        ("integrity: {previous_mac_key_file: a, previous_mac_key_env: B}", "integrity: give at most one of previous_"),
-        ("integrity: {previous_mac_key_file: a}", "integrity: previous_mac_key_file is given without mac_key_file"),
-        ("storage_format: {previous_encryption_key_env: A}", "storage_format: previous_encryption_key_env is given"),
-        ("storage_format: {encryption_key_file: a, encryption_key_env: B}", "storage_format: give at most one of"),
+        ("integrity: {mac_key_file: a, mac_key_env: B}", "integrity: set at most one of"),
+        ("integrity: {previous_mac_key_file: a, previous_mac_key_env: B}", "integrity: set at most one of previous_"),
+        ("integrity: {previous_mac_key_file: a}", "integrity: previous_mac_key_file needs mac_key_file"),
+        ("storage_format: {previous_encryption_key_env: A}", "storage_format: previous_encryption_key_env needs"),
+        ("storage_format: {encryption_key_file: a, encryption_key_env: B}", "storage_format: set at most one of"),
         ("storage_format: {compression_level: 13}", "storage_format.compression_level: must be at most 12"),
         ("storage_format: {compression: gzip}", "storage_format.compression: expected 'none' or 'zstd'; got gzip"),
         ("page_size: 2000", "page_size: must be at most 1024; got 2000"),
@@ -355,7 +355,7 @@ def test_a_tier_of_one_page_is_valid(load: Load) -> None:
         ("host: {size: 0}", "host.size: must be more than 0"),
         ("transfer: {storage_deadline: 0s}", "transfer.storage_deadline: must be more than 0"),
         ("prefetch: {host_share: 1.5}", "prefetch.host_share: must be at most 1.0"),
-        ("integrity: {mac_key_file: \"a\\0\"}", "integrity.mac_key_file: a path cannot hold a null byte"),
+        ("integrity: {mac_key_file: \"a\\0\"}", "integrity.mac_key_file: a path cannot contain a null byte"),
         ("page_size: 16.5", "page_size: expected a whole number; got 16.5"),
         ("prefetch: {host_share: half}", "prefetch.host_share: expected a number; got half"),
         ("storage: {type: file, options: {path: /x, sync: maybe}}",
@@ -368,17 +368,17 @@ def test_a_tier_of_one_page_is_valid(load: Load) -> None:
         ("host: {xyzzy: 1}", "host.xyzzy: unknown entry; host has: size, tokens, ratio, pin"),
         ("host: {pin: atuo}", "host.pin: expected 'auto', 'on' or 'off'; got atuo, did you mean auto?"),
         ("eviction_policy: slruu", "eviction_policy: 'slruu' is not an eviction policy; did you mean 'slru'?"),
-        ("page_size: 16\nhost: {}\npage_size: 32", "page_size: is given twice, before in line 1"),
+        ("page_size: 16\nhost: {}\npage_size: 32", "page_size: is given twice, first in line 1"),
         ("storage: {type: file, options: {path: /data, io_threads: 65}}",
          "storage.options.io_threads: must be at most 64; got 65"),
         ("integrity: {mac_key_file: a}\nstorage_format: {encryption_key_file: b}",
          "integrity and storage_format: set a MAC key or an encryption key"),
-        ("host: 5", "host: is a section: give its entries (size, tokens, ratio, pin, shared)"),
+        ("host: 5", "host: is a section: write its entries (size, tokens, ratio, pin, shared)"),
         ("storage: 5", "storage: is a section"),
         ("storage: {options: {path: /x}}", "storage.type: is missing"),
         ("storage: {type: file}", "storage.options: is missing"),
-        ("metrics: {host: 192.0.2.1}", "metrics: host '192.0.2.1' is no loopback address"),
-        ("metrics: {host: example.org}", "metrics: host 'example.org' is no loopback address"),
+        ("metrics: {host: 192.0.2.1}", "metrics: host '192.0.2.1' is not a loopback address"),
+        ("metrics: {host: example.org}", "metrics: host 'example.org' is not a loopback address"),
         ("1: 2", "1: an entry's name must be text"),
         ("[1, 2]", "must hold entries"),
         ("a: [", "is not valid YAML"),
@@ -423,7 +423,7 @@ def test_an_error_about_the_name_of_a_variable_does_not_repeat_what_stands_there
     refused: Callable[..., list[str]], text: str, secret: str
 ) -> None:
     (line,) = refused(text % f"'{secret}'")
-    assert "_env: must be the name of an environment variable, not what it holds (file" in line
+    assert "_env: must be the name of an environment variable, not its value (file" in line
     assert secret[:8] not in line
 
 
@@ -535,7 +535,7 @@ def test_the_previous_key_comes_second(tmp_path: Path, load: Load) -> None:
         config = load(text, {"OLD_KEY": other})
         read = config.integrity.keys if name == "mac_key" else config.storage_format.keys
         assert read({"HICACHE_OLD_KEY": other}) == (bytes.fromhex(HEX_KEY), bytes.fromhex(other))
-        with pytest.raises(ConfigError, match=f"HICACHE_OLD_KEY: is not set; unset {section}.previous_{name}_env"):
+        with pytest.raises(ConfigError, match=f"HICACHE_OLD_KEY: is not set; export it, or remove {section}.previous_{name}_env"):
             read({})
 
 

@@ -1,1 +1,1 @@
-"""The `hicache` command. `main` is the entry point; a subcommand's module is imported only when it is used."""
+"""The `hicache` command. `main` is the entry point; the module of a subcommand is imported at its use."""

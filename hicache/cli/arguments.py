@@ -1,4 +1,4 @@
-"""Kinds of arguments that several commands take: paths, sizes, durations, counts and namespaces."""
+"""Parameter types of several commands: paths, sizes, durations, counts and namespaces."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import click
 from ..config.files import expanded
 from ..units import parse_duration, parse_size
 
-# Of generators of random numbers.
+# The seeds of random number generators.
 SEED_MAX = (1 << 63) - 1
 
 
 class UserPath(click.Path):
-    """A path that is not empty: for the system, an empty one is the working directory.
+    """A path that is not empty: the system treats an empty one as the working directory.
 
-    Directories are refused with `file_only`, existing files with `directory_only`. Nothing is opened.
+    `file_only` rejects directories, `directory_only` existing files. Does not open anything.
     """
 
     def __init__(self, *, file_only: bool = False, directory_only: bool = False) -> None:
@@ -37,9 +37,9 @@ class UserPath(click.Path):
         try:
             os.fsencode(text)
         except UnicodeEncodeError:
-            self.fail("the path holds half a surrogate pair", param, ctx)
+            self.fail("the path contains half a surrogate pair", param, ctx)
         if "\0" in text:
-            self.fail("a path cannot hold a null byte", param, ctx)
+            self.fail("a path cannot contain a null byte", param, ctx)
         try:
             value = expanded(text)
         except ValueError as error:
@@ -74,7 +74,7 @@ class NamespacePrefix(click.ParamType):  # type: ignore[type-arg]  # older click
 
 
 class Number(click.FloatRange):
-    """A number within bounds. Unlike those of click, they refuse what is not a number."""
+    """A number within limits. Unlike click's, it rejects NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -84,15 +84,15 @@ class Number(click.FloatRange):
 
 
 def is_dash(path: Path) -> bool:
-    """True if an argument stands for standard input or output. A file of that name is given with its directory."""
+    """Return True if an argument is `-`, standard input or output. For a file of that name, write `./-`."""
     return str(path) == "-"
 
 
 @contextlib.contextmanager
 def read_dash(path: Path | None) -> Iterator[Path | None]:
-    """A regular file to read in place of `path`: what came through standard input if it is `-`, else itself.
+    """Yield a regular file to read instead of `path`: a copy of standard input if it is `-`, otherwise `path`.
 
-    Blocks until the input ends. A copy, since the readers of files refuse pipes and look for their size.
+    Blocks until the input ends. It is a copy because the readers reject pipes and need the size.
     """
     if path is None or not is_dash(path):
         yield path

@@ -1,4 +1,4 @@
-"""`hicache config`: check a configuration, or list what can be configured."""
+"""`hicache config`: write or check a configuration, or list all entries."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ _MARKDOWN_HEAD = f"""\
 
 This page is generated from the schema: `hicache config schema --markdown > docs/configuration.md`.
 
-A configuration is a YAML file whose sections are the parts of the names below before the last dot. Each entry can also
-be given as a variable, in capitals and with two underscores for each dot (`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or as a
-flag (`--set host.size=4GiB`). A flag is stronger than a variable, a variable than the file, the file than the default.
-One of several alternatives (`size`, `tokens`, `ratio`) replaces the others of a weaker source, and another
-`storage.type` replaces the options that went with the old one. `null` unsets an entry; an empty variable or flag is
-empty text, which most entries refuse. A file holds at most 10,000 names and values. Where no file is given,
-`{FILE_VARIABLE}` names it; `hicache demo` and `hicache replay` have files of their own instead.
+A configuration is a YAML file. The names below are paths in it: `host.size` is the entry `size` of the section `host`.
 
-Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required, but for 0; a
-program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. `~` in a path is the home directory.
+**Sources.** Each entry can also be a variable, in capitals and with two underscores for each dot
+(`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or a flag (`--set host.size=4GiB`). A flag overrides a variable, a variable the
+file. An alternative (`size`, `tokens`, `ratio`) replaces the others of a weaker source, and another `storage.type`
+replaces the options of the old one. `null` unsets an entry; an empty variable or flag is empty text, which most entries
+reject. A file has at most 10,000 names and values. If no file is given, `{FILE_VARIABLE}` names it; `hicache demo` and
+`hicache replay` have default files instead.
 
-What is unknown, impossible or given twice is refused, with the nearest valid name, or with ours for a name of SGLang,
-LMCache or vLLM. So is a variable with the prefix `{ENVIRON_PREFIX}` and two underscores in the rest of its name that
-matches no entry. The exceptions are variables that hold secrets: those that entries whose names end in `_env`, such as
-`integrity.mac_key_env`, name. A variable with the prefix but without two underscores that matches no entry is ignored
-with a warning: Kubernetes sets `{ENVIRON_PREFIX}PORT` and its like in each container beside a service named `hicache`.
+**Units.** Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required,
+except for 0; a program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. `~` in a path is the
+home directory.
+
+**Errors.** Unknown, invalid and duplicate entries are rejected, with the nearest valid name, or with HiCache's name for
+one of SGLang, LMCache or vLLM. An unknown variable with the prefix `{ENVIRON_PREFIX}` is rejected too if it contains
+two underscores after it, unless an entry whose name ends in `_env`, such as `integrity.mac_key_env`, names it for a
+secret. Without two underscores it is ignored with a warning, because Kubernetes sets `{ENVIRON_PREFIX}PORT` and others
+in each container beside a service named `hicache`.
 
 """
 _TABLE_HEAD = """\
@@ -52,23 +54,23 @@ _TABLE_HEAD = """\
 |---|---|---|---|
 """
 _MARKDOWN_TAIL = """
-The entries `storage.options.*` are those of the `file` backend; other backends have their own, see below. What is
-required there is required if there is a `storage` section at all. Compositions (`levels`, `sharded`) have no
-guard of their own: each of their parts has one. What is inside a list, as parts are, can be given in a file alone.
+The entries `storage.options.*` are those of the `file` backend; see below for other backends. Their required entries
+are required only with a `storage` section. Compositions (`levels`, `sharded`) do not have a guard; each of their parts
+has one. Entries inside a list, such as parts, can only be set in a file.
 """
 
 
 @click.group()
 def config() -> None:
-    """Write a ready configuration, check one, or list what can be configured."""
+    """Write a ready configuration, check one, or list all entries."""
 
 
 @config.command(short_help="Write a ready configuration, with comments.")
 @click.argument("name", required=False)
 @click.option("-o", "--output", type=FILE, metavar="FILE",
-              help="Where to; it must be new.  [default: -, standard output]")  # fmt: skip
+              help="File to create.  [default: -, standard output]")  # fmt: skip
 def init(name: str | None, output: Path | None) -> None:
-    """Write the ready configuration NAME, whose comments say what to change. Without NAME, list them."""
+    """Write the ready configuration NAME; its comments explain what to change. Without NAME, list them."""
     ready = ready_files()
     if name is None:
         for known, path in ready.items():
@@ -78,7 +80,7 @@ def init(name: str | None, output: Path | None) -> None:
     if name not in ready:
         near = difflib.get_close_matches(name, ready, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ready)}"
-        raise ConfigError(f"there is no ready configuration {name!r}; {hint}")
+        raise ConfigError(f"{name!r} is not a ready configuration; {hint}")
     text = ready[name].read_text(encoding="utf-8")
     if output is None or is_dash(output):
         click.echo(text, nl=False)
@@ -87,12 +89,12 @@ def init(name: str | None, output: Path | None) -> None:
         with open(output, "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{output}: it is there already; remove it or name another file") from error
-    click.echo(f"written to {output}; when it is changed: hicache config check {output}", err=True)
+        raise ConfigError(f"{output}: already exists; remove it or choose another file") from error
+    click.echo(f"written to {output}; after changes run: hicache config check {output}", err=True)
 
 
 def _first_sentence(text: str) -> str:
-    """What a ready configuration is for: the first sentence of the comment at its head."""
+    """Return the first sentence of the comment at the head of a ready configuration."""
     lines = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
     return " ".join(line.lstrip("# ") for line in lines).partition(". ")[0].rstrip(".") + "."
 
@@ -104,12 +106,12 @@ def _first_sentence(text: str) -> str:
 def check(file: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Check FILE together with HICACHE_* variables, and print the effective configuration as YAML.
 
-    FILE is -, for standard input, or that of the variable HICACHE_CONFIG_FILE if it is left out. Also looks for the
-    storage backend, reads the key files and refuses to publish events to strangers, but opens no store and listens
-    nowhere. Exit code 1 if it is refused.
+    FILE is -, for standard input, or by default the value of HICACHE_CONFIG_FILE. Also imports the storage backend,
+    reads the key files and checks the addresses of events, but does not open a store or a port. Exit code 1 if it is
+    rejected.
     """
     if file is None and FILE_VARIABLE not in os.environ:
-        raise click.UsageError(f"give a FILE, or name one in the variable {FILE_VARIABLE}")
+        raise click.UsageError(f"pass a FILE, or set the variable {FILE_VARIABLE}")
     try:
         with read_dash(file) as path:
             loaded = load_config(path, environ=os.environ, overrides=parse_settings(settings))
@@ -118,7 +120,7 @@ def check(file: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
         message = str(error) if path == file else str(error).replace(f"file {path}", "standard input")
         click.echo(f"hicache: {message}", err=True)
         raise click.exceptions.Exit(FOUND_EXIT_CODE) from error
-    # Beside the YAML, so that what goes to standard output can be loaded as it is.
+    # On standard error, so that standard output can be loaded as YAML.
     click.echo("ok", err=True)
     if as_json:
         click.echo(json.dumps(loaded.model_dump(mode="json"), indent=2, ensure_ascii=False))
@@ -145,18 +147,18 @@ def schema(form: str | None) -> None:
 
 
 def _other_entries() -> Iterator[tuple[str, list[EntryInfo]]]:
-    """What the list of all entries, which shows the `file` storage, does not show, each group with its title."""
+    """Yield the entries that the list with `file` storage does not contain, each group with its title."""
     for kind in STORAGE_SECTIONS:
         if kind != "file":
             options = [entry for entry in all_entries(kind) if entry.name.startswith("storage.options.")]
             yield f"Storage of type {kind}", options
-    yield "Parts of a composition, beside the entries of a storage section", list(part_entries())
+    yield "Parts of a composition, in addition to the entries of a storage section", list(part_entries())
 
 
 def check_surroundings(loaded: HiCacheConfig) -> None:
-    """Check what a configuration names outside of itself: its storage backend, its key files and who may follow events.
+    """Check the external references of a configuration: its storage backend, key files and event addresses.
 
-    Imports the module of the backend, opens no store and binds no endpoint. Raises ConfigError.
+    Imports the module of the backend; does not open a store or bind an address. Raises ConfigError.
     """
     problems = []
     if loaded.storage is not None:
@@ -165,7 +167,7 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
         except ConfigError as error:
             problems.append(f"storage: {error}")
     for entry, place in (*loaded.integrity.key_sources(), *loaded.storage_format.key_sources()):
-        # Who checks a file need not have the variables of who will run with it.
+        # Variables are not read: the user who checks a file may not have those of the user who runs it.
         if isinstance(place, Path):
             try:
                 read_key(entry, place, {})
@@ -180,7 +182,7 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
 
 
 def parse_settings(settings: tuple[str, ...]) -> dict[str, str]:
-    """`("host.size=4GiB",)` as a mapping. Raises ConfigError for one without `=`."""
+    """Return `("host.size=4GiB",)` as a mapping. Raises ConfigError for a setting without `=`."""
     parsed = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -191,14 +193,14 @@ def parse_settings(settings: tuple[str, ...]) -> dict[str, str]:
 
 
 def effective_yaml(loaded: HiCacheConfig) -> str:
-    """The whole configuration as a YAML file that loads to an equal one, sizes and durations with their unit."""
+    """Return the whole configuration as YAML that loads to an equal one, with units for sizes and durations."""
     return yaml.safe_dump(
         loaded.model_dump(mode="json"), sort_keys=False, default_flow_style=False, allow_unicode=True, width=120
     )
 
 
 def markdown() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     others = "".join(f"\n## {title}\n\n{_table(entries)}" for title, entries in _other_entries())
     return _MARKDOWN_HEAD + _table(all_entries()) + _MARKDOWN_TAIL + others
 

@@ -1,6 +1,6 @@
-"""`hicache ctl`: ask or change a running daemon, or the cache inside an engine, through its admin surface.
+"""`hicache ctl`: shows and changes a running daemon, or the cache inside an engine, through its admin surface.
 
-Exit codes are those of every command: 1 for an answer of "no" (nothing found, damage found), 2 for not done.
+Exit codes are those of every command: 1 for a negative result (nothing found, damage found), 2 for not done.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STORE = click.argument("store", required=False)
 _YES = click.option("--yes", is_flag=True, help="Do not ask.")
 _NAMESPACE = click.option(
     "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
-    help="Only namespaces whose digest starts so; `namespaces` shows them.",
+    help="Only namespaces whose digest starts with these digits; `namespaces` lists them.",
 )  # fmt: skip
 _TOKENS = click.option(
     "--tokens", "tokens_file", metavar="FILE", type=PATH,
@@ -57,20 +57,20 @@ _TOKENS = click.option(
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The connection of one command, and how it shows its answer."""
+    """The connection of one command, and the format of its output."""
 
     client: AdminClient
     as_json: bool
 
     def show(self, answer: object, lines: Iterator[str]) -> None:
-        """Print the answer, for people or with `--json`."""
+        """Print the answer as text, or as JSON with `--json`."""
         if self.as_json:
             click.echo(json.dumps(_plain(answer), indent=2))
         else:
             click.echo("\n".join(lines))
 
     def done(self, what: str, **answer: object) -> None:
-        """Say what was done."""
+        """Print what was done."""
         self.show({"done": what, **answer}, iter([what]))
 
 
@@ -80,9 +80,9 @@ def _plain(answer: object) -> object:
 
 @click.group()
 @click.option("--socket", type=PATH, help="Unix socket of a daemon or an engine. Default: that of this user's daemon.")
-@click.option("--url", help="Address of a daemon on TCP, such as https://host:port; needs the admin token.")
-@click.option("-c", "--config", "config_file", type=FILE, help="The configuration of the daemon or engine, which names "
-              "its socket and token.")  # fmt: skip
+@click.option("--url", help="TCP address of a daemon, such as https://host:port; needs the admin token.")
+@click.option("-c", "--config", "config_file", type=FILE, help="Configuration of the daemon or engine, with its socket "
+              "and token.")  # fmt: skip
 @click.option("--token-file", type=FILE, help="File with the admin token, mode 0600.")
 @click.option("--ca-file", type=FILE, help="Authority of the daemon's certificate, PEM.")
 @click.option("--certificate", type=FILE, help="Certificate of this client, PEM, for mutual TLS.")
@@ -90,9 +90,9 @@ def _plain(answer: object) -> object:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, with whole digests and plain numbers.")
 @click.pass_context
 def ctl(context: click.Context, /, *, as_json: bool, **address: Any) -> None:
-    """Ask or change a running daemon, or the cache inside an engine.
+    """Show or change a running daemon, or the cache inside an engine.
 
-    Without --socket, --url or -c it is this user's daemon, at the socket that `hicache serve` chooses by default.
+    By default this is the daemon of this user, at the default socket of `hicache serve`.
     """
     context.obj = functools.partial(_session, Address(**address), as_json)
 
@@ -102,7 +102,7 @@ def _session(address: Address, as_json: bool) -> Session:
 
 
 def _with_session(command: Command) -> Command:
-    """Give a command its Session, which is made once its own arguments are right."""
+    """Pass a Session to a command, after its own arguments are checked."""
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:
@@ -115,11 +115,11 @@ def _with_session(command: Command) -> Command:
 
 
 def _confirm(yes: bool, question: str) -> None:
-    """Ask on a terminal. Raises UsageError without one, and Abort for an answer of no."""
+    """Ask on a terminal. Raises UsageError without a terminal, and Abort for the answer no."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask on; pass --yes to do this without being asked")
+        raise click.UsageError("cannot ask for confirmation without a terminal; pass --yes to confirm")
     click.confirm(question, abort=True, err=True)
 
 
@@ -129,7 +129,7 @@ def _confirm(yes: bool, question: str) -> None:
 @ctl.command()
 @_with_session
 def status(session: Session) -> None:
-    """Sum up tiers, namespaces, stores and clients."""
+    """Show tiers, namespaces, stores and clients."""
     found = session.client.get("/status", Status)
     session.show(found, ctl_view.status_lines(found))
 
@@ -162,15 +162,15 @@ def clients(session: Session) -> None:
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
 @_TOKENS
 @_NAMESPACE
-@click.option("--timeout", type=DURATION, default=5.0, help="How long to look, such as 30s.")
+@click.option("--timeout", type=DURATION, default=5.0, help="Time limit, such as 30s.")
 @_with_session
 def lookup(
     session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float
 ) -> None:
-    """Find pages: on which tiers and in which stores they are.
+    """Show on which tiers and in which stores pages are.
 
-    KEY is a page key of 64 hexadecimal digits, or the first 4 or more of one, for which stores are listed. --tokens
-    names the pages of a prompt prefix, which only an engine can tell. Exit code 1 if nothing was found.
+    KEY is a page key of 64 hexadecimal digits, or at least its first 4, for which stores are listed. --tokens selects
+    the pages of a prompt prefix; this works only with an engine. Exit code 1 if nothing was found.
     """
     found = session.client.post("/lookup", _lookup(keys, tokens_file, namespace, timeout), Lookup)
     session.show(found, ctl_view.lookup_lines(found))
@@ -191,8 +191,8 @@ def _page_keys(keys: tuple[str, ...], digits_min: int = 64) -> list[str]:
     given = [key.lower() for key in keys]
     for key in given:
         if not digits_min <= len(key) <= 64 or key.strip("0123456789abcdef"):
-            shorter = "" if digits_min == 64 else f", or the first {digits_min} or more of one"
-            raise InvalidInput(f"{key[:70]!r} is not a page key; give its 64 hexadecimal digits{shorter}")
+            shorter = "" if digits_min == 64 else f", or at least the first {digits_min}"
+            raise InvalidInput(f"{key[:70]!r} is not a page key; use its 64 hexadecimal digits{shorter}")
     return given
 
 
@@ -200,8 +200,8 @@ def _page_keys(keys: tuple[str, ...], digits_min: int = 64) -> list[str]:
 
 
 @ctl.command()
-@click.option("--pool", "where", flag_value="pool", help="Memory alone: the pool of a daemon, L1 and L2 of an engine.")
-@click.option("--store", help="One store alone, by its name.")
+@click.option("--pool", "where", flag_value="pool", help="Only memory: the pool of a daemon, L1 and L2 of an engine.")
+@click.option("--store", help="Only the store of this name.")
 @click.option("--all", "where", flag_value="all", help="Memory and all stores.")
 @_NAMESPACE
 @_YES
@@ -209,10 +209,10 @@ def _page_keys(keys: tuple[str, ...], digits_min: int = 64) -> list[str]:
 def clear(session: Session, *, where: str | None, store: str | None, namespace: str, yes: bool) -> None:
     """Remove pages from memory and stores: of all namespaces, or of those whose digest starts with --namespace.
 
-    A removed page is a miss. In stores this covers namespaces of other daemons and engines too. Asks on a terminal.
+    A removed page is a miss. In stores this includes namespaces of other daemons and engines. Asks for confirmation.
     """
     if (where is None) is (store is None):
-        raise InvalidInput("clear: say what: one of --pool, --store NAME and --all")
+        raise InvalidInput("clear: pass one of --pool, --store NAME and --all")
     request = _checked(ClearRequest, namespace=namespace, where="store" if store else where, store=store)
     whose = f"namespaces {namespace}..." if namespace else "ALL namespaces"
     what = f"store {store!r}" if store else {"pool": "memory", "all": "memory and ALL stores"}[where or ""]
@@ -224,12 +224,12 @@ def clear(session: Session, *, where: str | None, store: str | None, namespace: 
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
 @_TOKENS
 @_NAMESPACE
-@click.option("--ttl", type=DURATION, default=PIN_TTL_S, help="How long, such as 12h; default 1h.")
+@click.option("--ttl", type=DURATION, default=PIN_TTL_S, help="Lifetime, such as 12h; default 1h.")
 @_with_session
 def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, ttl: float) -> None:
     """Keep a chain in memory: KEYS in the order of the chain (daemon), or a prompt prefix by --tokens (engine).
 
-    Without either, list the pins. What is not in memory now is not pinned.
+    Without either, list the pins. Only pages that are in memory now are pinned.
     """
     if not keys and tokens_file is None:
         found = session.client.get("/pins", list[PinStatus])
@@ -261,9 +261,9 @@ def unpin(session: Session, pin_id: str) -> None:
 @_STORE
 @_with_session
 def attach(session: Session, store: str | None) -> None:
-    """Open the configured storage and use it, or STORE of its parts alone.
+    """Open the configured storage, or only its part STORE, and use it instead of the current storage.
 
-    What is attached is detached. `stores` shows it once it is open; an attempt that fails is repeated.
+    `stores` shows it once it is open; a failed attempt is repeated.
     """
     session.client.post("/attach", StoreRequest(store=store), type(None))
     session.done(f"attaching {store or 'the configured storage'}")
@@ -274,9 +274,9 @@ def attach(session: Session, store: str | None) -> None:
 @_YES
 @_with_session
 def detach(session: Session, store: str | None, yes: bool) -> None:
-    """Close the storage and go on without: every page that is not in memory is a miss.
+    """Close the storage and continue without it: every page that is not in memory is a miss.
 
-    For work on a store that must not be open. STORE may name it where there is one; of several, bypass it.
+    Use it for work on a store that must not be open. STORE may name a single store; for one of several, use bypass.
     """
     _confirm(yes, f"Close the storage at {session.client.endpoint}?")
     session.client.post("/detach", StoreRequest(store=store), type(None))
@@ -285,10 +285,10 @@ def detach(session: Session, store: str | None, yes: bool) -> None:
 
 @ctl.command()
 @_STORE
-@click.option("--end", is_flag=True, help="Use it again, as its breaker says.")
+@click.option("--end", is_flag=True, help="End the bypass; the breaker decides again.")
 @_with_session
 def bypass(session: Session, store: str | None, end: bool) -> None:
-    """Ask STORE for nothing, or all stores: neither reads nor writes. It stays open."""
+    """Make no reads and writes to STORE, or to all stores. It stays open."""
     mode = Override.AUTO if end else Override.OFF
     session.client.put("/breakers", BreakerRequest(store=store, mode=mode))
     session.done(f"{store or 'all stores'}: {'in use again' if end else 'bypassed; `bypass --end` uses it again'}")
@@ -300,7 +300,7 @@ def bypass(session: Session, store: str | None, end: bool) -> None:
 @click.option("--direction", type=click.Choice([way.value for way in Direction]), help="Default: both.")
 @_with_session
 def breaker(session: Session, store: str, mode: str, direction: str | None) -> None:
-    """Force the breaker of STORE ("all" for all): `on` makes every call, `off` none, `auto` lets it decide."""
+    """Force the breaker of STORE (or "all"): `on` allows every call, `off` rejects all, `auto` lets it decide."""
     way = None if direction is None else Direction(direction)
     name = None if store == "all" else store
     session.client.put("/breakers", BreakerRequest(store=name, direction=way, mode=Override(mode)))
@@ -309,14 +309,14 @@ def breaker(session: Session, store: str, mode: str, direction: str | None) -> N
 
 @ctl.command()
 @_STORE
-@click.option("--rate", type=SIZE, help="Bytes to read per second, such as 200MiB, to leave the store to others.")
-@click.option("--remove", is_flag=True, help="Remove damaged pages. A removed page is a miss, nothing worse.")
-@click.option("--background", is_flag=True, help="Return at once; `jobs` shows how far it is.")
+@click.option("--rate", type=SIZE, help="Limit of bytes read per second, such as 200MiB.")
+@click.option("--remove", is_flag=True, help="Remove damaged pages. A removed page is a miss.")
+@click.option("--background", is_flag=True, help="Return at once; `jobs` shows the progress.")
 @_with_session
 def scrub(session: Session, *, store: str | None, rate: int | None, remove: bool, background: bool) -> None:
-    """Read and prove every page of STORE, or of all stores, in the background of the daemon or engine.
+    """Read and verify every page of STORE, or of all stores, in the background of the daemon or engine.
 
-    Ctrl-C cancels it and sums up. Exit code 1 if damage was found, also if it was removed.
+    Ctrl-C cancels it and prints the result. Exit code 1 if damage was found, even if it was removed.
     """
     request = _checked(ScrubRequest, store=store, rate_bytes_per_s=rate, remove=remove)
     job = watch(session.client, "/scrub", request, "scrubbing", background=background)
@@ -331,9 +331,9 @@ def scrub(session: Session, *, store: str | None, rate: int | None, remove: bool
 @click.argument("size", required=False)
 @_with_session
 def quota(session: Session, namespace: str | None, size: str | None) -> None:
-    """Show the quotas, or let NAMESPACE take SIZE of the daemon's pool at most, such as 4GiB; `none` removes it."""
+    """Show the quotas, or limit NAMESPACE to SIZE of the daemon's pool, such as 4GiB; `none` removes the limit."""
     if namespace is not None and size is None:
-        raise InvalidInput("quota: give a size too, such as 4GiB, or none")
+        raise InvalidInput("quota: pass a size too, such as 4GiB, or none")
     if namespace is not None:
         quota_bytes = None if size == "none" else SIZE.convert(size, None, None)
         session.client.put("/quotas", _checked(QuotaRequest, namespace=namespace, quota_bytes=quota_bytes))
@@ -357,7 +357,7 @@ def logs(session: Session, level: str | None) -> None:
 @click.option("--cancel", is_flag=True, help="Cancel JOB.")
 @_with_session
 def jobs(session: Session, job: str | None, cancel: bool) -> None:
-    """List jobs, or watch JOB until it ends."""
+    """List jobs, or follow JOB until it ends."""
     if job is None:
         found = ctl_view.jobs_of(session.client)
         session.show(found, ctl_view.job_lines(found))
@@ -373,7 +373,7 @@ Request = TypeVar("Request", bound=BaseModel)
 
 
 def _checked(kind: type[Request], **entries: Any) -> Request:
-    """Return a request. Raises InvalidInput that names what is wrong, without the values."""
+    """Return a request. Raises InvalidInput that names the wrong entries, without their values."""
     try:
         return kind(**entries)
     except ValidationError as error:
@@ -382,7 +382,7 @@ def _checked(kind: type[Request], **entries: Any) -> Request:
 
 
 def _tokens(path: Path) -> TokenPrefix:
-    """The token ids in a file. Errors do not quote them."""
+    """Return the token ids in a file. Errors do not quote them."""
     if str(path) == "-":
         text = sys.stdin.buffer.read(_TOKENS_FILE_BYTES_MAX)
     else:

@@ -1,5 +1,5 @@
-"""Where `hicache ctl` finds what it is to ask: a socket, a URL, or a configuration that names them. A configuration
-with `admin.socket` is an engine's, any other a daemon's.
+"""The address for `hicache ctl`: a socket, a URL, or a configuration that names them. A configuration with
+`admin.socket` is an engine's, any other a daemon's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .ctl_client import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What the options of `ctl` say."""
+    """The address options of `ctl`."""
 
     socket: Path | None
     url: str | None
@@ -28,9 +28,9 @@ class Address:
     key: Path | None
 
     def endpoint(self) -> Endpoint:
-        """Return where to connect. Raises InvalidInput and ConfigError."""
+        """Return the endpoint. Raises InvalidInput and ConfigError."""
         if sum(given is not None for given in (self.socket, self.url)) > 1:
-            raise InvalidInput("give one of --socket and --url")
+            raise InvalidInput("pass one of --socket and --url, not both")
         if self.url is not None:
             return Endpoint(url=self.url, ca_file=self.ca_file, certificate=self.certificate, key=self.key)
         if self.socket is not None:
@@ -39,12 +39,11 @@ class Address:
         socket = None if config is None else config.admin.socket or config.daemon.socket
         socket = socket or default_socket()
         if socket is None:
-            raise ConfigError("the system has no directory for this user's sockets (XDG_RUNTIME_DIR); give --socket")
+            raise ConfigError("the system has no directory for this user's sockets (XDG_RUNTIME_DIR); pass --socket")
         return Endpoint(socket)
 
     def token(self) -> str | None:
-        """Return the admin token, None for none: by --token-file, or as the configuration names it. Raises ConfigError.
-        """
+        """Return the admin token, from --token-file or the configuration, or None. Raises ConfigError."""
         if self.token_file is not None:
             return read_secret("admin token", None, self.token_file, os.environ)
         config = self._config()

@@ -21,23 +21,23 @@ from ..errors import AdminError, BackendUnavailable, ConfigError
 
 Answer = TypeVar("Answer")
 
-# A request of an operator waits for a scheduler or a store for seconds at most.
+# A request of an operator waits for a scheduler or a store, seconds at most.
 TIMEOUT_S = 70.0
 CONNECT_TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
 _HINTS: dict[str, str] = {
-    ErrorKind.ACCESS_DENIED: "run this as the user who runs it (sudo -u)",
+    ErrorKind.ACCESS_DENIED: "run this as the daemon's or engine's user (sudo -u)",
     ErrorKind.TLS: "check --ca-file, --certificate and the name in the URL",
-    ErrorKind.TIMEOUT: "it does not answer: look at its log",
-    ErrorKind.DEADLINE: "it does not answer: look at its log",
-    ErrorKind.PROTOCOL: "is it the right address?",
+    ErrorKind.TIMEOUT: "it does not answer; check its log",
+    ErrorKind.DEADLINE: "it does not answer; check its log",
+    ErrorKind.PROTOCOL: "check the address",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the admin surface is: a Unix socket, or a URL `http(s)://host:port`. `ca_file`, and `certificate` with its
-    `key`, are for https."""
+    """The address of an admin surface: a Unix socket, or a URL `http(s)://host:port`. `ca_file`, and `certificate` with
+    its `key`, are for https."""
 
     socket: Path | None = None
     url: str = ""
@@ -49,7 +49,7 @@ class Endpoint:
         return self.url or str(self.socket)
 
     def server(self) -> Server:
-        """Return where to connect, for a ConnectionPool. Raises ConfigError."""
+        """Return the server for a ConnectionPool. Raises ConfigError."""
         if self.socket is not None:
             return _server("localhost", 0, None, socket=os.fspath(self.socket))
         parts = urlsplit(self.url)
@@ -66,7 +66,7 @@ class Endpoint:
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"--ca-file, --certificate, --key: cannot be used: {error}") from error
+            raise ConfigError(f"--ca-file, --certificate, --key: a file is not usable: {error}") from error
         return _server(host, port or 443, context)
 
 
@@ -75,8 +75,8 @@ def _server(host: str, port: int, tls: ssl.SSLContext | None, socket: str = "") 
 
 
 class AdminClient:
-    """Asks the admin surface at `endpoint`. Raises BackendUnavailable if nobody answers there, and AdminError with what
-    the other side refuses."""
+    """A client of the admin surface at `endpoint`. Raises BackendUnavailable without an answer, and AdminError if the
+    server rejects a request."""
 
     def __init__(self, endpoint: Endpoint, token: str | None) -> None:
         self.endpoint = endpoint
@@ -95,11 +95,11 @@ class AdminClient:
         return self._typed(kind, self._ask("POST", path, body))
 
     def put(self, path: str, body: BaseModel | dict[str, Any]) -> None:
-        """Put what is to hold."""
+        """Send a PUT."""
         self._ask("PUT", path, body)
 
     def delete(self, path: str) -> None:
-        """Delete what is named."""
+        """Send a DELETE."""
         self._ask("DELETE", path, None)
 
     def close(self) -> None:
@@ -126,12 +126,12 @@ class AdminClient:
             refusal = Refusal.model_validate_json(answer)
         except ValidationError:
             raise BackendUnavailable(
-                f"{self.endpoint}: answers {status}, but not as an admin surface does; is it the right address?"
+                f"{self.endpoint}: answers {status}, but is not an admin surface; check the address"
             ) from None
         raise AdminError(refusal.error, refusal.detail)
 
     def _unavailable(self, error: StoreError) -> BackendUnavailable:
-        hint = _HINTS.get(error.kind, "start a daemon there (`hicache serve`), or name another address with --socket, "
+        hint = _HINTS.get(error.kind, "start a daemon there (`hicache serve`), or pass another address with --socket, "
                                       "--url or -c FILE")  # fmt: skip
         reason = re.sub(r"\[Errno [0-9]+\] ", "", str(error))
         return BackendUnavailable(f"{self.endpoint}: {reason}; {hint}")
@@ -141,6 +141,6 @@ class AdminClient:
             return TypeAdapter(kind).validate_json(data or b"null")
         except ValidationError as error:
             raise BackendUnavailable(
-                f"{self.endpoint}: its answer is not that of this version ({error.error_count()} differences); use "
-                "the ctl of its version"
+                f"{self.endpoint}: its answer is from another version ({error.error_count()} differences); use the ctl "
+                "of its version"
             ) from error

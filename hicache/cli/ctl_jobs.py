@@ -1,4 +1,4 @@
-"""Following a job of a daemon or engine from `hicache ctl`: progress while it runs, its cancellation, its verdict."""
+"""Follows a job of a daemon or engine from `hicache ctl`: its progress, cancellation and result."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .ctl_client import AdminClient
 from .main import FOUND_EXIT_CODE, INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE
 from .progress import Told, follow
 
-# How often a job is asked for: short jobs end soon, and one request costs the other side a millisecond.
+# The polling interval of a job: short jobs end soon, and one request costs the server a millisecond.
 ASK_S = 0.2
 _CANCEL_S_MAX = 30.0
-# Damaged pages that people are shown.
+# The most damaged pages that are printed as text.
 _NAMED_MAX = 10
 
 
@@ -31,7 +31,7 @@ def watch(
     job: str = "",
     background: bool = False,
 ) -> Job:
-    """Start a job by POST, or take the one of the id `job`, and follow it until it ends; return it. With `background`
+    """Start a job by POST, or use the one with the id `job`, and follow it until it ends; return it. With `background`
     return at once. Ctrl-C cancels it."""
     first = client.get(f"/jobs/{job}", Job) if request is None else client.post(path, request, Job)
     if background:
@@ -39,7 +39,7 @@ def watch(
     try:
         return follow(_steps(client, first), title, _tell)
     except KeyboardInterrupt:
-        click.echo("cancelling; Ctrl-C again leaves it running", err=True)
+        click.echo("cancelling; press Ctrl-C again to leave it running", err=True)
         client.delete(f"/jobs/{first.id}")
         deadline = time.monotonic() + _CANCEL_S_MAX
         return next(job for job in _steps(client, first) if job.state.is_final or time.monotonic() >= deadline)
@@ -64,7 +64,7 @@ def _tell(job: Job) -> Told:
 
 
 def show_job(client: AdminClient, job: Job, as_json: bool) -> None:
-    """Print how a job has ended, and end the command with the exit code for that."""
+    """Print the result of a job, and exit with its exit code."""
     if as_json:
         click.echo(json.dumps(job.model_dump(mode="json"), indent=2))
     else:
@@ -79,7 +79,7 @@ def show_job(client: AdminClient, job: Job, as_json: bool) -> None:
 
 
 def summary(job: Job) -> Iterator[str]:
-    """Yield what a job has done, in lines."""
+    """Yield the lines of a job's result."""
     progress = job.progress
     if not job.state.is_final:
         yield f"job {job.id} {'is being cancelled' if job.is_cancelling else job.state.value}: {job.what}"
@@ -97,7 +97,7 @@ def summary(job: Job) -> Iterator[str]:
         if not progress.damaged:
             yield "  damaged   none"
         if progress.unsupported:
-            yield f"  not ours  {counted(progress.unsupported, 'page')} that the configured keys do not prove"
+            yield f"  not ours  {counted(progress.unsupported, 'page')} that the configured keys do not verify"
         if progress.unverifiable:
             yield f"  unproved  {counted(progress.unverifiable, 'page')} without a tag, or for which the key is missing"
         if progress.skipped:

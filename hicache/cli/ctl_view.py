@@ -1,4 +1,4 @@
-"""The answers of `hicache ctl` for people."""
+"""The text output of `hicache ctl`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .ctl_client import AdminClient
 from .progress import format_age
 from .tables import table
 
-# Digits of a namespace and of a page key: enough to name one, and to find it again by its prefix.
+# Digits of a namespace and of a page key: enough to identify one.
 _SPACE_HEX = 12
 _KEY_HEX = 16
 
 
 def status_lines(status: Status) -> Iterator[str]:
-    """The whole in a few lines, and each table below."""
+    """Yield a summary, then each table."""
     storage = "attached" if status.attached else "DETACHED (`hicache ctl attach`)"
     if not status.configured_stores:
         storage = "none configured"
@@ -54,7 +54,7 @@ def namespace_lines(status: Status) -> Iterator[str]:
             format_share(one.store_hits, asked), str(one.weights_epoch), one.label,
         ))  # fmt: skip
     if not rows:
-        yield "no namespaces: no engine has opened one yet"
+        yield "no namespaces are open; engines open them"
         return
     yield from table(["namespace", "memory>", "quota>", "memory hits>", "store hits>", "epoch>", "model"], rows)
 
@@ -107,7 +107,7 @@ def lookup_lines(found: Lookup) -> Iterator[str]:
     else:
         yield from table(["page", "namespace", "where"], rows)
     if not found.complete:
-        yield "not complete: there are more, or the time was over; give more digits, or a longer --timeout"
+        yield "not complete: too many pages, or the time was over; use more digits, or a longer --timeout"
     if found.unknown:
         yield f"did not answer: {', '.join(found.unknown)}"
 
@@ -118,7 +118,7 @@ def pin_lines(pins: Sequence[PinStatus]) -> Iterator[str]:
         yield "no pins"
         return
     if not any(one.pages for one in pins):
-        yield "nothing of it is in memory, so nothing is pinned"
+        yield "nothing is pinned: none of these pages is in memory"
         return
     rows = [
         (one.id, one.namespace[:_SPACE_HEX], f"{one.pages:,}", f"{one.asked_pages:,}", format_age(one.expires_in_s))
@@ -141,7 +141,7 @@ def quota_lines(quotas: Sequence[Quota]) -> Iterator[str]:
 
 
 def jobs_of(client: AdminClient) -> list[Job]:
-    """Return all jobs that the other side knows."""
+    """Return all jobs of the server."""
     return client.get("/jobs", list[Job])
 
 

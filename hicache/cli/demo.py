@@ -1,7 +1,7 @@
 """`hicache demo`: a real transformer that reuses its KV through three tiers, compared with itself without a cache.
 
-Three runs of the same requests: without reuse; with it; and, for every document and the last turns, in a second process
-that starts empty and finds the pages in storage. Output tokens must be equal in all of them.
+It serves the same requests three times: without reuse; with reuse; and, for every document and the last turns, in a
+second process that starts empty and finds the pages in storage. Output tokens must be equal in all runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DOCUMENT_TOKENS = 1200
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     config_file: Path
     overrides: tuple[str, ...]
@@ -58,7 +58,7 @@ class Settings:
     device: str
 
     def config(self) -> HiCacheConfig:
-        """The effective configuration. Raises ConfigError without storage: there would be nothing to restart from."""
+        """Return the effective configuration. Raises ConfigError without storage, which the restart needs."""
         config = load_config(self.config_file, environ=os.environ, overrides=parse_settings(self.overrides))
         if config.storage is None:
             raise ConfigError("storage: the demo needs a storage section; configs/demo.yaml has one")
@@ -67,22 +67,22 @@ class Settings:
 
 @click.command()
 @click.option("-c", "--config", "config_file", type=PATH, default=DEMO_CONFIG,
-              help="Configuration; without it that of configs/demo.yaml.")  # fmt: skip
+              help="Configuration.  [default: configs/demo.yaml]")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="ENTRY=VALUE", help="Such as host.tokens=4096.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=1, show_default=True, help="Times through all documents.")
 @click.option("--max-new-tokens", type=click.IntRange(1, 256), default=32, show_default=True, help="Per answer.")
 @click.option("--temperature", type=Number(0.0, 5.0), default=0.7, show_default=True,
-              help="0 is greedy. Draws depend on position alone, so text must be equal either way.")  # fmt: skip
-@click.option("--device", default="cpu", show_default=True, help="Where model and L1 are: cpu, cuda, cuda:1, ...")
+              help="0 is greedy. Sampling depends only on the position, so texts must always be equal.")  # fmt: skip
+@click.option("--device", default="cpu", show_default=True, help="Device of the model and L1: cpu, cuda, cuda:1, ...")
 @click.option("--verify", is_flag=True, help="Also compare the KV bytes, and check all invariants at each step.")
 @click.option(
-    "--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics meanwhile; 0: a free port."
+    "--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics at this port; 0: a free port."
 )
 @click.option(
     "--storage", type=click.Choice(STORAGES),
-    help="Start this storage for the demo instead of using what the configuration names.",
+    help="Start this storage for the demo instead of using the configured one.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print what was gained as JSON; the rest goes to standard error.")
+@click.option("--json", "as_json", is_flag=True, help="Print the gains as JSON; other output goes to standard error.")
 @click.option("--restarted", is_flag=True, hidden=True)
 @log_options
 def demo(metrics_port: int | None, storage: str | None, restarted: bool, as_json: bool, **options: Any) -> None:
@@ -103,7 +103,7 @@ def demo(metrics_port: int | None, storage: str | None, restarted: bool, as_json
 
 
 def run(settings: Settings, metrics_port: int | None, as_json: bool) -> None:
-    """The demo, with its verdict. Exits with 1 if something differs."""
+    """Run the demo and print the result. Exits with 1 if outputs differ."""
     console = OutputConsole(stderr=as_json)
     demo = Demo(settings, console, metrics_port)
     found = demo.run()
@@ -123,7 +123,7 @@ def run(settings: Settings, metrics_port: int | None, as_json: bool) -> None:
 
 
 class Demo:
-    """The three runs. Owns whichever engine runs now; the metrics server looks at that one."""
+    """The three runs. Owns the current engine, whose metrics the server shows."""
 
     def __init__(self, settings: Settings, console: Console, metrics_port: int | None) -> None:
         self._settings = settings
@@ -139,22 +139,22 @@ class Demo:
         self._engine: Engine | None = None
 
     def run(self) -> list[str]:
-        """All of it; what differs, in words."""
-        # A store that cannot be used should be known before the first run and not after it.
+        """Run all three; return the differences in words."""
+        # Opens the store before the first run, so that an unusable store is found early.
         create_engine(self._config, self._checkpoint, device=self._settings.device).close()
         with self._metrics():
             cold = self._serve("without reuse", self._config.model_copy(update={"storage": None}), reuse=False)
             cached = self._serve("with the cache", self._config, reuse=True)
         self._show_answers(cached)
         again = [i for i, answer in enumerate(cached) if answer.document or i >= len(cached) - CONVERSATIONS]
-        # Each document once: a second question about it would find its pages on L1.
+        # One question per document: a second one would find its pages on L1.
         firsts = {cached[i].document or cached[i].label: i for i in again}
         restarted = self._restart([cached[i] for i in firsts.values()])
         self._console.print(time_table(cold, cached, restarted), highlight=False)
         if not any(answer.document and answer.tier == "storage" for answer in restarted):
             self._console.print(
-                "no prefix came from storage after the restart: the store kept nothing (is the disk full, "
-                "or does this backend end with its process?)",
+                "no prefix came from storage after the restart: the store kept nothing (is the disk full, is the "
+                "daemon or server running, or does this backend end with its process?)",
                 style="yellow",
             )
         self.gains = gains(cold, cached, restarted)
@@ -188,8 +188,8 @@ class Demo:
         self._console.print(self._tokenizer.decode(answer.tokens), style="italic", highlight=False, markup=False)
 
     def _restart(self, answers: list[Answer]) -> list[Answer]:
-        """Have a process of its own serve these requests once more."""
-        self._console.print(f"a new process starts with nothing but the storage: {len(answers)} requests")
+        """Serve these requests again in a new process."""
+        self._console.print(f"a new process starts with only the storage: {len(answers)} requests")
         settings = self._settings
         command = [sys.executable, "-m", "hicache", "demo", "--restarted", "-c", str(settings.config_file)]
         command += ["--max-new-tokens", str(settings.max_new_tokens), "--temperature", str(settings.temperature)]
@@ -223,12 +223,12 @@ class Demo:
 
 
 def load_workload(tokenizer: Tokenizer, rounds: int) -> Workload:
-    """The demo's requests, as they stand before the first answer."""
+    """Return the demo's requests, as they are before the first answer."""
     return Workload.load(tokenizer, document_tokens=DOCUMENT_TOKENS, conversations=CONVERSATIONS, rounds=rounds)
 
 
 def make_runner(engine: Engine, settings: Settings, *, reuse: bool) -> Runner:
-    """A runner as the command line asks for it."""
+    """Return a runner with the options of the command line."""
     sampling = Sampling(settings.temperature, top_k=40)
     return Runner(
         engine, reuse=reuse, verify=settings.verify, max_new_tokens=settings.max_new_tokens, sampling=sampling
@@ -238,7 +238,7 @@ def make_runner(engine: Engine, settings: Settings, *, reuse: bool) -> Runner:
 def settle(engine: Engine) -> None:
     """Step until all copies and stores have ended, so that a new process finds everything."""
     if not engine.cache.drain(SETTLE_TIMEOUT_S):
-        raise HiCacheError(f"demo: storage did not take everything within {SETTLE_TIMEOUT_S} s")
+        raise HiCacheError(f"demo: storing all pages took longer than {SETTLE_TIMEOUT_S} s; use a faster store")
 
 
 def answer_again(settings: Settings) -> None:

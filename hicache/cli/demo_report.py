@@ -1,4 +1,4 @@
-"""What the demo shows: a live table while it runs, and a summary at the end."""
+"""The output of the demo: a live table while it runs, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .demo_run import Answer
 from .progress import PLAIN_INTERVAL_S
 from .tables import table
 
-# The table changes by the step; this often is enough for an eye.
+# The redraw interval of the table, which changes with every step.
 REFRESH_PER_S = 8
 
 
 class LiveTable:
-    """The state of an engine's tiers, redrawn while it runs; on something that is no terminal it prints one line per
-    phase and, in a long one, another every few seconds."""
+    """The state of an engine's tiers, redrawn while it runs. Without a terminal it prints one line per phase and, in a
+    long phase, another every few seconds."""
 
     def __init__(self, console: Console, title: str, engine: Engine, requests: int) -> None:
         self._console = console
@@ -48,7 +48,7 @@ class LiveTable:
         self._live.stop()
 
     def answered(self) -> None:
-        """Say where the run is, if nobody sees the table and the last line was some time ago."""
+        """Print the progress if there is no live table and the last line is old."""
         if not self._console.is_terminal and time.monotonic() - self._shown_s >= PLAIN_INTERVAL_S:
             self._shown_s = time.monotonic()
             self._console.print(self._heading(self._engine.cache.statistics()), highlight=False)
@@ -64,7 +64,7 @@ class LiveTable:
 
 
 def tier_table(state: CacheStatistics) -> str:
-    """Hits, room and moves by tier. `hit rate` is of all prompt tokens, `moved in` what was copied to the tier."""
+    """Return hits, sizes and copies by tier. `hit rate` is of all prompt tokens, `moved in` are copies to the tier."""
     controller = state.controller
     backend, usage = controller.backend, controller.usage
     rows = [
@@ -88,7 +88,7 @@ def tier_table(state: CacheStatistics) -> str:
 
 
 def queue_table(state: CacheStatistics) -> str:
-    """Operations queued or in flight, by their way, and the pages of L2 that they hold."""
+    """Return operations that are queued or in flight, by direction, and the pages of L2 that they hold."""
     queues = state.controller.queues
     ways = {"L1>L2": queues.write, "L2>L1": queues.load, "lookups": queues.prefetch, "L3>L2": queues.reads,
             "L2>L3": queues.backup, "pages lent": queues.host_pages_reserved}  # fmt: skip
@@ -98,19 +98,19 @@ def queue_table(state: CacheStatistics) -> str:
 def by_source(
     cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]
 ) -> list[tuple[str, list[Answer]]]:
-    """Answers to questions about documents, by where the prefix came from; the first are those computed."""
+    """Return answers to questions about documents, by the source of the prefix; computed ones come first."""
     groups = [("computed, no reuse", [a for a in cold if a.document])]
     groups += [(name, [a for a in cached if a.document and a.tier == tier]) for tier, name in TIER_NAMES.items()]
     return [*groups, ("L3, after a restart", [a for a in restarted if a.document and a.tier == "storage"])]
 
 
 def median_ttft_s(answers: Sequence[Answer]) -> float:
-    """The median time to first token. REQUIRES: at least one answer."""
+    """Return the median time to first token. REQUIRES: at least one answer."""
     return statistics.median(answer.time_to_first_token_s for answer in answers)
 
 
 def time_table(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]) -> str:
-    """Time to first token of document questions, by where the prefix came from. Tokens and times are medians."""
+    """Return the time to first token of document questions, by the source of the prefix. Values are medians."""
     groups = by_source(cold, cached, restarted)
     reference = median_ttft_s(groups[0][1])
     rows = []
@@ -132,7 +132,7 @@ def time_table(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequ
 
 
 def gains(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]) -> dict[str, Any]:
-    """What reuse has gained, in figures. Times are medians over questions about documents."""
+    """Return the gains of reuse. Times are medians over questions about documents."""
     groups = by_source(cold, cached, restarted)
     return {
         "prompt_tokens": sum(len(answer.prompt) for answer in cached),
@@ -142,7 +142,7 @@ def gains(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[
 
 
 def gain_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The same in words: two lines that say what the cache is good for."""
+    """Yield the gains as two lines of text."""
     tokens, prompt = found["tokens_not_computed"], found["prompt_tokens"]
     tiers = ", ".join(f"{count:,} from {TIER_NAMES[tier]}" for tier, count in tokens.items())
     total = sum(tokens.values())
@@ -153,7 +153,7 @@ def gain_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """Where two runs of the same requests differ, in words; empty if nowhere."""
+    """Return the differences between two runs of the same requests, in words."""
     lines = []
     for one, other in zip(expected, found, strict=True):
         if one.prompt != other.prompt:

@@ -1,4 +1,4 @@
-"""One run of the demo's workload on one engine, and what a second process repeats after it."""
+"""One run of the demo's workload on one engine, and its repetition in a second process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .demo_workload import Ask, Workload
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request came to. `kv_digest` is SHA-256 over the KV bytes of its prompt's whole pages, if asked for."""
+    """The result of one request. `kv_digest` is the optional SHA-256 of the KV bytes of its prompt's whole pages."""
 
     label: str
     document: str | None
@@ -27,17 +27,17 @@ class Answer:
 
     @property
     def tier(self) -> str:
-        """The tier that most of the prompt's prefix came from; `computed` if hardly any was reused."""
+        """The source of most of the prompt's prefix; `computed` if almost nothing was reused."""
         tier = max(self.hit_tokens, key=lambda name: self.hit_tokens[name])
         return tier if 2 * sum(self.hit_tokens.values()) >= len(self.prompt) else "computed"
 
     def as_json(self) -> dict[str, Any]:
-        """For the second process."""
+        """Return the answer as JSON for the second process."""
         return asdict(self)
 
 
 class Runner:
-    """Serves asks on one engine. With `reuse` off each request gets a salt of its own, so nothing is ever reused."""
+    """Serves requests on one engine. Without `reuse` each request gets its own salt, so nothing is reused."""
 
     def __init__(self, engine: Engine, *, reuse: bool, verify: bool, max_new_tokens: int, sampling: Sampling) -> None:
         self._engine = engine
@@ -96,7 +96,8 @@ class Runner:
 
 
 def kv_digest(engine: Engine, key: RadixKey) -> str:
-    """SHA-256 over the KV bytes of the whole pages of `key`. REQUIRES: its request has just ended, so all are on L1."""
+    """Return the SHA-256 of the KV bytes of the whole pages of `key`. REQUIRES: its request has just ended, so all are
+    on L1."""
     cache = engine.cache
     pages = cache.match_prefix(key).device_pages
     if len(pages) != len(key) // cache.page_size:

@@ -1,4 +1,4 @@
-"""What `hicache demo --storage` stores in: real servers, started for the demo and ended with it."""
+"""Storage for `hicache demo --storage`: real servers, started for the demo and stopped with it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ STORAGES = ("file", *KINDS, "file+s3")
 
 @contextmanager
 def demo_storage(kind: str, config_file: Path) -> Iterator[Path]:
-    """Inside, storage of one of `STORAGES` is there, and a file holds the configuration of `config_file` that uses it.
+    """Start one of `STORAGES`, and yield a file with the configuration of `config_file` that uses it.
 
-    Credentials are in this process's environment meanwhile. Raises ConfigError and BackendUnavailable as servers do.
+    Credentials are in this process's environment until the end. Raises ConfigError and BackendUnavailable as servers
+    do.
     """
     config = read_tree(config_file)
     base = config.get("storage")
@@ -41,10 +42,10 @@ def demo_storage(kind: str, config_file: Path) -> Iterator[Path]:
 
 
 def _file_part(section: Any) -> Any:
-    """The section of the configuration if it is one of files, which may say where and how much."""
+    """Return the section of the configuration, which must be of type file: it sets the directory and the size."""
     if isinstance(section, dict) and section.get("type") == "file":
         return section
-    raise ConfigError("demo: this --storage needs a configuration whose storage is of type file; leave -c out")
+    raise ConfigError("demo: this --storage needs a configuration with storage.type: file; remove -c")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""What the demo asks: questions about shared documents and conversations of several turns, over real text.
+"""The requests of the demo: questions about shared documents and conversations of several turns, over real text.
 
-The order is made so that every tier gets its turn. A document is asked about twice in a row (L1), again after a few
-others (L2), and again after many others (L3); between them all conversations go on by one turn, in one batch.
+The order produces hits on every tier. A document has two questions in a row (L1), another after a few documents (L2),
+and another after many documents (L3); between them all conversations continue by one turn, in one batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 TEXTS = Path(__file__).parents[1] / "engine" / "assets" / "texts"
-# Distances, in documents, at which a document is asked about again; see the module's docstring.
+# Distances, in documents, between two questions about a document; see the module's docstring.
 REVISITS = (0, 2, 6)
 QUESTIONS = (
     "\n\nWhat happened then?\n\n",
@@ -40,7 +40,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the demo: a question about `document`, or a turn of `conversation`. `label` is for people."""
+    """One request of the demo: a question about `document`, or a turn of `conversation`. `label` is for output."""
 
     label: str
     prompt: list[int]
@@ -50,7 +50,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Workload:
-    """All requests in order. Each run needs a workload of its own, because conversations grow by the answers."""
+    """All requests in order. Each run needs its own workload, because conversations grow by the answers."""
 
     documents: list[tuple[str, list[int]]]
     questions: list[list[int]]
@@ -82,13 +82,13 @@ class Workload:
                 yield [self.turn(conversation) for conversation in self.conversations]
 
     def question(self, number: int, question: int) -> Ask:
-        """Question `question` about document `number`."""
+        """Return question `question` about document `number`."""
         name, tokens = self.documents[number]
         asked = question % len(self.questions)
         return Ask(f"{name}, question {asked + 1}", tokens + self.questions[asked], document=name)
 
     def turn(self, conversation: Conversation) -> Ask:
-        """The user's next line in a conversation; the caller appends the answer when it has it."""
+        """Return the user's next line in a conversation; the caller appends the answer later."""
         conversation.tokens = conversation.tokens + self.turns[conversation.turns % len(self.turns)]
         conversation.turns += 1
         return Ask(
@@ -97,6 +97,6 @@ class Workload:
 
 
 def head(tokenizer: Tokenizer, path: Path, tokens_max: int) -> list[int]:
-    """The tokens of the first whole paragraphs of a text, `tokens_max` at most."""
+    """Return the tokens of the first whole paragraphs of a text, at most `tokens_max`."""
     begin = tokenizer.decode(tokenizer.encode(path.read_text(encoding="utf-8")).ids[:tokens_max])
     return list(tokenizer.encode(begin[: begin.rindex("\n\n")]).ids)

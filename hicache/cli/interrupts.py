@@ -1,4 +1,4 @@
-"""Commands that have something to end when they are ended: signals become KeyboardInterrupt, or are noted.
+"""Signals for commands that must clean up at their end: they become KeyboardInterrupt, or are recorded.
 
 Locking design: signal handlers belong to the main thread, and so do these functions.
 """
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Have SIGTERM and the end of the terminal do what Ctrl-C does. REQUIRES: the main thread."""
+    """Make SIGTERM and the end of the terminal act like Ctrl-C. REQUIRES: the main thread."""
     signals = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         signals.append(signal.SIGHUP)
@@ -26,7 +26,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 def no_more_interrupts() -> None:
-    """Ignore all of these from here on: ending takes seconds at most, and leaves something behind if it is cut short.
+    """Ignore all of these signals from here on: cleaning up takes at most seconds, and must not be interrupted.
 
     REQUIRES: the main thread, within `interrupted_by_signals`.
     """
@@ -36,7 +36,7 @@ def no_more_interrupts() -> None:
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """A list that gets the number of the first SIGINT or SIGTERM; the second one ends the process as ever."""
+    """Yield a list that gets the number of the first SIGINT or SIGTERM; the second one ends the process as usual."""
     noted: list[int] = []
     with ExitStack() as handlers:
 

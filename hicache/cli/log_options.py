@@ -18,12 +18,12 @@ LEVELS = ("debug", "info", "warning", "error")
 _OPTIONS = (
     click.option("-v", "--verbose", is_flag=True, help="As --log-level debug."),
     click.option("--log-level", type=click.Choice(LEVELS), help="Log this level and above to standard error."),
-    click.option("--log-format", type=click.Choice(["text", "json"]), help="Lines for people, or JSON for collectors."),
+    click.option("--log-format", type=click.Choice(["text", "json"]), help="Readable lines, or JSON for collectors."),
 )
 
 
 def log_options(command: Command) -> Command:
-    """Give a command the options; it passes them on to `start_log`."""
+    """Add the options to a command, which passes them to `start_log`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -32,5 +32,5 @@ def log_options(command: Command) -> Command:
 def start_log(
     config: LoggingConfig, *, verbose: bool = False, log_level: str | None = None, log_format: str | None = None
 ) -> None:
-    """Write the log as the flags say, and as `config` says where they do not."""
+    """Start logging as the flags say, otherwise as `config` says."""
     set_up_logging("debug" if verbose else log_level or config.level, log_format or config.format)

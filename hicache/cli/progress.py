@@ -1,4 +1,4 @@
-"""What commands print to: one console, and one progress on stderr, a bar on a terminal, else a line now and then."""
+"""The output of commands: a console, and progress on stderr (a bar on a terminal, otherwise occasional lines)."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from rich.table import Column
 
 from .main import FOUND_EXIT_CODE, INTERRUPTED_EXIT_CODE
 
-# Without a terminal, a line this often shows a log's reader that a command of hours is alive.
+# The interval of lines without a terminal: they show in a log that a long command is alive.
 PLAIN_INTERVAL_S = 5.0
-# A bar need not move more often than somebody sees it move; steps may be microseconds apart.
+# The redraw interval of a bar; steps may be microseconds apart.
 BAR_INTERVAL_S = 0.05
-# These are shown however soon they come: behind them a slow rate may keep the next step away for hours.
+# The first steps are always shown: with a slow rate the next step may come hours later.
 BAR_FIRST_STEPS = 16
 
 Step = TypeVar("Step")
 
 
 def width() -> int:
-    """Columns to print text in: those of the terminal, within what is pleasant to read; COLUMNS overrides it."""
+    """Return the columns for text: those of the terminal within readable limits; COLUMNS overrides it."""
     return max(40, min(100, shutil.get_terminal_size((100, 24)).columns))
 
 
 class OutputConsole(Console):
-    """A console whose reader may leave. Rich would end the process with exit code 1 then, which here means that bytes
-    are wrong; the error is raised instead and ends the command as it ends any other."""
+    """A console whose reader may end. Rich would then exit with code 1, which here means wrong bytes; this class raises
+    the error instead, like any other."""
 
     def on_broken_pipe(self) -> None:
-        """Raise what rich has just caught. REQUIRES: called by rich, while it handles that error."""
+        """Raise the error that rich has just caught. REQUIRES: called by rich, while it handles that error."""
         raise  # noqa: PLE0704
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How far a step is: `done` of `total` (None: not known yet) things of a kind, and what was found."""
+    """The progress of a step: `done` of `total` (None: unknown) items of a kind, and the findings."""
 
     done: int
     total: int | None
@@ -51,7 +51,7 @@ class Told:
 
 
 def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
-    """Run through `steps`, of which there is at least one, and show how far they are; the last step."""
+    """Iterate over `steps`, at least one, and show their progress. Return the last step."""
     bar = sys.stderr.isatty()
     interval_s = BAR_INTERVAL_S if bar else PLAIN_INTERVAL_S
     with Progress(*_columns(), console=Console(stderr=True), disable=not bar) as progress:
@@ -70,7 +70,7 @@ def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> S
 
 
 def _columns() -> list[ProgressColumn]:
-    """What stands beside each other, narrow enough for 60 columns: what was found is wrapped and never cut."""
+    """Return the columns, narrow enough for 60 characters: findings are wrapped and never cut."""
     found = TextColumn("{task.fields[found]}", table_column=Column(overflow="fold"))
     bar = BarColumn(bar_width=max(5, min(40, width() - 60)))
     return [TextColumn("{task.description}"), bar, TaskProgressColumn(), TimeRemainingColumn(), found]
@@ -86,7 +86,7 @@ def _plain(told: Told, elapsed_s: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """A time in its largest whole unit: `45s`, `12m`, `3h`, `9d`."""
+    """Return a time in its largest whole unit: `45s`, `12m`, `3h`, `9d`."""
     for unit, length_s in (("d", 86_400), ("h", 3600), ("m", 60)):
         if seconds >= length_s:
             return f"{int(seconds // length_s)}{unit}"
@@ -94,14 +94,14 @@ def format_age(seconds: float) -> str:
 
 
 class Work:
-    """What one command does, in one or several runs through steps. Ctrl-C ends it between any two operations of a
-    store, and the command still says what was done until then. Used on the main thread."""
+    """The work of one command, in one or several runs of steps. Ctrl-C ends it between two operations of a store, and
+    the command still prints the results until then. Used on the main thread."""
 
     def __init__(self) -> None:
         self.interrupted = False
 
     def follow(self, steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
-        """As `follow`, and after Ctrl-C the step that was the last. Raises KeyboardInterrupt if there was none."""
+        """As `follow`; after Ctrl-C return the last step. Raises KeyboardInterrupt before the first step."""
         last: list[Step] = []
 
         def noted() -> Iterator[Step]:
@@ -118,9 +118,9 @@ class Work:
             return last[0]
 
     def end(self, *, found: bool = False) -> None:
-        """Raise Exit if the command was interrupted, which it says on stderr, or if its check has found something."""
+        """Raise Exit if the command was interrupted (with a message on stderr), or if its check has found something."""
         if self.interrupted:
-            click.echo("interrupted; the figures are those until then", err=True)
+            click.echo("interrupted; the results above are incomplete", err=True)
             raise click.exceptions.Exit(INTERRUPTED_EXIT_CODE)
         if found:
             raise click.exceptions.Exit(FOUND_EXIT_CODE)

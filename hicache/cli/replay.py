@@ -37,14 +37,14 @@ from .progress import OutputConsole, follow
 from .replay_view import print_summary, progress_of
 
 REPLAY_CONFIG = ready_file("replay")
-# Computing takes this long by default: fast enough for 2,000 real requests in two minutes, slow enough that copies and
-# a local disk keep up with it.
+# The default speed of computing: fast enough for 2,000 real requests in two minutes, slow enough that copies and a
+# local disk keep up.
 PREFILL_TOKENS_PER_S = 250_000
-# Beyond these a number is a slip of the hand; sums and products of smaller ones stay exact.
+# Larger numbers are mistakes; sums and products of smaller ones stay exact.
 SPEED_UP_MIN, SPEED_UP_MAX = 1e-6, 1e9
 PREFILL_RATE_MAX = 1e12
 QUEUE_MAX = 1 << 20
-# Where stored pages go, if anywhere, is the user's choice if one of these is given.
+# With one of these settings the user chooses the storage.
 _STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
 
 _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" for name, preset in PRESETS.items())
@@ -52,29 +52,29 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
 
 @click.command(epilog=_MODELS)
 @click.argument("trace", required=False, type=FILE)
-@click.option("-c", "--config", "config_file", type=FILE, help="Configuration; without it that of configs/replay.yaml.")
+@click.option("-c", "--config", "config_file", type=FILE, help="Configuration.  [default: configs/replay.yaml]")
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
 @click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N",
               help=f"Only the first N requests.  [default: all; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Of the synthetic trace.")
+@click.option("--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Seed of the synthetic trace.")
 @click.option("--model", "preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True,
-              help="Whose KV geometry; see below.")  # fmt: skip
+              help="The model for the KV geometry; see below.")  # fmt: skip
 @click.option("--device-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L1, as device.tokens.")
 @click.option("--host-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L2, as host.tokens.")
 @click.option("--store", type=DIRECTORY, metavar="DIR",
-              help="Keep stored pages in files there.  [default: a temporary directory]")  # fmt: skip
+              help="Directory for stored pages.  [default: a temporary directory]")  # fmt: skip
 @click.option("--speed-up", type=Number(SPEED_UP_MIN, SPEED_UP_MAX), metavar="X",
               help="Requests arrive X times as fast as recorded.  [default: as fast as they are served]")  # fmt: skip
 @click.option("--prefill-rate", type=Number(0, PREFILL_RATE_MAX), default=PREFILL_TOKENS_PER_S, show_default=True,
-              metavar="TOKENS", help="Prompt tokens computed per second; 0: computing takes no time.")  # fmt: skip
+              metavar="TOKENS", help="Prompt tokens computed per second; 0: computing is instant.")  # fmt: skip
 @click.option("--running-max", type=click.IntRange(1, QUEUE_MAX), default=32, show_default=True,
               help="Requests that run at once.")  # fmt: skip
 @click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
-              help="Requests in the queue, whose pages from storage are read meanwhile.")  # fmt: skip
+              help="Requests in the queue, whose pages are prefetched.")  # fmt: skip
 @click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True,
-              help="Engines on one store, each with tiers of its own and every N-th request.")  # fmt: skip
+              help="Engines on one store, each with its own tiers and every N-th request.")  # fmt: skip
 @click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
-@click.option("--device", default="cpu", show_default=True, help="Where L1 is: cpu, cuda, cuda:1, ...")
+@click.option("--device", default="cpu", show_default=True, help="Device of L1: cpu, cuda, cuda:1, ...")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON; - is standard output.")
 @click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the report as a page with plots.")
 @log_options
@@ -85,14 +85,14 @@ def replay(
     """Replay a request trace through the cache, and check every byte that comes back.
 
     TRACE is in the public Mooncake format (JSON lines with timestamp, input_length, output_length and hash_ids of
-    512-token blocks), or - for standard input; without it a synthetic one is made up. No model runs: pages are filled
-    with bytes derived from their keys, and compared whenever they come back from a tier.
+    512-token blocks), or - for standard input; by default a synthetic trace is generated. No model runs: pages get
+    bytes derived from their keys, which are compared whenever they come back from a tier.
 
-    Ctrl-C ends the replay and prints the report so far. Exit code 1 if one byte was wrong, 2 if no request ran.
+    Ctrl-C ends the replay and prints the report so far. Exit code 1 if a byte was wrong, 2 if no request ran.
     """
     start_log(LoggingConfig(level="warning"), **{name: given.pop(name) for name in LOG_OPTIONS})
     check_reports(json_file, html_file)
-    # Standard output is then the report's.
+    # The report uses standard output.
     console = OutputConsole(stderr=any(file is not None and is_dash(file) for file in (json_file, html_file)))
     overrides = parse_settings(settings)
     for name, value in (("device.tokens", device_tokens), ("host.tokens", host_tokens)):
@@ -114,7 +114,7 @@ def replay(
 
 
 def _lines_in(trace: Path | None) -> int | None:
-    """How many requests a trace has at most, so that the progress has an end; None without one that can be read."""
+    """Return the largest number of requests in a trace, for the progress; None if it cannot be read."""
     if trace is None:
         return None
     with contextlib.suppress(OSError), open_regular(trace) as lines:
@@ -136,7 +136,7 @@ def replay_config(
     config_file: Path | None = None,
     store: Path | None = None,
 ) -> HiCacheConfig:
-    """The effective configuration; stored pages go to `temporary` unless the user says where. Raises ConfigError."""
+    """Return the effective configuration, with storage in `temporary` unless the user sets it. Raises ConfigError."""
     overrides = dict(overrides)
     given = {*overrides, *(".".join(entry_of_variable(variable) or ()) for variable in environ)}
     if store is not None:
@@ -147,17 +147,19 @@ def replay_config(
 
 
 def check_reports(*paths: Path | None) -> None:
-    """Raises ConfigError for files that could not be written, or would be the same one."""
+    """Raises ConfigError for files that cannot be written, or are the same."""
     files = [file for file in paths if file is not None]
     for file in files:
         if not is_dash(file) and not file.parent.is_dir():
-            raise ConfigError(f"{file}: there is no directory {file.parent} to write it to")
+            raise ConfigError(f"{file}: the directory {file.parent} does not exist; create it")
     if len(files) > len({os.path.realpath(file) for file in files}):
-        raise ConfigError(f"{files[0]}: --json and --report name the same file; give each its own")
+        raise ConfigError(f"{files[0]}: --json and --report name the same file; choose two files")
 
 
 def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
-    """Write the reports and print the summary, all that can be. Raises what the exit code says; WrongBytes first."""
+    """Write the reports and print the summary, as many as possible. Raises the error for the exit code, WrongBytes
+    first.
+    """
     problems, written = [], []
     for file, text in ((json_file, ReplayResult.to_json), (html_file, html_report)):
         if file is not None:
@@ -184,7 +186,7 @@ def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_f
         setup = result.setup
         raise Failure(
             f"replay: no request ran: all {result.requests.too_long:,} are longer than L1 "
-            f"({setup.device_pages * setup.page_size:,} tokens); give more with --device-tokens"
+            f"({setup.device_pages * setup.page_size:,} tokens); use more --device-tokens"
         )
 
 
@@ -195,7 +197,7 @@ class WrongBytes(Failure):
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file. Raises OSError, also for a pipe that no process reads, instead of waiting for one."""
+    """Write a file. Raises OSError, also for a pipe without a reader, instead of waiting for one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     os.set_blocking(descriptor, True)
     with open(descriptor, "w", encoding="utf-8") as file:

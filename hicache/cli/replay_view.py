@@ -1,4 +1,4 @@
-"""What `hicache replay` shows: shares of the tiers while it runs, and a summary at the end."""
+"""The output of `hicache replay`: shares of the tiers while it runs, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tables import table
 
 
 def progress_of(sample: Sample, job: ReplayJob) -> Told:
-    """How far a replay is, and where its prompt tokens came from so far."""
+    """Return the progress of a replay, with the sources of its prompt tokens so far."""
     count = job.request_count
     total = None if count is None else count * (job.processes if job.whole_trace_each else 1)
     shares = [f"{name.partition(' ')[0]} {format_share(sample.hit_tokens.get(tier, 0), sample.prompt_tokens)}"
@@ -31,7 +31,7 @@ def progress_of(sample: Sample, job: ReplayJob) -> Told:
 
 
 def print_summary(console: Console, result: ReplayResult) -> None:
-    """The report in words and tables."""
+    """Print the report as text and tables."""
     requests, tokens = result.requests, result.tokens
     state = "" if result.complete else ", interrupted"
     console.print(
@@ -76,14 +76,14 @@ def _time_rows(times: SchedulerTimes) -> Iterator[Sequence[str]]:
 
 
 def milliseconds(time_us: float) -> str:
-    """A time in ms with at most three places, and the fewer the longer it is: `0.012`, `12.35`, `1,234`."""
+    """Return a time in ms with at most three decimals, fewer for longer times: `0.012`, `12.35`, `1,234`."""
     time_ms = time_us / 1000
     places = 3 if time_ms < 10 else 2 if time_ms < 100 else 1 if time_ms < 1000 else 0
     return f"{time_ms:,.{places}f}"
 
 
 def trace_facts(requests: Iterable[TraceRequest]) -> dict[str, Any]:
-    """What is in a trace. Raises InvalidInput for a trace without requests."""
+    """Return facts about a trace. Raises InvalidInput for a trace without requests."""
     source = TokenSource()
     prompts: list[int] = []
     outputs: list[int] = []
@@ -96,7 +96,7 @@ def trace_facts(requests: Iterable[TraceRequest]) -> dict[str, Any]:
         blocks.update(request.hash_ids)
         end_ms = max(end_ms, request.timestamp_ms)
     if not prompts:
-        raise InvalidInput("trace: there is no request in it")
+        raise InvalidInput("trace: is empty; give a trace with at least one request")
     return {
         "requests": len(prompts),
         "duration_s": end_ms / 1000,
@@ -108,7 +108,7 @@ def trace_facts(requests: Iterable[TraceRequest]) -> dict[str, Any]:
 
 
 def facts_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What `trace_facts` found, in words."""
+    """Yield the result of `trace_facts` as text."""
     yield f"requests            {facts['requests']:,} within {facts['duration_s']:,.0f} s"
     for name in ("prompt tokens", "output tokens"):
         found = facts[name.replace(" ", "_")]

@@ -23,7 +23,7 @@ from .log_options import log_options, start_log
 def serve(path: Path, settings: tuple[str, ...], **log: Any) -> None:
     """Run the storage daemon of this node until SIGTERM.
 
-    Engines reach it through their storage of type `remote`. docs/daemon.md describes it.
+    Engines use it with storage of type `remote`. docs/daemon.md describes it.
     """
     overrides = parse_settings(settings)
 

@@ -1,6 +1,6 @@
-"""`hicache purge`, `trim` and `copy`: what removes and carries stored pages, for people and for cron.
+"""`hicache purge`, `trim` and `copy`: remove and copy stored pages, interactively or from cron.
 
-Exit codes: 0 for done, 1 for pages that were left out or an answer of "no", 2 for what stopped the command.
+Exit codes: 0 for done, 1 for skipped pages or the answer no, 2 for errors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def purge(
     """Remove pages from STORE: all of them, or those of a namespace, of a weights epoch, or of an age.
 
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
-    may use it meanwhile; what is removed is a miss for them.
+    may use it at the same time; removed pages are misses for them.
     """
     removal = Removal(**how)
     chosen = ((one, prefix) for one in parts_of(store, part) for prefix in _prefixes(one, namespace, epoch))
@@ -71,7 +71,7 @@ def purge(
 
 
 def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
-    """What to purge in a part: what begins with `namespace`, or the whole digests of those that are of `epoch`."""
+    """Return the prefixes to purge in a part: `namespace`, or the digests of the namespaces of `epoch`."""
     if epoch is None:
         return [namespace]
     with part.opened() as raw:
@@ -83,16 +83,16 @@ def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
 @click.command()
 @STORE
 @PART
-@click.option("--to", "target_bytes", type=SIZE, required=True, help="What to leave, such as 100GiB, in each part.")
+@click.option("--to", "target_bytes", type=SIZE, required=True, help="Remaining size of each part, such as 100GiB.")
 @NAMESPACE
 @DRY_RUN
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @JSON
 def trim(store: Path, part: str | None, target_bytes: int, namespace: str, **how: bool) -> None:
-    """Remove pages from STORE until it is no larger than a size: the tails of the chains unused for longest go first.
+    """Remove pages from STORE until it has at most a given size: tails of the least recently used chains first.
 
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
-    may use it meanwhile; what is removed is a miss for them.
+    may use it at the same time; removed pages are misses for them.
     """
     removal = Removal(**how, shows_left=True)
     chosen = ((one, namespace) for one in parts_of(store, part))
@@ -106,7 +106,7 @@ def trim(store: Path, part: str | None, target_bytes: int, namespace: str, **how
 @click.option("--to-part", metavar="NAME", help="The part of TO to copy to, if it has several.")
 @NAMESPACE
 @DRY_RUN
-@click.option("--rate", type=SIZE, help="Bytes to copy per second, such as 200MiB, to leave the stores to others.")
+@click.option("--rate", type=SIZE, help="Limit of bytes copied per second, such as 200MiB.")
 @JSON
 @key_options
 def copy(
@@ -121,11 +121,12 @@ def copy(
     as_json: bool,
     **key_files: tuple[Path, ...],
 ) -> None:
-    """Store the pages of FROM in TO as well. What is there already is skipped, so a copy that was stopped goes on.
+    """Copy the pages of FROM to TO. Pages that TO already has are skipped, so an interrupted copy can be continued.
 
-    FROM and TO are directories of file stores (TO is made if it is missing) or configurations (*.yaml) whose section
-    `storage` names a store. Pages are checked on the way; a chain comes head first, the one used last at first. Exit
-    code 1 if pages were left out: damaged ones, and those without room. After Ctrl-C the target has whole prefixes.
+    FROM and TO are directories of file stores (TO is created if it is missing) or configurations (*.yaml) whose section
+    `storage` names a store. Pages are verified. The most recently used chains come first, each with its head first.
+    Exit code 1 if pages were skipped because they are damaged or TO is full. After Ctrl-C the target has whole
+    prefixes.
     """
     keys = page_keys(**key_files)
     work, done = Work(), dict[str, CopyProgress]()
@@ -147,7 +148,7 @@ def copy(
 
 
 def _target(part: StorePart, dry_run: bool, stack: contextlib.ExitStack) -> RawStore | None:
-    """The store to copy to; None for one that a dry run does not make."""
+    """Return the store to copy to; None if a dry run would have to create it."""
     directory = part.directory
     if directory is not None and (not os.path.lexists(directory) or not _names_in(directory)):
         if dry_run:
@@ -159,7 +160,7 @@ def _target(part: StorePart, dry_run: bool, stack: contextlib.ExitStack) -> RawS
 def _names_in(directory: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return os.listdir(directory)
-    return ["unreadable"]  # whoever opens it says why
+    return ["unreadable"]  # opening it reports the reason
 
 
 def _tell_copy(step: CopyProgress) -> Told:
@@ -173,10 +174,10 @@ def _copy_lines(last: CopyProgress, dry_run: bool) -> list[str]:
     for number, what in (
         (last.present, "there already"),
         (last.unproved, "copied without proof: no tag, or a key is needed (--mac-key-file, --encryption-key-file)"),
-        (last.damaged, "damaged and left out"),
-        (last.refused, "turned away: the target has no room, or somebody else stored it meanwhile"),
-        (last.behind, "left out because the page before it is"),
-        (last.gone, "gone from the source meanwhile"),
+        (last.damaged, "damaged and skipped"),
+        (last.refused, "rejected: the target is full, or another process has just stored the page"),
+        (last.behind, "skipped because the page before it was"),
+        (last.gone, "removed from the source during the copy"),
     ):
         if number:
             lines.append(f"  {counted(number, 'page')} {what}")
@@ -184,7 +185,7 @@ def _copy_lines(last: CopyProgress, dry_run: bool) -> list[str]:
 
 
 class Removal:
-    """A command that removes pages: it asks first, unless it is told not to, and says what was removed."""
+    """A command that removes pages: it asks for confirmation unless --yes is given, and prints the removed pages."""
 
     def __init__(self, *, dry_run: bool, yes: bool, as_json: bool, shows_left: bool = False) -> None:
         self._dry_run = dry_run
@@ -196,14 +197,13 @@ class Removal:
     def run(
         self, chosen: Iterable[tuple[StorePart, str]], steps: Callable[..., Iterator[RemovalProgress]]
     ) -> None:
-        """Remove by `steps` from the chosen parts, of namespaces with a prefix each. If the command line does not say
-        yes, that comes after a dry run and a question. Ends the command if nothing is to be removed or the answer is
-        no.
+        """Remove pages by `steps` from the chosen parts, of namespaces with a prefix each. Without --yes, first make a
+        dry run and ask. End the command if nothing matches or the answer is no.
 
-        Raises UsageError, before it looks at any part, if there is no terminal to ask on.
+        Raises UsageError, before any access, if it cannot ask because there is no terminal.
         """
         if not (self._dry_run or self._yes or sys.stdin.isatty()):
-            raise click.UsageError("there is no terminal to ask on; pass --yes to remove pages without being asked")
+            raise click.UsageError("cannot ask for confirmation without a terminal; pass --yes to remove pages")
         places = list(chosen)
         seen = None
         if not self._yes or self._dry_run:
@@ -214,7 +214,7 @@ class Removal:
                 return
             click.echo(f"to remove: {_total(found)}", err=self._as_json)
             click.echo("Remove them? [y/N]: ", nl=False, err=True)
-            if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # what is not a clear yes is a no
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # every other answer is a no
                 click.echo("nothing removed", err=self._as_json)
                 raise click.exceptions.Exit(FOUND_EXIT_CODE)
             seen = [one.seen for _, one in found]
@@ -224,7 +224,7 @@ class Removal:
         self, places: Sequence[tuple[StorePart, str]], steps: Callable[..., Iterator[RemovalProgress]], title: str,
         seen: Sequence[int] | None,
     ) -> list[tuple[str, RemovalProgress]]:  # fmt: skip
-        """Go through the places; `seen` is how many pages a dry run has seen in each, None before there was one."""
+        """Visit the parts; `seen` are the page counts of a dry run, or None."""
         done: list[tuple[str, RemovalProgress]] = []
         for number, (one, prefix) in enumerate(places):
             tell = functools.partial(_tell_removal, expected=None if seen is None else seen[number])

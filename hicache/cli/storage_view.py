@@ -1,4 +1,4 @@
-"""`hicache ls` and `stat`: what is in a store, for people and, with `--json`, for programs."""
+"""`hicache ls` and `stat`: show the pages of a store, as text or JSON."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _BAR_CHARACTERS = 30
 @click.option("--pages", "with_pages", is_flag=True, help="List the pages instead of their namespaces.")
 @JSON
 def ls(store: Path, part: str | None, namespace: str, with_pages: bool, as_json: bool) -> None:
-    """List the namespaces in STORE: whose pages they hold, how many, and when they were used.
+    """List the namespaces in STORE: their models, numbers of pages, and times of use.
 
-    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; without
-    it, what HICACHE_CONFIG_FILE names. Changes nothing; engines may use the store meanwhile. Exit code 2 if a part of
-    it cannot be listed.
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; the
+    default is the value of HICACHE_CONFIG_FILE. Changes nothing; engines may use the store at the same time. Exit code
+    2 if a part of it cannot be listed.
     """
 
     def show(one: StorePart, raw: RawStore, heading: bool) -> dict[str, Any]:
@@ -52,14 +52,14 @@ def ls(store: Path, part: str | None, namespace: str, with_pages: bool, as_json:
 @NAMED_STORE
 @PART
 @NAMESPACE
-@click.option("--chains", is_flag=True, help="Read every header, to count chains and pages that nothing leads to.")
+@click.option("--chains", is_flag=True, help="Read every header, to count chains and unreachable pages.")
 @JSON
 def stat(store: Path, part: str | None, namespace: str, chains: bool, as_json: bool) -> None:
-    """Sum up STORE, part by part: pages, bytes, capacity, ages, namespaces.
+    """Summarize STORE, part by part: pages, bytes, capacity, ages, namespaces.
 
-    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; without
-    it, what HICACHE_CONFIG_FILE names. Changes nothing; engines may use the store meanwhile. Exit code 2 if a part of
-    it cannot be listed.
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; the
+    default is the value of HICACHE_CONFIG_FILE. Changes nothing; engines may use the store at the same time. Exit code
+    2 if a part of it cannot be listed.
     """
 
     def show(one: StorePart, raw: RawStore, _: bool) -> dict[str, Any]:
@@ -74,9 +74,9 @@ def stat(store: Path, part: str | None, namespace: str, chains: bool, as_json: b
 def _show_parts(
     store: Path, part: str | None, as_json: bool, show: Callable[[StorePart, RawStore, bool], dict[str, Any]]
 ) -> None:
-    """Have `show` print each part of a store, with a heading if there are several, or print what it returns as JSON.
+    """Let `show` print each part of a store, with a heading if there are several, or print its results as JSON.
 
-    Tells of a part that cannot be listed and goes on with the others; a store of one part ends the command.
+    Reports a part that cannot be listed and continues with the others; for a store of one part the command ends.
     """
     parts = parts_of(store, part)
     documents: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ def _look(raw: RawStore, namespace: str, *, with_chains: bool) -> StoreSurvey:
 
 
 def _sorted(found: StoreSurvey) -> list[NamespaceSurvey]:
-    """The largest first."""
+    """Return the namespaces, the largest first."""
     return sorted(found.namespaces.values(), key=lambda one: (-one.bytes, one.namespace))
 
 
@@ -118,7 +118,7 @@ def _ls_lines(part: StorePart, heading: bool, found: StoreSurvey) -> Iterator[st
 
 
 def _namespace_table(found: StoreSurvey) -> Iterator[str]:
-    """Two lines for each namespace, so that the name of a model fits into 80 columns."""
+    """Yield two lines for each namespace, so that the name of a model fits into 80 columns."""
     yield f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGES':>10}  {'SIZE':>10}  {'EPOCH':>6}  USED"
     for one in _sorted(found):
         epoch = "?" if one.sample is None else str(one.sample.weights_epoch)
@@ -129,7 +129,7 @@ def _namespace_table(found: StoreSurvey) -> Iterator[str]:
 
 def _details(one: NamespaceSurvey) -> str:
     if one.sample is None:
-        return "no sound page among those looked at: see `hicache verify`"
+        return "all checked pages are damaged: see `hicache verify`"
     label, size = one.sample.label or "model not named", format_size(one.sample.payload_bytes)
     return f"{label}, payload {size}, {_names(one.tags)}, {_names(one.encodings)}"
 
@@ -164,7 +164,7 @@ def _namespace_json(one: NamespaceSurvey) -> dict[str, Any]:
 def _list_pages(
     part: StorePart, heading: bool, raw: RawStore, namespace: str, as_json: bool
 ) -> dict[str, Any]:
-    """The pages of one part: a document, without pages if they were printed as they came."""
+    """Return the pages of one part as a document, or print them one by one and return it without pages."""
     now_s, documents = time.time(), []
     if not as_json:
         if heading:
@@ -222,7 +222,7 @@ def _stat_lines(part: StorePart, found: StoreSurvey) -> Iterator[str]:
     yield "  bytes by last use"
     for name, size in zip(_AGES, found.ages, strict=True):
         if size or name != "unknown":
-            # A store may hold nothing but pages that were cut to no bytes.
+            # A store may contain only pages that were truncated to zero bytes.
             bar = "#" * round(min(_BAR_CHARACTERS, width() - 40) * size / max(1, found.bytes))
             yield f"    {name:<10}  {format_size(size):>10}  {format_share(size, found.bytes):>7}  {bar}".rstrip()
     yield ""

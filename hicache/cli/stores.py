@@ -1,4 +1,4 @@
-"""The stores that commands are given: a directory, or a configuration that names a store, maybe of several parts."""
+"""The stores of commands: a directory, or a configuration that names a store, possibly of several parts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _store_or_variable(context: click.Context, parameter: click.Parameter, store: Path | None) -> Path:
-    """The store that a command which removes nothing is given, or the configuration that the variable names."""
+    """Return the argument of a command that removes nothing, or the value of the variable."""
     if store is not None:
         return store
     if not os.environ.get(FILE_VARIABLE):
-        raise click.UsageError(f"give a STORE, or name a configuration in the variable {FILE_VARIABLE}", context)
+        raise click.UsageError(f"pass a STORE, or set the variable {FILE_VARIABLE} to a configuration", context)
     return Path(PATH.convert(os.environ[FILE_VARIABLE], parameter, context))
 
 
@@ -41,19 +41,19 @@ def _is_configuration(store: Path) -> bool:
 
 STORE = click.argument("store", metavar="STORE", type=PATH)
 NAMED_STORE = click.argument("store", metavar="[STORE]", type=PATH, required=False, callback=_store_or_variable)
-JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document, with whole digests and plain numbers.")
-PART = click.option("--part", metavar="NAME", help="Only this part of a store of several; `stat` shows their names.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with whole digests and numbers.")
+PART = click.option("--part", metavar="NAME", help="Only this part of a composed store; `stat` lists the names.")
 NAMESPACE = click.option(
     "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
-    help="Only namespaces whose digest starts so; `ls` shows them.",
+    help="Only namespaces whose digest starts with these digits; `ls` lists them.",
 )  # fmt: skip
-DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing.")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
 _MAC_KEYS = click.option(
     "--mac-key-file", "mac",
     type=PATH,
     multiple=True,
-    help="Key the pages were sealed with; twice while keys are being changed. Without it, keyed pages are checked as "
-    "far as their headers go.",
+    help="File with the MAC key of the pages; twice during a key change. Without it, only the headers of such pages "
+    "are checked.",
 )  # fmt: skip
 _ENCRYPTION_KEYS = click.option(
     "--encryption-key-file", "encryption",
@@ -65,32 +65,32 @@ _ENCRYPTION_KEYS = click.option(
 
 @dataclass(frozen=True, slots=True)
 class StorePart:
-    """A store that can be opened: all there is, or one part of a composition."""
+    """A store that can be opened: a whole store, or one part of a composition."""
 
     name: str
     spec: BackendSpec
 
     @property
     def capacity_bytes(self) -> int | None:
-        """The limit that the configuration sets, None where it sets none."""
+        """The configured limit, or None."""
         options = self.spec.options
         found = options.get("capacity_bytes") if isinstance(options, Mapping) else getattr(options, "capacity", None)
         return found if isinstance(found, int) else None
 
     @property
     def directory(self) -> Path | None:
-        """Where a file store is; None for others."""
+        """The directory of a file store; None for others."""
         return self.spec.options.path if isinstance(self.spec.options, FileStorageOptions) else None
 
     def opened(self) -> contextlib.closing[RawStore]:
-        """The store as its operator sees it. Raises ConfigError and BackendError."""
+        """Open the store for its operator. Raises ConfigError and BackendError."""
         return contextlib.closing(open_raw(self.spec))
 
 
 def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
-    """The parts of what a command was given: a directory is a file store, `*.yaml` a configuration with `storage`.
+    """Return the parts of a command's argument: a directory is a file store, `*.yaml` a configuration with `storage`.
 
-    Memory that is part of a composition is left out, as it is another process's. Opens nothing. Raises ConfigError.
+    Memory parts of a composition are skipped, because another process has them. Opens nothing. Raises ConfigError.
     """
     if _is_configuration(store):
         found = list(_parts_of_spec(None, _configured(store)))
@@ -99,7 +99,7 @@ def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
     if len(found) > 1:
         found = [one for one in found if one.spec.type != "memory"]
         if not found:
-            raise ConfigError(f"{store}: all parts of the store are memory, which only the engine itself can see")
+            raise ConfigError(f"{store}: all parts of the store are memory, which only the engine itself can access")
     if part is None:
         return found
     chosen = [one for one in found if one.name == part]
@@ -109,7 +109,7 @@ def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
 
 
 def only_part(store: Path, part: str | None, option: str) -> StorePart:
-    """The one part of a store. Raises ConfigError if there are several and `option` has not said which."""
+    """Return the only part of a store. Raises ConfigError if there are several and `option` does not choose one."""
     found = parts_of(store, part)
     if len(found) != 1:
         names = ", ".join(one.name for one in found)
@@ -120,18 +120,18 @@ def only_part(store: Path, part: str | None, option: str) -> StorePart:
 def _configured(path: Path) -> BackendSpec:
     storage = load_config(path, environ=dict(_variables_of_entries()), overrides={}).storage
     if storage is None:
-        raise ConfigError(f"{path}: has no section `storage`, so it names no store")
+        raise ConfigError(f"{path}: has no section `storage`; add one, or pass the directory of a file store")
     return BackendSpec.of(storage)
 
 
 def _directory(path: Path) -> FileStorageOptions:
-    """The store in a directory: an operator's command keeps no limit that it was not given."""
+    """Return the options for a directory, without limits."""
     return FileStorageOptions(path=path, capacity=None, free_space_floor=0)
 
 
 def _variables_of_entries() -> Iterator[tuple[str, str]]:
-    """The environment without `HICACHE_*` variables that are no entries of a configuration. An engine refuses those as
-    typos; a command that is given two stores has the credentials in it that the other configuration names."""
+    """Yield the environment without `HICACHE_*` variables that are not entries of a configuration. An engine rejects
+    them as typos; but with two stores they may be the credentials of the other configuration."""
     for name, value in os.environ.items():
         entry = entry_of_variable(name)
         if entry is None or entry[0] in HiCacheConfig.model_fields:
@@ -147,12 +147,12 @@ def _parts_of_spec(name: str | None, spec: BackendSpec) -> Iterator[StorePart]:
 
 
 def key_options(command: Command) -> Command:
-    """Give a command the options from which `page_keys` reads keys."""
+    """Add the options for `page_keys` to a command."""
     return _MAC_KEYS(_ENCRYPTION_KEYS(command))
 
 
 def page_keys(mac: tuple[Path, ...], encryption: tuple[Path, ...]) -> PageKeys:
-    """The keys in the files that a command was given. Raises ConfigError."""
+    """Return the keys in the given files. Raises ConfigError."""
     return PageKeys(
         tuple(read_key_file(path, "MAC key file") for path in mac),
         tuple(read_key_file(path, "encryption key file") for path in encryption),
@@ -165,5 +165,5 @@ def amount(pages: int, size_bytes: int) -> str:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Print what `--json` asks for."""
+    """Print a document as JSON."""
     click.echo(json.dumps(document, indent=2))

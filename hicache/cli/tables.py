@@ -1,11 +1,11 @@
-"""Tables that keep every figure at any width: columns where they fit, else one block of lines for each row."""
+"""Tables for any width: columns if they fit, otherwise one block of lines for each row."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 
-# A narrower output gets blocks as if it were so wide.
+# The smallest width for blocks.
 WIDTH_MIN = 40
 _GAP = "  "
 

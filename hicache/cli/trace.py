@@ -1,4 +1,4 @@
-"""`hicache trace`: make up a request trace, or say what is in one."""
+"""`hicache trace`: generates a request trace, or describes one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .stores import JSON, print_json
 
 @click.group()
 def trace() -> None:
-    """Make up a request trace, or say what is in one."""
+    """Generate a request trace, or describe one."""
 
 
 @trace.command(short_help="Write a synthetic trace to a file.")
@@ -27,9 +27,9 @@ def trace() -> None:
     "--requests", type=click.IntRange(1, REQUESTS_MAX), default=SYNTHETIC_REQUESTS, show_default=True, metavar="N"
 )
 @click.option(
-    "--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Another seed, another trace."
+    "--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Seed of the random numbers."
 )
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 def generate(file: Path, requests: int, seed: int, force: bool) -> None:
     """Write a synthetic trace to FILE (- for standard output): chats and agents with shared system prompts, and
     questions about documents."""
@@ -38,12 +38,12 @@ def generate(file: Path, requests: int, seed: int, force: bool) -> None:
             click.echo(as_line(request))
         return
     if file.exists() and not force:
-        raise InvalidInput(f"trace {file}: it is there already; replace it with --force")
+        raise InvalidInput(f"trace {file}: already exists; replace it with --force")
     count = write_trace(file, synthetic_trace(requests, seed))
     click.echo(f"{counted(count, 'request')} written to {file}")
 
 
-@trace.command(short_help="Check a trace, and say how much can be reused.")
+@trace.command(short_help="Check a trace, and show how much can be reused.")
 @click.argument("file", type=FILE)
 @click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N", help="Only the first N requests.")
 @JSON

@@ -1,4 +1,4 @@
-"""`hicache inspect` and `verify`: what the bytes of stored pages prove, for people and for cron."""
+"""`hicache inspect` and `verify`: check stored pages, interactively or from cron."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .main import FOUND_EXIT_CODE
 from .progress import Told, Work
 from .stores import JSON, NAMED_STORE, PART, StorePart, amount, key_options, page_keys, parts_of, print_json
 
-# Damaged pages that are named, of each part: as many as fit on a screen. --json names all.
+# The most damaged pages that are printed for each part: as many as fit on a screen. --json prints all.
 _NAMED_MAX = 20
-# Found with a key, and nothing against the pages themselves: other engines may use them.
+# Results of a check with a key that do not mean damage: other engines may use these pages.
 _UNSUPPORTED = {
-    "mac_key": "sealed with another MAC key than those given",
-    "encryption_key": "encrypted with another key than those given",
-    "tag_kind": "sealed by other means than the given keys are for, so those prove nothing",
+    "mac_key": "sealed with another MAC key than the given ones",
+    "encryption_key": "encrypted with another key than the given ones",
+    "tag_kind": "sealed with another kind of tag, which the given keys cannot verify",
 }
 
 
@@ -37,10 +37,10 @@ _UNSUPPORTED = {
 def inspect(path: Path, as_json: bool, **key_files: tuple[Path, ...]) -> None:
     """Show the header of the stored page PATH, and whether the page is sound.
 
-    Exit code 1 if it is damaged, is no page, or does not fit the keys that were given.
+    Exit code 1 if it is damaged, is not a page, or does not match the given keys.
     """
     if path.is_dir() and not path.is_symlink():
-        raise InvalidInput(f"{path} is a directory; name a page file in it")
+        raise InvalidInput(f"{path} is a directory; pass a page file in it")
     report = inspect_page(path, keys=page_keys(**key_files))
     if as_json:
         print_json(_report_json(report))
@@ -54,19 +54,19 @@ def inspect(path: Path, as_json: bool, **key_files: tuple[Path, ...]) -> None:
 @click.command()
 @NAMED_STORE
 @PART
-@click.option("--rate", type=SIZE, help="Bytes to read per second, such as 200MiB, to leave the store to others.")
-@click.option("--remove", is_flag=True, help="Remove what is damaged. A removed page is a miss, nothing worse.")
+@click.option("--rate", type=SIZE, help="Limit of bytes read per second, such as 200MiB.")
+@click.option("--remove", is_flag=True, help="Remove damaged pages. A removed page is a miss.")
 @JSON
 @key_options
 def verify(
     store: Path, part: str | None, rate: int | None, remove: bool, as_json: bool, **key_files: tuple[Path, ...]
 ) -> None:
-    """Read every page of STORE and report damage. Engines may use the store meanwhile.
+    """Read every page of STORE and report damage. Engines may use the store at the same time.
 
-    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; without
-    it, what HICACHE_CONFIG_FILE names. Changes nothing without --remove. Exit code 1 if damage was found, also if it
-    was removed, or if pages do not fit the keys that were given; those are never removed. Ctrl-C ends the scrub with
-    what was found until then.
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; the
+    default is the value of HICACHE_CONFIG_FILE. Changes nothing without --remove. Exit code 1 if damage was found, even
+    if it was removed, or if pages do not match the given keys; those are never removed. Ctrl-C prints the results so
+    far.
     """
     keys = page_keys(**key_files)
     parts = parts_of(store, part)
@@ -165,11 +165,11 @@ def _verdict(part: StorePart, last: ScrubProgress) -> Iterator[str]:
         yield f"removed {last.removed}"
     if last.unverifiable:
         how = "no tag, or a key is needed (--mac-key-file, --encryption-key-file)"
-        yield f"{last.unverifiable} could not be proved: {how}"
+        yield f"{last.unverifiable} could not be verified: {how}"
 
 
 def _place(part: StorePart, found: Finding) -> str:
-    """Where a page is: its file, or the beginnings of its namespace and its key in another store."""
+    """Return the location of a page: its file, or in other stores the first digits of its namespace and key."""
     path = _path(part, found)
     page = found.page
     return str(path) if path is not None else f"namespace {page.namespace.hex()[:12]}, page {page.key.hex()[:16]}"

@@ -90,7 +90,7 @@ class GuardConfig(Section):
         default=Override.AUTO,
         description="`off` never reads from this store, `on` always reads, `auto` lets the breaker decide.",
     )
-    write: _Switch = Field(default=Override.AUTO, description="The same for writes.")
+    write: _Switch = Field(default=Override.AUTO, description="The same for writes to this store.")
     inject: InjectConfig = InjectConfig()
 
     @model_validator(mode="after")

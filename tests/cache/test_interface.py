@@ -92,7 +92,7 @@ def test_every_cache_records_its_events_and_pins_what_it_keeps(kind: type) -> No
     (world, cache), key, stream = made(kind), prompt(1, 2), EventStream(1 << 20)
     publisher, reader, index = Publisher(), stream.subscribe(), PrefixIndex()
     cache.record_events(stream, publisher)
-    with pytest.raises(InvalidInput, match="from the start"):
+    with pytest.raises(InvalidInput, match="before the first request"):
         cache.record_events(EventStream(100))
     request = cache.begin_request("a", key)
     assert request is not None

@@ -64,7 +64,7 @@ def test_a_configuration_without_storage_is_refused() -> None:
 def test_another_page_size_is_refused_before_the_store_is_opened(
     tmp_path: Path, geometry: KVGeometry | PageShape
 ) -> None:
-    with pytest.raises(ConfigError, match="page_size: configured as 4, but the engine uses 16"):
+    with pytest.raises(ConfigError, match="page_size: 4 is configured, but the engine uses 16"):
         open_storage(config(storage=file_storage(tmp_path / "s")), Namespace("m", geometry))
     assert not (tmp_path / "s").exists()
 

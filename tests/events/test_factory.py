@@ -74,7 +74,7 @@ def test_the_check_refuses_what_the_start_refuses(section: dict[str, object], me
      ({"endpoint": "udp://x"}, "the endpoint is not valid"),
      ({"endpoint": "tcp://127.0.0.1:99999"}, "port is not a number from 0 to 65535"),
      ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:65536"}, "port is not a number"),
-     ({"curve_secret_key_file": "x"}, "need each other"), ({"buffer": 0}, "buffer")],
+     ({"curve_secret_key_file": "x"}, "both or neither"), ({"buffer": 0}, "buffer")],
 )  # fmt: skip
 def test_an_invalid_section_is_rejected(section: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
