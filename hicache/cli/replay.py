@@ -56,7 +56,7 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
 @click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N",
               help=f"Only the first N requests.  [default: all; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Seed of the synthetic trace.")
+@click.option("--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Synthetic trace.")
 @click.option("--model", "preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True,
               help="The model for the KV geometry; see below.")  # fmt: skip
 @click.option("--device-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L1, as device.tokens.")
