@@ -1,4 +1,4 @@
-"""What every backend needs around its verbs: arguments checked, calls counted in and out, outcomes counted."""
+"""Common parts of every backend's verbs: checks of arguments, calls in flight, counts of outcomes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check_keys(keys: Iterable[bytes]) -> None:
 def check_batch(
     codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None = None
 ) -> None:
-    """Raise InvalidInput unless `pages` are pages of `codec`, one for each key, and `parent` can be the page before
-    all of them: a page must not hang on itself, at any distance."""
+    """Raise InvalidInput unless `pages` are pages of `codec`, one for each key, and `parent` is not one of the keys,
+    which would make a cycle."""
     if len(keys) != len(pages):
         raise InvalidInput(f"backend: {len(keys)} keys but {len(pages)} pages")
     check_keys(keys)
@@ -39,7 +39,7 @@ def check_batch(
         if parent in keys:
             raise InvalidInput(
                 f"backend: the parent of the batch is also its key number {keys.index(parent)}; "
-                "give the key of the page before the batch"
+                "pass the key of the page before the batch"
             )
     size = codec.frame_bytes
     for page in pages:
@@ -60,13 +60,13 @@ def _check_view(codec: FrameCodec, page: PageView) -> None:
 
 
 def _is_writable_bytes(buffer: memoryview) -> bool:
-    # Python copies between views of one format only.
+    # Python only copies between views of the same format.
     return buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous and not buffer.readonly
 
 
 def parents_of(keys: Sequence[bytes], parent: bytes | None) -> list[bytes | None]:
-    """Return the key of the page before each page of a batch. A key that comes again has the parent of its first place,
-    so the pages of one batch never hang on each other in a cycle. REQUIRES: `check_batch` accepts them."""
+    """Return the key of the page before each page of a batch. A repeated key has the parent of its first occurrence, so
+    the pages of one batch never form a cycle. REQUIRES: `check_batch` accepts them."""
     parents: dict[bytes, bytes | None] = {}
     for key, before in zip(keys, [parent, *keys], strict=False):
         parents.setdefault(key, before)
@@ -74,21 +74,20 @@ def parents_of(keys: Sequence[bytes], parent: bytes | None) -> list[bytes | None
 
 
 def parent_outside(keys: Sequence[bytes], parent: bytes | None) -> bytes | None:
-    """Return `parent` for a batch of `keys`, or None if it is one of them. For a part of a batch: where a key of the
-    batch comes twice, the page before the part can be in it."""
+    """Return `parent` for a batch of `keys`, or None if it is one of them. For a part of a batch: if a key occurs twice
+    in the batch, the page before the part can also be in it."""
     return None if parent in keys else parent
 
 
 def runs(positions: Sequence[int]) -> Iterator[slice]:
-    """Cut ascending positions of a batch into runs without a gap: pages of one call follow each other in their chain.
-    """
+    """Cut ascending positions of a batch into runs without gaps: the pages of one call must be consecutive."""
     for _, run in itertools.groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0]):
         found = [position for _, position in run]
         yield slice(found[0], found[-1] + 1)
 
 
 def _tally(counts: Counter[Outcome], outcomes: Sequence[Outcome]) -> None:
-    # Most batches have one outcome; hashing it once instead of per page saves microseconds a batch.
+    # Most batches have one outcome; hashing it once instead of per page saves microseconds.
     first = outcomes[0]
     if outcomes.count(first) == len(outcomes):
         counts[first] += len(outcomes)
@@ -98,8 +97,8 @@ def _tally(counts: Counter[Outcome], outcomes: Sequence[Outcome]) -> None:
 
 @contextlib.contextmanager
 def collected_errors() -> Iterator[list[str]]:
-    """A list that gets the kinds of all errors that calls of this thread count: those of one verb, if nothing else runs
-    in the context. Errors that a composition counts on other threads are not among them."""
+    """Yield a list that gets the kinds of all errors that this thread counts within the context. Errors that a
+    composition counts on other threads are not in it."""
     errors: list[str] = []
     _collecting.errors = errors
     try:
@@ -109,9 +108,9 @@ def collected_errors() -> Iterator[list[str]]:
 
 
 class Calls:
-    """Counts the verbs in flight in a backend, for `close` to wait for, and their outcomes, for `statistics`.
+    """Counts the verbs in flight in a backend, for which `close` waits, and their outcomes, for `statistics`.
 
-    `refusal` is the kind of error of a verb that is not let in.
+    `refusal` is the kind of error of a rejected verb.
 
     Locking design: `_lock` guards all fields; it is held for a few instructions, and never while a verb runs. `_left`
     is its condition, for `close`; verbs take the lock itself, which is cheaper.
@@ -131,7 +130,7 @@ class Calls:
         self._evicted_pages = 0
 
     def enter(self) -> bool:
-        """Count a verb in, for which `leave` is called in the end; False, and no verb, if the backend is closed."""
+        """Count the start of a verb; its end must call `leave`. Return False if the backend is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -139,7 +138,7 @@ class Calls:
             return True
 
     def leave(self) -> None:
-        """Count a verb out."""
+        """Count the end of a verb."""
         with self._lock:
             self._calls -= 1
             if self._closed and not self._calls:
@@ -172,7 +171,7 @@ class Calls:
             self._evicted_pages += evicted_pages
 
     def statistics(self) -> BackendStatistics:
-        """A snapshot; bytes moved are whole frames."""
+        """Return a snapshot; byte counts are whole frames."""
         with self._lock:
             return BackendStatistics(
                 gets=dict(self._gets),
@@ -185,8 +184,8 @@ class Calls:
             )
 
     def close(self, wait_s: float | None = None) -> bool:
-        """Let no more verbs in and wait for those in flight, for `wait_s` at most (None: until all have ended). False
-        if that was done before."""
+        """Reject further verbs and wait for those in flight, at most `wait_s` (None: until all have ended). Return
+        False if that was done before."""
         with self._lock:
             first = not self._closed
             self._closed = True
@@ -194,7 +193,7 @@ class Calls:
         return first
 
     def after_fork(self) -> None:
-        """In the child of a fork: let no verb in. Another thread of the parent may have held the lock at the fork."""
+        """Reject all verbs in the child of a fork. Another thread of the parent may have held the lock at the fork."""
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
         self._calls = 0

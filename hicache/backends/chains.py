@@ -1,7 +1,7 @@
-"""Which stored page hangs on which: the order in which pages can go, tails first, and come, heads first.
+"""The chains of stored pages: the order for removing pages, tails first, and for copying them, heads first.
 
-A store that is only listed knows keys and sizes; which page comes before which is in the pages' headers. `Chains` holds
-both for the tools of the operator and for limits that a store does not keep by itself.
+A listing of a store has keys and sizes; the parents are in the pages' headers. `Chains` combines both, for the
+operator's tools and for limits of stores that do not enforce limits themselves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _Link:
 
 
 def read_header(raw: RawStore, page: StoredPage) -> FrameHeader | None:
-    """What a page says of itself; None if it is gone, or has no header that can be read and is that of this page.
-    Blocks and raises as `raw.read`."""
+    """Return the header of a page; None if the page is missing, or its header is unreadable or of another page. Blocks
+    and raises as `raw.read`."""
     try:
         data = raw.read(page, HEADER_BYTES)
     except PageUnreadable:
@@ -35,15 +35,15 @@ def read_header(raw: RawStore, page: StoredPage) -> FrameHeader | None:
 
 
 def parent_in(header: FrameHeader) -> bytes | None:
-    """The key of the page before this one, None at the start of a chain."""
+    """Return the key of the page before this one, None at the start of a chain."""
     return None if header.parent_key == NO_PARENT else header.parent_key
 
 
 class Chains:
-    """Pages and what they hang on; some 600 bytes of memory each. For one thread.
+    """Pages with their parents; about 600 bytes of memory each. For one thread.
 
-    Invariant: `_children` counts, for each page that a known page hangs on (itself known or not), the known pages that
-    hang on it; a page never hangs on itself. `_unread` are known pages.
+    Invariant: `_children` counts the known children of each parent (which may be unknown); a page is never its own
+    parent. `_unread` are known pages.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Chains:
         return where in self._links
 
     def add(self, page: StoredPage, parent: bytes | None) -> None:
-        """A page that is stored, in place of what was known of it."""
+        """Add or replace a stored page."""
         where = (page.namespace, page.key)
         self.discard(where)
         above = None if parent is None or parent == page.key else (page.namespace, parent)
@@ -69,16 +69,17 @@ class Chains:
             self._children[above] = self._children.get(above, 0) + 1
 
     def add_unread(self, page: StoredPage) -> None:
-        """A page whose header nobody has read: it begins a chain until `add` says otherwise."""
+        """Add a page whose header was not read: it begins a chain until `add` replaces it."""
         self.add(page, None)
         self._unread.add((page.namespace, page.key))
 
     def unread(self) -> list[StoredPage]:
-        """The pages whose headers nobody has read."""
+        """Return the pages whose headers were not read."""
         return [self._links[where].page for where in self._unread]
 
     def renew(self, page: StoredPage) -> bool:
-        """Note size and last use of a page as listed now, the later of both uses; False if the page is not known."""
+        """Update size and last use of a page from a listing (the later use counts). Return False for an unknown
+        page."""
         link = self._links.get((page.namespace, page.key))
         if link is None:
             return False
@@ -88,7 +89,7 @@ class Chains:
         return True
 
     def discard(self, where: PageId) -> bool:
-        """Forget a page; False if it was not known."""
+        """Forget a page; return False if it was unknown."""
         link = self._links.pop(where, None)
         if link is None:
             return False
@@ -101,7 +102,7 @@ class Chains:
         return True
 
     def keep(self, where: set[PageId]) -> None:
-        """Forget all pages but these."""
+        """Forget all pages except these."""
         for gone in [known for known in self._links if known not in where]:
             self.discard(gone)
 
@@ -191,7 +192,7 @@ class Chains:
             if link.parent is not None:
                 counts[link.parent] = counts.get(link.parent, 0) + 1
         if not self._unread <= self._links.keys():
-            raise InvariantError("chains: a page to be read is not known")
+            raise InvariantError("chains: an unread page is unknown")
         if counts != self._children or self.bytes != sum(link.page.bytes for link in self._links.values()):
             raise InvariantError("chains: the counts and the pages disagree")
 
@@ -201,8 +202,8 @@ def _used(page: StoredPage) -> float:
 
 
 def read_chains(raw: RawStore, namespace: str) -> Iterator[Chains]:
-    """List a store and read all headers; the same `Chains`, at first empty, after each page. A page without a sound
-    header begins a chain."""
+    """List a store and read all headers; yield the same growing `Chains` after each page. A page without a valid header
+    begins a chain."""
     chains = Chains()
     yield chains
     for page in raw.pages(namespace):

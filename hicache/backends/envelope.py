@@ -1,16 +1,16 @@
-"""The envelope of every backend but the guard: arguments checked, calls counted in and out, outcomes counted, and calls
-refused that come late or after `close`.
+"""The envelope of every backend except the guard: it checks arguments, counts calls and outcomes, and rejects calls
+after the deadline or after `close`.
 
-    Envelope    makes the verbs of StorageBackend out of functions that are called only while the backend is open
-    Compound    an Envelope around other backends, whose errors and evictions are among its statistics
-    Wrapper     an Envelope around one other backend, which passes on what it does not override
-    Touchable   what makes `batch_touch` for those that heed uses
+    Envelope    implements the verbs of StorageBackend with functions that are called only while the backend is open
+    Compound    an Envelope around other backends; its statistics include their errors and evictions
+    Wrapper     an Envelope around one other backend; it passes on the calls that it does not override
+    Touchable   implements `batch_touch`
 
-A refused call and a StoreError have the same effect: a lookup or removal finds nothing and counts one error, each page
+A rejected call and a StoreError have the same effect: a lookup or removal finds nothing and counts one error; each page
 of a read or store is ERROR and counts one error.
 
-Locking design: `_close_lock` lets a second `close` wait for the first. `_usage` is one reference. `Calls` has a lock of
-its own. The verbs run on their callers' threads, any number of them at once.
+Locking design: `_close_lock` lets a second `close` wait for the first. `_usage` is one reference. `Calls` has its own
+lock. The verbs run on their callers' threads, any number of them at once.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Envelope(StorageBackend):
     def __init__(self, codec: FrameCodec) -> None:
         super().__init__(codec)
         self._calls = Calls(codec)
-        self.name = type(self).__name__  # in log lines; a guard in front of a store gives it its own
+        self.name = type(self).__name__  # in log lines; a guard in front of a store replaces it
         self._close_lock = threading.Lock()
         self._usage = Usage(0, 0, None)
 
-    # What a backend implements
+    # To be implemented by a backend
 
     @abstractmethod
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """Return how many of `keys` are stored before the first hole. Does not refresh recency."""
+        """Return how many of `keys` are stored up to the first hole. Does not refresh recency."""
 
     @abstractmethod
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
@@ -54,29 +54,29 @@ class Envelope(StorageBackend):
 
     @abstractmethod
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """Read pages. The outcomes are counted by the caller, errors are not."""
+        """Read pages. The caller counts outcomes, but not errors."""
 
     @abstractmethod
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """Store pages. The outcomes are counted by the caller, errors are not."""
+        """Store pages. The caller counts outcomes, but not errors."""
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """Remove pages, each key once; return how many were there."""
+        """Remove pages, each key once; return how many were stored."""
 
     @abstractmethod
     def remove_all(self, deadline: float) -> int:
-        """Remove the pages of this namespace; return how many were there."""
+        """Remove the pages of this namespace; return how many were stored."""
 
     @abstractmethod
     def measure(self) -> Usage:
-        """Return what is stored now. May block."""
+        """Return the current usage. May block."""
 
     @abstractmethod
     def shut(self) -> None:
-        """Release files, sockets, threads and parts. Called once, when no verb runs. Raises BackendError."""
+        """Release files, sockets, threads and parts. Called once, after all verbs have ended. Raises BackendError."""
 
     def count(self, *reasons: str) -> None:
         """Count errors by their classes."""
@@ -130,7 +130,7 @@ class Envelope(StorageBackend):
         return self._call(0, deadline, lambda: self.remove_all(deadline))
 
     def usage(self) -> Usage:
-        """See StorageBackend. After `close` the last one, which is not an error."""
+        """See StorageBackend. After `close` it returns the last usage, which is not an error."""
         if self._calls.enter():
             try:
                 self._usage = self.measure()
@@ -149,7 +149,7 @@ class Envelope(StorageBackend):
         self._close()
 
     def _close(self, wait_s: float | None = None) -> None:
-        """Wait for the verbs in flight, for `wait_s` at most, and shut."""
+        """Wait for the verbs in flight, at most `wait_s`, then `shut`."""
         with self._close_lock:
             if self._calls.close(wait_s):
                 self.shut()
@@ -163,7 +163,8 @@ class Envelope(StorageBackend):
         pages: int = 1,
         settle: Callable[[T], None] = lambda answer: None,
     ) -> T:
-        """The answer of `verb`, which `settle` counts. Where it cannot be had: `refused`, and `pages` errors."""
+        """Return the result of `verb`, which `settle` counts. After a rejection or failure: `refused`, and `pages`
+        errors."""
         answer = refused
         is_open = self._calls.enter()
         try:
@@ -188,7 +189,7 @@ class Touchable(Envelope):
 
     @abstractmethod
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Recency. Called as the functions of Envelope, each key once. Raises StoreError."""
+        """See Recency. Called like the functions of Envelope, each key once. Raises StoreError."""
 
     def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
         """See Recency."""
@@ -199,8 +200,8 @@ class Touchable(Envelope):
 class Compound(Envelope):
     """A backend made of others, which it owns; a Composite.
 
-    Its statistics count the pages that its own callers saw: a page that three parts were asked for counts once.
-    `errors`, `corrupt` and `evicted_pages` are its own and those of its parts together.
+    Its statistics count the pages of its own callers: a page that three parts looked up counts once. `errors`,
+    `corrupt` and `evicted_pages` include those of its parts.
     """
 
     @property
@@ -221,8 +222,8 @@ class Compound(Envelope):
 
 
 class Wrapper(Compound, Touchable):
-    """A backend in front of one other, `inner`, to which it passes each call that `reach` lets through. A Composite of
-    that part, which it owns."""
+    """A backend in front of another, `inner`, to which it passes each call that `reach` admits. A Composite of that
+    part, which it owns."""
 
     def __init__(self, inner: StorageBackend) -> None:
         super().__init__(inner.codec)
@@ -234,7 +235,7 @@ class Wrapper(Compound, Touchable):
         return (self._inner,)
 
     def reach(self, pages: int, deadline: float) -> StorageBackend:
-        """Return the backend behind it, for a call that moves so many pages. Raises StoreError, and may block."""
+        """Return the backend behind it, for a call of that many pages. Raises StoreError, and may block."""
         return self._inner
 
     def measure(self) -> Usage:

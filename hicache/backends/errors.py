@@ -1,7 +1,7 @@
-"""Why a store could not do what it was asked: one vocabulary for all stores.
+"""The kinds of failures: one vocabulary for all stores.
 
-A store counts a failure under its kind, in `BackendStatistics.errors` and in the metric that shows them, so an operator
-meets the same word whichever the store is. A store of another package may use a kind of its own, as plain text.
+A store counts a failure under its kind, in `BackendStatistics.errors` and in the metric, so operators see the same word
+for every store. A store of another package may use its own kind, as plain text.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import ssl
 
 
 class ErrorKind(enum.StrEnum):
-    """The kind of a failure. The value is the name under which it is counted."""
+    """The kind of a failure. The value is its name in counts."""
 
     DEADLINE = "deadline"  # the caller's time was over
-    TIMEOUT = "timeout"  # no byte came or went for too long
+    TIMEOUT = "timeout"  # no byte was sent or received for too long
 
     # The connection
     DNS = "dns"
@@ -23,12 +23,12 @@ class ErrorKind(enum.StrEnum):
     CONNECTION_LOST = "connection_lost"
     UNREACHABLE = "unreachable"  # any other error of the network, or no such Unix socket
     TLS = "tls"
-    PROTOCOL = "protocol"  # the reply is not one of such a server
+    PROTOCOL = "protocol"  # the reply is not from such a server
     SHORT_BODY = "short_body"  # the reply ended early; the object itself may be whole
     TOO_MANY_CONNECTIONS = "too_many_connections"
-    FOREIGN_ADDRESS = "foreign_address"  # a server named a node that the client must not follow it to
+    FOREIGN_ADDRESS = "foreign_address"  # a server reported a node that is not allowed
 
-    # What the operator has to mend
+    # To be fixed by the operator
     WRONG_CREDENTIALS = "wrong_credentials"  # unknown, wrong or expired
     ACCESS_DENIED = "access_denied"
     CLOCK_SKEW = "clock_skew"
@@ -36,9 +36,9 @@ class ErrorKind(enum.StrEnum):
     WRONG_REGION = "wrong_region"
 
     # The state of the server
-    THROTTLED = "throttled"  # it asks for fewer requests
+    THROTTLED = "throttled"  # it requests fewer requests
     UNAVAILABLE = "unavailable"
-    SERVER_ERROR = "server_error"  # any error that it gives no better word for
+    SERVER_ERROR = "server_error"  # any other error of the server
     LOADING = "loading"
     BUSY = "busy"
     NO_PRIMARY = "no_primary"
@@ -49,26 +49,26 @@ class ErrorKind(enum.StrEnum):
     CANNOT_PERSIST = "cannot_persist"
     TOO_FEW_REPLICAS = "too_few_replicas"
     NO_SPACE = "no_space"
-    NO_SEGMENT = "no_segment"  # no node gives memory to the store
-    NO_REPLICA = "no_replica"  # no node holds the page any more
-    ADMIN = "admin"  # the HTTP server of a Mooncake master, which counts and lists, is not to be used
+    NO_SEGMENT = "no_segment"  # no node provides memory to the store
+    NO_REPLICA = "no_replica"  # no node has the page any longer
+    ADMIN = "admin"  # the HTTP server of a Mooncake master, which counts and lists, is not usable
 
     # One request or one object
-    BAD_REQUEST = "bad_request"  # refused by the server, or by the client before it was sent
+    BAD_REQUEST = "bad_request"  # rejected by the server, or by the client before sending
     UNSUPPORTED = "unsupported"
-    CHECKSUM = "checksum"  # the server says that it received other bytes than were sent
-    CONFLICT = "conflict"  # another writer is at the same object
+    CHECKSUM = "checksum"  # the server reports that it received different bytes
+    CONFLICT = "conflict"  # another writer is writing the same object
     WRONG_TYPE = "wrong_type"
     MOVED = "moved"
     ASK = "ask"
     NOT_READY = "not_ready"  # the object is being written
-    LEASED = "leased"  # the object has a reader, and cannot be removed
-    LEASE_EXPIRED = "lease_expired"  # a read took longer than the server held the object for it
+    LEASED = "leased"  # the object is being read, and cannot be removed
+    LEASE_EXPIRED = "lease_expired"  # a read took longer than the server's lease
     CLIENT_EXPIRED = "client_expired"  # the server has forgotten this client
-    TRANSFER = "transfer"  # the node that holds a page did not move it
+    TRANSFER = "transfer"  # the node with a page did not transfer it
 
     # This process
-    NO_THREAD = "no_thread"  # this machine cannot start one
+    NO_THREAD = "no_thread"  # this machine cannot start a thread
     NO_BUFFER = "no_buffer"  # no bounce buffer was free in time
     CLOSED = "closed"
     FORKED = "forked"
@@ -76,11 +76,11 @@ class ErrorKind(enum.StrEnum):
 
 
 class StoreError(Exception):
-    """A store cannot go on with a call. Raised by a `PageStore` in its own verbs, where it ends the call: the pages
-    that are not settled yet fail.
+    """A store cannot continue a call. A `PageStore` raises it in its own functions, which ends the call: the remaining
+    pages fail.
 
-    `kind` is counted, also if no page fails with it. `detail` is for messages: it holds nothing that was sent and no
-    word that a server has chosen. `retry_after_s` is the pause that the server asked for, 0 for none.
+    `kind` is counted, even if no page fails with it. `detail` is for messages; it contains neither sent data nor text
+    from a server. `retry_after_s` is the pause that the server requested, or 0.
     """
 
     def __init__(self, kind: str, detail: str = "", retry_after_s: float = 0.0) -> None:
@@ -93,14 +93,14 @@ class StoreError(Exception):
         return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
 
 
-# The first that fits: the order is from the narrow to the wide.
+# The first match counts: the order is from specific to general.
 _OF_EXCEPTIONS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (socket.gaierror, ErrorKind.DNS),
     (ssl.SSLEOFError, ErrorKind.CONNECTION_LOST),
     (ssl.SSLZeroReturnError, ErrorKind.CONNECTION_LOST),
     (ssl.SSLError, ErrorKind.TLS),
     (TimeoutError, ErrorKind.TIMEOUT),
-    (BlockingIOError, ErrorKind.TIMEOUT),  # how a socket with a timeout of the kernel's says it
+    (BlockingIOError, ErrorKind.TIMEOUT),  # raised by a socket with a timeout in the kernel
     (ConnectionRefusedError, ErrorKind.CONNECTION_REFUSED),
     (ConnectionError, ErrorKind.CONNECTION_LOST),
 )

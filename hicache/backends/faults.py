@@ -1,10 +1,10 @@
-"""Faults on purpose: a wrapper that makes a good backend slow, unreliable, damaged or hanging.
+"""Injected faults: a wrapper that makes a good backend slow, unreliable, damaged or hanging.
 
-For tests, and for trying out what a store's troubles cost: `storage.guard.inject` in a configuration puts one between
+For tests, and for trying out the effects of a failing store: `storage.guard.inject` in a configuration puts it between
 the guard and the backend.
 
-Locking design: one condition guards the dice, the bandwidth's book and whether calls hang. It is not held while the
-backend works, nor while a delay passes. Otherwise as `envelope`.
+Locking design: one condition guards the random numbers, the bandwidth and the switch for hanging. It is not held while
+the backend works or during a delay. Otherwise as `envelope`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .base import GetOutcome, StorageBackend
 from .envelope import Wrapper
 from .errors import StoreError
 
-INJECTED = "injected"  # the class of errors that are made here
+INJECTED = "injected"  # the class of injected errors
 
 
 class FaultyBackend(Wrapper):
     """See the module's docstring. Usage is measured without faults.
 
     It keeps the contract: delays end at the deadline, errors are outcomes and counted, damaged pages are removed. Only
-    `hang` breaks it, on purpose: calls then stay until `release`, whatever their deadline.
+    `hang` breaks it deliberately: calls then block until `release`, beyond their deadline.
     """
 
     def __init__(self, inner: StorageBackend, options: InjectConfig | None = None) -> None:
@@ -38,31 +38,31 @@ class FaultyBackend(Wrapper):
         self._dice = random.Random(self.options.seed)
         self._hanging = False
         self._failing = False
-        self._free_at = 0.0  # when the line has carried what was sent so far
-        self.hung_calls = 0  # that hang now
+        self._free_at = 0.0  # the time when all bytes so far have been transferred
+        self.hung_calls = 0  # calls that hang now
 
-    # Faults by hand
+    # Manual faults
 
     def hang(self) -> None:
-        """From now on calls hang."""
+        """Make calls hang from now on."""
         with self._state:
             self._hanging = True
 
     def release(self) -> None:
-        """Let the calls that hang go on, and no other hang."""
+        """Continue the calls that hang, and stop making calls hang."""
         with self._state:
             self._hanging = False
             self._state.notify_all()
 
     def fail(self, failing: bool = True) -> None:
-        """From now on every call fails, or none but those of `error_share`."""
+        """Make every call fail from now on; with False, only those of `error_share`."""
         with self._state:
             self._failing = failing
 
     # Verbs, see Envelope
 
     def reach(self, pages: int, deadline: float) -> StorageBackend:
-        """See Wrapper. Lets the delay of the call pass."""
+        """See Wrapper. Waits for the delay of the call."""
         options = self.options
         with self._state:
             delay_s = options.latency + options.jitter * self._dice.random()
@@ -75,7 +75,7 @@ class FaultyBackend(Wrapper):
             self.hung_calls += 1
             self._state.wait_for(lambda: not self._hanging)
             self.hung_calls -= 1
-        # Not a call of the condition: a release is no reason to be faster.
+        # Not a wait on the condition: `release` must not shorten the delay.
         if delay_s:
             time.sleep(max(0.0, min(delay_s, deadline - time_s)))
         if fails or time.monotonic() >= deadline:
@@ -90,7 +90,7 @@ class FaultyBackend(Wrapper):
         ]
 
     def close(self) -> None:
-        """See StorageBackend. Ends what hangs."""
+        """See StorageBackend. Continues hanging calls."""
         self.release()
         super().close()
 
@@ -101,11 +101,11 @@ class FaultyBackend(Wrapper):
             return self._dice.random() < self.options.damage_share
 
     def _damage(self, key: bytes, page: PageBuffer, deadline: float) -> GetOutcome:
-        """Flip a bit on the way in, as a bad cable does, and then do as a backend does that finds one."""
+        """Flip a bit of a read page, as a bad cable might, then act like a backend that detects it."""
         payload = page[HEADER_BYTES:] if isinstance(page, memoryview) else next(filter(len, page.parts))
         payload[0] ^= 1
         if self.codec.accept(key, page, self.codec.frame_bytes) is None:
-            return GetOutcome.HIT  # a codec without a tag believes everything
+            return GetOutcome.HIT  # a codec without a tag accepts everything
         self._inner.delete([key], deadline=deadline)
         self._calls.count(corrupt=[INJECTED])
         return GetOutcome.CORRUPT

@@ -1,9 +1,9 @@
-"""HTTP/1.1 (RFC 9112) as far as clients of S3 and of a daemon need it, over TCP, TLS and Unix sockets, with bodies
-that go from and into lists of buffers.
+"""A subset of HTTP/1.1 (RFC 9112) for clients of S3 and of a daemon, over TCP, TLS and Unix sockets, with bodies in
+lists of buffers.
 
-The buffers of a body are handed to the kernel together with the head of their request, and a body is received straight
-into its buffers by one system call per mebibyte, most of which is spent without the interpreter's lock. That is what
-`http.client` leaves undone, besides parsing heads with the parser for mail.
+The buffers of a body are passed to the kernel together with the head of their request. A body is received directly into
+its buffers, with one system call per mebibyte, mostly without the interpreter's lock. `http.client` does neither, and
+parses heads with the parser for mail.
 
 Every wait ends after `timeout_s` without a byte, or at the deadline of the call.
 
@@ -32,37 +32,37 @@ from .refreshed import Refreshed
 Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...] | str]
 T = TypeVar("T")
 
-# Far above the heads that stores send; a reply that is longer is none.
+# Far above the heads of stores; a longer one is not valid.
 _HEAD_BYTES_MAX = 32 << 10
 _RECEIVED_AT_ONCE = 16 << 10
-# A receive that waits for all of so many bytes: large enough that there are few, small enough to see a stall.
+# The bytes that one receive waits for: large enough for few calls, small enough to detect a stall.
 PIECE_BYTES = 1 << 20
-# Buffers that Linux takes in one system call, IOV_MAX.
+# The most buffers of one system call on Linux, IOV_MAX.
 _BUFFERS_AT_ONCE = 1024
-# The kernel reads a timeout of zero as none at all.
+# The shortest timeout: for the kernel, zero means no timeout.
 _TIMEOUT_MIN_S = 0.001
-# Addresses behind a name are asked for again after this time: stores balance load by changing them.
+# Names are resolved again after this time: stores balance load by changing addresses.
 _ADDRESSES_AGE_MAX_S = 60.0
-# A server that sends interim replies only gets no further than this.
+# The most interim replies of a server.
 _INTERIM_MAX = 8
-# Stores send about twenty headers.
+# The most headers; stores send about twenty.
 _HEADERS_MAX = 200
-# The grammar of RFC 9112, 4 and 5, and RFC 9110, 5.5. No control character but a tab is part of it, so that no line
-# ends within a line, and digits are those of ASCII. Some servers leave out the space before an empty reason.
+# The grammar of RFC 9112, 4 and 5, and RFC 9110, 5.5. A tab is the only control character, so that a line cannot end
+# within a line, and digits are ASCII. Some servers omit the space before an empty reason.
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
 _LENGTH = re.compile("[0-9]{1,15}")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
-# What is sent is narrower still: visible ASCII, with spaces and tabs in values of headers.
+# Sent heads are stricter: visible ASCII, with spaces and tabs in values of headers.
 _TARGET = re.compile("/[!-~]*")
 _FIELD = re.compile("[0-9a-z-]+: [\t -~]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where connections go: to the store, or to a proxy, which connects those with TLS to `tunnel`. `tls` None means
-    plain HTTP; `name` is the one in the store's certificate. With `socket`, the path of a Unix socket, host and port
-    do not count. Times are seconds."""
+    """The peer of connections: the store, or a proxy, which connects those with TLS to `tunnel`. `tls` None means plain
+    HTTP; `name` is the one in the store's certificate. With `socket`, the path of a Unix socket, host and port are
+    ignored. Times are seconds."""
 
     host: str
     port: int
@@ -83,12 +83,12 @@ class Head:
 
     @property
     def is_chunked(self) -> bool:
-        """Whether the body comes in chunks, so that its length is not known beforehand."""
+        """True if the body comes in chunks, so that its length is not known in advance."""
         return "transfer-encoding" in self.headers
 
     @property
     def length(self) -> int | None:
-        """Bytes of the body, None if the reply does not say. Raises StoreError for what is no length."""
+        """Bytes of the body, None if not given. Raises StoreError for an invalid length."""
         text = self.headers.get("content-length")
         if text is not None and not _LENGTH.fullmatch(text):
             raise StoreError(ErrorKind.PROTOCOL, "content-length is not a number")
@@ -96,11 +96,11 @@ class Head:
 
 
 class StaleConnection(Exception):
-    """An idle connection turned out to be closed by the server: nothing of a reply has come."""
+    """The server has closed an idle connection; no byte of a reply has arrived."""
 
 
 def parse_head(data: bytes) -> Head:
-    """The head in `data`, which ends with its empty line. Raises StoreError if it is none."""
+    """Parse the head in `data`, which ends with its empty line. Raises StoreError if it is not valid."""
     first, *lines = data[:-4].split(b"\r\n")
     status = _STATUS_LINE.fullmatch(first)
     if status is None:
@@ -120,10 +120,10 @@ def parse_head(data: bytes) -> Head:
 
 
 def request_head(method: str, target: str, headers: Mapping[str, str], origin: str = "") -> bytes:
-    """The head of a request. Names of headers are lower-case; a proxy wants the `origin` of the target.
+    """Return the head of a request. Names of headers are lower-case; a proxy needs the `origin` of the target.
 
-    Raises StoreError for a target or header with a character that would end it or that HTTP does not allow,
-    wherever it comes from: it could make another header or request of the rest.
+    Raises StoreError for a target or header with a character that HTTP does not allow, such as a line end, which could
+    inject another header or request.
     """
     fields = [f"{name}: {value}" for name, value in headers.items()]
     if not _TARGET.fullmatch(target) or not all(map(_FIELD.fullmatch, fields)):
@@ -133,22 +133,22 @@ def request_head(method: str, target: str, headers: Mapping[str, str], origin: s
 
 
 class Connection:
-    """One connection to the store. Not thread-safe. `is_reusable` says whether a reply has been read to its end."""
+    """One connection to the store. Not thread-safe. `is_reusable` is True after a reply was read to its end."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._timeout_s = timeout_s
         self._set_s = -1.0
-        self._ahead = bytearray()  # received behind a head and not consumed yet
+        self._ahead = bytearray()  # received after a head and not consumed yet
         self._has_closing_reply = False
         self.is_reusable = False
         if not self._is_tls:
-            # Waits are bounded by the socket's own timeouts, so that one call can move a whole piece.
+            # The socket's own timeouts limit waits, so that one call can transfer a whole piece.
             sock.settimeout(None)
 
     def _limit(self, deadline: float) -> None:
-        """Bound the next operation. Raises TimeoutError if there is no time left."""
+        """Set the timeout of the next operation. Raises TimeoutError after the deadline."""
         left = min(self._timeout_s, deadline - time.monotonic())
         if left <= 0:
             raise TimeoutError
@@ -162,7 +162,7 @@ class Connection:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def is_idle(self) -> bool:
-        """Whether the server has neither closed the connection nor sent what nobody asked for."""
+        """Return True if the server has neither closed the connection nor sent unexpected data."""
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return False
         poll = select.poll()
@@ -170,7 +170,7 @@ class Connection:
         return not poll.poll(0)
 
     def send(self, head: bytes, body: Sequence[memoryview], deadline: float) -> None:
-        """Send a request. Raises OSError; what was sent until then may have been a whole one."""
+        """Send a request. Raises OSError; the whole request may have been sent by then."""
         self.is_reusable = False
         left = [part for part in (memoryview(head), *body) if part.nbytes]
         while left:
@@ -179,9 +179,9 @@ class Connection:
             left = without_first(left, sent)
 
     def read_head(self, deadline: float) -> Head:
-        """The head of the reply, interim ones skipped.
+        """Read the head of the reply, skipping interim ones.
 
-        Raises StaleConnection if the server closed before it sent a byte, OSError, and StoreError for what is none.
+        Raises StaleConnection if the server closed before it sent a byte, OSError, and StoreError for an invalid head.
         """
         for _ in range(_INTERIM_MAX):
             head = parse_head(self._read_to(b"\r\n\r\n", _HEAD_BYTES_MAX, deadline))
@@ -208,8 +208,8 @@ class Connection:
     def read_into(
         self, target: Sequence[memoryview], deadline: float, arrived: TagStream | None = None
     ) -> None:
-        """Receive exactly the bytes of `target`; `arrived` takes them in piece by piece, while they are in the cache of
-        the processor. Raises OSError, and StoreError if the connection ends before that."""
+        """Receive exactly the bytes of `target`; `arrived` gets them in pieces, while they are in the processor's
+        cache. Raises OSError, and StoreError if the connection ends before that."""
         size = sum(buffer.nbytes for buffer in target)
         done, left = 0, [buffer for buffer in target if buffer.nbytes]
         while done < size:
@@ -237,7 +237,8 @@ class Connection:
         return self._sock.recvmsg_into(target, 0, socket.MSG_WAITALL)[0]
 
     def read_body(self, head: Head, bytes_max: int, deadline: float) -> bytes:
-        """The body of a small reply. Raises OSError, and StoreError if it is longer than `bytes_max` or cut."""
+        """Read the body of a small reply. Raises OSError, and StoreError if it is longer than `bytes_max` or cut
+        off."""
         if head.is_chunked:
             return read_chunks(
                 lambda: self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline),
@@ -252,7 +253,7 @@ class Connection:
         return self.read_exactly(length, deadline)
 
     def read_exactly(self, size: int, deadline: float) -> bytes:
-        """The next `size` bytes. Takes no memory for those that have not come. Raises as `read_into`."""
+        """Read the next `size` bytes. Allocates memory only for arrived bytes. Raises as `read_into`."""
         data = bytearray()
         while len(data) < size:
             piece = bytearray(min(size - len(data), PIECE_BYTES))
@@ -274,17 +275,17 @@ class Connection:
             self._ahead += data
 
     def finish(self) -> None:
-        """Note that the reply was read to its end."""
+        """Record that the reply was read to its end."""
         self.is_reusable = not self._has_closing_reply and not self._ahead
 
     def close(self) -> None:
-        """Close it, whatever state it is in."""
+        """Close it, in any state."""
         self._sock.close()
 
 
 def read_chunks(read_line: Callable[[], bytes], read_exactly: Callable[[int], bytes], bytes_max: int) -> bytes:
-    """Read a body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and a sixteenth of that around the chunks.
-    Raises StoreError, and what the readers raise."""
+    """Read a body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes plus a sixteenth of that around the chunks.
+    Raises StoreError, and the errors of the readers."""
     body = bytearray()
     framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
     is_trailer = False
@@ -311,14 +312,15 @@ def read_chunks(read_line: Callable[[], bytes], read_exactly: Callable[[int], by
 
 
 def read_small(connection: Connection, head: Head, bytes_max: int, deadline: float) -> bytes:
-    """Return the whole body of a small reply, and note that it was read. Raises as `Connection.read_body`."""
+    """Return the whole body of a small reply, and `finish` it. Raises as `Connection.read_body`."""
     body = b"" if head.status == 204 else connection.read_body(head, bytes_max, deadline)
     connection.finish()
     return body
 
 
 def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
-    """A server that refuses a body may answer and close before it has read it: what it said, if it can be had."""
+    """Return the reply of a server that rejected a body and closed before reading it all. Raises `error` without
+    one."""
     try:
         return connection.read_head(deadline)
     except ConnectionError:
@@ -337,7 +339,7 @@ def _require_own_peer(sock: socket.socket) -> None:
 
 
 def resolve(server: Server) -> Sequence[Address]:
-    """The addresses of the server's name. Blocks for as long as the resolver likes. Raises StoreError."""
+    """Return the addresses of the server's name. Blocks without a limit in the resolver. Raises StoreError."""
     if server.socket:
         return [(socket.AF_UNIX, server.socket)]
     try:
@@ -348,7 +350,7 @@ def resolve(server: Server) -> Sequence[Address]:
 
 
 class ConnectionPool:
-    """Connections to one server: the idle ones, latest first, and as many new ones as are asked for."""
+    """Connections to one server: the idle ones, latest first, and any number of new ones."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -365,9 +367,9 @@ class ConnectionPool:
         *,
         may_repeat: bool = True,
     ) -> T:
-        """Send a request and return what `read` makes of its reply; on another connection if an idle one turns out to
-        be closed. Without `may_repeat` that is a lost connection: the server may have begun with the request. Raises
-        StoreError, also what `read` raises."""
+        """Send a request and return the result of `read` for its reply. If an idle connection was closed, use another
+        one; without `may_repeat` that is an error instead, because the server may have begun the request. Raises
+        StoreError, and the errors of `read`."""
         connection = self.take_idle()
         if connection is not None:
             try:
@@ -402,7 +404,7 @@ class ConnectionPool:
             self.give(connection)
 
     def take_idle(self) -> Connection | None:
-        """A connection that was used before and still seems good, None if there is none."""
+        """Return a connection that was used before and still seems good, or None."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -413,7 +415,7 @@ class ConnectionPool:
             connection.close()
 
     def connect(self, deadline: float) -> Connection:
-        """A new connection. Raises StoreError."""
+        """Return a new connection. Raises StoreError."""
         failure: StoreError | None = None
         for family, address in self._addresses.get(deadline=deadline):
             try:
@@ -446,14 +448,14 @@ class ConnectionPool:
             raise
 
     def _time_left(self, deadline: float) -> float:
-        """Seconds that the next step of making a connection may take. Raises TimeoutError if there are none."""
+        """Return the seconds for the next step of connecting. Raises TimeoutError after the deadline."""
         left = min(self._server.connect_timeout_s, deadline - time.monotonic())
         if left <= 0:
             raise TimeoutError
         return left
 
     def _ask_proxy(self, sock: socket.socket, deadline: float) -> None:
-        """Have the proxy at the other end connect us to the store (RFC 9110, 9.3.6). Raises OSError and StoreError."""
+        """Request a tunnel to the store from the proxy (RFC 9110, 9.3.6). Raises OSError and StoreError."""
         tunnel, connection = self._server.tunnel, Connection(sock, self._server.connect_timeout_s)
         connection.send(f"CONNECT {tunnel} HTTP/1.1\r\nhost: {tunnel}\r\n\r\n".encode("ascii"), (), deadline)
         try:
@@ -464,7 +466,7 @@ class ConnectionPool:
             raise StoreError(ErrorKind.UNREACHABLE, f"the proxy answered with status {status}")
 
     def give(self, connection: Connection) -> None:
-        """Take a connection back: it is kept if its reply was read to the end, else closed."""
+        """Take a connection back: it is kept if its reply was read to the end, otherwise closed."""
         if connection.is_reusable:
             with self._lock:
                 self._idle.append(connection)

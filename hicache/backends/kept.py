@@ -1,19 +1,18 @@
-"""Frames that an earlier process has left in host memory (`host.shared.keep`): read like a very fast store.
+"""Frames that an earlier process has kept in host memory (`host.shared.keep`): read like a very fast store.
 
-An engine that was killed leaves its frames in a shared mapping. The engine that starts there again indexes them by the
-page keys in their headers. They stay where they are until a prompt asks for them, or until the cache needs their room.
+An engine that ends or dies keeps its frames in a shared mapping. The next engine indexes them by the page keys in their
+headers. They stay in place until a prompt needs them, or until the cache needs their memory.
 
-A header is a hint and proves nothing. A page that is asked for is copied to the frame that the cache has reserved for
-it, and the copy is proved there, as a page of any store. So a frame is never shown that something could still write to,
-and no page changes its owner between threads; the copy takes a part of the time of the proof. The old frame is free
-then.
+A header is only a hint. A requested page is copied to the frame that the cache has reserved for it, and the copy is
+verified there, like a page of any store. So the cache never uses a frame that another process could still write to, and
+pages do not change their owner between threads; the copy is faster than the verification. Then the old frame is free.
 
-    KeptFrames    which of them are left, by key
-    KeptBackend   the store of them; without another store it also seals what is computed, where it is
+    KeptFrames    the remaining frames, by key
+    KeptBackend   the store of them; without another store it also seals computed pages in place
     KeptLevel     a KeptBackend in front of the configured storage
 
-Locking design: `_lock` of a KeptFrames guards its fields. It is held for a few instructions a page, and never while a
-frame is read, because the scheduler thread takes it in `give_way`. A frame that is being read is in none of the tables.
+Locking design: `_lock` of a KeptFrames guards its fields. It is held for a few instructions per page, and never while a
+frame is read, because the scheduler thread takes it in `give_way`. A frame that is being read is not in the tables.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from .store import PageStore
 
 
 class KeptFrames:
-    """The frames of `pages` pages that `codec` may be able to prove, of which `frame` returns one by its number.
+    """The frames of `pages` pages that `codec` may be able to verify; `frame` returns one by its number.
 
-    Invariant: each page is in `_pages`, under its key, is being read, or waits in `_unused` to be given away. `held`
-    is their number.
+    Invariant: each page is in `_pages`, under its key, or is being read, or waits in `_unused` to be freed. `held` is
+    their number.
     """
 
     def __init__(self, codec: FrameCodec, pages: int, frame: Callable[[int], memoryview]) -> None:
@@ -54,14 +53,14 @@ class KeptFrames:
 
     @property
     def pages(self) -> list[int]:
-        """The pages that have not been asked for."""
+        """Return the pages that have not been requested."""
         with self._lock:
             return list(self._pages.values())
 
     # On the scheduler thread
 
     def give_way(self, count: int) -> list[int]:
-        """Give away up to `count` pages: those that were read, then the ones looked up the longest ago, tails before
+        """Free up to `count` pages: those that were read, then the least recently looked-up ones, tails before
         heads."""
         with self._lock:
             while len(self._unused) < count and (oldest := self._order.oldest()) is not None:
@@ -71,13 +70,13 @@ class KeptFrames:
             return given
 
     def drop(self) -> None:
-        """Forget all pages; `give_way` gives them away. A page that is being read stays with its reader."""
+        """Forget all pages; `give_way` frees them. A page that is being read stays with its reader."""
         with self._lock:
             for key in list(self._pages):
                 self._discard(key)
 
     def were_read(self, keys: Sequence[bytes]) -> bool:
-        """True if one of `keys` was read from here since it was last asked about."""
+        """Return True if one of `keys` was read from here since the last call for it."""
         with self._lock:
             found = not self._read.isdisjoint(keys)
             self._read.difference_update(keys)
@@ -86,7 +85,8 @@ class KeptFrames:
     # On workers
 
     def find(self, keys: Sequence[bytes], namespace: bytes) -> list[bool]:
-        """Return which of `keys` are here. Refreshes them: the read that follows takes room, for which others go."""
+        """Return which of `keys` are here, and refresh them: the following read needs room, for which others are freed.
+        """
         with self._lock:
             if namespace != self._namespace:
                 return [False] * len(keys)
@@ -95,7 +95,7 @@ class KeptFrames:
             return found
 
     def take(self, key: bytes, namespace: bytes) -> int | None:
-        """Return the page of `key`, to be read, None if it is not here. `end` follows."""
+        """Return the page of `key` for a read, or None if it is not here. The reader must call `end`."""
         with self._lock:
             if namespace != self._namespace or key not in self._pages:
                 return None
@@ -103,14 +103,14 @@ class KeptFrames:
             return self._pages.pop(key)
 
     def end(self, page: int, key: bytes | None) -> None:
-        """End the read of a page, of which there is a proved copy of `key` now, None if it failed."""
+        """End the read of a page. `key` means that it was copied and verified, None that it failed."""
         with self._lock:
             self._unused.append(page)
             if key is not None:
                 self._read.add(key)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Forget pages; return how many were here."""
+        """Forget pages; return how many there were."""
         with self._lock:
             there = [key for key in keys if key in self._pages]
             for key in there:
@@ -128,10 +128,10 @@ class KeptFrames:
 
 
 class KeptBackend(PageStore[int]):
-    """See the module's docstring. A page can be read once: its copy is on L2 then.
+    """See the module's docstring. A page can be read once: then its copy is on L2.
 
-    With `seals` it is the only store: what is stored is sealed in its frame, where the next process finds it. Without,
-    it takes nothing.
+    With `seals` it is the only store: pages are sealed in their frames, where the next process finds them. Otherwise it
+    does not accept pages.
     """
 
     def __init__(self, codec: FrameCodec, frames: KeptFrames, *, seals: bool) -> None:
@@ -161,7 +161,7 @@ class KeptBackend(PageStore[int]):
         """See PageStore. `read` has taken the page out."""
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. Seals each frame where it is."""
+        """See PageStore. Seals each frame in place."""
         for position in pages:
             if self._seals:
                 pages.sealed(position)
@@ -178,16 +178,16 @@ class KeptBackend(PageStore[int]):
         return iter(self._frames.keys())
 
     def measure(self) -> Usage:
-        """See PageStore. Of the pages that have not been asked for."""
+        """See PageStore. Counts the pages that have not been requested."""
         pages = len(self._frames.keys())
         return Usage(pages, pages * self.codec.frame_bytes, None)
 
     def shut(self) -> None:
-        """See PageStore. The frames stay, for a store that is opened later."""
+        """See PageStore. The frames stay for a store that is opened later."""
 
 
 class KeptLevel(Wrapper):
-    """`inner`, with the kept frames in front of it. Pages are stored in `inner` alone."""
+    """`inner`, with the kept frames in front of it. Pages are stored only in `inner`."""
 
     def __init__(self, inner: StorageBackend, kept: KeptBackend) -> None:
         super().__init__(inner)
@@ -199,7 +199,7 @@ class KeptLevel(Wrapper):
         return (self._kept, self._inner)
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. Asks both in turn, each from where the other one has stopped."""
+        """See Envelope. Looks up both alternately, each from the end of the other's prefix."""
         found, more = self._kept.batch_exists(keys, deadline=deadline), 1
         while found < len(keys) and more:
             below = self._inner.batch_exists(keys[found:], deadline=deadline)
@@ -214,7 +214,7 @@ class KeptLevel(Wrapper):
         return [one or other for one, other in zip(kept, below, strict=True)]
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. What the kept frames do not serve, damaged ones too, is read from `inner`."""
+        """See Envelope. Pages that are missing or damaged in the kept frames are read from `inner`."""
         outcomes = self._kept.batch_get(keys, pages, deadline=deadline)
         missing = [position for position, outcome in enumerate(outcomes) if outcome is not GetOutcome.HIT]
         if missing:

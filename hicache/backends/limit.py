@@ -1,20 +1,20 @@
-"""A limit in bytes for a store that has none of its own: S3, or Redis without `maxmemory`.
+"""A limit in bytes for stores without their own limit: S3, or Redis without `maxmemory`.
 
-What the store holds, in all namespaces, is known from a listing and from what was written since. A page for which there
-is no room is REJECTED; a sweep in the background makes room by removing the least recently used pages on which none
-hangs, so that chains lose their tails. Uses are those that the store tells of, and those through this backend.
+The size of the store, over all namespaces, is known from a listing and from the writes since. A page without room is
+REJECTED; a sweep in the background makes room by removing the least recently used pages without children, so that
+chains lose their tails. Uses are those that the store reports, and those through this backend.
 
-One engine never exceeds the limit. Of several that share a store, each learns what the others wrote from its next
-listing: the limit may be overshot by the writes of one interval plus one listing, and no longer than that. Their sweeps
-choose nearly the same pages, and at worst each removes as many as one would.
+One engine never exceeds the limit. If several share a store, each learns about the others' writes from its next
+listing: the limit may be overshot by the writes of one interval plus one listing. Their sweeps choose almost the same
+pages; at worst each removes as many as one would.
 
-A listing costs a request per thousand pages on S3. The first sweep that has to remove something reads the header of
-each page that this backend has not stored itself: one small request a page, once.
+A listing costs one request per thousand pages on S3. The first sweep that removes pages reads the header of each page
+that this backend has not stored itself: one small request per page, once.
 
-Locking design: `_state` guards the `_Ledger`, `_closed` and what verbs leave for the sweep (`_fresh`, `_uses`,
-`_is_full`); it is held for a few instructions, and taken before the lock of the task. `_not_before`, `_chains`, `_raw`
-and `_backoff` are written by the sweep, a BackgroundTask that the constructor wakes and `close` ends. Verbs wait for it
-only until the first listing is through, FIRST_LISTING_WAIT_S at most. Otherwise as `envelope`.
+Locking design: `_state` guards the `_Ledger`, `_closed` and the data of verbs for the sweep (`_fresh`, `_uses`,
+`_is_full`); it is held for a few instructions, and taken before the lock of the task. The sweep writes `_not_before`,
+`_chains`, `_raw` and `_backoff`; it is a BackgroundTask that the constructor wakes and `close` ends. Verbs wait for it
+only until the end of the first listing, at most FIRST_LISTING_WAIT_S. Otherwise as `envelope`.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ from .raw import PageId, RawStore
 
 _log = logging.getLogger(__name__)
 
-# How often a store is listed. Shorter tells sooner of what others wrote and costs more requests.
+# The interval of listings. Shorter detects others' writes sooner, but costs more requests.
 LIST_INTERVAL_S = 60.0
-# From the start of a listing it takes this long at least to the next one, however full the store is, and after one that
-# failed twice as long each time.
+# The shortest time between the starts of two listings, even if the store is full. It doubles after each failure.
 PAUSE_S = 1.0
-# A sweep begins above the one share of the limit and ends below the other: large steps amortize the listing.
+# A sweep begins above the first share of the limit and ends below the second: large steps amortize the listing.
 HIGH_WATER = 0.95
 LOW_WATER = 0.90
-# An engine that has just started can wait this long for its first page to be stored.
+# How long the first store of a new engine may wait.
 FIRST_LISTING_WAIT_S = 2.0
-# Pages that a sweep knows the chains of, at some 600 bytes each. Of a larger store it removes from these alone, and may
-# take a page for a tail that is not one: the price is a shorter hit, not a wrong one.
+# Pages whose chains a sweep knows, at about 600 bytes each. In a larger store it removes only these, and may mistake a
+# page for a tail: that makes hits shorter, not wrong.
 PAGES_MAX = 1 << 19
-# Stores and uses that wait for the next sweep; what is beyond is read from headers, or counts as not used.
+# Stores and uses that wait for the next sweep. Beyond the limit, headers are read, and uses are ignored.
 _NOTES_MAX = 1 << 16
 _REMOVE_CHUNK = 1000
 _CLOSE_S = 5.0
@@ -62,10 +61,10 @@ _CLOSE_S = 5.0
 
 @dataclass(slots=True)
 class _Ledger:
-    """What the store may hold at most, as far as this process can know. Not locked.
+    """The largest possible size of the store, as known to this process. Not locked.
 
-    Invariant: `used_bytes` is at least what was listed plus what this process may have written since that listing
-    began; what is `reserved` is not used yet.
+    Invariant: `used_bytes` is at least the listed bytes plus the bytes that this process may have written since that
+    listing began; `reserved` bytes are not included.
     """
 
     capacity_bytes: int
@@ -75,36 +74,36 @@ class _Ledger:
     is_listed: bool = False
 
     def reserve(self, pages: int, page_bytes: int) -> int:
-        """Take room for as many of `pages` as there is; how many that is."""
+        """Reserve room for as many of `pages` as possible; return their number."""
         free = self.capacity_bytes - self.used_bytes - self.reserved_bytes
         fitting = max(0, min(pages, free // page_bytes))
         self.reserved_bytes += fitting * page_bytes
         return fitting
 
     def commit(self, written_bytes: int) -> None:
-        """So much of the reserved room may be in use now."""
+        """Turn reserved room into used room."""
         self.reserved_bytes -= written_bytes
         self.used_bytes += written_bytes
         self.since_bytes += written_bytes
 
     def release(self, unused_bytes: int) -> None:
-        """Give back so much of the reserved room."""
+        """Release reserved room."""
         self.reserved_bytes -= unused_bytes
 
     def end_listing(self, listed_bytes: int) -> None:
-        """The listing is through. What was written since it began may count twice, until the next one."""
+        """Record the result of a listing. Writes since its start may count twice until the next one."""
         self.used_bytes = listed_bytes + self.since_bytes
         self.is_listed = True
 
 
 class LimitedBackend(Wrapper):
-    """`inner` with a limit of `capacity_bytes` for all that its store holds.
+    """`inner` with a limit of `capacity_bytes` for its whole store.
 
-    `open_raw` opens the same store for the sweep, which opens it in its own thread and again after trouble; it raises
-    BackendError and ConfigError. The limit counts what is stored as whole frames until a listing knows better, and
-    pages that may have been stored in spite of an ERROR. Raises InvalidInput for a capacity below one page, and then
-    leaves `inner` open. Of its errors `listing` counts listings and sweeps that failed, `unlisted` pages that came
-    before the first listing was through.
+    `open_raw` opens the same store for the sweep, on the sweep's thread and again after failures; it raises
+    BackendError and ConfigError. Until the next listing, the limit counts stored pages as whole frames, and includes
+    pages that may have been stored despite an ERROR. Raises InvalidInput for a capacity below one page, and then leaves
+    `inner` open. Of its errors, `listing` counts failed listings and sweeps, `unlisted` pages that came before the
+    first listing ended.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class LimitedBackend(Wrapper):
         self._fresh: dict[bytes, bytes | None] = {}
         self._uses: dict[bytes, float] = {}
         self._is_full = False  # a page was rejected since the last sweep began
-        self._not_before = 0.0  # when the next sweep may begin
+        self._not_before = 0.0  # the earliest start of the next sweep
         self._closed = False
         self._on_evicted: EvictionListener = lambda keys: None
         self._chains = Chains()
@@ -147,11 +146,11 @@ class LimitedBackend(Wrapper):
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
         """See Touchable."""
         missing = super().use(keys, deadline)
-        self._note_uses(keys)  # also those that are missing: a sweep asks only about pages that are listed
+        self._note_uses(keys)  # including missing pages: a sweep only reads the uses of listed pages
         return missing
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See EvictionNotices. Those of the store behind it too."""
+        """See EvictionNotices. Also reports the evictions of the store behind it."""
         self._on_evicted = listener
         watch_evictions(self._inner, listener)
 
@@ -164,7 +163,7 @@ class LimitedBackend(Wrapper):
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope. Rejects the tail of a batch for which there is no room; its head stays."""
+        """See Envelope. Rejects the tail of a batch that does not fit; its head stays."""
         if not self._wait_for_listing(deadline):
             raise StoreError("unlisted")
         outcomes: list[SetOutcome] = []
@@ -174,7 +173,7 @@ class LimitedBackend(Wrapper):
                 fitting = self._ledger.reserve(len(keys) - done, size)
             rest = keys[done:]
             if fitting < len(rest) and (present := self._inner.batch_exists(rest, deadline=deadline)):
-                # What is there already needs no room, so that more of what is behind it may find some.
+                # Pages that are already stored need no room, which leaves more for those after them.
                 with self._state:
                     self._ledger.release(fitting * size)
                 self._note_uses(rest[:present])
@@ -203,7 +202,7 @@ class LimitedBackend(Wrapper):
     def _store_reserved(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """Store pages for which there is room, and note what that took."""
+        """Store pages with reserved room, and record the used bytes."""
         size, idle = self.codec.frame_bytes, 0
         outcomes: list[SetOutcome] = []
         try:
@@ -211,7 +210,7 @@ class LimitedBackend(Wrapper):
             idle = sum(outcome in (SetOutcome.PRESENT, SetOutcome.REJECTED) for outcome in outcomes)
         finally:
             with self._state:
-                # A page whose answer was lost may be there, and after an exception all of them.
+                # A page whose reply was lost may be stored; after an exception, all of them.
                 self._ledger.commit((len(keys) - idle) * size)
                 self._ledger.release(idle * size)
                 for key, above, outcome in zip(keys, parents_of(keys, parent), outcomes, strict=False):
@@ -219,12 +218,12 @@ class LimitedBackend(Wrapper):
                         self._fresh[key] = above
                 if self._ledger.used_bytes > HIGH_WATER * self._ledger.capacity_bytes:
                     self._sweeps.wake(self._not_before)
-        # Of a new page too: the store's own clock may differ from ours, or count in whole seconds.
+        # For a new page too: the store's clock may differ from ours, or count whole seconds.
         self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome.is_stored])
         return outcomes
 
     def remove_all(self, deadline: float) -> int:
-        """See Envelope. As what was deleted, it makes room after the next listing, for which this asks."""
+        """See Envelope. The removed pages make room after the next listing, which this requests."""
         with self._state:
             self._fresh.clear()
             self._uses.clear()
@@ -234,11 +233,11 @@ class LimitedBackend(Wrapper):
             self._sweeps.wake(self._not_before)
 
     def measure(self) -> Usage:
-        """See Envelope: pages and bytes as the backend below counts them, and the limit, which is for all."""
+        """See Envelope: the pages and bytes of the inner backend, and the common limit."""
         return replace(super().measure(), capacity_bytes=self._ledger.capacity_bytes)
 
     def close(self) -> None:
-        """See StorageBackend. A request of the sweep that hangs is not waited for longer than a few seconds."""
+        """See StorageBackend. Waits at most a few seconds for a sweep that hangs."""
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -258,7 +257,7 @@ class LimitedBackend(Wrapper):
     # On the thread of the task
 
     def _sweep_once(self) -> float:
-        """List the store and make room; when to do so again."""
+        """List the store and make room; return the time until the next sweep."""
         self._not_before = time.monotonic() + min(PAUSE_S, self._interval_s)
         swept = False
         try:
@@ -274,12 +273,12 @@ class LimitedBackend(Wrapper):
             return self._not_before
         finally:
             if not swept or self._closed:
-                self._close_raw()  # a store that was away may want new connections
-        # Engines that started together need not list together.
+                self._close_raw()  # a store that failed may need new connections
+        # Random, so that engines that started together do not list together.
         return time.monotonic() + self._interval_s * random.uniform(0.75, 1.25)
 
     def _close_raw(self) -> None:
-        """Close a store that may be in trouble, if it is open at all."""
+        """Close the store for the sweep, if it is open; it may be failing."""
         raw, self._raw = self._raw, None
         if raw is not None:
             with contextlib.suppress(BackendError):
@@ -287,7 +286,7 @@ class LimitedBackend(Wrapper):
 
     def _list(self, raw: RawStore) -> None:
         with self._state:
-            self._ledger.since_bytes = 0  # from now on, what is written may be missing in the listing
+            self._ledger.since_bytes = 0  # writes from now on may be missing in the listing
             fresh, self._fresh = self._fresh, {}
             uses, self._uses = self._uses, {}
         chains, namespace = self._chains, self.codec.namespace
@@ -323,7 +322,7 @@ class LimitedBackend(Wrapper):
                 return
             header = read_header(raw, page)
             self._chains.add(page, None if header is None else parent_in(header))
-        # In a store of few pages one of them is more than the share that is to be free.
+        # In a store of few pages, one page is more than the share to free.
         excess = used - min(math.floor(LOW_WATER * capacity), capacity - self.codec.frame_bytes)
         chosen = []
         for page in self._chains.tails_first():
@@ -337,7 +336,7 @@ class LimitedBackend(Wrapper):
             for page in some:
                 self._chains.discard((page.namespace, page.key))
             with self._state:
-                # Also what another engine's sweep has removed: it was in this listing, and is there no more.
+                # Includes pages that another engine's sweep has removed since this listing.
                 freed = sum(page.bytes for page in some)
                 self._ledger.used_bytes = max(self._ledger.since_bytes, self._ledger.used_bytes - freed)
             self._calls.count(evicted_pages=removed)

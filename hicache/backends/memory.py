@@ -1,6 +1,6 @@
-"""The memory backend: a dictionary of frames. The template for a backend of your own, and the one that tests trust.
+"""The memory backend: a dictionary of frames. It is the template for new backends, and the reference in tests.
 
-Locking design: one lock around every verb's work on a page, which is sealed, copied and proved under it.
+Locking design: one lock around every verb's work on a page, which is sealed, copied and verified under it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from .store import PageStore
 
 
 class MemoryBackend(PageStore[bytes], Touchable):
-    """Pages in this process's memory, lost with it. Thread-safe; blocks for its own lock only.
+    """Pages in this process's memory, lost with it. Thread-safe; blocks only for its own lock.
 
-    With a `capacity_bytes` it evicts the least recently used page that no other page hangs on, tails before heads. A
-    batch never evicts its own pages, nor those that it hangs on. Raises InvalidInput for a capacity that is not a
-    positive number.
+    With `capacity_bytes` it evicts the least recently used page without children, so tails before heads. A batch does
+    not evict its own pages or their ancestors. Raises InvalidInput for a capacity that is not a positive number.
     """
 
     def __init__(self, codec: FrameCodec, capacity_bytes: int | None = None) -> None:
@@ -148,19 +147,19 @@ class MemoryBackend(PageStore[bytes], Touchable):
         with self._lock:
             self._order.check()
             if self._order.keys() != self._pages.keys():
-                raise InvariantError("memory backend: the order and the pages disagree")
+                raise InvariantError("memory backend: the order does not match the pages")
             if self._bytes != sum(map(len, self._pages.values())):
-                raise InvariantError("memory backend: the sum of bytes is not that of the pages")
+                raise InvariantError("memory backend: the sum of bytes does not match the pages")
             if self._capacity_bytes is not None and self._bytes > self._capacity_bytes:
                 raise InvariantError("memory backend: over its capacity")
 
     def peek(self, key: bytes) -> bytes | None:
-        """The encoded page as it is, unchecked; for tests."""
+        """Return the encoded page, unverified; for tests."""
         with self._lock:
             return self._pages.get(key)
 
     def poke(self, key: bytes, stored: bytes) -> None:
-        """Put bytes in place of a encoded page, unchecked; for tests. A key that is not stored is added."""
+        """Replace or add an encoded page, unchecked; for tests."""
         with self._lock:
             if key not in self._pages:
                 self._order.add(key, None)

@@ -1,4 +1,4 @@
-"""From a configuration to an open store: the codec of a namespace, with the keys and formats of the configuration."""
+"""Opens the configured store: makes the codec of a namespace with the configured keys and formats."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..frame import Compression, FrameCodec, TagKind
 from .base import StorageBackend
 from .registry import BackendSpec, open_spec
 
-# The elements that byte planes are for: float16 and bfloat16.
+# The size of elements for which byte planes help: float16 and bfloat16.
 _PLANES_ELEMENT_BYTES = 2
 
 
 class StorageOpener:
-    """Opens the storage of one configuration for namespaces. Keys are read once, by the constructor.
+    """Opens the storage of one configuration for namespaces. The constructor reads the keys once.
 
-    `element_bytes` is the length of an element of KV, None where nobody knows it. `spec` is None without storage.
-    Raises ConfigError for keys that cannot be had. Thread-safe.
+    `element_bytes` is the size of a KV element, None if unknown. `spec` is None without storage. Raises ConfigError for
+    keys that cannot be read. Thread-safe.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class StorageOpener:
             self._compression = Compression(chosen.compression_level, byte_planes=planes)
 
     def codec(self, namespace: bytes, payload_bytes: int, *, weights_epoch: int, label: str) -> FrameCodec:
-        """Return what seals and proves the pages of a namespace, given by its digest. Raises as FrameCodec does."""
+        """Return the codec that seals and verifies the pages of a namespace, given by its digest. Raises as FrameCodec.
+        """
         return FrameCodec(
             namespace,
             payload_bytes,
@@ -54,5 +55,5 @@ class StorageOpener:
         `open_spec`; raises ConfigError without storage."""
         spec = part or self.spec
         if spec is None:
-            raise ConfigError("storage: the configuration has none; add the section `storage` with the type of store")
+            raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
         return open_spec(spec, codec)

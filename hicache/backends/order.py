@@ -17,14 +17,14 @@ class _Link:
 
 
 class EvictionOrder:
-    """Pages by their keys, the next victim first. Each operation on a page is O(1); a use costs the length of the
-    chain above the pages. For one thread at a time.
+    """Pages by their keys, the next victim first. Each operation on a page is O(1); a use also visits the ancestors of
+    the pages. For one thread at a time.
 
-    A use of a page is also a use of the pages that it hangs on, later by a moment. So the oldest page is always one on
-    which none hangs, and nothing has to know the pages below a page.
+    A use of a page is also a slightly later use of its ancestors. So the oldest page never has children, and the
+    children of a page need not be known.
 
-    Invariant, tested by `check`: after `use`, a page is older than its parent. Pages that hang, or hung, on each other
-    in a cycle, which no engine makes, are in any order and are evicted like others.
+    Invariant, verified by `check`: after `use`, a page is older than its parent. Pages in a cycle, which engines do not
+    make, are in any order and are evicted like others.
 
     `clock` counts uses; orders that share one can be compared.
     """
@@ -34,15 +34,15 @@ class EvictionOrder:
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
 
     def now(self) -> int:
-        """Return a time of the clock that is before all later uses."""
+        """Return a time of the clock before all later uses."""
         return next(self._clock)
 
     def add(self, key: bytes, parent: bytes | None) -> None:
-        """Add a page as the last to go. REQUIRES: it is not there, and `use` follows once its whole batch was added."""
+        """Add a page as the last victim. REQUIRES: it is new, and `use` follows after its whole batch was added."""
         self._links[key] = _Link(parent, next(self._clock))
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Put these pages, head first, and all that they hang on at the end of the order. Unknown keys are skipped."""
+        """Move these pages, head first, and their ancestors to the end of the order. Unknown keys are skipped."""
         seen: set[bytes] = set()
         walks: list[list[bytes]] = []
         for tail in reversed(keys):
@@ -53,14 +53,14 @@ class EvictionOrder:
                 walk.append(key)
                 key = link.parent
             walks.append(walk)
-        # A walk ends at a page without a parent, or at one of an earlier walk, which so is later in the order.
+        # A walk ends at a page without a parent, or at one of an earlier walk, which is then later in the order.
         for walk in reversed(walks):
             for key in walk:
                 self._links[key].used = next(self._clock)
                 self._links.move_to_end(key)
 
     def oldest(self) -> tuple[bytes, int] | None:
-        """Return the key of the next victim and its last use, None if there are no pages."""
+        """Return the key of the next victim and its last use; None without pages."""
         for key, link in self._links.items():
             return key, link.used
         return None
@@ -81,7 +81,7 @@ class EvictionOrder:
         for key, link in self._links.items():
             above = None if link.parent is None else self._links.get(link.parent)
             if above is not None and above.used < link.used and not self._is_in_cycle(key):
-                raise InvariantError("eviction order: a page goes after the page that hangs on it")
+                raise InvariantError("eviction order: a page comes before its child")
 
     def _is_in_cycle(self, key: bytes) -> bool:
         seen: set[bytes] = set()

@@ -1,10 +1,10 @@
-"""The pages of one call, between the verbs of `PageStore` and the store that moves their bytes: the proof of a page is
-made here and nowhere else.
+"""The pages of one call, between the verbs of `PageStore` and the store that moves their bytes. Only this module
+verifies pages.
 
-A store asks where the bytes of a page go (`PageReads.buffers`) or come from (`PageWrites.sealed`), moves them, and says
-what became of each page by its position: `accept`, `miss`, `damage` or `fail` of a read, `stored`, `present`, `reject`
-or `fail` of a write. A store that cannot scatter and gather asks for `frame` or `sealed_frame` instead: one buffer,
-which is the page's own frame, or a scratch frame for a page in parts.
+A store gets the buffers of a page (`PageReads.buffers`, `PageWrites.sealed`), moves the bytes, and reports the outcome
+of each page by its position: `accept`, `miss`, `damage` or `fail` of a read, `stored`, `present`, `reject` or `fail` of
+a write. A store that cannot scatter and gather uses `frame` or `sealed_frame` instead: one buffer, which is the page's
+own frame, or a scratch frame for a page in parts.
 
 Locking design: an object of these classes belongs to one call. Its store may use it in several threads at once, each
 position in one of them: each writes its own slots of lists and appends to lists, both atomic in CPython.
@@ -28,8 +28,8 @@ Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 
 @dataclass(frozen=True, slots=True)
 class Damaged(Generic[Found]):
-    """A stored object that is not provably the page `key`, for this `reason`. `found` is what the store gave to tell it
-    from another one that has taken its place since."""
+    """A stored object that failed verification as the page `key`, for this `reason`. `found` is the store's value that
+    distinguishes it from an object that has replaced it since."""
 
     key: bytes
     found: Found
@@ -37,7 +37,7 @@ class Damaged(Generic[Found]):
 
 
 class _Pages(Generic[Outcome]):
-    """What the pages of a read and of a store have in common: an outcome per key, or why there is none yet."""
+    """The common base of reads and writes: an outcome per key, or None until it is known."""
 
     def __init__(self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> None:
         self.codec = codec
@@ -52,11 +52,11 @@ class _Pages(Generic[Outcome]):
 
     @property
     def is_late(self) -> bool:
-        """True once the deadline has passed: no new page is started then."""
+        """True after the deadline: further pages are not started."""
         return time.monotonic() >= self.deadline
 
     def _fail_open(self, kind: str, error: Outcome) -> list[Outcome]:
-        """Fail the pages that have no outcome, for `kind` or the deadline, and return all outcomes."""
+        """Fail the pages without an outcome, for `kind` or the deadline, and return all outcomes."""
         unsettled = self._outcomes.count(None)
         if unsettled:
             why = kind or (ErrorKind.DEADLINE if self.is_late else ErrorKind.INTERNAL)
@@ -69,8 +69,8 @@ class _Pages(Generic[Outcome]):
 class PageReads(_Pages[GetOutcome], Generic[Found]):
     """The pages of a `batch_get`. `keys` may repeat. See the module's docstring.
 
-    Iterating gives the positions, head first, until the deadline has passed: the pages that remain fail with it.
-    Invariant: a page is a HIT only after its codec has proved the bytes in its buffers.
+    Iterating gives the positions, head first, until the deadline: then the remaining pages fail. Invariant: a page is a
+    HIT only after its codec has verified the bytes in its buffers.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
 
     @property
     def corrupt(self) -> list[str]:
-        """Why each damaged page is not the page that was asked for."""
+        """The reason of each damaged page."""
         return [one.reason for one in self.damaged]
 
     def __iter__(self) -> Iterator[int]:
@@ -92,11 +92,12 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
             yield position
 
     def fits(self, stored_bytes: int) -> bool:
-        """True if an object of so many bytes may be a page. One that does not fit is damaged, and is not read."""
+        """Return True if an object of that size may be a page. Other objects are damaged and not read."""
         return self.codec.fits(stored_bytes)
 
     def buffers(self, position: int, stored_bytes: int | None = None) -> list[memoryview]:
-        """Return where the stored bytes of a page go, in order: the first `stored_bytes`, or all `codec.frame_bytes`.
+        """Return the buffers for the stored bytes of a page, in order: for the first `stored_bytes`, or for all
+        `codec.frame_bytes`.
         """
         buffers = self.codec.buffers(self._pages[position])
         return buffers if stored_bytes is None else first_bytes(buffers, stored_bytes)
@@ -109,18 +110,19 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         return self._frames.setdefault(position, self.codec.scratch_frame())
 
     def stream(self) -> TagStream | None:
-        """Return what takes in the bytes of one page as they arrive, in order, for `accept`; None if that is no use."""
+        """Return a stream that hashes the bytes of one page in order as they arrive, for `accept`; None if not
+        useful."""
         return self.codec.stream()
 
     def take(self, position: int, stored: bytes | memoryview, found: Found) -> bool:
-        """Copy the stored bytes of a page to its buffers and accept them, for a store that has them in one piece."""
+        """Copy the stored bytes of a page to its buffers and `accept` them, for a store that has them in one piece."""
         if self.fits(len(stored)):
             fill(self.codec.buffers(self._pages[position]), stored)
         return self.accept(position, len(stored), found)
 
     def accept(self, position: int, stored_bytes: int, found: Found, arrived: TagStream | None = None) -> bool:
-        """Prove the page whose `stored_bytes` bytes are in its buffers, or were not read since they do not fit; True if
-        it is a hit. A damaged page is removed once the store has read all pages."""
+        """Verify the page whose `stored_bytes` bytes are in its buffers (or were not read because they do not fit).
+        Return True for a hit. A damaged page is removed after the store has read all pages."""
         key, page, frame = self.keys[position], self._pages[position], self._frames.pop(position, None)
         damage = self.codec.accept(key, page if frame is None else frame, stored_bytes, arrived)
         if damage is None:
@@ -128,36 +130,36 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
                 page.scatter(frame)
             self._outcomes[position] = GetOutcome.HIT
         elif damage.is_unsupported:
-            self._outcomes[position] = GetOutcome.MISS  # nothing is wrong with the page: it stays for other readers
+            self._outcomes[position] = GetOutcome.MISS  # not damaged: the page stays for other readers
             self.errors.append(damage.value)
         else:
             self.damage(position, damage, found)
         return damage is None
 
     def damage(self, position: int, reason: str, found: Found) -> None:
-        """The object in a page's place is known not to be that page."""
+        """Report that the stored object is not the page."""
         self._outcomes[position] = GetOutcome.CORRUPT
         self.damaged.append(Damaged(self.keys[position], found, str(reason)))
 
     def miss(self, position: int) -> None:
-        """A page is not stored."""
+        """Report that a page is not stored."""
         self._outcomes[position] = GetOutcome.MISS
 
     def fail(self, position: int, kind: str) -> None:
-        """A page could not be read."""
+        """Report that a page could not be read."""
         self._outcomes[position] = GetOutcome.ERROR
         self.errors.append(kind)
 
     def finish(self, kind: str = "") -> list[GetOutcome]:
-        """Fail the pages that are not settled, for `kind` or the deadline, and return all outcomes."""
+        """Fail the remaining pages, for `kind` or the deadline, and return all outcomes."""
         return self._fail_open(kind, GetOutcome.ERROR)
 
 
 class PageWrites(_Pages[SetOutcome]):
     """The pages of a `batch_set`, each key once: `keys` and `parents`, head first. See the module's docstring.
 
-    Iterating gives the positions until the deadline has passed or a page was rejected: behind a page without room no
-    reader gets to another one, so the pages behind it that are not settled count as rejected too.
+    Iterating gives the positions until the deadline, or until a page was rejected: readers cannot reach the pages after
+    a missing page, so the remaining ones count as rejected too.
     """
 
     def __init__(
@@ -185,16 +187,16 @@ class PageWrites(_Pages[SetOutcome]):
 
     @property
     def is_full(self) -> bool:
-        """True once a page was rejected: no new page behind it is started then."""
+        """True after a page was rejected: further pages are not started."""
         return self._rejected_from < len(self.keys)
 
     def outcome(self, position: int) -> SetOutcome | None:
-        """Return what the store said of a page, None if it has said nothing yet."""
+        """Return the reported outcome of a page, or None."""
         return self._outcomes[position]
 
     def sealed(self, position: int) -> list[memoryview]:
-        """Return the encoded page as the buffers to write, in order; a multiple of 4096 bytes together. They
-        stay while they are referred to."""
+        """Return the encoded page as the buffers to write, in order; together a multiple of 4096 bytes. They stay valid
+        while they are referenced."""
         return self.codec.seal_buffers(
             self.keys[position], self._pages[position], parent=self.parents[position]
         )
@@ -211,27 +213,27 @@ class PageWrites(_Pages[SetOutcome]):
         return frame
 
     def stored(self, position: int) -> None:
-        """A page was written and can be read back."""
+        """Report that a page was written and can be read back."""
         self._outcomes[position] = SetOutcome.STORED
 
     def present(self, position: int) -> None:
-        """A page was there already."""
+        """Report that a page was already stored."""
         self._outcomes[position] = SetOutcome.PRESENT
 
     def reject(self, position: int, kind: str = "") -> None:
-        """A page has no room; `kind` is counted as an error if there is one. Takes `stored` back."""
+        """Report that a page does not fit; a `kind` is counted as an error. Reverts `stored`."""
         self._outcomes[position] = SetOutcome.REJECTED
         self._rejected_from = min(self._rejected_from, position)
         if kind:
             self.errors.append(kind)
 
     def fail(self, position: int, kind: str) -> None:
-        """A page could not be written, and nothing of it is visible. Takes `stored` back."""
+        """Report that a page could not be written, and no part of it is visible. Reverts `stored`."""
         self._outcomes[position] = SetOutcome.ERROR
         self.errors.append(kind)
 
     def finish(self, kind: str = "") -> list[SetOutcome]:
-        """Settle the pages that are not settled and return the outcomes of all keys of the call, repeated ones too."""
+        """Settle the remaining pages and return the outcomes of all keys of the call, including repeated ones."""
         for position in range(self._rejected_from, len(self.keys)):
             self._outcomes[position] = self._outcomes[position] or SetOutcome.REJECTED
         known = dict(zip(self.keys, self._fail_open(kind, SetOutcome.ERROR), strict=True))
@@ -239,5 +241,5 @@ class PageWrites(_Pages[SetOutcome]):
         for key in self._all_keys:
             outcomes.append(known[key])
             if known[key].is_stored:
-                known[key] = SetOutcome.PRESENT  # for the next place of the same key
+                known[key] = SetOutcome.PRESENT  # for the next occurrence of the key
         return outcomes
