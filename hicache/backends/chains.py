@@ -111,18 +111,18 @@ class Chains:
         return sum(link.parent is None for link in self._links.values())
 
     def orphans(self) -> int:
-        """Pages whose parent is not known: no lookup reaches them until that is stored again."""
+        """Pages with an unknown parent: lookups cannot reach them until that is stored again."""
         return sum(link.parent is not None and link.parent not in self._links for link in self._links.values())
 
     def tails(self) -> int:
-        """Pages on which none hangs."""
+        """Pages without children."""
         return sum(where not in self._children for where in self._links)
 
     def tails_first(self) -> Iterator[StoredPage]:
-        """All pages in the order of eviction: always the least recently used of those on which none hangs any more.
+        """Yield all pages in the order of eviction: always the least recently used one without remaining children.
 
-        Changes nothing; REQUIRES that nothing changes meanwhile. No engine makes pages that hang on each other in a
-        cycle. Each of them goes as if it hung on none: otherwise a cycle would outlast the pages of engines.
+        Changes nothing. REQUIRES: no changes during the iteration. Engines do not make cycles. A page in a cycle is
+        evicted as if it had no parent; otherwise cycles would outlast the pages of engines.
         """
         children, cycles = self._cut_cycles()
         order = [(_used(link.page), where) for where, link in self._links.items() if not children.get(where)]
@@ -139,7 +139,7 @@ class Chains:
                 heapq.heappush(order, (_used(self._links[above].page), above))
 
     def _cut_cycles(self) -> tuple[dict[PageId, int], set[PageId]]:
-        """How many pages hang on each page if those in cycles hang on none, and the pages in cycles."""
+        """Return the number of children of each page without the links of cycles, and the pages in cycles."""
         children = dict(self._children)
         tails = [where for where in self._links if where not in children]
         cycles = set(self._links)
@@ -151,7 +151,7 @@ class Chains:
                 children[above] -= 1
                 if not children[above] and above in self._links:
                     tails.append(above)
-        # Only pages in a cycle are left, since a page hangs on one other at most.
+        # Only pages in cycles remain, since a page has at most one parent.
         children = dict(self._children)
         for where in cycles:
             above = self._links[where].parent
@@ -160,10 +160,10 @@ class Chains:
         return children, cycles
 
     def heads_first(self) -> Iterator[tuple[StoredPage, bytes | None]]:
-        """All pages with the keys of their parents, each behind its parent, the chain that was used last at first.
+        """Yield all pages with the keys of their parents, each after its parent, the most recently used chain first.
 
-        Changes nothing; REQUIRES that nothing changes meanwhile. A page in a cycle comes as if it began a chain.
-        Stopped anywhere, what was given are whole prefixes.
+        Changes nothing. REQUIRES: no changes during the iteration. A page in a cycle is treated like the first of a
+        chain. At any point the yielded pages are whole prefixes.
         """
         newest: dict[PageId, float] = {}
         below: dict[PageId, list[PageId]] = {}

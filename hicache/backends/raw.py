@@ -1,11 +1,11 @@
-"""A store as its operator sees it: every namespace in it, pages as sealed bytes, and no codec.
+"""The operator's view of a store: all namespaces, pages as sealed bytes, without a codec.
 
-This is what `hicache ls`, `stat`, `verify`, `purge`, `trim` and `copy` work with, and the side door through which tests
-look at what a backend has really stored. Sealed pages are the same bytes in every store, so they can be carried from
-one to another. Nothing here is on an engine's path.
+`hicache ls`, `stat`, `verify`, `purge`, `trim` and `copy` use it, and tests, to check the stored bytes of a backend.
+Sealed pages are the same bytes in every store, so they can be copied from one to another. Engines do not use this
+module.
 
-All methods block, for as long as the store takes, and raise BackendUnavailable where it cannot be used. A raw store
-belongs to one thread.
+All methods block without a limit, and raise BackendUnavailable if the store is not usable. A raw store belongs to one
+thread.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PageId: TypeAlias = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One stored object in a page's place. Nothing but its place says that it is a page.
+    """One stored object at a page's location; its content was not checked.
 
-    `namespace` and `key` are 32 raw bytes; a shorter key stands for an object in the place of all pages whose keys
-    begin so. `used_s` is Unix time: of the last use where the store knows it, of the store otherwise, None if it knows
-    neither. `identity` tells the object from a later one in its place, None if the store cannot tell. `damage` says why
-    the object cannot be a page if the listing alone shows that.
+    `namespace` and `key` are 32 raw bytes; a shorter key means an object at the location of all pages whose keys begin
+    with it. `used_s` is the Unix time of the last use, or of the store if the store does not record uses, or None.
+    `identity` distinguishes the object from a later one at its location; None if the store cannot. `damage` is the
+    reason why the object cannot be a page, if the listing shows one.
     """
 
     namespace: bytes
@@ -42,26 +42,27 @@ class RawStore(ABC):
 
     @abstractmethod
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        """Every page whose namespace digest starts with `namespace` (lower-case hexadecimal), namespace by namespace
-        where the store can list so. Changes nothing. Pages stored or removed meanwhile may or may not be seen."""
+        """Yield every page whose namespace digest starts with `namespace` (lower-case hexadecimal), by namespace if the
+        store can list in that order. Changes nothing. Pages stored or removed at the same time may be missing or
+        not."""
 
     @abstractmethod
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
-        """The first `bytes_max` bytes of a page as stored, unchecked; None if it is gone. An object that is not a
-        sequence of bytes has none. Raises PageUnreadable if only this page cannot be read."""
+        """Return the first `bytes_max` bytes of a page as stored, unverified; None if it is missing. An object that is
+        not a sequence of bytes has zero bytes. Raises PageUnreadable if only this page cannot be read."""
 
     @abstractmethod
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        """Store `data`, whole or not at all, as that page; False if one is there already or there is no room.
+        """Store `data`, whole or not at all, as that page; return False if it already exists or the store is full.
 
-        Checks nothing: `data` comes from another store, where the caller has looked at it. `parent` is the key of the
-        page before it, as its header says.
+        Does not verify: the caller has checked `data`, which comes from another store. `parent` is the key of the page
+        before it, from its header.
         """
 
     @abstractmethod
     def remove(self, pages: Sequence[StoredPage]) -> int:
-        """Remove pages; how many were there. A page with an `identity` stays if another object has taken its place."""
+        """Remove pages; return how many existed. A page with an `identity` stays if another object has replaced it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is held. May be called twice."""
+        """Release all resources. Idempotent."""

@@ -1,7 +1,7 @@
-"""A value that a blocking function gives, and that ages: the addresses behind a name, credentials that expire.
+"""A value from a blocking function that becomes stale: the addresses of a name, credentials that expire.
 
-Name resolution and requests for credentials cannot be told to end in time, so they are not made on a thread that has a
-deadline: a BackgroundTask makes them, and the others use the last value until it is done.
+Name resolution and requests for credentials have no deadline, so they do not run on a thread that has one: a
+BackgroundTask makes them, and other threads use the last value until then.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ T = TypeVar("T")
 class Refreshed(Generic[T]):
     """The last value of `load`, loaded again when it is older than `age_max_s`.
 
-    `load` raises StoreError where it has no value. A failed refresh keeps the value that there is.
+    `load` raises StoreError without a value. A failed refresh keeps the old value.
 
-    Locking design: `_state` guards all fields and is not held while `load` runs or while the task is asked to run
-    it. It is taken after the lock of the task, never before.
+    Locking design: `_state` guards all fields and is not held while `load` runs or while the task is woken. It is taken
+    after the lock of the task, never before.
     """
 
     def __init__(self, name: str, load: Callable[[], T], age_max_s: float) -> None:
-        never = Backoff(math.inf, math.inf)  # who asks next has it done again
+        never = Backoff(math.inf, math.inf)  # the next `get` repeats it
         self._task = BackgroundTask(name, self._run, backoff=never, linger_s=0.0, on_error=self._fail)
         self._name = name
         self._load = load
@@ -41,7 +41,7 @@ class Refreshed(Generic[T]):
         self._loading = False
 
     def get(self, *, deadline: float) -> T:
-        """The value. Blocks up to `deadline` while there is none yet. Raises StoreError."""
+        """Return the value. Blocks up to `deadline` for the first one. Raises StoreError."""
         with self._state:
             if self._value is not None and time.monotonic() - self._loaded_s <= self._age_max_s:
                 return self._value
@@ -60,7 +60,7 @@ class Refreshed(Generic[T]):
             raise StoreError(failure.kind, failure.detail)
 
     def expire(self) -> None:
-        """Have the value loaded again when it is asked for next; it stays in use until then."""
+        """Reload the value at the next `get`; it stays in use until then."""
         with self._state:
             self._loaded_s = -self._age_max_s
 
@@ -72,7 +72,7 @@ class Refreshed(Generic[T]):
         return math.inf
 
     def _fail(self) -> None:
-        """Tell the waiting callers that `load` raised something else, which the task has counted and logged."""
+        """Fail the waiting callers: `load` raised another error, which the task has counted and logged."""
         self._settle(None, StoreError(ErrorKind.INTERNAL, f"{self._name} cannot be loaded"))
 
     def _settle(self, value: T | None, failure: StoreError | None) -> None:

@@ -1,13 +1,13 @@
-"""Backends by name: built in, from an entry point of another package, or `module:Class`.
+"""Backends by name: built-in, from an entry point of another package, or `module:Class`.
 
-A factory is a class derived from `StorageBackend`, or a function that is annotated to return one, so that a
-configuration can be checked without opening a store. It takes a codec and its options: as keywords, or as one section
-if a parameter is annotated with a class derived from `hicache.config.Section`, which then checks them. The
-built-in ones take the sections of the configuration. Other packages add a factory under the entry-point group
-`hicache.backends`; a name there does not replace a built-in one. Under the same name in the group `hicache.raw_stores`
-they may add a function of the same options that makes a RawStore, so that `hicache ls` and its like know the store.
+A factory is a class derived from `StorageBackend`, or a function annotated to return one, so that a configuration can
+be checked without opening a store. It takes a codec and its options: as keywords, or as one section if a parameter is
+annotated with a class derived from `hicache.config.Section`, which then checks them. Built-in factories take the
+sections of the configuration. Other packages add a factory in the entry-point group `hicache.backends`; its name does
+not replace a built-in one. In the group `hicache.raw_stores` they may add, under the same name, a function with the
+same options that makes a RawStore, for `hicache ls` and similar commands.
 
-A store that can be listed and whose factory takes no keyword `capacity_bytes` gets one: see `limit`.
+A store that can be listed, and whose factory does not take the keyword `capacity_bytes`, gets a limit: see `limit`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Factory: TypeAlias = Callable[..., StorageBackend]
 # The options of a backend: a checked section, or the keywords of a plug-in.
 Options: TypeAlias = Section | Mapping[str, object]
 
-# Where the factories of the built-in backends are. A backend is imported when it is asked for.
+# The factories of the built-in backends. A backend is imported at its first use.
 _BUILT_IN: Mapping[str, str] = {
     "memory": "hicache.backends.memory:MemoryBackend",
     "file": "hicache.backends.file:FileBackend",
@@ -52,14 +52,14 @@ _BUILT_IN: Mapping[str, str] = {
     "mooncake": "hicache.backends.mooncake:MooncakeBackend",
     "remote": "hicache.backends.remote:RemoteBackend",
 }
-# Where the RawStore of a built-in store is, which takes the same section.
+# The RawStores of the built-in stores, which take the same section.
 _RAW: Mapping[str, str] = {
     "file": "hicache.backends.file.raw:FileRaw",
     "redis": "hicache.backends.redis.raw:RedisRawStore",
     "s3": "hicache.backends.s3:S3RawStore",
     "mooncake": "hicache.backends.mooncake.raw:MooncakeRawStore",
 }
-# The built-in backends whose section has a `capacity` that `limit` keeps: their servers have no such limit.
+# The built-in backends whose `capacity` is enforced by `limit`, because their servers have no such limit.
 _LIMITED = frozenset({"redis", "s3"})
 
 
@@ -67,9 +67,8 @@ _LIMITED = frozenset({"redis", "s3"})
 class BackendSpec:
     """A backend that can be opened: its type, its options, and the section of its guard.
 
-    `options` are a section, or keywords, from which a section is made where the backend takes one. `guard` None opens
-    it without a guard, for tests and for measuring. `name` is how it is called in metrics and messages, None for its
-    type.
+    `options` are a section, or keywords, which become a section if the backend takes one. `guard` None opens it without
+    a guard, for tests and measurements. `name` is its name in metrics and messages, None for its type.
     """
 
     type: str
@@ -79,14 +78,14 @@ class BackendSpec:
 
     @classmethod
     def of(cls, storage: StorageConfig, name: str | None = None) -> BackendSpec:
-        """Return what a section `storage` describes."""
+        """Return the spec of a section `storage`."""
         return cls(storage.type, storage.options, storage.guard, name)
 
 
 def part_specs(type_name: str, options: Options) -> dict[str, BackendSpec]:
-    """Return the parts of a built-in composition by their names; none for any other backend. Opens nothing.
+    """Return the parts of a built-in composition by their names; empty for any other backend. Opens nothing.
 
-    A part without a name is called like its type, a second one of that type `<type>-2`. Raises ConfigError.
+    A part without a name is named after its type, a second one of that type `<type>-2`. Raises ConfigError.
     """
     found: dict[str, BackendSpec] = {}
     for part in parts_of(_checked(type_name, options)) if type_name in STORAGE_SECTIONS else ():
@@ -104,27 +103,27 @@ def _part_name(part: PartConfig, others: Mapping[str, object]) -> str:
 
 
 def _checked(type_name: str, options: Options, factory: Callable[..., object] | None = None) -> Options:
-    """The options as the backend takes them: the section of a built-in one, or that `factory` declares, else keywords.
+    """Return the options in the form of the backend: the section of a built-in one, or the one that `factory` declares,
+    otherwise keywords.
 
-    Raises ConfigError for options that the section refuses.
+    Raises ConfigError for options that the section rejects.
     """
     known: Any = STORAGE_SECTIONS.get(type_name)
     section: Any = _section_parameter(factory)[1] if known is None else known.model_fields["options"].annotation
     checked: Options = options
     if section is None or not isinstance(options, section):
         if not isinstance(options, Mapping):
-            raise ConfigError(f"backend {type_name}: takes no {type(options).__name__}; give its options by name")
+            raise ConfigError(f"backend {type_name}: does not take a {type(options).__name__}; pass options by name")
         checked = options if section is None else build(section, options, f"backend {type_name}")
     return checked
 
 
 def _section_parameter(factory: Callable[..., object] | None) -> tuple[str, type[Section] | None]:
-    """The parameter of a factory that is annotated with a section, and the section; None for it in one with keywords.
-    """
+    """Return the parameter of a factory that is annotated with a section, and the section; None without one."""
     try:
         hints = get_type_hints(cast(Any, factory).__init__ if isinstance(factory, type) else factory)
     except (AttributeError, NameError, TypeError):
-        hints = {}  # a name that only type checkers see, say
+        hints = {}  # for example a name that only type checkers know
     for name, hint in hints.items():
         for kind in (hint, *get_args(hint)):  # the arguments of `Section | None`
             if name != "return" and isinstance(kind, type) and issubclass(kind, Section):
@@ -133,9 +132,9 @@ def _section_parameter(factory: Callable[..., object] | None) -> tuple[str, type
 
 
 def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
-    """Open what `spec` describes, behind its guard. Blocks and raises as `open_backend`, also for the guard's options.
+    """Open the backend of `spec`, behind its guard. Blocks and raises as `open_backend`, also for the guard's options.
 
-    What is composed of several backends gets no guard of its own: each part has one.
+    A composition does not get a guard: each of its parts has one.
     """
     backend = open_backend(spec.type, codec, spec.options)
     guard = spec.guard
@@ -149,8 +148,8 @@ def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
 def open_backend(type_name: str, codec: FrameCodec, options: Options) -> StorageBackend:
     """Open the backend `type_name` with `options`. Blocks as its constructor does.
 
-    Raises ConfigError for an unknown name, options the backend does not take or refuses, and a factory that does not
-    make a StorageBackend; BackendError as the backend does.
+    Raises ConfigError for an unknown name, options that the backend does not take or rejects, and a factory that does
+    not make a StorageBackend; BackendError as the backend does.
     """
     factory, own, capacity_bytes = _resolve(type_name, options)
     backend: object = _call(type_name, factory, own, codec)
@@ -167,17 +166,18 @@ def open_backend(type_name: str, codec: FrameCodec, options: Options) -> Storage
 
 
 def check_backend(type_name: str, options: Options) -> None:
-    """Check that the factory of `type_name` makes backends and takes `options`. Imports it, and opens nothing.
+    """Check that the factory of `type_name` makes backends and takes `options`, also for parts of a composition.
+    Imports it, but opens nothing.
 
-    Raises ConfigError for an unknown name, for a factory that makes no StorageBackend, and for options it does not
-    take; in all this, parts of a composition are looked at as well.
+    Raises ConfigError for an unknown name, for a factory that does not make a StorageBackend, and for options that it
+    does not take.
     """
     _resolve(type_name, options)
 
 
 def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object]:
-    """Return the factory, the options that it takes, and the limit to put around the backend, None for none. Checks the
-    parts of a composition too. Raises ConfigError."""
+    """Return the factory, its options, and the limit for the backend or None. Also checks the parts of a composition.
+    Raises ConfigError."""
     factory = _factory(type_name)
     _check_result(type_name, factory)
     own = options
@@ -193,7 +193,7 @@ def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object
     try:
         inspect.signature(factory).bind(None, **keywords)
     except ValueError:
-        pass  # an extension type without a signature says itself which options it does not take
+        pass  # an extension type without a signature reports unknown options itself
     except TypeError as error:
         names = list(inspect.signature(factory).parameters)[1:]  # the first one is the codec
         near = [found for name in keywords if name not in names for found in difflib.get_close_matches(name, names, 1)]
@@ -208,7 +208,7 @@ def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object
 
 
 def _call(type_name: str, factory: Callable[..., T], options: Options, *arguments: object) -> T:
-    """Return what the factory makes of `arguments` and its options."""
+    """Return the result of the factory for `arguments` and its options."""
     try:
         return factory(*arguments, **_keywords(factory, options))
     except (InvalidInput, TypeError) as error:
@@ -220,7 +220,7 @@ def _keywords(factory: Callable[..., object], options: Options) -> Mapping[str, 
 
 
 def _without_capacity(factory: Callable[..., object], options: Options) -> Options:
-    """Return a plug-in's options without the limit that is put around it; the same object if there is none."""
+    """Return a plug-in's options without the limit for `LimitedBackend`; the same object without a limit."""
     if not isinstance(options, Mapping) or _CAPACITY not in options:
         return options
     section = _section_parameter(factory)[1]
@@ -232,7 +232,7 @@ def _without_capacity(factory: Callable[..., object], options: Options) -> Optio
 
 
 def _raw_place(type_name: str) -> EntryPoint | None:
-    """Where what opens the raw store of a backend is; None if there is none."""
+    """Return the entry point of a backend's raw store, or None."""
     built_in = _RAW.get(type_name)
     if built_in is not None:
         return EntryPoint(type_name, built_in, RAW_ENTRY_POINT_GROUP)
@@ -240,9 +240,10 @@ def _raw_place(type_name: str) -> EntryPoint | None:
 
 
 def open_raw(spec: BackendSpec) -> RawStore:
-    """The store of `spec` as its operator sees it. Blocks as the backend's constructor does.
+    """Open the operator's view of the store of `spec`. Blocks as the backend's constructor does.
 
-    Raises ConfigError for a backend that has no such view, or refuses its options; BackendError as the backend does.
+    Raises ConfigError for a backend without such a view, or if it rejects its options; BackendError as the backend
+    does.
     """
     place = _raw_place(spec.type)
     if place is None:
@@ -250,12 +251,12 @@ def open_raw(spec: BackendSpec) -> RawStore:
         raise ConfigError(f"backend {spec.type}: cannot be listed; {', '.join(known)} can")
     factory = cast(Callable[..., RawStore], _load(spec.type, place))
     is_built_in = spec.type in STORAGE_SECTIONS
-    own = spec.options if is_built_in else _without_capacity(factory, spec.options)  # a limit that engines keep
+    own = spec.options if is_built_in else _without_capacity(factory, spec.options)  # only engines keep the limit
     return _call(spec.type, factory, _checked(spec.type, own, factory))
 
 
 def backend_names() -> list[str]:
-    """All names that `open_backend` knows on this machine, but for `module:Class`."""
+    """Return all names that `open_backend` knows on this machine, without `module:Class`."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
@@ -291,10 +292,10 @@ def _check_result(type_name: str, factory: Factory) -> None:
         try:
             made = get_type_hints(inspect.unwrap(function)).get("return")
         except (AttributeError, NameError, TypeError):
-            return  # a name that only type checkers see, say; `open_backend` looks at what is made
+            return  # for example a name that only type checkers know; `open_backend` checks the result
     made = get_origin(made) or made
     if not (isinstance(made, type) and issubclass(made, StorageBackend)):
         raise ConfigError(
-            f"backend {type_name}: is not a StorageBackend; name a class derived from "
+            f"backend {type_name}: is not a StorageBackend; use a class derived from "
             "hicache.backends.base.StorageBackend, or a function annotated to return one"
         )

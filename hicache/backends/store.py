@@ -1,7 +1,7 @@
 """Stores: backends that keep pages themselves. A `PageStore` only moves bytes between keys and lists of buffers; its
-envelope checks and counts each call (see `envelope`), and its pages are proved by `PageReads` and `PageWrites`.
+envelope checks and counts each call (see `envelope`), and `PageReads` verifies its pages.
 
-Locking design: as `envelope`; each call has a `PageReads` or `PageWrites` of its own.
+Locking design: as `envelope`; each call has its own `PageReads` or `PageWrites`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .pages import Damaged, Found, PageReads, PageWrites
 
 logger = logging.getLogger(__name__)
 
-# Damaged pages are removed even if the deadline has passed: within this time at most.
+# The time for removing damaged pages, even after the deadline.
 SETTLE_S = 0.25
-# Pages that `clear` removes at once.
+# Pages that `clear` removes in one call.
 _CLEARED_AT_ONCE = 1000
 
 
 class PageStore(Envelope, Generic[Found]):
-    """A backend that keeps pages itself. `Found` is the type by which it knows one stored object from its successor.
+    """A backend that keeps pages itself. `Found` is the type that distinguishes a stored object from its successor.
 
-    A store implements `find`, `read`, `write`, `remove`, `remove_damaged`, `keys`, `measure` and `shut`. Where it fails
-    it says so page by page or raises StoreError; `count` is for errors that concern no page of the call.
+    A store implements `find`, `read`, `write`, `remove`, `remove_damaged`, `keys`, `measure` and `shut`. It reports
+    failures page by page or raises StoreError; `count` is for errors without a page of the call.
     """
 
     def __init__(self, codec: FrameCodec) -> None:
         super().__init__(codec)
         self._damage_log = LimitedLog(logger)
 
-    # What a store implements
+    # To be implemented by a store
 
     @abstractmethod
     def find(self, keys: Sequence[bytes], deadline: float) -> Iterable[bool]:
-        """Return for each key whether its page is stored. May be a generator: who wants a prefix asks no further than
-        the first hole.
+        """Return for each key whether its page is stored. May be a generator: for a prefix, it is read up to the first
+        hole.
 
-        A key that cannot be asked for is not stored, and an error. Does not refresh recency. Raises StoreError.
+        A key whose lookup fails is not stored, and is an error. Does not refresh recency. Raises StoreError.
         """
 
     @abstractmethod
@@ -55,11 +55,11 @@ class PageStore(Envelope, Generic[Found]):
 
     @abstractmethod
     def write(self, pages: PageWrites) -> None:
-        """Store the pages that are not there, each whole or not at all, and settle each of them. Raises StoreError."""
+        """Store the missing pages, each whole or not at all, and settle each of them. Raises StoreError."""
 
     @abstractmethod
     def remove_damaged(self, damaged: Sequence[Damaged[Found]], deadline: float) -> None:
-        """Remove these objects unless others have taken their place since. Raises StoreError."""
+        """Remove these objects unless others have replaced them since. Raises StoreError."""
 
     @abstractmethod
     def keys(self, deadline: float) -> Iterator[bytes]:
@@ -67,14 +67,14 @@ class PageStore(Envelope, Generic[Found]):
         StoreError."""
 
     def remove_listed(self, keys: Sequence[bytes], deadline: float) -> int:
-        """Remove pages that `keys` has just given; as `remove`. A store that has to ask for each page before it removes
-        it overrides this: it need not ask here."""
+        """Remove pages that `keys` has just returned; as `remove`. A store whose `remove` looks up each page first
+        overrides this, because lookups are not needed here."""
         return self.remove(keys, deadline)
 
-    # What the envelope calls, see Envelope
+    # Called by the envelope, see Envelope
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A store that can search for the end overrides it."""
+        """See Envelope. A store that can search for the end of the prefix overrides it."""
         stored = 0
         for there in self._found(keys, deadline):
             if not there:
@@ -88,7 +88,7 @@ class PageStore(Envelope, Generic[Found]):
         return found + [False] * (len(keys) - len(found))
 
     def _found(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
-        """As `find`, but a failure is counted and ends it."""
+        """As `find`, but count a failure and stop there."""
         told = 0
         kind: str = ErrorKind.INTERNAL
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-# What Mooncake is linked against: library, and the Debian package that has it.
+# The libraries that Mooncake is linked with, and their Debian packages.
 MOONCAKE_LIBRARIES: Mapping[str, str] = {
     "libibverbs.so.1": "libibverbs1",
     "libnuma.so.1": "libnuma1",
@@ -22,19 +22,19 @@ MOONCAKE_LIBRARIES: Mapping[str, str] = {
 
 
 def unpacked_libraries() -> Path:
-    """Where packages are unpacked that may not be installed; need not exist."""
+    """Return the folder of unpacked packages; it may not exist."""
     return Path(sys.prefix) / "lib" / "hicache-system"
 
 
 def absent_libraries(libraries: Mapping[str, str]) -> list[str]:
-    """Those of `libraries` that the system does not have."""
+    """Return those of `libraries` that the system does not have."""
     return [name for name in libraries if not _loads(name)]
 
 
 def library_path(libraries: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables with which a program finds `libraries`; none are needed if the system has them.
+    """Return environment variables with which a program finds `libraries`; empty if the system has them.
 
-    Raises ConfigError that names the Debian packages of those which are nowhere.
+    Raises ConfigError that names the Debian packages of missing libraries.
     """
     if not _unpacked(libraries):
         return {}
@@ -43,15 +43,15 @@ def library_path(libraries: Mapping[str, str]) -> dict[str, str]:
 
 
 def preload(libraries: Mapping[str, str]) -> None:
-    """Load those of `libraries` that only the unpacked packages have into this process, for modules linked to them.
+    """Load those of `libraries` that are only in the unpacked packages, for modules linked with them.
 
-    Raises ConfigError as `library_path` does, also if what was unpacked does not load.
+    Raises ConfigError as `library_path` does, and if an unpacked library cannot be loaded.
     """
     if not _unpacked(libraries):
         return
-    # Two copies of one library in a process do not get along: those that the system has stay out.
+    # Two copies of one library in a process conflict, so the system's libraries are not loaded here.
     left = [path for path in sorted(unpacked_libraries().iterdir()) if not _loads(path.name)]
-    # They need each other in an order that only the loader knows: load what can be loaded until nothing is left.
+    # Only the loader knows the order of their dependencies: repeat until all are loaded or none can be.
     while left:
         still = [path for path in left if not _loads(str(path))]
         if len(still) == len(left):
@@ -63,7 +63,7 @@ def preload(libraries: Mapping[str, str]) -> None:
 
 
 def _unpacked(libraries: Mapping[str, str]) -> list[str]:
-    """Those of `libraries` that are only unpacked."""
+    """Return those of `libraries` that are only unpacked."""
     absent = absent_libraries(libraries)
     nowhere = [name for name in absent if not (unpacked_libraries() / name).exists()]
     if nowhere:
