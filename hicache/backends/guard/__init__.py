@@ -1,4 +1,4 @@
-"""The guard: what stands in front of every storage backend, so that its troubles stay its own."""
+"""The guard in front of every storage backend: a failing store does not harm the engine."""
 
 from ...config.guard import Override
 from ...histogram import BOUNDS_S, LatencyStatistics

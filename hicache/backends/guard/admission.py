@@ -1,8 +1,8 @@
-"""Which calls a guard makes, which wait and which are refused; the results of calls; the budget for retries.
+"""Admission control of a guard: which calls it makes, which wait, which it rejects. Judges results, budgets retries.
 
-Locking design: one condition guards everything in here, breakers, budget, damage watch and latencies included. It is
-held for a few instructions, also by an engine's scheduler thread (`may_pass`), and never while a backend is called. It
-is taken before the lock of the task that probes, never after.
+Locking design: one condition guards everything in this module, including breakers, budget, damage watch and latencies.
+It is held for a few instructions, also by an engine's scheduler thread (`may_pass`), and never during a backend call.
+Lock order: this condition, then the lock of the probe task.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from ..base import GetOutcome
 from ..errors import StoreError
 from .breaker import Breaker, BreakerState, BreakerStatistics
 
-# A pause is between half of its length and the whole: many engines that lost one store must not return as one.
+# A back-off lasts between half of its length and all of it, so that many engines do not return to one store together.
 _JITTER_MIN = 0.5
-# What a retry budget holds at most, and at the start: a few calls, and pages of two usual batches.
+# A retry budget starts full: a few calls, and the pages of two usual batches.
 BURST_CALLS = 4.0
 BURST_PAGES = 256.0
-# Each further time that all pages are damaged, the pause is so many times as long, up to an hour: an operator who has
-# to repair something needs that long.
+# Each time that all pages are damaged again, the back-off grows by this factor, up to an hour: an operator needs time
+# for a repair.
 _DAMAGE_BACKOFF_GROWTH = 4
 _DAMAGE_BACKOFF_S_MAX = 3600.0
-# Changes of breakers that wait for the log; they come seconds apart.
+# Breaker changes that wait for the log. They occur seconds apart, so few wait.
 _CHANGES_MAX = 64
 
 
 class Direction(enum.StrEnum):
-    """Which way pages go. Lookups read, removals write."""
+    """The direction in which pages move. A lookup counts as a read, a removal as a write."""
 
     READ = "read"
     WRITE = "write"
 
 
-# After a single failed call a probe is to say quickly if the store still answers, before further calls hang; in one
-# direction it writes a page. The probes of a breaker that is open have the time that the options give.
+# After a single failed call, a probe must find out quickly whether the store still answers, before more calls hang. The
+# write probe needs more time because it stores a page. Probes of an open breaker may take `probe_timeout`.
 _FIRST_PROBE_S = {Direction.READ: 0.25, Direction.WRITE: 0.5}
 
 
 class Verb(enum.StrEnum):
-    """What is asked of a backend."""
+    """The kind of a backend call."""
 
-    __hash__ = str.__hash__  # that of Enum is a function in Python, for each key of a dictionary
+    __hash__ = str.__hash__  # faster than Enum's, which is a Python function called for each dictionary lookup
     EXISTS = "exists"
     GET = "get"
     SET = "set"
@@ -61,33 +61,33 @@ class Verb(enum.StrEnum):
 
     @property
     def direction(self) -> Direction:
-        """Which breaker decides about it."""
+        """The direction whose breaker decides about this verb."""
         return Direction.READ if self is Verb.GET or self is Verb.EXISTS else Direction.WRITE
 
 
 class Refusal(enum.StrEnum):
-    """Why a call was not made."""
+    """Why the guard rejected a call."""
 
     OPEN = "open"  # the breaker is open, or the operator has switched the direction off
-    BUSY = "busy"  # other calls had all the bytes that may be in flight, until the deadline
+    BUSY = "busy"  # other calls used the whole in-flight limit until the deadline
     CLOSED = "closed"  # the guard was closed while the call waited
 
 
 class CallResult(enum.StrEnum):
-    """What a call says about the store: that it works, nothing, or that it failed in one of four ways."""
+    """What a call proves about the store: it works, nothing, or one of four kinds of failure."""
 
     GOOD = "good"
     UNKNOWN = "unknown"
     ERROR = "error"  # half of the pages or more are errors
-    LOOKUP = "lookup"  # a lookup that found less than all came with an error
-    RAISED = "raised"  # the backend raised, or broke the contract
+    LOOKUP = "lookup"  # a lookup missed pages, and the backend counted an error during it
+    RAISED = "raised"  # the backend raised an exception or broke the contract
     OVERDUE = "overdue"  # the call hung past deadline and grace
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call in flight, until the end of its `with` block. Belongs to its thread, but for `overdue`. The thread sets
-    `result`."""
+    """A call in flight, until the end of its `with` block. The calling thread owns it and sets `result`; any thread may
+    set `overdue` under the lock."""
 
     control: AdmissionControl
     verb: Verb
@@ -95,8 +95,8 @@ class Call:
     bytes: int
     deadline: float
     began_s: float
-    admitted: int  # the breaker's round
-    overdue: bool = False  # has hung past deadline and grace; counted as failed already
+    admitted: int  # the breaker's round at the start of the call
+    overdue: bool = False  # it hung past deadline and grace, and is counted as failed
     result: CallResult = CallResult.UNKNOWN
 
     def __enter__(self) -> Call:
@@ -108,7 +108,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class GuardStatistics:
-    """Totals since the guard was made, and what is in flight. `refused` and `failures` count calls."""
+    """Totals since the guard was created, and the calls in flight. `refused` and `failures` count calls."""
 
     breakers: Mapping[Direction, BreakerStatistics]
     refused: Mapping[tuple[Direction, Refusal], int]
@@ -123,7 +123,8 @@ class GuardStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BreakerChange:
-    """A direction of a store was switched off, or on again `after_s` seconds later with `refused` calls not made."""
+    """A direction of a store is now off, or on again after `after_s` seconds, in which `refused` calls were rejected.
+    """
 
     direction: Direction
     breaker: BreakerStatistics
@@ -133,11 +134,10 @@ class BreakerChange:
 
 
 class RetryBudget:
-    """Two token buckets, of calls and of pages. `share` 0 means no retry ever.
+    """Two token buckets, one for calls and one for pages. With `share` 0 nothing is retried.
 
-    A retry helps against a single lost request and harms a store that is drowning. With a budget the load that retries
-    add is bounded whatever fails: of n calls over any time at most `share` x n + a small burst are repeated, and the
-    same holds for their pages.
+    A retry helps against a single lost request and harms an overloaded store. The budget bounds the extra load: of n
+    calls at most `share` x n plus a small burst are retried. The same bound holds for their pages.
     """
 
     def __init__(self, share: float) -> None:
@@ -146,12 +146,12 @@ class RetryBudget:
         self._pages = BURST_PAGES if share else 0.0
 
     def earn(self, pages: int) -> None:
-        """A call of `pages` pages is made for the first time."""
+        """Add tokens for the first attempt of a call of `pages` pages."""
         self._calls = min(BURST_CALLS, self._calls + self._share)
         self._pages = min(BURST_PAGES, self._pages + self._share * pages)
 
     def spend(self, pages: int) -> int:
-        """Return how many of `pages` pages one call may try again; 0 for none. They are paid for."""
+        """Return how many of `pages` pages one call may retry, and take their tokens; 0 takes none."""
         granted = min(pages, int(self._pages))
         if self._calls < 1.0 or granted < 1:
             return 0
@@ -161,12 +161,11 @@ class RetryBudget:
 
 
 class DamageWatch:
-    """Counts damaged pages since the last sound one.
+    """Counts damaged pages since the last sound one, and raises an alarm at `damage_pages`.
 
-    One damaged page is a bad disk or a torn write; it is removed. If everything is damaged, the reader is more likely
-    wrong than the store: another MAC key, a bug, memory that breaks what it reads. Then removing would go on until
-    nothing is left, so reading has to stop. After such an alarm a single further damaged page is the next one, until a
-    sound page was read.
+    One damaged page means a bad disk or a torn write, and the backend removes it. If every page is damaged, the reader
+    is more likely at fault than the store: a different MAC key, a bug, bad memory. Reading must then stop, or it would
+    remove every page. After an alarm, each further damaged page raises the next alarm until a sound page is read.
     """
 
     def __init__(self, options: GuardConfig) -> None:
@@ -175,12 +174,13 @@ class DamageWatch:
         self._backoff = Backoff(first_s, max(first_s, _DAMAGE_BACKOFF_S_MAX), _DAMAGE_BACKOFF_GROWTH)
         self._pages_max = options.damage_pages
         self._run = 0
-        self._sound = False  # a sound page was read since the start or the last alarm
+        self._sound = False  # True once a sound page was read since the start or the last alarm
 
     def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
-        """Return how many pages of a batch to read next, of which `read` are read; None for all the rest.
+        """Return how many pages of a batch to read next, after the outcomes `read`; None for all remaining pages.
 
-        As long as nothing speaks for the store, the head of a batch comes alone, and after an alarm every page.
+        Until a sound page proves the store, the first pages of a batch are read alone. After an alarm, pages are read
+        one at a time.
         """
         if self._sound and not self._run:
             return None
@@ -189,7 +189,7 @@ class DamageWatch:
         return self._pages_max
 
     def saw(self, outcomes: Iterable[GetOutcome]) -> float | None:
-        """Take in the outcomes of pages, in order. None, or for how long to stop: more than 0 seconds."""
+        """Record the outcomes of pages, in order. Return None, or after an alarm the seconds to stop reading (> 0)."""
         for outcome in outcomes:
             if outcome is GetOutcome.HIT:
                 self._run = 0
@@ -207,10 +207,10 @@ class DamageWatch:
 
 
 class AdmissionControl:
-    """See the module's docstring. `clock` is monotonic, in seconds. `wake` is called with the time at which a probe is
-    due, when that is known and then with each call: it must not block.
+    """See the module's docstring. `clock` is monotonic, in seconds. `wake` is called with the time of the next probe
+    when a probe is planned, and on each call until then; it must not block.
 
-    Invariant: `in_flight_bytes` is the sum over the calls in flight, and over the bound only if one call alone is.
+    Invariant: `in_flight_bytes` is the sum over the calls in flight. It exceeds the limit only if a single call does.
     """
 
     def __init__(self, options: GuardConfig, clock: Callable[[], float], wake: Callable[[float], None]) -> None:
@@ -236,19 +236,19 @@ class AdmissionControl:
         self._retried_calls: Counter[Direction] = Counter()
         self._calls: set[Call] = set()
         self._in_flight_bytes = 0
-        self._probing: dict[Direction, tuple[int, float]] = {}  # rounds of probes in flight, and when they are overdue
-        self._overdue_at = math.inf  # when the next of `_calls`, or a probe, will be overdue
+        self._probing: dict[Direction, tuple[int, float]] = {}  # round and overdue time of each probe in flight
+        self._overdue_at = math.inf  # when the next call or probe becomes overdue
         self._waiting: deque[object] = deque()
         self._closed = False
         self._changes: deque[BreakerChange] = deque(maxlen=_CHANGES_MAX)
-        self._off_since: dict[Direction, tuple[float, int]] = {}  # directions that are off, and calls refused before
-        self.probe_at = math.inf  # when the next probe is due; read by others without the lock
+        self._off_since: dict[Direction, tuple[float, int]] = {}  # per direction that is off: start, refused before it
+        self.probe_at = math.inf  # when the next probe is due; other threads read it without the lock
 
     # Calls
 
     def enter(self, verb: Verb, pages: int, size_bytes: int, deadline: float) -> Call:
-        """Admit a call. Waits until its bytes have room, in the order of arrival, at most until `deadline`; calls
-        without bytes do not wait. Raises StoreError for a call that is refused."""
+        """Admit a call. Wait in order of arrival until its bytes fit in the in-flight limit, at most until `deadline`.
+        A call with `size_bytes` 0 does not wait. Raises StoreError if the call is rejected."""
         direction = verb.direction
         breaker = self._breakers[direction]
         self._tend()
@@ -271,7 +271,7 @@ class AdmissionControl:
             return call
 
     def leave(self, call: Call) -> None:
-        """A call has ended."""
+        """Record the end of a call: its latency, its bytes and its result."""
         with self._state:
             time_s = self._clock()
             took_s = time_s - call.began_s
@@ -287,8 +287,8 @@ class AdmissionControl:
                 self._record(call, call.result, time_s)
 
     def grant_retry(self, call: Call, pages: int) -> int:
-        """Return how many pages of a call may be tried again: none if the breaker has opened since, or there is no
-        budget."""
+        """Return how many pages of a call may be retried: 0 if the breaker opened since its start or the budget is
+        spent."""
         direction = call.verb.direction
         with self._state:
             if call.overdue or self._closed or self._breakers[direction].round != call.admitted:
@@ -305,10 +305,10 @@ class AdmissionControl:
             return self._damage.pages_at_once(read)
 
     def saw_pages(self, call: Call, outcomes: Iterable[GetOutcome]) -> bool:
-        """Take in the outcomes of a read. False if the rest of the batch is not to be read: the breaker has opened."""
+        """Record the outcomes of a read. Return False if the breaker has opened: do not read the rest of the batch."""
         with self._state:
             if self._breakers[Direction.READ].round != call.admitted:
-                return False  # the damage was there when the breaker opened
+                return False  # the breaker opened after this call began: do not count its damage again
             pause_s = self._damage.saw(outcomes)
             if pause_s is None:
                 return True
@@ -320,13 +320,13 @@ class AdmissionControl:
     # Probes
 
     def begin_probe(self, direction: Direction) -> tuple[int, float] | None:
-        """Return the round of the breaker, for `probed`, and the probe's deadline; None if no probe of this direction
-        is due."""
+        """Begin a probe if one is due. Return the breaker's round, to pass to `probed`, and the probe's deadline; None
+        if no probe of this direction is due."""
         with self._state:
             breaker, time_s = self._breakers[direction], self._clock()
             if self._closed or breaker.probe_at > time_s:
                 return None
-            is_first = breaker.state is BreakerState.CLOSED  # it follows a failed call
+            is_first = breaker.state is BreakerState.CLOSED  # the probe follows a single failed call
             deadline = time_s + min(self._options.probe_timeout, _FIRST_PROBE_S[direction] if is_first else math.inf)
             overdue_at = deadline + self._options.grace
             self._probing[direction] = breaker.round, overdue_at
@@ -334,14 +334,14 @@ class AdmissionControl:
             return breaker.round, deadline
 
     def probed(self, direction: Direction, begun: int, ok: bool) -> None:
-        """A probe has ended."""
+        """Record the end of a probe."""
         with self._state:
             self._end_probe(direction, begun, ok)
 
     # State
 
     def may_pass(self, direction: Direction) -> bool:
-        """True if a call of this direction would be made now. Looks for hanging calls too. Does not block."""
+        """True if a call of this direction would be made now. Also counts hanging calls as failed. Does not block."""
         if self._clock() >= self._overdue_at:
             with self._state:
                 self._note_overdue()
@@ -349,14 +349,14 @@ class AdmissionControl:
         return self._breakers[direction].state is not BreakerState.OPEN
 
     def take_changes(self) -> list[BreakerChange]:
-        """Return the changes of breakers since the last call, for the log."""
+        """Return and forget the breaker changes since the last call, for the log."""
         with self._state:
             changes = list(self._changes)
             self._changes.clear()
             return changes
 
     def off(self) -> dict[Direction, tuple[float, int]]:
-        """Return the directions that are off: since how many seconds, and how many calls were refused for it."""
+        """Return, per direction that is off, for how many seconds and how many calls were rejected since."""
         with self._state:
             time_s = self._clock()
             return {
@@ -365,13 +365,13 @@ class AdmissionControl:
             }
 
     def set_override(self, direction: Direction, override: Override) -> None:
-        """The operator's word about one direction."""
+        """Apply the operator's override to one direction."""
         with self._state:
             self._breakers[direction].set_override(override)
             self._breakers_moved()
 
     def statistics(self) -> GuardStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         with self._state:
             self._note_overdue()
             return GuardStatistics(
@@ -390,32 +390,32 @@ class AdmissionControl:
             )
 
     def close(self) -> None:
-        """Let no call wait any more."""
+        """Reject the waiting calls; later calls do not wait."""
         with self._state:
             self._closed = True
             self._room.notify_all()
 
     def check(self) -> None:
-        """Raises InvariantError if the books do not add up."""
+        """Raise InvariantError if the invariants do not hold."""
         with self._state:
             for breaker in self._breakers.values():
                 breaker.check()
             total = sum(call.bytes for call in self._calls)
             alone = sum(call.bytes > 0 for call in self._calls) <= 1
             if self.probe_at != min(breaker.probe_at for breaker in self._breakers.values()):
-                raise InvariantError("guard: the time of the next probe is not that of a breaker")
+                raise InvariantError("guard: the time of the next probe differs from the breakers'")
             if total != self._in_flight_bytes or (total > self._options.in_flight and not alone):
                 raise InvariantError(f"guard: {self._in_flight_bytes} bytes in flight, {total} counted")
 
     # Inside, under the lock
 
     def _await_room(self, breaker: Breaker, size_bytes: int, deadline: float) -> Refusal | None:
-        """Stand in line. Return why the call was left without room, None if there is some now."""
+        """Wait in the queue for room. Return None when there is room, else why the call is rejected."""
         place = object()
         self._waiting.append(place)
         try:
             while not (self._waiting[0] is place and self._has_room(size_bytes)):
-                # Woken also when a call hangs too long, which may open the breaker.
+                # Also wake up when a call becomes overdue: that may open the breaker.
                 wait_s = min(deadline, self._overdue_at) - self._clock()
                 self._room.wait(max(0.0, min(wait_s, threading.TIMEOUT_MAX)))
                 time_s = self._clock()
@@ -443,12 +443,12 @@ class AdmissionControl:
         breaker = self._breakers[direction]
         before = breaker.state
         breaker.record(call.admitted, is_good, result, time_s)
-        # A good call moves a breaker only if it closes it, or ends a suspicion.
+        # A good call changes a breaker only if it closes the breaker or cancels a planned probe.
         if not is_good or breaker.state is not before or self.probe_at < math.inf:
             self._breakers_moved()
 
     def _breakers_moved(self) -> None:
-        """A breaker may have opened, which those who wait for room have to know, or wants another probe or none."""
+        """React to a change of a breaker: update the next probe, note a switch for the log, wake the waiting calls."""
         self.probe_at = min(breaker.probe_at for breaker in self._breakers.values())
         for direction, breaker in self._breakers.items():
             if (breaker.state is BreakerState.OPEN) != (direction in self._off_since) and (
@@ -460,7 +460,7 @@ class AdmissionControl:
             self._room.notify_all()
 
     def _note_change(self, direction: Direction, breaker: Breaker) -> None:
-        """Keep a change for the log, which the thread of the probes writes: this may be a scheduler's thread."""
+        """Queue a change for the log. The probe thread writes it, because this may be a scheduler's thread."""
         time_s, refused = self._clock(), self._refused[direction, Refusal.OPEN]
         since_s, before = self._off_since.pop(direction, (time_s, refused))
         if breaker.state is BreakerState.OPEN:
@@ -472,7 +472,7 @@ class AdmissionControl:
         self._wake(time_s)
 
     def _tend(self) -> None:
-        """Wake the thread of the probes if one is planned; it is replaced if it died or hangs."""
+        """Wake the probe thread if a probe is planned; restart it if it died or hangs."""
         probe_at = self.probe_at
         if probe_at < math.inf:
             self._wake(probe_at)
@@ -483,7 +483,7 @@ class AdmissionControl:
         self._breakers_moved()
 
     def _note_overdue(self) -> None:
-        """Calls and probes that hang have failed, while they hang."""
+        """Count hanging calls and probes as failed while they still hang."""
         time_s = self._clock()
         if time_s < self._overdue_at:
             return

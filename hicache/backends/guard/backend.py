@@ -1,19 +1,19 @@
-"""GuardedBackend: one wrapper in front of every leaf backend, so that a store's troubles stay its own.
+"""GuardedBackend: one wrapper in front of every leaf backend; a failing store does not harm the engine.
 
-    deadline     a call that has none left is not made; one that hangs past it counts as failed while it still hangs
-    bytes        frames in flight are bounded; a call that finds no room waits, at most until its deadline
-    breaker      a direction that fails is left alone, probed, and used again when it works
-    damage       a reader to whom everything is damaged is stopped before it has removed everything
-    retries      failed pages are tried once more, within a budget and the deadline
-    containment  an exception of the backend, or an answer against the contract, is counted, and its pages are ERROR
+    deadline     a call past its deadline is not made; a call that hangs past it counts as failed while it hangs
+    bytes        frames in flight are limited; a call over the limit waits, at most until its deadline
+    breaker      a failing direction is not used; it is probed, and used again when it works
+    damage       a reader that finds every page damaged is stopped before it has removed them all
+    retries      failed pages are retried once, within a budget and the deadline
+    containment  an exception or an invalid answer of the backend is counted, and its pages are ERROR
 
-Calls that are not made return at once: 0 or ERROR. Nothing is abandoned here: a call that hangs keeps its thread and
-its frames until it returns, which the caller has to bear (`supervised`).
+A rejected call returns 0 or ERROR at once. The guard abandons nothing: a hanging call keeps its thread and its frames
+until it returns. Its caller must cope with that (`supervised`).
 
-Locking design: verbs run on their callers' threads, several at once, with no lock held while the backend works. They
-share `AdmissionControl`, which locks itself. Probes and the measuring of usage run on threads of their own
-(BackgroundTask), started when needed. `_sample`, `_last_statistics` and the fields `_usage_...` are one reference each;
-`_failed_writes` is only compared for equality.
+Locking design: verbs run on their callers' threads, several at once, and hold no lock during a backend call. They share
+`AdmissionControl`, which locks itself. Probes and usage measurements run on separate threads (BackgroundTask), started
+when needed. `_sample`, `_last_statistics` and the fields `_usage_...` are single references; `_failed_writes` is only
+compared for equality.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 
-# Before failed pages are tried again, between half of this and the whole: a moment for what was only a hiccup.
+# The pause before a retry lasts between half of this and all of it, so that a brief failure can pass.
 _RETRY_PAUSE_S = 0.05
-# What failed only after so long has hung. A caller would wait twice, and the breaker would learn of it late.
+# A call that fails after more than this is not retried: its caller would wait twice, and the breaker would react late.
 _RETRY_AFTER_S_MAX = 0.25
-# A call that was given less time than this and has used it up says nothing about the store.
+# A call with less time than this that runs out of it proves nothing about the store.
 _SHORT_S = 0.1
-# Measuring usage takes a small part of the time, however slow it is: a file store is asked ten times a second at most,
-# a bucket whose listing takes ten seconds every eight minutes. A measurement that takes longer than the last one hangs.
+# Usage measurements take 1/50 of the time at most: a file store is measured up to ten times a second, a bucket whose
+# listing takes ten seconds every eight minutes. A measurement that takes longer than the patience counts as hung.
 _USAGE_PERIOD_S_MIN = 0.1
 _USAGE_DUTY = 50
 _USAGE_PATIENCE_S = 300.0
-# Most stores answer within this; a caller waits as long, so that it sees what holds now.
+# Most stores answer within this time, so a caller waits as long for a current value.
 _USAGE_WAIT_S = 0.05
-# How long `close` waits for the guard's own threads before it closes the backend all the same.
+# How long `close` waits for each of the guard's threads before it closes the backend anyway.
 _CLOSE_S = 3.0
 
 
 class GuardedBackend(Compound, Touchable):
-    """See the module's docstring. A Composite of one part. `name` is how it is called in metrics and messages, and
-    `clock` that of deadlines; tests give their own.
+    """See the module's docstring. A Composite of one part. `name` is the store's name in metrics and messages. `clock`
+    is the clock of deadlines; tests pass their own.
 
-    Its statistics count as errors also the calls that were refused (`guard_open`, `guard_busy`), by their pages, and
-    the exceptions of the backend (`raised_KeyError`).
+    Its error counts include the pages of rejected calls (`guard_open`, `guard_busy`) and the backend's exceptions
+    (`raised_KeyError`).
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class GuardedBackend(Compound, Touchable):
         self._clock = clock
         self._closing = threading.Event()
         self._log = BreakerLog(name)
-        self._raised: set[str] = set()  # kinds of exceptions that were logged
+        self._raised: set[str] = set()  # classes of exceptions already logged
         self._failed_writes = 0
         self._last_statistics = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
         for leaf in leaves(inner):
             if isinstance(leaf, Envelope):
                 leaf.name = name
         self._prober = Prober(inner, self._contain)
-        # One run makes a probe in each direction; what takes longer hangs.
+        # One run probes both directions; a run that takes longer counts as hung.
         patience_s = 2 * (self.options.probe_timeout + self.options.grace)
         self._probes = BackgroundTask(
             f"probe-{name}", self._probe, patience_s, on_error=lambda: self.count("internal")
@@ -115,10 +115,10 @@ class GuardedBackend(Compound, Touchable):
 
     @property
     def parts(self) -> Sequence[StorageBackend]:
-        """The backend behind it."""
+        """The guarded backend."""
         return (self._inner,)
 
-    # Verbs, see Envelope. Each raises StoreError where the call is not made.
+    # Verbs, see Envelope. Each raises StoreError for a rejected call.
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope."""
@@ -142,7 +142,7 @@ class GuardedBackend(Compound, Touchable):
         )
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. While nothing speaks for what is stored, the head of a batch is read before the rest."""
+        """See Envelope. Until a sound page proves the store, the first pages of a batch are read before the rest."""
         with self._enter(Verb.GET, len(keys), deadline) as call:
             outcomes: list[GetOutcome] = []
             while len(outcomes) < len(keys):
@@ -181,7 +181,7 @@ class GuardedBackend(Compound, Touchable):
         return self._remove(lambda: self._inner.clear(deadline=deadline), deadline, math.inf)
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. Made once, and not at all by a breaker that is open; a failure says nothing about the store.
+        """See Touchable. Does nothing if the breaker is open. A failure is not retried and does not affect the breaker.
         """
         if not self.may_pass(Direction.WRITE):
             return []
@@ -190,7 +190,8 @@ class GuardedBackend(Compound, Touchable):
         return missing if isinstance(missing, list) else []
 
     def measure(self) -> Usage:
-        """See Envelope. What was found last, if the backend raises or is left alone; blocks as it does."""
+        """See Envelope. Returns the last known usage if the backend raises or the breaker is open. Blocks as the
+        backend does."""
         usage = self._contain(self._inner.usage) if self._admission.may_pass(Direction.READ) else None
         if isinstance(usage, Usage):
             self._sample = self._usage = usage
@@ -204,8 +205,8 @@ class GuardedBackend(Compound, Touchable):
         return replace(own, corrupt=inner.corrupt, errors=dict(errors), evicted_pages=inner.evicted_pages)
 
     def close(self) -> None:
-        """See StorageBackend. Raises the backend's own BackendError; any other exception of it is counted. A call that
-        hangs is waited for no longer than the grace: how it ends is the backend's business, which is closed then."""
+        """See StorageBackend. Waits for calls in flight for at most the grace, then closes the backend anyway. Raises
+        the backend's BackendError; any other exception of the backend is counted."""
         self._closing.set()
         self._admission.close()
         self._close(self.options.grace)
@@ -227,7 +228,8 @@ class GuardedBackend(Compound, Touchable):
             raise failures[0]
 
     def register_memory(self, memory: memoryview) -> None:
-        """See MemoryRegistration, for the backend behind it. A failure is counted and logged: pages are copied then."""
+        """See MemoryRegistration. Passes `memory` to the backend. A failure is counted and logged; pages are then
+        copied."""
 
         def register() -> None:
             try:
@@ -240,19 +242,19 @@ class GuardedBackend(Compound, Touchable):
 
         self._contain(register)
 
-    # What a guard adds
+    # Additions to StorageBackend
 
     def may_pass(self, direction: Direction) -> bool:
-        """True if a call of this direction would be made now. Does not block; for each step of a scheduler."""
+        """True if a call of this direction would be made now. Does not block; a scheduler calls it each step."""
         return self._admission.may_pass(direction)
 
     def override(self, direction: Direction, mode: Override) -> None:
-        """Switch a direction on or off, or leave it to the breaker. Does not block."""
+        """Switch a direction on or off, or return it to the breaker. Does not block."""
         self._admission.set_override(direction, mode)
 
     def usage_sample(self) -> Usage | None:
-        """Return the usage of a moment ago, None before it was first known. One that is old is renewed on a thread of
-        the guard's own. Waits for that 50 ms at most, and only for a store that was quick the last time."""
+        """Return the latest usage sample, None before the first. An old sample is renewed on one of the guard's
+        threads. Waits for that at most 50 ms, and only if the last measurement was as fast."""
         if self._usage_renewed.is_set() and time.monotonic() >= self._usage_due_s:
             self._usage_renewed.clear()
             self._usage_task.wake()
@@ -263,22 +265,23 @@ class GuardedBackend(Compound, Touchable):
         return self._sample
 
     def guard_statistics(self) -> GuardStatistics:
-        """What the guard itself has counted. Does not block."""
+        """Return the guard's own counters. Does not block."""
         return self._admission.statistics()
 
     def check(self) -> None:
-        """Raises InvariantError if the guard's books do not add up."""
+        """Raise InvariantError if the guard's invariants do not hold."""
         self._admission.check()
 
     # Inside
 
     def _enter(self, verb: Verb, pages: int, deadline: float) -> Call:
-        # A lookup or removal, of any number of keys, moves no bytes and is refused as one page would be.
+        # A lookup or removal of any number of keys moves no bytes. If rejected, it counts as one page.
         size_bytes = pages * self.codec.frame_bytes if verb in (Verb.GET, Verb.SET) else 0
         return self._admission.enter(verb, pages, size_bytes, deadline)
 
     def _probe(self) -> float:
-        """Make the probes that are due; return when the next is. Blocks as the store does."""
+        """Write pending log lines and make the due probes; return the time of the next one. Blocks as the store does.
+        """
         errors = self._inner_statistics().errors
         self._log.changed(self._admission.take_changes(), errors)
         self._log.still_off(self._admission.off(), errors)
@@ -296,9 +299,10 @@ class GuardedBackend(Compound, Touchable):
     def _look_up(
         self, ask: Callable[[], object], is_answer: Callable[[object], bool], deadline: float, whole: T, nothing: T
     ) -> T:
-        """The answer of a lookup, and once more where it failed. `whole` is that of a store that has all pages.
+        """Make a lookup and retry it once if it failed. Return its answer, or `nothing` if the answer is invalid.
+        `whole` is the answer if all pages are stored.
 
-        A store that is down has nothing, as one that is empty has: only its count of errors tells them apart.
+        A store that is down and an empty store answer identically; only the error count tells them apart.
         """
         with self._enter(Verb.EXISTS, 1, deadline) as call:
             for is_retried in (False, True):
@@ -312,7 +316,7 @@ class GuardedBackend(Compound, Touchable):
                     call.result = CallResult.GOOD
                     break
                 elif self._failed_writes != writes_before or self._was_short(call):
-                    call.result = CallResult.UNKNOWN  # the errors may be those of a write that has ended since
+                    call.result = CallResult.UNKNOWN  # the errors may come from a write that ended during the lookup
                     break
                 else:
                     call.result = CallResult.LOOKUP
@@ -324,12 +328,12 @@ class GuardedBackend(Compound, Touchable):
         with self._enter(Verb.DELETE, 1, deadline) as call:
             removed = self._contain(ask)
             if type(removed) is int and 0 <= removed <= most:
-                return removed  # none removed: there were none, or the store is down
+                return removed  # 0 is ambiguous: no such pages, or the store is down; so the result stays UNKNOWN
             call.result = CallResult.RAISED
             return 0
 
     def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
-        """Read, and what failed once more."""
+        """Read pages, and retry the failed ones once."""
 
         def read(keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
             answer = self._contain(lambda: self._inner.batch_get(keys, pages, deadline=call.deadline))
@@ -350,7 +354,7 @@ class GuardedBackend(Compound, Touchable):
         return self._outcomes(answer, SetOutcome, len(keys))
 
     def _outcomes(self, answer: object, kind: type[Outcome], pages: int) -> list[Outcome]:
-        """The answer, if it is one outcome per page; else all pages failed."""
+        """Return `answer` if it is one outcome per page, else ERROR for each page."""
         if isinstance(answer, list) and len(answer) == pages and set(map(type, answer)) == {kind}:
             return answer
         if answer is not None:
@@ -358,12 +362,12 @@ class GuardedBackend(Compound, Touchable):
         return [kind("error")] * pages
 
     def _may_retry(self, call: Call, pages: int) -> int:
-        """How many pages to try again, after a short pause; 0 if the rest of the time would not do, or for a store that
-        hangs."""
+        """Return how many pages to retry, after a short pause. Return 0 if the call took too long, too little time is
+        left, or no retry is granted."""
         time_s = self._clock()
         took_s = time_s - call.began_s
         pause_s = _RETRY_PAUSE_S * random.uniform(0.5, 1.0)
-        # A second try is expected to take as long as the first.
+        # Assume that the retry takes as long as the first attempt.
         if took_s > _RETRY_AFTER_S_MAX or time_s + pause_s + max(took_s, 0.01) >= call.deadline:
             return 0
         granted = self._admission.grant_retry(call, pages)
@@ -372,7 +376,7 @@ class GuardedBackend(Compound, Touchable):
         return granted
 
     def _judge(self, call: Call, failed: int) -> CallResult:
-        """A call has failed if half of its pages have: fewer mean that the store works."""
+        """Return the result of a call with `failed` pages: it failed if at least half of its pages did."""
         if 2 * failed < call.pages:
             return CallResult.GOOD
         return CallResult.UNKNOWN if self._was_short(call) else CallResult.ERROR
@@ -398,12 +402,12 @@ class GuardedBackend(Compound, Touchable):
         return self._last_statistics
 
     def _contain(self, call: Callable[[], object]) -> object:
-        """What a verb of the backend answers; None for an exception, which is counted. This is where the code of
-        others ends, and their exceptions with it."""
+        """Return the answer of `call`. Return None if it raises: the exception is counted, and logged once per class.
+        Exceptions of third-party backends end here. Raises InvalidInput."""
         try:
             return call()
         except InvalidInput:
-            raise  # the arguments are wrong, which is for the caller to know
+            raise  # an error of the caller, not of the store
         except Exception as error:
             kind = type(error).__name__
             self.count(f"raised_{kind}")
@@ -413,13 +417,13 @@ class GuardedBackend(Compound, Touchable):
             return None
 
 
-# A tree of backends as its guards see it
+# Functions over a tree of backends
 
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """What one store shows. `name` is unique in its tree; `usage` is None as long as it is not known, `guard` for a
-    store without one."""
+    """Statistics of one store. `name` is unique in its tree. `usage` is None until it is known; `guard` is None for a
+    store without a guard."""
 
     name: str
     statistics: BackendStatistics
@@ -428,7 +432,7 @@ class LeafStatistics:
 
 
 def guards_of(backend: StorageBackend) -> Iterator[GuardedBackend]:
-    """All guards in `backend`: itself, or those among its parts."""
+    """Yield all guards in `backend`: itself, or those among its parts."""
     if isinstance(backend, GuardedBackend):
         yield backend
     elif isinstance(backend, Composite):
@@ -437,18 +441,18 @@ def guards_of(backend: StorageBackend) -> Iterator[GuardedBackend]:
 
 
 def may_pass(backend: StorageBackend, direction: Direction) -> bool:
-    """True if some store in `backend` would be asked now. Does not block; for each step of a scheduler."""
+    """True if at least one store in `backend` would be called now. Does not block; a scheduler calls it each step."""
     if isinstance(backend, GuardedBackend):
         return backend.may_pass(direction)
-    # Not by `isinstance`, which takes 8 us for a protocol.
+    # `isinstance` of a protocol would take 8 us.
     parts: Sequence[StorageBackend] | None = getattr(backend, "parts", None)
     return parts is None or any(may_pass(part, direction) for part in parts)
 
 
 def leaf_statistics(backend: StorageBackend) -> tuple[LeafStatistics, ...]:
-    """What each store counts, in the order in which they are read; the second of a name is called `name-2`.
+    """Return the statistics of each store, in the order in which they are read, named as by `named_leaves`.
 
-    Does not block for a store behind a guard; one without is asked for its usage.
+    Does not block for a guarded store. A store without a guard is asked for its usage, which may block.
     """
     found: list[LeafStatistics] = []
     for name, leaf in named_leaves(backend):
@@ -460,14 +464,14 @@ def leaf_statistics(backend: StorageBackend) -> tuple[LeafStatistics, ...]:
 
 
 def named_leaves(backend: StorageBackend) -> list[tuple[str, StorageBackend]]:
-    """Return each store with its name, in the order in which they are read: its guard, or without one itself. The
-    second store of a name is called `name-2`."""
+    """Return the name and backend of each store, in the order in which they are read. The backend is the store's guard
+    if it has one. The second store of a name is called `name-2`."""
     return list(zip(unique_names([name for name, _ in _leaves(backend)]), [leaf for _, leaf in _leaves(backend)],
                     strict=True))  # fmt: skip
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Return the names of stores, of which the second of a name has `-2` behind it."""
+    """Return `names` made unique: the second occurrence of a name gets the suffix `-2`."""
     found: dict[str, None] = {}
     seen: Counter[str] = Counter()
     for name in names:
@@ -485,7 +489,7 @@ def _leaves(backend: StorageBackend) -> Iterator[tuple[str, StorageBackend]]:
     elif isinstance(backend, Composite):
         found = [leaf for part in backend.parts for leaf in _leaves(part)]
         if len(backend.parts) == len(found) == 1 and not isinstance(found[0][1], GuardedBackend):
-            # A wrapper without a guard, such as a limit, counts what it does besides what is below it.
+            # A wrapper without a guard, such as a limit, has counters that include those of its part.
             found = [(found[0][0], backend)]
         yield from found
     else:

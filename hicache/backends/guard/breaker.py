@@ -1,14 +1,15 @@
-"""The circuit breaker of one direction: decides by the results of calls whether the next call is made.
+"""The circuit breaker of one direction: it decides from the results of calls whether the next call is made.
 
-    CLOSED     calls are made. After a failed one the store is probed at once (but not again right after a good
-               probe), so that an outage that begins with a single call is known without further callers paying for
-               it. A failed probe opens it, and so do enough failures in a row or among the last 20 calls.
-    OPEN       no call is made. After a pause the store is probed: bad, the pause doubles; good, it is half-open.
-    HALF_OPEN  calls are made. The first that ends decides; if none comes, a second good probe closes.
+    CLOSED     Calls are made. A failed call triggers a probe at once (unless a probe has just succeeded), so that
+               an outage is found before more calls fail. A failed probe opens the breaker, and so do enough
+               failures in a row or among the last 20 calls.
+    OPEN       No call is made. After a back-off the store is probed. A failed probe doubles the back-off; a good
+               probe makes the breaker half-open.
+    HALF_OPEN  Calls are made. The first call that ends decides; without calls, a second good probe closes it.
 
-For a store that takes probes and fails real calls the pauses grow, because only a good call makes them short again.
+Only a good call resets the back-off, so it grows for a store that passes probes and fails calls.
 
-Locking design: nothing here locks or looks at a clock; the owner of a breaker does (`admission`).
+Locking design: this module neither locks nor reads a clock; the owner of the breaker does (`admission`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ...backoff import Backoff
 from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
 
-# The share of failures is taken over so many calls: enough that two bad ones among them mean nothing.
+# The share of failures is measured over so many calls that two failures do not matter.
 WINDOW_CALLS = 20
 
 
 class BreakerState(enum.IntEnum):
-    """Ordered by how little passes; the number is what the metric shows."""
+    """The states, from the most to the least permissive. The metric shows the number."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -37,7 +38,8 @@ class BreakerState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerStatistics:
-    """`state` is what holds, with the override applied; `reason` is why it opened last, empty if it never did."""
+    """A snapshot of a breaker. `state` includes the override; `reason` is the cause of the last opening, empty if it
+    never opened."""
 
     state: BreakerState
     override: Override
@@ -48,19 +50,19 @@ class BreakerStatistics:
 
 
 class Breaker:
-    """See the module's docstring. Times are monotonic seconds, `jitter` draws from (0, 1], the share of a pause.
+    """See the module's docstring. Times are monotonic seconds. `jitter` returns a factor in (0, 1] for each back-off.
 
-    A call or probe carries the round in which it began: one that ends in a later round began before the breaker opened,
-    or before the operator spoke, and tells nothing about now.
+    A call or probe carries the round in which it began. If it ends in a later round, it began before the breaker opened
+    or the override changed; its result is ignored as stale.
 
-    Invariant: while the breaker decides and is not closed, `probe_at` says when a probe is due, or that one is in
-    flight, so it cannot stay open for good.
+    Invariant: unless the breaker is closed or overridden, a probe is due at `probe_at` or in flight, so the breaker
+    cannot stay open forever.
     """
 
     def __init__(self, options: GuardConfig, override: Override, jitter: Callable[[], float]) -> None:
         self.override = override
-        self.round = 0  # changes when the breaker opens, and with each override
-        self.probe_at = math.inf  # when the next probe is due; in the past until a probe that is in flight has ended
+        self.round = 0  # incremented when the breaker opens or the override changes
+        self.probe_at = math.inf  # when the next probe is due; in the past while a probe is in flight
         self._options = options
         self._jitter = jitter
         self._state = BreakerState.CLOSED
@@ -68,18 +70,18 @@ class Breaker:
         self._opens = self._good_probes = self._failed_probes = 0
         self._failures = 0  # in a row
         self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
-        self._calm_until = -math.inf  # a probe has just been good: single failures bring none before that
+        self._calm_until = -math.inf  # no probe follows a single failure before this time: a probe has just succeeded
         self._backoff = Backoff(options.backoff_min, options.backoff_max)
 
     @property
     def state(self) -> BreakerState:
-        """What holds now."""
+        """The state, with the override applied."""
         if self.override is Override.AUTO:
             return self._state
         return BreakerState.CLOSED if self.override is Override.ON else BreakerState.OPEN
 
     def record(self, admitted: int, ok: bool, reason: str, time_s: float) -> None:
-        """A call has ended, well or not. `reason` says in a word what failed."""
+        """Record the end of a call. `reason` names the kind of failure in one word."""
         if self.override is not Override.AUTO or admitted != self.round or self._state is BreakerState.OPEN:
             return
         self._recent.append(ok)
@@ -96,12 +98,12 @@ class Breaker:
             self.probe_at = max(time_s, self._calm_until)
 
     def trip(self, reason: str, pause_s: float, time_s: float) -> None:
-        """Open, for at least half of `pause_s`, whatever the state is."""
+        """Open from any state, for `pause_s` times the jitter. Does nothing if the breaker is overridden."""
         if self.override is Override.AUTO:
             self._open(reason, time_s, pause_s)
 
     def probed(self, begun: int, ok: bool, time_s: float) -> None:
-        """A probe has ended."""
+        """Record the end of a probe."""
         if begun != self.round:
             return
         self._good_probes += ok
@@ -116,11 +118,11 @@ class Breaker:
         elif ok:
             self.probe_at = math.inf
             self._calm_until = time_s + self._options.backoff_min
-        elif self.probe_at < math.inf:  # else a call was good since the probe began
+        elif self.probe_at < math.inf:  # otherwise a call has succeeded since the probe began
             self._open("probe", time_s, self._backoff.next_s())
 
     def set_override(self, override: Override) -> None:
-        """The operator's word. Back at AUTO the breaker is closed and knows of no failure."""
+        """Apply the operator's override. Back at AUTO, the breaker is closed and has forgotten all failures."""
         self.override = override
         self.round += 1
         self._recent.clear()
@@ -128,13 +130,13 @@ class Breaker:
         self._close()
 
     def statistics(self) -> BreakerStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         return BreakerStatistics(
             self.state, self.override, self._reason, self._opens, self._good_probes, self._failed_probes
         )
 
     def check(self) -> None:
-        """Raises InvariantError if the breaker could stay open for good."""
+        """Raise InvariantError if the breaker could stay open forever."""
         if self.override is not Override.AUTO:
             return
         if self._state is not BreakerState.CLOSED and self.probe_at == math.inf:

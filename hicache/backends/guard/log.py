@@ -1,6 +1,6 @@
-"""What a guard tells its log: one line when a direction is switched off, one when it is on again, a few in between.
+"""The log lines of a guard: one when a direction goes off, one when it is on again, and a few reminders in between.
 
-Locking design: runs on the thread of the probes alone, which the guard wakes when a breaker moves.
+Locking design: runs only on the probe thread, which the guard wakes when a breaker changes.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from .breaker import BreakerState
 
 logger = logging.getLogger(__name__)
 
-# A direction that stays off is recalled after 1, 2, 4 and 8 minutes, and then each quarter of an hour.
+# Reminders of a direction that stays off are 1, 2, 4 and 8 minutes apart, then a quarter of an hour.
 _RECALL_S = 60.0
 _RECALL_S_MAX = 900.0
 _WORDS = {Direction.READ: "reading", Direction.WRITE: "writing"}
 
 
 class BreakerLog:
-    """See the module's docstring. `name` is that of the store."""
+    """See the module's docstring. `name` is the name of the store."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._errors: dict[Direction, Mapping[str, int]] = {}  # as they were counted at the last line
-        self._recalls: dict[Direction, tuple[Backoff, float]] = {}  # of those that are off: when they were so long
+        self._errors: dict[Direction, Mapping[str, int]] = {}  # error counts at the last line
+        self._recalls: dict[Direction, tuple[Backoff, float]] = {}  # per direction that is off: off time of a reminder
 
     def changed(self, changes: Iterable[BreakerChange], errors: Mapping[str, int]) -> None:
-        """Write a line for each change; `errors` are those that the store has counted so far, by kind."""
+        """Write a line for each change. `errors` are the store's error counts so far, by kind."""
         for change in changes:
             direction, breaker, what = change.direction, change.breaker, _WORDS[change.direction]
             if breaker.state is not BreakerState.OPEN:
                 self._recalls.pop(direction, None)
-                logger.info("storage %s: %s is on again after %.1f s; %s calls were not made meanwhile", self._name,
+                logger.info("storage %s: %s is on again after %.1f s; %s calls were not made", self._name,
                             what, change.after_s, f"{change.refused:,}")  # fmt: skip
             elif breaker.override is not Override.AUTO:
                 logger.warning("storage %s: %s is off: the operator switched it off", self._name, what)
@@ -48,7 +48,8 @@ class BreakerLog:
                                self._new(direction, errors), change.pause_s)  # fmt: skip
 
     def still_off(self, off: Mapping[Direction, tuple[float, int]], errors: Mapping[str, int]) -> None:
-        """Recall directions that are off: for how long, and how many calls were refused since."""
+        """Write the due reminders. `off` has per direction the seconds since it went off and the calls rejected since.
+        """
         for direction, (off_s, refused) in off.items():
             recall, due_s = self._recalls.get(direction, (None, 0.0))
             if recall is not None and off_s >= due_s:
@@ -58,7 +59,7 @@ class BreakerLog:
                                self._new(direction, errors))  # fmt: skip
 
     def _new(self, direction: Direction, errors: Mapping[str, int]) -> str:
-        """Return the errors since the last line of a direction, the most frequent first."""
+        """Return the three most frequent errors since the last line of a direction, as text."""
         new = Counter(errors) - Counter(self._errors.get(direction, {}))
         self._errors[direction] = dict(errors)
         return ", ".join(f"{kind} {count:,}" for kind, count in new.most_common(3)) or "none"

@@ -1,6 +1,6 @@
-"""What operators have forced upon the breakers of stores, for those that are open and those that are opened later.
+"""The operator's overrides of breakers, for open stores and for stores opened later.
 
-Locking design: one thread at a time changes it. `modes` is one reference to a dictionary that never changes.
+Locking design: one thread at a time changes it. `modes` refers to a dictionary that is replaced, never changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .backend import GuardedBackend, named_leaves
 
 
 class Overrides:
-    """The forced directions by store, None for all stores. The last word about a store holds."""
+    """The overrides by direction and store; store None means all stores. The latest override of a store wins."""
 
     def __init__(self) -> None:
         self.modes: Mapping[tuple[Direction, str | None], Override] = {}
@@ -22,7 +22,8 @@ class Overrides:
     def force(
         self, direction: Direction, mode: Override, store: str | None, backends: Iterable[StorageBackend]
     ) -> None:
-        """Switch a direction of a store on or off, or return it to its breaker; `backends` are open. Does not block."""
+        """Switch a direction of a store on or off, or return it to its breaker. `backends` are all open backends. Does
+        not block."""
         modes = dict(self.modes)
         if store is None:
             modes = {key: other for key, other in modes.items() if key[0] is not direction}
@@ -34,7 +35,7 @@ class Overrides:
             self.modes = {key: other for key, other in modes.items() if key != (direction, store)}
 
     def apply(self, backend: StorageBackend) -> None:
-        """Pass what is forced to the guards in `backend`. Does not block."""
+        """Apply the overrides to the guards in `backend`. Does not block."""
         for name, guard in named_leaves(backend) if self.modes else ():
             for direction in Direction:
                 mode = self.modes.get((direction, name), self.modes.get((direction, None)))

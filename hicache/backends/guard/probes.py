@@ -1,12 +1,11 @@
-"""Probes: what a guard asks of a store in order to learn whether it works, on the path that pages take.
+"""Probes: test calls by which a guard finds out whether a store works. They take the same path as pages.
 
-A write probe stores a page of the guard's own under a random key, reads it back and removes it. A read probe reads a
-page under a random key: that it is missing is a good answer. One page cannot be in the way of others: no engine asks
-for its key, and a page that could not be removed is removed by a later probe, or goes as any page does that is not
-used.
+A write probe stores a page under a random key, reads it back and removes it. A read probe reads a random key; a miss is
+a good answer. Probe pages do no harm: no engine requests their keys. If one cannot be removed, a later probe removes it
+or the store evicts it as unused.
 
-Locking design: a `Prober` is used by one thread at a time; a thread that hangs in the store is replaced and comes back
-to `_leftover` alone, whose entries are added and taken one by one.
+Locking design: one thread at a time uses a `Prober`. A thread that hangs in the store is replaced; when it returns, it
+touches only `_leftover`, whose single operations are atomic.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from ...frame import HEADER_BYTES
 from ...keys import PAGE_KEY_BYTES
 from ..base import GetOutcome, SetOutcome, StorageBackend
 
-# Pages of probes that could not be removed. They take room in the store, so they are few.
+# Probe pages that could not be removed and are remembered. They take space in the store, so they must be few.
 _LEFTOVER_MAX = 16
 
 
 class Prober:
-    """Probes `backend`. `contain` calls it and gives None for what it raises."""
+    """Probes `backend`. `contain` makes a call and returns its result, or None if it raises."""
 
     def __init__(self, backend: StorageBackend, contain: Callable[[Callable[[], object]], object]) -> None:
         self._backend = backend
@@ -33,15 +32,15 @@ class Prober:
         self._leftover: deque[bytes] = deque(maxlen=_LEFTOVER_MAX)
 
     def write(self, deadline: float) -> bool:
-        """Store, read back, remove; True if the store works. A full store does; where reading lags behind, so does one
-        that does not find the page."""
+        """Store a page, read it back and remove it. Return True if the store works: also if it is full, or if it does
+        not find the page (reads may lag behind writes)."""
         key, frame = os.urandom(PAGE_KEY_BYTES), self._frame()
         frame[HEADER_BYTES : HEADER_BYTES + 1] = b"\1"
         stored = self._contain(lambda: self._backend.batch_set([key], [frame], parent=None, deadline=deadline))
         if stored == [SetOutcome.REJECTED]:
             return True
         if stored not in ([SetOutcome.STORED], [SetOutcome.PRESENT]):
-            self._leftover.append(key)  # it may have been written all the same
+            self._leftover.append(key)  # the page may have been written despite the error
             return False
         found = self._get(key, deadline)
         keys = [key, *self._leftover]
@@ -51,7 +50,7 @@ class Prober:
         return found
 
     def read(self, deadline: float) -> bool:
-        """Read a page that is not there; True if the store works."""
+        """Read a random key; return True if the store works."""
         return self._get(os.urandom(PAGE_KEY_BYTES), deadline)
 
     def _get(self, key: bytes, deadline: float) -> bool:
@@ -60,6 +59,6 @@ class Prober:
         return found in ([GetOutcome.MISS], [GetOutcome.HIT])
 
     def _frame(self) -> memoryview:
-        # A fresh one each time: a thread that hangs in the store may still write into its own. Aligned, for direct I/O.
+        # New for each probe: a thread that hangs in the store may still write into its frame. Aligned for direct I/O.
         size = self._backend.codec.frame_bytes
         return memoryview(mmap.mmap(-1, size))[:size]
