@@ -1,4 +1,4 @@
-"""Backends made of other backends: levels and sharded sets. See docs/backends/composition.md."""
+"""Backends composed of other backends: levels and sharded sets. See docs/backends/composition.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def open_levels(codec: FrameCodec, options: LevelsOptions) -> LevelsBackend:
-    """The factory behind the name `levels`. Blocks and raises as opening each of the levels does."""
+    """Open a backend of the type `levels`. Blocks and raises as opening each level does."""
 
     def compose(levels: list[Part]) -> LevelsBackend:
         return LevelsBackend(
@@ -31,6 +31,6 @@ def open_levels(codec: FrameCodec, options: LevelsOptions) -> LevelsBackend:
 
 
 def open_sharded(codec: FrameCodec, options: ShardedOptions) -> ShardedBackend:
-    """The factory behind the name `sharded`. Blocks and raises as opening each of the parts does."""
+    """Open a backend of the type `sharded`. Blocks and raises as opening each part does."""
     shard_codec = ShardCodec(codec)
     return open_composed("sharded", shard_codec, options, lambda parts: ShardedBackend(shard_codec, parts))

@@ -1,4 +1,4 @@
-"""What all compositions have in common: parts, each opened and closed once, and totals over them.
+"""The common base of all compositions: parts, each opened and closed once, and totals over them.
 
 Locking design: as `envelope`. The fields are set by the constructor and hold objects that lock themselves.
 """
@@ -20,21 +20,21 @@ from ..registry import Options, open_spec, part_specs
 
 _log = logging.getLogger(__name__)
 
-# What `errors` counts when a part raises instead of answering, which a guarded part does not do.
+# The error kind that is counted when a part raises an exception. A guarded part never does.
 INTERNAL = "internal"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a composition under its name."""
+    """One part of a composition, with its name."""
 
     name: str
     backend: StorageBackend
 
 
 class ComposedBackend(Compound):
-    """A backend made of several. Its statistics count as `corrupt` the pages that no part had whole, under the one
-    reason `every_copy`; each part's own statistics have the reasons. See Compound for the rest."""
+    """A backend made of several. Its statistics count a page as `corrupt`, with the reason `every_copy`, if no part had
+    a sound copy; the statistics of each part have the reasons. See Compound for the rest."""
 
     def __init__(self, codec: FrameCodec, parts: Sequence[Part]) -> None:
         super().__init__(codec)
@@ -58,7 +58,7 @@ class ComposedBackend(Compound):
         return replace(found, corrupt={"every_copy": damaged} if damaged else {})
 
     def shut(self) -> None:
-        """See Envelope. Closes every part, also if one of them raises; raises the first such BackendError."""
+        """See Envelope. Closes every part, even if one raises; then raises the first BackendError."""
         self._before_parts_close()
         failures: list[BackendError] = []
         for name, part in zip(self._names, self._parts, strict=True):
@@ -72,7 +72,7 @@ class ComposedBackend(Compound):
 
     @abstractmethod
     def _before_parts_close(self) -> None:
-        """End the threads that use the parts. REQUIRES: no verb is in flight."""
+        """Stop the threads that use the parts. REQUIRES: no verb is in flight."""
 
 
 Composed = TypeVar("Composed", bound=ComposedBackend)
@@ -81,10 +81,10 @@ Composed = TypeVar("Composed", bound=ComposedBackend)
 def open_composed(
     type_name: str, codec: FrameCodec, options: Options, compose: Callable[[list[Part]], Composed]
 ) -> Composed:
-    """Open all parts that `options` of the composition `type_name` list, and compose them. If a part cannot be opened
-    or composed, those that are open are closed again, and the error is raised.
+    """Open all parts listed in `options` of the composition `type_name`, and compose them. If that fails, the open
+    parts are closed and the error is raised.
 
-    Blocks and raises as `open_spec`, and as `compose`.
+    Blocks and raises as `open_spec` and `compose` do.
     """
     with contextlib.ExitStack() as undo:
         parts: list[Part] = []
@@ -97,5 +97,5 @@ def open_composed(
 
 
 def _close_quietly(part: Part) -> None:
-    with contextlib.suppress(BackendError):  # the error that matters is the one that is being raised
+    with contextlib.suppress(BackendError):  # an earlier error is being raised, and that one matters
         part.backend.close()

@@ -1,14 +1,14 @@
-"""Copies of pages on their way to one level, in the background and within a bound of bytes.
+"""Background copies of pages to one level, within a limit of bytes.
 
-A verb must not use its frames after it has returned. So a page that a level has just stored is read back from that
-level when its copy is written: the verb pays for nothing but its key, and memory is taken for one call at a time. A
-page that was read from a level below is staged at once, in a frame of the copier's own: reading it again would cost
-what the copy is to save. Pages beyond the bound are dropped and counted: copies are made to be read sooner, and nothing
-is lost with them.
+A verb must not use its frames after it has returned. Therefore a page that a level has just stored is read back from
+that level when its copy is written: the verb only queues the key, and memory is used for one call at a time. A page
+that was read from a lower level is copied at once into a frame of the copier (staged), because a second slow read would
+defeat the purpose of the copy. Pages beyond the limit are dropped and counted. A dropped copy loses no data: copies
+only make later reads faster.
 
-Locking design: one condition guards all fields and is held for a few instructions, never while bytes are copied or a
-backend is called. Any thread submits; one thread of a SupervisedPool writes. The condition is taken before the lock of
-the pool, never after: the pool calls back without its lock.
+Locking design: one condition guards all fields. It is held for a few instructions, never during a copy of bytes or a
+backend call. Any thread submits; one thread of a SupervisedPool writes. Lock order: the condition, then the lock of the
+pool; the pool calls back without its lock.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ...supervised import LINGER_S, Beat, SupervisedPool
 from ..base import GetOutcome, SetOutcome, StorageBackend
 from ..calls import parent_outside
 
-# As much as one call writes: enough for a request that costs a round trip, little enough for a close that waits for it.
+# The most that one call writes: large enough to outweigh a round trip, small enough that `close` can wait for it.
 _CALL_BYTES_MAX = 16 << 20
-# What one call may take. A store that is slower than this for 16 MiB would not pay when it is read, either.
+# The time limit of one call. If a store needs longer for 16 MiB, reading from it does not pay either.
 _CALL_S = 3.0
-# How late a call may return that holds its deadline.
+# A part keeps its deadline if its call returns at most this late.
 _GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """Pages that were copied to one part, were there already, failed (it refused them, or they could not be read back),
-    and were dropped here because the bound was reached, the page deleted or the copier closed; and those that wait."""
+    """Counts of pages: copied to a part, present there already, failed (rejected, or not readable from the source),
+    dropped (limit reached, page deleted or copier closed), and waiting now."""
 
     copied: int
     present: int
@@ -50,8 +50,8 @@ class CopyStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Pages that follow each other in their chain, behind `parent`; one call writes them. They are staged in `frames`,
-    or read back from `source` into them."""
+    """Consecutive pages of a chain, after the page `parent`; one call writes them. They are staged in `frames`, or read
+    back from `source` into `frames`."""
 
     parent: bytes | None
     source: StorageBackend | None
@@ -61,13 +61,12 @@ class _Run:
 
 
 class Copier:
-    """Writes copies to `part`, of which `bytes_max` bytes may wait, at least one page. Thread-safe; `name` is the
-    part's.
+    """Writes copies to `part`, whose name is `name`. At most `bytes_max` bytes may wait. Thread-safe.
 
-    Invariant, tested by `check`: `_keys` are the pages of `_runs`, each of them once, and as many as the bound allows
-    at most; a run has as many frames as pages, or none before it is read back.
+    Invariant, tested by `check`: `_keys` holds each page of `_runs` once, and no more pages than the limit. A run has
+    as many frames as pages, or none before it is read back.
 
-    REQUIRES: the part, and those that pages are read back from, are closed after the copier.
+    REQUIRES: `bytes_max` holds at least one page; the part and the sources are closed after the copier.
     """
 
     def __init__(self, part: StorageBackend, name: str, bytes_max: int) -> None:
@@ -76,11 +75,11 @@ class Copier:
         self._pages_max = bytes_max // part.codec.frame_bytes
         self._call_pages = max(1, _CALL_BYTES_MAX // part.codec.frame_bytes)
         self._state = threading.Condition()
-        self._frames = 0  # made so far; they are kept, since touching new memory costs more than copying into old
+        self._frames = 0  # allocated so far; frames are reused, as touching new memory costs more than copying into old
         self._free: list[memoryview] = []
         self._keys: set[bytes] = set()
         self._runs: set[_Run] = set()  # being submitted, queued or written
-        self._deletions = 0  # in progress: nothing is taken meanwhile
+        self._deletions = 0  # in progress; until they end, no page is accepted
         self._stop_at = math.inf
         self._counts: Counter[str] = Counter()
         self._pool = SupervisedPool[_Run](
@@ -91,19 +90,19 @@ class Copier:
         self, positions: Sequence[int], keys: Sequence[bytes], pages: Sequence[PageBuffer],
         parents: Sequence[bytes | None], source: StorageBackend | None = None,
     ) -> None:  # fmt: skip
-        """Have the pages at `positions` of a batch written, head first; the tail that does not fit is dropped. They are
-        read back from `source`, which has stored them, or without one staged now. Blocks for copying memory only.
-        REQUIRES: pages to be staged are whole until this returns."""
+        """Queue copies of the pages at `positions` of a batch, head first; drop the tail beyond the limit. The copies
+        are read back from `source`, which has stored the pages; if it is None, they are staged now. Blocks only to copy
+        memory. REQUIRES: pages to stage do not change until this returns."""
         run = _Run(None, source)
         for number, position in enumerate(positions):
             key, parent = keys[position], parents[position]
             if key in self._keys:
-                continue  # on its way already
+                continue  # already queued
             if not run.keys or parent != run.keys[-1] or len(run.keys) == self._call_pages:
                 self._queue(run)
                 run = _Run(parent, source)
             if not self._add(run, key):
-                # Behind a page that was dropped the others would be out of reach.
+                # A prefix lookup stops at the dropped page, so later pages would be useless.
                 self._count(dropped=len(positions) - number)
                 break
             if source is None:
@@ -111,7 +110,7 @@ class Copier:
         self._queue(run)
 
     def _add(self, run: _Run, key: bytes) -> bool:
-        """Add a page to a run, with a frame if it is staged; False if it may not be copied now."""
+        """Add a page to a run, with a frame if it is staged. Return False if it may not be copied now."""
         with self._state:
             is_full = len(self._keys) == self._pages_max
             if is_full or key in self._keys or self._deletions or self._stop_at < math.inf:
@@ -128,7 +127,7 @@ class Copier:
         if self._free:
             return self._free.pop()
         self._frames += 1
-        # Aligned to pages of memory, as direct I/O asks for; the mapping lives as long as its view.
+        # Aligned to memory pages for direct I/O. The mapping lives as long as its view.
         return memoryview(mmap.mmap(-1, self._codec.frame_bytes))
 
     def _queue(self, run: _Run) -> None:
@@ -156,9 +155,9 @@ class Copier:
 
     @contextlib.contextmanager
     def excluding(self, keys: Sequence[bytes] | None, deadline: float) -> Iterator[None]:
-        """While this block deletes `keys` from the parts, None for all: no copy of them waits, is written, or comes in.
-        Waits for the copy in flight, up to `deadline`. A verb that has read a page before the block and submits it
-        after the block copies it all the same."""
+        """A context in which `keys` (None for all) can be deleted from the parts: waiting copies of them are dropped,
+        and no new copies are accepted. Waits for a copy in flight, at most until `deadline`. A page that a verb read
+        before this context and submits after it is still copied."""
         with self._state:
             self._deletions += 1
             gone = set(self._keys if keys is None else keys)
@@ -172,7 +171,7 @@ class Copier:
                 self._deletions -= 1
 
     def statistics(self) -> CopyStatistics:
-        """A snapshot. Does not block."""
+        """Return a snapshot. Does not block."""
         with self._state:
             counts = {name: self._counts[name] for name in ("copied", "present", "failed", "dropped")}
             return CopyStatistics(**counts, waiting=len(self._keys))
@@ -186,7 +185,7 @@ class Copier:
             with self._state:
                 run.frames = [self._frame() for _ in run.keys]
             found = run.source.batch_get(run.keys, run.frames, deadline=deadline)
-            # Behind a page that is gone or damaged the others would be out of reach.
+            # A prefix lookup stops at a missing or damaged page, so later pages would be useless.
             whole = next((number for number, outcome in enumerate(found) if outcome is not GetOutcome.HIT), whole)
         if whole:
             pages = run.frames[:whole]
@@ -200,15 +199,16 @@ class Copier:
     # The end
 
     def stop(self, stop_at: float) -> None:
-        """Take nothing more, and write the pages that wait until `stop_at` (monotonic). Does not block; for `close`."""
+        """Accept no more pages, and write waiting ones only until `stop_at` (monotonic seconds). Does not block. Call
+        it before `close`."""
         with self._state:
             self._stop_at = stop_at
 
     def close(self) -> None:
-        """Wait until the thread has ended, which may take a call of the part after `stop`; drop the pages that remain.
+        """Wait until the thread has ended, at most one call of the part after `stop_at`; drop the remaining pages.
 
-        A part that holds no deadline is waited for no longer than that, and several of them together no longer than
-        one. It keeps the frames it was given. REQUIRES: `stop` was called.
+        A part that ignores its deadline is not waited for any longer; it keeps its frames. Several copiers with the
+        same `stop_at` together wait no longer than one. REQUIRES: `stop` was called.
         """
         with self._state:
             self._state.wait_for(lambda: not self._runs, max(0.0, self._stop_at - time.monotonic()))
@@ -225,7 +225,7 @@ class Copier:
             framed = sum(len(run.frames) for run in self._runs)
             if lent != framed or len(known) != len(self._keys) or set(known) != self._keys:
                 raise InvariantError(
-                    f"copies: {lent} frames lent, {framed} in runs; {len(self._keys)} keys, {len(known)} in runs"
+                    f"copies: {lent} frames in use, {framed} in runs; {len(self._keys)} keys, {len(known)} in runs"
                 )
             if not self._frames <= self._pages_max >= len(known):
-                raise InvariantError(f"copies: {len(known)} pages, {self._frames} frames, bound {self._pages_max}")
+                raise InvariantError(f"copies: {len(known)} pages, {self._frames} frames, limit {self._pages_max}")

@@ -1,16 +1,15 @@
-"""Levels: a fast store in front of a large one, and so on downwards.
+"""Levels: a fast store in front of a larger one, and so on downwards.
 
-Three ways of a page between levels:
+A page moves between levels in three ways:
 
-    fall      a page that a level rejects or fails to store is written to the next one, within the call
-    cascade   a page that was stored is copied to the levels below
-    promotion a page that was read from below is copied to the levels above that did not have it whole
+    fall      a page that a level rejects or fails to store is written to the next level, within the call
+    cascade   a stored page is copied to the levels below
+    promotion a page read from a lower level is copied to the levels above that had no sound copy
 
-Falling is part of the call; cascades and promotions are copies in the background (see `copier`), bounded in bytes and
-dropped beyond that: a dropped cascade costs a hit some day, a dropped promotion the same way once more. A cascade reads
-its pages back from the level that stored them, so a store pays nothing for the levels below. A level that
-fails is stepped over: pages are read from and written to the others, and it is asked again with the next call, which
-its guard answers at once as long as it is down. A page is on any number of levels.
+Cascades and promotions are background copies (see `copier`), limited in bytes and dropped beyond the limit. A dropped
+cascade may cost a later hit; a dropped promotion costs another slow read. A cascade reads its pages back from the level
+that stored them, so a store does not wait for lower levels. A failing level is skipped: the other levels are read and
+written. The next call tries it again; while it is down, its guard answers at once. A page may be on several levels.
 
 Locking design: as `envelope`; the copiers lock themselves.
 """
@@ -31,54 +30,54 @@ from ..chains import parent_in
 from .composed import ComposedBackend, Part
 from .copier import Copier, CopyStatistics
 
-# Calls of one lookup. Pages of a prefix are mostly on one level, or its head on one and its tail on another: 3 calls of
-# two levels. Pages that alternate more often are reported as far as these calls have come.
+# The limit of calls in one lookup. Usually one level has the whole prefix, or one its head and another its tail: 3
+# calls with two levels. If pages alternate more often between levels, the lookup reports the pages found so far.
 LOOKUPS_MAX = 16
-# Closing writes the copies that wait for this long at most. An engine has 5 s for its whole shutdown, and a call of a
-# level that hangs may take 3 of them.
+# `close` writes waiting copies for at most this long. An engine has 5 s for its whole shutdown, and a call of a hanging
+# level may take 3 s.
 CLOSE_COPIES_S = 1.5
 
-# The outcomes of one page on two levels make one: the first of them that is in the list. A level that failed may have a
-# page, so ERROR goes before CORRUPT and MISS.
+# Two levels' outcomes of one page are combined into the one that is earlier in this order. ERROR precedes CORRUPT and
+# MISS because a failed level may have the page.
 _READ_ORDER = (GetOutcome.HIT, GetOutcome.ERROR, GetOutcome.CORRUPT, GetOutcome.MISS)
 _STORE_ORDER = (SetOutcome.PRESENT, SetOutcome.STORED, SetOutcome.ERROR, SetOutcome.REJECTED)
 
 
 class LevelsBackend(ComposedBackend):
-    """Several backends read in order, written to the first. See the module's docstring, and ComposedBackend.
+    """Several backends that are read in order; the first one is written. See the module's docstring, ComposedBackend.
 
-    `promote` turns promotion on, and `cascade_bytes_max` bytes of copies may wait for each level. Thread-safe. Owns
-    `levels`, of which there are at least two. Raises InvalidInput for less, and for a bound below one page.
+    `promote` turns promotion on; at most `cascade_bytes_max` bytes of copies may wait for each level. Thread-safe. Owns
+    `levels`. Raises InvalidInput for fewer than two levels or a `cascade_bytes_max` below one page.
     """
 
     def __init__(
         self, codec: FrameCodec, levels: Sequence[Part], *, promote: bool = True, cascade_bytes_max: int = 256 * MIB
     ) -> None:
         if len(levels) < 2:
-            raise InvalidInput(f"levels: two or more are needed, got {len(levels)}")
+            raise InvalidInput(f"levels: {len(levels)} levels are too few; list two or more")
         if cascade_bytes_max < codec.frame_bytes:
             raise InvalidInput(
-                f"levels: cascade_bytes_max of {cascade_bytes_max} bytes holds no page of {codec.frame_bytes} bytes; "
-                "raise it"
+                f"levels: cascade_bytes_max: {cascade_bytes_max} bytes is less than one page; use at least "
+                f"{codec.frame_bytes} bytes"
             )
         super().__init__(codec, levels)
         self._promotes = promote
         self._copiers = [Copier(level.backend, level.name, cascade_bytes_max) for level in levels]
 
     def copies(self) -> dict[str, CopyStatistics]:
-        """By level: the pages that were copied to it in the background, and those that were not."""
+        """Return, by level name, the statistics of background copies to that level."""
         return {name: copier.statistics() for name, copier in zip(self._names, self._copiers, strict=True)}
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A page counts if any level has it. Asks the levels in turns, each from where the one before it
-        has stopped, until all of them in a row have nothing more."""
+        """See Envelope. A page counts if any level has it. Asks the levels in turn, each from the first page not found
+        so far, until no level finds more."""
         found = without = calls = 0
         while found < len(keys) and without < len(self._parts) and calls < LOOKUPS_MAX:
             level = self._parts[calls % len(self._parts)]
             more = level.batch_exists(keys[found:] if found else keys, deadline=deadline)
             calls += 1
             found += more
-            # A level that has found something has said as well that it does not have the next page.
+            # A level that found pages stopped at one that it does not have.
             without = 1 if more else without + 1
         return found
 
@@ -87,14 +86,14 @@ class LevelsBackend(ComposedBackend):
         return _any_has(self._parts, keys, deadline)
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. Each level is asked for the pages that those above it did not serve. CORRUPT if no level has
-        the page whole, ERROR if a level that failed may have it."""
+        """See Envelope. Reads from each level the pages that the levels above did not serve. Without a sound copy, the
+        outcome is ERROR if a failed level may have the page, or else CORRUPT if a copy was damaged."""
         outcomes = self._parts[0].batch_get(keys, pages, deadline=deadline)
         missing = [p for p, outcome in enumerate(outcomes) if outcome is not GetOutcome.HIT]
         if not missing:
             return outcomes
         outcomes = list(outcomes)
-        lacking = [[p for p in missing if outcomes[p] is not GetOutcome.ERROR]]  # by level that was asked
+        lacking = [[p for p in missing if outcomes[p] is not GetOutcome.ERROR]]  # by level that was read
         for level in self._parts[1:]:
             answers = level.batch_get([keys[p] for p in missing], [pages[p] for p in missing], deadline=deadline)
             lacking.append([])
@@ -114,7 +113,8 @@ class LevelsBackend(ComposedBackend):
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope. STORED if a page that the first level did not have is on any level now."""
+        """See Envelope. The outcome is STORED if the call wrote the page to at least one level, and no level reported
+        it PRESENT."""
         parents = parents_of(keys, parent)
         outcomes = list(self._parts[0].batch_set(keys, pages, parent=parent, deadline=deadline))
         stored_on = [0] * len(keys)
@@ -133,14 +133,13 @@ class LevelsBackend(ComposedBackend):
         return outcomes
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See EvictionNotices. Only the last level tells: what leaves another one was copied to the levels below it."""
+        """See EvictionNotices. Only the last level notifies: pages evicted from another level have copies below it."""
         watch_evictions(self._parts[-1], listener)
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. Removes the pages from all levels; a page on several of them counts once.
+        """See Envelope. Removes the pages from all levels; a page on several levels counts once.
 
-        Looks first which pages are on which level: the counts of levels alone do not tell how many different pages
-        they speak of.
+        Looks the pages up first, because the levels' counts alone do not show how many different pages they include.
         """
         *others, last = self._parts
         with self._without_copies(keys, deadline):
@@ -163,12 +162,11 @@ class LevelsBackend(ComposedBackend):
             return entered.pop_all()
 
     def measure(self) -> Usage:
-        """See Envelope. That of the fullest level, so at least so many different pages: those on several levels count
-        once."""
+        """See Envelope. Returns the usage of the level with the most pages, a lower bound of the different pages."""
         return max((level.usage() for level in self._parts), key=lambda usage: usage.pages)
 
     def check(self) -> None:
-        """Raise InvariantError if a copier contradicts itself. REQUIRES: no verb is in flight."""
+        """Raise InvariantError if a copier's invariants do not hold. REQUIRES: no verb is in flight."""
         for copier in self._copiers:
             copier.check()
 
@@ -181,7 +179,7 @@ class LevelsBackend(ComposedBackend):
 
 
 def _any_has(levels: Sequence[StorageBackend], keys: Sequence[bytes], deadline: float) -> list[bool]:
-    """Ask each of `levels` for the keys that those before it do not have."""
+    """Return for each key whether any of `levels` has it. Asks each level only for keys not found before it."""
     found = [False] * len(keys)
     for level in levels:
         missing = [position for position, there in enumerate(found) if not there]
@@ -195,16 +193,16 @@ def _any_has(levels: Sequence[StorageBackend], keys: Sequence[bytes], deadline: 
 def _parents_read(
     keys: Sequence[bytes], pages: Sequence[PageBuffer], outcomes: Sequence[GetOutcome]
 ) -> list[bytes | None]:
-    """Return the page before each page of a batch that was just read. The batch is in the order of its chain; only the
-    page before the first one is not in it, so the header of the first one is asked. A header that names a page of the
-    batch is not believed: it is the word of any process that can write the store."""
+    """Return the parent of each page of a batch that was just read. The batch is in chain order, so only the parent of
+    the first page comes from its header. A header that names a page of the batch is ignored as false: any process that
+    can write the store could have written it."""
     header = FrameHeader.parse(header_of(pages[0])) if outcomes[0] is GetOutcome.HIT else None
     return parents_of(keys, None if header is None else parent_outside(keys, parent_in(header)))
 
 
 def copies_of(backend: StorageBackend, prefix: str = "") -> Mapping[str, CopyStatistics]:
-    """The copies that all compositions in `backend` make in the background, by the part that they go to; a part inside
-    a part is called `outer/inner`, and all names begin with `prefix`. Does not block."""
+    """Return the statistics of background copies of all compositions in `backend`, by the name of the target part. A
+    part inside a part is called `outer/inner`; all names begin with `prefix`. Does not block."""
     found: dict[str, CopyStatistics] = {}
     if isinstance(backend, LevelsBackend):
         found.update({prefix + name: copies for name, copies in backend.copies().items()})

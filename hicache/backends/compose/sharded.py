@@ -1,24 +1,24 @@
-"""A sharded set: each page on one of several parts, chosen by its key alone.
+"""A sharded set: each page is on one of several parts, chosen only by its key.
 
-The part of a page is found by rendezvous hashing (Thaler and Ravishankar, 1998): every part's name gives each key a
-number, and the part with the largest has the page. So a chain spreads evenly over all parts and is read from all of
-them at once; all engines that give the parts the same names agree; and a part that is added or removed moves only the
-pages that it wins or had. Those are misses until they are stored again. What a key says about its page's place must
-not depend on the batch it comes in, so runs of neighbours cannot be kept together.
+Rendezvous hashing (Thaler and Ravishankar, 1998) finds the part of a page: each part's name gives the key a score, and
+the part with the highest score has the page. So a chain spreads evenly over all parts and is read from all of them in
+parallel. All engines that give the parts the same names agree. Adding or removing a part moves only the pages that it
+gains or had; they are misses until stored again. The part of a page must not depend on its batch, so neighbouring pages
+cannot be kept together.
 
-A lookup asks each part for its own keys of the prefix, in order. Each answers with the number before its first hole,
-and the first hole of the whole is the smallest of their positions: exact, in one call of each part.
+A lookup asks each part, in order, for its own keys of the prefix. Each part returns its count before the first hole;
+the first hole of the prefix is the earliest of these. The result is exact and takes one call per part.
 
-Parts that evict drop tails before heads if they know which page comes before which. The page before is mostly on
-another part, so each part is told the last page before it on that part, while the header of the stored page names the
-page that comes before in the chain: see ShardCodec. For the first page of a batch the part's last page is known if the
-batch before it was stored through this object, and not too many others since; otherwise the parent is passed on as it
-is, and counts as none.
+A part that evicts can drop tails before heads only if it knows each page's parent. The parent in the chain is usually
+on another part. Therefore each part gets the previous page on that same part as parent, while the header of the stored
+page names the parent in the chain (see ShardCodec). For the first page of a batch, the part's previous page is known if
+this object stored the preceding batch and not too many others since. Otherwise the chain's parent is passed on, which
+the part treats as none.
 
-A part that is down makes its pages ERROR and the prefix end before the first of them; the others go on.
+If a part is down, its pages are ERROR and a prefix ends before the first of them; the other parts still work.
 
-Locking design: `_tails` and `_parents` guard themselves. During a verb the threads of a SupervisedPool and the caller
-call one part each, on pages that are that part's alone, and fill in the answers of their own positions.
+Locking design: `_tails` and `_parents` guard themselves. During a verb, the threads of a SupervisedPool and the caller
+each call one part, on that part's pages only, and write the answers of their own positions.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from .composed import INTERNAL, ComposedBackend, Part
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
 
-# Chains whose last pages are remembered. At some 100 bytes and 8 for each part they take a few MiB.
+# Chains whose last pages are remembered. Each takes about 100 bytes plus 8 per part, so all take a few MiB.
 TAILS_MAX = 16_384
-# Pages whose parents are known while they are stored, at some 200 bytes each: more than can be in flight at once.
+# Pages whose parents are remembered while they are stored, about 200 bytes each: more than can be in flight at once.
 PARENTS_MAX = 65_536
 
 
 class Placement:
-    """Which part has a page. Holds nothing that changes. REQUIRES: the names are different."""
+    """Decides which part has a page. Immutable. REQUIRES: the names are different."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._seeds = [xxhash.xxh3_64_intdigest(name.encode()) for name in names]
 
     def part_of(self, key: bytes) -> int:
-        """The number of the part whose name gives this key the largest hash."""
+        """Return the number of the part whose name gives `key` the highest score."""
         scores = [xxhash.xxh3_64_intdigest(key, seed) for seed in self._seeds]
         return scores.index(max(scores))
 
     def positions(self, keys: Sequence[bytes]) -> dict[int, list[int]]:
-        """Ascending positions of the keys of each part that has any."""
+        """Return the ascending positions of the keys, by part; parts without keys are left out."""
         found: dict[int, list[int]] = {}
         for position, key in enumerate(keys):
             found.setdefault(self.part_of(key), []).append(position)
@@ -67,7 +67,7 @@ class Placement:
 
 
 class _Latest(Generic[Value]):
-    """The entries by page key that were noted last; beyond `entries_max` the oldest go.
+    """The latest entries by page key; beyond `entries_max` the oldest are dropped.
 
     Locking design: a lock is held while entries are noted or looked up. Values are never changed.
     """
@@ -78,7 +78,7 @@ class _Latest(Generic[Value]):
         self._entries: dict[bytes, Value] = {}  # the latest last
 
     def get(self, key: bytes, default: Value) -> Value:
-        """Return the value of `key`, or `default` if it is not known."""
+        """Return the value of `key`, or `default` if there is none."""
         with self._lock:
             return self._entries.get(key, default)
 
@@ -93,21 +93,21 @@ class _Latest(Generic[Value]):
 
 
 class ShardCodec(FrameCodec):
-    """The codec of all parts of a sharded set: as `codec`, but the parent that it seals is the page before in the chain
-    and not the one before on that part, which is what the part gives it.
+    """The codec of all parts of a sharded set. It works as `codec`, but writes the parent in the chain into the header,
+    not the parent that the part passes, which is the previous page on that part.
 
-    `parents` are the pages before those that are being stored. A key names the whole prefix of its page, so calls that
-    store a page at once agree on its parent.
+    `parents` maps each page being stored to its parent. A key identifies the whole prefix of its page, so concurrent
+    calls that store the same page agree on its parent.
     """
 
     def __init__(self, codec: FrameCodec) -> None:
-        vars(self).update(vars(codec))  # one namespace, one set of keys and buffers: this is the same codec
+        vars(self).update(vars(codec))  # shares namespace, secret keys and buffers: this acts as the same codec
         self._codec = codec
         self.parents = _Latest[bytes | None](PARENTS_MAX)
 
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
-        """See FrameCodec. A copy of a page keeps the parent in its header; of a new one that is not stored through the
-        set, such as a probe, `parent` counts."""
+        """See FrameCodec. For a page not stored through the set: a copy keeps the parent in its header; a new page,
+        such as a probe's, gets `parent`."""
         before = self.parents.get(key, b"")
         if before == b"":
             header = FrameHeader.parse(header_of(page))
@@ -122,34 +122,36 @@ class ShardCodec(FrameCodec):
 
 
 class ShardedBackend(ComposedBackend, Touchable):
-    """Several backends with a share of the pages each. See the module's docstring, and ComposedBackend.
+    """Several backends, each with a share of the pages. See the module's docstring, and ComposedBackend.
 
-    Thread-safe; owns `parts`, which were opened with `codec` and of which there are at least two. Their names decide
-    which pages they have: a part that is renamed is a new one. `tails_max` bounds the chains whose last pages are
-    remembered. Raises InvalidInput for less than two parts, or for two of one name.
+    Thread-safe. Owns `parts`, which were opened with `codec`. A part's name decides which pages it has, so a renamed
+    part counts as a new one. `tails_max` limits the chains whose last pages are remembered. Raises InvalidInput for
+    fewer than two parts or equal names.
     """
 
     def __init__(self, codec: ShardCodec, parts: Sequence[Part], *, tails_max: int = TAILS_MAX) -> None:
         if len({part.name for part in parts}) != len(parts) or len(parts) < 2:
-            raise InvalidInput(f"sharded: two or more parts of different names are needed, got {len(parts)}")
+            raise InvalidInput(
+                f"sharded: the {len(parts)} parts are too few or have equal names; use two or more different names"
+            )
         super().__init__(codec, parts)
         self._parents = codec.parents
         self.placement = Placement(self._names)
-        self._tails = _Latest[Mapping[int, bytes]](tails_max)  # by the end of a chain: its last page on each part
-        # Two verbs at once find a thread each for every part but the one that they serve themselves.
+        self._tails = _Latest[Mapping[int, bytes]](tails_max)  # by last page of a chain: its last page on each part
+        # Enough threads for two verbs at once; each verb serves one part on its caller's thread.
         self._pool = SupervisedPool[Any](
             "shard", 2 * (len(parts) - 1), on_error=lambda: self._calls.count(errors=[INTERNAL])
         )
 
     def _on_parts(self, keys: Sequence[bytes], work: Callable[[int, list[int]], None]) -> None:
-        """`work(part, positions)` for each part that has any of `keys`, at once; returns when all of them have."""
+        """Call `work(part, positions)` in parallel for each part that has any of `keys`; return when all have ended."""
         shares = list(self.placement.positions(keys).items())
         self._pool.run(len(shares), lambda number: work(*shares[number]))
 
     def _ask_parts(
         self, keys: Sequence[bytes], failed: Answer, ask: Callable[[int, list[int]], list[Answer]]
     ) -> list[Answer]:
-        """The answer for each key by the part that it belongs to; `failed` for those of a part that raises."""
+        """Return the answer for each key from its part; `failed` for the keys of a part that raises."""
         answers = [failed] * len(keys)
 
         def work(part: int, positions: list[int]) -> None:
@@ -160,7 +162,7 @@ class ShardedBackend(ComposedBackend, Touchable):
         return answers
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. One call of each part."""
+        """See Envelope. One call per part."""
         holes = [len(keys)]
 
         def look(part: int, positions: list[int]) -> None:
@@ -175,7 +177,7 @@ class ShardedBackend(ComposedBackend, Touchable):
         return min(holes)
 
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Envelope. One call of each part."""
+        """See Envelope. One call per part."""
 
         def look(part: int, positions: list[int]) -> list[bool]:
             return self._parts[part].batch_has([keys[p] for p in positions], deadline=deadline)
@@ -183,7 +185,7 @@ class ShardedBackend(ComposedBackend, Touchable):
         return self._ask_parts(keys, False, look)
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. All parts at once."""
+        """See Envelope. Reads all parts in parallel."""
 
         def read(part: int, positions: list[int]) -> list[GetOutcome]:
             its, its_pages = [keys[p] for p in positions], [pages[p] for p in positions]
@@ -194,7 +196,7 @@ class ShardedBackend(ComposedBackend, Touchable):
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope. All parts at once, one call each."""
+        """See Envelope. Writes all parts in parallel, with one call each."""
         before = {} if parent is None else self._tails.get(parent, {})
         lasts: dict[int, bytes] = {}
 
@@ -211,7 +213,7 @@ class ShardedBackend(ComposedBackend, Touchable):
         return outcomes
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. All parts at once."""
+        """See Touchable. Calls all parts in parallel."""
         missing: list[bytes] = []
 
         def note(part: int, positions: list[int]) -> None:
@@ -221,8 +223,8 @@ class ShardedBackend(ComposedBackend, Touchable):
         return missing
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A page is asked for where it belongs, so one that another set of parts has left behind
-        elsewhere stays until it is evicted there."""
+        """See Envelope. Removes a page only from its own part: if a different set of parts stored it elsewhere, that
+        copy stays until it is evicted."""
         removed: list[int] = []
 
         def remove(part: int, positions: list[int]) -> None:
@@ -232,13 +234,13 @@ class ShardedBackend(ComposedBackend, Touchable):
         return sum(removed)
 
     def remove_all(self, deadline: float) -> int:
-        """See Envelope. Clears all parts at once, also of pages that another set of parts has left behind."""
+        """See Envelope. Clears all parts in parallel, including pages that a different set of parts stored."""
         removed: list[int] = []
         self._pool.run(len(self._parts), lambda part: removed.append(self._parts[part].clear(deadline=deadline)))
         return sum(removed)
 
     def measure(self) -> Usage:
-        """See Envelope. The sum over the parts, with a capacity if all of them have one."""
+        """See Envelope. Returns the sum over the parts, with a capacity if all parts have one."""
         return Usage.total([part.usage() for part in self._parts])
 
     def _before_parts_close(self) -> None:

@@ -1,5 +1,5 @@
-"""The master's HTTP server: what it counts, and the list of all keys. Plain HTTP without authentication, as Mooncake
-offers it: to be reached over a trusted network only."""
+"""A client of the master's HTTP server: its counters, and the list of all keys. Mooncake offers only plain HTTP without
+authentication, so use it only over a trusted network."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendUnavailable
 from ..base import Usage
 
-# A page of numbers takes a millisecond; a list of a million keys some seconds.
+# The metrics take a millisecond; a list of a million keys takes a few seconds.
 TIMEOUT_S = 10.0
-# Keys of one question, which stand in its URL: of some 140 bytes each.
+# Keys per request. They are in the URL, about 140 bytes each.
 _KEYS_PER_QUESTION = 50
 _ANSWER_BYTES_MAX = 1 << 30
-# Of the master's HTTP server, as Mooncake has it.
+# Mooncake's default port of the master's HTTP server.
 _ADMIN_PORT = 9003
 
 
 def admin_address(options: MooncakeStorageOptions) -> Address:
-    """Host and port of the master's HTTP server."""
+    """Return host and port of the master's HTTP server."""
     if options.admin is not None:
         return split_address(options.admin)
     return Address(split_address(options.master).host, _ADMIN_PORT)
 
 
 class Admin:
-    """Questions to the master, each on a connection of its own. All methods block for at most about `TIMEOUT_S` without
-    an answer, and raise BackendUnavailable."""
+    """Requests to the master, each on a new connection. Without an answer, methods block for about `TIMEOUT_S` and
+    raise BackendUnavailable."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
 
     def usage(self) -> Usage:
-        """Return the pages and bytes in all segments, of all applications, and what the segments can hold."""
+        """Return the pages and bytes in all segments, of all applications, and the capacity of the segments."""
         figures: dict[str, str] = {}
         for line in self._ask("/metrics").splitlines():
             name, _, value = line.partition(" ")
@@ -49,14 +49,15 @@ class Admin:
                 capacity_bytes=int(float(figures["master_total_capacity_bytes"])),
             )
         except (KeyError, ValueError, OverflowError) as error:
-            raise self._trouble("counts no keys or bytes: is it the metrics port of a Mooncake master?") from error
+            raise self._trouble("does not report keys and bytes, so it may not be a Mooncake master") from error
 
     def all_keys(self) -> list[str]:
         """Return every key in the store."""
         return self._ask("/get_all_keys").split("\n")[:-1]
 
     def sizes(self, keys: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """Return the keys that are stored, and the bytes of each. Grants no leases, other than asking a client."""
+        """Yield those of `keys` that are stored, each with its size in bytes. Grants no leases, unlike a client's
+        lookup."""
         for start in range(0, len(keys), _KEYS_PER_QUESTION):
             some = keys[start : start + _KEYS_PER_QUESTION]
             answer = self._ask("/batch_query_keys?keys=" + ",".join(quote(key) for key in some))
@@ -67,7 +68,7 @@ class Admin:
                     if replicas:
                         yield key, int(replicas[0]["size_"])
             except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-                raise self._trouble("gave an answer of another form: is it of another version?") from error
+                raise self._trouble("gave an unexpected answer, so its version may not be supported") from error
 
     def _ask(self, path: str) -> str:
         connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
@@ -75,7 +76,7 @@ class Admin:
             connection.request("GET", path)
             answer = connection.getresponse()
             status, body = answer.status, answer.read(_ANSWER_BYTES_MAX)
-            # A list without its end looks like a shorter list, and a purge would take it for the whole.
+            # A cut list looks like a shorter list, and a purge would treat it as complete.
             is_cut = bool(answer.length) or bool(answer.read(1))
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: the size of a chunk
             raise self._trouble(f"does not answer ({type(error).__name__})") from error
@@ -88,7 +89,7 @@ class Admin:
         return body.decode("utf-8", errors="replace")
 
     def _trouble(
-        self, what: str, remedy: str = "give its --metrics_host and --metrics_port as `admin`"
+        self, what: str, remedy: str = "set `admin` to its --metrics_host and --metrics_port"
     ) -> BackendUnavailable:
         host, port = self._address
         return BackendUnavailable(f"mooncake store: the master's HTTP server {host}:{port} {what}; {remedy}")

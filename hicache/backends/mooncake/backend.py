@@ -1,15 +1,15 @@
-"""The Mooncake backend: pages in the memory of many nodes, moved by the library from and into the frames themselves.
+"""The Mooncake backend: pages in the memory of many nodes, moved by the library directly from and into frames.
 
-Whether a page is there is asked before it is stored: the library calls it a success either way. A page that another
-process stores at the same moment is reported as stored by both.
+Before storing a page, the backend looks it up, because the library reports success in either case. If two processes
+store a page at the same moment, both report it as stored.
 
-What the server decides: it evicts near the least recently used page, whatever chain it belongs to, so a chain may lose
-its middle; and a page that was looked up or read has a lease, 10 s by default, in which it is neither evicted nor
-deleted. Damaged pages are removed in spite of their lease; the reader that holds it finds the damage too.
+The server decides about eviction: it evicts approximately the least recently used page of any chain, so a chain may
+lose its middle. A page that was looked up or read has a lease, 10 s by default, during which it is neither evicted nor
+deleted. Damaged pages are removed despite their lease; the reader that holds it finds the damage too.
 
-Locking design: verbs run on their callers' threads and share only what has its own lock or none to need (`Calls`,
-`SessionManager`, `PathSelector`, SupervisedPool). `_usage` is one reference. The library is closed on a thread of its
-own, when its last call has ended; `_close_lock` has two calls of `close` wait for the same.
+Locking design: verbs run on their callers' threads and share only objects that are thread-safe (`Calls`,
+`SessionManager`, `PathSelector`, SupervisedPool). `_usage` is a single reference. The library is closed on a separate
+thread after its last call has ended; with `_close_lock`, a second `close` waits for the first.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from .session import ClientSession, Names, SessionManager, remove_unleased
 
 _log = logging.getLogger(__name__)
 
-# What `close` waits for the library: that takes 1 s, 4 s without a master, 30 s if a daemon hangs.
+# How long `close` waits for the library, which needs 1 s, 4 s without a master, 30 s if a daemon hangs.
 _CLOSE_S = 10.0
 
 
 class MooncakeBackend(PageStore[None]):
-    """Pages in a Mooncake store. See the module's docstring; `PageStore` says what each verb does.
+    """Pages in a Mooncake store. See the module's docstring; `PageStore` documents the verbs.
 
-    Pages in registered memory go as they are, with no copy, unless a daemon moves them. Other pages are copied through
-    bounce buffers: their verb returns at its deadline or a quarter of a second later, and what it has started then goes
-    on in the bounce buffers alone. A read or store of registered frames cannot be left: such a verb returns when the
-    library does, by its own limits at most three times `timeout` and 2 s, or 5 s without a master. After such a failure
-    frames are copied until a call has succeeded, so that one verb waits so long and those behind it do not.
+    Pages in registered memory move without a copy, unless a daemon moves them. Other pages are copied through bounce
+    buffers: their verb returns at its deadline or at most a quarter of a second later, and an unfinished transfer
+    continues only in the bounce buffers. A transfer of registered frames cannot be abandoned: the verb returns when the
+    library does, after at most three times `timeout` plus 2 s, or 5 s without a master. After such a failure, frames
+    are copied until a call succeeds, so that only one verb waits that long.
 
-    Raises ConfigError if the library is missing, BackendUnavailable if the store cannot be joined, BackendError without
-    memory for bounce buffers. Open it after a fork and not before.
+    The constructor raises ConfigError if the library is missing, BackendUnavailable if the store cannot be joined,
+    BackendError without memory for bounce buffers. Open it after a fork, not before.
     """
 
     def __init__(self, codec: FrameCodec, options: MooncakeStorageOptions) -> None:
@@ -57,7 +57,7 @@ class MooncakeBackend(PageStore[None]):
         self._sessions = SessionManager(lambda: ClientSession(codec, options))
 
     def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
-        """See PageStore. One request for all of them; each page that is there has a lease then."""
+        """See PageStore. One request for all keys; grants a lease on each stored page."""
         with self._sessions.use() as session:
             names = session.names.of(keys)
             found = session.ask(lambda: session.client.exist(names), deadline)
@@ -67,24 +67,25 @@ class MooncakeBackend(PageStore[None]):
             yield code == 1
 
     def read(self, pages: PageReads[None]) -> None:
-        """See PageStore. A page that is being written is a miss."""
+        """See PageStore. A page still being written is a miss."""
         with self._sessions.use() as session:
             read_pages(session, pages)
             self._renew_if_lost(pages.errors, session)
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. Waits for up to half a second for a full store to make room."""
+        """See PageStore. If the store is full, waits up to half a second for it to evict pages."""
         with self._sessions.use() as session:
             Writes(session, pages).run()
             self._renew_if_lost(pages.errors, session)
 
     def _renew_if_lost(self, errors: list[str], session: ClientSession) -> None:
-        """Replace the session if the daemon refuses transfers: it was restarted and has lost this process's memory."""
+        """Replace the session if the daemon rejects transfers: it restarted and no longer knows this process's memory.
+        """
         if self.options.daemon is not None and codes.kind_of(codes.BAD_PARAMETER) in errors:
             self._sessions.renew(session)
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. Waits for the leases of pages that were looked up or read lately, 30 s at most."""
+        """See PageStore. Waits, for at most 30 s, until the leases of recently used pages expire."""
         with self._sessions.use() as session:
             removed, errors = remove_unleased(
                 session.names.of(keys), deadline,
@@ -94,8 +95,8 @@ class MooncakeBackend(PageStore[None]):
         return removed
 
     def remove_damaged(self, damaged: Sequence[Damaged[None]], deadline: float) -> None:
-        """See PageStore. In spite of the lease that reading them has granted. What another process has stored under the
-        name since then goes too: the store cannot tell."""
+        """See PageStore. Removes pages despite the lease from reading them. If another process has replaced a page
+        since, its new page is removed too: the store cannot tell them apart."""
         with self._sessions.use() as session:
             names = session.names.of([one.key for one in damaged])
             found = session.ask(lambda: session.client.remove(names, force=True), deadline)
@@ -111,38 +112,39 @@ class MooncakeBackend(PageStore[None]):
         return (key for key in map(names.key_of, found) if key is not None)
 
     def measure(self) -> Usage:
-        """See PageStore. The whole store's pages and bytes, since all that is in it shares the capacity; asks the
-        master's HTTP server."""
+        """See PageStore. Asks the master's HTTP server. Counts all pages and bytes in the store, since they share its
+        capacity."""
         try:
             return self._admin.usage()
         except BackendUnavailable as error:
             raise StoreError(ErrorKind.ADMIN) from error
 
     def shut(self) -> None:
-        """See PageStore. The last one of this process takes its segment out of the store, with the pages in it.
+        """See PageStore. When the last user in this process closes, its segment leaves the store with all its pages.
 
-        Returns after 10 s at the latest; a call that hangs in the library then ends by itself.
+        Returns after at most 10 s, even if a library call still hangs.
         """
         if not self._sessions.close(_CLOSE_S):
             _log.warning("mooncake store: a library call still hangs; the client is closed when it returns")
 
     def check(self) -> None:
-        """Raise InvariantError if bounce buffers are lost. REQUIRES: no verb runs, and no call that one has left."""
+        """Raise InvariantError if bounce buffers are lost. REQUIRES: no verb and no abandoned library call is running.
+        """
         self._sessions.current.paths.check()
 
     def register_memory(self, memory: memoryview) -> None:
-        """See MemoryRegistration. `memory` must stay until the backend is closed. What is registered stays so. With a
-        daemon it changes nothing: pages are copied to it.
+        """See MemoryRegistration. Does nothing if `memory` is already registered, or with a daemon: pages are copied to
+        it.
 
-        Raises BackendUnavailable if the backend is closed.
+        REQUIRES: `memory` stays valid until the backend is closed. Raises BackendUnavailable if the backend is closed.
         """
         if not memory.nbytes or not memory.c_contiguous or memory.readonly:
-            raise InvalidInput("mooncake store: the memory to register must be contiguous, writable and not empty")
+            raise InvalidInput("mooncake store: memory to register must be contiguous, writable and not empty")
         if self.options.daemon is not None:
             return
         start = address_of(memory.cast("B"))
         if not self._calls.enter():
-            raise BackendUnavailable("mooncake store: is closed, and has no use for memory")
+            raise BackendUnavailable("mooncake store: it is closed; register memory before closing it")
         try:
             session = self._sessions.current
             if (start, start + memory.nbytes) not in session.paths.registered:

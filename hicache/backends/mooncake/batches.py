@@ -1,7 +1,7 @@
-"""What becomes of the pages of one batch: chunk by chunk to the network and back, codes into outcomes.
+"""Moves the pages of one batch in chunks, and turns return codes into outcomes.
 
-Locking design: a batch belongs to the thread of its verb. Nothing here changes the session but its `slow`, which is one
-reference.
+Locking design: a batch belongs to the thread of its verb. This module changes only `slow` of the session, which is a
+single reference.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from . import codes
 from .buffers import BufferPath
 from .session import ClientSession
 
-# A full store evicts in the background, and has room after some 10 ms if it can evict anything.
+# A full store evicts in the background. If it can evict anything, it has room after about 10 ms.
 FULL_WAIT_S = 0.02
 FULL_TRIES = 25
 
 
 def read_pages(session: ClientSession, pages: PageReads[None]) -> None:
-    """Read all pages, as far as the deadline allows. Raises StoreError if no bounce buffer is free in time."""
+    """Read pages until the deadline. Raises StoreError if no bounce buffer is free in time."""
     start = 0
     while start < len(pages) and not pages.is_late:
         end = min(start + session.chunk_pages, len(pages))
@@ -58,7 +58,7 @@ def _read_chunk(session: ClientSession, pages: PageReads[None], positions: range
 
 
 def _is_too_long(session: ClientSession, name: str, deadline: float) -> bool:
-    """True if the library has refused a page because it is longer than a frame."""
+    """True if the library rejected a page because it is longer than a frame."""
     try:
         return session.ask(lambda: session.client.sizes([name]), deadline)[0] > session.codec.frame_bytes
     except StoreError:
@@ -66,16 +66,15 @@ def _is_too_long(session: ClientSession, name: str, deadline: float) -> bool:
 
 
 class Writes:
-    """One `batch_set`. Pages are stored head first; behind one that was rejected nothing is left that was not there
-    before."""
+    """One `batch_set`. Stores pages head first. After a rejected page, no page that this call stored remains."""
 
     def __init__(self, session: ClientSession, pages: PageWrites) -> None:
         self._session = session
         self._pages = pages
-        self._was_full = False  # the store had to make room, or was asked to
+        self._was_full = False  # True once the store rejected a page for lack of room
 
     def run(self) -> None:
-        """Store all pages, as far as the deadline allows."""
+        """Store pages until the deadline."""
         count, chunk = len(self._pages), self._session.chunk_pages
         for start in range(0, count, chunk):
             positions = range(start, min(start + chunk, count))
@@ -95,11 +94,11 @@ class Writes:
         return self._session.names.of([self._pages.keys[position] for position in positions])
 
     def _exist(self, names: list[str]) -> list[int]:
-        """Ask which pages are there; those have a lease then."""
+        """Look the pages up; this grants leases on the stored ones."""
         return self._session.ask(lambda: self._session.client.exist(names), self._pages.deadline)
 
     def _store(self, positions: range) -> None:
-        """Store the pages at `positions` that are not there. Raises StoreError."""
+        """Store the missing pages at `positions`. Raises StoreError."""
         missing: list[int] = []
         for position, code in zip(positions, self._exist(self._names(positions)), strict=True):
             if code == 1:
@@ -109,7 +108,7 @@ class Writes:
             else:
                 missing.append(position)
         while missing and not self._pages.is_full and not self._pages.is_late:
-            # As many of the first pages as there are bounce buffers for.
+            # The path takes the first pages, as many as there are free bounce buffers.
             sealed = [self._pages.sealed(position) for position in missing]
             with self._session.paths.path(sealed, self._pages.deadline) as path:
                 path.load()
@@ -119,7 +118,8 @@ class Writes:
                 self._hold_chain()
 
     def _put(self, positions: list[int], path: BufferPath) -> None:
-        """Store the pages on the path. A full store is asked again until it has made room, or has none to make."""
+        """Store the pages on the path. If the store is full, retry up to FULL_TRIES times while it evicts; then reject
+        the pages."""
         names, deadline = self._names(positions), self._pages.deadline
         left = list(range(len(positions)))
         for _ in range(FULL_TRIES):
@@ -152,21 +152,21 @@ class Writes:
             self._pages.fail(position, codes.kind_of(code))
 
     def _stored(self) -> list[int]:
-        """Return the positions of the pages that can be read, as far as is known."""
+        """Return the positions of the pages known to be stored."""
         outcomes = enumerate(map(self._pages.outcome, range(len(self._pages))))
         return [position for position, outcome in outcomes if outcome is not None and outcome.is_stored]
 
     def _hold_chain(self) -> None:
-        """Grant leases to the chain's pages so far, so that they are not evicted for the pages behind them."""
+        """Renew the leases of the chain's pages so far, so that later pages do not evict them."""
         names = self._names(self._stored())
         if self._pages.parents[0] is not None:
             names += self._session.names.of([self._pages.parents[0]])
         if names:
-            with contextlib.suppress(StoreError):  # then there is no lease, and `_settle` finds out what that did
+            with contextlib.suppress(StoreError):  # without leases pages may be evicted; `_settle` finds them
                 self._exist(names)
 
     def _settle(self) -> None:
-        """Have nothing of ours behind the first hole: a page that was rejected, or evicted for those behind it. Raises
+        """Remove the pages stored after the first hole: a page that was rejected, or evicted for later pages. Raises
         StoreError."""
         pages, stored = self._pages, self._stored()
         for position, code in zip(stored, self._exist(self._names(stored)), strict=True):
@@ -177,7 +177,7 @@ class Writes:
         behind = [p for p in range(hole, len(pages)) if pages.outcome(p) is SetOutcome.STORED]
         if not behind:
             return
-        names = self._names(behind)  # the question about them has granted leases
+        names = self._names(behind)  # forced, because the lookup above has granted leases
         found = self._session.ask(lambda: self._session.client.remove(names, force=True), pages.deadline)
         for position, code in zip(behind, found, strict=True):
             if code == codes.OK or code in codes.MISSES:

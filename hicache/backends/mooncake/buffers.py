@@ -1,13 +1,13 @@
-"""The way of pages between frames and the network: as they are, where their memory is registered, or through bounce
+"""The path of pages between frames and the network: without a copy if their memory is registered, else through bounce
 buffers.
 
-A path belongs to one thread and is used once. `run` makes a library call with its addresses. A call that touches
-registered frames cannot be left: the thread waits for the library, whose own time limits bound it. A call on bounce
-buffers alone can: its slots come back when it has ended.
+A path belongs to one thread and is used once. `run` makes a library call with its addresses. A call on registered
+frames cannot be abandoned: the thread waits for the library, which has its own time limits. A call only on bounce
+buffers can be: its slots are released when it ends.
 
-Locking design: `PathSelector._state` guards `_free`. The bytes of a slot belong to the path that took it, until it
-gives them back. `registered` only grows, and is replaced as a whole; `slow` is one reference. Both are read without a
-lock.
+Locking design: `PathSelector._state` guards `_free`. The bytes of a slot belong to the path that took it, until the
+path releases it. `registered` only grows and is replaced as a whole; `slow` is a single reference. Both are read
+without a lock.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 from .client import GRACE_S, Client
 
-# A header of 256 bytes and the padding behind a payload, which are copied for a page whose parts are registered.
+# A header of 256 bytes and the padding after a payload are copied even if the other buffers of a page are registered.
 _LOOSE_BYTES_MAX = 2 * FRAME_ALIGN
 
 
 class RegisteredMemory:
-    """`size` bytes of memory that pages can be moved from and to, by a daemon too. Belongs to the caller. Raises
-    BackendError if there is no such memory."""
+    """`size` bytes of memory from and to which the library, or a daemon, can move pages. The caller owns it. The
+    constructor raises BackendError if the memory is not available."""
 
     def __init__(self, client: Client, size: int) -> None:
         self._client = client
@@ -42,7 +42,9 @@ class RegisteredMemory:
         self.size = size
         self.address = int(self._allocator.alloc(size))
         if not self.address:
-            raise BackendError(f"mooncake store: the system has no {size} bytes of shared memory for staging")
+            raise BackendError(
+                f"mooncake store: staging: {size} bytes of shared memory are not available; lower it or free memory"
+            )
         try:
             client.register(self.address, size)
         except BackendError:
@@ -51,7 +53,7 @@ class RegisteredMemory:
         self.memory = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
 
     def free(self) -> None:
-        """Give it back to the system. REQUIRES: no call uses it, and no view of it is used."""
+        """Return the memory to the system. REQUIRES: no call and no view uses it."""
         self._client.unregister(self.address, self.size)
         self.memory.release()
         self._allocator.free(self.address)
@@ -61,10 +63,11 @@ class PathSelector:
     """Chooses the path of pages. It has as many bounce buffers (slots) of `slot_bytes` as fit into `capacity_bytes`, at
     least one.
 
-    `slow` is set from a failure that has cost time, or may cost it next time, until pages have been moved again: then
-    registered pages are copied too, so that a verb can leave a call that hangs. `registered` has the start and the end
-    of each registered memory.
-    Invariant: each slot is either free or taken by one path. Raises BackendError if there is no memory for them.
+    `slow` is True after a failure that hung or may hang next time, until pages are moved again. While it is True,
+    registered pages are also copied, so that a verb can abandon a hanging call. `registered` has the start and end
+    address of each registered memory.
+    Invariant: each slot is either free or taken by one path. The constructor raises BackendError without memory for the
+    slots.
     """
 
     def __init__(self, client: Client, pool: SupervisedPool[Any], slot_bytes: int, capacity_bytes: int) -> None:
@@ -78,13 +81,13 @@ class PathSelector:
         self._memory = RegisteredMemory(client, self._slots * slot_bytes)
 
     def add(self, start: int, end: int) -> None:
-        """Let buffers between these addresses go as they are."""
+        """Move buffers between these addresses without a copy from now on."""
         self.registered = (*self.registered, (start, end))
 
     @contextlib.contextmanager
     def path(self, pages: Sequence[Sequence[memoryview]], deadline: float) -> Iterator[BufferPath]:
-        """Choose the path of the first of `pages`, at least one. Blocks while all bounce buffers are taken, and raises
-        StoreError if none is free by the deadline."""
+        """Choose a path for the first pages, at least one. Blocks while all bounce buffers are taken; raises StoreError
+        if none is free by the deadline."""
         addresses = [self._addresses(page) for page in pages]
         staged = [position for position, places in enumerate(addresses) if None in places]
         slots: list[int] = []
@@ -102,12 +105,12 @@ class PathSelector:
             path.leave()
 
     def _addresses(self, page: Sequence[memoryview]) -> list[int | None]:
-        """Return where the library may use the buffers of a page as they are: nowhere, unless it may use nearly all.
-        """
+        """Return the address of each registered buffer, None for buffers to copy. Unless nearly all bytes of the page
+        are registered, all are None."""
         if self.slow or not self.registered:
             return [None] * len(page)
         places: list[int | None] = []
-        loose = 0  # bytes that have to be copied
+        loose = 0  # bytes that must be copied
         for buffer in page:
             address = address_of(buffer) if buffer.nbytes else 0
             if not self._is_registered(address, buffer):
@@ -118,13 +121,14 @@ class PathSelector:
         return places if loose < _LOOSE_BYTES_MAX else [None] * len(page)
 
     def _is_registered(self, address: int, buffer: memoryview) -> bool:
-        for start, end in self.registered:  # noqa: SIM110  twice as fast as `any`, and once for each buffer
+        for start, end in self.registered:  # noqa: SIM110  twice as fast as `any`, and runs once per buffer
             if start <= address and address + buffer.nbytes <= end:
                 return True
         return False
 
     def take(self, count_max: int, deadline: float) -> list[int]:
-        """Take one to `count_max` slots; none if none is free by the deadline. Blocks only while all are taken."""
+        """Take one to `count_max` slots; return an empty list if none is free by the deadline. Blocks only while all
+        are taken."""
         with self._state:
             wait_s = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
             self._state.wait_for(lambda: self._free, wait_s)
@@ -132,18 +136,18 @@ class PathSelector:
             return taken
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Free slots that were taken."""
+        """Release taken slots."""
         with self._state:
             self._free += slots
             self._state.notify_all()
 
     def slot(self, number: int) -> tuple[int, memoryview]:
-        """Return the address of a slot, and its bytes."""
+        """Return the address and the bytes of a slot."""
         start = number * self._slot_bytes
         return self._memory.address + start, self._memory.memory[start : start + self._slot_bytes]
 
     def free(self) -> None:
-        """Give the memory back to the system. REQUIRES: all slots are free, no view is used."""
+        """Return the memory to the system. REQUIRES: all slots are free, and no view is used."""
         self._memory.free()
 
     def check(self) -> None:
@@ -154,11 +158,11 @@ class PathSelector:
 
 
 class BufferPath:
-    """The path of pages, each a list of buffers: where the library reads or writes each of them.
+    """The path of some pages, each a list of buffers: the memory that the library reads or writes.
 
-    `addresses` and `sizes` are lists per page, of one piece for a page that goes through a slot, and of one per buffer
-    for a page in registered memory, of which only small buffers (a header) go through the slot. `is_staged` if all
-    pages go through slots. The slots were taken for this path, which gives them back.
+    `addresses` and `sizes` have a list per page: one piece for a page that goes through a slot, or one piece per buffer
+    for a page in registered memory, of which only small buffers (a header) go through the slot. `is_staged` is True if
+    all pages go through slots. The path owns its slots and releases them.
     """
 
     def __init__(
@@ -171,7 +175,7 @@ class BufferPath:
         self._selector = selector
         self._abandoned = False
         self.is_staged = all(one is None for page in addresses for one in page)
-        # By page: its buffers that are copied, each with its place in a bounce buffer.
+        # Per page: the buffers to copy, each with its part of a bounce buffer.
         self._copies: list[list[tuple[memoryview, memoryview]]] = []
         free = iter(slots)
         for buffers, places in zip(pages, addresses, strict=True):
@@ -196,15 +200,15 @@ class BufferPath:
                 copied += size
             else:
                 pieces.append((place, size))
-        if copied == end:  # all of the page is in the slot, in one piece
+        if copied == end:  # the whole page is in the slot, in one piece
             pieces = [(start, end)]
         self._copies.append(copies)
         self.addresses.append([address for address, size in pieces if size])
         self.sizes.append([size for _, size in pieces if size])
 
     def run(self, call: Callable[[], list[int]], deadline: float) -> list[int] | None:
-        """Return the result of a library call, None if it has none in time: then this path is spent. Blocks until the
-        library returns, also past the deadline, unless all pages are in bounce buffers. Raises StoreError."""
+        """Make a library call and return its result, or None if it was abandoned; the path is then spent. Blocks until
+        the library returns, even past the deadline, unless all pages are in bounce buffers. Raises StoreError."""
         if not self.is_staged:
             return call()
         try:
@@ -215,12 +219,13 @@ class BufferPath:
         return result
 
     def load(self) -> None:
-        """Copy the bytes of the buffers to where the library finds them."""
+        """Copy the buffers into the bounce buffers."""
         for buffer, staged in itertools.chain.from_iterable(self._copies):
             staged[:] = buffer
 
     def fetch(self, index: int, size: int) -> None:
-        """Copy the `size` bytes that the library has read for a page to its buffers."""
+        """Copy the `size` bytes that the library has read for the page at `index` from the bounce buffer to its
+        buffers."""
         in_one_piece = len(self.sizes[index]) == 1  # such a page may be shorter than its buffers
         for buffer, staged in self._copies[index]:
             count = max(0, min(size, buffer.nbytes)) if in_one_piece else buffer.nbytes
@@ -228,7 +233,7 @@ class BufferPath:
             size -= count
 
     def leave(self) -> None:
-        """Give back the slots, unless a call that was left still uses them."""
+        """Release the slots, unless an abandoned call still uses them."""
         if not self._abandoned:
             self._give_back()
 
@@ -237,7 +242,7 @@ class BufferPath:
 
 
 def address_of(memory: memoryview) -> int:
-    """Return where `memory` begins."""
+    """Return the start address of `memory`."""
     if memory.readonly:
         return int(np.frombuffer(memory, np.uint8).ctypes.data)
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a fifth of the time
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # takes a fifth of the time

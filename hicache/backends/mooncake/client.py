@@ -1,11 +1,11 @@
-"""The library's client: loaded, set up, shared, called, and closed when nothing uses it any more.
+"""The library's client: loaded, set up, shared, called, and closed after its last use.
 
-Backends with the same store and the same part in it share one client: when new weights reopen a store, the segment
-and the registered memory stay, where a second client would need both twice.
+Backends with the same store, segment and network settings share one client. So when new weights reopen a store, the
+segment and the registered memory stay; a second client would need both twice.
 
-Locking design: `_lock` guards `_clients`, how many use each of them, and the memory registered with each; it is held
-while a client is set up or memory is registered, which is rare. The library's client takes calls from any threads at
-once, but a call on a closed one ends the process: a user that leaves must have no call in flight.
+Locking design: `_lock` guards `_clients`, the number of users of each, and the memory registered with each. It is held
+while a client is set up or memory is registered, which is rare. The library's client is thread-safe, but a call on a
+closed client ends the process: a user must not leave with a call in flight.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ...supervised import LINGER_S, NoThread, SupervisedPool
 from ..system_libraries import MOONCAKE_LIBRARIES, preload
 from . import codes
 
-# One attempt to find the master: four tries to connect a second apart, or one request that is not answered.
+# The time limit of one attempt to find the master: four connection attempts a second apart, or one unanswered request.
 _SETUP_S = 30.0
-# As many library calls at once as storage workers can have in flight at a usual setting, and some that hang.
+# Concurrent library calls: as many as storage workers have in flight at usual settings, plus some that hang.
 THREADS_MAX = 16
-# A call that returns this much after the deadline is still waited for: the library's own limits end there too.
+# How long a verb waits for a call after its deadline: the library's own limits end then too.
 GRACE_S = 0.25
 
 _lock = threading.Lock()
@@ -36,12 +36,11 @@ _clients: dict[tuple[object, ...], Client] = {}
 
 
 def join_store(options: MooncakeStorageOptions, name: str) -> tuple[Client, SupervisedPool[Any]]:
-    """Return the client of this process that takes part in the store as `options` say, set up if there is none, and
-    threads called after `name` for calls that a verb may have to leave: the library cannot be interrupted, and against
-    a daemon that hangs it waits for 30 s.
+    """Return this process's client for the store in `options`, set up if there is none; and threads, named after
+    `name`, for calls that a verb may abandon. The library cannot be interrupted, and waits 30 s for a hanging daemon.
 
-    Blocks for as long as that takes. Raises ConfigError if the library is missing, BackendUnavailable if the store
-    cannot be joined.
+    Blocks during the setup. Raises ConfigError if the library is missing, BackendUnavailable if the store cannot be
+    joined.
     """
     place = (
         options.master, options.daemon, options.segment, options.host, options.metadata, options.protocol,
@@ -61,13 +60,13 @@ def join_store(options: MooncakeStorageOptions, name: str) -> tuple[Client, Supe
 
 
 def load_library(options: MooncakeStorageOptions) -> Any:
-    """The module `mooncake.store`, loaded under the time limits of `options`. Raises ConfigError if it, or a system
-    library that it needs, is missing."""
+    """Load the module `mooncake.store` with the time limits of `options`. Raises ConfigError if it, or a system library
+    that it needs, is missing."""
     preload(MOONCAKE_LIBRARIES)
     for name, value in _environment(options).items():
         os.environ.setdefault(name, value)
     try:
-        from mooncake import store  # noqa: PLC0415  an optional dependency, and it reads the environment when it loads
+        from mooncake import store  # noqa: PLC0415  an optional dependency that reads the environment when it loads
     except ImportError as error:
         raise MissingPackage(
             f"backend mooncake: its library cannot be loaded ({error}); {install_hint('mooncake')}; on a machine "
@@ -77,7 +76,7 @@ def load_library(options: MooncakeStorageOptions) -> Any:
 
 
 def _environment(options: MooncakeStorageOptions) -> dict[str, str]:
-    """What the library wants to find in the environment before it is loaded. What is set there already stays."""
+    """Return the environment variables to set before the library is loaded. Variables that are already set win."""
     whole_s = math.ceil(options.timeout)
     timeout_ms = str(math.ceil(options.timeout * 1000))
     return {
@@ -85,8 +84,8 @@ def _environment(options: MooncakeStorageOptions) -> dict[str, str]:
         "MC_RPC_CONNECT_TIMEOUT_MS": timeout_ms,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(whole_s),
         "MC_TCP_STATUS_TIMEOUT_SEC": str(whole_s),
-        # Longer than the two above: the connection of a slow transfer is closed before the transfer is given up,
-        # so nothing is written into a frame after that.
+        # Longer than the two above: the connection of a slow transfer closes before the transfer is abandoned, so
+        # nothing is written into a frame afterwards.
         "MC_SLICE_TIMEOUT": str(whole_s + 1),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_LOG_LEVEL": "ERROR",
@@ -96,7 +95,7 @@ def _environment(options: MooncakeStorageOptions) -> dict[str, str]:
 class Client:
     """One client of a store, made by `join_store`. All methods block; none may be called after `leave`.
 
-    Methods on keys return one number for each, see `codes`.
+    Methods on keys return one number per key, see `codes`.
     """
 
     def __init__(self, options: MooncakeStorageOptions, pool: SupervisedPool[Any], place: tuple[object, ...]) -> None:
@@ -106,7 +105,7 @@ class Client:
         self._library = load_library(options)
         self._store = self._library.MooncakeDistributedStore()
         setup = self._setup(options)
-        # If the library should hang in there, this process has lost one thread.
+        # If the library hangs during setup, this process loses one thread.
         try:
             done = pool.call(lambda: [setup()], time.monotonic() + _SETUP_S)
         except NoThread as error:
@@ -128,11 +127,11 @@ class Client:
         ))  # fmt: skip
 
     def allocator(self) -> Any:
-        """What makes memory that every client can move pages from and to, a daemon's too."""
+        """Return the library's allocator: every client, also a daemon's, can move pages from and to its memory."""
         return self._library.MooncakeHostMemAllocator()
 
     def register(self, address: int, size: int) -> None:
-        """Let pages be moved from and to this memory, until each `register` is undone. Raises BackendError."""
+        """Register memory for transfers, until each `register` is undone by `unregister`. Raises BackendError."""
         with _lock:
             if not self._registered[address, size]:
                 code = self._store.register_buffer(address, size)
@@ -151,11 +150,13 @@ class Client:
                 self._store.unregister_buffer(address)
 
     def exist(self, keys: list[str]) -> list[int]:
-        """1 for a page that is there, 0 for one that is not. Those that are there cannot be evicted for a while."""
+        """Return 1 for each stored page, 0 for a missing one. Grants leases: for a while stored pages are not evicted.
+        """
         return codes.checked(self._store.batch_is_exist(keys), len(keys))
 
     def get(self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
-        """Read whole pages, each into its pieces of memory; the bytes of each. One that is longer is not read."""
+        """Read whole pages, each into its pieces of memory; return the size of each in bytes. A page that is too long
+        is not read."""
         store: Any = self._store
         if all(len(pieces) == 1 for pieces in addresses):
             found = store.batch_get_into(keys, [one for one, in addresses], [one for one, in sizes])
@@ -164,7 +165,7 @@ class Client:
         return codes.checked(found, len(keys))
 
     def get_start(self, key: str, address: int, size: int) -> list[int]:
-        """Read the first `size` bytes of a page that is at least as long."""
+        """Read the first `size` bytes of a page. REQUIRES: it is at least as long."""
         found: Any = self._store.get_into_ranges([address], [[key]], [[[0]]], [[[0]]], [[[size]]])
         try:
             return codes.checked(found[0][0], 1)
@@ -172,7 +173,8 @@ class Client:
             return [codes.UNREADABLE]
 
     def put(self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
-        """Store pages, each from its pieces of memory. One that is there stays as it is, and the code is the same."""
+        """Store pages, each from its pieces of memory. A page that is already stored is not changed, with the same
+        return code."""
         store: Any = self._store
         if all(len(pieces) == 1 for pieces in addresses):
             found = store.batch_put_from(keys, [one for one, in addresses], [one for one, in sizes])
@@ -181,17 +183,17 @@ class Client:
         return codes.checked(found, len(keys))
 
     def sizes(self, keys: list[str]) -> list[int]:
-        """Bytes of each page. Grants leases as `exist` does."""
+        """Return the size of each page in bytes. Grants leases as `exist` does."""
         return codes.checked([self._store.get_size(key) for key in keys], len(keys))
 
     def remove(self, keys: list[str], *, force: bool) -> list[int]:
-        """Remove pages; only with `force` those that a reader may hold."""
+        """Remove pages. With `force`, also remove pages with leases."""
         return codes.checked(self._store.batch_remove(keys, force), len(keys))
 
     def leave(self) -> None:
-        """Use the client no more. The last one to leave takes this process's segment out of the store.
+        """Stop using the client. The last user to leave removes this process's segment from the store.
 
-        REQUIRES: its caller has undone each `register`, and has no call in flight.
+        REQUIRES: the caller has undone each of its `register` calls and has no call in flight.
         """
         with _lock:
             self.uses -= 1
@@ -201,7 +203,7 @@ class Client:
         self._store.close()
 
     def forget(self) -> None:
-        """Let the next `join_store` make a new client. Those who use this one still have to leave it."""
+        """Make the next `join_store` create a new client. Users of this client must still leave it."""
         with _lock:
             self._give_up_place()
 

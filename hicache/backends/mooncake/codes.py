@@ -1,6 +1,6 @@
-"""What the library's return codes mean: the one table in which its errors become outcomes and kinds.
+"""The meaning of the library's return codes: the table that turns its errors into error kinds.
 
-A call on a batch returns one number per key: 0 or a size for success, below 0 a code of Mooncake's `types.h`.
+A call on a batch returns one number per key: 0 or a size for success, or a negative code of Mooncake's `types.h`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from ..errors import ErrorKind
 
 OK = 0
 NO_ROOM = -200
-BAD_PARAMETER = -600  # from a read: the object is longer than the buffer, among other things
+BAD_PARAMETER = -600  # from a read, this may mean that the object is longer than the buffer
 BEING_WRITTEN = -703
 NOT_FOUND = -704
 PRESENT = -705
 LEASED = -706
 GONE = -712
 CHECKSUM = -801
-UNREADABLE = -(1 << 31)  # not of Mooncake: the library has answered something else than a number for each key
+UNREADABLE = -(1 << 31)  # not a Mooncake code: the library did not return one number per key
 
-# Nothing is there to be read: it never was, was removed, or is not written to its end.
+# The page cannot be read: it was never stored, was removed, or is still being written.
 MISSES = frozenset({BEING_WRITTEN, NOT_FOUND, GONE})
-# A page that cannot be removed now, and can be soon: a client reads it, or copies it to another node.
+# The page cannot be removed yet: a client reads it, or copies it to another node.
 BUSY = frozenset({LEASED, -708, -714})
 
-# The kind under which an error is counted.
+# The error kind under which a code is counted.
 _KINDS: Mapping[int, ErrorKind] = {
-    -1: ErrorKind.CONNECTION_LOST,  # what a client of the daemon says when the daemon does not answer
+    -1: ErrorKind.CONNECTION_LOST,  # from a daemon's client: the daemon does not answer
     -101: ErrorKind.NO_SEGMENT,
     NO_ROOM: ErrorKind.NO_SPACE,
     BAD_PARAMETER: ErrorKind.BAD_REQUEST,
@@ -46,14 +46,14 @@ _KINDS: Mapping[int, ErrorKind] = {
     -1011: ErrorKind.NOT_LEADER,
     UNREADABLE: ErrorKind.PROTOCOL,
 }
-# After one of these the next call may hang as long as the one that got it did.
+# After one of these errors, the next call may hang.
 _SLOW = frozenset({
     ErrorKind.CONNECTION_LOST, ErrorKind.TIMEOUT, ErrorKind.TRANSFER, ErrorKind.NO_SEGMENT, ErrorKind.NO_REPLICA,
 })  # fmt: skip
 
 
 def checked(answer: object, count: int) -> list[int]:
-    """The codes in what the library has answered for `count` keys, all UNREADABLE if these are not so many numbers."""
+    """Return the codes in the library's `answer` for `count` keys; all UNREADABLE if it is not one number per key."""
     found = list(answer) if isinstance(answer, Iterable) else []
     if len(found) != count or any(type(code) is not int for code in found):
         return [UNREADABLE] * count
@@ -61,10 +61,10 @@ def checked(answer: object, count: int) -> list[int]:
 
 
 def kind_of(code: int) -> ErrorKind:
-    """Return the kind of error of a code below 0."""
+    """Return the error kind of a negative code."""
     return _KINDS.get(code, ErrorKind.SERVER_ERROR)
 
 
 def is_slow(code: int) -> bool:
-    """Whether `code` says that the master, the daemon or the owner of a page may be gone or hang."""
+    """True if `code` means that the master, the daemon or the owner of a page may be gone or hang."""
     return code < 0 and kind_of(code) in _SLOW

@@ -1,4 +1,4 @@
-"""A Mooncake store as its operator sees it: listed by the master, read and written by a client without a segment."""
+"""A Mooncake store as its operator sees it: the master lists it, a client without a segment reads and writes it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from .buffers import RegisteredMemory
 from .client import join_store
 from .session import remove_unleased
 
-# How many pages are removed in one request.
+# Pages removed by one request.
 _REMOVE_PAGES = 1000
 
 
 class MooncakeRawStore(RawStore):
-    """See RawStore. Lists all keys of the master at once, some 140 bytes for each page. Raises as MooncakeBackend does.
-    """
+    """See RawStore. A listing holds all keys of the master in memory, about 140 bytes per page. Raises as
+    MooncakeBackend does."""
 
     def __init__(self, options: MooncakeStorageOptions) -> None:
         self._prefix = options.prefix
         self._name = re.compile(re.escape(options.prefix) + "([0-9a-f]{64})/([0-9a-f]{64})")
         self._admin = Admin(admin_address(options))
-        # It moves pages itself, through no daemon, and gives no memory to the store: that would leave with it.
+        # It moves pages itself, not through a daemon, and adds no segment: pages in it would be lost on `close`.
         taking_part = options.model_copy(update={"daemon": None, "segment": 0})
         self._client, self._pool = join_store(taking_part, "mooncake-raw")
-        self._room: RegisteredMemory | None = None  # made and enlarged as it is needed
+        self._room: RegisteredMemory | None = None  # allocated and enlarged when needed
         self._closed = False
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        """See RawStore. `used_s` is None: the master does not tell."""
+        """See RawStore. `used_s` is None, because the master does not report it."""
         found = {key: match for key in sorted(self._admin.all_keys()) if (match := self._name.fullmatch(key))}
         names = [name for name, match in found.items() if match[1].startswith(namespace)]
         for name, size in self._admin.sizes(names):
@@ -51,14 +51,14 @@ class MooncakeRawStore(RawStore):
             return b""
         room = self._reserve(size)
         code = self._client.get_start(self._name_of(page), room.address, size)[0]
-        if code in codes.MISSES or code == codes.BAD_PARAMETER:  # gone, or another and shorter page by now
+        if code in codes.MISSES or code == codes.BAD_PARAMETER:  # removed, or replaced by a shorter page
             return None
         self._require(code)
         return bytes(room.memory[:size])
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        """See RawStore. Waits for up to half a second for a full store to make room; keeps no note of `parent`, which
-        the header in `data` names."""
+        """See RawStore. If the store is full, waits up to half a second for it to evict pages. Does not store `parent`:
+        the header in `data` has it."""
         name = self._name_of(page)
         exists = self._client.exist([name])[0]
         if exists:
@@ -75,8 +75,8 @@ class MooncakeRawStore(RawStore):
         return False
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
-        """See RawStore. Waits for leases, 30 s at most for every thousand pages, and raises BackendUnavailable if there
-        are still some then."""
+        """See RawStore. Waits until leases expire, at most 30 s per thousand pages; raises BackendUnavailable if some
+        remain."""
         removed = 0
         for start in range(0, len(pages), _REMOVE_PAGES):
             names = [self._name_of(page) for page in pages[start : start + _REMOVE_PAGES]]
@@ -102,7 +102,7 @@ class MooncakeRawStore(RawStore):
         return f"{self._prefix}{page.namespace.hex()}/{page.key.hex()}"
 
     def _reserve(self, size: int) -> RegisteredMemory:
-        """Memory of at least `size` bytes, the same as before if that is large enough."""
+        """Return memory of at least `size` bytes; reuse the current one if it is large enough."""
         if self._room is None or size > self._room.size:
             if self._room is not None:
                 self._room.free()

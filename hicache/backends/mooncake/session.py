@@ -1,10 +1,10 @@
-"""What a backend holds of a store: a client, bounce buffers, threads; and how it gets new ones.
+"""Sessions: the client, bounce buffers and threads by which a backend uses a store; and their replacement.
 
-A daemon that was restarted does not know its clients' memory any more, and the library does not notice if a call was
-made before. Then every transfer is refused, and only a new client with new memory helps.
+After a restart, a daemon no longer knows its clients' memory, and the library may not notice. Then the daemon rejects
+every transfer, until the backend uses a new client with new memory.
 
-Locking design: `SessionManager._state` guards the current session and how many verbs use each session; it is held for a
-few instructions. Sessions are made and left on the threads of a SupervisedPool.
+Locking design: `SessionManager._state` guards the current session and the number of verbs that use each session; it is
+held for a few instructions. The threads of a SupervisedPool make and leave sessions, except for the first.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from .client import GRACE_S, join_store
 
 _log = logging.getLogger(__name__)
 
-# A new session that does not help is not replaced at once: each costs threads, memory and a second to leave.
+# The shortest time between replacements: a new session may not help either, and each costs threads, memory and a
+# second.
 RENEW_EVERY_S = 5.0
-# Sessions that may hang at once while they are made or left.
+# Sessions that may hang at the same time while they are made or left.
 _HANGING_MAX = 4
-# One library call moves about so much, some 10 to 100 ms: far more work than the call itself is, and soon enough over
-# for the deadline to be looked at.
+# The bytes of one library call, which takes 10 to 100 ms: long enough to outweigh the cost of the call, short enough
+# that the deadline is checked often.
 _CHUNK_BYTES = 128 * MIB
-# A lease ends by itself; a deletion waits for that, within a limit, since readers may renew it. The server's default is
-# a lease of 10 s.
+# A deletion polls until the lease expires (10 s by default), up to a limit, because readers may renew it.
 _LEASE_WAIT_S = 0.05
 _LEASE_WAIT_S_MAX = 30.0
 
 
 class Names:
-    """The keys of one namespace's pages in the store: `prefix`, the namespace, "/", the page key, in hexadecimal."""
+    """The names of one namespace's pages in the store: `prefix`, the namespace in hexadecimal, "/", and the page key in
+    hexadecimal."""
 
     def __init__(self, prefix: str, namespace: bytes) -> None:
         self._start = f"{prefix}{namespace.hex()}/"
@@ -54,22 +55,22 @@ class Names:
         return [self._start + key.hex() for key in keys]
 
     def key_of(self, name: str) -> bytes | None:
-        """Return the key of the page of that name, None if it is not a page of this namespace."""
+        """Return the key of the page with this name; None if it is not a page of this namespace."""
         digits = name[len(self._start) :]
         is_page = name.startswith(self._start) and len(digits) == 2 * PAGE_KEY_BYTES
         return bytes.fromhex(digits) if is_page and not digits.strip("0123456789abcdef") else None
 
 
 class ClientSession:
-    """One membership in a store. Raises ConfigError if the library is missing, BackendUnavailable if the store cannot
-    be joined, BackendError without memory for bounce buffers."""
+    """One membership in a store. The constructor raises ConfigError if the library is missing, BackendUnavailable if
+    the store cannot be joined, BackendError without memory for bounce buffers."""
 
     def __init__(self, codec: FrameCodec, options: MooncakeStorageOptions) -> None:
         self.users = 0
         self.retired = False
         self.codec = codec
         self.names = Names(options.prefix, codec.namespace)
-        self.chunk_pages = max(1, _CHUNK_BYTES // codec.frame_bytes)  # of one library call
+        self.chunk_pages = max(1, _CHUNK_BYTES // codec.frame_bytes)  # per library call
         self.client, self._pool = join_store(options, "mooncake")
         try:
             self.paths = PathSelector(self.client, self._pool, codec.frame_bytes, options.staging)
@@ -79,7 +80,7 @@ class ClientSession:
             raise
 
     def ask(self, call: Callable[[], list[int]], deadline: float) -> list[int]:
-        """Return what a library call that touches no frame says. Raises StoreError if it says nothing in time."""
+        """Return the result of a library call that uses no frames. Raises StoreError if it does not return in time."""
         if time.monotonic() >= deadline:
             raise StoreError(ErrorKind.DEADLINE)
         try:
@@ -93,10 +94,10 @@ class ClientSession:
         return result
 
     def moved(self, result: list[int] | None) -> list[int]:
-        """Return `result` of a call that moves pages. Raises StoreError if it has none.
+        """Return `result` of a call that moves pages, and set `paths.slow` from it. Raises StoreError if it is None.
 
-        Frames are copied from a slow failure until pages have been moved again: that the master answers says nothing of
-        the owners of pages.
+        After a slow failure, frames are copied until pages are moved again. An answer of the master alone does not
+        prove that the owners of pages work.
         """
         if result is None or any(map(codes.is_slow, result)):
             self.paths.slow = True
@@ -107,12 +108,12 @@ class ClientSession:
         return result
 
     def register(self, address: int, size: int) -> None:
-        """Let frames in this memory go as they are. Raises BackendError."""
+        """Register memory, so that frames in it move without a copy. Raises BackendError."""
         self.client.register(address, size)
         self.paths.add(address, address + size)
 
     def leave(self) -> None:
-        """Give everything back, when the last library call has ended. REQUIRES: no verb uses it."""
+        """Release everything, after the last library call has ended. REQUIRES: no verb uses the session."""
         self._pool.close()
         self.paths.free()
         for start, end in self.paths.registered:
@@ -121,7 +122,7 @@ class ClientSession:
 
 
 class SessionManager:
-    """Has the session that verbs use now. `make` makes another."""
+    """Holds the session that verbs use now. `make` makes a new one."""
 
     def __init__(self, make: Callable[[], ClientSession]) -> None:
         self._make = make
@@ -140,7 +141,7 @@ class SessionManager:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[ClientSession]:
-        """Lend the current session, which stays until the block ends."""
+        """Use the current session; it stays open until the block ends."""
         with self._state:
             session = self._current
             session.users += 1
@@ -154,8 +155,8 @@ class SessionManager:
                 self._workers.submit(session.leave)
 
     def renew(self, session: ClientSession) -> None:
-        """Replace `session`, unless that is done or was tried in the last `RENEW_EVERY_S`. Does not block; verbs use
-        the old one until then."""
+        """Replace `session` in the background, unless it was replaced, or that was tried within `RENEW_EVERY_S`. Does
+        not block; verbs use the old session until then."""
         with self._state:
             now = time.monotonic()
             if session is not self._current or now < self._renew_from or self._closed:
@@ -172,9 +173,9 @@ class SessionManager:
         try:
             new = self._make()
         except (BackendError, ConfigError) as error:
-            _log.warning("mooncake store: the daemon could not be joined anew (%s); trying again", type(error).__name__)
+            _log.warning("mooncake store: reconnecting to the daemon failed (%s); trying again", type(error).__name__)
             return
-        _log.warning("mooncake store: joined the daemon anew; it had lost this process's memory")
+        _log.warning("mooncake store: reconnected to the daemon; it had lost this process's memory")
         with self._state:
             unwanted = old
             if self._closed or self._current is not old:
@@ -187,7 +188,8 @@ class SessionManager:
             unwanted.leave()
 
     def close(self, timeout_s: float) -> bool:
-        """Leave the store. False if a library call still hangs after `timeout_s`; the rest is done when it returns.
+        """Leave the store. Return False if a library call still hangs after `timeout_s`; the store is left when that
+        call returns.
 
         REQUIRES: no verb is in flight, and none follows.
         """
@@ -200,10 +202,10 @@ class SessionManager:
 def remove_unleased(
     names: Sequence[str], deadline: float, remove: Callable[[list[str]], list[int]]
 ) -> tuple[int, list[str]]:
-    """Remove pages, again and again those that have a lease; return how many were there, and the kinds of errors.
+    """Remove pages, and retry those with a lease. Return how many were removed, and the error kinds.
 
-    `remove` makes one attempt for some names; a StoreError of it is an error of each of them. Blocks until `deadline`,
-    or `_LEASE_WAIT_S_MAX` if that is sooner, as long as there are leases.
+    `remove` makes one attempt for some names; its StoreError counts as an error of each of them. Blocks while leases
+    remain, at most until `deadline` and for at most `_LEASE_WAIT_S_MAX`.
     """
     left = list(names)
     removed, errors = 0, list[str]()

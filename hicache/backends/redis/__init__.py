@@ -1,4 +1,4 @@
-"""The Redis backend: pages as strings on Redis or Valkey servers, alone, behind sentinels, or in a cluster."""
+"""The Redis backend: pages as strings on a single Redis or Valkey server, behind sentinels, or in a cluster."""
 
 from .backend import RedisBackend
 

@@ -1,12 +1,12 @@
 """The Redis backend: one string per page, on one server, behind sentinels, or spread over a cluster.
 
-The life of a `batch_get`: the pages are sorted by server; for each server a few connections send GETs ahead, two pages
-or `pipeline` deep, read each value straight into its page and check it while it is warm. A `batch_set` first
-asks which pages are there, then sends the others with SET NX, header and body in one gathering send. Lookups are one
-round trip per server. Keys, commands and what they cost are in docs/backends/redis.md.
+A `batch_get` groups the pages by server. For each server, a few connections pipeline GETs (two pages or `pipeline`
+deep), read each value directly into its page and check it while it is in the processor's cache. A `batch_set` first
+asks which pages are stored, then sends the others with SET NX; one gathering send has header and body. A lookup is one
+round trip per server. docs/backends/redis.md has the keys, the commands and their cost.
 
-Locking design: a call owns its batch and leases connections; `Pools` and `Router` have locks of their own, and none is
-held while another is taken or a socket is touched. Everything else is set once.
+Locking design: a call owns its batch and leases connections. `Pools` and `Router` have their own locks; no lock is held
+while another is taken or a socket is used. Everything else is set once.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from .pool import Pool, Pools, Purpose
 from .routing import Router
 from .usage import listed, measure
 
-# A Redis string is at most this long, whatever the server is told.
+# The maximum length of a Redis string; no server setting raises it.
 PAGE_MAX_BYTES = 512 << 20
-# Finding the servers and asking them at the start, and counting what they hold, may take so many times `timeout`.
+# Opening the store, and measuring its usage, may take this many times `timeout`.
 _PATIENCE_TIMEOUTS = 8
-# Nodes share the threads of a batch; more of them than this wait for each other.
+# The nodes of a cluster share the threads of a batch: with more nodes than this, some wait for others.
 _THREADS_MAX = 16
 
 
 def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Access, Pools, Router]:
-    """Find the servers, check that they are what `options` say, and ask for the name `page` as every call will, if it
-    is given: missing rights and dead replicas are seen now.
+    """Find the servers and check that they match `options`. If `page` is given, also look up that key as a normal call
+    does, so that missing permissions and dead replicas are found now.
 
-    Blocks. Raises BackendUnavailable, and ConfigError for servers of another mode.
+    Blocks. Raises BackendUnavailable, and ConfigError if the servers run in a different mode.
     """
     access = open_access(options)
     connector = Connector(access)
@@ -93,38 +93,40 @@ def _check_any(access: Access, pools: Pools, deadline: float) -> None:
 
 
 class RedisBackend(PageStore[StoredValue], Touchable):
-    """Pages in Redis or Valkey. See the module's docstring; `StorageBackend` says what each verb does.
+    """Pages in Redis or Valkey. See the module's docstring; `StorageBackend` documents the verbs.
 
-    A server does not tell what it evicts, so `evicted_pages` stays 0.
+    A server does not report evictions, so `evicted_pages` stays 0.
 
-    The constructor connects and blocks for a few times `timeout` at most. It raises BackendUnavailable for a server
-    that cannot be found, reached, entered or used, ConfigError for one of another mode and for a secret or file that
-    cannot be read, InvalidInput for pages too long for a Redis string. Open it after a fork and not before: connections
-    are not shared between processes, and threads do not survive one.
+    The constructor connects and blocks for at most a few times `timeout`. It raises BackendUnavailable if a server
+    cannot be found, reached, logged in to or used; ConfigError if a server runs in a different mode, or a secret or
+    file cannot be read; InvalidInput if pages are too long for a Redis string. Open it after a fork, not before:
+    connections cannot be shared between processes, and threads do not survive a fork.
     """
 
     def __init__(self, codec: FrameCodec, options: RedisStorageOptions) -> None:
         super().__init__(codec)
         if codec.frame_bytes > PAGE_MAX_BYTES:
-            raise InvalidInput(f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be")
+            raise InvalidInput(
+                f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be; lower page_size"
+            )
         self.options = instance("options", options, RedisStorageOptions)
         head = f"{options.key_prefix}{codec.namespace.hex()}:".encode()
         _, self._pools, router = open_servers(options, head + bytes(32).hex().encode())
         shards = len(router.routes(time.monotonic()).shards)
-        # A page that a bug leaves without an outcome is counted with its call.
+        # No `on_error`: the call itself counts a page that a bug leaves without an outcome.
         workers = SupervisedPool[Any](
             "redis", min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1
         )
         self._context = RedisContext(codec, options, head, router, self._pools, workers)
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See PageStore. One round trip per server, on all of them at once."""
+        """See PageStore. One round trip per server, to all servers in parallel."""
         answers = exists(self._context, self._context.names(keys), to_read=True, refresh=False, deadline=deadline)
         self.count(*failures(answers))
         return [answer == YES for answer in answers]
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. One round trip per server, on all of them at once."""
+        """See Touchable. One round trip per server, to all servers in parallel."""
         answers = exists(self._context, self._context.names(keys), to_read=False, refresh=True, deadline=deadline)
         self.count(*failures(answers))
         return [key for key, answer in zip(keys, answers, strict=True) if answer == NO]
@@ -134,21 +136,21 @@ class RedisBackend(PageStore[StoredValue], Touchable):
         Reads(self._context, pages).move(range(len(pages)))
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. ERROR for a page whose answer was lost: it may have been stored."""
+        """See PageStore. A page whose reply was lost is ERROR, although it may be stored."""
         Writes(self._context, pages).run()
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. One round trip per server; memory is freed by the server's own threads."""
+        """See PageStore. One round trip per server, which frees the memory in the background."""
         answers = unlink(self._context, self._context.names(keys), deadline)
         self.count(*failures(answers))
         return answers.count(YES)
 
     def remove_damaged(self, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> None:
-        """See PageStore. One round trip per server, which compares and removes in one step."""
+        """See PageStore. One round trip per server, which compares and removes atomically."""
         self.count(*failures(unlink_same(self._context, damaged, deadline)))
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore. The server's time grows with everything in it: about a millisecond per thousand keys."""
+        """See PageStore. Costs the server about a millisecond per thousand keys, of all keys that it holds."""
         prefix, namespace = self.options.key_prefix.encode(), self.codec.namespace.hex()
         with self._primaries(deadline) as pools:
             for pool in pools:
@@ -156,9 +158,9 @@ class RedisBackend(PageStore[StoredValue], Touchable):
                     yield from (key for _, key in found.values())
 
     def measure(self) -> Usage:
-        """See PageStore. Pages of all namespaces under the key prefix, since they share the server's memory.
+        """See PageStore. Counts pages of all namespaces under the key prefix, since they share the server's memory.
 
-        Exact up to usage.SAMPLE_KEYS keys per server, an estimate beyond. Blocks for a few round trips.
+        Exact up to usage.SAMPLE_KEYS keys per server, an estimate beyond that. Blocks for a few round trips.
         """
         prefix = self.options.key_prefix.encode()
         deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout
@@ -168,7 +170,7 @@ class RedisBackend(PageStore[StoredValue], Touchable):
 
     @contextlib.contextmanager
     def _primaries(self, deadline: float) -> Iterator[list[Pool]]:
-        """Lend connections to look at what each primary holds. Notes failures of them. Raises StoreError."""
+        """Yield each primary's pool of inspection connections. Reports failures to the router. Raises StoreError."""
         try:
             shards = self._context.router.routes(deadline).shards
             yield [self._pools.of(shard.primary, Purpose.INSPECTION) for shard in shards]

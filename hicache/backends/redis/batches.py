@@ -1,8 +1,8 @@
-"""The bodies of one `batch_get` and one `batch_set`: several connections per server, each with a few pages in flight.
+"""Moves the bodies of one `batch_get` or `batch_set`: several connections per server, each with a few pages in flight.
 
-Locking design: an object of these classes belongs to one call. `_lane` runs in several threads, each with a connection
-of its own; they take positions from a deque, settle pages as `pages` says, append to lists and set flags, all atomic in
-CPython. The pages that no lane took are settled after all lanes have ended.
+Locking design: an object of these classes belongs to one call. `_lane` runs on several threads, each with its own
+connection. They take positions from a deque, record outcomes as `pages` describes, append to lists and set flags; each
+of these is atomic in CPython. Pages that no lane took get their outcome after all lanes have ended.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from .pipeline import ASKING, YES, RedisContext, StoredValue, exists, failures, 
 from .pool import Purpose
 from .routing import Redirects, Server
 
-# Pages are asked for again on another connection or server: after MOVED or ASK (once), behind a body that was too long
-# to be read away, or where a pooled connection turned out to be closed. More rounds than that in which no page was done
-# are a server's mischief.
+# Pages are requested again on another connection or server in three cases: after MOVED or ASK (once), after an
+# oversized body closed the connection, and after a pooled connection was found closed. A server that causes more such
+# rounds without progress is misbehaving.
 _VAIN_ROUNDS_MAX = 4
-# Errors that concern one page; after any other one nothing more is asked of that server.
+# Errors that concern a single page. After any other error the batch sends no more requests to that server.
 _OF_ONE_PAGE = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK, ErrorKind.CLUSTER_DOWN})
-# A batch of less than this is moved sooner by one thread than another one is woken.
+# One thread moves this many bytes before a second thread would wake up.
 _LANE_BYTES = 256 << 10
-# Pages in flight on one connection: of the shortest pages so many fill the default `pipeline`.
+# Pages in flight on one connection. With the shortest pages, this many fill the default `pipeline`.
 _DEPTH_MAX = 128
 
 Pages = TypeVar("Pages", PageReads[StoredValue], PageWrites)
 
 
 class _Group:
-    """Pages of one server that are still to do. `failure` is why nothing more of them will be done."""
+    """The remaining pages of one server. After `stop` no more are requested; `failure` is the reason."""
 
     def __init__(self, server: Server, positions: Iterable[int], asking: bool) -> None:
         self.server = server
@@ -62,20 +62,20 @@ class _Transfer(ABC, Generic[Pages]):
         self._again: list[int] = []
         self._redirects: Redirects = {}
         self._redirected: set[int] = set()
-        self._end = len(pages)  # pages from here on are not tried any more
+        self._end = len(pages)  # pages from this position on are not tried
 
     @abstractmethod
     def _request(self, position: int) -> list[Part]:
-        """The request for one page."""
+        """Return the request for one page."""
 
     @abstractmethod
     def _receive(self, channel: Channel, position: int) -> ErrorReply | None:
-        """Read the reply to it and settle the page; the error if it is one that does not settle it. May raise
-        StoreError, and Oversize once the page is settled."""
+        """Read the reply to the request and record the page's outcome. Return an error reply that decides no outcome,
+        else None. Raises StoreError, or Oversize after recording the outcome."""
 
     def move(self, positions: Sequence[int]) -> None:
-        """Move the pages and settle them; those from `_end` on may stay untried. Blocks; raises nothing for storage
-        reasons."""
+        """Move the pages and record their outcomes; pages from `_end` on may stay untried. Blocks. A failing store
+        raises nothing."""
         groups = self._grouped(positions)
         left, vain = len(positions), 0
         while groups and vain < _VAIN_ROUNDS_MAX:
@@ -110,14 +110,14 @@ class _Transfer(ABC, Generic[Pages]):
     def _run(self, groups: list[_Group]) -> None:
         width = self._context.options.connections
         pages_per_lane = max(1, _LANE_BYTES // self._context.codec.frame_bytes)
-        # First lanes first: a server that hangs must not keep the threads from the others.
+        # The first lane of each server comes first, so that a hanging server does not take all threads.
         lanes = [
             (group, lane == 0) for lane in range(width) for group in groups if lane * pages_per_lane < len(group.todo)
         ]
         self._context.workers.run(len(lanes), lambda number: self._lane(*lanes[number]))
 
     def _settle(self, group: _Group) -> None:
-        """Settle the pages that no lane has taken: ask for them again, or fail them with the group."""
+        """Handle the pages that no lane has taken: request them again, or fail them if the group has failed."""
         left = [position for position in group.todo if position < self._end]
         if group.failure is None:
             self._again += left
@@ -129,7 +129,7 @@ class _Transfer(ABC, Generic[Pages]):
             return
         server = group.server
         try:
-            # The first lane waits for a connection if other calls have them all; for the others there is no need.
+            # Only the first lane waits for a connection if other calls use all of them: one lane is enough.
             pool = self._context.pools.of(server.address, Purpose.BODIES, read_only=server.read_only)
             with pool.lease(self._deadline) if is_first else pool.lease_nowait(self._deadline) as channel:
                 if channel is not None and not self._pump(channel, group):
@@ -139,8 +139,8 @@ class _Transfer(ABC, Generic[Pages]):
             group.failure = failure
 
     def _pump(self, channel: Channel, group: _Group) -> bool:
-        """Keep up to `_depth` pages in flight until there are no more. False if the server or the network had given up
-        the connection while it was idle, which is no try. Raises StoreError where it fails otherwise.
+        """Keep up to `_depth` pages in flight until none remain. Return False if the idle connection was found dead,
+        which does not count as a try. Raises StoreError for other failures.
         """
         pending: deque[int] = deque()
         try:
@@ -186,7 +186,7 @@ class _Transfer(ABC, Generic[Pages]):
         try:
             position = group.todo.popleft()
         except IndexError:
-            return None  # another lane was faster
+            return None  # another lane took the last position
         if position >= self._end:
             group.todo.appendleft(position)
             return None
@@ -253,8 +253,8 @@ class Writes(_Transfer[PageWrites]):
         self._tail = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in more])
 
     def run(self) -> None:
-        """Store the pages that are not there, and nothing behind one without room. Blocks; raises nothing for storage
-        reasons."""
+        """Store the absent pages. If the server rejects one for lack of memory, reject the pages after it and remove
+        those already stored. Blocks. A failing store raises nothing."""
         absent = self._absent()
         self.move(absent)
         behind = [one for one in absent if one > self._end and self._pages.outcome(one) is SetOutcome.STORED]
@@ -264,7 +264,8 @@ class Writes(_Transfer[PageWrites]):
         self._pages.errors += failures(unlink(self._context, names, deadline))
 
     def _absent(self) -> list[int]:
-        """Return which pages have to be sent: a question is cheaper than a body. Those that are there count as used."""
+        """Return the positions of pages that must be sent: a lookup is cheaper than a body. Stored pages count as used.
+        """
         absent = []
         answers = exists(self._context, self._names, to_read=False, refresh=True, deadline=self._deadline)
         for position, answer in enumerate(answers):

@@ -1,8 +1,8 @@
-"""One connection to a Redis server, on which the bodies of pages go straight from and into their buffers.
+"""One connection to a Redis server, which moves the bodies of pages directly from and into their buffers.
 
-It speaks RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/), and it believes no server: each reply
-has a limit for all of its bytes and elements together, whatever lengths it announces, so that no server can take more
-memory than that.
+It speaks RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/) and does not trust the server: the total
+bytes and elements of each reply are limited, so that a server cannot make it allocate more memory by announcing large
+lengths.
 
 A channel belongs to one call at a time and has no lock.
 """
@@ -25,37 +25,39 @@ from .errors import ErrorReply, failure_of
 Part: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
 
-# Read ahead of a page: enough for its header line, and so little that moving what came too much costs nothing.
+# Bytes read ahead of a page: enough for the length line, and few enough that copying the excess costs nothing.
 _PAGE_HEAD_BYTES = 32
-# Read ahead of short replies, and the longest line that is believed: a server's own lines are far shorter.
+# Bytes read ahead of short replies, and the longest accepted line: real lines are far shorter.
 _BUFFER_BYTES = 16 << 10
-# Of a page so many bytes at most are received before the tag looks at them, while the processor's cache has them, and
-# so many at least, that the calls themselves do not count.
+# A page is received and added to the tag in pieces: small enough for the processor's cache, and large enough that the
+# cost of the calls does not matter.
 _PIECE_MAX_BYTES = 1 << 20
 _PIECE_MIN_BYTES = 64 << 10
-# Linux moves this many buffers in one call at most (IOV_MAX).
+# Linux moves at most this many buffers in one call (IOV_MAX).
 _BUFFERS_MAX = 1024
-# A body that is not a page is read away in pieces of this size. Of a longer body nothing is read and the connection is
-# closed, which takes less time.
+# A body that cannot be a page is read and discarded in pieces of the first size. Beyond the second, closing the
+# connection is faster.
 _DRAIN_BYTES = 256 << 10
 _DRAIN_MAX_BYTES = 4 << 20
-# What one reply other than a page may take, values, elements and all. The longest are CLUSTER SLOTS of a cluster whose
-# 16,384 slots are all apart (some 210,000 elements, 3 MiB) and a piece of SCAN, some 1,000 keys, which may be others'.
+# The total size of one reply that is not a page. The longest are CLUSTER SLOTS of a cluster in which no two
+# neighbouring slots are on one node (about 210,000 elements, 3 MiB), and one step of SCAN: about 1,000 keys, possibly
+# of other users.
 _REPLY_MAX_BYTES = 8 << 20
 _ELEMENTS_MAX = 1 << 18
 _NESTING_MAX = 8
-# Replies of one line each may have this length on average: a server's longest error texts do not.
+# The highest accepted mean length of one-line replies; even the longest error texts of servers are shorter.
 _LINE_MEAN_BYTES = 512
 _LENGTH_DIGITS_MAX = 20
 _ONE_LINE_KINDS = (b"+", b"-", b":")
 
 
-# struct timeval: seconds and microseconds, of which 0 and 0 would mean for ever.
+# struct timeval: seconds and microseconds. Zero for both would mean no timeout.
 _TIMEVAL = struct.Struct("@ll")
 
 
 class Oversize(Exception):
-    """A body far too long for a page. The channel is closed; what was asked for behind it has to be asked for again."""
+    """Raised for a body far too long for a page. The channel is closed; repeat the requests in flight after this one.
+    """
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -63,10 +65,10 @@ class Oversize(Exception):
 
 
 class Channel:
-    """A connection. Blocks, for `timeout_s` without a byte or until the deadline of a call at most.
+    """A connection. Its methods block at most until the deadline of the call, or for `timeout_s` without a byte.
 
-    Invariant: a channel that is not `reusable` is never used again. It is reusable while no request is unanswered and
-    nothing has failed on it, so that no reply is ever taken for another request's.
+    Invariant: a channel is reused only while it is `reusable`, that is, while no request is unanswered and nothing has
+    failed on it. So a reply is never matched with the wrong request.
     Every method that moves bytes raises StoreError, after which the channel is broken.
     """
 
@@ -81,33 +83,34 @@ class Channel:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._owed = 0
-        self._left_bytes = self._left_elements = 0  # of the limits of the reply that is being read
+        self._left_bytes = self._left_elements = 0  # remaining limits of the current reply
         self._broken = False
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
-        self.answered = False  # whether a reply came since the channel was last taken from its pool
+        self.answered = False  # True once a reply came since the channel was last leased from its pool
 
     @property
     def reusable(self) -> bool:
-        """Whether another call may use it."""
+        """True if another call may use the channel."""
         return not self._broken and not self._owed and self._start == self._end
 
     @property
     def is_quiet(self) -> bool:
-        """True if no byte waits, on the socket or deciphered; an idle server sends nothing but its farewell."""
+        """True if no byte waits, on the socket or decrypted. Bytes on an idle connection mean that the server closed it
+        or misbehaves."""
         deciphered = isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()
         return not deciphered and not self._poll.poll(0)
 
     def close(self) -> None:
-        """Close it. May be called twice."""
+        """Close the connection. May be called twice."""
         self._broken = True
-        with contextlib.suppress(OSError):  # not connected any more
-            # The server hears of it, even if a child process holds the descriptor too.
+        with contextlib.suppress(OSError):  # no longer connected
+            # This notifies the server even if a child process also holds the descriptor.
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def send(self, parts: Sequence[Part], replies: int, deadline: float) -> None:
-        """Send requests that will have `replies` replies. Copies no part."""
+        """Send requests that will have `replies` replies. Copies no bytes."""
         self._owed += replies
         try:
             if self._is_tls:
@@ -118,7 +121,7 @@ class Channel:
             return
         except OSError as error:
             failure = self._broken_by(error, deadline)
-        # Outside the handler, so that no chain of exceptions holds the text of the TLS library, which quotes names.
+        # Outside the handler: the chain of exceptions must not hold the TLS library's text, which quotes host names.
         raise failure
 
     def _send_all(self, part: memoryview, deadline: float) -> None:
@@ -133,7 +136,7 @@ class Channel:
             left = without_first(left, self._sock.sendmsg(left[:_BUFFERS_MAX]))
 
     def _arm(self, deadline: float) -> None:
-        """Let the next operation on the socket wait as long as it may."""
+        """Set the timeout of the next socket operation from the deadline. Raises TimeoutError after the deadline."""
         wait_s = deadline - time.monotonic()
         if wait_s <= 0:
             raise TimeoutError
@@ -144,7 +147,7 @@ class Channel:
         if self._is_tls:
             self._sock.settimeout(wait_s)
         else:
-            # The kernel's own timeouts: Python's would make it poll before every call, and cut a body into many.
+            # Timeouts of the kernel: with Python's, each call would poll first, and a body would arrive in many pieces.
             limit = _TIMEVAL.pack(int(wait_s), max(1, int(wait_s % 1 * 1e6)))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -160,7 +163,8 @@ class Channel:
         return StoreError(ErrorKind.PROTOCOL, what)
 
     def _receive(self, buffers: Sequence[memoryview], deadline: float) -> int:
-        """Receive at least one byte into the buffers, in order; return how many. TLS fills the first buffer at most."""
+        """Receive at least one byte into the buffers, in order; return the count. With TLS only into the first buffer.
+        """
         try:
             self._arm(deadline)
             if len(buffers) == 1 or self._is_tls:
@@ -177,19 +181,19 @@ class Channel:
         raise failure  # outside the handler, as in `send`
 
     def _fill(self, ahead_bytes: int, deadline: float) -> None:
-        """Receive up to `ahead_bytes` behind what is buffered."""
+        """Append up to `ahead_bytes` received bytes to the buffer."""
         if self._start:
             self._buffer[: self._end - self._start] = self._buffer[self._start : self._end]
             self._start, self._end = 0, self._end - self._start
         if self._end == _BUFFER_BYTES:
-            raise self._not_redis("an endless line")
+            raise self._not_redis("a line that is too long")
         self._end += self._receive([self._view[self._end : self._end + ahead_bytes]], deadline)
 
     def _line(self, ahead_bytes: int, deadline: float) -> bytes:
-        """The next line without its end."""
+        """Return the next line without its end."""
         seen = self._start
         while (end := self._buffer.find(b"\r\n", seen, self._end)) < 0:
-            # The end may have been cut between its two bytes.
+            # Only the first of the two bytes of the line's end may have arrived.
             waiting = max(self._end - self._start - 1, 0)
             self._fill(ahead_bytes, deadline)
             seen = self._start + waiting
@@ -203,12 +207,12 @@ class Channel:
     def _length(self, line: bytes) -> int:
         digits = line[1:]
         if len(digits) > _LENGTH_DIGITS_MAX or not digits.removeprefix(b"-").isdigit():
-            raise self._not_redis("a length that is no number")
+            raise self._not_redis("a length that is not a number")
         return int(digits)
 
     def read_lines(self, count: int, deadline: float) -> list[bytes]:
-        """`count` replies that are one line each: `+OK`, `:1`, `$-1`, `-ERR ...`. Another line breaks the channel: it
-        may begin a longer reply, whose rest would be taken for the reply to another request."""
+        """Return `count` replies of one line each: `+OK`, `:1`, `$-1`, `-ERR ...`. Any other line breaks the channel:
+        it may begin a longer reply, whose rest would be read as replies to other requests."""
         lines: list[bytes] = []
         left_bytes = _BUFFER_BYTES + count * _LINE_MEAN_BYTES
         while len(lines) < count:
@@ -225,7 +229,7 @@ class Channel:
                 left_bytes -= found_bytes
                 self.answered = True
             if left_bytes < 0:
-                raise self._not_redis("endless lines")
+                raise self._not_redis("lines that are too long")
         if not all(line.startswith(_ONE_LINE_KINDS) or line == b"$-1" for line in lines):
             raise self._not_redis("a reply that is not one line")
         self._owed -= count
@@ -238,19 +242,19 @@ class Channel:
         tag: TagStream | None,
         deadline: float,
     ) -> int | ErrorReply | None:
-        """The reply to one GET: bytes of the value, None if there is none. The value is in the first bytes of `buffers`
-        if `fits` accepts its length.
+        """Read the reply to one GET. Return the length of the value in bytes, None for a missing value, or an error
+        reply. If `fits` accepts the length, the value is read into the first bytes of `buffers` and added to `tag`.
 
-        The length is looked at before a byte of the value is read; a value that does not fit is read away in pieces.
-        `tag` takes in what arrives in `buffers`. Raises Oversize if reading away would take too long.
-        REQUIRES: the buffers have all bytes that fit.
+        The length is checked before the value is read; a value that does not fit is read and discarded. Raises Oversize
+        if that would take too long.
+        REQUIRES: the buffers have room for each length that `fits` accepts.
         """
         line = self._line(_PAGE_HEAD_BYTES, deadline)
         if line.startswith(b"-"):
             self._owed -= 1
             return ErrorReply(line[1:])
         if not line.startswith(b"$"):
-            raise self._not_redis("a reply that is no value")
+            raise self._not_redis("a reply that is not a value")
         length = self._length(line)
         if length < 0:
             self._owed -= 1
@@ -264,8 +268,8 @@ class Channel:
         return length
 
     def _read_body(self, buffers: Sequence[memoryview], tag: TagStream | None, deadline: float) -> None:
-        """Fill all buffers, in order. REQUIRES: none is empty."""
-        index = start = seen = 0  # the buffer that is filled, how much of it is there, and how much the tag has
+        """Fill all buffers, in order. REQUIRES: no buffer is empty."""
+        index = start = seen = 0  # the buffer being filled, its bytes received, and its bytes added to the tag
         while index < len(buffers):
             start += self._receive_piece(buffers, index, start, deadline)
             while index < len(buffers):
@@ -280,8 +284,8 @@ class Channel:
                 index, start, seen = index + 1, start - end, 0
 
     def _receive_piece(self, buffers: Sequence[memoryview], index: int, start: int, deadline: float) -> int:
-        """Receive bytes from `start` of that buffer on, up to _PIECE_MAX_BYTES; return how many. Those that were read
-        ahead come first."""
+        """Receive up to _PIECE_MAX_BYTES bytes, from `start` in the buffer `index` on; return the count. Takes the
+        bytes that were read ahead first."""
         target = buffers[index][start : start + _PIECE_MAX_BYTES]
         if self._end > self._start:
             count = min(self._end - self._start, len(target))
@@ -305,17 +309,17 @@ class Channel:
         while self._end - self._start < 2:
             self._fill(_PAGE_HEAD_BYTES, deadline)
         if self._buffer[self._start : self._start + 2] != b"\r\n":
-            raise self._not_redis("a value longer than it says")
+            raise self._not_redis("a value longer than announced")
         self._start += 2
 
     def call(self, *arguments: bytes, deadline: float, bytes_max: int = _REPLY_MAX_BYTES) -> Reply:
-        """Send one command and read its reply, as `read_reply` does."""
+        """Send one command and return its reply, as `read_reply` does."""
         self.send([command(*arguments)], 1, deadline)
         return self.read_reply(deadline, bytes_max)
 
     def read_reply(self, deadline: float, bytes_max: int = _REPLY_MAX_BYTES) -> Reply:
-        """The next reply of any kind; values are copied. An error is returned, not raised. A reply with more than
-        `bytes_max` bytes or _ELEMENTS_MAX elements in all breaks the channel."""
+        """Return the next reply of any kind; values are copied. An error reply is returned, not raised. A reply of more
+        than `bytes_max` bytes or _ELEMENTS_MAX elements in total breaks the channel."""
         self._left_bytes, self._left_elements = bytes_max + _BUFFER_BYTES, _ELEMENTS_MAX
         reply = self._reply(deadline, 0)
         self._owed -= 1
@@ -327,13 +331,13 @@ class Channel:
         self._left_elements -= 1
         self._left_bytes -= len(line)
         if self._left_elements < 0 or self._left_bytes < 0:
-            raise self._not_redis("an endless reply")
+            raise self._not_redis("a reply that is too long")
         if kind == b"+":
             return line[1:]
         if kind == b"-":
             return ErrorReply(line[1:])
         if kind not in (b":", b"$", b"*"):
-            raise self._not_redis("a reply of no kind")
+            raise self._not_redis("a reply of unknown type")
         number = self._length(line)
         if kind == b":":
             return number
@@ -341,7 +345,7 @@ class Channel:
             return None
         is_list = kind == b"*"
         if depth > _NESTING_MAX or number > (self._left_elements if is_list else self._left_bytes):
-            raise self._not_redis("an endless reply")
+            raise self._not_redis("a reply that is too long")
         if is_list:
             return [self._reply(deadline, depth + 1) for _ in range(number)]
         self._left_bytes -= number
@@ -353,5 +357,5 @@ class Channel:
 
 
 def command(*arguments: bytes) -> bytes:
-    """One request."""
+    """Return the bytes of one request."""
     return b"*%d\r\n" % len(arguments) + b"".join([b"$%d\r\n%b\r\n" % (len(a), a) for a in arguments])

@@ -1,13 +1,13 @@
-"""Connections: TCP, Unix socket, TLS, passwords, and the questions to sentinels.
+"""Connections: TCP, Unix sockets, TLS, passwords, and requests to sentinels.
 
-Resolving a name, a connect and a TLS handshake may each take long and cannot be interrupted. They run in a thread of
-their own, which the caller leaves when its time is over; a socket that is still opened then is closed. All replies,
-those of sentinels too, are read by a `Channel`, which bounds them.
+Resolving a name, connecting and a TLS handshake may each take long and cannot be interrupted. They run on a separate
+thread, which the caller abandons at its deadline; a socket that opens later is closed. A `Channel` reads all replies,
+also of sentinels, and limits their size.
 
-What a server says about other servers is not trusted: an address that it names is one on the network, never a Unix
-socket, is within `allowed_nodes` where these are given, and is spoken to with the TLS of the configuration.
+A server is not trusted about other servers. An address that it names must be a network address, never a Unix socket,
+and within `allowed_nodes` if given. Connections to it use the configured TLS.
 
-Locking design: `_dials` bounds those threads and decides whether a socket goes to the caller or is closed.
+Locking design: `_dials` limits those threads and decides whether a socket goes to the caller or is closed.
 `_first_sentinel` is a hint, which is only assigned. Everything else is set once.
 """
 
@@ -29,11 +29,11 @@ from .channel import Channel, Reply, command
 from .errors import ErrorReply, failure_of
 from .options import Access, Endpoint, Mode, UnixSocket, named_address
 
-# Connection attempts of one backend at a time, hanging ones included.
+# Concurrent connection attempts of one backend, including hanging ones.
 _ATTEMPTS_MAX = 32
-# The largest cluster that Redis is made for; a server that names more nodes is not believed.
+# The largest cluster that Redis supports. A reply that names more nodes is rejected.
 NODES_MAX = 1000
-# Servers that do not know or permit one of these are used all the same.
+# A server that does not know or permit one of these commands is still used.
 _OPTIONAL = frozenset({b"HELLO", b"CLIENT"})
 _UNABLE = frozenset({ErrorKind.SERVER_ERROR, ErrorKind.ACCESS_DENIED})
 _DOWN = frozenset({b"s_down", b"o_down"})
@@ -42,21 +42,21 @@ _VERSION = re.compile(rb"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])")
 
 
 class Connector:
-    """Opens channels to servers, and asks sentinels. Thread-safe; its methods block until their deadline or until
-    `timeout_s` has passed, for each sentinel again."""
+    """Opens channels to servers and asks sentinels. Thread-safe. Its methods block at most until their deadline, and
+    for at most `timeout` per server or sentinel."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._dials = SupervisedPool[Any]("redis-connect", _ATTEMPTS_MAX, linger_s=0.0)
-        self._first_sentinel = 0  # where to begin: the one that answered last, or the one behind one that did not
+        self._first_sentinel = 0  # the sentinel to ask first: the last that answered, or the next after a failed one
 
     def open(self, endpoint: Endpoint, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
-        """A channel to a server, entered. With `read_only` a cluster's replica serves on it; with `no_touch` nothing
-        that is looked at on it counts as used, if the server is one that can do so and lets us. Raises StoreError."""
+        """Return a channel to a server, logged in. With `read_only`, a cluster's replica serves reads on it. With
+        `no_touch`, its commands do not refresh recency, if the server supports and permits that. Raises StoreError."""
         orders = _login(self._access.login)
         if self._access.db:
             orders.append((b"SELECT", b"%d" % self._access.db))
-        # At least one request: a server that refuses connections says so in place of the first reply.
+        # At least one request is needed: a server that rejects a connection sends the error as the first reply.
         orders.append((b"HELLO", b"2"))
         if read_only:
             orders.append((b"READONLY",))
@@ -65,18 +65,19 @@ class Connector:
         return self._enter(endpoint, orders, deadline)[0]
 
     def find_primary(self, deadline: float) -> Address:
-        """The primary, as a sentinel names it. Raises StoreError."""
+        """Return the primary that a sentinel names. Raises StoreError."""
         found = self._ask_sentinels(b"MASTER", lambda reply: [reply], deadline)
         if not found:
             raise StoreError(ErrorKind.NO_PRIMARY)
         return found[0]
 
     def find_replicas(self, deadline: float) -> list[Address]:
-        """The replicas that a sentinel thinks alive. Raises StoreError."""
+        """Return the replicas that a sentinel considers alive. Raises StoreError."""
         return self._ask_sentinels(b"REPLICAS", lambda reply: reply, deadline)
 
     def _ask_sentinels(self, what: bytes, entries: Callable[[Reply], Reply], deadline: float) -> list[Address]:
-        """What the first one says that knows something: each has its time, so that one that hangs does not take all."""
+        """Return the answer of the first sentinel that has one. Each has its own time limit, so that a hanging one does
+        not use up all the time."""
         sentinels, first = self._access.addresses, self._first_sentinel
         question = (b"SENTINEL", what, (self._access.options.service or "").encode(errors="surrogateescape"))
         failures: list[StoreError] = []
@@ -89,7 +90,7 @@ class Connector:
                 found = self._alive(entries(reply))
             except StoreError as failure:
                 failures.append(failure)
-                # Also for the next call, if the time of this one is over.
+                # The next call skips this sentinel, even if this call has no time for another.
                 self._first_sentinel = (number + 1) % len(sentinels)
                 continue
             if found:
@@ -101,7 +102,7 @@ class Connector:
 
     def _alive(self, entries: Reply) -> list[Address]:
         if not isinstance(entries, list) or len(entries) > NODES_MAX:
-            raise StoreError(ErrorKind.PROTOCOL, "SENTINEL has a reply of another form")
+            raise StoreError(ErrorKind.PROTOCOL, "the reply to SENTINEL is not valid")
         found = [_facts(entry) for entry in entries]
         return [
             named_node(self._access, _bytes(facts, b"ip"), facts.get(b"port"))
@@ -110,7 +111,8 @@ class Connector:
         ]
 
     def _enter(self, endpoint: Endpoint, orders: Sequence[Sequence[bytes]], deadline: float) -> tuple[Channel, Reply]:
-        """A channel on which a server has taken the orders, and its last reply. All of it takes `timeout_s` at most."""
+        """Open a channel, send the commands `orders`, and return the channel with the last reply. Takes at most
+        `timeout` in total."""
         timeout_s = self._access.options.timeout
         wait_s = min(deadline - time.monotonic(), timeout_s)
         late = StoreError(ErrorKind.TIMEOUT if wait_s == timeout_s else ErrorKind.DEADLINE)
@@ -122,7 +124,7 @@ class Connector:
             for order in orders:
                 reply = channel.read_reply(by)
                 if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.kind in _UNABLE):
-                    # Our own order is not a secret, and it says which option to correct.
+                    # The name of our command is not secret, and it shows which option to correct.
                     detail = reply.failure.detail or "an error"
                     raise StoreError(reply.kind, f"{detail} to {order[0].decode()}")
         except StoreError as failure:
@@ -131,7 +133,7 @@ class Connector:
         return channel, reply
 
     def _connect(self, endpoint: Endpoint, by: float, late: StoreError) -> socket.socket:
-        """Open a socket in a thread, and raise `late` if that takes until `by`."""
+        """Open a socket on a thread; raise `late` if it is not open at `by`."""
         try:
             sock = self._dials.call(lambda: _dial(endpoint, self._access), by, late=_close)
             if sock is not None:
@@ -141,22 +143,22 @@ class Connector:
             failure = failure_of(error)
         except NoThread:
             failure = StoreError(ErrorKind.NO_THREAD)
-        # Outside the handler, so that no chain of exceptions holds the text of the TLS library, which quotes names.
+        # Outside the handler: the chain of exceptions must not hold the TLS library's text, which quotes host names.
         raise failure
 
 
 def _login(words: Sequence[bytes]) -> list[Sequence[bytes]]:
-    """Return the order that enters a server."""
+    """Return the command that logs in, if any."""
     return [(b"AUTH", *words)] if words else []
 
 
 def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
-    """Open a socket, with TLS where `access` says so. Blocks. Raises OSError."""
+    """Open a socket, with TLS if `access` requires it. Blocks. Raises OSError."""
     timeout_s = access.options.timeout
     if isinstance(endpoint, UnixSocket):
         sock = socket.socket(socket.AF_UNIX)
     else:
-        # A host may have two addresses, of which the first leads nowhere.
+        # Half of the time: a host may have two addresses, of which the first does not answer.
         sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s / 2)
     with ExitStack() as undo:
         undo.enter_context(sock)
@@ -166,7 +168,7 @@ def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if access.tls:
-                # A context for each connection: certificates may be renewed while engines run.
+                # A new context per connection: certificates may be renewed while engines run.
                 options = access.options
                 context = ssl.create_default_context(cafile=options.tls_ca_file)
                 context.check_hostname = options.tls_check_hostname
@@ -183,7 +185,8 @@ def _close(sock: socket.socket | None) -> None:
 
 
 def named_node(access: Access, host: bytes, port: Reply) -> Address:
-    """The address of a node that a server has named so. Raises StoreError for one that is malformed or not allowed."""
+    """Return the address of a node from the host and port that a server names. Raises StoreError if it is malformed or
+    not allowed."""
     address = named_address(host, port)
     if address is None:
         raise StoreError(ErrorKind.PROTOCOL, "a server names a node whose address is not valid")
@@ -193,7 +196,7 @@ def named_node(access: Access, host: bytes, port: Reply) -> Address:
 
 
 def check_server(channel: Channel, mode: Mode, deadline: float) -> None:
-    """Raise StoreError unless a server new enough answers, and ConfigError unless it is one for `mode`."""
+    """Raise StoreError if the server does not answer or is too old, ConfigError if it does not run in `mode`."""
     reply = channel.call(b"HELLO", b"2", deadline=deadline)
     if isinstance(reply, ErrorReply):
         if reply.kind is ErrorKind.SERVER_ERROR:
@@ -208,13 +211,13 @@ def check_server(channel: Channel, mode: Mode, deadline: float) -> None:
     found = {b"sentinel": "sentinels", b"cluster": "cluster"}.get(_bytes(facts, b"mode"), "url or unix_socket")
     wanted = "cluster" if mode == "cluster" else "url or unix_socket"
     if found != wanted:
-        raise ConfigError(f"backend redis: a server of another kind answers; name it under {found}, not {wanted}")
+        raise ConfigError(f"backend redis: the server is of a different kind; name it under {found}, not {wanted}")
 
 
 def _facts(reply: Reply) -> dict[bytes, Reply]:
-    """The values of a list of names and values. Raises StoreError for another reply."""
+    """Return the values by name, from a list of alternating names and values. Raises StoreError for any other reply."""
     if not isinstance(reply, list):
-        raise StoreError(ErrorKind.PROTOCOL, "a reply has no list of facts")
+        raise StoreError(ErrorKind.PROTOCOL, "a reply is not a list")
     pairs = iter(reply)
     return {name: value for name, value in zip(pairs, pairs, strict=False) if isinstance(name, bytes)}
 

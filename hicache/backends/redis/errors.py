@@ -1,4 +1,4 @@
-"""What a Redis server's error replies mean, and what to do about a failure, in one table each.
+"""Two tables: the error kinds of a Redis server's error replies, and the advice for each kind.
 
 The verbs count a `StoreError` under its kind; constructors turn it into `BackendUnavailable` with the kind's advice.
 """
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from ...errors import BackendUnavailable
 from ..errors import ErrorKind, StoreError, kind_of_exception
 
-# The command that an error reply names in quotes stands near its beginning.
+# An error reply names the command in quotes near its beginning; only this many bytes are searched.
 _SEARCHED_BYTES = 256
 _QUOTED = re.compile(rb"['`]([A-Za-z|-]{2,20})['`]")
-# Of an error reply the first word counts.
+# By the first word of an error reply.
 _REPLIES: Mapping[bytes, ErrorKind] = {
     b"OOM": ErrorKind.NO_SPACE,
     b"READONLY": ErrorKind.READ_ONLY,
@@ -31,11 +31,11 @@ _REPLIES: Mapping[bytes, ErrorKind] = {
     b"ASK": ErrorKind.ASK,
     b"WRONGTYPE": ErrorKind.WRONG_TYPE,
     b"NOAUTH": ErrorKind.WRONG_CREDENTIALS,
-    b"DENIED": ErrorKind.WRONG_CREDENTIALS,  # a server without a password, to anyone from another machine
+    b"DENIED": ErrorKind.WRONG_CREDENTIALS,  # protected mode: a server without a password rejects other machines
     b"WRONGPASS": ErrorKind.WRONG_CREDENTIALS,
     b"NOPERM": ErrorKind.ACCESS_DENIED,
 }
-# Other codes that messages show, and the commands that we send.
+# Other codes that messages may show, and the commands that this backend sends.
 _OTHER_CODES = frozenset({b"ERR", b"NOPROTO", b"NOSCRIPT", b"CROSSSLOT", b"EXECABORT", b"UNKILLABLE", b"IOERR"})
 _COMMANDS = frozenset(
     b"AUTH HELLO SELECT READONLY ASKING CLIENT CLIENT|NO-TOUCH CLUSTER CLUSTER|SLOTS SENTINEL SENTINEL|MASTER "
@@ -46,29 +46,30 @@ _ADVICE: Mapping[str, str] = {
     ErrorKind.DEADLINE: "it did not answer in time; check that it is not stopped or overloaded",
     ErrorKind.TIMEOUT: "it did not answer in time; check address, firewall, redis:// against rediss://, and that it is "
     "not stopped or overloaded",
-    ErrorKind.CONNECTION_REFUSED: "no server listens there; start the server or correct the address",
+    ErrorKind.CONNECTION_REFUSED: "no server listens at this address; start the server or correct the address",
     ErrorKind.UNREACHABLE: "check the address (of a Unix socket: path and permissions) and the network",
-    ErrorKind.DNS: "the host name is not known; correct it, or check the name service",
-    ErrorKind.TLS: "no TLS connection; check rediss:// against redis://, tls_ca_file, and the name in the certificate",
+    ErrorKind.DNS: "the host name cannot be resolved; correct it, or check the DNS",
+    ErrorKind.TLS: "the TLS handshake failed; check rediss:// against redis://, tls_ca_file, and the name in the "
+    "certificate",
     ErrorKind.CONNECTION_LOST: "it closed the connection; check that it is a Redis server, and redis:// against "
     "rediss://",
-    ErrorKind.PROTOCOL: "what answers is not a Redis server; correct the address",
+    ErrorKind.PROTOCOL: "the reply is not from a Redis server; correct the address",
     ErrorKind.WRONG_CREDENTIALS: "correct `username` and the password in `password_env` or `password_file`, or leave "
     "them out if the server has no password",
     ErrorKind.ACCESS_DENIED: "its ACL forbids a command or the keys; docs/backends/redis.md lists what HiCache needs",
     ErrorKind.TOO_MANY_CONNECTIONS: "it has as many clients as it allows; raise its maxclients or lower `connections`",
     ErrorKind.LOADING: "it is still reading its data set; wait for it",
-    ErrorKind.BUSY: "it runs a long script; end that",
+    ErrorKind.BUSY: "it runs a long script; wait for the script or stop it with SCRIPT KILL",
     ErrorKind.PRIMARY_DOWN: "it is a replica without its primary; wait for the failover or repair the replication",
-    ErrorKind.CLUSTER_DOWN: "the cluster does not serve all slots; look at CLUSTER INFO",
+    ErrorKind.CLUSTER_DOWN: "the cluster does not serve all slots; check CLUSTER INFO",
     ErrorKind.MOVED: "it is a node of a cluster; name its nodes under `cluster` instead",
     ErrorKind.FOREIGN_ADDRESS: "a server names a node outside `allowed_nodes` or the known cluster; allow that node if "
-    "it is yours, or else do not trust that server",
+    "it is yours; otherwise do not trust that server",
     ErrorKind.NO_PRIMARY: "no sentinel knows a primary of that name; check `service` and the sentinels",
     ErrorKind.NO_THREAD: "this machine cannot start a thread; raise the limit on threads of the user or the container",
 }
-_NO_ADVICE = "look at the server's log"
-# Error replies without a code of their own, by their text behind "ERR".
+_NO_ADVICE = "check the server's log"
+# Error replies without their own code, by the text after "ERR".
 _TEXTS: tuple[tuple[bytes, ErrorKind], ...] = (
     (b"max number of clients", ErrorKind.TOO_MANY_CONNECTIONS),
     (b"invalid password", ErrorKind.WRONG_CREDENTIALS),
@@ -79,7 +80,7 @@ _TEXTS: tuple[tuple[bytes, ErrorKind], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error that the server has sent in place of a result. The connection is as good as before."""
+    """An error that the server sent instead of a result. The connection is still usable."""
 
     text: bytes = field(repr=False)
 
@@ -93,10 +94,10 @@ class ErrorReply:
 
     @property
     def failure(self) -> StoreError:
-        """The same as an exception, whose detail is the error's code and the command that it names.
+        """The error as an exception. Its detail is the error's code and the command that the reply names.
 
-        A server may repeat what was sent to it, passwords and keys included, in any form. So words of the reply are
-        shown only if they are in a table of this module.
+        A server may repeat what it received, including passwords and keys. Therefore a word of the reply is shown only
+        if it is in a table of this module.
         """
         code = self.text.split(b" ", 1)[0]
         words = [code] if code in _REPLIES or code in _OTHER_CODES else []
@@ -105,13 +106,13 @@ class ErrorReply:
 
 
 def failure_of(error: OSError) -> StoreError:
-    """Return the failure behind an exception of a socket."""
+    """Return the StoreError for an exception of a socket."""
     # The text of a TLS error may name the host, which a server may have chosen.
     text = str(getattr(error, "verify_message", error.reason)) if isinstance(error, ssl.SSLError) else str(error)
     return StoreError(kind_of_exception(error), text.partition(",")[0])
 
 
 def unavailable(failure: StoreError, where: str) -> BackendUnavailable:
-    """Return what a constructor raises: what was tried, what came of it, what to do."""
+    """Return the error that a constructor raises: the address, the failure, and the advice for it."""
     detail = f" ({failure.detail})" if failure.detail else ""
     return BackendUnavailable(f"redis at {where}: {failure.kind}{detail}: {_ADVICE.get(failure.kind, _NO_ADVICE)}")

@@ -1,4 +1,4 @@
-"""Where a Redis store is and how it is entered: what the section of the configuration says, with secrets read."""
+"""Addresses and credentials of a Redis store: its configuration section, with the secrets read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Mode: TypeAlias = Literal["single", "sentinel", "cluster"]
 
 
 def named_address(host: bytes, port: object) -> Address | None:
-    """The address that a server has named by a host and a port, a number or its digits; None if it is not valid."""
+    """Return the address for a host and a port (a number or its digits) that a server names; None if it is not valid.
+    """
     try:
-        # An IPv6 zone names an interface of this machine, which no server knows.
+        # An IPv6 zone names an interface of this machine, which a server cannot know.
         name = check_host(host.decode("ascii"))
         digits = port.decode("ascii") if isinstance(port, bytes) else port
         return None if "%" in name else Address(name, check_port(digits))
@@ -30,8 +31,8 @@ def named_address(host: bytes, port: object) -> Address | None:
 
 @dataclass(frozen=True, slots=True)
 class UnixSocket:
-    """A server on this machine, by the path of its socket. Only a configuration makes one: a server that names nodes
-    names an `Address`."""
+    """A server on this machine, by the path of its socket. Only the configuration can name one: nodes that a server
+    names are an `Address`."""
 
     path: str
 
@@ -44,11 +45,11 @@ Endpoint: TypeAlias = Address | UnixSocket
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What `open_access` finds out for `options`. `repr` shows no secret.
+    """The access data that `open_access` derives from `options`. `repr` shows no secret.
 
-    `addresses` of the server, of some nodes of the cluster, or of the sentinels; `replicas` of a single server;
-    `allowed_nodes` bounds the addresses that servers name, None allows all of them; `login` are the words of AUTH, none
-    if servers are entered without.
+    `addresses` are those of the server, of some cluster nodes, or of the sentinels; `replicas` are those of a single
+    server. `allowed_nodes` limits the addresses that servers may name; None allows all. `login` has the arguments of
+    AUTH; it is empty if there is no password.
     """
 
     options: RedisStorageOptions
@@ -63,20 +64,21 @@ class Access:
 
     @property
     def where(self) -> str:
-        """The place, for messages."""
+        """All addresses, for messages."""
         return ",".join(str(address) for address in self.addresses)
 
     def shown(self, endpoint: Endpoint) -> str:
-        """The endpoint, for messages. A host name that a server has chosen is left out: it may repeat a secret."""
+        """Return the endpoint as text for messages. Omits a host name that a server has named: it may repeat a secret.
+        """
         is_ours = endpoint in self.addresses or endpoint in self.replicas
         if is_ours or isinstance(endpoint, UnixSocket) or _ip(endpoint.host):
             return str(endpoint)
         return f"{self.where} (a node that it names, port {endpoint.port})"
 
     def allows(self, address: Address) -> bool:
-        """True if a server may name this address: `allowed_nodes` hold it or are not given, or it is a configured node
-        of the cluster."""
-        # The addresses of sentinels are not data nodes: a sentinel that names itself would get the data password.
+        """True if a server may name this address: `allowed_nodes` is None or contains it, or it is a configured node of
+        the cluster."""
+        # Sentinel addresses are not allowed as data nodes: a sentinel that names itself would get the data password.
         if self.allowed_nodes is None or (self.mode == "cluster" and address in self.addresses):
             return True
         number = _ip(address.host)
@@ -132,6 +134,6 @@ def open_access(options: RedisStorageOptions) -> Access:
 def _login(what: str, username: str | None, variable: str | None, path: Path | None) -> tuple[bytes, ...]:
     password = read_secret(f"redis {what}", variable, path, os.environ)
     if username is not None and password is None:
-        raise ConfigError(f"backend redis: a user name goes with {what}_env or {what}_file")
-    # Bytes that are not UTF-8 come back as they were read.
+        raise ConfigError(f"backend redis: a user name needs a password; set {what}_env or {what}_file")
+    # Restores bytes that are not UTF-8 as they were read.
     return tuple(word.encode(errors="surrogateescape") for word in (username, password) if word is not None)

@@ -1,7 +1,7 @@
-"""Short requests about many pages at once: one send and one wait per server, however many keys.
+"""Short requests about many pages: one send and one wait per server for up to 8,192 keys.
 
-Locking design: a `KeyPipeline` belongs to one call. It holds connections to several servers at a time and takes them in
-the order of the servers' addresses, so that two calls never wait for each other.
+Locking design: a `KeyPipeline` belongs to one call. It leases connections to several servers, in the order of their
+addresses, so that two calls cannot deadlock.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .errors import ErrorReply
 from .pool import Pool, Pools, Purpose
 from .routing import Redirects, Router, Server
 
-# Keys asked about in one go: bounds what a server has to buffer for us, and holds any batch of an engine.
+# Keys in one send: limits what a server must buffer, and is larger than any batch of an engine.
 _KEYS_PER_SEND = 8192
 ASKING = command(b"ASKING")
-# The line that a server sent about a page, or the kind of error for which there is none.
+# The line that a server sent about a page, or the kind of the error that prevented it.
 Answer: TypeAlias = bytes | str
 YES, NO = b":1", b":0"
 
-# Removes a page only if it is still what was read: of another type than a page, or of that length with that beginning.
+# Removes a value only if it is still the one that was read: not a string, or a string of that length and first bytes.
 _REMOVE = b"""\
 local key, bytes, head = KEYS[1], tonumber(ARGV[1]), ARGV[2]
 if redis.call('TYPE', key).ok == 'string' then
@@ -42,7 +42,8 @@ return redis.call('UNLINK', key)
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """The value in the place of a page: its length, -1 if it is not a string, and its first bytes if they were read."""
+    """The value stored under a page's key: its length, -1 if it is not a string, and its first bytes if they were read.
+    """
 
     length: int
     head: bytes = b""
@@ -50,7 +51,7 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True)
 class RedisContext:
-    """What the calls of one backend share. `head` is the beginning of each of its keys."""
+    """The state that all calls of one backend share. `head` is the prefix of its Redis keys."""
 
     codec: FrameCodec
     options: RedisStorageOptions
@@ -60,7 +61,7 @@ class RedisContext:
     workers: SupervisedPool[Any]
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys under which pages are stored."""
+        """Return the Redis keys of pages."""
         head = self.head
         return [head + key.hex().encode() for key in keys]
 
@@ -75,7 +76,7 @@ class _Sent:
 
 
 class KeyPipeline:
-    """One request with a one-line reply for each of some keys."""
+    """Sends one request per key; each has a one-line reply."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class KeyPipeline:
         self._answers: list[Answer] = [ErrorKind.CONNECTION_LOST] * len(names)
 
     def ask(self) -> list[Answer]:
-        """Ask about all names, and return an answer for each. Blocks; raises nothing for storage reasons."""
+        """Send the requests for all names and return an answer for each. Blocks. A failing store raises nothing."""
         positions = range(len(self._names))
         for start in range(0, len(positions), _KEYS_PER_SEND):
             self._ask(positions[start : start + _KEYS_PER_SEND])
@@ -170,7 +171,8 @@ class KeyPipeline:
                 self._fail([position], StoreError(ErrorKind.PROTOCOL), job.server)
 
     def _lost(self, job: _Sent, failure: StoreError, is_last: bool) -> None:
-        """A connection failed. One that was given up by the server or the network while it was idle was no try."""
+        """Handle a failed connection. If it died while idle, the requests are repeated; that does not count as a retry.
+        """
         if failure.kind == ErrorKind.CONNECTION_LOST and not job.channel.answered and not is_last:
             job.pool.close_idle()
             self._again.setdefault(job.server, []).extend(job.positions)
@@ -197,7 +199,7 @@ class KeyPipeline:
 def exists(
     context: RedisContext, names: Sequence[bytes], *, to_read: bool, refresh: bool, deadline: float
 ) -> list[Answer]:
-    """Ask which of the names are stored: YES for each. `refresh` makes it a use, which a mere lookup is not."""
+    """Return YES for each stored name. With `refresh` this counts as a use; a plain lookup does not."""
     ttl_s = context.options.ttl if refresh else None
     if ttl_s is None:
         request = _template(b"TOUCH" if refresh else b"EXISTS", names)
@@ -207,12 +209,12 @@ def exists(
 
 
 def unlink(context: RedisContext, names: Sequence[bytes], deadline: float) -> list[Answer]:
-    """Remove what is stored under the names: YES for each that was there."""
+    """Remove the values of `names`. Return YES for each that was stored."""
     return KeyPipeline(context, names, _template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
 
 
 def unlink_same(context: RedisContext, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> list[Answer]:
-    """Remove the values that are still those that were found: YES for each."""
+    """Remove each damaged value, unless it has changed since it was read. Return YES for each removed one."""
     names = context.names([one.key for one in damaged])
 
     def request(position: int) -> bytes:
@@ -223,12 +225,13 @@ def unlink_same(context: RedisContext, damaged: Sequence[Damaged[StoredValue]], 
 
 
 def failures(answers: Iterable[Answer]) -> list[str]:
-    """Return why some of the questions have no answer."""
+    """Return the error kinds among `answers`."""
     return [answer for answer in answers if not isinstance(answer, bytes)]
 
 
 def _template(verb: bytes, names: Sequence[bytes], *more: bytes) -> Callable[[int], bytes]:
-    """Requests `verb name more...`. All names of one backend are equally long, so only the name itself changes."""
+    """Return a function that makes the request `verb name more...` for a position. All names of one backend are equally
+    long, so the requests differ only in the name."""
     if not names:
         return lambda position: b""
     before, after = command(verb, names[0], *more).split(names[0], 1)

@@ -1,7 +1,7 @@
-"""Idle connections, kept by server and purpose.
+"""Connection pools, one per server and purpose.
 
-Locking design: one condition per pool guards its fields and is held for a few instructions; connections are opened and
-closed without it. `Pools` has a lock for its dictionary.
+Locking design: one condition per pool guards its fields and is held for a few instructions, never while a connection is
+opened or closed. `Pools` has a lock for its dictionary.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from .options import Endpoint
 
 Result = TypeVar("Result")
 
-# Servers outside the known ones that have pools at a time: where redirections lead to, and what has left lately.
+# The limit of servers with pools that are not in the known routes: targets of redirections, and servers that left.
 _STRANGERS_MAX = 8
 
 
 class Purpose(enum.Enum):
-    """What a connection carries. Short questions have connections of their own: they need not wait behind bodies."""
+    """The use of a connection. Short requests have separate connections, so that they do not wait behind bodies."""
 
     BODIES = "bodies"
     KEYS = "keys"
-    INSPECTION = "inspection"  # what is looked at here does not count as used, where the server can tell (7.2)
+    INSPECTION = "inspection"  # does not refresh recency, on servers that support this (7.2 or later)
 
 
 class Pool:
     """Up to `limit` connections to one server for one purpose.
 
-    Invariant: `_out` connections are lent or being opened, and the idle ones are reusable: 0 <= _out <= limit, and
-    lent and idle ones are `limit` at most together.
+    Invariant: `_out` connections are leased or being opened, and the idle ones are reusable. 0 <= _out <= limit; leased
+    and idle connections together are at most `limit`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Pool:
 
     @contextlib.contextmanager
     def lease(self, deadline: float) -> Iterator[Channel]:
-        """Lend a connection for the duration of the context. Waits for one, or opens one. Raises StoreError."""
+        """Lease a connection for the duration of the context. Waits for a free one or opens one. Raises StoreError."""
         left_s = deadline - time.monotonic()
         channel = self._take(deadline, None if left_s > threading.TIMEOUT_MAX else max(left_s, 0.0))
         if channel is None:
@@ -66,7 +66,7 @@ class Pool:
 
     @contextlib.contextmanager
     def lease_nowait(self, deadline: float) -> Iterator[Channel | None]:
-        """As `lease`, but None where all connections are lent."""
+        """As `lease`, but yields None if all connections are leased."""
         channel = self._take(deadline, 0.0)
         try:
             yield channel
@@ -75,8 +75,8 @@ class Pool:
                 self._give(channel)
 
     def run(self, work: Callable[[Channel], Result], deadline: float) -> Result:
-        """What `work` makes of a connection, or of a second one if the first was given up while it was idle, which is
-        no try. Raises StoreError."""
+        """Return the result of `work` on a connection. If that one died while idle, repeat on a second connection; this
+        does not count as a retry. Raises StoreError."""
         with self.lease(deadline) as channel:
             try:
                 return work(channel)
@@ -95,13 +95,13 @@ class Pool:
         with contextlib.ExitStack() as undo:
             undo.callback(self._free)
             while (channel := self._pop_idle()) is not None and not channel.is_quiet:
-                channel.close()  # the server has closed it, or has sent anything, since its last use
+                channel.close()  # since its last use, the server has closed it or sent unexpected bytes
             is_fresh = channel is None
             if channel is None:
                 channel = self._connector.open(
                     self._address, deadline, read_only=self._read_only, no_touch=self._no_touch
                 )
-            channel.answered = is_fresh  # a failure on a fresh one is not that of an idle connection
+            channel.answered = is_fresh  # a failure on a new connection does not mean that it died while idle
             undo.pop_all()
         return channel
 
@@ -124,13 +124,13 @@ class Pool:
             self._state.notify()
 
     def close(self) -> None:
-        """Close the idle connections, and those that are lent when they come back."""
+        """Close the idle connections now, and leased ones when they are returned."""
         with self._state:
             self._closed = True
         self.close_idle()
 
     def close_idle(self) -> None:
-        """Close the idle connections: one of them was dead without a sign, so the others are suspect."""
+        """Close the idle connections. Called after one was found dead, because the others may be dead too."""
         with self._state:
             idle, self._idle = self._idle, []
         for channel in idle:
@@ -138,9 +138,9 @@ class Pool:
 
 
 class Pools:
-    """The pools of one backend, made when they are first asked for.
+    """The pools of one backend, created at first use.
 
-    Invariant: the pools belong to the servers that `keep` has named last and to _STRANGERS_MAX others at most.
+    Invariant: the pools belong to the servers of the last `keep` and to at most _STRANGERS_MAX others.
     """
 
     def __init__(self, connector: Connector, limit: int) -> None:
@@ -151,7 +151,7 @@ class Pools:
         self._known: set[Endpoint] = set()
 
     def of(self, address: Endpoint, purpose: Purpose, *, read_only: bool = False) -> Pool:
-        """The pool of connections to `address`."""
+        """Return the pool of connections to `address`."""
         gone: list[Pool] = []
         with self._lock:
             pool = self._pools.get((address, purpose, read_only))
@@ -169,7 +169,7 @@ class Pools:
         return [self._pools.pop(key) for key in list(self._pools) if key[0] in addresses]
 
     def keep(self, addresses: set[Endpoint]) -> None:
-        """Close the pools of all other servers: they have left."""
+        """Remember `addresses` as the known servers, and close the pools of all others."""
         with self._lock:
             self._known = addresses
             gone = self._take_out({key[0] for key in self._pools} - addresses)

@@ -1,8 +1,8 @@
 """A Redis store as its operator sees it: every page under the key prefix, of all namespaces.
 
-Listing goes by SCAN, which costs a server time for every key it has, in pieces of about a millisecond; a page that is
-there all the while is listed once. Pages are listed and removed on the primaries. Looking at them does not count as a
-use, but for servers before 7.2, to which a page that was listed or read is one that was used.
+Listing uses SCAN, which costs the server time for every key that it holds, in steps of about a millisecond. A page that
+exists during the whole listing is listed once. Pages are listed and removed on the primaries. Inspection does not
+refresh recency, except on servers before 7.2, where listing or reading a page counts as a use.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .pool import Purpose
 from .routing import Server
 from .usage import listed, number
 
-# An operator's command has time, but a server that hangs must not hang it: for each piece of work.
+# The time limit of each step: an operator's command has time, but must not hang with a hanging server.
 _WORK_S = 60.0
-# Of a value so much is read at most: more than any page of an engine has.
+# The most bytes read of a value: more than any page of an engine has.
 _READ_MAX_BYTES = 64 << 20
 
 
@@ -37,7 +37,7 @@ class RedisRawStore(RawStore):
         self._access, self._pools, self._router = open_servers(options)
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        """See RawStore. Server by server, in no order of namespaces."""
+        """See RawStore. Lists server by server; namespaces are in no order."""
         with self._unavailable():
             for shard in self._router.routes(_by()).shards:
                 pool, seen = self._pools.of(shard.primary, Purpose.INSPECTION), set[bytes]()
@@ -48,18 +48,18 @@ class RedisRawStore(RawStore):
                         yield from pool.run(functools.partial(_look, fresh, deadline := _by()), deadline)
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
-        """See RawStore. What is no string has no bytes. REQUIRES: `bytes_max` is not 0."""
+        """See RawStore. A value that is not a string has no bytes. REQUIRES: `bytes_max` is not 0."""
         name = self._name(page)
         size = min(bytes_max, _READ_MAX_BYTES)
         found = self._call(name, b"GETRANGE", b"0", b"%d" % (size - 1), expected=ErrorKind.WRONG_TYPE, value_max=size)
         if isinstance(found, ErrorReply):
             return b""
-        # What is not there has an empty range, too.
+        # A missing key also has an empty range.
         there = found or self._call(name, b"EXISTS")
         return found if there and isinstance(found, bytes) else None
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        """See RawStore. Redis keeps no chains, so `parent` stays where it is: in the header."""
+        """See RawStore. Redis stores no chains, so `parent` is only in the page's header."""
         name, ttl_s = self._name(page), self._options.ttl
         more = () if ttl_s is None else (b"PX", b"%d" % round(ttl_s * 1000))
         return self._call(name, b"SET", data, b"NX", *more, expected=ErrorKind.NO_SPACE) == b"OK"
@@ -90,8 +90,8 @@ class RedisRawStore(RawStore):
     def _call(
         self, name: bytes, verb: bytes, *more: bytes, expected: ErrorKind | None = None, value_max: int = 0
     ) -> Reply:
-        """The reply to one request about the page under `name`, a value of `value_max` bytes at most; of errors only
-        the `expected` one."""
+        """Send one request about the page under `name` and return its reply, a value of at most `value_max` bytes. An
+        error reply is returned if its kind is `expected`, else raised as BackendUnavailable."""
         deadline = _by()
         with self._unavailable():
             (server,) = self._router.by_server([0], [name], to_read=False, deadline=deadline)
@@ -121,8 +121,8 @@ class RedisRawStore(RawStore):
 def _look(
     names: Mapping[bytes, tuple[bytes, bytes]], deadline: float, channel: Channel
 ) -> list[StoredPage]:
-    """Return what there is to know about pages, given as `listed` gives them; without those that are gone."""
-    requests = [  # when it was used comes first: to an old server, asking for the length is a use
+    """Return the pages in `names` (as `listed` yields them) that still exist, with length and time of last use."""
+    requests = [  # the idle time comes first: on old servers, reading the length counts as a use
         part
         for name in names
         for part in (command(b"OBJECT", b"IDLETIME", name), command(b"STRLEN", name), command(b"EXISTS", name))
@@ -132,7 +132,7 @@ def _look(
     pages = []
     for (namespace, key), idle, size, there in zip(names.values(), lines[::3], lines[1::3], lines[2::3], strict=True):
         if number(there):
-            # What is no string lies in a page's place all the same; under an LFU policy nobody knows idle times.
+            # A value that is not a string still takes a page's place. Under an LFU policy there are no idle times.
             length = number(size) or 0
             used_s = None if idle.startswith((b"-", b"$-1")) else now_s - (number(idle) or 0)
             pages.append(StoredPage(namespace, key, length, used_s))
@@ -140,11 +140,11 @@ def _look(
 
 
 def _by() -> float:
-    """Return the deadline of a piece of work that begins now."""
+    """Return the deadline of a step that begins now."""
     return time.monotonic() + _WORK_S
 
 
 def _ask(requests: Sequence[bytes], deadline: float, channel: Channel) -> list[bytes]:
-    """The replies to requests that have one line each."""
+    """Send requests with one-line replies, and return the replies."""
     channel.send([b"".join(requests)], len(requests), deadline)
     return channel.read_lines(len(requests), deadline)

@@ -1,12 +1,12 @@
-"""Which server a page is on: one server, the primary that the sentinels name, or the nodes of a cluster.
+"""Routing: which server a page is on. That is one server, the primary that the sentinels name, or a cluster node.
 
-A redirection (MOVED, ASK) is a server's word, so only those of a cluster are followed, and only to nodes that the
-configuration names, that CLUSTER SLOTS of a known node names, or that `allowed_nodes` hold.
+A redirection (MOVED, ASK) comes from a server and is not trusted. It is followed only in a cluster, and only to nodes
+that the configuration or CLUSTER SLOTS of a known node names, or that `allowed_nodes` contains.
 
 Locking design: `_routes` is replaced as a whole, never changed, so it is read without a lock; `_lock` guards `_stale`
-and is held for an assignment. Whoever finds the routes stale first asks for new ones, the others use the old ones.
-`_avoid` has single items set and read, each atomic in CPython, and is replaced with the routes; an item that is set
-just then is lost, which costs a timeout.
+and is held for an assignment. The first thread that finds the routes stale asks for new ones; the others use the old
+ones. Items of `_avoid` are set and read one at a time, which is atomic in CPython. The dictionary is replaced together
+with the routes; an item set at the same moment is lost, which costs a timeout.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from .errors import ErrorReply
 from .options import Access, Endpoint, named_address
 from .pool import Pools, Purpose
 
-# The positions of pages that were redirected: to this address, by ASK or else by MOVED.
+# The positions of redirected pages, by target address and by reply: True for ASK, False for MOVED.
 Redirects: TypeAlias = dict[tuple[Address, bool], list[int]]
 SLOTS = 16384
 NOBODY = -1
-# A replica that has failed is left alone for so long, and then tried again with a share of the reads; a node of a
-# cluster is asked for the way after all others.
+# A failed replica gets no reads for this long, then its share again. A failed cluster node is asked for routes last.
 _AVOID_S = 5.0
-# After one of these the server may not be the right one any more.
+# After one of these errors the routes may be out of date.
 _STALE = frozenset({
     ErrorKind.TIMEOUT, ErrorKind.CONNECTION_REFUSED, ErrorKind.UNREACHABLE, ErrorKind.DNS, ErrorKind.CONNECTION_LOST,
     ErrorKind.READ_ONLY, ErrorKind.PRIMARY_DOWN, ErrorKind.CLUSTER_DOWN, ErrorKind.MOVED, ErrorKind.NO_PRIMARY,
@@ -53,7 +52,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a request goes. `read_only`: a cluster's replica, which serves only who says that this will do."""
+    """The target of a request. `read_only` marks a cluster's replica, which serves only clients that sent READONLY."""
 
     address: Endpoint
     read_only: bool = False
@@ -61,8 +60,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The shards, and the number of the one that each hash slot is on, NOBODY for none. Without `slots` there is one
-    shard for all.
+    """The shards, and per hash slot the number of its shard, NOBODY for none. Without `slots` one shard has all keys.
 
     Invariant: no two shards have the same primary.
     """
@@ -71,14 +69,14 @@ class Routes:
     slots: Sequence[int] = field(default=(), repr=False)
 
     def addresses(self) -> set[Endpoint]:
-        """All servers."""
+        """Return the addresses of all servers."""
         return {address for shard in self.shards for address in (shard.primary, *shard.replicas)}
 
 
 class Router:
-    """Finds servers. Thread-safe; blocks where it has to ask sentinels or nodes, until the deadline at most.
+    """Finds servers. Thread-safe. Blocks, at most until the deadline, when it must ask sentinels or nodes.
 
-    Raises StoreError if no server answers, from the constructor as well.
+    Its methods and the constructor raise StoreError if no server answers.
     """
 
     def __init__(self, access: Access, connector: Connector, pools: Pools, deadline: float) -> None:
@@ -92,8 +90,8 @@ class Router:
         self._learn(deadline)
 
     def note(self, kind: str, server: Server | None) -> None:
-        """Learn that `server`, or the search for one, has failed so: the next call asks for the way again, and reads
-        go to other replicas for a while."""
+        """Record a failure of `server`, or of the search for one. If routes may be out of date, the next call asks for
+        new ones, and reads avoid the server for a while."""
         if kind in _STALE:
             with self._lock:
                 self._stale = True
@@ -101,7 +99,7 @@ class Router:
                 self._avoid[server.address] = time.monotonic() + _AVOID_S
 
     def routes(self, deadline: float) -> Routes:
-        """The way as it is known now; asks if it is in doubt. Raises StoreError."""
+        """Return the current routes; asks for new ones if they are stale. Raises StoreError."""
         with self._lock:
             ask, self._stale = self._stale, False
         if ask and self._access.mode != "single":
@@ -114,26 +112,26 @@ class Router:
         return self._routes
 
     def _learn(self, deadline: float) -> None:
-        """Ask for the way, and forget the servers that are not on it."""
+        """Ask for new routes, and forget the servers that are not in them."""
         self._routes = self._find(deadline)
         known = self._routes.addresses()
         self._pools.keep(known)
         self._avoid = {address: until for address, until in self._avoid.items() if address in known}
 
     def redirection(self, error: ErrorReply, server: Server) -> Address | None:
-        """The address in `MOVED slot host:port` or `ASK slot host:port`; None for another error, for an address that is
-        not valid, and for servers that are not a cluster, which have nowhere to redirect to."""
+        """Return the address in `MOVED slot host:port` or `ASK slot host:port`. Return None for another error, for an
+        invalid address, and outside a cluster, where redirections are ignored."""
         if self._access.mode != "cluster" or error.kind not in (ErrorKind.MOVED, ErrorKind.ASK):
             return None
         return redirect(error, server.address)
 
     def follow(self, redirects: Redirects, deadline: float) -> tuple[dict[tuple[Server, bool], list[int]], list[int]]:
-        """Return the redirected positions by server, with ASKING ahead or not, and those of redirections that may not
-        be followed. Asks for the way if a target is not on it.
+        """Return the redirected positions by server and by need of ASKING, and the positions whose redirection must not
+        be followed. Asks for new routes if a target is not in the current ones.
         REQUIRES: the caller holds no connection, since asking needs one."""
         if not self._known().issuperset(target for target, _ in redirects):
             self.note(ErrorKind.MOVED, None)
-            with contextlib.suppress(StoreError):  # then the old way counts
+            with contextlib.suppress(StoreError):  # use the old routes
                 self.routes(deadline)
         known, is_bounded = self._known(), self._access.allowed_nodes is not None
         followed: dict[tuple[Server, bool], list[int]] = {}
@@ -151,9 +149,9 @@ class Router:
     def by_server(
         self, positions: Iterable[int], names: Sequence[bytes], *, to_read: bool, deadline: float
     ) -> dict[Server | None, list[int]]:
-        """`positions` by the server that has `names[position]`, each list in their order; None: no server has it.
+        """Return `positions` grouped by the server of `names[position]`, in order; under None those without a server.
 
-        `to_read`: replicas will do, if the options say so. Raises StoreError.
+        With `to_read` a replica may be chosen, if the options allow it. Raises StoreError.
         """
         routes = self.routes(deadline)
         to_replica = to_read and self._access.options.read_from == "replica"
@@ -168,7 +166,7 @@ class Router:
         }
 
     def _server(self, shard: Shard, to_replica: bool) -> Server:
-        """One of the replicas that have not failed lately, or else the primary."""
+        """Return a random replica that has not failed recently, else the primary."""
         now_s = time.monotonic()
         replicas = [one for one in shard.replicas if self._avoid.get(one, 0.0) <= now_s] if to_replica else []
         if not replicas:
@@ -186,7 +184,8 @@ class Router:
         return Routes((Shard(primary, tuple(replicas)),))
 
     def _find_cluster(self, deadline: float) -> Routes:
-        """Ask one node after the other: first those that are known to serve, last those that have failed lately."""
+        """Ask nodes for the routes, one after another: first the known good ones, then those that failed recently, then
+        the configured ones."""
         known = list(self._routes.addresses())
         random.shuffle(known)
         now_s = time.monotonic()
@@ -205,13 +204,13 @@ class Router:
 
 
 def _slot_of(name: bytes) -> int:
-    """The hash slot of a key of ours, which has no braces and so no hash tag."""
+    """Return the hash slot of a key. Keys of this backend have no braces, so no hash tag."""
     return binascii.crc_hqx(name, 0) % SLOTS
 
 
 def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
-    """The routes in the reply to CLUSTER SLOTS. Raises StoreError for one that is malformed, names no node, names more
-    than a cluster has, or names one that is not allowed."""
+    """Return the routes in the reply to CLUSTER SLOTS. Raises StoreError if it is malformed, names no node or too many
+    nodes, or names a node that is not allowed."""
     slots = [NOBODY] * SLOTS
     shards: list[Shard] = []
     numbers: dict[Address, int] = {}
@@ -220,14 +219,14 @@ def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
         match entry:
             case [int(first), int(last), *nodes] if nodes and 0 <= first <= last < SLOTS:
                 addresses = [_node(node, asked, access) for node in nodes]
-                # One shard for each primary, though its ranges may name the replicas in another order.
+                # One shard per primary, although its ranges may name the replicas in different orders.
                 number = numbers.setdefault(addresses[0], len(shards))
                 if number == len(shards):
                     shards.append(Shard(addresses[0], tuple(addresses[1:])))
                     nodes_seen.update(addresses)
                 slots[first : last + 1] = [number] * (last + 1 - first)
             case _:
-                raise StoreError(ErrorKind.PROTOCOL, "CLUSTER SLOTS has a reply of another form")
+                raise StoreError(ErrorKind.PROTOCOL, "the reply to CLUSTER SLOTS is not valid")
         if len(nodes_seen) > NODES_MAX:
             raise StoreError(ErrorKind.PROTOCOL, f"CLUSTER SLOTS names more than {NODES_MAX} nodes")
     if not shards:
@@ -240,12 +239,12 @@ def _node(node: Reply, asked: Endpoint, access: Access) -> Address:
         case [bytes(host), int(port), *_] if host not in (b"", b"?"):
             return named_node(access, host, port)
         case [bytes() | None, int(port), *_] if isinstance(asked, Address):
-            return named_node(access, asked.host.encode(), port)  # it does not know its own name
-    raise StoreError(ErrorKind.PROTOCOL, "CLUSTER SLOTS names a node in another form")
+            return named_node(access, asked.host.encode(), port)  # the node does not know its own address
+    raise StoreError(ErrorKind.PROTOCOL, "a node in the reply to CLUSTER SLOTS is not valid")
 
 
 def redirect(error: ErrorReply, asked: Endpoint) -> Address | None:
-    """Where `MOVED slot host:port` and `ASK slot host:port` point to; None if they point nowhere."""
+    """Return the target of `MOVED slot host:port` or `ASK slot host:port`; None if it is not valid."""
     words = error.text.split(b" ")
     host, _, port = words[-1].rpartition(b":")
     if len(words) != 3:

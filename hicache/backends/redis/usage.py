@@ -1,10 +1,9 @@
-"""What a server holds: listed in steps of SCAN, or measured at a bounded price by counting a small one and sampling a
-large one.
+"""The pages on a server: listed in steps of SCAN, or measured at a limited cost.
 
-Listing costs a server time that grows with everything in it, so at most `SAMPLE_KEYS` keys of each server are looked at
-(about a millisecond). Up to that many, the result is exact; beyond, the share of our pages among them is taken for the
-whole: SCAN walks in the order of the keys' hashes, so they are a fair sample, and the error is about one part in
-the square root of their number.
+The cost of a full listing grows with all keys on the server. So a measurement looks at only about `SAMPLE_KEYS` keys
+per server (a few milliseconds). It is exact for servers with fewer keys, and an estimate beyond: the share of pages in
+the sample is applied to all keys. SCAN walks in the order of the keys' hashes, so the sample is fair, with a relative
+error of about 1 / sqrt(SAMPLE_KEYS).
 """
 
 from __future__ import annotations
@@ -21,28 +20,29 @@ from .pool import Pool
 
 SAMPLE_KEYS = 4096
 _SCAN_COUNT = b"1024"
-# Steps of SCAN, which may be empty: in a table that has just shrunk most are.
+# The limit of SCAN steps in a measurement. Steps may be empty: in a table that has just shrunk, most are.
 _SAMPLE_SCANS_MAX = 1024
-# Steps of SCAN through a whole server: enough for a thousand million keys, and an end for one whose cursor has none.
+# The limit of SCAN steps through a whole server: enough for a billion keys, and an end if the cursor never ends.
 _SCANS_MAX = 1 << 20
-# So many lengths are asked for; pages of one model are all equally long.
+# The lengths of this many pages are read; all pages of one model are equally long.
 _LENGTHS_MAX = 512
-# The name of a page behind the prefix: the namespace, a colon and the key.
+# The Redis key of a page after the prefix: the namespace, a colon and the page key.
 _NAME_BYTES = 64 + 1 + 64
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 # A cursor and a count fit into 64 bits.
 _COUNT = re.compile(rb"[0-9]{1,20}")
-# What was listed may be no string, or be on another node by now.
+# A listed key may hold a value that is not a string, or may have moved to another node.
 _NO_LENGTH = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK})
 
 
 def listed(
     pool: Pool, prefix: bytes, namespace: str, deadline: Callable[[], float]
 ) -> Iterator[dict[bytes, tuple[bytes, bytes]]]:
-    """Return the pages on a server, step by step of SCAN: namespace and key by name. A page may come twice.
+    """Yield the pages on a server, one dictionary per SCAN step: namespace and page key by Redis key. A page may occur
+    twice.
 
-    Only pages whose namespace digest starts with `namespace` (lower-case hexadecimal). Each step leases a connection,
-    and ends by the `deadline` that is asked for before it. Raises StoreError.
+    Yields only pages whose namespace digest starts with `namespace` (lower-case hexadecimal). Each step leases a
+    connection and has its own deadline from `deadline()`. Raises StoreError.
     """
     cursor, head = b"0", prefix + namespace.encode()
     for _ in range(_SCANS_MAX):
@@ -59,24 +59,24 @@ def listed(
 
 
 def scan(channel: Channel, cursor: bytes, deadline: float, pattern: bytes = b"*") -> tuple[bytes, list[bytes]]:
-    """One step of SCAN: the next cursor, b"0" at the end, and some keys. Raises StoreError."""
+    """Make one step of SCAN; return the next cursor, b"0" at the end, and some keys. Raises StoreError."""
     match channel.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT, deadline=deadline):
         case ErrorReply() as error:
             raise error.failure
         case [bytes(following), list(found)] if _COUNT.fullmatch(following):
             return following, [name for name in found if isinstance(name, bytes)]
-    raise StoreError(ErrorKind.PROTOCOL, "SCAN has a reply of another form")
+    raise StoreError(ErrorKind.PROTOCOL, "the reply to SCAN is not valid")
 
 
 def measure(channel: Channel, prefix: bytes, deadline: float) -> Usage:
-    """Count or estimate the pages on a server whose names start with `prefix`. `capacity_bytes` is its maxmemory, None
-    if there is none or the server does not say. Raises StoreError."""
+    """Count or estimate the pages on a server whose keys start with `prefix`. `capacity_bytes` is the server's
+    maxmemory, None if it has none or does not report it. Raises StoreError."""
     total = channel.call(b"DBSIZE", deadline=deadline)
     if isinstance(total, ErrorReply):
         raise total.failure
     if not isinstance(total, int) or total < 0:
-        raise StoreError(ErrorKind.PROTOCOL, "DBSIZE has a reply of another form")
-    # Names of others may have megabytes each, so only their hashes stay, and names of pages, which are all short.
+        raise StoreError(ErrorKind.PROTOCOL, "the reply to DBSIZE is not valid")
+    # Other users' keys may be megabytes long, so only hashes are kept, and the keys of pages, which are short.
     seen: set[int] = set()
     ours: list[bytes] = []
     cursor = b"0"
@@ -88,7 +88,7 @@ def measure(channel: Channel, prefix: bytes, deadline: float) -> Usage:
             seen.add(hash(name))
         if cursor == b"0" or len(seen) >= SAMPLE_KEYS:
             break
-    # Keys that came while we looked may make the sample larger than the total.
+    # Keys added during the scan may make the sample larger than the total.
     pages = len(ours) if cursor == b"0" else round(len(ours) * max(1.0, total / max(1, len(seen))))
     lengths = _lengths(channel, ours[:_LENGTHS_MAX], deadline)
     mean_bytes = sum(lengths) / len(lengths) if lengths else 0.0
@@ -104,12 +104,12 @@ def _lengths(channel: Channel, names: Sequence[bytes], deadline: float) -> list[
 
 
 def number(line: bytes) -> int | None:
-    """Return the reply to STRLEN or EXISTS; None if the value is not a string, and on a node that does not have it any
-    more. Raises StoreError."""
+    """Return the number in the reply to STRLEN or EXISTS; None if the value is not a string or has moved to another
+    node. Raises StoreError."""
     if line.startswith(b":") and _COUNT.fullmatch(line, 1):
         return int(line[1:])
     if not line.startswith(b"-"):
-        raise StoreError(ErrorKind.PROTOCOL, "a reply is not a count")
+        raise StoreError(ErrorKind.PROTOCOL, "a reply is not a number")
     error = ErrorReply(line.removeprefix(b"-"))
     if error.kind in _NO_LENGTH:
         return None

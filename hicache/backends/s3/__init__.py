@@ -1,4 +1,4 @@
-"""The S3 backend: pages as objects of a bucket, shared by whoever can reach it."""
+"""The S3 backend: pages as objects of a bucket, shared by all engines that can reach it."""
 
 from .backend import S3Backend
 from .raw import S3RawStore

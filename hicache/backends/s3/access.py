@@ -1,4 +1,4 @@
-"""Who we are and where the store is: from the options, or from what boto3 finds on this machine."""
+"""Endpoint and credentials of an S3 store, from the options or from boto3's configuration on this machine."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..http import Server
 from ..refreshed import Refreshed
 from .signing import Credentials
 
-# boto3 begins to ask for new credentials 15 minutes before the old ones end; a look per minute is early enough.
+# boto3 starts to renew credentials 15 minutes before they expire, so checking once per minute is enough.
 _CREDENTIALS_AGE_MAX_S = 60.0
 _CREDENTIALS_FILE_BYTES_MAX = 64 << 10
-_REGION = "us-east-1"  # what stores without regions expect in a signature
+_REGION = "us-east-1"  # the region that stores without regions expect in signatures
 
-# Gives credentials until a deadline, or raises StoreError.
+# Returns credentials by a deadline, or raises StoreError.
 CredentialsSource: TypeAlias = Callable[[float], Credentials]
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where the store is and who we are. Requests name `host` and begin with `path`; a proxy wants `origin` before it.
-    `session` is botocore's, with the same credentials.
+    """Endpoint and credentials of the store. Requests send `host` in their Host header; their path begins with `path`.
+    For a proxy, `origin` precedes the path. `session` is botocore's, with the same credentials.
     """
 
     options: S3StorageOptions
@@ -48,9 +48,9 @@ class Access:
 
 
 def open_access(options: S3StorageOptions) -> Access:
-    """Find identity, endpoint and region. May block while boto3 looks for credentials.
+    """Find credentials, endpoint and region. May block while boto3 looks for credentials.
 
-    Raises ConfigError if boto3 is missing, or there are no credentials, or what the options name is not there.
+    Raises ConfigError if boto3 or the credentials are missing, or a file or variable that the options name is missing.
     """
     if options.ca_file is not None:
         require_readable(options.ca_file, "s3 store: ca_file")
@@ -64,14 +64,14 @@ def open_access(options: S3StorageOptions) -> Access:
     try:
         url = split_url(endpoint, HTTP_PORTS)
     except ValueError as error:
-        raise ConfigError(f"s3 store: the endpoint that boto3 is configured for is not valid: {error}") from None
+        raise ConfigError(f"s3 store: the endpoint in boto3's configuration is not valid: {error}") from None
     tls = None
     if url.scheme == "https":
         tls = _tls_context(options.ca_file or session.get_config_variable("ca_bundle"))
     name, host, path = url.host, endpoint.split("/")[2], url.path.rstrip("/")
     path_style = options.path_style
     if path_style is None:
-        # TLS certificates of AWS cover one label in front of the endpoint, which a bucket with a dot in it is not.
+        # TLS certificates of AWS cover one label before the endpoint; the name of a bucket with a dot has two.
         path_style = ".amazonaws." not in endpoint or "." in options.bucket
     if path_style:
         path = f"{path}/{options.bucket}"
@@ -95,11 +95,11 @@ def open_access(options: S3StorageOptions) -> Access:
 
 
 def _tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
-    """Certificates are always checked, against `ca_file` or what the system trusts. Raises ConfigError."""
+    """Return a context that checks certificates, against `ca_file` or the system's authorities. Raises ConfigError."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"s3 store: ca_file {os.fspath(ca_file or '')!r} holds no readable certificates") from error
+        raise ConfigError(f"s3 store: ca_file {os.fspath(ca_file or '')!r} has no readable certificates") from error
 
 
 def _session(options: S3StorageOptions) -> Any:
@@ -108,7 +108,7 @@ def _session(options: S3StorageOptions) -> Any:
         import botocore.session  # noqa: PLC0415
     except ImportError as error:
         raise MissingPackage(f"s3 store: boto3 is not installed; {install_hint('s3')}") from error
-    # With a file of ours, the profile names a section of that one.
+    # With `credentials_file`, the profile is a section of that file instead.
     profile = None if options.credentials_file else options.profile
     try:
         session = botocore.session.Session(profile=profile)
@@ -119,7 +119,7 @@ def _session(options: S3StorageOptions) -> Any:
 
 
 def _usual_endpoint(session: Any, region: str) -> str:
-    """What AWS has for the region, or boto3 is configured for."""
+    """Return the endpoint in boto3's configuration, else AWS's endpoint for the region."""
     with config_errors("boto3 has no endpoint for the region"):
         client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
     return str(client.meta.endpoint_url)
@@ -127,8 +127,8 @@ def _usual_endpoint(session: Any, region: str) -> str:
 
 @contextlib.contextmanager
 def config_errors(what: str) -> Iterator[None]:
-    """Turn what botocore raises for values and sources that do not work into ConfigError, without its text: that may
-    quote the answer of a source of credentials."""
+    """Turn botocore's errors about configuration and credentials into ConfigError. Omit their text: it may quote the
+    reply of a credential source."""
     import botocore.exceptions  # noqa: PLC0415
 
     try:
@@ -156,13 +156,15 @@ def _from_environment(options: S3StorageOptions) -> Credentials:
     try:
         return Credentials(values[0] or "", values[1] or "", values[2])
     except ValueError as error:
-        raise ConfigError(f"s3 store: {options.access_key_env} and the like {error}") from None
+        raise ConfigError(
+            f"s3 store: the credentials in {options.access_key_env} and its companion variables {error}"
+        ) from None
 
 
 def _from_file(path: Path, section: str) -> Credentials:
     data = read_private_file(path, "S3 credentials file", _CREDENTIALS_FILE_BYTES_MAX)
     parser = configparser.RawConfigParser()
-    # Errors are raised without their causes, which quote lines of the file.
+    # Raise errors without their causes, which would quote lines of the file.
     try:
         parser.read_string(data.decode())
         keys = parser[section]
@@ -192,8 +194,8 @@ def _from_boto(session: Any) -> CredentialsSource:
         fixed = None if found is None or isinstance(found, RefreshableCredentials) else load()
     if found is None:
         raise ConfigError(
-            "s3 store: no credentials found; give access_key_env and secret_key_env, credentials_file or profile, or "
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            "s3 store: no credentials found; set access_key_env and secret_key_env, credentials_file or profile, or "
+            "the variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if fixed is not None:
         return lambda deadline: fixed

@@ -1,12 +1,12 @@
-"""The S3 backend: one object per page, in any store that speaks the S3 API.
+"""The S3 backend: one object per page, in any store with an S3 API.
 
-The pages of a batch move at the same time, each by one request on a connection of its own. Requests are not repeated
-here. A store has no limit of its own and does not know chains: bound it with a lifecycle rule (docs/backends/s3.md) or
-a LimitedBackend.
+The pages of a batch move in parallel, each by one request on its own connection. Requests are not retried here. A
+bucket has no capacity limit and does not know chains: limit it with a lifecycle rule (docs/backends/s3.md) or a
+LimitedBackend.
 
-Locking design: pages are moved by the threads of a SupervisedPool and by the caller, each page by one of them, which
-settles it in the `PageReads` or `PageWrites` of the call or writes its slot of a list. Every request ends by its
-deadline, so `run` returns soon after it, and no thread has a buffer of a page then.
+Locking design: the threads of a SupervisedPool and the caller move the pages. One thread moves each page and records
+its outcome in the `PageReads` or `PageWrites` of the call, or in its slot of a list. Each request ends by its deadline,
+so `run` returns soon after it, and then no thread uses a page's buffer.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from ..pages import Damaged, PageReads, PageWrites
 from ..store import PageStore
 from .objects import Objects
 
-# `prefix` asks key by key up to so many keys, all at once, and the answer is exact.
+# Up to this many keys, `prefix` asks for all keys in parallel, and the answer is exact.
 EXACT_KEYS_MAX = 16
-# Keys asked for in the first round of a longer batch, ends included. With all or none of them there it is the only one.
+# Keys requested in the first round of a longer batch, including both ends. If all or none exist, one round is enough.
 FIRST_PROBES = 8
-# Keys asked for in each further round, which leaves a fifth of the range.
+# Keys requested in each further round, which reduces the range to a fifth.
 PROBES = 4
-# Counting a namespace takes a request per thousand pages.
+# The time limit for counting a namespace, which takes one request per thousand pages.
 _USAGE_S = 60.0
 
 
 class S3Backend(PageStore[str]):
-    """Pages in a bucket, which are told from their successors by their entity tags. See the module's docstring;
-    `StorageBackend` says what each verb does. Errors are counted by `ErrorKind`.
+    """Pages in a bucket. Entity tags tell a page from its later replacements. See the module's docstring;
+    `StorageBackend` documents the verbs. Errors are counted by `ErrorKind`.
 
-    Raises BackendUnavailable from the constructor if the bucket cannot be listed, ConfigError if there are no
-    credentials or no boto3; it blocks for one request. Open it after a fork and not before.
+    The constructor blocks for one request. It raises BackendUnavailable if the bucket cannot be listed, ConfigError if
+    credentials or boto3 are missing. Open it after a fork, not before.
     """
 
     def __init__(self, codec: FrameCodec, options: S3StorageOptions) -> None:
         super().__init__(codec)
         self.options = instance("options", options, S3StorageOptions)
         self._objects = Objects(options)
-        # A page that a bug leaves without an outcome is counted with its call.
+        # No `on_error`: the call itself counts a page that a bug leaves without an outcome.
         self._pool = SupervisedPool[Any]("s3", options.connections - 1)
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. Exact for a few keys; for many it searches the end, see `stored_prefix`."""
+        """See PageStore. Exact for a few keys; for many keys a search, see `stored_prefix`."""
         return stored_prefix(len(keys), lambda some: self.find([keys[position] for position in some], deadline))
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See PageStore. One request per key, all at the same time."""
+        """See PageStore. One request per key, all in parallel."""
         found = [False] * len(keys)
 
         def ask(position: int) -> None:
@@ -66,8 +66,8 @@ class S3Backend(PageStore[str]):
         return found
 
     def read(self, pages: PageReads[str]) -> None:
-        """See PageStore. One request per page. S3 knows no recency."""
-        # A page that comes in one piece is warm when it is whole.
+        """See PageStore. One request per page. S3 does not track recency."""
+        # A page that arrives in one piece is still in the processor's cache when it is complete.
         is_hashed_in_pieces = self.codec.frame_bytes > PIECE_BYTES
 
         def read_one(position: int) -> None:
@@ -89,7 +89,7 @@ class S3Backend(PageStore[str]):
         self._pool.run(len(pages), read_one)
 
     def remove_damaged(self, damaged: Sequence[Damaged[str]], deadline: float) -> None:
-        """See PageStore. One request per page, which the server refuses if the object has another entity tag."""
+        """See PageStore. One request per page; the server rejects it if the object's entity tag has changed."""
 
         def remove_one(number: int) -> None:
             one = damaged[number]
@@ -98,7 +98,7 @@ class S3Backend(PageStore[str]):
         self._do(len(damaged), remove_one)
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. One request per page, which the server refuses if the page is there."""
+        """See PageStore. One request per page; the server rejects it if the page is already stored."""
 
         def write_one(position: int) -> None:
             if pages.is_full:
@@ -115,7 +115,7 @@ class S3Backend(PageStore[str]):
         self._pool.run(len(pages), write_one)
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. Asks for each page first: removing does not tell how many pages were there."""
+        """See PageStore. Looks each page up first, because removals do not report how many pages existed."""
         found = self.find(keys, deadline)
         return self.remove_listed([key for key, there in zip(keys, found, strict=True) if there], deadline)
 
@@ -126,7 +126,7 @@ class S3Backend(PageStore[str]):
         return len(keys) - len(kinds)
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore. One request per thousand pages, made when the first of them is asked for."""
+        """See PageStore. One request per thousand pages, made when the iterator reaches them."""
         return (page.key for page in self._objects.pages(self.codec.namespace.hex(), deadline=deadline))
 
     def measure(self) -> Usage:
@@ -146,7 +146,7 @@ class S3Backend(PageStore[str]):
         return self._objects.name(self.codec.namespace, key)
 
     def _do(self, count: int, work: Callable[[int], None]) -> None:
-        """Do `work(0) .. work(count - 1)` at the same time, and count those that fail."""
+        """Run `work(0) .. work(count - 1)` in parallel, and count the failures."""
         errors: list[str] = [ErrorKind.INTERNAL] * count
 
         def do_one(number: int) -> None:
@@ -162,19 +162,18 @@ class S3Backend(PageStore[str]):
 
 
 def stored_prefix(count: int, ask: Callable[[Sequence[int]], Sequence[bool]]) -> int:
-    """The length of the prefix of `count` keys that is stored. `ask` says of some positions whether each is there.
+    """Return the length of the stored prefix of `count` keys. `ask` returns for some positions whether each is stored.
 
-    Pages of a chain are written head first and evicted tail first, so the stored ones are nearly always a prefix, and
-    its end can be searched for. Each round asks for a few keys at once, because a round costs one round trip however
-    many they are.
+    Pages of a chain are written head first and evicted tail first, so the stored pages are nearly always a prefix. This
+    function searches for its end. Each round asks for a few keys in parallel and costs one round trip.
 
-    Exact up to EXACT_KEYS_MAX keys. Beyond that exact if no key is missing in front of one that is stored; where that
-    does not hold, a hole between the keys that were asked for is not seen.
+    Exact for up to EXACT_KEYS_MAX keys. For more keys, exact if the stored keys are a prefix; otherwise a hole between
+    the requested keys is not seen.
     """
     if count <= EXACT_KEYS_MAX:
         found = ask(range(count))
         return next((position for position, there in enumerate(found) if not there), count)
-    low, high = 0, count  # all asked for below `low` are there, `high` is not, or the end
+    low, high = 0, count  # all requested keys below `low` are stored; `high` is not stored, or is the end
     probes = _spread(-1, count, FIRST_PROBES, ends=True)
     while probes:
         for position, there in zip(probes, ask(probes), strict=True):
@@ -187,7 +186,8 @@ def stored_prefix(count: int, ask: Callable[[Sequence[int]], Sequence[bool]]) ->
 
 
 def _spread(low: int, high: int, count: int, *, ends: bool) -> list[int]:
-    """Up to `count` positions evenly between `low` and `high`, which are left out; with `ends` the outermost ones."""
+    """Return up to `count` evenly spread positions between `low` and `high`, both excluded. With `ends`, include the
+    outermost of them."""
     first, last = low + 1, high - 1
     if last - first + 1 <= count:
         return list(range(first, last + 1))

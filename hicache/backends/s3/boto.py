@@ -1,14 +1,15 @@
-"""The client that goes through boto3: for S3 Express, proxies with a password, and stores that our own client fails on.
+"""The client based on boto3: for S3 Express, proxies with a password, and stores on which the direct client fails.
 
-botocore chooses the endpoint, opens the sessions of directory buckets and signs. urllib3, on which botocore stands,
-sends; replies are read here, within the bounds of the other client. botocore would read them whole, and sees none but
-that of CreateSession.
+botocore chooses the endpoint, opens the sessions of directory buckets and signs. urllib3 (which botocore uses too)
+sends. This module reads the replies, within the same limits as the direct client. botocore would read them whole; it
+sees only the reply to CreateSession.
 
-Locking design: the client of boto3, the pools of urllib3 and the executor are safe for threads. Name resolution,
-credentials and heads cannot be told when to end, so a thread of the executor makes each request and fills its `_Reply`,
-which the caller reads after that thread is done. The thread has no buffer of a page: a page to be stored is copied, one
-that is loaded is read by the caller, who at the deadline shuts the socket down that the thread reads. `_Reply.sock` is
-set before the deadline is looked at, so that either the caller finds the socket or the thread sees that it is late.
+Locking design: boto3's client, urllib3's pools and the executor are thread-safe. Name resolution, credential requests
+and the reading of heads accept no deadline. Therefore a thread of the executor makes each request and fills its
+`_Reply`, which the caller reads after that thread is done. The thread never has a page's buffer: a page to store is
+copied, and a loaded page is read by the caller. At the deadline, the caller shuts down the socket that the thread
+reads. `_Reply.sock` is set before the deadline is checked, so either the caller finds the socket or the thread sees
+that it is late.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from .throttle import Throttle
 
 # About as much as a socket holds.
 _PIECE_BYTES = 256 << 10
-# A longer line between the chunks of a body is cut, and then refused.
+# A longer line between the chunks of a body is cut, and then rejected.
 _LINE_BYTES_MAX = 4096
-# `Future.result` takes no infinite time.
+# `Future.result` does not accept an infinite timeout.
 _WAIT_MAX_S = 86_400.0
-# The last ones are what botocore makes of a session whose fields are missing or malformed.
+# The last four are botocore's errors for a session with missing or malformed fields.
 _KNOWN = (
     OSError, http.client.HTTPException, urllib3.exceptions.HTTPError, botocore.exceptions.BotoCoreError,
     botocore.parsers.ResponseParserError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-# The first that fits; an error of a socket inside it says more, and all others are PROTOCOL.
+# The first match counts. A socket error inside takes precedence; all other errors are PROTOCOL.
 _KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
-    (http.client.IncompleteRead, ErrorKind.SHORT_BODY),  # also the base of the one of urllib3
+    (http.client.IncompleteRead, ErrorKind.SHORT_BODY),  # also the base class of urllib3's
     (urllib3.exceptions.TimeoutError, ErrorKind.TIMEOUT),
     (botocore.exceptions.NoCredentialsError, ErrorKind.WRONG_CREDENTIALS),
     (botocore.exceptions.CredentialRetrievalError, ErrorKind.WRONG_CREDENTIALS),
@@ -64,7 +65,7 @@ _this_thread = threading.local()
 
 
 class _Reply:
-    """The reply to a request, which is to end at `deadline`. `body` is all of it, unless it is a page in `stream`."""
+    """The reply to a request that must end at `deadline`. `body` is the whole body, unless `stream` has a page."""
 
     def __init__(self, timeout_s: float, deadline: float) -> None:
         self.head, self.body = Head(0, {}), b""
@@ -73,7 +74,7 @@ class _Reply:
         self._timeout_s, self._deadline = timeout_s, deadline
 
     def time_left(self) -> float:
-        """Seconds that the next byte may take. Raises TimeoutError if there are none."""
+        """Return the seconds that the next byte may take. Raises TimeoutError after the deadline."""
         left = min(self._timeout_s, self._deadline - time.monotonic())
         if left <= 0:
             raise TimeoutError
@@ -94,14 +95,14 @@ class _Reply:
             raise _failed(error) from None
 
     def end(self) -> None:
-        """Let the thread that reads the head find its connection closed. REQUIRES: the deadline is over."""
+        """Shut down the connection under the thread that reads the head. REQUIRES: the deadline has passed."""
         if self.sock is not None:
             with contextlib.suppress(OSError):
-                # Not of the class for TLS, whose state belongs to the thread that reads.
+                # Not the TLS class's method: the TLS state belongs to the reading thread.
                 socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection unless the reply was read to its end."""
+        """Close the connection, unless the reply was read to its end."""
         self.stream.close()
         self.stream.release_conn()
 
@@ -133,7 +134,7 @@ class _TlsPool(urllib3.HTTPSConnectionPool):
 
 
 class BotoClient:
-    """The verbs of S3Client, which describes them. Raises ConfigError for a configuration that boto3 does not take."""
+    """The verbs of S3Client; see there. The constructor raises ConfigError if boto3 rejects its configuration."""
 
     def __init__(self, access: Access) -> None:
         options = access.options
@@ -165,7 +166,7 @@ class BotoClient:
             if reply.head.status == 404:
                 return None
             size = object_length(reply.head)
-            # A head that was cut within its length looks whole to http.client, but nothing comes after it.
+            # http.client accepts a head that was cut within its Content-Length; reading a byte of the body detects it.
             reply.read_into(target(size) or [memoryview(bytearray(min(size, 1)))], arrived)
             return ObjectInfo(size, reply.head.headers.get("etag", ""))
 
@@ -176,7 +177,7 @@ class BotoClient:
             if reply.head.status in (404, 416):  # an empty object has no first byte
                 return None if reply.head.status == 404 else b""
             size, data = min(object_length(reply.head), bytes_max), bytearray()
-            while len(data) < size:  # memory is taken for what has come
+            while len(data) < size:  # memory grows only with the bytes that arrive
                 piece = bytearray(min(size - len(data), _PIECE_BYTES))
                 reply.read_into([memoryview(piece)])
                 data += piece
@@ -209,14 +210,14 @@ class BotoClient:
             return read_listing(reply.body)
 
     def close(self) -> None:
-        """See S3Client. Waits for the requests that their callers have left."""
+        """See S3Client. Waits for abandoned requests."""
         self._threads.shutdown()
         self._pools.clear()
         self._client.close()
 
     @contextlib.contextmanager
     def _reply(self, verb: str, expected: Sequence[int], deadline: float, **asked: Any) -> Iterator[_Reply]:
-        """Make a request once. Raises StoreError for a reply of another status, and for one that does not come."""
+        """Make a request once. Raises StoreError if no reply comes or its status is not in `expected`."""
         with self.throttle.turn(deadline):
             reply = _Reply(self._options.timeout, deadline)
             future = self._threads.submit(self._make, reply, verb, asked)
@@ -228,7 +229,7 @@ class BotoClient:
                 future.add_done_callback(lambda _: reply.close())
                 raise StoreError(ErrorKind.TIMEOUT) from None
             try:
-                if failure is not None:  # a new one: the other lives on in the thread, and would keep pages of callers
+                if failure is not None:  # a new exception: the thread keeps the old one, which would keep pages alive
                     raise StoreError(failure.kind, failure.detail, failure.retry_after_s)
                 status, code = reply.head.status, error_code(reply.body) if reply.head.status >= 300 else ""
                 if status not in expected or code == "NoSuchBucket":
@@ -238,7 +239,7 @@ class BotoClient:
                 reply.close()
 
     def _make(self, reply: _Reply, verb: str, asked: dict[str, Any]) -> StoreError | None:
-        """Fill `reply`, on a thread of the executor. Returns why there is none."""
+        """Fill `reply`, on a thread of the executor. Return the failure, if any."""
         _this_thread.reply = reply
         try:
             reply.time_left()
@@ -250,9 +251,9 @@ class BotoClient:
         return None
 
     def _send(self, request: Any, event_name: str, **_: Any) -> Any:
-        """Send a request for botocore, and keep the reply from it. Raises StoreError and what urllib3 raises."""
+        """Send a request for botocore, but keep the reply from it. Raises StoreError, and urllib3's exceptions."""
         reply: _Reply = _this_thread.reply
-        request.headers.pop("Expect", None)  # a body is sent without being asked for: a round trip less
+        request.headers.pop("Expect", None)  # send the body without waiting for "100 Continue": saves a round trip
         left = reply.time_left()
         reply.stream = stream = self._pools.urlopen(
             request.method, request.url, body=request.body, headers=dict(request.headers.items()),
@@ -272,7 +273,8 @@ class BotoClient:
 
 
 def _open_pools(access: Access) -> urllib3.PoolManager:
-    """Connections by the proxy of the options, or else of the environment, where it may have a password."""
+    """Return pools of connections, through the proxy of the options or of the environment, which may have a password.
+    """
     url, proxy = f"{'http' if access.server.tls is None else 'https'}://{access.host}", access.options.proxy
     known = {"http": proxy, "https": proxy} if proxy else botocore.utils.get_environ_proxies(url)
     proxies = botocore.httpsession.ProxyConfiguration(known)
@@ -286,7 +288,7 @@ def _open_pools(access: Access) -> urllib3.PoolManager:
 
 
 def _as_asked(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-    """Have botocore follow no reply to another region, and ask for no names in another encoding."""
+    """Make botocore ignore redirections to another region, and list names without an encoding."""
     context.setdefault("s3_redirect", {})["redirected"] = True
     params.pop("EncodingType", None)
 
@@ -304,9 +306,9 @@ def _failed(error: Exception) -> StoreError:
 
 
 def _read_small(stream: Any, bytes_max: int) -> bytes:
-    """The body of a reply that is not a page. Raises StoreError if it is longer than `bytes_max`."""
+    """Return the body of a reply that is not a page. Raises StoreError if it is longer than `bytes_max`."""
     if "transfer-encoding" in stream.headers:
-        # http.client takes the rest of the connection for a chunk of -1 bytes, and trailers without an end.
+        # http.client would accept a chunk of -1 bytes as the rest of the connection, and endless trailers.
         reader = stream._fp.fp
         found = read_chunks(lambda: reader.readline(_LINE_BYTES_MAX), reader.read, bytes_max)
         stream._fp.close()
@@ -321,7 +323,7 @@ def _read_small(stream: Any, bytes_max: int) -> bytes:
 
 
 def _etag(head: Head) -> str:
-    """The ETag. Raises StoreError if there is none: http.client takes a head that was cut for a good one."""
+    """Return the ETag. Raises StoreError if it is missing: http.client accepts a head that was cut."""
     if "etag" not in head.headers:
         raise StoreError(ErrorKind.PROTOCOL, "the reply has no ETag")
     return head.headers["etag"]

@@ -1,11 +1,11 @@
-"""The requests that a store of pages makes of S3: signed, over our own connections, no byte of a page copied here.
+"""The direct client: the requests that a store of pages makes to S3, signed, without copying pages.
 
-Each is tried once and ends by its deadline. A request that gets no answer raises StoreError; that an object is missing,
-or is there already, is an answer. Bodies are lists of buffers, of any number and any sizes, and no buffer is touched
-after a call has returned.
+Each request is tried once and ends by its deadline. A failed request raises StoreError. A missing object, or one that
+exists already, is a normal answer. Bodies are lists of buffers of any number and sizes; no buffer is touched after a
+call has returned.
 
-Locking design: the pool and the throttle are safe for threads; everything else here is fixed. Each request
-has its connection to itself.
+Locking design: the pool and the throttle are thread-safe; everything else is constant. A connection has one request at
+a time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, signed_headers
 from .throttle import Throttle
 
 T = TypeVar("T")
-# The buffers for an object of a size, of so many bytes together; none, and the object is not read.
+# Returns buffers for an object of the given size, with that many bytes in total; without buffers it is not read.
 Target: TypeAlias = Callable[[int], Sequence[memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """A stored object. `etag` is what the server calls its content, empty if it does not say."""
+    """A stored object. `etag` is the server's tag of its content, empty if there is none."""
 
     size_bytes: int
     etag: str
@@ -50,8 +50,8 @@ class _Request:
 
 
 class S3Client:
-    """See the module's docstring. Credentials are asked for before each request, so that they may change. `throttle`
-    bounds the requests in flight."""
+    """See the module's docstring. It gets the credentials before each request, because they may change. `throttle`
+    limits the requests in flight."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -59,11 +59,11 @@ class S3Client:
         self.throttle = Throttle(access.options.connections)
 
     def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
-        """Return what an object is, None if it is not there. A missing bucket looks like a missing object: HEAD has no
-        body."""
+        """Return an object's size and tag, None if it is missing. A missing bucket looks like a missing object, because
+        the reply to HEAD has no body."""
 
         def read(connection: Connection, head: Head) -> ObjectInfo | None:
-            connection.finish()  # whatever it says of a length: replies to HEAD have no body
+            connection.finish()  # ignore the length: a reply to HEAD has no body
             if head.status == 200:
                 return ObjectInfo(head.length or 0, head.headers.get("etag", ""))
             if head.status == 404:
@@ -75,7 +75,7 @@ class S3Client:
     def get(
         self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float
     ) -> ObjectInfo | None:
-        """Read an object into `target(its size)`; None if it is not there. `arrived` takes in each piece that comes."""
+        """Read an object into `target(size)`; return None if it is missing. Each piece is added to `arrived`."""
 
         def read(connection: Connection, head: Head) -> ObjectInfo | None:
             if head.status != 200:
@@ -91,7 +91,7 @@ class S3Client:
         return self._exchange(_Request("GET", name), read, deadline)
 
     def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
-        """Return the first `bytes_max` bytes of an object, None if it is not there."""
+        """Return the first `bytes_max` bytes of an object, None if it is missing."""
 
         def read(connection: Connection, head: Head) -> bytes | None:
             if head.status == 416:  # an empty object has no first byte
@@ -109,7 +109,7 @@ class S3Client:
         return self._exchange(_Request("GET", name, headers={"range": f"bytes=0-{bytes_max - 1}"}), read, deadline)
 
     def put(self, name: str, body: Sequence[memoryview], *, if_absent: bool, deadline: float) -> bool:
-        """Store an object; False if `if_absent` and there is one already."""
+        """Store an object. Return False if `if_absent` and it exists already."""
         # Without a type, SeaweedFS stores an empty object when the connection ends before the body's first byte.
         headers = {"content-type": "application/octet-stream"}
         if if_absent:
@@ -127,12 +127,11 @@ class S3Client:
         return self._exchange(request, read, deadline)
 
     def remove(self, name: str, etag: str, *, deadline: float) -> None:
-        """Remove an object if it still has `etag` (whatever it has, if that is empty). A missing one is not an error.
-        """
+        """Remove an object if it still has `etag`; with an empty `etag`, always. A missing object is not an error."""
 
         def read(connection: Connection, head: Head) -> None:
             reply = _read_small(connection, head, deadline)
-            # 412 and 409: it is another object by now, which is not ours to remove.
+            # 412 and 409: the object was replaced; the new one must stay.
             if head.status not in (200, 202, 204, 404, 409, 412) or error_code(reply) == "NoSuchBucket":
                 raise _failure(head, reply)
 
@@ -140,12 +139,13 @@ class S3Client:
         self._exchange(_Request("DELETE", name, headers=headers), read, deadline)
 
     def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
-        """Remove up to LISTED_MAX objects; return the kind of error of each that stays. Missing ones are not errors."""
+        """Remove up to LISTED_MAX objects. Return the error kind of each one not removed; missing ones are not errors.
+        """
         objects = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
         body = f'<Delete xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Quiet>true</Quiet>{objects}</Delete>'.encode()
         headers = {
             "content-type": "application/xml",
-            # Asked for by the API as an alternative to newer checksums; every server knows this one.
+            # The API requires a checksum, and all servers support this one.
             "content-md5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode(),
         }
 
@@ -161,7 +161,7 @@ class S3Client:
 
     def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:
         """Return one page of the objects whose names start with `prefix`."""
-        # In the one order and encoding that a signature allows.
+        # The signature requires this order and encoding.
         parameters = {"list-type": "2", "max-keys": str(keys_max), "prefix": prefix}
         if token is not None:
             parameters = {"continuation-token": token, **parameters}
@@ -180,12 +180,12 @@ class S3Client:
         self._pool.close()
 
     def _exchange(self, request: _Request, read: Callable[[Connection, Head], T], deadline: float) -> T:
-        """Send `request` when its turn has come, and `read` its reply."""
+        """Send `request` when the throttle permits it, and `read` its reply."""
         with self.throttle.turn(deadline):
             return self._pool.exchange(self._sign(request, deadline), request.body, read, deadline)
 
     def _sign(self, request: _Request, deadline: float) -> bytes:
-        """The head of `request` as it goes over the network."""
+        """Return the signed head of `request`, as it is sent."""
         access = self._access
         path = f"{access.path}/{request.name}"
         headers = signed_headers(
@@ -204,9 +204,9 @@ class S3Client:
 
 
 def object_length(head: Head) -> int:
-    """Return the length of the object in a reply. Raises StoreError if the reply does not say it."""
+    """Return the length of the object in a reply. Raises StoreError if the reply has no length."""
     if head.length is None or head.is_chunked:
-        raise StoreError(ErrorKind.PROTOCOL, "the reply does not say how long the object is")
+        raise StoreError(ErrorKind.PROTOCOL, "the reply has no length of the object")
     return head.length
 
 
@@ -215,7 +215,7 @@ def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: 
 
 
 def _missing(connection: Connection, head: Head, deadline: float) -> None:
-    """Return if the reply says that the object is not there. Raises StoreError for all else."""
+    """Return if the reply means that the object is missing. Raises StoreError for any other reply."""
     reply = _read_small(connection, head, deadline)
     if head.status != 404 or error_code(reply) == "NoSuchBucket":
         raise _failure(head, reply)

@@ -1,8 +1,8 @@
-"""Objects of one bucket: what the backend and the raw store share.
+"""Objects of one bucket: code shared by the backend and the raw store.
 
 Names of objects are `<prefix><namespace>/<first two digits of the key>/<key>`, digests in lower-case hexadecimal. Keys
-are hashes, so pages spread evenly over the 256 prefixes of a namespace, by which stores divide their load; a namespace
-is one prefix, so that it can be listed, purged and expired by itself.
+are hashes, so pages spread evenly over the 256 prefixes of a namespace, by which stores distribute load. A namespace is
+one prefix, so it can be listed, purged and expired separately.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from .boto import BotoClient
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
-# RFC 9110, 8.8.3, without the bytes beyond ASCII that it allows in a tag.
+# RFC 9110, 8.8.3, but without the non-ASCII bytes that it allows in a tag.
 _ENTITY_TAG = re.compile(r'(?:W/)?"[!#-~]*"')
-# What to do about the errors that an operator can mend.
+# Advice for the errors that an operator can fix.
 _ADVICE: dict[str, str] = {
-    ErrorKind.DNS: "check endpoint_url and proxy: the host has no address",
-    ErrorKind.CONNECTION_REFUSED: "check endpoint_url and proxy: nothing listens there",
-    ErrorKind.TIMEOUT: "check endpoint_url and the network: nothing answers",
+    ErrorKind.DNS: "the host name cannot be resolved; check endpoint_url and proxy",
+    ErrorKind.CONNECTION_REFUSED: "nothing listens at that address; check endpoint_url and proxy",
+    ErrorKind.TIMEOUT: "no answer came in time; check endpoint_url and the network",
     ErrorKind.UNREACHABLE: "check endpoint_url, proxy and the network",
-    ErrorKind.TLS: "check endpoint_url and ca_file: the TLS connection was not accepted",
-    ErrorKind.PROTOCOL: "check endpoint_url: what answers there is no S3 store",
+    ErrorKind.TLS: "the TLS handshake failed; check endpoint_url and ca_file",
+    ErrorKind.PROTOCOL: "the reply is not from an S3 store; check endpoint_url",
     ErrorKind.NO_BUCKET: "create the bucket, or correct its name",
-    ErrorKind.WRONG_CREDENTIALS: "check the credentials: they are wrong, unknown or expired",
+    ErrorKind.WRONG_CREDENTIALS: "the credentials are wrong, unknown or expired; check them",
     ErrorKind.ACCESS_DENIED: "allow s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject",
     ErrorKind.CLOCK_SKEW: "set the clock of this machine",
-    ErrorKind.WRONG_REGION: "set region to that of the bucket",
+    ErrorKind.WRONG_REGION: "set region to the bucket's region",
 }
 
 
@@ -49,7 +49,7 @@ def object_name(prefix: str, namespace: bytes, key: bytes) -> str:
 
 
 def parse_name(prefix: str, name: str) -> tuple[bytes, bytes] | None:
-    """Return namespace and key of the page of that name, None if it is not the name of a page."""
+    """Return namespace and key of the page with that object name; None if it is not the name of a page."""
     match = _NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
     return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[3]))
 
@@ -65,9 +65,9 @@ def _open_client(options: S3StorageOptions) -> S3Client | BotoClient:
 
 class Objects:
     """See the module's docstring. Thread-safe. All verbs block up to the deadline and raise StoreError. `client` makes
-    the plain requests, and is closed by `close`.
+    the plain requests; `close` closes it.
 
-    Opening asks the store for one name, and raises BackendUnavailable if that fails and ConfigError as `open_access`.
+    The constructor lists one object. It raises BackendUnavailable if that fails, and ConfigError as `open_access`.
     """
 
     def __init__(self, options: S3StorageOptions) -> None:
@@ -80,12 +80,12 @@ class Objects:
         except StoreError as error:
             self.client.close()
             where = f"s3 store: bucket {options.bucket!r} at {options.endpoint_url or 'AWS'}"
-            advice = _ADVICE.get(error.kind, "try again when the store is well")
+            advice = _ADVICE.get(error.kind, "try again when the store works")
             raise BackendUnavailable(f"{where}: {error}; {advice}") from error
 
     def put_new(self, name: str, body: Sequence[memoryview], *, deadline: float) -> bool:
-        """Store an object unless there is one; False if there is. Where the server knows no conditions, by asking
-        first, so that two writers at the same moment may both store theirs."""
+        """Store an object unless it exists; return False if it exists. If the server does not support conditional
+        writes, look it up first; then two writers at the same moment may both store theirs."""
         if self._is_conditional:
             try:
                 return self.client.put(name, body, if_absent=True, deadline=deadline)
@@ -95,13 +95,13 @@ class Objects:
         if self.client.head(name, deadline=deadline) is not None:
             return False
         self.client.put(name, body, if_absent=False, deadline=deadline)
-        # It was the condition that the server refused: the same page without one went through.
+        # The server rejected the condition: the same page was stored without it.
         self._is_conditional = False
         return True
 
     def remove_damaged(self, name: str, etag: str, *, deadline: float) -> None:
-        """Remove an object if it still is the one that was found damaged. An `etag` that is not an entity tag is
-        compared with the present one, and not sent."""
+        """Remove an object if it is still the one found damaged. An `etag` that is not a valid entity tag is compared
+        with the current one here, and not sent."""
         try:
             if not etag or _ENTITY_TAG.fullmatch(etag):
                 return self.client.remove(name, etag, deadline=deadline)
@@ -113,7 +113,7 @@ class Objects:
             self.client.remove(name, "", deadline=deadline)
 
     def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
-        """Remove any number of objects; what went wrong with each that could not be."""
+        """Remove any number of objects; return the error kind of each one not removed."""
         kinds: list[str] = []
         for first in range(0, len(names), LISTED_MAX):
             some = names[first : first + LISTED_MAX]
@@ -128,11 +128,11 @@ class Objects:
         return object_name(self._prefix, namespace, key)
 
     def pages(self, namespace: str, *, deadline: float) -> Iterator[StoredPage]:
-        """Return the pages whose namespace, in hexadecimal, starts with `namespace`. One request per LISTED_MAX.
+        """Yield the pages whose namespace, in hexadecimal, starts with `namespace`. One request per LISTED_MAX pages.
 
-        A listing whose tokens go round in a circle is an error. The circle is found as Brent does (An improved Monte
-        Carlo factorization algorithm, 1980): each token is compared with one before it, and that is replaced after 1,
-        2, 4, ... tokens.
+        A listing whose tokens form a cycle is an error. Brent's algorithm finds the cycle (An improved Monte Carlo
+        factorization algorithm, 1980): each token is compared with an earlier one, which is replaced after 1, 2, 4, ...
+        tokens.
         """
         token: str | None = None
         mark: str | None = None
@@ -147,11 +147,11 @@ class Objects:
             if token is None:
                 return
             if token == mark:
-                raise StoreError(ErrorKind.PROTOCOL, "the listing comes back to a token that it gave before")
+                raise StoreError(ErrorKind.PROTOCOL, "the listing repeats an earlier token, so it would never end")
             steps += 1
             if steps == steps_max:
                 mark, steps, steps_max = token, 0, 2 * steps_max
 
     def close(self) -> None:
-        """Close the connections. REQUIRES: no call is under way."""
+        """Close the connections. REQUIRES: no call is in flight."""
         self.client.close()

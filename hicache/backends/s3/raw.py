@@ -12,15 +12,15 @@ from ..errors import ErrorKind, StoreError
 from ..raw import RawStore, StoredPage
 from .objects import Objects
 
-# For one page, or one request about many. Nobody's engine waits.
+# The time limit for one page, or for one request about many pages. It can be long, because no engine waits.
 _REQUEST_S = 60.0
-# A listing of a large bucket takes as long as it takes; each of its requests is bounded by `timeout_s`.
+# Listing a large bucket may take long; `timeout` limits each of its requests.
 _LISTING_S = 24 * 3600.0
 
 
 class S3RawStore(RawStore):
-    """See RawStore. `used_s` is when a page was stored. `remove` counts pages that were gone already: the API does not
-    tell. Raises BackendUnavailable and ConfigError as S3Backend."""
+    """See RawStore. `used_s` is the time when a page was stored. `remove` also counts pages that were already missing,
+    because the API does not report them. Raises BackendUnavailable and ConfigError as S3Backend."""
 
     def __init__(self, options: S3StorageOptions) -> None:
         self._objects = Objects(options)
@@ -37,7 +37,7 @@ class S3RawStore(RawStore):
             return self._objects.client.get_start(name, bytes_max, deadline=time.monotonic() + _REQUEST_S)
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        """See RawStore. A bucket knows no chains, the header in `data` does."""
+        """See RawStore. A bucket stores no chains; the header in `data` has the parent."""
         name = self._objects.name(page.namespace, page.key)
         with _for_an_operator():
             try:
@@ -53,7 +53,9 @@ class S3RawStore(RawStore):
         with _for_an_operator():
             kinds = self._objects.remove_many(names, deadline=time.monotonic() + _REQUEST_S)
         if kinds:
-            raise BackendUnavailable(f"s3 store: {len(kinds)} of {len(names)} pages stay: {kinds[0]}; try again")
+            raise BackendUnavailable(
+                f"s3 store: {len(kinds)} of {len(names)} pages were not removed: {kinds[0]}; try again"
+            )
         return len(names)
 
     def close(self) -> None:
@@ -63,8 +65,8 @@ class S3RawStore(RawStore):
 
 @contextlib.contextmanager
 def _for_an_operator() -> Iterator[None]:
-    """Raise BackendUnavailable in place of StoreError."""
+    """Turn StoreError into BackendUnavailable."""
     try:
         yield
     except StoreError as error:
-        raise BackendUnavailable(f"s3 store: {error}; try again when the store is well") from error
+        raise BackendUnavailable(f"s3 store: {error}; try again when the store works") from error

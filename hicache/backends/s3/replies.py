@@ -1,7 +1,7 @@
-"""What replies say: the kind of an error by its status and code, and the few fields of documents that are asked for.
+"""Parsing of replies: the error kind by status and code, and the few needed fields of XML documents.
 
-A hostile store may send any bytes. Documents are read as UTF-8, with no entities of their own, and with bounds on tags,
-elements and depth, so that reading takes a small multiple of the bytes of a body, which the client bounds.
+A hostile store may send any bytes. Documents are read as UTF-8, must not declare entities, and have limits on tags,
+elements and depth. So parsing takes memory of a small multiple of the body's size, which the client limits.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from xml.etree import ElementTree
 from ..errors import ErrorKind, StoreError
 
 LISTED_MAX = 1000  # keys per page of a listing and per DeleteObjects: the API's own limit
-# Bodies of errors, and of what is not asked for.
+# The limit for bodies of errors, and for bodies that are not needed.
 ERROR_BYTES_MAX = 64 << 10
-# A thousand keys of the greatest length the API allows, with what stands around each.
+# Enough for a thousand keys of the longest allowed length, with the elements around each.
 LISTING_BYTES_MAX = 8 << 20
-# The documents of S3 have four levels, and about fifteen elements in an entry.
+# Limits with room to spare: S3 documents have four levels and about fifteen elements per entry.
 _DEPTH_MAX = 8
 _ELEMENTS_MAX = 40 * LISTED_MAX
-# S3 declares no document type, and its tags have at most one attribute. Each attribute would become several objects.
+# S3 documents have no document type, and at most one attribute per tag. Each attribute would become several objects.
 _SUSPECT = re.compile(rb"<!DOCTYPE|<[^<>]{4096}")
-# The parser ends at the first piece that breaks a bound.
+# The body is parsed in pieces of this size; parsing stops at the first piece that exceeds a limit.
 _PIECE_BYTES = 64 << 10
 _ENTRIES = frozenset({"Contents", "Error"})
 _FIELDS = frozenset({"Code", "IsTruncated", "Key", "LastModified", "NextContinuationToken", "Size"})
-# Tokens travel in the target of the next request, which servers limit to 8 KiB and more.
+# Tokens are sent in the URL of the next request, which servers limit to 8 KiB or more.
 _TOKEN_LENGTH_MAX = 4096
 _SIZE = re.compile("[0-9]{1,15}")
 
 
-# A server may ask for any time; what is asked for beyond this is not believed.
+# The longest pause accepted from a server: it may send any number.
 _RETRY_AFTER_MAX_S = 60.0
-# Codes in the body of an error say more than its status. From the list of error codes in the S3 API reference, and
-# what servers other than AWS use. Messages name these codes only: a server can send what it was sent in place of one.
+# The code in an error's body is more precise than its status. The list has codes of the S3 API reference and of other
+# servers. Messages show only these codes: a hostile server could send back a secret instead of a code.
 _BY_CODE: Mapping[str, ErrorKind] = {
     "SlowDown": ErrorKind.THROTTLED,
     "Throttling": ErrorKind.THROTTLED,
@@ -91,7 +91,7 @@ _BY_STATUS: Mapping[int, ErrorKind] = {
 
 
 def failed_reply(status: int, code: str, retry_after: str = "") -> StoreError:
-    """Return what an error reply means; `retry_after` is its header of that name. Dates in it are not understood."""
+    """Return the StoreError for an error reply. `retry_after` is its Retry-After header; dates in it are ignored."""
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status)
     if kind is None:
         kind = ErrorKind.BAD_REQUEST if 400 <= status < 500 else ErrorKind.PROTOCOL
@@ -102,7 +102,7 @@ def failed_reply(status: int, code: str, retry_after: str = "") -> StoreError:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One object of a listing; `modified_s` is Unix time, None if the server does not say."""
+    """One object of a listing. `modified_s` is Unix time, None if unknown."""
 
     name: str
     size_bytes: int
@@ -111,14 +111,14 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One page of a listing; `next_token` is None on the last one."""
+    """One page of a listing. `next_token` is None on the last page."""
 
     objects: Sequence[Listed]
     next_token: str | None
 
 
 class Document:
-    """A parser's target: the name of the root, the fields in it, and the fields of each of its entries."""
+    """The target of the XML parser: the name of the root element, its fields, and the fields of each entry."""
 
     def __init__(self) -> None:
         self.root = ""
@@ -133,7 +133,7 @@ class Document:
         self._depth += 1
         self._elements += 1
         if self._depth > _DEPTH_MAX or self._elements > _ELEMENTS_MAX:
-            raise StoreError(ErrorKind.PROTOCOL, "the reply is deeper or longer than a document of S3")
+            raise StoreError(ErrorKind.PROTOCOL, "the reply is deeper or longer than an S3 document")
         name = tag.rpartition("}")[2]
         if self._depth == 1:
             self.root = name
@@ -163,11 +163,11 @@ class Document:
 
 
 def read_document(reply: bytes) -> Document:
-    """Parse `reply`. Raises StoreError if it is not such a document."""
+    """Parse `reply`. Raises StoreError if it is not an S3 document."""
     if _SUSPECT.search(reply):
-        raise StoreError(ErrorKind.PROTOCOL, "the reply is not a document of S3")
+        raise StoreError(ErrorKind.PROTOCOL, "the reply is not an S3 document")
     document = Document()
-    # The encoding is given, because one that the document names would be looked up among all of Python's.
+    # The encoding is fixed; otherwise the document could choose any of Python's codecs.
     parser = ElementTree.XMLParser(target=document, encoding="utf-8")
     try:
         for start in range(0, len(reply), _PIECE_BYTES):
@@ -179,8 +179,7 @@ def read_document(reply: bytes) -> Document:
 
 
 def _expect_root(reply: bytes, root: str) -> Document:
-    """The document in `reply`. Raises StoreError for one with another root; an error that comes with the status of
-    a success is one too."""
+    """Parse `reply`. Raises StoreError if its root is not `root`, also for an error document sent with status 200."""
     document = read_document(reply)
     if document.root == "Error":
         raise failed_reply(500, document.fields.get("Code", ""))
@@ -190,7 +189,7 @@ def _expect_root(reply: bytes, root: str) -> Document:
 
 
 def error_code(reply: bytes) -> str:
-    """The code in the body of an error reply, empty if there is none."""
+    """Return the code in the body of an error reply, empty if there is none."""
     try:
         return read_document(reply).fields.get("Code", "")
     except StoreError:
@@ -198,22 +197,22 @@ def error_code(reply: bytes) -> str:
 
 
 def read_removals(reply: bytes) -> list[str]:
-    """What went wrong with each object that could not be removed. Raises StoreError."""
+    """Return the error kind of each object that was not removed. Raises StoreError."""
     entries = _expect_root(reply, "DeleteResult").entries
     return [failed_reply(400, entry.get("Code", "")).kind for entry in entries]
 
 
 def read_listing(reply: bytes) -> Listing:
-    """One page of a listing. Raises StoreError."""
+    """Return one page of a listing. Raises StoreError."""
     document = _expect_root(reply, "ListBucketResult")
     if "IsTruncated" not in document.fields:
-        raise StoreError(ErrorKind.PROTOCOL, "the listing does not say whether it is the whole")
+        raise StoreError(ErrorKind.PROTOCOL, "the listing has no IsTruncated")
     objects = [_listed(entry) for entry in document.entries]
     if document.fields["IsTruncated"] != "true":
         return Listing(objects, None)
     token = document.fields.get("NextContinuationToken", "")
     if not 0 < len(token) <= _TOKEN_LENGTH_MAX:
-        raise StoreError(ErrorKind.PROTOCOL, f"the listing goes on, and its token has {len(token)} characters")
+        raise StoreError(ErrorKind.PROTOCOL, f"the listing is truncated, and its token has {len(token)} characters")
     return Listing(objects, token)
 
 
@@ -227,5 +226,5 @@ def _listed(entry: Mapping[str, str]) -> Listed:
 def _unix_time(text: str) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):  # the latter for years that no clock of this machine has
+    except (ValueError, OverflowError):  # the latter for years out of this machine's range
         return None

@@ -1,7 +1,7 @@
 """Signature Version 4 of the AWS API, for the few requests that a store of pages makes.
 
-The algorithm is in "Authenticating Requests (AWS Signature Version 4)" of the Amazon S3 API reference. botocore has it
-too, for any request and at 0.1 ms each, which is as long as a page of 256 KiB takes to arrive; tests compare the two.
+The algorithm is in "Authenticating Requests (AWS Signature Version 4)" of the Amazon S3 API reference. botocore also
+implements it, but takes 0.1 ms per request, as long as a page of 256 KiB takes to arrive. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Keys of one identity. Only the identifier is shown. Raises ValueError for keys that cannot be part of a request:
-    those that are not visible ASCII, and a secret key that cannot be printed."""
+    """The keys of one identity. `repr` shows only the access key. Raises ValueError if the access key or the token is
+    not visible ASCII, or the secret key is not printable."""
 
     access_key: str
     secret_key: str = field(repr=False)
@@ -31,7 +31,7 @@ class Credentials:
     def __post_init__(self) -> None:
         sent = (self.access_key, "-" if self.session_token is None else self.session_token)
         if not all(map(_VISIBLE.fullmatch, sent)) or not str.isprintable(self.secret_key):
-            raise ValueError("hold characters that no key has: remove line ends, spaces and the like")
+            raise ValueError("contain characters that are not valid in a key; remove line ends and spaces")
 
 
 def signed_headers(
@@ -45,10 +45,10 @@ def signed_headers(
     payload_sha256: str,
     now_s: float | None = None,
 ) -> dict[str, str]:
-    """Return `headers` and those that authenticate the request, all of them signed.
+    """Return `headers` plus the headers that authenticate the request, all signed. `now_s` is Unix time, by default
+    now.
 
-    Names of headers are lower-case; `path` and `query` are encoded already, and names in `query` are sorted. `now_s` is
-    Unix time, by default now.
+    REQUIRES: names of headers are lower-case; `path` and `query` are encoded; names in `query` are sorted.
     """
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
     signed = {**headers, "x-amz-content-sha256": payload_sha256, "x-amz-date": moment}

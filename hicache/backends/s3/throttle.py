@@ -1,7 +1,7 @@
-"""How many requests may be in flight: as many as are allowed, fewer after the server has asked to slow down.
+"""A limit on requests in flight, which is lower after the server has asked to slow down.
 
-Additive increase, multiplicative decrease (Chiu and Jain, 1989): a reply that says "slow down" halves the limit, each
-round of answered requests adds one to it.
+Additive increase, multiplicative decrease (Chiu and Jain, 1989): a "slow down" reply halves the limit; each round of
+answered requests adds one to it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from ..errors import ErrorKind, StoreError
 
-# Replies of requests that were in flight when the limit was cut say nothing new about it.
+# After a cut, replies to requests already in flight must not cut the limit again.
 _CUT_INTERVAL_S = 0.5
 
 
@@ -33,14 +33,14 @@ class Throttle:
 
     @property
     def limit(self) -> int:
-        """How many requests may be in flight now."""
+        """The number of requests that may be in flight now."""
         with self._state:
             return int(self._limit)
 
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
-        """Wait for the turn of a request, whose StoreError says how it ended. Raises StoreError if there is no turn
-        until `deadline`, or if the server wants no request yet."""
+        """A context for one request: waits until it may be sent, and learns from the StoreError that leaves the
+        context. Raises StoreError at `deadline`, or if the server has asked for a pause."""
         self._enter(deadline)
         failure = None
         try:

@@ -152,7 +152,7 @@ def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dic
         ("levels", {"promote": 2}, "promote"),
         ("levels", {"cascade_bytes_max": 0}, "cascade_bytes_max"),
         ("levels", {"cascade_bytes_max": "much"}, "cascade_bytes_max"),
-        ("levels", {"cascade_bytes_max": 1}, "holds no page"),
+        ("levels", {"cascade_bytes_max": 1}, "less than one page"),
         ("sharded", {}, "needs a name"),
     ],
 )  # fmt: skip

@@ -79,7 +79,7 @@ def test_a_variable_that_is_not_set_and_a_file_that_lets_others_in(tmp_path: Pat
     file.write_text("\n")
     refused("is empty", ConfigError, url=url, password_file=file)
     refused("not both", ConfigError, url=url, password_file=file, password_env="X")
-    refused("a user name goes with", ConfigError, url=url, username="me")
+    refused("a user name needs a password", ConfigError, url=url, username="me")
 
 
 def test_a_user_without_rights_to_the_keys(login: Callable[[DevService], None]) -> None:
@@ -95,7 +95,7 @@ def test_tls_to_a_server_without_and_to_one_nobody_vouches_for(valkey: ValkeySer
     refused("timeout.*redis:// against rediss://", url=plain, tls_ca_file=made.ca_file, timeout=0.3)
     with Proxy(valkey.port, tls=made.server_context()) as proxy:
         refused("tls.*tls_ca_file", url=f"rediss://127.0.0.1:{proxy.port}")
-        refused("closed the connection|not a Redis server|timeout", url=f"redis://127.0.0.1:{proxy.port}")
+        refused("closed the connection|not from a Redis server|timeout", url=f"redis://127.0.0.1:{proxy.port}")
         missing = tmp_path / "missing.pem"
         refused("tls_ca_file .* cannot be read", ConfigError, url="rediss://127.0.0.1:1", tls_ca_file=missing)
         url = f"rediss://127.0.0.1:{proxy.port}"
@@ -120,13 +120,13 @@ def answering() -> Iterator[Callable[[bytes], int]]:
 @pytest.mark.parametrize(
     ("answer", "match"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a Redis server"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not from a Redis server"),
         (b"-ERR unknown command\r\n", "older than Redis 6.2"),
         (b"*4\r\n$7\r\nversion\r\n$5\r\n5.0.7\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n", "version 5.0; use Redis 6.2"),
         (b"*4\r\n$7\r\nversion\r\n$5\r\n6.2.0\r\n$4\r\nmode\r\n$8\r\nsentinel\r\n", "name it under sentinels"),
         (b"-LOADING Redis is loading the dataset in memory\r\n", "still reading its data set"),
         (b"-ERR max number of clients reached\r\n", "maxclients"),
-        (b":1\r\n", "not a Redis server"),
+        (b":1\r\n", "not from a Redis server"),
     ],
 )
 def test_servers_of_another_kind(answering: Callable[[bytes], int], answer: bytes, match: str) -> None:

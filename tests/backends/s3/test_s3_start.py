@@ -61,7 +61,7 @@ def test_a_port_where_nobody_listens_is_said_at_start(stub: StubS3) -> None:
 
 def test_a_server_that_speaks_something_else_is_said_at_start(stub: StubS3) -> None:
     stub.fault = lambda request: Answer(b"SSH-2.0-x\r\n\r\n", "close")
-    assert "no S3 store" in refused(BackendUnavailable, options(stub.url))
+    assert "not from an S3 store" in refused(BackendUnavailable, options(stub.url))
 
 
 def test_a_server_that_is_silent_is_said_at_start(stub: StubS3) -> None:
