@@ -232,7 +232,7 @@ def _loads(backend: StorageBackend, keys: list[bytes]) -> bool:
 @pytest.mark.usefixtures("logged_in")
 @pytest.mark.parametrize("hurt", KINDS, ids=lambda kind: kind.name, indirect=True)
 @pytest.mark.parametrize("mode", [Override.AUTO, Override.ON])
-def test_the_breaker_leaves_a_store_alone_that_is_down(hurt: Hurt, mode: Override) -> None:
+def test_the_breaker_stops_calls_to_a_store_that_is_down(hurt: Hurt, mode: Override) -> None:
     """And the control: switched on by its operator, every call goes to the store all the same."""
     keys = make_keys(2, "control")
 

@@ -37,7 +37,7 @@ def test_a_frame_is_padded_to_whole_blocks() -> None:
     assert frame_bytes(2 << 20) == (2 << 20) + 4096
 
 
-def test_a_page_is_not_its_own_parent(codec: FrameCodec) -> None:
+def test_a_page_is_never_its_own_parent(codec: FrameCodec) -> None:
     with pytest.raises(InvalidInput, match="its own parent"):
         sealed(codec, KEY, parent=KEY)
     frame = sealed(codec, KEY, parent=b"p" * 32)
@@ -52,7 +52,7 @@ def test_an_unsealed_frame_is_not(codec: FrameCodec) -> None:
     assert codec.check(KEY, frame) is Damage.NOT_A_FRAME
 
 
-def test_while_keys_are_changed_pages_of_both_are_believed_and_the_first_one_seals() -> None:
+def test_during_a_key_change_pages_of_both_keys_are_accepted() -> None:
     new, old = bytes(range(32)), MAC
     before, between, after = (FrameCodec(NAMESPACE, PAYLOAD, mac_keys=keys) for keys in ([old], [new, old], [new]))
     assert between.check(KEY, sealed(before)) is None
@@ -64,7 +64,7 @@ def test_while_keys_are_changed_pages_of_both_are_believed_and_the_first_one_sea
     assert after.check(KEY, frame) is None, "a page of the old key that is stored again gets the new one"
 
 
-def test_a_tag_of_one_key_under_the_name_of_another_is_not_believed() -> None:
+def test_a_tag_of_one_key_under_the_id_of_another_is_rejected() -> None:
     new, old = bytes(range(32)), MAC
     codec = FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[new, old])
     frame = sealed(FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[old]))
@@ -81,7 +81,7 @@ def test_sealing_a_sealed_frame_changes_nothing(codec: FrameCodec) -> None:
     assert codec.check(b"x" * 32, frame) is None
 
 
-def test_a_header_can_be_read_without_believing_it(codec: FrameCodec) -> None:
+def test_a_header_can_be_parsed_without_verifying_it(codec: FrameCodec) -> None:
     header = FrameHeader.parse(sealed(codec, parent=b"p" * 32))
     assert header is not None
     assert (header.page_key, header.parent_key, header.namespace) == (KEY, b"p" * 32, NAMESPACE)
@@ -90,7 +90,7 @@ def test_a_header_can_be_read_without_believing_it(codec: FrameCodec) -> None:
     assert FrameHeader.parse(bytes(HEADER_BYTES)) is None
 
 
-def test_the_card_tells_people_whose_page_it_is_and_is_no_part_of_its_identity() -> None:
+def test_label_and_weights_epoch_are_not_part_of_a_pages_identity() -> None:
     frame = sealed(FrameCodec(NAMESPACE, PAYLOAD, weights_epoch=2**64 - 1, label="a model"))
     header = FrameHeader.parse(frame)
     assert header is not None and (header.weights_epoch, header.label) == (2**64 - 1, "a model")
@@ -109,7 +109,7 @@ def test_a_label_is_cut_to_whole_printable_characters(given: str, shown: str) ->
     assert header is not None and header.label == shown
 
 
-def test_a_label_from_a_stranger_is_shown_without_control_characters() -> None:
+def test_a_foreign_label_is_shown_without_control_characters() -> None:
     frame = sealed(FrameCodec(NAMESPACE, PAYLOAD))
     frame[168:174] = b"\x1b[2J\xff\n"
     header = FrameHeader.parse(frame)
@@ -122,7 +122,7 @@ def test_any_bytes_are_a_printable_header_or_none(noise: bytes, starts_well: boo
     assert header is None or (header.label.isprintable() and header.object_bytes > 0)
 
 
-def test_a_codec_that_cannot_work_is_refused() -> None:
+def test_invalid_options_of_a_codec_are_refused() -> None:
     with pytest.raises(InvalidInput):
         FrameCodec(b"short", PAYLOAD)
     with pytest.raises(InvalidInput):

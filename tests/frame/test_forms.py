@@ -74,7 +74,7 @@ def test_pages_of_any_size_come_back(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["zstd", "zstd+gmac", "zstd+gcm"])
-def test_what_compresses_is_stored_in_fewer_blocks_and_what_does_not_is_stored_plain(name: str) -> None:
+def test_compressible_pages_take_fewer_blocks_and_others_are_stored_plain(name: str) -> None:
     codec = CODECS[name]
     short, long = stored_page(codec, SMOOTH), stored_page(codec, NOISE)
     assert len(short) < codec.frame_bytes and not len(short) % FRAME_ALIGN
@@ -119,7 +119,7 @@ def test_a_plain_page_is_stored_from_its_frame_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("name", ["gcm", "zstd", "zstd+gmac", "zstd+gcm"])
-def test_the_frame_stays_plain_while_its_stored_form_is_another_one(name: str) -> None:
+def test_the_frame_stays_plain_while_its_encoding_differs(name: str) -> None:
     codec = CODECS[name]
     frame = filled(codec, SMOOTH)
     before = bytes(frame)
@@ -151,14 +151,14 @@ def test_a_page_that_was_read_can_be_stored_again_by_any_codec(name: str) -> Non
     assert CODECS["xxh3"].check(KEY, frame) is Damage.TAG_KIND
 
 
-def test_two_seals_of_one_page_never_share_a_nonce_and_two_encryptions_no_bytes() -> None:
+def test_two_seals_of_a_page_share_no_nonce_and_two_encryptions_no_bytes() -> None:
     for codec in (CODECS["gmac"], CODECS["gcm"]):
         one, other = stored_page(codec), stored_page(codec)
         assert one[24:36] != other[24:36]
     assert sum(a == b for a, b in zip(one[256:13_000], other[256:13_000], strict=True)) < PAYLOAD // 50
 
 
-def test_stored_forms_do_not_share_memory_while_they_are_held() -> None:
+def test_encoded_pages_do_not_share_memory_while_they_are_held() -> None:
     codec = CODECS["zstd+gcm"]
     held = [codec.seal(KEY, filled(codec, smooth_payload(seed))) for seed in range(2 * IDLE_MAX)]
     for seed, stored in enumerate(held):
@@ -184,7 +184,7 @@ def test_threads_seal_and_accept_with_one_codec_at_once() -> None:
         assert list(threads.map(work, range(4))) == [0] * 4
 
 
-def test_a_buffer_is_lent_again_only_when_no_part_of_it_is_held() -> None:
+def test_a_buffer_is_reused_only_when_no_part_of_it_is_held() -> None:
     pool = BufferPool(8192)
     whole = pool.take()
     part = whole[100:200]
@@ -199,7 +199,7 @@ def test_a_buffer_is_lent_again_only_when_no_part_of_it_is_held() -> None:
     assert _address(pool.take()) == address
 
 
-def test_buffers_beyond_those_that_are_kept_are_given_back() -> None:
+def test_buffers_beyond_the_limit_of_the_pool_are_freed() -> None:
     pool = BufferPool(1 << 20)
     tracemalloc.start()
     held = [pool.take() for _ in range(3 * IDLE_MAX)]
@@ -220,7 +220,7 @@ def _address(view: memoryview) -> int:
 
 
 @MODES
-def test_every_bit_of_header_and_stored_payload_is_covered(name: str) -> None:
+def test_the_tag_covers_every_bit_of_header_and_stored_payload(name: str) -> None:
     codec = CODECS[name]
     stored = bytearray(stored_page(codec))
     header = FrameHeader.parse(memoryview(stored))
@@ -235,7 +235,7 @@ def test_every_bit_of_header_and_stored_payload_is_covered(name: str) -> None:
 
 
 @MODES
-def test_a_page_cut_or_grown_to_other_blocks_is_refused(name: str) -> None:
+def test_a_page_with_missing_or_extra_blocks_is_refused(name: str) -> None:
     codec = CODECS[name]
     stored = stored_page(codec)
     for length in range(FRAME_ALIGN, codec.frame_bytes + 1, FRAME_ALIGN):
@@ -248,7 +248,7 @@ def test_a_page_cut_or_grown_to_other_blocks_is_refused(name: str) -> None:
 
 
 @MODES
-def test_a_page_is_bound_to_its_key_and_namespace_in_every_form(name: str) -> None:
+def test_a_page_is_bound_to_its_key_and_namespace_in_every_encoding(name: str) -> None:
     codec = CODECS[name]
     stored = stored_page(codec)
     assert accept(codec, stored, b"x" * 32) is Damage.PAGE_KEY
@@ -259,7 +259,7 @@ def test_a_page_is_bound_to_its_key_and_namespace_in_every_form(name: str) -> No
     assert FrameCodec(NAMESPACE, PAYLOAD - 1, **keys).accept(KEY, arrived(codec, stored), len(stored)) is Damage.LENGTH  # type: ignore[arg-type]
 
 
-def test_pages_that_are_not_encrypted_are_not_believed_by_a_reader_with_an_encryption_key() -> None:
+def test_a_reader_with_an_encryption_key_rejects_plain_pages() -> None:
     reader = CODECS["gcm"]
     for name in ("xxh3", "gmac", "zstd", "zstd+gmac"):
         assert accept(reader, stored_page(CODECS[name])) is Damage.TAG_KIND
@@ -269,14 +269,14 @@ def test_pages_that_are_not_encrypted_are_not_believed_by_a_reader_with_an_encry
     assert accept(reader, stored_page(stranger)) is Damage.ENCRYPTION_KEY
 
 
-def test_the_key_of_tags_is_not_taken_for_that_of_encryption() -> None:
+def test_a_mac_key_and_an_encryption_key_have_different_ids() -> None:
     mac, cipher = (FrameHeader.parse(stored_page(codec)) for codec in (
         FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC]), FrameCodec(NAMESPACE, PAYLOAD, encryption_keys=[MAC]),
     ))  # fmt: skip
     assert mac is not None and cipher is not None and mac.key_id != cipher.key_id
 
 
-def test_while_encryption_keys_are_changed_pages_of_both_are_read() -> None:
+def test_during_a_change_of_encryption_keys_pages_of_both_are_read() -> None:
     new, old = bytes(range(32)), CIPHER
     before, between, after = (FrameCodec(NAMESPACE, PAYLOAD, encryption_keys=k) for k in ([old], [new, old], [new]))
     assert accept(between, stored_page(before)) is None
@@ -332,7 +332,7 @@ def test_the_forger_of_these_tests_can_forge() -> None:
 
 
 @pytest.mark.parametrize("stored", [0, 1, PAYLOAD, PAYLOAD + 1, 2**32, 2**63, 2**64 - 1])
-def test_a_stored_length_that_lies_is_refused(stored: int) -> None:
+def test_a_false_stored_length_is_refused(stored: int) -> None:
     codec = CODECS["xxh3"]
     page = forged(codec, zstandard.ZstdCompressor().compress(SMOOTH), stored=stored)
     assert accept(codec, page) in (Damage.LENGTH, Damage.SIZE, Damage.COMPRESSION, Damage.TAG)
@@ -361,7 +361,7 @@ print(peak_mib() - before)
 """
 
 
-def test_no_page_makes_a_reader_take_memory() -> None:
+def test_no_page_makes_a_reader_allocate_memory() -> None:
     """Bombs, announced and unannounced, and a window of a gigabyte. The control: expanding without the bounds."""
     codec = FrameCodec(NAMESPACE, 100_000)
     parameters = zstandard.ZstdCompressionParameters(window_log=30, write_content_size=True)
@@ -412,7 +412,7 @@ def test_any_zstd_like_bytes_under_a_right_checksum_are_a_page_or_damage(seed: i
     assert refused > 100
 
 
-def test_without_a_tag_a_changed_payload_goes_through_in_every_form() -> None:
+def test_without_a_tag_a_changed_payload_is_accepted_in_every_encoding() -> None:
     """Negative control: what the tag is for."""
     codec = FrameCodec(NAMESPACE, PAYLOAD, tag=TagKind.NONE)
     stored = bytearray(stored_page(codec))
@@ -459,7 +459,7 @@ except ConfigError as error:
 """
 
 
-def test_without_the_package_a_compressed_page_is_a_misfit_and_compressing_is_refused() -> None:
+def test_without_zstd_compressed_pages_are_unsupported_and_compression_refused() -> None:
     command = [sys.executable, "-c", _WITHOUT_ZSTANDARD, str(PAYLOAD)]
     ended = subprocess.run(command, input=stored_page(CODECS["zstd"]), capture_output=True, check=False, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, b"")
@@ -468,6 +468,6 @@ def test_without_the_package_a_compressed_page_is_a_misfit_and_compressing_is_re
 
 
 @pytest.mark.parametrize("level", [0, -1, 13, 1.5, True])
-def test_a_level_that_does_not_exist_is_refused(level: int) -> None:
+def test_an_invalid_compression_level_is_refused(level: int) -> None:
     with pytest.raises(InvalidInput):
         Compression(level)

@@ -100,7 +100,7 @@ def test_a_page_found_below_is_read_and_promoted() -> None:
     assert world.backend.copies()["part-0"].copied == 4
 
 
-def test_without_promotion_pages_stay_where_they_are() -> None:
+def test_without_promotion_pages_stay_on_their_level() -> None:
     """The control of the test above."""
     world, keys = World(promote=False), make_keys(4)
     world.put_on(1, keys)
@@ -119,7 +119,7 @@ def test_a_promoted_page_keeps_its_parent_so_that_tails_leave_first() -> None:
     world.levels[0].check()
 
 
-def test_only_what_a_level_lacks_is_asked_below() -> None:
+def test_lower_levels_are_asked_only_for_missing_pages() -> None:
     world, keys = World(promote=False), make_keys(5)
     world.put_on(0, [keys[0], keys[3]])
     world.put_on(1, keys[:3])
@@ -147,7 +147,7 @@ def test_a_lookup_follows_a_prefix_from_level_to_level_and_back() -> None:
     assert world.levels[1].called("exists")[0] == tuple(keys[3:]), "level 1 is asked from the first hole on"
 
 
-def test_a_lookup_of_a_prefix_in_shreds_ends_after_a_bounded_number_of_calls() -> None:
+def test_a_lookup_of_a_scattered_prefix_takes_a_limited_number_of_calls() -> None:
     world, keys = World(), make_keys(60)
     world.put_on(0, keys[::2])
     world.put_on(1, keys[1::2])
@@ -155,7 +155,7 @@ def test_a_lookup_of_a_prefix_in_shreds_ends_after_a_bounded_number_of_calls() -
     assert sum(len(level.called("exists")) for level in world.levels) == LOOKUPS_MAX
 
 
-def test_what_the_first_level_turns_away_is_stored_on_the_next() -> None:
+def test_a_page_that_the_first_level_rejects_is_stored_on_the_next() -> None:
     world, keys = World(first_pages=3), make_keys(5)
     assert store_chain(world.store, keys) == [STORED] * 5
     assert world.on(1, keys)[3:] == [True, True], "within the call"
@@ -166,7 +166,7 @@ def test_what_the_first_level_turns_away_is_stored_on_the_next() -> None:
     assert world.backend.batch_exists(keys, deadline=soon()) == 5
 
 
-def test_a_level_that_is_down_is_stepped_over_and_heals_by_itself() -> None:
+def test_a_level_that_is_down_is_skipped_and_heals_by_itself() -> None:
     world, keys = World(), make_keys(4)
     store_chain(world.store, keys[:2])
     world.settle()
@@ -192,7 +192,7 @@ def test_a_lower_level_that_is_down_costs_its_own_pages_only() -> None:
     assert load(world.store, keys) == [HIT, HIT, HIT, MISS]
 
 
-def test_a_level_that_hangs_is_left_at_the_deadline() -> None:
+def test_a_hanging_level_is_abandoned_at_the_deadline() -> None:
     world, keys = World(), make_keys(2)
     world.put_on(1, keys)
     world.levels[0].hanging = True
@@ -203,7 +203,7 @@ def test_a_level_that_hangs_is_left_at_the_deadline() -> None:
     world.levels[0].released.set()
 
 
-def test_every_level_down_is_an_error_and_no_exception() -> None:
+def test_all_levels_down_is_an_error_and_not_an_exception() -> None:
     world, keys = World(), make_keys(2)
     for level in world.levels:
         level.down = True
@@ -213,7 +213,7 @@ def test_every_level_down_is_an_error_and_no_exception() -> None:
     assert world.backend.delete(keys, deadline=soon()) == 0
 
 
-def test_copies_beyond_the_bound_are_dropped_and_counted() -> None:
+def test_copies_beyond_the_limit_are_dropped_and_counted() -> None:
     world, keys = World(copies=3 * PAGE), make_keys(8)
     world.levels[1].gate.clear()
     assert store_chain(world.store, keys) == [STORED] * 8
@@ -241,7 +241,7 @@ def test_a_stored_page_is_read_back_from_its_level_when_its_copy_is_written() ->
     assert load(Store(world.levels[2], world.levels[2].peek, world.levels[2].poke), keys) == [HIT] * 4
 
 
-def test_a_promoted_page_is_read_from_below_once() -> None:
+def test_a_promoted_page_is_read_from_a_lower_level_once() -> None:
     """The control of the test above."""
     world, keys = World(), make_keys(4)
     world.put_on(1, keys)
@@ -252,7 +252,7 @@ def test_a_promoted_page_is_read_from_below_once() -> None:
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
-def test_a_page_that_its_level_has_lost_is_not_copied_nor_is_the_tail_behind_it(harm: str) -> None:
+def test_a_page_lost_by_its_level_and_the_tail_after_it_are_not_copied(harm: str) -> None:
     world, keys = World(), make_keys(5)
     world.levels[1].gate.clear()
     store_chain(world.store, make_keys(1, "another"))  # keeps the thread busy until the page is hurt
@@ -281,7 +281,7 @@ def test_a_deleted_page_does_not_come_back_from_the_queue() -> None:
     assert world.on(1, others) == [True] * 2
 
 
-def test_a_deletion_waits_for_the_copy_under_way() -> None:
+def test_a_deletion_waits_for_the_copy_in_flight() -> None:
     world, keys = World(), make_keys(2)
     world.levels[1].gate.clear()
     store_chain(world.store, keys)
@@ -330,7 +330,7 @@ def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
     assert (copies.failed, copies.copied) == (1, 1)
 
 
-def test_closing_writes_what_waits_and_then_closes_each_level_once() -> None:
+def test_closing_writes_waiting_copies_and_then_closes_each_level_once() -> None:
     world, keys = World(), make_keys(5)
     world.levels[1].gate.clear()
     store_chain(world.store, keys)
@@ -343,7 +343,7 @@ def test_closing_writes_what_waits_and_then_closes_each_level_once() -> None:
     assert [level.closes for level in world.levels] == [1, 1]
 
 
-def test_closing_gives_up_on_a_level_that_hangs_and_counts_what_is_left() -> None:
+def test_closing_abandons_a_hanging_level_and_counts_the_remaining_copies() -> None:
     world, keys = World(copies=6 * PAGE), make_keys(3)
     world.levels[1].hanging = True
     store_chain(world.store, keys[:1])
@@ -354,7 +354,7 @@ def test_closing_gives_up_on_a_level_that_hangs_and_counts_what_is_left() -> Non
     assert copies.copied == 0 and copies.failed + copies.dropped == 3 and copies.waiting == 0
 
 
-def test_a_bound_below_one_page_and_a_single_level_are_refused() -> None:
+def test_a_limit_below_one_page_and_a_single_level_are_refused() -> None:
     with pytest.raises(InvalidInput, match="cascade_bytes_max"):
         World(copies=PAGE - 1)
     with pytest.raises(InvalidInput, match="two or more"):
@@ -407,7 +407,7 @@ def use(backend: LevelsBackend, parts: list[Troubled], dice: random.Random) -> N
 
 @pytest.mark.usefixtures("threads_switch_often")
 @pytest.mark.parametrize("seed", seeds(3))
-def test_random_use_by_many_threads_serves_no_wrong_page_and_forgets_what_is_deleted(seed: int) -> None:
+def test_random_use_by_threads_serves_no_wrong_and_no_deleted_page(seed: int) -> None:
     parts = [Troubled(capacity_bytes=15 * PAGE), Troubled()]
     backend = LevelsBackend(CODEC, named(*parts), cascade_bytes_max=9 * PAGE)
     in_threads(4, lambda number: use(backend, parts, rng(10 * seed + number)))

@@ -46,7 +46,7 @@ def levels(*parts: Troubled, copies: int = COPIES) -> LevelsBackend:
     return backend
 
 
-def test_a_cascade_and_a_promotion_of_a_page_in_parts_are_the_page_itself() -> None:
+def test_cascade_and_promotion_copy_a_page_in_parts_exactly() -> None:
     fast, slow = Troubled(), Troubled()
     backend, keys = levels(fast, slow), make_keys(5)
     assert put(backend, keys, views(keys)) == [STORED] * 5
@@ -75,7 +75,7 @@ def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
     assert (slow.peek(one) or b"")[-16:] == b"\xff" * 16 and (slow.peek(two) or b"\1")[-16:] == bytes(16)
 
 
-def test_a_page_is_there_if_any_level_has_it_and_each_is_asked_for_the_rest_alone() -> None:
+def test_a_page_exists_if_any_level_has_it_and_each_is_asked_for_the_rest() -> None:
     one, two, keys = Troubled(), Troubled(), make_keys(6)
     put(one, [keys[1]], full_frames(CODEC, [keys[1]]))
     put(two, [keys[4], keys[1]], full_frames(CODEC, [keys[4], keys[1]]))
@@ -87,7 +87,7 @@ def test_a_page_is_there_if_any_level_has_it_and_each_is_asked_for_the_rest_alon
     assert backend.batch_has(keys, deadline=soon()) == [False, True, False, False, True, False]
 
 
-def test_a_shard_is_asked_for_its_own_pages_in_one_call() -> None:
+def test_a_part_is_asked_for_its_own_pages_in_one_call() -> None:
     codec, keys = ShardCodec(CODEC), make_keys(20)
     parts = [Troubled(codec) for _ in range(3)]
     backend = ShardedBackend(codec, named(*parts))
@@ -104,7 +104,7 @@ def test_a_shard_is_asked_for_its_own_pages_in_one_call() -> None:
     assert [part.usage().pages for part in parts] == [0] * 3
 
 
-def test_clearing_levels_clears_all_of_them_and_no_copy_comes_later() -> None:
+def test_clearing_clears_all_levels_and_no_copy_follows() -> None:
     fast, slow = Troubled(), Troubled()
     backend, keys = levels(fast, slow), make_keys(6)
     slow.gate.clear()
@@ -124,7 +124,7 @@ def test_clearing_levels_clears_all_of_them_and_no_copy_comes_later() -> None:
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_copies_that_wait_are_forgotten_when_all_is_cleared(waiting: bool) -> None:
+def test_clearing_drops_waiting_copies(waiting: bool) -> None:
     fast, slow = Troubled(), Troubled()
     backend, keys = levels(fast, slow), make_keys(4)
     slow.gate.clear()

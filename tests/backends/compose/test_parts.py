@@ -79,7 +79,7 @@ ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"t
         ("sharded", {"parts": [{**MEMORY, "name": "a"}, {**MEMORY, "name": "b"}]}, ShardedBackend),
     ],
 )  # fmt: skip
-def test_a_composition_opens_by_name_with_a_guard_before_each_part(
+def test_a_composition_opens_by_name_with_a_guard_in_front_of_each_part(
     name: str, options: dict[str, Any], kind: type[StorageBackend]
 ) -> None:
     check_backend(name, options)
@@ -112,7 +112,7 @@ def test_compositions_nest() -> None:
     backend.close()
 
 
-def test_parts_without_names_are_called_like_their_types() -> None:
+def test_parts_without_names_are_named_after_their_types() -> None:
     parts = part_specs("levels", {"levels": [MEMORY, {"type": "file", "options": {"path": "x"}}, MEMORY]})
     assert list(parts) == ["memory", "file", "memory-2"]
     assert parts["memory"] == BackendSpec("memory", {}, GuardConfig(), "memory")
@@ -156,7 +156,7 @@ def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dic
         ("sharded", {}, "needs a name"),
     ],
 )  # fmt: skip
-def test_options_that_cannot_work_are_refused_and_what_was_opened_is_closed(
+def test_invalid_options_are_refused_and_opened_parts_are_closed(
     name: str, options: dict[str, Any], message: str
 ) -> None:
     parts = [{"type": SWITCHED}] * 2
@@ -185,7 +185,7 @@ def until_open(caches: list[HiRadixCache]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_cache_starts_without_a_part_that_is_down_and_uses_the_composition_once_it_is_open(ranks: int) -> None:
+def test_a_cache_starts_without_a_part_that_is_down_and_uses_it_later(ranks: int) -> None:
     """With ranks, the part is down for one of them."""
     groups = gloo_ranks(ranks, deadline_s=60.0) if ranks > 1 else [None]
     REFUSING.set()
@@ -200,7 +200,7 @@ def test_a_cache_starts_without_a_part_that_is_down_and_uses_the_composition_onc
         cache.close()
 
 
-def test_a_cache_does_not_start_without_a_store_of_its_own_that_is_down() -> None:
+def test_a_cache_does_not_start_if_its_single_store_is_down() -> None:
     """The control of the test above: a single store shows a mistake at once."""
     REFUSING.set()
     with pytest.raises(BackendUnavailable):
@@ -216,7 +216,7 @@ def test_if_one_part_cannot_be_opened_those_before_it_are_closed(name: str) -> N
     assert len(OPENED) == 1
 
 
-def test_memory_and_compositions_have_no_raw_store_and_say_so() -> None:
+def test_memory_and_compositions_report_that_they_have_no_raw_store() -> None:
     for spec in (BackendSpec("memory"), BackendSpec("levels", {"levels": [MEMORY, MEMORY]})):
         with pytest.raises(ConfigError, match=f"{spec.type}: cannot be listed; file, .* can"):
             open_raw(spec)

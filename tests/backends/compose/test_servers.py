@@ -89,7 +89,7 @@ def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[LevelsBackend, 
     return backend, Store(backend, lambda key: None, lambda key, data: None)
 
 
-def test_a_lower_level_that_hangs_costs_its_own_pages_and_comes_back(tmp_path: Path) -> None:
+def test_a_hanging_lower_level_costs_its_own_pages_and_recovers(tmp_path: Path) -> None:
     keys, more = make_keys(6), make_keys(3, "more")
     with ValkeyServer() as server:
         backend, store = open_levels(file_part(tmp_path / "s"), part(server.storage(timeout=0.2)))
@@ -115,7 +115,7 @@ def test_a_lower_level_that_hangs_costs_its_own_pages_and_comes_back(tmp_path: P
         backend.close()
 
 
-def test_a_first_level_that_is_killed_is_stepped_over_and_filled_again_when_it_comes_back_empty(tmp_path: Path) -> None:
+def test_a_killed_first_level_is_skipped_and_filled_again_after_its_restart(tmp_path: Path) -> None:
     keys = make_keys(6)
     with ValkeyServer() as server:
         backend, store = open_levels(part(server.storage(timeout=0.2)), file_part(tmp_path / "s"))
@@ -136,7 +136,7 @@ def test_a_first_level_that_is_killed_is_stepped_over_and_filled_again_when_it_c
         backend.close()
 
 
-def test_a_second_machine_finds_in_s3_what_the_first_one_stored(
+def test_a_second_machine_finds_the_pages_that_the_first_stored_in_s3(
     seaweed: SeaweedServer, login: Callable[[DevService], None], unique_prefix: str, tmp_path: Path
 ) -> None:
     login(seaweed)

@@ -37,7 +37,7 @@ class World:
         return self.backend.placement.part_of(key)
 
 
-def test_each_page_lies_on_the_part_of_its_key_alone() -> None:
+def test_each_page_is_only_on_the_part_of_its_key() -> None:
     world, keys = World(), make_keys(60)
     store_chain(world.store, keys)
     for key in keys:
@@ -51,7 +51,7 @@ def test_placement_depends_on_names_and_not_on_their_order() -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8])
-def test_another_part_takes_its_share_and_moves_nothing_else(parts: int) -> None:
+def test_a_new_part_takes_its_share_and_moves_no_other_page(parts: int) -> None:
     names, keys = [f"part-{number}" for number in range(parts + 1)], make_keys(4000)
     small, large = Placement(names[:-1]), Placement(names)
     moved = [key for key in keys if small.part_of(key) != large.part_of(key)]
@@ -108,7 +108,7 @@ def test_a_part_that_is_down_ends_the_prefix_at_its_first_page_and_heals() -> No
     assert load(world.store, keys) == [HIT] * 30
 
 
-def test_a_part_that_hangs_is_left_at_the_deadline_and_the_others_answer() -> None:
+def test_a_hanging_part_is_abandoned_at_the_deadline_and_the_others_answer() -> None:
     world, keys = World(), make_keys(12)
     slow = world.part_of(keys[3])
     world.parts[slow].hanging = True
@@ -118,7 +118,7 @@ def test_a_part_that_hangs_is_left_at_the_deadline_and_the_others_answer() -> No
     world.parts[slow].released.set()
 
 
-def test_pages_hang_on_the_last_page_before_them_on_their_part_over_batches() -> None:
+def test_the_parent_on_a_part_is_its_previous_page_across_batches() -> None:
     world, keys = World(), make_keys(48)
     for start in range(0, 48, 8):
         store_chain(world.store, keys[start : start + 8], keys[start - 1] if start else None)
@@ -131,7 +131,7 @@ def test_pages_hang_on_the_last_page_before_them_on_their_part_over_batches() ->
         assert header is not None and header.parent_key == before, "the header names the page before in the chain"
 
 
-def test_a_page_that_levels_in_a_part_promote_keeps_the_page_before_it_in_its_header() -> None:
+def test_a_promotion_inside_a_part_keeps_the_parent_in_the_header() -> None:
     codec, keys = ShardCodec(CODEC), make_keys(12)
     tops, bottoms = [Troubled(codec), Troubled(codec)], [Troubled(codec), Troubled(codec)]
     levels = [LevelsBackend(codec, named(*both)) for both in zip(tops, bottoms, strict=True)]
@@ -176,7 +176,7 @@ def test_full_parts_drop_tails_before_heads(seed: int) -> None:
         assert kept == sorted(kept, reverse=True), "of each part's pages a prefix is left"
 
 
-def test_without_links_over_batches_the_head_goes_first() -> None:
+def test_without_links_across_batches_heads_are_evicted_first() -> None:
     """The control of the test above: chains that are forgotten at once look like many short ones."""
     world = World(part_pages=16, tails_max=0)
     parts = world.parts
@@ -188,7 +188,7 @@ def test_without_links_over_batches_the_head_goes_first() -> None:
     assert any(part != sorted(part, reverse=True) for part in kept)
 
 
-def test_usage_is_the_sum_and_has_a_capacity_if_all_parts_have_one() -> None:
+def test_usage_is_a_sum_with_a_capacity_if_all_parts_have_one() -> None:
     world, keys = World(part_pages=40), make_keys(20)
     store_chain(world.store, keys)
     usage = world.backend.usage()
@@ -198,7 +198,7 @@ def test_usage_is_the_sum_and_has_a_capacity_if_all_parts_have_one() -> None:
     open_ended.close()
 
 
-def test_one_part_or_two_of_one_name_are_refused() -> None:
+def test_a_single_part_and_equal_names_are_refused() -> None:
     with pytest.raises(InvalidInput):
         ShardedBackend(ShardCodec(CODEC), named(Troubled()))
     with pytest.raises(InvalidInput):

@@ -52,14 +52,14 @@ def opened(options: GuardConfig = OPTIONS) -> World:
     return world
 
 
-def test_failures_in_a_row_open_it_and_no_call_is_made_then() -> None:
+def test_failures_in_a_row_open_the_breaker() -> None:
     world = World()
     assert [world.call(False) for _ in range(5)] == [True, True, True, False, False]
     assert world.breaker.statistics().opens == 1
     assert world.breaker.statistics().reason == "error"
 
 
-def test_a_good_call_between_failures_keeps_it_closed() -> None:
+def test_a_good_call_between_failures_keeps_the_breaker_closed() -> None:
     world = World()
     for _ in range(4):
         for ok in (False, False, True, True, True):
@@ -67,20 +67,20 @@ def test_a_good_call_between_failures_keeps_it_closed() -> None:
     assert world.state is CLOSED
 
 
-def test_a_share_of_failures_opens_it_although_some_calls_succeed() -> None:
+def test_a_share_of_failures_opens_the_breaker_although_some_calls_succeed() -> None:
     world = World()
     made = [world.call(number % 2 == 0) for number in range(2 * WINDOW_CALLS)]
     assert sum(made) == WINDOW_CALLS
     assert world.state is OPEN
 
 
-def test_a_smaller_share_does_not() -> None:
+def test_a_smaller_share_of_failures_keeps_the_breaker_closed() -> None:
     """The control of the test above."""
     world = World()
     assert all(world.call(number % 3 > 0) for number in range(3 * WINDOW_CALLS))
 
 
-def test_after_a_single_failure_a_failed_probe_opens_it() -> None:
+def test_after_a_single_failure_a_failed_probe_opens_the_breaker() -> None:
     world = World()
     world.call(False)
     assert world.breaker.probe_at == world.time_s
@@ -89,7 +89,7 @@ def test_after_a_single_failure_a_failed_probe_opens_it() -> None:
     assert world.time_s == 1000.0, "at once"
 
 
-def test_a_good_probe_takes_no_failed_call_back() -> None:
+def test_a_good_probe_does_not_reset_the_count_of_failed_calls() -> None:
     world = World()
     for _ in range(2):
         world.call(False)
@@ -99,7 +99,7 @@ def test_a_good_probe_takes_no_failed_call_back() -> None:
     assert world.state is OPEN, "three calls in a row have failed, whatever probes say"
 
 
-def test_a_failed_probe_says_nothing_after_a_good_call() -> None:
+def test_a_failed_probe_is_ignored_after_a_good_call() -> None:
     world = World()
     world.call(False)
     begun = world.breaker.round
@@ -108,7 +108,7 @@ def test_a_failed_probe_says_nothing_after_a_good_call() -> None:
     assert world.state is CLOSED
 
 
-def test_single_failures_bring_a_probe_now_and_then_and_not_each() -> None:
+def test_not_every_single_failure_triggers_a_probe() -> None:
     """A store that loses one call in three for good is not burdened with a probe for each of them."""
     world = World()
     began_s = world.time_s
@@ -122,7 +122,7 @@ def test_single_failures_bring_a_probe_now_and_then_and_not_each() -> None:
     assert world.breaker.statistics().good_probes <= elapsed_s / OPTIONS.backoff_min + 1
 
 
-def test_pauses_between_probes_double_up_to_the_longest() -> None:
+def test_the_back_off_between_probes_doubles_up_to_its_maximum() -> None:
     world = opened()
     pauses = []
     for _ in range(7):
@@ -133,7 +133,7 @@ def test_pauses_between_probes_double_up_to_the_longest() -> None:
 
 
 @pytest.mark.parametrize("bad_probes", [0, 1, 4, 20])
-def test_it_closes_within_ten_seconds_of_healing(bad_probes: int) -> None:
+def test_the_breaker_closes_within_ten_seconds_of_healing(bad_probes: int) -> None:
     world = opened()
     for _ in range(bad_probes):
         world.probe(False)
@@ -143,7 +143,7 @@ def test_it_closes_within_ten_seconds_of_healing(bad_probes: int) -> None:
     assert world.time_s - healed_s <= 5.0 + 0.5
 
 
-def test_a_good_probe_lets_calls_through_and_the_first_that_succeeds_closes() -> None:
+def test_after_a_good_probe_the_first_good_call_closes_the_breaker() -> None:
     world = opened()
     world.probe(True)
     assert world.state is HALF_OPEN
@@ -151,7 +151,7 @@ def test_a_good_probe_lets_calls_through_and_the_first_that_succeeds_closes() ->
     assert world.state is CLOSED
 
 
-def test_pauses_keep_growing_for_a_store_that_takes_probes_and_fails_calls() -> None:
+def test_the_back_off_grows_for_a_store_that_passes_probes_and_fails_calls() -> None:
     world = opened()
     pauses = []
     for _ in range(5):
@@ -162,7 +162,7 @@ def test_pauses_keep_growing_for_a_store_that_takes_probes_and_fails_calls() -> 
     assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0]
 
 
-def test_after_a_good_call_the_next_pause_is_short_again() -> None:
+def test_a_good_call_resets_the_back_off() -> None:
     world = opened()
     for _ in range(5):
         world.probe(False)
@@ -173,7 +173,7 @@ def test_after_a_good_call_the_next_pause_is_short_again() -> None:
     assert world.breaker.probe_at - world.time_s == 0.5
 
 
-def test_a_call_that_began_before_the_breaker_opened_says_nothing_after_it() -> None:
+def test_a_call_that_began_before_the_breaker_opened_is_ignored() -> None:
     world = World()
     old = world.breaker.round
     for _ in range(3):
@@ -185,7 +185,7 @@ def test_a_call_that_began_before_the_breaker_opened_says_nothing_after_it() -> 
     assert world.state is HALF_OPEN
 
 
-def test_a_probe_that_began_before_the_breaker_opened_says_nothing_after_it() -> None:
+def test_a_probe_that_began_before_the_breaker_opened_is_ignored() -> None:
     world = opened()
     world.probe(True)
     begun = world.breaker.round
@@ -195,7 +195,7 @@ def test_a_probe_that_began_before_the_breaker_opened_says_nothing_after_it() ->
     world.breaker.check()
 
 
-def test_a_trip_has_its_own_pause_and_probes_go_on_after_it_as_always() -> None:
+def test_a_trip_has_its_own_back_off_and_probes_follow_as_usual() -> None:
     world = World()
     world.breaker.trip("damage", 30.0, world.time_s)
     assert (world.state, world.breaker.probe_at - world.time_s) == (OPEN, 30.0)
@@ -205,14 +205,14 @@ def test_a_trip_has_its_own_pause_and_probes_go_on_after_it_as_always() -> None:
     assert world.state is HALF_OPEN
 
 
-def test_jitter_shortens_a_pause() -> None:
+def test_jitter_shortens_the_back_off() -> None:
     world = World(jitter=0.5)
     for _ in range(3):
         world.call(False)
     assert world.breaker.probe_at - world.time_s == 0.25
 
 
-def test_the_operator_switches_it_off_on_and_back() -> None:
+def test_the_operator_forces_a_breaker_off_on_and_back() -> None:
     world = World()
     world.breaker.set_override(Override.OFF)
     assert world.state is OPEN
@@ -227,7 +227,7 @@ def test_the_operator_switches_it_off_on_and_back() -> None:
     assert world.state is CLOSED
 
 
-def test_an_open_breaker_without_a_probe_is_found_by_its_check() -> None:
+def test_check_detects_an_open_breaker_without_a_planned_probe() -> None:
     world = opened()
     world.breaker.probe_at = math.inf
     with pytest.raises(InvariantError, match="no probe"):
@@ -247,7 +247,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_whatever_happens_it_heals_once_the_store_does(events: list[tuple[str, bool | Override]]) -> None:
+def test_after_any_history_the_breaker_closes_once_the_store_works(events: list[tuple[str, bool | Override]]) -> None:
     world = World()
     early = world.breaker.round
     for kind, value in events:
@@ -269,7 +269,7 @@ def test_whatever_happens_it_heals_once_the_store_does(events: list[tuple[str, b
 
 
 @given(st.lists(st.booleans(), max_size=200))
-def test_an_opening_needs_so_many_failures(calls: list[bool]) -> None:
+def test_the_breaker_opens_only_after_enough_failures(calls: list[bool]) -> None:
     world = World()
     failures = 0
     for ok in calls:

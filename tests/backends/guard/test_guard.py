@@ -54,7 +54,7 @@ def break_reads(guard: GuardedBackend, store: Troubled) -> None:
         get(guard, make_keys(1))
 
 
-def test_a_call_without_time_left_is_not_made_and_no_failure(store: Troubled) -> None:
+def test_a_call_after_its_deadline_is_not_made_and_not_a_failure(store: Troubled) -> None:
     guard, keys = guard_of(store), make_keys(2)
     for _ in range(10):
         assert guard.batch_get(keys, empty_frames(CODEC, 2), deadline=past()) == [GET_ERROR] * 2
@@ -65,7 +65,7 @@ def test_a_call_without_time_left_is_not_made_and_no_failure(store: Troubled) ->
     assert guard.statistics().errors == {"deadline": 60}
 
 
-def test_after_failures_in_a_row_reads_are_not_made_and_writes_still_are(store: Troubled) -> None:
+def test_failed_reads_in_a_row_stop_reads_and_not_writes(store: Troubled) -> None:
     guard, keys = guard_of(store), make_keys(3)
     put(guard, keys)
     break_reads(guard, store)
@@ -78,7 +78,7 @@ def test_after_failures_in_a_row_reads_are_not_made_and_writes_still_are(store: 
     assert refused(guard, READ, Refusal.OPEN) == before + 2
 
 
-def test_failing_stores_close_the_direction_of_writing_alone(store: Troubled) -> None:
+def test_failed_writes_in_a_row_stop_writes_and_not_reads(store: Troubled) -> None:
     guard, keys = guard_of(store), make_keys(2)
     store.fail_pages = set(keys)
     for _ in range(5):  # probes, whose pages are others, are good
@@ -88,7 +88,7 @@ def test_failing_stores_close_the_direction_of_writing_alone(store: Troubled) ->
     assert get(guard, make_keys(2, "others")) == [MISS] * 2
 
 
-def test_a_full_store_is_no_failure() -> None:
+def test_a_full_store_is_not_a_failure() -> None:
     memory = MemoryBackend(CODEC, CODEC.frame_bytes)
     guard = guard_of(memory)
     (first,) = make_keys(1)
@@ -99,7 +99,7 @@ def test_a_full_store_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("verb", ["batch_exists", "batch_has"])
-def test_a_lookup_that_finds_nothing_is_a_failure_if_the_store_is_down(store: Troubled, verb: str) -> None:
+def test_a_lookup_without_hits_is_a_failure_if_the_store_is_down(store: Troubled, verb: str) -> None:
     guard, keys = guard_of(store), make_keys(4)
     nothing = 0 if verb == "batch_exists" else [False] * 4
 
@@ -119,7 +119,7 @@ def test_a_lookup_that_finds_nothing_is_a_failure_if_the_store_is_down(store: Tr
     ("verb", "failed", "good"),
     [("exists", 0, 4), ("has", [False] * 4, [True] * 4), ("get", [GET_ERROR] * 4, [HIT] * 4)],
 )
-def test_a_call_that_failed_once_is_tried_again_if_there_is_a_budget(
+def test_a_failed_call_is_retried_within_the_budget(
     store: Troubled, share: float, verb: str, failed: object, good: object
 ) -> None:
     """Without one, the control, the same call fails."""
@@ -135,7 +135,7 @@ def test_a_call_that_failed_once_is_tried_again_if_there_is_a_budget(
     assert guard.guard_statistics().retried_calls.get(READ, 0) == (1 if share else 0)
 
 
-def test_a_few_failed_pages_of_a_batch_are_no_failed_call(store: Troubled) -> None:
+def test_a_few_failed_pages_of_a_batch_are_not_a_failed_call(store: Troubled) -> None:
     guard, keys = guard_of(store), make_keys(8)
     put(guard, keys)
     store.fail_pages = set(keys[:3])
@@ -147,7 +147,7 @@ def test_a_few_failed_pages_of_a_batch_are_no_failed_call(store: Troubled) -> No
 # Retries
 
 
-def test_only_the_failed_pages_are_tried_again(store: Troubled) -> None:
+def test_only_failed_pages_are_retried(store: Troubled) -> None:
     guard, keys = guard_of(store, patient(retry_share=0.1)), make_keys(6)
     put(guard, keys)
     get(guard, keys)
@@ -157,7 +157,7 @@ def test_only_the_failed_pages_are_tried_again(store: Troubled) -> None:
     assert list(map(len, store.called("get"))) == [6, 2]
 
 
-def test_pages_are_stored_again_behind_their_parents(store: Troubled) -> None:
+def test_retried_pages_keep_their_parents(store: Troubled) -> None:
     guard, keys = guard_of(store, patient(retry_share=0.1)), make_keys(7)
     parent = make_keys(1, "before")[0]
     store.fail_pages = {keys[0], keys[3], keys[4]}
@@ -179,7 +179,7 @@ class StopsEarly(Troubled):
         return done + [SET_ERROR] * (len(keys) - first)
 
 
-def test_a_part_of_a_batch_that_is_stored_again_does_not_follow_one_of_its_own_pages() -> None:
+def test_the_parent_of_retried_pages_is_never_one_of_them() -> None:
     """Where a key comes twice, the page before the failed ones can be among them."""
     store, (one, two, three) = StopsEarly(), make_keys(3)
     guard = guard_of(store, patient(retry_share=0.1))
@@ -187,7 +187,7 @@ def test_a_part_of_a_batch_that_is_stored_again_does_not_follow_one_of_its_own_p
     assert store.parents() == [None, None]
 
 
-def test_a_store_that_is_down_is_asked_a_tenth_more_and_no_more(store: Troubled) -> None:
+def test_retries_add_at_most_a_tenth_of_load_on_a_store_that_is_down(store: Troubled) -> None:
     guard = guard_of(store, GuardConfig(read="on", write="on"))  # the breaker would save it from most calls
     keys = make_keys(4)
     get(guard, keys)
@@ -202,7 +202,7 @@ def test_a_store_that_is_down_is_asked_a_tenth_more_and_no_more(store: Troubled)
     assert sum(map(len, store.called("get"))) <= 4 * (calls + retried)
 
 
-def test_nothing_is_tried_again_when_the_time_would_not_do(store: Troubled) -> None:
+def test_a_call_is_not_retried_if_too_little_time_is_left(store: Troubled) -> None:
     guard, keys = guard_of(store, patient(retry_share=1.0)), make_keys(2)
     store.down = True
     time_left_s = 0.02  # less than the pause before a second try
@@ -210,7 +210,7 @@ def test_nothing_is_tried_again_when_the_time_would_not_do(store: Troubled) -> N
     assert guard.guard_statistics().retried_calls == {}
 
 
-def test_what_hung_is_not_tried_again() -> None:
+def test_a_call_that_hung_is_not_retried() -> None:
     """A clock of its own: each call takes half a second of it."""
     passed_s = [0.0]
 
@@ -233,7 +233,7 @@ def test_what_hung_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError("away"), KeyError("x"), MemoryError()])
-def test_what_a_backend_raises_is_counted_and_an_outcome(store: Troubled, error: Exception) -> None:
+def test_an_exception_of_the_backend_is_counted_and_becomes_an_outcome(store: Troubled, error: Exception) -> None:
     guard, keys = guard_of(store, patient(failures=100)), make_keys(2)
     store.raises = error
     assert get(guard, keys) == [GET_ERROR] * 2
@@ -244,7 +244,7 @@ def test_what_a_backend_raises_is_counted_and_an_outcome(store: Troubled, error:
 
 
 @pytest.mark.parametrize("error", [BackendError("still busy"), RuntimeError("a bug")])
-def test_of_what_a_backend_raises_in_close_only_its_own_error_comes_out(error: Exception) -> None:
+def test_close_raises_only_errors_of_the_backends_own_class(error: Exception) -> None:
     class Stuck(Troubled):
         def close(self) -> None:
             raise error
@@ -257,7 +257,7 @@ def test_of_what_a_backend_raises_in_close_only_its_own_error_comes_out(error: E
 
 
 @pytest.mark.parametrize("answer", [[], [HIT], [HIT, "hit"], ["hit", "hit"], (HIT, HIT), 7, [STORED, STORED], -1])
-def test_an_answer_against_the_contract_is_an_error(store: Troubled, answer: Any) -> None:
+def test_an_answer_that_breaks_the_contract_is_an_error(store: Troubled, answer: Any) -> None:
     guard, keys = guard_of(store, patient(failures=100)), make_keys(2)
     store.answers = answer
     assert get(guard, keys) == [GET_ERROR] * 2
@@ -266,7 +266,7 @@ def test_an_answer_against_the_contract_is_an_error(store: Troubled, answer: Any
 
 
 @pytest.mark.parametrize("answer", [[], [True], [True, 1], (True, True), 2, -1, True, "ab"])
-def test_an_answer_of_the_wrong_kind_is_no_page(store: Troubled, answer: Any) -> None:
+def test_an_answer_of_the_wrong_type_is_a_failure(store: Troubled, answer: Any) -> None:
     guard = guard_of(store)
     store.answers = answer
     assert guard.batch_has(make_keys(2), deadline=soon()) == [False] * 2
@@ -274,7 +274,7 @@ def test_an_answer_of_the_wrong_kind_is_no_page(store: Troubled, answer: Any) ->
 
 
 @pytest.mark.parametrize("answer", [-1, "many", True, [1]])
-def test_a_removal_that_answers_nonsense_or_raises_counts_as_failed(store: Troubled, answer: Any) -> None:
+def test_a_removal_with_an_invalid_answer_or_an_exception_counts_as_failed(store: Troubled, answer: Any) -> None:
     guard = guard_of(store)
     store.answers = answer
     assert guard.clear(deadline=soon()) == 0
@@ -296,7 +296,7 @@ class Unable(Troubled):
         raise ConnectionError("away")
 
 
-def test_usage_and_statistics_that_raise_are_what_they_were() -> None:
+def test_usage_and_statistics_that_raise_keep_their_last_values() -> None:
     guard = guard_of(Unable())
     assert guard.usage() == Usage(0, 0, None)
     assert set(guard.statistics().errors) == {"raised_ConnectionError"}
@@ -327,7 +327,7 @@ def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Troubled) -> None
     assert put(guard, make_keys(1, "new")) == [SET_ERROR], "what cannot be read back need not be written"
 
 
-def test_without_a_guard_the_same_reader_destroys_all(store: Troubled) -> None:
+def test_without_a_guard_the_same_reader_destroys_all_pages(store: Troubled) -> None:
     """The control of the test above."""
     keys = make_keys(300)
     foreign(store, keys)
@@ -335,7 +335,7 @@ def test_without_a_guard_the_same_reader_destroys_all(store: Troubled) -> None:
     assert store.pages == 0
 
 
-def test_once_something_sound_was_read_a_batch_is_one_call(store: Troubled) -> None:
+def test_after_a_sound_page_a_batch_is_one_call(store: Troubled) -> None:
     guard, keys = guard_of(store), make_keys(40)
     put(guard, keys)
     store.calls.clear()
@@ -359,7 +359,7 @@ def test_the_operator_switches_directions(store: Troubled) -> None:
     assert (state.override, state.state) == (Override.ON, BreakerState.CLOSED)
 
 
-def test_calls_are_timed_by_verb(store: Troubled) -> None:
+def test_the_latency_of_calls_is_counted_by_verb(store: Troubled) -> None:
     guard, keys = guard_of(store), make_keys(2)
     put(guard, keys)
     get(guard, keys)
@@ -371,7 +371,7 @@ def test_calls_are_timed_by_verb(store: Troubled) -> None:
     assert calls == {Verb.EXISTS: 1, Verb.GET: 2, Verb.SET: 1, Verb.DELETE: 1, Verb.TOUCH: 1}
 
 
-def test_the_leaf_behind_a_guard_is_found(store: Troubled) -> None:
+def test_leaves_finds_the_backend_behind_a_guard(store: Troubled) -> None:
     guard = guard_of(store)
     assert isinstance(guard, Composite)
     assert list(leaves(guard)) == [store]
@@ -386,7 +386,7 @@ class Pair(MemoryBackend):
         self.parts = parts
 
 
-def test_of_several_stores_one_that_passes_is_enough(store: Troubled) -> None:
+def test_calls_may_pass_if_one_of_several_stores_is_usable(store: Troubled) -> None:
     first, second = guard_of(store), guard_of(MemoryBackend(CODEC))
     pair = Pair(first, second)
     first.override(READ, Override.OFF)
@@ -406,7 +406,7 @@ def test_each_store_shows_its_own_counts_under_its_own_name(store: Troubled) -> 
     assert (alone.name, alone.guard, alone.usage) == ("troubled", None, Usage(0, 0, None))
 
 
-def test_a_wrapper_without_a_guard_counts_for_its_store(store: Troubled) -> None:
+def test_the_counters_of_a_wrapper_without_a_guard_are_those_of_its_store(store: Troubled) -> None:
     faulty = FaultyBackend(store, InjectConfig(error_share=1.0))
     assert put(faulty, make_keys(2)) == [SET_ERROR] * 2
     (found,) = leaf_statistics(faulty)

@@ -47,7 +47,7 @@ def test_retries_stay_within_their_share_of_calls_and_pages(calls: list[int], sh
     assert retried_pages <= share * sum(calls) + BURST_PAGES + 1e-6
 
 
-def test_over_a_long_outage_a_tenth_is_tried_again() -> None:
+def test_a_long_outage_retries_a_tenth_of_the_calls() -> None:
     budget = RetryBudget(0.1)
     retried = 0
     for _ in range(10_000):
@@ -56,7 +56,7 @@ def test_over_a_long_outage_a_tenth_is_tried_again() -> None:
     assert 0.09 <= retried / 160_000 <= 0.1 + BURST_PAGES / 160_000
 
 
-def test_a_large_batch_is_tried_again_as_far_as_the_budget_goes() -> None:
+def test_a_large_batch_is_retried_up_to_the_budget() -> None:
     budget = RetryBudget(0.1)
     assert budget.spend(1000) == int(BURST_PAGES)
     assert budget.spend(1000) == 0
@@ -68,12 +68,12 @@ def test_damaged_pages_without_a_sound_one_raise_the_alarm() -> None:
     assert watch.saw([CORRUPT]) == 30.0
 
 
-def test_damaged_pages_among_sound_ones_do_not() -> None:
+def test_damaged_pages_among_sound_ones_raise_no_alarm() -> None:
     watch = DamageWatch(GuardConfig(damage_pages=3))
     assert [watch.saw([CORRUPT, CORRUPT, HIT]) for _ in range(50)] == [None] * 50
 
 
-def test_after_an_alarm_one_damaged_page_is_the_next_until_a_sound_one_was_read() -> None:
+def test_after_an_alarm_each_damaged_page_is_the_next_until_a_sound_one() -> None:
     watch = DamageWatch(GuardConfig(damage_pages=3, damage_backoff=30.0))
     assert [watch.saw([CORRUPT] * count) for count in (3, 1, 1)] == [30.0, 120.0, 480.0]
     assert [watch.saw([CORRUPT]) for _ in range(5)][-1] == 3600.0
@@ -81,7 +81,7 @@ def test_after_an_alarm_one_damaged_page_is_the_next_until_a_sound_one_was_read(
     assert watch.saw([CORRUPT]) == 30.0
 
 
-def test_the_head_of_a_batch_is_read_alone_as_long_as_nothing_speaks_for_the_store() -> None:
+def test_until_a_sound_page_the_head_of_a_batch_is_read_alone() -> None:
     watch = DamageWatch(GuardConfig(damage_pages=3))
     heads = [watch.pages_at_once([])]
     for outcome in (MISS, HIT, CORRUPT, HIT, CORRUPT, CORRUPT, CORRUPT, HIT):
@@ -90,7 +90,7 @@ def test_the_head_of_a_batch_is_read_alone_as_long_as_nothing_speaks_for_the_sto
     assert heads == [3, 3, None, 3, None, 3, 3, 1, None]
 
 
-def test_what_follows_a_head_without_damage_is_read_at_once_but_not_after_an_alarm() -> None:
+def test_after_an_undamaged_head_the_rest_is_read_unless_after_an_alarm() -> None:
     watch = DamageWatch(GuardConfig(damage_pages=3))
     assert [watch.pages_at_once(read) for read in ([MISS], [CORRUPT], [MISS, CORRUPT])] == [None, 3, 3]
     watch.saw([CORRUPT] * 3)
@@ -98,7 +98,7 @@ def test_what_follows_a_head_without_damage_is_read_at_once_but_not_after_an_ala
 
 
 @pytest.mark.parametrize(("verb", "first_s"), [(Verb.GET, 0.25), (Verb.SET, 0.5)])
-def test_the_probe_after_a_failed_call_is_short_and_those_of_an_open_breaker_have_their_time(
+def test_the_first_probe_is_short_and_later_ones_have_the_configured_time(
     verb: Verb, first_s: float
 ) -> None:
     time_s = [0.0]
@@ -114,7 +114,7 @@ def test_the_probe_after_a_failed_call_is_short_and_those_of_an_open_breaker_hav
 
 
 @given(st.lists(st.floats(0, 1000, allow_nan=False), max_size=50))
-def test_every_call_is_in_the_bucket_of_its_time(seconds: list[float]) -> None:
+def test_each_call_is_counted_in_the_bucket_of_its_latency(seconds: list[float]) -> None:
     time_s = [0.0]
     admission = AdmissionControl(GuardConfig(), lambda: time_s[0], lambda at_s: None)
     for value in seconds:
@@ -144,7 +144,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options", [{"latency": -1}, {"error_share": 1.5}, {"damage_share": True}, {"seed": 1.5}, {"jitter": "soon"}]
 )
-def test_faults_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_faults_to_inject_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         InjectConfig(**options)
 
@@ -167,7 +167,7 @@ def guard() -> Iterator[GuardedBackend]:
         yield backend
 
 
-def test_a_cache_has_the_guard_that_is_configured(guard: GuardedBackend) -> None:
+def test_a_cache_has_the_configured_guard(guard: GuardedBackend) -> None:
     assert (guard.name, guard.options.failures, guard.options.in_flight) == ("memory", 7, 1 << 20)
     assert guard.options.backoff_max == 3.0
     assert guard.guard_statistics().breakers[Direction.WRITE].override is Override.OFF, "YAML reads off as false"
@@ -199,6 +199,6 @@ def around_a_guard(codec: FrameCodec) -> StorageBackend:
 
 
 @pytest.mark.parametrize(("name", "guarded"), [("around_one", True), ("around_two", False), ("around_a_guard", False)])
-def test_what_is_composed_gets_no_second_guard(name: str, guarded: bool) -> None:
+def test_a_composition_gets_no_second_guard(name: str, guarded: bool) -> None:
     with closing(open_spec(BackendSpec(f"{__name__}:{name}"), CODEC)) as backend:
         assert isinstance(backend, GuardedBackend) is guarded

@@ -133,7 +133,7 @@ def submit_in_order(
 @pytest.mark.parametrize(
     ("bound", "counts", "at_first", "at_most"), [(5, (2, 2, 2, 1, 3), 4, 5), (1, (1, 9, 1), 1, 9)]
 )
-def test_frames_under_way_stay_within_their_bound_and_a_larger_batch_goes_alone(
+def test_frames_in_flight_stay_within_the_limit_and_a_larger_batch_goes_alone(
     threads: ThreadPoolExecutor, bound: int, counts: tuple[int, ...], at_first: int, at_most: int
 ) -> None:
     gate = Gate()
@@ -147,7 +147,7 @@ def test_frames_under_way_stay_within_their_bound_and_a_larger_batch_goes_alone(
     guard.check()
 
 
-def test_without_a_bound_all_are_under_way_at_once(threads: ThreadPoolExecutor) -> None:
+def test_without_a_limit_all_frames_are_in_flight_at_once(threads: ThreadPoolExecutor) -> None:
     """The control of the test above."""
     gate = Gate()
     guard = guard_of(gate, patient())
@@ -157,7 +157,7 @@ def test_without_a_bound_all_are_under_way_at_once(threads: ThreadPoolExecutor) 
     assert all(call.result() for call in calls)
 
 
-def test_who_finds_no_room_until_its_deadline_is_busy_and_no_failure(threads: ThreadPoolExecutor) -> None:
+def test_a_call_without_room_by_its_deadline_is_busy_and_not_a_failure(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
     guard = guard_of(gate, patient(in_flight=1))
     (first,) = submit_in_order(threads, guard, [1])
@@ -170,7 +170,7 @@ def test_who_finds_no_room_until_its_deadline_is_busy_and_no_failure(threads: Th
     assert guard.guard_statistics().failures == {}
 
 
-def test_who_has_all_the_time_in_the_world_waits_for_room(threads: ThreadPoolExecutor) -> None:
+def test_a_call_with_an_infinite_deadline_waits_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
     guard = guard_of(gate, patient(in_flight=1))
     calls = [threads.submit(get, guard, seconds=math.inf) for _ in range(3)]
@@ -179,7 +179,7 @@ def test_who_has_all_the_time_in_the_world_waits_for_room(threads: ThreadPoolExe
     assert [call.result() for call in calls] == [[MISS]] * 3
 
 
-def test_closing_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
+def test_closing_rejects_calls_that_wait_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
     guard = guard_of(gate, patient(in_flight=1))
     calls = submit_in_order(threads, guard, [1, 1, 1])
@@ -190,7 +190,7 @@ def test_closing_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor)
     assert calls[0].result() in ([MISS], [GET_ERROR])
 
 
-def test_switching_off_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
+def test_switching_off_rejects_calls_that_wait_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
     guard = guard_of(gate, patient(in_flight=1))
     calls = submit_in_order(threads, guard, [1, 1])
@@ -222,7 +222,7 @@ def test_a_store_that_heals_is_used_again_by_itself() -> None:
     wait_for(lambda: store.pages == 5)  # no page of a probe is left
 
 
-def test_a_closed_breaker_with_a_store_that_works_probes_nothing() -> None:
+def test_a_closed_breaker_over_a_good_store_makes_no_probes() -> None:
     """The control: it is the failures that bring probes."""
     store = Troubled()
     guard = guard_of(store, quick())
@@ -233,7 +233,7 @@ def test_a_closed_breaker_with_a_store_that_works_probes_nothing() -> None:
     assert not guard._probes._pool.alive
 
 
-def test_a_store_that_goes_down_is_known_after_one_call() -> None:
+def test_an_outage_is_known_after_one_failed_call() -> None:
     store = Troubled()
     guard = guard_of(store, patient())
     store.down = True
@@ -255,7 +255,7 @@ class HalfDeaf(Troubled):
 
 
 @pytest.mark.parametrize(("failures", "reason"), [(1, "overdue"), (3, "probe")])
-def test_after_one_call_that_hangs_a_probe_that_does_opens_the_breaker_and_does_not_keep_it_open(
+def test_a_hanging_probe_opens_the_breaker_but_does_not_keep_it_open(
     threads: ThreadPoolExecutor, failures: int, reason: str
 ) -> None:
     store = HalfDeaf()
@@ -269,7 +269,7 @@ def test_after_one_call_that_hangs_a_probe_that_does_opens_the_breaker_and_does_
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_prober_is_replaced() -> None:
+def test_a_dead_probe_thread_is_replaced() -> None:
     class Deadly(Troubled):
         deaths = 0
 
@@ -304,7 +304,7 @@ def test_probes_of_a_full_store_are_good() -> None:
     until_passing(guard, WRITE)
 
 
-def test_what_a_probe_could_not_remove_goes_with_a_later_one() -> None:
+def test_a_later_probe_removes_the_leftover_pages_of_earlier_probes() -> None:
     class Sticky(Troubled):
         sticks = 2
 
@@ -327,7 +327,7 @@ def test_what_a_probe_could_not_remove_goes_with_a_later_one() -> None:
 # Usage
 
 
-def test_a_sample_of_usage_does_not_wait_for_a_store_that_hangs() -> None:
+def test_a_usage_sample_does_not_wait_for_a_hanging_store() -> None:
     class Slow(Troubled):
         hold = threading.Event()
 
@@ -345,7 +345,7 @@ def test_a_sample_of_usage_does_not_wait_for_a_store_that_hangs() -> None:
     assert usage is not None and usage.pages == 3
 
 
-def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
+def test_a_store_with_an_open_breaker_is_not_asked_for_its_usage() -> None:
     class Counting(Troubled):
         asked = 0
 
@@ -371,7 +371,7 @@ def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
 # All at once
 
 
-def test_random_traffic_over_a_store_that_comes_and_goes_leaves_the_books_at_zero(
+def test_random_traffic_over_an_unstable_store_leaves_nothing_in_flight(
     threads: ThreadPoolExecutor, threads_switch_often: None
 ) -> None:
     store = Troubled()

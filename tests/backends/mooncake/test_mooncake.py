@@ -19,7 +19,7 @@ class _MooncakeContract(BackendContract):
     def test_what_is_not_the_page_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
         super().test_what_is_not_the_page_is_corrupt_and_removed(store, damage)
 
-    def test_the_server_takes_no_object_without_bytes(self, store: Store, door: SideDoor) -> None:
+    def test_the_server_rejects_an_empty_object(self, store: Store, door: SideDoor) -> None:
         assert isinstance(store.backend, MooncakeBackend)
         assert door.client.put(door.name(store.backend, make_keys(1)[0]), b"") != 0
         assert store.backend.usage().pages == 0
@@ -56,7 +56,7 @@ class TestMooncakeThroughADaemon(_MooncakeContract):
         yield lambda codec: door.store(open_backend(master, codec, daemon=daemon.address))
         door.clear()
 
-    def test_it_registers_no_memory(self, store: Store) -> None:
+    def test_with_a_daemon_no_memory_is_registered(self, store: Store) -> None:
         assert isinstance(store.backend, MooncakeBackend)
         store.backend.register_memory(memoryview(bytearray(4096)))
         assert store.backend._sessions.current.paths.registered == ()

@@ -100,7 +100,7 @@ def through_daemon(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Itera
     backend.close()
 
 
-def test_without_a_master_opening_is_refused_with_what_to_do() -> None:
+def test_without_a_master_opening_is_refused_with_advice() -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(BackendUnavailable, match=f"master {address} .* check that it runs"):
         promptly(lambda: open_backend_at(address))
@@ -147,7 +147,7 @@ def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
     assert load(backend, keys) == [GET_ERROR] * 3
 
 
-def test_a_master_that_comes_back_empty_is_used_again(
+def test_a_master_restarted_empty_is_used_again(
     master: MooncakeMaster, backend: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
@@ -184,7 +184,7 @@ def test_pages_of_a_dead_owner_are_errors_or_misses_and_never_hits(
     wait_for(lambda: stores_again(backend), timeout_s=60.0)
 
 
-def test_an_owner_that_hangs_costs_registered_frames_one_wait_and_no_late_write(
+def test_a_hanging_owner_delays_registered_frames_once_without_late_writes(
     owner: MooncakeClientDaemon, backend: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
@@ -205,7 +205,7 @@ def test_an_owner_that_hangs_costs_registered_frames_one_wait_and_no_late_write(
     assert memory.is_poisoned()
 
 
-def test_a_daemon_that_hangs_is_left_at_the_deadline_and_writes_into_no_frame(
+def test_a_hanging_daemon_is_abandoned_at_the_deadline_and_writes_no_frame(
     owner: MooncakeClientDaemon, through_daemon: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
@@ -225,7 +225,7 @@ def test_a_daemon_that_hangs_is_left_at_the_deadline_and_writes_into_no_frame(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hicache-mooncake-")]
 
 
-def test_a_daemon_that_was_killed_and_started_again_is_used_again(
+def test_a_restarted_daemon_is_used_again(
     owner: MooncakeClientDaemon, through_daemon: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
@@ -237,7 +237,7 @@ def test_a_daemon_that_was_killed_and_started_again_is_used_again(
     wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
 
 
-def test_the_raw_store_says_that_the_master_is_gone(master: MooncakeMaster) -> None:
+def test_the_raw_store_reports_a_missing_master(master: MooncakeMaster) -> None:
     raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master)))
     master.kill()
     with pytest.raises(BackendUnavailable, match="HTTP server"):

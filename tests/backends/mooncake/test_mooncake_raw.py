@@ -68,7 +68,7 @@ def store(backend: MooncakeBackend, keys: list[bytes]) -> None:
     assert set(outcomes) == {SetOutcome.STORED}
 
 
-def test_a_long_listing_has_the_pages_of_the_prefix_alone(
+def test_a_long_listing_has_only_the_pages_of_the_prefix(
     raw: MooncakeRawStore, backend: MooncakeBackend, master: MooncakeMaster, door: SideDoor
 ) -> None:
     keys = make_keys(70)  # more than one question carries
@@ -83,7 +83,7 @@ def test_a_long_listing_has_the_pages_of_the_prefix_alone(
     prefixed.close()
 
 
-def test_listing_keeps_no_page_from_being_removed(
+def test_a_listing_grants_no_leases(
     raw: MooncakeRawStore, backend: MooncakeBackend, door: SideDoor
 ) -> None:
     """It grants no leases, as a question to a client would: that is the control."""
@@ -96,7 +96,7 @@ def test_listing_keeps_no_page_from_being_removed(
     assert door.client.batch_remove([door.name(backend, key)]) != [0]
 
 
-def test_a_page_that_is_a_shorter_one_by_now_reads_as_gone(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
+def test_a_page_replaced_by_a_shorter_one_reads_as_missing(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
     (key,) = make_keys(1)
     store(backend, [key])
     assert raw.read(StoredPage(NAMESPACE, key, 10 * CODEC.frame_bytes, None), 1 << 20) is None
@@ -110,20 +110,20 @@ def test_larger_pages_than_before_are_read_and_written(raw: MooncakeRawStore) ->
         assert raw.read(page, size) == bytes([number]) * size
 
 
-def test_a_full_store_takes_no_more(raw: MooncakeRawStore) -> None:
+def test_a_full_store_accepts_no_more_pages(raw: MooncakeRawStore) -> None:
     page = StoredPage(NAMESPACE, make_keys(1)[0], 65 * MIB, None)
     assert not raw.write(page, bytes(65 * MIB), None)
     assert list(raw.pages()) == []
 
 
-def test_pages_are_removed_when_their_leases_have_ended(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
+def test_pages_are_removed_after_their_leases(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
     keys = make_keys(3)
     store(backend, keys)
     assert backend.batch_exists(keys, deadline=soon()) == 3
     assert raw.remove(list(raw.pages())) == 3
 
 
-def test_without_the_masters_http_server_listing_says_what_to_give(master: MooncakeMaster) -> None:
+def test_without_the_masters_http_server_listing_gives_advice(master: MooncakeMaster) -> None:
     raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master, admin=master.address)))
     with pytest.raises(BackendUnavailable, match="set `admin` to its --metrics_host"):
         list(raw.pages())
@@ -131,7 +131,7 @@ def test_without_the_masters_http_server_listing_says_what_to_give(master: Moonc
 
 
 @pytest.mark.parametrize(("length", "keys"), [(4, ["one"]), (400, None)])
-def test_a_list_that_was_cut_short_is_not_taken_for_the_whole(length: int, keys: list[str] | None) -> None:
+def test_a_cut_list_is_not_accepted(length: int, keys: list[str] | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         found = pool.submit(Admin(server.getsockname()).all_keys)
         connection, _ = server.accept()
@@ -149,13 +149,13 @@ def test_a_list_that_was_cut_short_is_not_taken_for_the_whole(length: int, keys:
     '{"data": ' + "[" * 100_000, '{"data": {"k": {"ok": true, "values": [{"size_": Infinity}]}}}',
     '{"data": {"k": {"ok": true, "values": "x"}}}', '{"data": []}', "\u0665", "",
 ])  # fmt: skip
-def test_sizes_of_another_form_are_a_typed_error(body: str) -> None:
+def test_an_invalid_answer_about_sizes_is_a_typed_error(body: str) -> None:
     with pytest.raises(BackendUnavailable, match="unexpected answer"):
         _asked(f"Content-Length: {len(body.encode())}\r\n\r\n{body}")
 
 
 @pytest.mark.parametrize("size", ["xyz", "-5", "\u0665"])
-def test_chunks_that_make_no_sense_are_a_typed_error(size: str) -> None:
+def test_invalid_http_chunks_are_a_typed_error(size: str) -> None:
     with pytest.raises(BackendUnavailable, match="does not answer"):
         _asked(f"Transfer-Encoding: chunked\r\n\r\n{size}\r\n")
 

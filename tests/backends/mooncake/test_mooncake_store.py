@@ -61,7 +61,7 @@ def store(backend: MooncakeBackend, keys: list[bytes], parent: bytes | None = No
     return backend.batch_set(keys, full_frames(backend.codec, keys), parent=parent, deadline=soon())
 
 
-def test_registered_frames_are_filled_where_they_lie(backend: MooncakeBackend) -> None:
+def test_registered_frames_are_filled_without_a_copy(backend: MooncakeBackend) -> None:
     keys, memory = make_keys(6), Memory(CODEC, 6)
     backend.register_memory(memory.whole)
     for key, frame in zip(keys, memory.frames, strict=True):
@@ -83,7 +83,7 @@ def views_of(memory: Memory, codec: FrameCodec) -> list[PageView]:
 
 
 @pytest.mark.parametrize("codec", [LARGE, FrameCodec(NAMESPACE, MIB - 5)], ids=["full", "padded"])
-def test_parts_in_registered_memory_are_moved_where_they_are(
+def test_parts_in_registered_memory_are_moved_without_a_copy(
     master: MooncakeMaster, here: MooncakeBackend, codec: FrameCodec
 ) -> None:
     backend, keys, memory = open_backend(master, codec, staging=8 * MIB), make_keys(3), Memory(codec, 3)
@@ -111,7 +111,7 @@ def test_parts_in_registered_memory_are_moved_where_they_are(
 
 
 @pytest.mark.parametrize("extra", [1, CODEC.frame_bytes, 5 * MIB])
-def test_a_longer_object_is_corrupt_and_writes_past_no_frame(
+def test_a_longer_object_is_corrupt_and_is_not_written_past_the_frame(
     backend: MooncakeBackend, door: SideDoor, extra: int
 ) -> None:
     keys, memory = make_keys(2), Memory(CODEC, 2)
@@ -181,7 +181,7 @@ def test_frames_take_the_direct_path_only_if_they_are_registered_and_nothing_han
         session.leave()
 
 
-def test_frames_are_copied_from_a_slow_failure_until_pages_have_moved(master: MooncakeMaster) -> None:
+def test_after_a_slow_failure_frames_are_copied_until_pages_have_moved(master: MooncakeMaster) -> None:
     session = ClientSession(CODEC, MooncakeStorageOptions(**options_for(master)))
     try:
         for result, is_slow in (
@@ -258,7 +258,7 @@ def test_a_growing_chain_is_not_evicted_for_its_own_tail(small: MooncakeBackend)
     assert small.batch_exists(keys, deadline=soon()) == 4 + stored
 
 
-def test_deleting_waits_for_the_lease_of_a_page_that_was_read(backend: MooncakeBackend) -> None:
+def test_a_deletion_waits_for_the_lease_of_a_page_that_was_read(backend: MooncakeBackend) -> None:
     keys = make_keys(3)
     store(backend, keys)
     assert backend.batch_exists(keys[:2], deadline=soon()) == 2
@@ -269,7 +269,7 @@ def test_deleting_waits_for_the_lease_of_a_page_that_was_read(backend: MooncakeB
     assert backend.delete(keys, deadline=soon()) == 2
 
 
-def test_a_damaged_page_is_removed_in_spite_of_its_lease(backend: MooncakeBackend, door: SideDoor) -> None:
+def test_a_damaged_page_is_removed_despite_its_lease(backend: MooncakeBackend, door: SideDoor) -> None:
     (key,), side = make_keys(1), door.store(backend)
     store(backend, [key])
     side.write(key, bytes(CODEC.frame_bytes))
@@ -279,7 +279,7 @@ def test_a_damaged_page_is_removed_in_spite_of_its_lease(backend: MooncakeBacken
     assert backend.statistics().errors == {}
 
 
-def test_what_the_last_backend_leaves_takes_its_segment_along() -> None:
+def test_the_last_backend_to_leave_removes_its_segment() -> None:
     with MooncakeMaster(lease_ms=LEASE_MS) as master:
         first, second = open_backend(master), open_backend(master)
         keys = make_keys(2)
@@ -292,7 +292,7 @@ def test_what_the_last_backend_leaves_takes_its_segment_along() -> None:
         third.close()
 
 
-def test_a_new_session_takes_over_and_the_old_one_is_left_when_unused(
+def test_a_new_session_takes_over_and_the_unused_old_one_is_closed(
     master: MooncakeMaster, here: MooncakeBackend
 ) -> None:
     made: list[ClientSession] = []
@@ -355,7 +355,7 @@ def test_a_bug_while_a_new_session_is_made_does_not_end_the_attempts(monkeypatch
     [(-800, "transfer", True), (-900, "connection_lost", True), (-901, "timeout", True), (-706, "leased", False),
      (-200, "no_space", False), (-99999, "server_error", False)],
 )  # fmt: skip
-def test_codes_have_classes(code: int, name: str, is_slow: bool) -> None:
+def test_codes_have_error_kinds(code: int, name: str, is_slow: bool) -> None:
     assert (codes.kind_of(code), codes.is_slow(code)) == (name, is_slow)
 
 
@@ -378,7 +378,7 @@ def test_impossible_options_are_refused(option: str, value: object) -> None:
         MooncakeStorageOptions(**{option: value})
 
 
-def test_the_configuration_hands_options_over_in_the_backends_terms() -> None:
+def test_the_configuration_passes_its_options_to_the_backend() -> None:
     config = load_config(
         None,
         environ={},

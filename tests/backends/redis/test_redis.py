@@ -169,7 +169,7 @@ def test_a_user_with_the_documented_rights_can_do_everything(
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis_cluster"])
-def test_clear_takes_every_page_of_its_namespace_and_nothing_else(
+def test_clear_removes_every_page_of_its_namespace_and_nothing_else(
     request: pytest.FixtureRequest, kind: str, unique_prefix: str
 ) -> None:
     """More pages than one step of SCAN lists, beside another namespace under the same prefix."""
@@ -188,7 +188,7 @@ def test_clear_takes_every_page_of_its_namespace_and_nothing_else(
 
 
 @pytest.mark.parametrize("way", ["tcp", "unix", "tls"])
-def test_pages_in_a_thousand_parts_and_more_are_moved_whole(
+def test_pages_in_more_than_a_thousand_parts_are_moved_whole(
     valkey: ValkeyServer, tls_options: dict[str, Any], unique_prefix: str, way: str
 ) -> None:
     """A call takes 1,024 buffers: one page has more than that, and a connection has many pages in flight."""
@@ -216,7 +216,7 @@ def test_another_prefix_or_database_of_a_server_is_another_store(
         assert (one.backend.usage().pages, other.backend.usage().pages) == (3, 0)
 
 
-def test_pages_live_for_their_time_after_the_last_use(valkey: ValkeyServer) -> None:
+def test_pages_expire_after_their_time_to_live_since_the_last_use(valkey: ValkeyServer) -> None:
     keys = make_keys(3)
     with opened(valkey, ttl=900.0) as (backend, store), valkey.client() as client:
 
@@ -233,7 +233,7 @@ def test_pages_live_for_their_time_after_the_last_use(valkey: ValkeyServer) -> N
         assert [left_s(key) > 800 for key in keys] == [True, True, False]  # a lookup is no use
 
 
-def test_reading_and_storing_again_are_uses_for_the_servers_eviction_and_a_lookup_is_not(valkey: ValkeyServer) -> None:
+def test_reads_and_repeated_stores_refresh_recency_and_lookups_do_not(valkey: ValkeyServer) -> None:
     keys = make_keys(3)
     with opened(valkey) as (backend, store), valkey.client() as client:
         store_chain(store, keys)
@@ -280,14 +280,14 @@ def test_replicas_serve_reads_and_the_primary_takes_writes(redis_sentinel: Redis
         backend.close()
 
 
-def test_usage_says_what_the_server_may_hold(valkey: ValkeyServer) -> None:
+def test_usage_has_the_capacity_of_the_server(valkey: ValkeyServer) -> None:
     with opened(valkey) as (_, store):
         assert store.backend.usage().capacity_bytes is None
     with ValkeyServer(maxmemory_bytes=64 << 20) as limited, opened(limited) as (_, store):
         assert store.backend.usage().capacity_bytes == 64 << 20
 
 
-def test_usage_of_a_large_server_is_a_fair_guess(valkey: ValkeyServer) -> None:
+def test_usage_of_a_large_server_is_estimated(valkey: ValkeyServer) -> None:
     """Beyond a few thousand keys it looks at a sample, which costs the same however many there are."""
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
         head = f"{backend.options.key_prefix}{CODEC.namespace.hex()}:"

@@ -27,7 +27,7 @@ def loaded(tmp_path: Path, options: dict[str, Any]) -> RedisStorage:
     return storage
 
 
-def test_the_backend_gets_what_the_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_gets_the_options_of_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSWORD_OF_TESTS", "hush")
     options = loaded(tmp_path, {
         "sentinels": ["one", "two:7000"], "service": "cache", "ttl": "2h", "timeout": "250ms", "pipeline": "1MiB",
@@ -79,19 +79,19 @@ def test_the_backend_gets_what_the_section_says(tmp_path: Path, monkeypatch: pyt
         ({"sentinels": ["me:hush@h"], "service": "s"}, "without credentials"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+def test_invalid_values_are_refused_with_the_entrys_name(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as raised:
         loaded(tmp_path, options)
     assert "hush" not in str(raised.value)
 
 
-def test_the_page_names_every_option_and_no_other() -> None:
+def test_the_documentation_names_every_option_and_no_other() -> None:
     section = PAGE.read_text().split("## Configuration")[1].split("## ")[0]
     rows = re.findall(r"^\| `([a-z_]+)` \|", section, flags=re.MULTILINE)
     assert rows == list(RedisStorageOptions.model_fields)
 
 
-def test_the_examples_on_the_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_in_the_documentation_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert len(examples) >= 3
     monkeypatch.setenv("REDIS_PASSWORD", "x")

@@ -59,7 +59,7 @@ def all_verbs(store: Store, keys: list[bytes], seconds: float) -> None:
 
 
 @pytest.mark.parametrize("limit", ["deadline", "timeout"])
-def test_a_stopped_server_is_left_in_time(limit: str) -> None:
+def test_calls_on_a_stopped_server_end_in_time(limit: str) -> None:
     """Every verb returns while the server is still stopped, by the call's deadline or by `timeout_s`."""
     keys = make_keys(12)
     with ValkeyServer() as server:
@@ -80,7 +80,7 @@ def test_a_stopped_server_is_left_in_time(limit: str) -> None:
             assert load(store, keys) == [HIT] * 12
 
 
-def test_a_killed_server_is_an_error_and_one_that_came_back_empty_is_a_miss() -> None:
+def test_a_killed_server_is_an_error_and_an_empty_one_after_it_is_a_miss() -> None:
     keys = make_keys(6)
     with ValkeyServer() as server, opened(server) as (_, store):
         store_chain(store, keys)
@@ -94,7 +94,7 @@ def test_a_killed_server_is_an_error_and_one_that_came_back_empty_is_a_miss() ->
         assert errors_of(store) == {"connection_refused": 4 * len(keys) + 1}
 
 
-def test_connections_that_the_server_closed_while_idle_are_opened_again_silently() -> None:
+def test_idle_connections_closed_by_the_server_are_replaced_silently() -> None:
     keys = make_keys(6)
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
         store_chain(store, keys)
@@ -108,7 +108,7 @@ def test_connections_that_the_server_closed_while_idle_are_opened_again_silently
         assert errors_of(store) == {}
 
 
-def test_connections_that_the_network_forgot_are_opened_again_silently(valkey: ValkeyServer) -> None:
+def test_idle_connections_dropped_by_the_network_are_replaced_silently(valkey: ValkeyServer) -> None:
     """Nothing is to be seen of it before the first request, however many connections are idle."""
     keys = make_keys(40)
     with Proxy(valkey.port) as relay, valkey.client() as client:
@@ -166,7 +166,7 @@ def proxied(valkey: ValkeyServer, timeout_s: float) -> Iterator[tuple[Store, Pro
 # In the header of the reply, behind it, in the body, before its end, and within the next reply.
 @pytest.mark.parametrize("after", [0, 2, 6, 7, 300, PAGE, PAGE + 7, PAGE + 8, PAGE + 10, 3 * PAGE])
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_reply_that_is_cut_is_an_error_and_its_connection_is_not_used_again(
+def test_a_cut_reply_is_an_error_and_its_connection_is_not_reused(
     proxied: tuple[Store, Proxy], after: int, reset: bool
 ) -> None:
     store, proxy = proxied
@@ -182,7 +182,7 @@ def test_a_reply_that_is_cut_is_an_error_and_its_connection_is_not_used_again(
 
 
 @_impatient
-def test_a_slow_network_that_moves_is_waited_for(proxied: tuple[Store, Proxy]) -> None:
+def test_a_slow_network_with_progress_is_waited_for(proxied: tuple[Store, Proxy]) -> None:
     """All of it takes twice as long as `timeout_s`, but no single wait does."""
     store, proxy = proxied
     keys = make_keys(4)
@@ -193,7 +193,7 @@ def test_a_slow_network_that_moves_is_waited_for(proxied: tuple[Store, Proxy]) -
 
 
 @_impatient
-def test_a_network_that_stands_still_is_not(proxied: tuple[Store, Proxy]) -> None:
+def test_a_network_without_progress_is_not_waited_for(proxied: tuple[Store, Proxy]) -> None:
     """The control of the test above."""
     store, proxy = proxied
     keys = make_keys(4)
@@ -205,7 +205,7 @@ def test_a_network_that_stands_still_is_not(proxied: tuple[Store, Proxy]) -> Non
     assert load(store, keys) == [HIT] * 4
 
 
-def test_a_server_that_hangs_costs_the_pages_of_a_cluster_that_it_has(own_cluster: RedisCluster) -> None:
+def test_a_hanging_cluster_node_costs_only_its_pages(own_cluster: RedisCluster) -> None:
     keys = make_keys(60)
     with opened(own_cluster, timeout=TIMEOUT_S) as (backend, store):
         assert store_chain(store, keys) == [STORED] * 60
@@ -221,7 +221,7 @@ def test_a_server_that_hangs_costs_the_pages_of_a_cluster_that_it_has(own_cluste
         wait_for(lambda: load(store, keys) == [HIT] * 60)
 
 
-def test_after_a_failover_the_sentinels_lead_to_the_new_primary() -> None:
+def test_after_a_failover_the_sentinels_name_the_new_primary() -> None:
     keys = make_keys(6)
     with RedisSentinel() as group, group.primary.client() as client:
         store = open_on(client, group.storage(key_prefix=fresh_prefix(), timeout=TIMEOUT_S)[1])
@@ -236,7 +236,7 @@ def test_after_a_failover_the_sentinels_lead_to_the_new_primary() -> None:
             store.backend.close()
 
 
-def test_reads_step_around_a_replica_that_died() -> None:
+def test_reads_avoid_a_dead_replica() -> None:
     keys = make_keys(6)
     with RedisSentinel() as group, group.primary.client() as client:
         replicas = [f"{LOOPBACK}:{group.replica.port}"]

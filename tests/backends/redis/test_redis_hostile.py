@@ -101,7 +101,7 @@ def use_all(backend: Any, keys: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-def test_every_verb_ends_with_outcomes_or_typed_errors(seed: int) -> None:
+def test_each_verb_ends_with_outcomes_or_typed_errors(seed: int) -> None:
     assert run_round(seed)
 
 
@@ -126,7 +126,7 @@ def test_hostile_rounds_leave_no_descriptor_and_no_memory_behind() -> None:
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
 @pytest.mark.parametrize("mode", ["single", "sentinel"])
 @pytest.mark.parametrize("target", ["port", "unix socket", "not a name"])
-def test_only_clusters_are_followed(trap: Trap, mode: str, word: bytes, target: str) -> None:
+def test_redirections_are_followed_only_in_a_cluster(trap: Trap, mode: str, word: bytes, target: str) -> None:
     """400 redirections cost neither a connection to another address nor one to the server."""
     where = {"port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000"}[target]
     keys = make_keys(100)
@@ -138,7 +138,7 @@ def test_only_clusters_are_followed(trap: Trap, mode: str, word: bytes, target: 
 
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
 @pytest.mark.parametrize("target", ["port", "unix socket", "not a name", "a long name"])
-def test_a_cluster_is_followed_to_its_own_nodes_alone(trap: Trap, word: bytes, target: str) -> None:
+def test_redirections_are_followed_only_to_nodes_of_the_cluster(trap: Trap, word: bytes, target: str) -> None:
     where = {
         "port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000",
         "a long name": f"{'x' * 64}.example:7000",
@@ -158,7 +158,7 @@ def test_a_cluster_is_followed_to_its_own_nodes_alone(trap: Trap, word: bytes, t
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_node_without_slots_is_followed_to_if_it_is_allowed(allowed: bool) -> None:
+def test_a_redirection_to_an_allowed_node_without_slots_is_followed(allowed: bool) -> None:
     """The control of the tests above, and of the configured networks: the other server serves the page."""
     keys = make_keys(3)
     with hostile(lambda request: None, "cluster") as (new_node, _):
@@ -209,7 +209,7 @@ def test_sentinels_and_nodes_name_addresses_on_the_network_only(trap: Trap, host
                 open_on(options)
 
 
-def test_a_node_that_a_cluster_names_is_spoken_to_in_tls_alone(tmp_path: Path) -> None:
+def test_nodes_named_by_a_cluster_are_reached_only_over_tls(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     heard: list[bytes] = []
     with socket.create_server((ELSEWHERE, 0)) as listener:
@@ -235,7 +235,7 @@ def test_a_node_that_a_cluster_names_is_spoken_to_in_tls_alone(tmp_path: Path) -
     assert PASSWORD.encode() not in heard[0]
 
 
-def test_pools_of_unknown_servers_are_bounded() -> None:
+def test_the_number_of_pools_of_unknown_servers_is_limited() -> None:
     pools = Pools(Connector(open_access(RedisStorageOptions(url="redis://h:1"))), 2)
     known = {Address("known", port) for port in range(1, 4)}
     for address in known:
@@ -299,7 +299,7 @@ def test_a_text_that_cannot_be_sent_is_refused_without_the_password(wrong: dict[
 
 
 @pytest.mark.parametrize("version", [b"\xc2\xb2.\xc2\xb3", b"9" * 5000, b"", PASSWORD.encode()])
-def test_a_version_that_is_none_is_not_shown(version: bytes) -> None:
+def test_an_invalid_version_is_not_shown(version: bytes) -> None:
     hello = array(*map(bulk, (b"version", version, b"mode", b"standalone")))
     with hostile(lambda request: hello if request[0] == b"HELLO" else None) as (server, options):
         server.hostile = True
@@ -320,7 +320,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.parametrize("verb", ["open", "sentinel", "usage", "exists", "list"])
-def test_a_reply_without_an_end_takes_bounded_memory(kind: str, verb: str) -> None:
+def test_an_endless_reply_takes_limited_memory(kind: str, verb: str) -> None:
     mode = "sentinel" if verb == "sentinel" else "single"
     with hostile(lambda request: ENDLESS[kind], mode) as (server, options), contextlib.ExitStack() as opened:
         store: Any = None
@@ -348,7 +348,7 @@ def test_a_reply_without_an_end_takes_bounded_memory(kind: str, verb: str) -> No
     assert peak_bytes < MEMORY_MAX_BYTES
 
 
-def test_many_bounded_replies_take_bounded_memory() -> None:
+def test_many_long_replies_take_limited_memory() -> None:
     """Each piece of SCAN has one long name of another store: 95 MiB in all."""
     names = iter(range(12))
 
@@ -368,7 +368,7 @@ def test_many_bounded_replies_take_bounded_memory() -> None:
     assert peak_bytes < MEMORY_MAX_BYTES
 
 
-def test_bytes_that_tls_has_deciphered_are_not_the_reply_to_the_next_verb(tmp_path: Path) -> None:
+def test_leftover_decrypted_bytes_are_not_read_as_the_next_reply(tmp_path: Path) -> None:
     """The error has the 32 bytes that are read ahead of a page; the rest of its record is in the TLS library."""
     made = make_certificates(tmp_path)
     (key,) = make_keys(1)
@@ -385,7 +385,7 @@ def test_bytes_that_tls_has_deciphered_are_not_the_reply_to_the_next_verb(tmp_pa
 
 
 @pytest.mark.parametrize("verb", [b"SET", b"TOUCH", b"EXISTS", b"UNLINK", b"STRLEN"])
-def test_a_connection_on_which_a_longer_reply_begins_is_not_used_again(verb: bytes) -> None:
+def test_a_connection_with_the_start_of_a_longer_reply_is_not_reused(verb: bytes) -> None:
     begun: set[threading.Thread] = set()  # the server has one for each connection
     again: list[bytes] = []
 
@@ -411,7 +411,7 @@ def test_a_connection_on_which_a_longer_reply_begins_is_not_used_again(verb: byt
     assert not again
 
 
-def test_connections_open_again_once_threads_can_start() -> None:
+def test_connections_open_once_threads_can_start_again() -> None:
     with contextlib.closing(HostileServer(0)) as server:
         where = Address(LOOPBACK, server.port)
         connector = Connector(open_access(RedisStorageOptions(url=f"redis://{where}")))
@@ -431,7 +431,7 @@ def test_connections_open_again_once_threads_can_start() -> None:
     [("DBSIZE", b"*0\r\n"), ("DBSIZE", b":-5\r\n"), ("SCAN", array(bulk(b"x"), array())), ("SCAN", b"+OK\r\n"),
      ("STRLEN", b":" + b"9" * 5000 + b"\r\n"), ("STRLEN", b":x\r\n"), ("STRLEN", b"+5\r\n")],
 )  # fmt: skip
-def test_a_usage_that_is_none_is_an_error(verb: str, reply: bytes) -> None:
+def test_an_invalid_usage_is_an_error(verb: str, reply: bytes) -> None:
     with (
         hostile(lambda request: reply if request[0] == verb.encode() else None) as (server, options),
         contextlib.closing(open_on(options)) as backend,
@@ -441,7 +441,7 @@ def test_a_usage_that_is_none_is_an_error(verb: str, reply: bytes) -> None:
         assert backend.usage() == honest and sum(backend.statistics().errors.values()) == 1
 
 
-def test_clear_removes_pages_of_its_namespace_alone_whatever_a_server_lists() -> None:
+def test_clear_removes_only_its_namespace_even_if_a_server_lists_others() -> None:
     """The list has other namespaces, other prefixes, other forms, and a page twice; the second list has no end."""
     ours, theirs = CODEC.namespace.hex(), bytes(32).hex()
     page, *others = [f"hicache:{ours}:{key.hex()}" for key in make_keys(5)]
@@ -465,7 +465,7 @@ def test_clear_removes_pages_of_its_namespace_alone_whatever_a_server_lists() ->
 
 
 @pytest.mark.parametrize("text", [b"9" * 5000, b"-1", b"\xc2\xb2", b""])
-def test_a_limit_that_is_none_is_not_reported(text: bytes) -> None:
+def test_an_invalid_maxmemory_is_not_reported(text: bytes) -> None:
     info = bulk(b"maxmemory:" + text + b"\r\n")
     with hostile(lambda request: info if request[0] == b"INFO" else None) as (server, options):
         server.hostile = True
@@ -476,7 +476,7 @@ def test_a_limit_that_is_none_is_not_reported(text: bytes) -> None:
 @pytest.mark.parametrize(("host", "port"), [("a..b", 1), ("x" * 64, 1), ("/run/socket", 1), ("", 1), ("h", 0),
                                             ("h", 65536), ("h", True), ("h\n", 1), ("::a..b", 1),
                                             ("fe80::1%a/b", 1)])  # fmt: skip
-def test_an_address_is_on_the_network(host: str, port: Any) -> None:
+def test_only_valid_network_addresses_are_accepted(host: str, port: Any) -> None:
     assert named_address(host.encode(), port) is None
 
 

@@ -37,7 +37,7 @@ MEMORY_BYTES = 16 << 20
 PAGES = 4096
 
 
-def test_a_full_server_turns_away_the_tail_and_keeps_the_head() -> None:
+def test_a_full_server_rejects_the_tail_and_keeps_the_head() -> None:
     keys = make_keys(PAGES)
     with ValkeyServer(maxmemory_bytes=MEMORY_BYTES) as server, opened(server) as (backend, store):
         outcomes = store_chain(store, keys)
@@ -69,7 +69,7 @@ def test_one_full_node_of_a_cluster_ends_the_batch_at_its_first_page(own_cluster
 
 
 @pytest.mark.parametrize("kind", ["valkey", "old_redis", "redis_cluster"])
-def test_a_capacity_is_kept_on_a_server_that_has_none(request: pytest.FixtureRequest, kind: str) -> None:
+def test_a_capacity_is_enforced_on_a_server_without_one(request: pytest.FixtureRequest, kind: str) -> None:
     """The chain that was used last stays whole, and the other one loses its end."""
     server = request.getfixturevalue(kind)
     assert isinstance(server, (ValkeyServer, RedisServer, RedisCluster))
@@ -94,7 +94,7 @@ def test_a_capacity_is_kept_on_a_server_that_has_none(request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("kind", ["valkey", "old_redis", "redis_cluster"])
-def test_a_touched_page_is_young_again_and_an_evicted_one_is_told(request: pytest.FixtureRequest, kind: str) -> None:
+def test_a_touch_refreshes_recency_and_reports_evicted_pages(request: pytest.FixtureRequest, kind: str) -> None:
     server, keys = request.getfixturevalue(kind), make_keys(6)
     with opened(server) as (backend, store):
         store_chain(store, keys[:4])
@@ -109,7 +109,7 @@ def test_a_touched_page_is_young_again_and_an_evicted_one_is_told(request: pytes
         assert dict(backend.statistics().errors) == {}
 
 
-def test_a_touch_renews_the_time_that_a_page_is_kept(valkey: ValkeyServer) -> None:
+def test_a_touch_renews_the_time_to_live(valkey: ValkeyServer) -> None:
     (key,) = make_keys(1)
     with opened(valkey, ttl=1000) as (backend, store), valkey.client() as client:
         store_chain(store, [key])
@@ -118,7 +118,7 @@ def test_a_touch_renews_the_time_that_a_page_is_kept(valkey: ValkeyServer) -> No
         assert client.ttl(name_of(backend, key)) > 900
 
 
-def test_a_server_that_is_gone_has_lost_no_page() -> None:
+def test_a_touch_on_a_dead_server_reports_no_page_as_missing() -> None:
     keys = make_keys(2)
     with ValkeyServer() as server, opened(server) as (backend, store):
         store_chain(store, keys)
@@ -127,7 +127,7 @@ def test_a_server_that_is_gone_has_lost_no_page() -> None:
         assert sum(backend.statistics().errors.values()) >= 2
 
 
-def test_after_random_evictions_a_hit_ends_at_the_first_hole_exactly() -> None:
+def test_after_random_evictions_a_hit_ends_exactly_at_the_first_hole() -> None:
     keys = make_keys(PAGES)
     with (
         ValkeyServer(maxmemory_bytes=MEMORY_BYTES, policy="allkeys-random") as server,
@@ -145,7 +145,7 @@ def test_after_random_evictions_a_hit_ends_at_the_first_hole_exactly() -> None:
 
 
 @pytest.mark.parametrize("kind", ["list", "hash", "stream"])
-def test_something_else_in_the_place_of_a_page_is_corrupt_and_removed(valkey: ValkeyServer, kind: str) -> None:
+def test_a_foreign_value_under_a_page_key_is_corrupt_and_removed(valkey: ValkeyServer, kind: str) -> None:
     keys = make_keys(3)
     with opened(valkey) as (backend, store), valkey.client() as client:
         store_chain(store, keys)
@@ -165,7 +165,7 @@ def test_something_else_in_the_place_of_a_page_is_corrupt_and_removed(valkey: Va
 
 
 @pytest.mark.parametrize("megabytes", [1, 65])
-def test_a_value_far_too_long_costs_its_page_alone(valkey: ValkeyServer, megabytes: int) -> None:
+def test_a_value_far_too_long_costs_only_its_page(valkey: ValkeyServer, megabytes: int) -> None:
     """The short one is read away; for the long one the connection is given up, and the pages behind it are asked for
     again, however many there are."""
     keys = make_keys(40)
@@ -181,7 +181,7 @@ def test_a_value_far_too_long_costs_its_page_alone(valkey: ValkeyServer, megabyt
         assert [store.read(keys[number]) for number in long_ones] == [None] * 6
 
 
-def test_a_page_that_was_stored_anew_is_not_removed_as_the_damaged_one(valkey: ValkeyServer) -> None:
+def test_a_page_stored_again_is_not_removed_as_the_damaged_one(valkey: ValkeyServer) -> None:
     (key,) = make_keys(1)
     with opened(valkey) as (backend, store):
         (frame,) = full_frames(CODEC, [key])
@@ -201,7 +201,7 @@ def test_a_page_that_was_stored_anew_is_not_removed_as_the_damaged_one(valkey: V
     [(("CONFIG", "SET", "min-replicas-to-write", 1), "too_few_replicas"),
      (("ACL", "SETUSER", "default", "-set"), "access_denied")],
 )  # fmt: skip
-def test_a_server_that_refuses_to_write_still_serves(order: tuple[str | int, ...], kind: str) -> None:
+def test_a_read_only_server_still_serves_reads(order: tuple[str | int, ...], kind: str) -> None:
     keys = make_keys(6)
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
         store_chain(store, keys[:2])
@@ -211,7 +211,7 @@ def test_a_server_that_refuses_to_write_still_serves(order: tuple[str | int, ...
         assert load(store, keys) == [HIT] * 2 + [MISS] * 4
 
 
-def test_a_primary_that_became_a_replica_takes_nothing_and_still_serves() -> None:
+def test_a_demoted_primary_accepts_no_writes_and_still_serves_reads() -> None:
     keys = make_keys(6)
     with ValkeyServer() as server, opened(server) as (backend, store):
         store_chain(store, keys[:2])

@@ -92,7 +92,7 @@ def test_all_pages_of_all_namespaces_are_listed_once(raw: RawStore, options: dic
     assert not list(raw.pages("ffff"))
 
 
-def test_what_is_no_page_is_not_listed_and_a_list_in_a_pages_place_is(valkey: ValkeyServer) -> None:
+def test_foreign_keys_are_not_listed_and_a_list_under_a_page_key_is(valkey: ValkeyServer) -> None:
     (key,) = make_keys(1)
     prefix = fresh_prefix()
     with raw_on(valkey.storage(key_prefix=prefix)[1]) as raw, valkey.client() as client:
@@ -106,7 +106,7 @@ def test_what_is_no_page_is_not_listed_and_a_list_in_a_pages_place_is(valkey: Va
         assert raw.remove([page]) == 1
 
 
-def test_looking_at_pages_does_not_count_as_their_use(valkey: ValkeyServer) -> None:
+def test_inspection_does_not_count_as_a_use(valkey: ValkeyServer) -> None:
     keys = make_keys(5)
     with opened(valkey) as (backend, store), valkey.client() as client:
         store_chain(store, keys)
@@ -120,7 +120,7 @@ def test_looking_at_pages_does_not_count_as_their_use(valkey: ValkeyServer) -> N
         assert all(client.object("idletime", name) >= 1000 for name in names)
 
 
-def test_an_old_server_tells_the_last_use_once(old_redis: RedisServer) -> None:
+def test_an_old_server_reports_the_last_use_only_once(old_redis: RedisServer) -> None:
     """It takes looking for a use, so only the first listing is right."""
     keys = make_keys(5)
     with opened(old_redis) as (backend, store), old_redis.client() as client:
@@ -132,7 +132,7 @@ def test_an_old_server_tells_the_last_use_once(old_redis: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("command", ["exists", "strlen"])
-def test_a_user_who_may_not_look_gets_an_error_and_no_empty_list(command: str) -> None:
+def test_a_user_without_rights_gets_an_error_and_not_an_empty_list(command: str) -> None:
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
         store_chain(store, make_keys(3))
         with raw_on(server.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
@@ -145,7 +145,7 @@ def test_a_user_who_may_not_look_gets_an_error_and_no_empty_list(command: str) -
         assert dict(backend.statistics().errors) == ({"access_denied": 1} if command == "strlen" else {})
 
 
-def test_a_server_that_evicts_by_frequency_knows_no_times() -> None:
+def test_a_server_that_evicts_by_frequency_reports_no_times() -> None:
     with ValkeyServer(maxmemory_bytes=64 << 20, policy="allkeys-lfu") as server, opened(server) as (backend, store):
         store_chain(store, make_keys(3))
         options = server.storage(key_prefix=backend.options.key_prefix)[1]
@@ -153,12 +153,12 @@ def test_a_server_that_evicts_by_frequency_knows_no_times() -> None:
             assert [page.used_s for page in raw.pages()] == [None] * 3
 
 
-def test_a_full_server_takes_nothing_more() -> None:
+def test_a_full_server_accepts_no_more_pages() -> None:
     with ValkeyServer(maxmemory_bytes=1) as server, raw_on(server.storage()[1]) as raw:
         assert not raw.write(StoredPage(NAMESPACE, make_keys(1)[0], PAGE, None), b"x" * PAGE, None)
 
 
-def test_trouble_is_an_error_that_says_what_to_do() -> None:
+def test_a_failure_is_an_error_with_advice() -> None:
     page = StoredPage(NAMESPACE, make_keys(1)[0], PAGE, None)
     with ValkeyServer() as server:
         raw = open_raw(BackendSpec("redis", server.storage()[1]))

@@ -109,7 +109,7 @@ def test_each_verb_follows_a_slot_that_moved(cluster: RedisCluster, store: Store
     assert dict(backend.statistics().errors) == {}
 
 
-def test_pages_of_a_slot_on_the_move_are_asked_of_both_ends(cluster: RedisCluster, store: Store) -> None:
+def test_pages_of_a_migrating_slot_are_found_on_both_nodes(cluster: RedisCluster, store: Store) -> None:
     keys = make_keys(20, "moving")
     store_chain(store, keys[:19])
     slot = Slot(cluster, store, keys[5])
@@ -125,7 +125,7 @@ def test_pages_of_a_slot_on_the_move_are_asked_of_both_ends(cluster: RedisCluste
     slot.end()
 
 
-def test_a_slot_that_nobody_has_costs_its_pages(cluster: RedisCluster, store: Store) -> None:
+def test_an_unassigned_slot_costs_its_pages(cluster: RedisCluster, store: Store) -> None:
     keys = make_keys(20, "gone")
     store_chain(store, keys)
     slot = Slot(cluster, store, keys[4])
@@ -142,7 +142,7 @@ def test_a_slot_that_nobody_has_costs_its_pages(cluster: RedisCluster, store: St
         slot.end()
 
 
-def test_the_way_is_asked_of_nodes_that_have_not_failed_lately(cluster: RedisCluster) -> None:
+def test_routes_are_requested_from_nodes_that_have_not_failed_recently(cluster: RedisCluster) -> None:
     """One that hangs would cost a timeout each time."""
     failed = cluster.nodes[1]
     with opened(cluster) as (backend, _), failed.client() as client:
@@ -178,7 +178,7 @@ def test_replicas_of_a_cluster_serve_reads(pair: RedisCluster) -> None:
         assert here.info("commandstats")["cmdstat_get"]["calls"] == 8
 
 
-def test_after_a_failover_the_nodes_lead_to_the_new_primary(pair: RedisCluster) -> None:
+def test_after_a_failover_the_nodes_name_the_new_primary(pair: RedisCluster) -> None:
     keys = make_keys(8)
     primary, replica = pair.nodes
     with opened(pair) as (_, store), primary.client() as there, replica.client() as here:
@@ -198,7 +198,7 @@ ASKED = Address("asked", 7000)
 ACCESS = open_access(RedisStorageOptions(cluster=["asked:7000"]))
 
 
-def test_the_map_of_slots_is_read_in_all_its_forms() -> None:
+def test_cluster_slots_is_parsed_in_all_its_forms() -> None:
     reply: Reply = [
         [0, 99, [b"one", 7001, b"id"], [b"two", 7002, b"id", []]],
         [100, 16000, [b"", 7003, b"id"], [None, 7004, b"id"], [b"?", 7005, b"id"]],
@@ -226,7 +226,7 @@ def test_the_map_of_slots_is_read_in_all_its_forms() -> None:
         ([7], ErrorKind.PROTOCOL),
     ],
 )
-def test_a_map_of_another_form_is_refused(reply: Reply, kind: ErrorKind) -> None:
+def test_an_invalid_reply_to_cluster_slots_is_refused(reply: Reply, kind: ErrorKind) -> None:
     with pytest.raises(StoreError) as raised:
         parse_slots(reply, ASKED, ACCESS)
     assert raised.value.kind is kind
@@ -244,5 +244,5 @@ def test_a_map_of_another_form_is_refused(reply: Reply, kind: ErrorKind) -> None
         (b"MOVED 3999 host:123456", None),
     ],
 )
-def test_redirections_are_read(text: bytes, target: Address | None) -> None:
+def test_redirections_are_parsed(text: bytes, target: Address | None) -> None:
     assert redirect(ErrorReply(text), ASKED) == target

@@ -34,22 +34,22 @@ def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: Frame
     return str(raised.value)
 
 
-def test_where_nobody_listens() -> None:
+def test_an_address_without_a_listener_is_refused() -> None:
     (port,) = free_ports(1)
     assert f"127.0.0.1:{port}" in refused("connection_refused.*start the server", url=f"redis://127.0.0.1:{port}")
 
 
-def test_a_host_that_is_not_known() -> None:
+def test_an_unknown_host_is_refused() -> None:
     # Without a name service the answer is that there is none.
     refused("dns.*host name|timeout", url="redis://no-such-host.invalid", timeout=5.0)
 
 
-def test_a_unix_socket_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_unix_socket_is_refused(tmp_path: Path) -> None:
     refused("unreachable.*path and permissions", unix_socket=tmp_path / "socket")
 
 
 @pytest.mark.parametrize("password", [None, "wrong-secret"])
-def test_wrong_and_missing_passwords(password: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_and_missing_passwords_are_refused(password: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {}
     if password is not None:
         monkeypatch.setenv("WRONG_PASSWORD", password)
@@ -59,7 +59,7 @@ def test_wrong_and_missing_passwords(password: str | None, monkeypatch: pytest.M
     assert "secret" not in text
 
 
-def test_an_error_names_the_order_that_the_server_refused(
+def test_an_error_names_the_command_that_the_server_refused(
     valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"redis://127.0.0.1:{valkey.port}"
@@ -68,7 +68,7 @@ def test_an_error_names_the_order_that_the_server_refused(
     refused(r"wrong_credentials \(ERR to AUTH\): .* has no password", url=url, password_env="PASSWORD_OF_TESTS")
 
 
-def test_a_variable_that_is_not_set_and_a_file_that_lets_others_in(tmp_path: Path) -> None:
+def test_unset_variables_and_files_that_others_can_read_are_refused(tmp_path: Path) -> None:
     url = "redis://127.0.0.1:1"
     refused("HICACHE_NOT_SET is not set", ConfigError, url=url, password_env="HICACHE_NOT_SET")
     file = tmp_path / "password"
@@ -82,13 +82,13 @@ def test_a_variable_that_is_not_set_and_a_file_that_lets_others_in(tmp_path: Pat
     refused("a user name needs a password", ConfigError, url=url, username="me")
 
 
-def test_a_user_without_rights_to_the_keys(login: Callable[[DevService], None]) -> None:
+def test_a_user_without_rights_to_the_keys_is_refused(login: Callable[[DevService], None]) -> None:
     with ValkeyServer(password="p", user="engine", acl="~other:* +@all") as server:
         login(server)
         refused("access_denied.*ACL", **server.storage()[1])
 
 
-def test_tls_to_a_server_without_and_to_one_nobody_vouches_for(valkey: ValkeyServer, tmp_path: Path) -> None:
+def test_tls_to_a_plain_server_or_an_untrusted_one_is_refused(valkey: ValkeyServer, tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     # To a server without TLS the handshake is the beginning of a line, whose end it waits for.
     plain = f"rediss://127.0.0.1:{valkey.port}"
@@ -129,18 +129,18 @@ def answering() -> Iterator[Callable[[bytes], int]]:
         (b":1\r\n", "not from a Redis server"),
     ],
 )
-def test_servers_of_another_kind(answering: Callable[[bytes], int], answer: bytes, match: str) -> None:
+def test_servers_of_a_different_kind_are_refused(answering: Callable[[bytes], int], answer: bytes, match: str) -> None:
     port = answering(answer)
     refused(match, ConfigError if "sentinels" in match else BackendUnavailable, url=f"redis://127.0.0.1:{port}")
 
 
-def test_a_server_that_does_not_answer(valkey: ValkeyServer) -> None:
+def test_a_server_that_does_not_answer_is_refused(valkey: ValkeyServer) -> None:
     with Proxy(valkey.port) as proxy:
         proxy.set(Faults(stall=Direction.BOTH))
         refused("timeout.*did not answer in time", url=f"redis://127.0.0.1:{proxy.port}", timeout=0.2)
 
 
-def test_groups_that_are_none(
+def test_wrong_groups_of_servers_are_refused(
     valkey: ValkeyServer, redis_cluster: RedisCluster, redis_sentinel: RedisSentinel
 ) -> None:
     node, sentinel = f"127.0.0.1:{redis_cluster.nodes[0].port}", f"127.0.0.1:{redis_sentinel.sentinel.port}"
@@ -155,7 +155,7 @@ def test_groups_that_are_none(
 
 
 @pytest.mark.parametrize("read_from", ["primary", "replica"])
-def test_a_sentinel_that_hangs_is_passed_over(redis_sentinel: RedisSentinel, read_from: str) -> None:
+def test_a_hanging_sentinel_is_skipped(redis_sentinel: RedisSentinel, read_from: str) -> None:
     """It must not take the time of the others: it may be the first of the list, and gone for good."""
     keys = make_keys(3)
     _, options = redis_sentinel.storage(key_prefix=fresh_prefix(), read_from=read_from, timeout=0.5)
@@ -168,7 +168,7 @@ def test_a_sentinel_that_hangs_is_passed_over(redis_sentinel: RedisSentinel, rea
         store.backend.close()
 
 
-def test_pages_longer_than_a_string_can_be() -> None:
+def test_pages_longer_than_a_redis_string_are_refused() -> None:
     refused("longer than a Redis string", InvalidInput, FrameCodec(b"n" * 32, 600 << 20), url="redis://127.0.0.1:1")
 
 

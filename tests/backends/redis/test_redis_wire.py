@@ -137,7 +137,7 @@ def depth(value: Reply) -> int:
 
 
 @given(_VALUES, _BORDERS)
-def test_any_reply_is_read_as_it_was_meant(value: Reply, borders: list[int]) -> None:
+def test_any_valid_reply_is_parsed_correctly(value: Reply, borders: list[int]) -> None:
     if depth(value) > 8:
         return
     with peers() as (channel, theirs):
@@ -149,7 +149,7 @@ def test_any_reply_is_read_as_it_was_meant(value: Reply, borders: list[int]) -> 
 
 
 @given(st.binary(min_size=1, max_size=200))
-def test_garbage_ends_in_trouble_or_a_reply_and_never_in_anything_else(data: bytes) -> None:
+def test_garbage_gives_a_store_error_or_a_reply_and_nothing_else(data: bytes) -> None:
     for read in ("page", "lines", "reply"):
         with peers() as (channel, theirs):
             channel.send([b"x"], 1, soon())
@@ -169,7 +169,7 @@ def test_garbage_ends_in_trouble_or_a_reply_and_never_in_anything_else(data: byt
     [b"$x\r\n", b"$99999999999999999999999\r\n", b"\r\n", b"?\r\n", b"*1\r\n" * 20, b"*99999999999\r\n", b"y" * 20_000,
      b"$3\r\nabcde\r\n", b"$\r\n"],
 )  # fmt: skip
-def test_what_is_no_reply_breaks_the_channel(data: bytes) -> None:
+def test_an_invalid_reply_breaks_the_channel(data: bytes) -> None:
     with peers() as (channel, theirs):
         channel.send([b"x"], 1, soon())
         theirs.sendall(data)
@@ -179,7 +179,7 @@ def test_what_is_no_reply_breaks_the_channel(data: bytes) -> None:
         assert not channel.reusable
 
 
-def test_a_length_is_looked_at_before_anything_is_read() -> None:
+def test_a_length_is_checked_before_the_value_is_read() -> None:
     """A length alone, without a byte behind it, is enough to give up; nothing is allocated from it."""
     with peers() as (channel, theirs):
         channel.send([b"x"], 1, soon())
@@ -190,7 +190,7 @@ def test_a_length_is_looked_at_before_anything_is_read() -> None:
         assert not channel.reusable
 
 
-def test_a_channel_with_an_answer_to_come_is_not_used_again() -> None:
+def test_a_channel_with_an_unread_reply_is_not_reused() -> None:
     with peers() as (channel, theirs):
         channel.send([command(b"PING"), command(b"PING")], 2, soon())
         theirs.sendall(b"+PONG\r\n")
@@ -206,7 +206,7 @@ def test_a_channel_with_an_answer_to_come_is_not_used_again() -> None:
 @pytest.mark.parametrize(
     ("timeout_s", "seconds", "kind"), [(0.01, 60.0, ErrorKind.TIMEOUT), (60.0, 0.01, ErrorKind.DEADLINE)]
 )
-def test_waiting_ends_by_the_timeout_or_the_deadline(timeout_s: float, seconds: float, kind: ErrorKind) -> None:
+def test_a_read_ends_at_the_timeout_or_the_deadline(timeout_s: float, seconds: float, kind: ErrorKind) -> None:
     for start in (b"", b"$600", b"$600\r\nxyz"):
         with peers(timeout_s) as (channel, theirs):
             channel.send([b"x"], 1, soon())
@@ -216,7 +216,7 @@ def test_waiting_ends_by_the_timeout_or_the_deadline(timeout_s: float, seconds: 
             assert raised.value.kind is kind and not channel.reusable
 
 
-def test_sending_to_a_peer_that_does_not_read_ends_too() -> None:
+def test_a_send_to_a_peer_that_does_not_read_ends_in_time() -> None:
     body = memoryview(bytearray(32 << 20))
     with peers(0.01) as (channel, _), pytest.raises(StoreError) as raised:
         channel.send([b"head", body, b"tail"], 1, soon())
@@ -235,7 +235,7 @@ def test_sending_to_a_peer_that_does_not_read_ends_too() -> None:
         (OSError(113, "no route"), ErrorKind.UNREACHABLE),
     ],
 )
-def test_exceptions_have_a_class(error: OSError, kind: ErrorKind) -> None:
+def test_exceptions_have_an_error_kind(error: OSError, kind: ErrorKind) -> None:
     assert failure_of(error).kind is kind
 
 
@@ -251,5 +251,5 @@ def test_exceptions_have_a_class(error: OSError, kind: ErrorKind) -> None:
         (b"", ErrorKind.SERVER_ERROR),
     ],
 )  # fmt: skip
-def test_error_replies_have_a_class(text: bytes, kind: ErrorKind) -> None:
+def test_error_replies_have_an_error_kind(text: bytes, kind: ErrorKind) -> None:
     assert ErrorReply(text).kind is kind

@@ -64,7 +64,7 @@ def open_it(seaweed: SeaweedServer, bucket: Bucket, prefix: str, capacity_bytes:
     return Store(open_backend(type_name, CODEC, options), lambda key: None, lambda key, data: None)
 
 
-def test_ends_of_what_is_not_used_make_room(seaweed: SeaweedServer, bucket: Bucket, unique_prefix: str) -> None:
+def test_the_ends_of_unused_chains_are_evicted(seaweed: SeaweedServer, bucket: Bucket, unique_prefix: str) -> None:
     """The chain that was stored first is read meanwhile and stays. Of the others a bucket tells in which second
     they were stored, so that either may lose its end."""
     with contextlib.closing(open_it(seaweed, bucket, unique_prefix, None).backend) as unlimited:

@@ -33,7 +33,7 @@ def boto(stub: StubS3) -> Iterator[Store]:
 
 
 @pytest.mark.parametrize("fault", sorted(set(FAULTS) - {"half an interim head"}))  # http.client calls it a lost one
-def test_a_fault_is_counted_by_its_kind_and_nothing_is_tried_twice(boto: Store, stub: StubS3, fault: str) -> None:
+def test_a_fault_is_counted_by_its_kind_and_nothing_is_retried(boto: Store, stub: StubS3, fault: str) -> None:
     answer, by_body, by_status = FAULTS[fault]
     stub.fault = always(answer)
     assert load(boto, KEYS) == [GET_ERROR] * 3
@@ -65,7 +65,7 @@ def test_a_head_that_is_cut_within_its_length_costs_no_stored_page(boto: Store, 
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_a_reply_without_end_is_left_after_some_bytes(boto: Store, stub: StubS3, what: str) -> None:
+def test_an_endless_reply_is_abandoned_after_some_bytes(boto: Store, stub: StubS3, what: str) -> None:
     start, piece = ENDLESS[what]
     sent = itertools.count()
     stub.fault = always(Answer(start, more=(piece for _ in iter(stub.released.is_set, True) if next(sent) >= 0)))
@@ -73,7 +73,7 @@ def test_a_reply_without_end_is_left_after_some_bytes(boto: Store, stub: StubS3,
     assert next(sent) * len(piece) < 32 << 20
 
 
-def test_a_request_ends_at_its_deadline_while_interim_replies_come_without_end(boto: Store, stub: StubS3) -> None:
+def test_a_request_ends_at_its_deadline_despite_endless_interim_replies(boto: Store, stub: StubS3) -> None:
     """http.client reads them for as long as they come. That `close` returns shows that the thread has ended."""
     piece = b"HTTP/1.1 100 Continue\r\n\r\n"
     stub.fault = always(Answer(piece, more=(piece for _ in iter(stub.released.is_set, True))))
@@ -124,7 +124,7 @@ def test_a_page_goes_over_tls(stub: StubS3, tmp_path_factory: pytest.TempPathFac
         backend.close()
 
 
-def test_a_pause_that_the_server_asks_for_is_kept(boto: Store, stub: StubS3) -> None:
+def test_a_pause_requested_by_the_server_is_respected(boto: Store, stub: StubS3) -> None:
     stub.fault = always(error(503, "SlowDown", retry_after="60"))
     load(boto, KEYS[:1])
     sent = len(stub.requests)

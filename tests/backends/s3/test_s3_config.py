@@ -27,7 +27,7 @@ def test_a_short_section_is_enough(tmp_path: Path) -> None:
     assert config.options.timeout == 5.0
 
 
-def test_everything_can_be_given(tmp_path: Path) -> None:
+def test_all_options_can_be_set(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         "bucket: pages, prefix: kv/, capacity: 2TiB, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, "
@@ -45,7 +45,7 @@ def test_everything_can_be_given(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_prefix_ends_with_a_slash_whoever_writes_it() -> None:
+def test_a_prefix_always_ends_with_a_slash() -> None:
     assert S3StorageOptions(bucket="pages", prefix="kv").prefix == "kv/"
     assert S3StorageOptions(bucket="pages", prefix="").prefix == ""
 
@@ -65,7 +65,7 @@ def test_a_prefix_ends_with_a_slash_whoever_writes_it() -> None:
      ({"access_key_env": "s3cr3t/x", "secret_key_env": "B"}, "access_key_env"),
      ({"access_key_env": "A", "secret_key_env": "B", "credentials_file": "/x"}, "not both")],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_by_name_and_without_a_secret(
+def test_invalid_values_are_refused_by_name_and_without_secrets(
     tmp_path: Path, changes: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(ConfigError, match=word) as caught:
@@ -73,6 +73,6 @@ def test_what_cannot_work_is_refused_by_name_and_without_a_secret(
     assert "s3cr3t" not in str(caught.value)
 
 
-def test_every_entry_says_what_it_is_for() -> None:
+def test_every_entry_has_a_description() -> None:
     fields: dict[str, Any] = S3StorageOptions.model_fields
     assert all(len(field.description or "") > 40 for field in fields.values())

@@ -157,7 +157,7 @@ def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: Stub
     "content-length: " + "9" * 20,
     "no header at all",
 ])  # fmt: skip
-def test_a_length_that_makes_no_sense_is_no_reply(store: Store, stub: StubS3, header: str) -> None:
+def test_an_invalid_length_is_a_protocol_error(store: Store, stub: StubS3, header: str) -> None:
     key, data = _page(store, stub)
     stub.fault = always(Answer(f"HTTP/1.1 200 OK\r\n{header}\r\n\r\n".encode() + data, "close"))
     assert load(store, [key]) == [GET_ERROR]
@@ -191,7 +191,7 @@ def test_a_head_that_is_cut_costs_no_stored_page(store: Store, raw: S3RawStore, 
         raw.read(StoredPage(NAMESPACE, key, len(data), None), 256)
 
 
-def test_a_damaged_page_that_was_replaced_meanwhile_stays(store: Store, stub: StubS3) -> None:
+def test_a_damaged_page_that_was_replaced_stays(store: Store, stub: StubS3) -> None:
     key, data = _page(store, stub)
     stub.fault = lambda request: reply(200, b"x" * PAGE, etag='"old"') if request.method == "GET" else None
     assert load(store, [key]) == [CORRUPT]
@@ -199,7 +199,7 @@ def test_a_damaged_page_that_was_replaced_meanwhile_stays(store: Store, stub: St
     assert errors(store) == {}
 
 
-def test_a_damaged_page_is_removed_where_conditions_are_unknown(store: Store, stub: StubS3) -> None:
+def test_a_damaged_page_is_removed_without_conditional_requests(store: Store, stub: StubS3) -> None:
     """The control of the test above, besides: it is the condition that saves the page."""
     key, _ = _page(store, stub)
     store.write(key, b"x" * PAGE)
@@ -214,7 +214,7 @@ def test_a_damaged_page_is_removed_where_conditions_are_unknown(store: Store, st
     assert name(key) not in stub.objects
 
 
-def test_a_bucket_that_vanishes_is_an_error_and_no_miss(store: Store, stub: StubS3) -> None:
+def test_a_bucket_that_vanishes_is_an_error_and_not_a_miss(store: Store, stub: StubS3) -> None:
     keys = make_keys(2)
     stub.fault = always(error(404, "NoSuchBucket"))
     assert load(store, keys) == [GET_ERROR] * 2
@@ -222,7 +222,7 @@ def test_a_bucket_that_vanishes_is_an_error_and_no_miss(store: Store, stub: Stub
     assert errors(store) == {"no_bucket": 4}
 
 
-def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3) -> None:
+def test_a_full_store_rejects_the_page_and_its_tail(stub: StubS3) -> None:
     store, keys = open_on(stub, connections=1), make_keys(5)
     full_from = name(keys[2])
     stub.fault = lambda request: error(507, "InsufficientStorage") if request.name == full_from else None
@@ -232,7 +232,7 @@ def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3) -> None:
 
 
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidRequest")])
-def test_a_server_without_conditions_is_found_out_once(stub: StubS3, refusal: tuple[int, str]) -> None:
+def test_a_server_without_conditional_writes_is_detected_once(stub: StubS3, refusal: tuple[int, str]) -> None:
     store, keys = open_on(stub, connections=1), make_keys(3)
     stub.fault = lambda request: error(*refusal) if "if-none-match" in request.headers else None
     assert store_chain(store, keys) == [STORED] * 3
@@ -241,7 +241,7 @@ def test_a_server_without_conditions_is_found_out_once(stub: StubS3, refusal: tu
     assert errors(store) == {}
 
 
-def test_each_page_is_asked_for_once_however_the_server_answers(store: Store, stub: StubS3) -> None:
+def test_each_page_is_requested_once_for_any_answer_of_the_server(store: Store, stub: StubS3) -> None:
     keys = make_keys(20)
     stub.fault = always(error(503, "SlowDown"))
     load(store, keys)
@@ -274,7 +274,7 @@ def test_a_connection_that_closes_under_a_request_is_replaced_once_if_it_was_idl
     assert len(stub.requests) <= 2
 
 
-def test_connections_are_used_again(stub: StubS3) -> None:
+def test_connections_are_reused(stub: StubS3) -> None:
     """The control of the test above."""
     store, keys = open_on(stub, connections=1), make_keys(10)
     store_chain(store, keys)
@@ -284,7 +284,7 @@ def test_connections_are_used_again(stub: StubS3) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_what_is_left_of_a_reply_is_never_taken_for_the_next(stub: StubS3, tmp_path: Path, tls: bool) -> None:
+def test_the_rest_of_a_reply_is_never_read_as_the_next_reply(stub: StubS3, tmp_path: Path, tls: bool) -> None:
     certificates = make_certificates(tmp_path)
     codec = FrameCodec(NAMESPACE, 60_000)  # more than is received along with a head
     with StubS3("pages", certificates.server_context() if tls else None) as server:
@@ -321,7 +321,7 @@ def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, ve
     stub.released.set()
 
 
-def test_a_page_is_sent_with_its_type_and_without_waiting_to_be_asked(store: Store, stub: StubS3) -> None:
+def test_a_page_is_sent_with_its_type_and_without_waiting_for_100_continue(store: Store, stub: StubS3) -> None:
     """Some server stores an empty object if a body without a type is cut at its start."""
     _page(store, stub)
     (request,) = stub.requests

@@ -62,7 +62,7 @@ def test_an_etag_is_sent_only_if_it_is_an_entity_tag(store: Store, stub: StubS3,
     [("/a\r\nx: y", {}), ("/a b", {}), ("/\x00", {}), ("/\xe9", {}), ("a", {}), ("/a", {"if-match": "a\nx: y"}),
      ("/a", {"if-match": "a\r"}), ("/a", {"x": "\x00"}), ("/a", {"x": "\ud800"}), ("/a", {"x y": "z"})],
 )  # fmt: skip
-def test_a_request_that_would_hold_a_forbidden_character_is_not_sent(target: str, headers: dict[str, str]) -> None:
+def test_a_request_with_a_forbidden_character_is_not_sent(target: str, headers: dict[str, str]) -> None:
     with pytest.raises(StoreError) as caught:
         request_head("GET", target, headers)
     assert caught.value.kind is ErrorKind.BAD_REQUEST
@@ -71,7 +71,7 @@ def test_a_request_that_would_hold_a_forbidden_character_is_not_sent(target: str
 
 @pytest.mark.parametrize("value", ["a-key\n", "a\rb", "a\tb", "a b", "\udcff", "\xe9"])
 @pytest.mark.parametrize("variable", ["S3_ACCESS_KEY", "S3_TOKEN"])
-def test_credentials_that_cannot_travel_are_refused_at_start(
+def test_credentials_with_invalid_characters_are_refused_at_start(
     stub: StubS3, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv("S3_TOKEN", "a-token")
@@ -102,7 +102,7 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("listing", LISTINGS)
-def test_a_listing_that_is_not_one_is_an_error(store: Store, raw: S3RawStore, stub: StubS3, listing: str) -> None:
+def test_an_invalid_listing_is_an_error(store: Store, raw: S3RawStore, stub: StubS3, listing: str) -> None:
     stub.fault = _listing(LISTINGS[listing])
     with pytest.raises(BackendUnavailable, match="protocol"):
         list(raw.pages())
@@ -110,7 +110,7 @@ def test_a_listing_that_is_not_one_is_an_error(store: Store, raw: S3RawStore, st
     assert errors(store) == {"protocol": 1}
 
 
-def test_a_listing_that_goes_round_in_a_circle_is_an_error(stub: StubS3) -> None:
+def test_a_listing_with_a_cycle_of_tokens_is_an_error(stub: StubS3) -> None:
     raw, tokens = S3RawStore(options(stub.url)), itertools.cycle("abcde")
     stub.fault = lambda request: reply(
         200, f"<ListBucketResult>{PART}<NextContinuationToken>{next(tokens)}</NextContinuationToken></ListBucketResult>"
@@ -128,7 +128,7 @@ def test_a_date_out_of_range_is_unknown(raw: S3RawStore, stub: StubS3, date: str
 
 @pytest.mark.parametrize("encoding", ["no-such", "idna", "hex", "utf-16", "unicode_escape", "punycode", "big5", ""])
 @pytest.mark.parametrize("status", [200, 400])
-def test_no_encoding_that_a_document_names_is_looked_up(store: Store, stub: StubS3, encoding: str, status: int) -> None:
+def test_the_declared_encoding_of_a_document_is_ignored(store: Store, stub: StubS3, encoding: str, status: int) -> None:
     body = f'<?xml version="1.0" encoding="{encoding}"?><Error><Code>a\u00fc</Code></Error>'.encode()
     stub.fault = lambda request: reply(status, body)
     store_chain(store, KEYS)
@@ -136,7 +136,7 @@ def test_no_encoding_that_a_document_names_is_looked_up(store: Store, stub: Stub
     assert "internal" not in errors(store)
 
 
-def test_no_document_takes_more_than_a_small_multiple_of_its_bytes() -> None:
+def test_parsing_takes_at_most_a_small_multiple_of_a_documents_bytes() -> None:
     laughs = "".join(f'<!ENTITY a{n} "{f"&a{n - 1};" * 10}">' for n in range(1, 9))
     for body in (
         f'<!DOCTYPE x [<!ENTITY a0 "ha">{laughs}]><Error><Code>&a8;</Code></Error>',
@@ -160,13 +160,13 @@ def test_a_server_cannot_have_more_errors_than_objects_to_remove(store: Store, s
 
 
 @pytest.mark.parametrize("code", ["<b>x</b>", "", "<Code>a</Code>", "SlowDown</Code><Code>b", "\u00fc"])
-def test_a_code_of_another_form_is_the_class_of_the_status(store: Store, stub: StubS3, code: str) -> None:
+def test_an_unknown_code_falls_back_to_the_kind_of_the_status(store: Store, stub: StubS3, code: str) -> None:
     stub.fault = lambda request: error(403, code)
     load(store, KEYS)
     assert set(errors(store)) <= {"access_denied", "throttled"} and sum(errors(store).values()) == 2
 
 
-def test_a_server_that_echoes_what_it_was_told_puts_it_into_no_message(stub: StubS3) -> None:
+def test_text_echoed_by_a_server_gets_into_no_message(stub: StubS3) -> None:
     told = "AnAccessKey"
     assert told not in str(failed_reply(403, told)) and "AccessDenied" in str(failed_reply(403, "AccessDenied"))
     stub.fault = lambda request: error(403, told)
@@ -176,7 +176,7 @@ def test_a_server_that_echoes_what_it_was_told_puts_it_into_no_message(stub: Stu
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308, 400])
-def test_no_redirection_is_followed_and_no_region_is_asked_for(stub: StubS3, status: int) -> None:
+def test_redirections_are_not_followed_and_regions_are_not_requested(stub: StubS3, status: int) -> None:
     with StubS3("pages") as elsewhere:
         store = open_on(stub)
         stub.forget_requests()
@@ -189,7 +189,7 @@ def test_no_redirection_is_followed_and_no_region_is_asked_for(stub: StubS3, sta
         assert stub.methods() == ["HEAD", "GET"] and not elsewhere.connections
 
 
-def test_memory_is_taken_for_what_has_come_and_not_for_what_was_announced(raw: S3RawStore, stub: StubS3) -> None:
+def test_memory_is_taken_for_received_and_not_for_announced_bytes(raw: S3RawStore, stub: StubS3) -> None:
     head = b'HTTP/1.1 200 OK\r\ncontent-length: 99999999999999\r\netag: "x"\r\n\r\n'
     stub.fault = lambda request: Answer(head + b"x", "close")
     with pytest.raises(BackendUnavailable):
@@ -207,7 +207,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_a_reply_without_end_is_left_after_some_bytes(store: Store, stub: StubS3, what: str) -> None:
+def test_an_endless_reply_is_abandoned_after_some_bytes(store: Store, stub: StubS3, what: str) -> None:
     """No deadline and no silence ends it: a server that sends for ever is the control."""
     start, piece = ENDLESS[what]
     sent = itertools.count()

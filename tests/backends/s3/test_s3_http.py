@@ -49,7 +49,7 @@ def received(pair: tuple[Connection, socket.socket], data: bytes, bytes_max: int
      ("Transfer-Encoding: chunked\r\n\r\n3;x=y\r\nhel\r\n2\r\nlo\r\n0\r\ntrailer: x\r\n\r\n", b"hello"),
      ("\r\nhello", b"hello")],
 )  # fmt: skip
-def test_a_small_body_may_come_in_each_of_the_ways_of_http(
+def test_a_small_body_may_use_any_framing_of_http(
     pair: tuple[Connection, socket.socket], body: str, expected: bytes
 ) -> None:
     assert received(pair, f"HTTP/1.1 200 OK\r\n{body}".encode()) == expected
@@ -72,13 +72,13 @@ def test_a_small_body_that_is_cut_or_too_long_is_refused(pair: tuple[Connection,
         received(pair, f"HTTP/1.1 200 OK\r\n{body}".encode())
 
 
-def test_interim_replies_without_end_are_refused(pair: tuple[Connection, socket.socket]) -> None:
+def test_endless_interim_replies_are_refused(pair: tuple[Connection, socket.socket]) -> None:
     with pytest.raises(StoreError, match="interim"):
         received(pair, b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_whatever_comes_as_a_head_is_a_head_or_refused(noise: bytes, starts_well: bool) -> None:
+def test_any_bytes_are_a_head_or_refused(noise: bytes, starts_well: bool) -> None:
     try:
         head = parse_head((b"HTTP/1.1 200 OK\r\n" if starts_well else b"") + noise + b"\r\n\r\n")
     except StoreError as error:
@@ -90,18 +90,18 @@ def test_whatever_comes_as_a_head_is_a_head_or_refused(noise: bytes, starts_well
 @pytest.mark.parametrize("line", [
     "HTTP/1.1 \u0662\u0660\u0660 OK", "HTTP/1.1 2\u00b20 OK", "HTTP/1.1 20 OK", "HTTP/1.1 2000 OK", "HTTP/1.1 -20 OK",
 ])  # fmt: skip
-def test_a_status_of_other_digits_is_refused(line: str) -> None:
+def test_a_status_with_non_ascii_digits_is_refused(line: str) -> None:
     for encoding in ("utf-8", "latin-1"):
         with pytest.raises(StoreError, match="protocol"):
             parse_head(line.encode(encoding, "replace") + b"\r\ncontent-length: 0\r\n\r\n")
 
 
-def test_a_value_is_loaded_once_and_kept_while_it_is_young() -> None:
+def test_a_value_is_loaded_once_and_kept_while_it_is_fresh() -> None:
     value = Refreshed("test", iter(range(100)).__next__, 3600.0)
     assert [value.get(deadline=soon()) for _ in range(5)] == [0] * 5
 
 
-def test_an_old_value_serves_while_a_new_one_is_loaded() -> None:
+def test_an_old_value_is_used_while_a_new_one_is_loaded() -> None:
     gate, loads = threading.Event(), iter(range(100))
 
     def load() -> str:
@@ -118,7 +118,7 @@ def test_an_old_value_serves_while_a_new_one_is_loaded() -> None:
     wait_for(lambda: value.get(deadline=soon()) == "value 1")
 
 
-def test_who_needs_the_first_value_waits_no_longer_than_the_deadline() -> None:
+def test_the_first_value_is_waited_for_until_the_deadline() -> None:
     gate = threading.Event()
     value = Refreshed("test", lambda: gate.wait(30), 3600.0)
     with pytest.raises(StoreError) as caught:
@@ -128,7 +128,7 @@ def test_who_needs_the_first_value_waits_no_longer_than_the_deadline() -> None:
     assert value.get(deadline=soon()) is True
 
 
-def test_a_failure_is_told_and_the_next_one_who_asks_tries_again() -> None:
+def test_a_failure_is_raised_and_the_next_request_tries_again() -> None:
     answers = iter(["fails", "fails", "works"])
 
     def load() -> str:
@@ -145,7 +145,7 @@ def test_a_failure_is_told_and_the_next_one_who_asks_tries_again() -> None:
     assert value.get(deadline=soon()) == "works"
 
 
-def test_a_bug_in_a_loader_is_a_failure_and_the_next_one_who_asks_tries_again() -> None:
+def test_a_bug_in_a_loader_is_a_failure_and_the_next_request_tries_again() -> None:
     answers = iter([0, 0, 1])
     value = Refreshed("test", lambda: 1 // next(answers), 3600.0)
     for _ in range(2):
@@ -155,16 +155,16 @@ def test_a_bug_in_a_loader_is_a_failure_and_the_next_one_who_asks_tries_again() 
 
 
 @pytest.mark.parametrize(("asked", "seconds"), [("5", 5.0), ("9" * 30, 60.0), ("-5", 0.0), ("1.5", 0.0), ("", 0.0)])
-def test_a_pause_is_bounded_whatever_the_server_asks(asked: str, seconds: float) -> None:
+def test_a_pause_requested_by_the_server_is_limited(asked: str, seconds: float) -> None:
     assert failed_reply(503, "SlowDown", asked).retry_after_s == seconds
 
 
-def test_a_code_that_is_no_word_is_not_repeated() -> None:
+def test_an_unknown_error_code_is_not_shown() -> None:
     assert "<script>" not in str(failed_reply(500, "<script>"))
     assert "InternalError" in str(failed_reply(500, "InternalError"))
 
 
-def test_the_lifecycle_rule_of_the_page_is_taken_by_a_real_server(
+def test_a_real_server_accepts_the_documented_lifecycle_rule(
     bucket: Bucket, repository: Path, tmp_path: Path
 ) -> None:
     page = (repository / "docs/backends/s3.md").read_text()
@@ -184,7 +184,7 @@ def test_the_lifecycle_rule_of_the_page_is_taken_by_a_real_server(
     assert "hicache-pages" in ran.stdout
 
 
-def test_the_page_names_every_kind_of_error_of_the_package(repository: Path) -> None:
+def test_the_documentation_names_every_error_kind_of_the_package(repository: Path) -> None:
     backends = repository / "hicache/backends"
     files = [*(backends / "s3").glob("*.py"), backends / "http.py", backends / "refreshed.py"]
     source = "".join(path.read_text() for path in files)

@@ -44,7 +44,7 @@ def test_the_search_finds_the_end_of_every_prefix(count: int, data: st.DataObjec
 
 
 @given(there=st.lists(st.booleans(), max_size=300))
-def test_with_holes_the_search_ends_at_one_and_never_behind_what_it_saw_missing(there: list[bool]) -> None:
+def test_with_holes_the_search_ends_at_a_hole_and_never_after_a_missing_page(there: list[bool]) -> None:
     """Beyond a few keys the first hole may be missed; what comes back still is the end of something stored."""
     found = stored_prefix(len(there), lambda positions: [there[position] for position in positions])
     assert found == len(there) or not there[found]
@@ -116,7 +116,7 @@ def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: 
 
 
 @pytest.mark.parametrize(("asked", "sent"), [("30", 1), ("0", 2), ("soon", 2)])
-def test_a_server_that_asks_for_a_pause_is_left_alone(store: Store, stub: StubS3, asked: str, sent: int) -> None:
+def test_a_server_that_asks_for_a_pause_gets_no_requests(store: Store, stub: StubS3, asked: str, sent: int) -> None:
     keys = make_keys(1)
     stub.fault = lambda request: error(503, "SlowDown", retry_after=asked)
     assert load(store, keys) == [GET_ERROR]
@@ -133,7 +133,7 @@ def ended(throttle: Throttle, kind: str | None) -> int:
     return throttle.limit
 
 
-def test_slow_down_halves_what_may_be_in_flight_and_answers_bring_it_back() -> None:
+def test_slow_down_halves_the_limit_and_answers_raise_it_again() -> None:
     throttle = Throttle(8)
     assert ended(throttle, ErrorKind.ACCESS_DENIED) == 8, "the control"
     assert ended(throttle, ErrorKind.THROTTLED) == 4

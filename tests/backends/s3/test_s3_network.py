@@ -67,7 +67,7 @@ def test_pages_move_over_tls(
 
 
 @pytest.mark.parametrize("ca", ["none", "another"])
-def test_a_certificate_that_is_not_trusted_is_said_at_start(
+def test_an_untrusted_certificate_is_reported_at_start(
     bucket: Bucket, tls_proxy: Proxy, tmp_path: Path, ca: str
 ) -> None:
     """The control of the test above, besides."""
@@ -77,7 +77,7 @@ def test_a_certificate_that_is_not_trusted_is_said_at_start(
         S3Backend(CODEC, options(url, bucket=bucket.name, ca_file=ca_file))
 
 
-def test_the_name_in_a_certificate_must_be_the_one_that_was_asked_for(
+def test_the_name_in_a_certificate_must_match(
     bucket: Bucket, tls_proxy: Proxy, certificates: Certificates
 ) -> None:
     url = f"https://127.0.0.2:{tls_proxy.port}"
@@ -98,7 +98,7 @@ def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
         yield proxy
 
 
-def test_a_page_that_trickles_costs_no_more_than_the_deadline(
+def test_a_page_that_arrives_slowly_ends_at_the_deadline(
     bucket: Bucket, proxy: Proxy, unique_prefix: str
 ) -> None:
     """Bytes keep coming, and all of them would have come after six seconds. That they do at full speed is the control.
@@ -155,7 +155,7 @@ def tunnels(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
         yield listener.port, asked
 
 
-def test_a_proxy_carries_tls_that_it_cannot_read(stub: StubS3, certificates: Certificates) -> None:
+def test_tls_passes_through_a_proxy_that_cannot_read_it(stub: StubS3, certificates: Certificates) -> None:
     with StubS3("pages", certificates.server_context()) as server, tunnels(b"HTTP/1.0 200 x\r\n\r\n") as (port, asked):
         chosen = options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file, connections=1)
         store = Store(S3Backend(CODEC, chosen), lambda key: None, lambda key, data: None)
@@ -171,7 +171,7 @@ def test_a_proxy_carries_tls_that_it_cannot_read(stub: StubS3, certificates: Cer
      (b"HTTP/1.1 302 x\r\nlocation: http://h/\r\n\r\n", "unreachable"), (b"garbage\r\n\r\n", "protocol"),
      (b"", "timeout")],
 )  # fmt: skip
-def test_a_proxy_that_does_not_connect_is_said_at_start(
+def test_a_proxy_that_does_not_connect_is_reported_at_start(
     stub: StubS3, certificates: Certificates, answer: bytes, kind: str
 ) -> None:
     with StubS3("pages", certificates.server_context()) as server, tunnels(answer) as (port, _):
@@ -183,7 +183,7 @@ def test_a_proxy_that_does_not_connect_is_said_at_start(
             S3Backend(CODEC, chosen)
 
 
-def test_a_proxy_resolves_the_name_of_the_store_itself(stub: StubS3) -> None:
+def test_a_proxy_resolves_the_name_of_the_store(stub: StubS3) -> None:
     """Of a store without TLS it gets whole URLs. That the name has no address here is the control."""
     stub.origin = "http://store.invalid:9000"
     store = Store(S3Backend(CODEC, options(stub.origin, proxy=stub.url)), lambda key: None, lambda key, data: None)

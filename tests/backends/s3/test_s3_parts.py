@@ -86,7 +86,7 @@ STEPS = [37, 255, 4096, 1 << 29]
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_body_in_many_parts_is_sent_whole_however_few_bytes_go_at_once(step: int) -> None:
+def test_a_body_in_many_parts_is_sent_whole_in_steps_of_any_size(step: int) -> None:
     parts = [memoryview(bytes([number % 251]) * (number % 7)) for number in range(PARTS)]
     expected = b"head" + b"".join(parts)
     connection, server = _pair(step, step)
@@ -107,7 +107,7 @@ def test_a_body_in_many_parts_is_sent_whole_however_few_bytes_go_at_once(step: i
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("in_pieces", [True, False])
-def test_a_body_is_received_into_many_parts_however_few_bytes_come_at_once(step: int, in_pieces: bool) -> None:
+def test_a_body_is_received_into_many_parts_in_steps_of_any_size(step: int, in_pieces: bool) -> None:
     (key,), (frame,) = make_keys(1), empty_frames(SMALL, 1)
     data = b"".join(SMALL.seal_buffers(key, full_frames(SMALL, [key])[0]))
     view = in_parts(SMALL, frame, PARTS)
@@ -172,7 +172,7 @@ def test_a_page_in_thousands_of_parts_is_one_object(
 
 
 @pytest.mark.parametrize("size", [0, SMALL.frame_bytes - 4096, SMALL.frame_bytes + 4096])
-def test_an_object_of_another_length_is_never_read_beyond_the_parts(stub: StubS3, size: int) -> None:
+def test_an_object_of_a_different_length_is_never_read_beyond_the_parts(stub: StubS3, size: int) -> None:
     """One that is a frame of another length is read as far as it goes, and is damage; a longer one is not read."""
     backend, (key,) = S3Backend(SMALL, options(stub.url)), make_keys(1)
     view = in_parts(SMALL, empty_frames(SMALL, 1)[0], PARTS)

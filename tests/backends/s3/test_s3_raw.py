@@ -76,7 +76,7 @@ def test_all_pages_are_listed_and_nothing_else(bucket: Bucket, unique_prefix: st
     store.close()
 
 
-def test_an_empty_object_and_a_missing_one_are_told_apart(bucket: Bucket, unique_prefix: str) -> None:
+def test_an_empty_object_differs_from_a_missing_one(bucket: Bucket, unique_prefix: str) -> None:
     store = open_it(bucket, unique_prefix)
     page = StoredPage(NAMESPACE, KEYS[0], 0, None)
     assert store.read(page, 10) is None
@@ -96,7 +96,7 @@ def test_a_listing_of_several_parts_is_read_to_its_end(raw: S3RawStore, stub: St
     assert stub.objects == {}
 
 
-def test_a_listing_that_tells_little_is_taken_as_it_is(raw: S3RawStore, stub: StubS3) -> None:
+def test_a_listing_with_few_fields_is_accepted(raw: S3RawStore, stub: StubS3) -> None:
     names = f"<Contents><Key>{object_name('test/', NAMESPACE, KEYS[0])}</Key></Contents><Contents/>"
     listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{names}</ListBucketResult>".encode()
     stub.fault = lambda request: reply(200, listing) if request.is_list else None
@@ -129,7 +129,7 @@ def test_a_full_store_has_no_room_for_a_page(raw: S3RawStore, stub: StubS3) -> N
     assert not raw.write(StoredPage(NAMESPACE, KEYS[0], 1, None), b"x", None)
 
 
-def test_names_lead_back_to_pages_and_spread_over_prefixes() -> None:
+def test_names_are_parsed_back_to_pages_and_spread_over_prefixes() -> None:
     keys = [hashlib.sha256(bytes([number])).digest() for number in range(200)]
     names = [object_name("a/", NAMESPACE, key) for key in keys]
     assert [parse_name("a/", name) for name in names] == [(NAMESPACE, key) for key in keys]

@@ -59,7 +59,7 @@ def ours(
     region=st.sampled_from(["us-east-1", "eu-central-1"]),
     token=st.none() | _WORDS,
 )
-def test_a_signature_is_the_one_that_botocore_makes(
+def test_a_signature_equals_that_of_botocore(
     method: str, path: str, query: dict[str, str], headers: dict[str, str], region: str, token: str | None
 ) -> None:
     payload = EMPTY_SHA256 if method == "GET" else UNSIGNED_PAYLOAD

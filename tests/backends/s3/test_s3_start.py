@@ -32,13 +32,13 @@ def refused(kind: type[Exception], chosen: S3StorageOptions) -> str:
     return str(caught.value)
 
 
-def test_a_bucket_that_is_not_there_is_said_at_start(bucket: Bucket) -> None:
+def test_a_missing_bucket_is_reported_at_start(bucket: Bucket) -> None:
     message = refused(BackendUnavailable, options(bucket.url, bucket="no-such-bucket"))
     assert "no_bucket" in message and "create the bucket" in message
 
 
 @pytest.mark.parametrize("variable", ["S3_ACCESS_KEY", "S3_SECRET_KEY"])
-def test_wrong_credentials_are_said_at_start(
+def test_wrong_credentials_are_reported_at_start(
     bucket: Bucket, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "another-secret")
@@ -46,12 +46,12 @@ def test_wrong_credentials_are_said_at_start(
     assert "credentials" in message
 
 
-def test_a_host_without_an_address_is_said_at_start(stub: StubS3) -> None:
+def test_a_host_without_an_address_is_reported_at_start(stub: StubS3) -> None:
     message = refused(BackendUnavailable, options("http://no-such-host.invalid:9"))
     assert "dns" in message and "endpoint_url" in message
 
 
-def test_a_port_where_nobody_listens_is_said_at_start(stub: StubS3) -> None:
+def test_a_port_without_a_listener_is_reported_at_start(stub: StubS3) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -59,18 +59,18 @@ def test_a_port_where_nobody_listens_is_said_at_start(stub: StubS3) -> None:
     assert "connection_refused" in message and "nothing listens" in message
 
 
-def test_a_server_that_speaks_something_else_is_said_at_start(stub: StubS3) -> None:
+def test_a_server_of_another_protocol_is_reported_at_start(stub: StubS3) -> None:
     stub.fault = lambda request: Answer(b"SSH-2.0-x\r\n\r\n", "close")
     assert "not from an S3 store" in refused(BackendUnavailable, options(stub.url))
 
 
-def test_a_server_that_is_silent_is_said_at_start(stub: StubS3) -> None:
+def test_a_silent_server_is_reported_at_start(stub: StubS3) -> None:
     stub.fault = lambda request: Answer(b"", "hang")
     chosen = options(stub.url, timeout=0.1, connect_timeout=0.1)
     assert "timeout" in refused(BackendUnavailable, chosen)
 
 
-def test_a_variable_that_is_not_set_is_named(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unset_variable_is_named(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("S3_SECRET_KEY")
     assert "S3_SECRET_KEY is not set" in refused(ConfigError, options(stub.url))
 
@@ -112,7 +112,7 @@ def _watch(stub: StubS3) -> list[Request]:
      ("[default]\naws_access_key_id = x\n", 0o600, "no section"), ("another-secret", 0o600, "no section"),
      ("[x]\naws_access_key_id = x\naws_secret_access_key = another-secret\n", 0o600, r"\[default\]")],
 )  # fmt: skip
-def test_a_credentials_file_that_will_not_do_is_refused_without_showing_it(
+def test_an_invalid_credentials_file_is_refused_without_showing_it(
     stub: StubS3, tmp_path: Path, text: str, mode: int, word: str
 ) -> None:
     path = _file(tmp_path, text, mode)
@@ -133,19 +133,19 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bare_environment")
-def test_without_any_credentials_the_error_says_where_to_put_them(stub: StubS3) -> None:
+def test_without_credentials_the_error_says_where_to_set_them(stub: StubS3) -> None:
     message = refused(ConfigError, options(stub.url, access_key_env=None, secret_key_env=None))
     assert "no credentials found" in message
 
 
 @pytest.mark.usefixtures("bare_environment")
-def test_a_profile_that_is_not_there_is_said(stub: StubS3) -> None:
+def test_a_missing_profile_is_reported(stub: StubS3) -> None:
     chosen = options(stub.url, access_key_env=None, secret_key_env=None, profile="nobody")
     assert "nobody" in refused(ConfigError, chosen)
 
 
 @pytest.mark.usefixtures("bare_environment")
-def test_what_boto3_finds_is_used(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_found_by_boto3_are_used(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-key")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token")
@@ -210,7 +210,7 @@ def test_the_role_of_a_machine_gives_credentials_and_renews_them(
      ({"endpoint_url": "https://h.example", "path_style": False}, {}, "pages.h.example", ""),
      ({}, {"AWS_ENDPOINT_URL": "http://h.example:1"}, "h.example:1", "/pages")],
 )  # fmt: skip
-def test_requests_go_where_the_options_or_boto3_say(
+def test_requests_go_to_the_endpoint_of_the_options_or_of_boto3(
     changes: dict[str, Any], environment: dict[str, str], host: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "a-secret-key", **environment}.items():
