@@ -1,4 +1,4 @@
-"""The stores of the fault matrix: each a real server behind a proxy, and a straight way to it beside the proxy."""
+"""The stores of the fault matrix: each is a real server behind a proxy, with a second, direct connection."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from hicache.frame import FrameCodec
 from tests.proxy import Proxy
 from tests.waiting import wait_for
 
-# Larger than what sockets and the proxy hold, so that a cut or a stall in the middle of a page meets the page there.
+# Larger than the buffers of sockets and proxy, so that a cut or a stall in the middle of a page affects the page.
 PAYLOAD_BYTES = 3 << 20
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
-# Where a store is to fail: short enough for hundreds of cells. An idle machine answers far sooner; a busy one may not,
-# so what has to succeed is tried again or has the other.
+# The timeout where a store must fail: short enough for hundreds of cells. A busy machine may answer too late, so
+# operations that must succeed are retried or use the other timeout.
 TIMEOUT_S = 0.3
-# Where a store is to succeed, however busy the machine.
+# The timeout where a store must succeed, even on a busy machine.
 PATIENCE_S = 30.0
-# Opens after two failures and heals within a fifth of a second.
+# A breaker that opens after two failures and recovers within a fifth of a second.
 QUICK = {"failures": 2, "backoff_min": 0.05, "backoff_max": 0.2, "probe_timeout": 5.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A server, and how a backend is told to reach it through another port."""
+    """A kind of server, and the options with which a backend reaches it through another port."""
 
     name: str
     server: Callable[[], DevServer]
     through: Callable[[int], dict[str, Any]]
-    keeps_data: bool  # whether its pages outlive its process
-    rows: frozenset[str] | None = None  # the faults it is put under; None: all
+    keeps_data: bool  # True if its pages survive a restart
+    rows: frozenset[str] | None = None  # its faults; None: all
 
 
 def _redis(port: int) -> dict[str, Any]:
     return {"url": f"redis://{LOOPBACK}:{port}", "connections": 3}
 
 
-# One server is behind both clients. These rows are about the client; the others would be about the server once more.
+# Both clients use the same server. Only these rows depend on the client; the others would test the server twice.
 _FOR_A_CLIENT = frozenset({
     "latency", "slices", "stall down", "cut at once", "cut in the header", "cut in the body read",
     "cut in the body written", "reset in the body written", "refused",
@@ -65,7 +65,7 @@ KINDS = (
 
 
 class Hurt:
-    """A server of one kind behind a proxy. `far` goes through the proxy, `near` does not."""
+    """A server of one kind behind a proxy. `far` connects through the proxy, `near` directly."""
 
     def __init__(self, kind: Kind, server: DevServer, proxy: Proxy) -> None:
         self.kind = kind
@@ -76,13 +76,13 @@ class Hurt:
     def far(
         self, *, timeout_s: float = TIMEOUT_S, guard: dict[str, Any] | None = None
     ) -> Iterator[StorageBackend]:
-        """A backend that reaches the server through the proxy; with `guard`, behind a guard with these options."""
+        """Open a backend through the proxy; with `guard`, behind a guard with these options."""
         type_name, options = self.server.storage(timeout=timeout_s, **self.kind.through(self.proxy.port))
         yield from _opened(BackendSpec(type_name, options, None if guard is None else GuardConfig(**guard)))
 
     @contextmanager
     def near(self) -> Iterator[StorageBackend]:
-        """A backend that goes to the server straight."""
+        """Open a backend that connects directly to the server."""
         type_name, options = self.server.storage(timeout=PATIENCE_S)
         yield from _opened(BackendSpec(type_name, options, None))
 
@@ -91,7 +91,7 @@ def _opened(spec: BackendSpec) -> Iterator[StorageBackend]:
     opened: list[StorageBackend] = []
 
     def open_it() -> None:
-        # Nothing is wrong yet, but a busy machine may take longer than the timeout of a cell.
+        # Without a fault so far, but a busy machine may take longer than the timeout of a cell.
         with suppress(BackendUnavailable):
             opened.append(open_spec(spec, CODEC))
 

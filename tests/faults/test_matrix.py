@@ -1,9 +1,9 @@
 """Every verb on every real server under every fault: the store may lose pages, and nothing else may happen.
 
-A cell is one verb of one backend under one fault. In each, the verb raises nothing, answers with outcomes of the
-contract, serves no wrong page, and leaves frames alone once it has returned; what the server holds afterwards is whole
-pages only. For each fault besides: a guard in front leaves the store alone while it hurts, and uses it again when it is
-healed. Cells are pairs of a store and a fault, times the verbs; the last test counts them.
+A cell is one verb of one backend under one fault. In each cell, the verb raises nothing, returns outcomes of the
+contract, serves no wrong page, and does not touch frames after it has returned. Afterwards the server holds only whole
+pages. Also for each fault: a guard stops calls to the store during the fault, and uses the store again afterwards.
+The number of cells is pairs of a store and a fault, times the verbs; the last test counts them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ UP, DOWN, BOTH = Direction.UP, Direction.DOWN, Direction.BOTH
 HALF_A_PAGE = CODEC.frame_bytes // 2
 A_BYTE = b"\xa5"
 VERBS = ("exists", "get", "set", "delete")
-# Seconds after which a verb is to come back in vain.
+# The deadline, in seconds, of verbs that are expected to fail.
 DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A fault. `bears`: the store is slow under it, and works. `closes`: the directions in which it does not, since a
-    fault in the middle of a body leaves small requests and answers alone."""
+    """A fault. `bears`: the store is slow but works. `closes`: the directions that fail; a fault in the middle of a
+    body does not affect small requests and replies."""
 
     name: str
     faults: Faults
@@ -91,7 +91,7 @@ PAIRS = [(kind, row) for kind in KINDS for row in ROWS if kind.rows is None or r
 
 @pytest.fixture(scope="module")
 def hurt(request: pytest.FixtureRequest) -> Iterator[Hurt]:
-    """The server of one kind, to be hurt by the tests of this module."""
+    """The server of one kind, to which the tests of this module apply faults."""
     kind: Kind = request.param
     with kind.server() as server, Proxy(server.port) as proxy:
         yield Hurt(kind, server, proxy)
@@ -99,7 +99,7 @@ def hurt(request: pytest.FixtureRequest) -> Iterator[Hurt]:
 
 @pytest.fixture
 def logged_in(hurt: Hurt, login: Callable[[DevService], None]) -> None:
-    """Credentials of the server in the environment."""
+    """Put the server's credentials into the environment."""
     login(hurt.server)
 
 
@@ -116,7 +116,7 @@ def _heal(hurt: Hurt, row: Row) -> None:
 
 
 class Cells:
-    """The verbs under a fault, and what they must not do. Pages: some are stored before, some are new."""
+    """Runs the verbs under a fault and checks them. Some pages are stored before the fault, some are new."""
 
     def __init__(self, row: Row, far: StorageBackend, near: StorageBackend) -> None:
         self.far = far
@@ -130,7 +130,7 @@ class Cells:
         assert outcomes == [STORED] * 3
 
     def run(self, verb: str) -> None:
-        """One cell. The verbs run in the order of `VERBS`."""
+        """Run one cell. The verbs run in the order of `VERBS`."""
         bears, deadline = self.row.bears, soon(PATIENCE_S if self.row.bears else DEADLINE_S)
         if verb == "exists":
             found = self.far.batch_exists(self.stored, deadline=deadline)
@@ -149,20 +149,20 @@ class Cells:
     def _get(self, bears: bool, deadline: float) -> None:
         frames = empty_frames(CODEC, 3)
         outcomes = self.far.batch_get(self.stored, frames, deadline=deadline)
-        assert set(outcomes) <= ({HIT} if bears else {HIT, GetOutcome.ERROR}), "a fault is not a miss, nor damage"
+        assert set(outcomes) <= ({HIT} if bears else {HIT, GetOutcome.ERROR}), "a fault is neither a miss nor damage"
         for key, frame, outcome in zip(self.stored, frames, outcomes, strict=True):
             assert outcome is not HIT or holds(CODEC, key, frame), "a wrong page was served"
         self._keep_watch(frames)
 
     def _keep_watch(self, frames: list[memoryview]) -> None:
-        """Give the frames to somebody else, who will notice if the backend still writes into them."""
+        """Fill the frames with known bytes, to detect later writes by the backend."""
         for frame in frames:
             frame[:] = A_BYTE * len(frame)
             self.lent.append((frame, A_BYTE * len(frame)))
 
     def check_after(self, *, keeps_pages: bool) -> None:
-        """With the fault gone: frames are as they were left, and the server holds whole pages or none; if
-        `keeps_pages`, those that were there and that nobody removed."""
+        """Check after the fault: frames are unchanged, and the server holds only whole pages; with `keeps_pages`, also
+        all pages that were stored and not removed."""
         for frame, expected in self.lent:
             assert frame == expected, "a frame was written after its verb had returned"
         frames = empty_frames(CODEC, 6)
@@ -179,7 +179,7 @@ def test_a_fault_costs_pages_and_nothing_else(hurt: Hurt, row: Row) -> None:
     timeout_s = PATIENCE_S if row.bears else TIMEOUT_S
     with hurt.near() as near, hurt.far(timeout_s=timeout_s) as far, hurt.far(guard=dict(QUICK)) as guarded:
         cells = Cells(row, far, near)
-        # Its connections are open when the fault comes.
+        # Its connections are open when the fault begins.
         wait_for(lambda: far.batch_exists(cells.stored, deadline=soon()) == 3)
         assert isinstance(guarded, GuardedBackend)
         _apply(hurt, row)
@@ -195,7 +195,7 @@ def test_a_fault_costs_pages_and_nothing_else(hurt: Hurt, row: Row) -> None:
 
 
 def _hold_off(guarded: GuardedBackend, row: Row, stored: list[bytes]) -> None:
-    """Use the store until its guard has had enough of what the fault touches."""
+    """Use the store until its guard is open in the directions that the fault affects."""
     new = make_keys(2, f"guarded {row.name}")
 
     def use() -> None:
@@ -211,7 +211,7 @@ def _works_again(cells: Cells, guarded: GuardedBackend) -> None:
     keys = make_keys(2, "after")
     cells.near.delete(keys, deadline=soon())
     for backend in (guarded, cells.far):
-        # A client may find the connections that it has kept dead, one by one.
+        # A client may find its pooled connections dead, one by one.
         wait_for(functools.partial(_stores, backend, keys))
         wait_for(functools.partial(_loads, backend, keys))
 
@@ -233,13 +233,13 @@ def _loads(backend: StorageBackend, keys: list[bytes]) -> bool:
 @pytest.mark.parametrize("hurt", KINDS, ids=lambda kind: kind.name, indirect=True)
 @pytest.mark.parametrize("mode", [Override.AUTO, Override.ON])
 def test_the_breaker_stops_calls_to_a_store_that_is_down(hurt: Hurt, mode: Override) -> None:
-    """And the control: switched on by its operator, every call goes to the store all the same."""
+    """Control: if the operator forces it on, every call still reaches the store."""
     keys = make_keys(2, "control")
 
     def read() -> None:
         guarded.batch_get(keys, empty_frames(CODEC, 2), deadline=soon(1.0))
 
-    # No probe falls into the test.
+    # Long back-offs, so that no probe occurs during the test.
     with hurt.far(guard={**QUICK, "backoff_min": 60.0, "backoff_max": 60.0}) as guarded:
         assert isinstance(guarded, GuardedBackend)
         hurt.proxy.set(Faults(stall=DOWN))

@@ -1,4 +1,4 @@
-"""The codecs that pages may be stored by, for tests that hold for each of them."""
+"""One codec for each encoding of stored pages, for tests that apply to all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAYLOAD = 13_000
 
 
 def codecs(namespace: bytes = NAMESPACE, payload_bytes: int = PAYLOAD) -> dict[str, Codec]:
-    """By name, one of each mode."""
+    """Return one codec per mode, by name."""
     zstd = Compression()
     return {
         "xxh3": FrameCodec(namespace, payload_bytes),
@@ -31,20 +31,20 @@ CODECS = codecs()
 
 
 def smooth_payload(seed: int = 1, payload_bytes: int = PAYLOAD) -> bytes:
-    """Bytes that a compressor likes: few high bytes, and every value of the low ones."""
+    """Return bytes that compress well: few different high bytes, and all values of low bytes."""
     dice = rng(seed)
     return bytes(dice.randrange(256) if place % 2 == 0 else dice.randrange(3) for place in range(payload_bytes))
 
 
 def filled(codec: FrameCodec, payload: bytes) -> memoryview:
-    """An unsealed frame with a payload."""
+    """Return an unsealed frame with a payload."""
     frame = memoryview(bytearray(codec.frame_bytes))
     frame[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
     return frame
 
 
 def arrived(codec: FrameCodec, stored: bytes | bytearray | memoryview) -> memoryview:
-    """A frame in which a encoded page has just arrived, with rubbish behind it."""
+    """Return a frame with an encoded page that has just arrived, followed by garbage."""
     frame = memoryview(bytearray(b"\xee" * codec.frame_bytes))
     frame[: len(stored)] = stored
     return frame

@@ -1,4 +1,4 @@
-"""The frame: what a seal proves, and to whom."""
+"""The frame: what a seal proves to which reader."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_during_a_key_change_pages_of_both_keys_are_accepted() -> None:
     assert before.check(KEY, sealed(between)) is Damage.MAC_KEY
     frame = sealed(before)
     between.seal(KEY, frame)
-    assert after.check(KEY, frame) is None, "a page of the old key that is stored again gets the new one"
+    assert after.check(KEY, frame) is None, "a page of the old key gets the new key when it is stored again"
 
 
 def test_a_tag_of_one_key_under_the_id_of_another_is_rejected() -> None:

@@ -1,4 +1,4 @@
-"""Stored forms: compressed and encrypted pages come back as they were, or are refused."""
+"""Encodings: compressed and encrypted pages are read back unchanged, or rejected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def accept(codec: FrameCodec, stored: bytes | bytearray | memoryview, key: bytes
     return codec.accept(key, arrived(codec, stored), len(stored))
 
 
-# What comes back
+# Pages that are read back
 
 
 @MODES
@@ -105,7 +105,7 @@ def test_a_reader_needs_no_configuration_to_read_compressed_pages(keys: dict[str
         assert payload_in(other, frame) == SMOOTH
 
 
-# What is kept where
+# Buffers
 
 
 def test_a_plain_page_is_stored_from_its_frame_without_a_copy() -> None:
@@ -138,7 +138,7 @@ def test_nothing_of_the_payload_can_be_read_from_an_encrypted_page(name: str) ->
 
 @pytest.mark.parametrize("name", ["gcm", "zstd", "zstd+gmac", "zstd+gcm"])
 def test_a_page_that_was_read_can_be_stored_again_by_any_codec(name: str) -> None:
-    """As when one level of a composition is filled from another one."""
+    """As when pages are copied from one level of a composition to another."""
     codec = CODECS[name]
     stored = stored_page(codec)
     frame = arrived(codec, stored)
@@ -147,7 +147,7 @@ def test_a_page_that_was_read_can_be_stored_again_by_any_codec(name: str) -> Non
     assert header is not None and (header.tag_kind, header.encoding, header.parent_key) == (TagKind.NONE, 0, b"p" * 32)
     for other in CODECS.values():
         again = other.seal(KEY, memoryview(bytearray(frame)), parent=b"p" * 32)
-        assert accept(other, again) is None, "a header of a proved page is not taken for a seal"
+        assert accept(other, again) is None, "the header of a verified page does not count as a seal"
     assert CODECS["xxh3"].check(KEY, frame) is Damage.TAG_KIND
 
 
@@ -216,7 +216,7 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
-# What is refused
+# Pages that are rejected
 
 
 @MODES
@@ -285,7 +285,7 @@ def test_during_a_change_of_encryption_keys_pages_of_both_are_read() -> None:
 
 
 def forged(codec: FrameCodec, body: bytes, *, form: int = Encoding.ZSTD, stored: int | None = None) -> bytes:
-    """A page with a right checksum around anything: what somebody makes who can write the store."""
+    """Return a page with a correct checksum around any body, as an attacker with write access to the store can."""
     page = bytearray(stored_page(FrameCodec(NAMESPACE, codec.payload_bytes), bytes(codec.payload_bytes)))
     page[HEADER_BYTES:] = body
     page[39] = form
@@ -323,7 +323,7 @@ def test_a_page_that_does_not_expand_to_its_payload_is_refused(body: bytes, form
 
 
 def test_the_forger_of_these_tests_can_forge() -> None:
-    """The control of the test above: a right zstd frame under a right checksum is read."""
+    """The control of the test above: a valid zstd frame under a correct checksum is read."""
     codec = CODECS["xxh3"]
     frame = arrived(codec, page := forged(codec, zstandard.ZstdCompressor().compress(SMOOTH)))
     assert codec.accept(KEY, frame, len(page)) is None
@@ -362,7 +362,7 @@ print(peak_mib() - before)
 
 
 def test_no_page_makes_a_reader_allocate_memory() -> None:
-    """Bombs, announced and unannounced, and a window of a gigabyte. The control: expanding without the bounds."""
+    """Bombs, announced and unannounced, and a window of a gigabyte. Control: expanding without limits."""
     codec = FrameCodec(NAMESPACE, 100_000)
     parameters = zstandard.ZstdCompressionParameters(window_log=30, write_content_size=True)
     wide = zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=100_000)
@@ -399,7 +399,7 @@ def test_any_bytes_are_a_page_or_damage(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_any_zstd_like_bytes_under_a_right_checksum_are_a_page_or_damage(seed: int) -> None:
-    """Past the checksum, which nobody needs a key for, zstd itself meets what an attacker wrote."""
+    """An attacker can make a correct checksum without a key, so zstd itself must handle any bytes."""
     dice = rng(seed)
     codec = CODECS["xxh3"]
     good = zstandard.ZstdCompressor().compress(SMOOTH)
@@ -413,7 +413,7 @@ def test_any_zstd_like_bytes_under_a_right_checksum_are_a_page_or_damage(seed: i
 
 
 def test_without_a_tag_a_changed_payload_is_accepted_in_every_encoding() -> None:
-    """Negative control: what the tag is for."""
+    """Negative control: only the tag detects the change."""
     codec = FrameCodec(NAMESPACE, PAYLOAD, tag=TagKind.NONE)
     stored = bytearray(stored_page(codec))
     stored[HEADER_BYTES] ^= 1
@@ -439,7 +439,7 @@ def test_a_page_may_arrive_in_pieces_of_any_size(name: str, piece: int) -> None:
         assert damage is (None if change is None else Damage.TAG)
 
 
-# The package that may be missing
+# The optional package
 
 _WITHOUT_ZSTANDARD = """
 import sys

@@ -1,4 +1,4 @@
-"""What the tests of compositions share: the names of parts, waiting for copies, and a side door to all parts."""
+"""Helpers of the composition tests: names of parts, waiting for copies, and a side door to all parts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .._troubled import CODEC
 
 PAGE = CODEC.frame_bytes
 COPIES = 64 * PAGE
-# By the worlds of the tests; closed after each test.
+# Backends that the worlds of the tests opened; closed after each test.
 OPENED: list[ComposedBackend] = []
 
 
 def named(*backends: StorageBackend) -> list[Part]:
-    """Parts called `part-0`, `part-1`, ..."""
+    """Return parts with the names `part-0`, `part-1`, ..."""
     return [Part(f"part-{number}", backend) for number, backend in enumerate(backends)]
 
 
 def settle(composed: LevelsBackend) -> None:
-    """Until nothing waits to be copied."""
+    """Wait until no copies are waiting."""
     wait_for(lambda: not any(copies.waiting for copies in composed.copies().values()))
     composed.check()
 
 
 def side_door(composed: ComposedBackend, stores: Sequence[Store]) -> Store:
-    """What is stored is what the first part has that has something; what is written is written to all that have it.
+    """Return a side door that reads from the first part that has the page, and writes to all parts that have it.
 
-    Pages on their way in the background arrive first, or a copy would come after the damage.
+    A write waits for background copies first, otherwise a copy could follow the damage.
     """
 
     def read(key: bytes) -> bytes | None:

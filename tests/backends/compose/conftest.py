@@ -1,4 +1,4 @@
-"""What holds for every test of a composition."""
+"""Fixtures of all composition tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._parts import OPENED
 
 @pytest.fixture(autouse=True)
 def closed_at_the_end() -> Iterator[None]:
-    """Close what a test has opened by a world."""
+    """Close the backends that a test opened through a world."""
     yield
     while OPENED:
         OPENED.pop().close()

@@ -1,4 +1,4 @@
-"""Compositions against the contract of every backend, over memory and file parts, and inside each other."""
+"""Compositions pass the contract of all backends: with memory parts, with file parts, and nested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._parts import side_door
 
 pytestmark = pytest.mark.long
 
-# For a few pages of the largest size that the contract stores.
+# Room for a few pages of the largest size in the contract.
 ROOM = 8 << 20
 # Opening a file store takes some time, and walks open it again and again.
 FILE_WALKS = 15

@@ -1,4 +1,4 @@
-"""What is levels' own: the way of pages between levels, what a level that fails costs, and random use by threads."""
+"""Behaviour specific to levels: pages moving between levels, the cost of a failing level, random use by threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REJECTED = SetOutcome.REJECTED
 
 
 class World:
-    """Levels of memory, the first of them small if `first_pages` says so."""
+    """Memory levels; `first_pages` limits the size of the first."""
 
     def __init__(
         self, levels: int = 2, *, first_pages: int | None = None, promote: bool = True, copies: int = COPIES
@@ -54,11 +54,11 @@ class World:
         settle(self.backend)
 
     def on(self, level: int, keys: list[bytes]) -> list[bool]:
-        """Which of the pages a level has."""
+        """Return which of the pages a level has."""
         return [self.levels[level].peek(key) is not None for key in keys]
 
     def put_on(self, level: int, keys: list[bytes], parent: bytes | None = None) -> None:
-        """Store pages on one level alone, behind the back of the composition."""
+        """Store pages only on one level, not through the composition."""
         backend = self.levels[level]
         store_chain(Store(backend, backend.peek, backend.poke), keys, parent)
 
@@ -186,7 +186,7 @@ def test_a_lower_level_that_is_down_costs_its_own_pages_only() -> None:
     world.levels[1].down = True
     assert store_chain(world.store, keys[:3]) == [STORED] * 3
     world.settle()
-    assert load(world.store, keys) == [HIT, HIT, HIT, GetOutcome.ERROR], "nobody knows whether the last one is there"
+    assert load(world.store, keys) == [HIT, HIT, HIT, GetOutcome.ERROR], "the last page may be on the failed level"
     assert world.backend.copies()["part-1"].failed == 3
     world.levels[1].down = False
     assert load(world.store, keys) == [HIT, HIT, HIT, MISS]
@@ -222,7 +222,7 @@ def test_copies_beyond_the_limit_are_dropped_and_counted() -> None:
     world.settle()
     copies = world.backend.copies()["part-1"]
     assert (copies.copied, copies.dropped) == (3, 5)
-    assert world.on(1, keys) == [True] * 3 + [False] * 5, "the head of the chain is what is kept"
+    assert world.on(1, keys) == [True] * 3 + [False] * 5, "the head of the chain is kept"
     assert load(world.store, keys) == [HIT] * 8
 
 
@@ -232,7 +232,7 @@ def test_a_stored_page_is_read_back_from_its_level_when_its_copy_is_written() ->
     frames = full_frames(CODEC, keys)
     assert world.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 4
     for frame in frames:
-        frame[:] = b"\xee" * PAGE  # the caller's again
+        frame[:] = b"\xee" * PAGE  # the caller may overwrite its frame
     world.levels[2].gate.set()
     world.settle()
     assert world.on(2, keys) == [True] * 4
@@ -255,7 +255,7 @@ def test_a_promoted_page_is_read_from_a_lower_level_once() -> None:
 def test_a_page_lost_by_its_level_and_the_tail_after_it_are_not_copied(harm: str) -> None:
     world, keys = World(), make_keys(5)
     world.levels[1].gate.clear()
-    store_chain(world.store, make_keys(1, "another"))  # keeps the thread busy until the page is hurt
+    store_chain(world.store, make_keys(1, "another"))  # keeps the thread busy until the page is damaged
     store_chain(world.store, keys)
     if harm == "gone":
         world.levels[0].delete(keys[2:3], deadline=soon())
@@ -369,7 +369,7 @@ ROUNDS = 120
 
 
 def use(backend: LevelsBackend, parts: list[Troubled], dice: random.Random) -> None:
-    """Random verbs; each frame is overwritten at once when its call has returned. Now and then a part hurts a page or
+    """Call random verbs, and overwrite each frame as soon as its call has returned. Sometimes a part damages a page or
     is down for a moment."""
     for _ in range(ROUNDS):
         chain = dice.choice(CHAINS)

@@ -1,4 +1,4 @@
-"""Compositions of pages in foreign memory, single pages that are asked for, and namespaces that are cleared."""
+"""Compositions: pages in memory of the engine, lookups of single pages, and clearing of namespaces."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_cascade_and_promotion_copy_a_page_in_parts_exactly() -> None:
 
 
 def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
-    """The copier's frame is used again: what lay in the padding must not be stored under another key."""
+    """The copier reuses its frame: old bytes in the padding must not be stored under another key."""
     fast, slow = Troubled(), Troubled()
     backend = levels(fast, slow, copies=CODEC.frame_bytes)
     one, two = make_keys(2)
@@ -110,7 +110,7 @@ def test_clearing_clears_all_levels_and_no_copy_follows() -> None:
     slow.gate.clear()
     put(backend, keys, full_frames(CODEC, keys))
     wait_for(lambda: slow.at_gate == 1)
-    assert backend.clear(deadline=soon(0.02)) in (0, 6)  # the copy under way is waited for until the deadline
+    assert backend.clear(deadline=soon(0.02)) in (0, 6)  # waits for the copy in flight until the deadline
     slow.gate.set()
     settle(backend)
     assert backend.clear(deadline=soon()) <= 6

@@ -1,4 +1,4 @@
-"""Opening and closing the parts of a composition, and what a configuration may say about them."""
+"""Opening and closing the parts of a composition, and their configuration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REFUSING = threading.Event()
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """What a test has opened is closed, once."""
+    """Check that each backend that a test opened is closed exactly once."""
     OPENED.clear()
     REFUSING.clear()
     yield
@@ -54,7 +54,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def open_switched(codec: FrameCodec) -> Troubled:
-    """A factory whose backends can be found, and which refuses while REFUSING is set."""
+    """A factory that records its backends, and fails while REFUSING is set."""
     if REFUSING.is_set():
         raise BackendUnavailable("this server is not up yet")
     OPENED.append(Troubled(codec))
@@ -62,7 +62,7 @@ def open_switched(codec: FrameCodec) -> Troubled:
 
 
 def open_always(codec: FrameCodec) -> Troubled:
-    """As `open_switched`, but refuses never."""
+    """As `open_switched`, but never fails."""
     OPENED.append(Troubled(codec))
     return OPENED[-1]
 
@@ -165,7 +165,7 @@ def test_invalid_options_are_refused_and_opened_parts_are_closed(
 
 
 def start_over(lower: str, group: TorchRankGroup | None) -> HiRadixCache:
-    """A cache with two levels, as one rank of `group`."""
+    """Return a cache with two levels, as one rank of `group`."""
     storage = {"type": "levels", "options": {"levels": [MEMORY, {"type": lower}]}}
     rank: dict[str, Any] = {} if group is None else {"tp_rank": group.rank, "tp_size": group.size}
     config = HiCacheConfig.model_validate({**ENTRIES, "storage": storage})
@@ -175,7 +175,7 @@ def start_over(lower: str, group: TorchRankGroup | None) -> HiRadixCache:
 
 
 def until_open(caches: list[HiRadixCache]) -> None:
-    """Let all ranks make steps, at once, until each has its storage."""
+    """Step all ranks in parallel until each has its storage."""
 
     def step() -> None:
         with ThreadPoolExecutor(len(caches)) as pool:
@@ -201,7 +201,7 @@ def test_a_cache_starts_without_a_part_that_is_down_and_uses_it_later(ranks: int
 
 
 def test_a_cache_does_not_start_if_its_single_store_is_down() -> None:
-    """The control of the test above: a single store shows a mistake at once."""
+    """The control of the test above: a single store reports an error at once."""
     REFUSING.set()
     with pytest.raises(BackendUnavailable):
         create_cache(HiCacheConfig.model_validate({**ENTRIES, "storage": {"type": SWITCHED}}), NAMESPACE)

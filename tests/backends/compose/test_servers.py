@@ -1,4 +1,4 @@
-"""Compositions over real servers: the contract, and servers that stop, hang and come back empty."""
+"""Compositions over real servers: the contract, and servers that stop, hang and restart empty."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TestFileOverValkey(SoleBackendContract):
 
 
 class TestShardsOnValkey(BackendContract):
-    """Three parts, which could be three servers: each has a prefix of its own."""
+    """Three parts on one server: each has its own prefix, as if it were a separate server."""
 
     machine_examples = 6
 
@@ -74,7 +74,7 @@ class TestShardsOnValkey(BackendContract):
 
 
 def part(service: tuple[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """A part on a server, that notices trouble soon and probes often."""
+    """Return a part on a server, with options to detect failures soon and to probe often."""
     kind, options = service
     return {"type": kind, "options": options, "guard": {"backoff_min": 0.05, "backoff_max": 0.2}, **more}
 

@@ -1,4 +1,4 @@
-"""What is a sharded set's own: placement, the first hole over all parts, chains that spread, parts that come and go."""
+"""Behaviour specific to sharded sets: placement, first hole, chains spread over parts, added and removed parts."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_parent_on_a_part_is_its_previous_page_across_batches() -> None:
         assert linked == list(pairwise([None, *mine]))
     for before, key in pairwise([bytes(32), *keys]):
         header = FrameHeader.parse(world.parts[world.part_of(key)].peek(key) or b"")
-        assert header is not None and header.parent_key == before, "the header names the page before in the chain"
+        assert header is not None and header.parent_key == before, "the header names the parent in the chain"
 
 
 def test_a_promotion_inside_a_part_keeps_the_parent_in_the_header() -> None:
@@ -173,11 +173,11 @@ def test_full_parts_drop_tails_before_heads(seed: int) -> None:
     for number, part in enumerate(world.parts):
         part.check()
         kept = [part.peek(key) is not None for key in old if world.part_of(key) == number]
-        assert kept == sorted(kept, reverse=True), "of each part's pages a prefix is left"
+        assert kept == sorted(kept, reverse=True), "each part keeps a prefix of its pages"
 
 
 def test_without_links_across_batches_heads_are_evicted_first() -> None:
-    """The control of the test above: chains that are forgotten at once look like many short ones."""
+    """The control of the test above: without remembered tails, a chain looks like many short chains."""
     world = World(part_pages=16, tails_max=0)
     parts = world.parts
     old = make_keys(30, "old 0")

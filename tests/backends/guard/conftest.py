@@ -1,4 +1,4 @@
-"""What holds for every test of a guard."""
+"""Fixtures of all guard tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.backends.guard.stores import GUARDS
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """The guards of a test are closed at its end, and have ended their threads then."""
+    """Close the guards of a test at its end, and check that their threads have ended."""
     yield
     while GUARDS:
         GUARDS.pop().close()

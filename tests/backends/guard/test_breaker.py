@@ -1,4 +1,4 @@
-"""The breaker as pure logic: time moves when the test says so."""
+"""The breaker as pure logic, with simulated time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerSt
 
 
 class World:
-    """A breaker, its time, and a store that works or does not."""
+    """A breaker, its clock, and a store that works or fails."""
 
     def __init__(self, options: GuardConfig = OPTIONS, jitter: float = 1.0) -> None:
         self.time_s = 1000.0
         self.breaker = Breaker(options, Override.AUTO, lambda: jitter)
 
     def call(self, ok: bool) -> bool:
-        """One call; whether it was made."""
+        """Make one call; return whether the breaker let it pass."""
         admitted = self.state is not OPEN
         if admitted:
             self.breaker.record(self.breaker.round, ok, "error", self.time_s)
@@ -33,7 +33,7 @@ class World:
         return admitted
 
     def probe(self, ok: bool) -> None:
-        """One probe, when it is due. REQUIRES: one is planned."""
+        """Make one probe when it is due. REQUIRES: one is planned."""
         assert self.breaker.probe_at < math.inf
         self.time_s = max(self.time_s, self.breaker.probe_at)
         self.breaker.probed(self.breaker.round, ok, self.time_s)
@@ -96,7 +96,7 @@ def test_a_good_probe_does_not_reset_the_count_of_failed_calls() -> None:
         world.probe(True)
     assert world.state is CLOSED and world.breaker.probe_at == math.inf
     world.call(False)
-    assert world.state is OPEN, "three calls in a row have failed, whatever probes say"
+    assert world.state is OPEN, "three calls in a row have failed, despite good probes"
 
 
 def test_a_failed_probe_is_ignored_after_a_good_call() -> None:
@@ -109,7 +109,7 @@ def test_a_failed_probe_is_ignored_after_a_good_call() -> None:
 
 
 def test_not_every_single_failure_triggers_a_probe() -> None:
-    """A store that loses one call in three for good is not burdened with a probe for each of them."""
+    """A store that always loses one call in three does not get a probe for each of them."""
     world = World()
     began_s = world.time_s
     for number in range(3000):
@@ -139,7 +139,7 @@ def test_the_breaker_closes_within_ten_seconds_of_healing(bad_probes: int) -> No
         world.probe(False)
     healed_s = world.time_s
     while world.state is not CLOSED:
-        world.probe(True)  # and no call comes
+        world.probe(True)  # and no call follows
     assert world.time_s - healed_s <= 5.0 + 0.5
 
 
@@ -217,13 +217,13 @@ def test_the_operator_forces_a_breaker_off_on_and_back() -> None:
     world.breaker.set_override(Override.OFF)
     assert world.state is OPEN
     assert not world.call(True)
-    assert world.breaker.probe_at == math.inf, "what the operator has switched off is not probed"
+    assert world.breaker.probe_at == math.inf, "a direction that the operator switched off is not probed"
     world.breaker.set_override(Override.ON)
     assert all(world.call(False) for _ in range(50))
     world.breaker.trip("damage", 30.0, world.time_s)
     assert world.state is CLOSED
     world.breaker.set_override(Override.AUTO)
-    assert world.call(False), "failures from before do not count"
+    assert world.call(False), "earlier failures do not count"
     assert world.state is CLOSED
 
 

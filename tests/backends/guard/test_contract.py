@@ -1,4 +1,4 @@
-"""A guard keeps the contract of what it guards, and so does one with faults between them."""
+"""A guard keeps the contract of its backend, also with a fault injector between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestGuardedBackend(SoleBackendContract):
 
 
 class TestGuardWithHardlyAnyRoom(SoleBackendContract):
-    """Each batch is larger than what may be in flight, so they go one by one."""
+    """Each batch exceeds the in-flight limit, so batches run one by one."""
 
     @pytest.fixture
     def open_store(self) -> OpenStore:

@@ -1,4 +1,4 @@
-"""What a guard does to single calls: refuses, retries, contains, and stops a reader to whom all is damaged."""
+"""How a guard treats single calls: it rejects, retries, contains, and stops a reader that finds every page damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GET_ERROR, SET_ERROR = GetOutcome.ERROR, SetOutcome.ERROR
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Exceptions are logged with their traceback, which is not what a reader of a test run looks for."""
+    """Hide logged exceptions: their tracebacks would distract in the output of a test run."""
     caplog.set_level(logging.CRITICAL)
 
 
@@ -70,7 +70,7 @@ def test_failed_reads_in_a_row_stop_reads_and_not_writes(store: Troubled) -> Non
     put(guard, keys)
     break_reads(guard, store)
     store.down = False
-    before = refused(guard, READ, Refusal.OPEN)  # a probe may have been quicker than the third call
+    before = refused(guard, READ, Refusal.OPEN)  # a probe may have ended before the third call
     assert get(guard, keys) == [GET_ERROR] * 3
     assert guard.batch_exists(keys, deadline=soon()) == 0
     assert not guard.may_pass(READ)
@@ -81,7 +81,7 @@ def test_failed_reads_in_a_row_stop_reads_and_not_writes(store: Troubled) -> Non
 def test_failed_writes_in_a_row_stop_writes_and_not_reads(store: Troubled) -> None:
     guard, keys = guard_of(store), make_keys(2)
     store.fail_pages = set(keys)
-    for _ in range(5):  # probes, whose pages are others, are good
+    for _ in range(5):  # probes use other pages, so they succeed
         assert put(guard, keys) == [SET_ERROR] * 2
     assert not guard.may_pass(WRITE) and guard.may_pass(READ)
     assert refused(guard, WRITE, Refusal.OPEN) == 2
@@ -107,7 +107,7 @@ def test_a_lookup_without_hits_is_a_failure_if_the_store_is_down(store: Troubled
         return getattr(guard, verb)(keys, deadline=soon())
 
     assert [look_up() for _ in range(20)] == [nothing] * 20
-    assert guard.may_pass(READ) and guard.guard_statistics().failures == {}, "a store that has nothing works"
+    assert guard.may_pass(READ) and guard.guard_statistics().failures == {}, "an empty store works"
     store.down = True
     assert [look_up() for _ in range(3)] == [nothing] * 3
     assert not guard.may_pass(READ) and guard.may_pass(WRITE)
@@ -122,7 +122,7 @@ def test_a_lookup_without_hits_is_a_failure_if_the_store_is_down(store: Troubled
 def test_a_failed_call_is_retried_within_the_budget(
     store: Troubled, share: float, verb: str, failed: object, good: object
 ) -> None:
-    """Without one, the control, the same call fails."""
+    """Control: without a budget, the same call fails."""
     guard, keys = guard_of(store, patient(retry_share=share)), make_keys(4)
     put(guard, keys)
     store.fail_calls = 1
@@ -169,7 +169,7 @@ def test_retried_pages_keep_their_parents(store: Troubled) -> None:
 
 
 class StopsEarly(Troubled):
-    """Stores the first page alone of its first batch."""
+    """Stores only the first page of its first batch."""
 
     def batch_set(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
@@ -180,7 +180,7 @@ class StopsEarly(Troubled):
 
 
 def test_the_parent_of_retried_pages_is_never_one_of_them() -> None:
-    """Where a key comes twice, the page before the failed ones can be among them."""
+    """If a key occurs twice, the page before the failed ones can be among them."""
     store, (one, two, three) = StopsEarly(), make_keys(3)
     guard = guard_of(store, patient(retry_share=0.1))
     assert put(guard, [one, two, one, three]) == [STORED, STORED, SetOutcome.PRESENT, STORED]
@@ -188,7 +188,7 @@ def test_the_parent_of_retried_pages_is_never_one_of_them() -> None:
 
 
 def test_retries_add_at_most_a_tenth_of_load_on_a_store_that_is_down(store: Troubled) -> None:
-    guard = guard_of(store, GuardConfig(read="on", write="on"))  # the breaker would save it from most calls
+    guard = guard_of(store, GuardConfig(read="on", write="on"))  # otherwise the breaker would stop most calls
     keys = make_keys(4)
     get(guard, keys)
     store.calls.clear()
@@ -198,20 +198,20 @@ def test_retries_add_at_most_a_tenth_of_load_on_a_store_that_is_down(store: Trou
         assert get(guard, keys) == [GET_ERROR] * 4
     retried = guard.guard_statistics().retried_calls[READ]
     assert 4 <= retried <= 0.1 * calls + 4 + 1
-    # The first page of a guard that has read nothing sound yet is a head of its own: never more than the batch.
+    # The head of a batch may be read by a separate call, but no call reads more pages than the batch.
     assert sum(map(len, store.called("get"))) <= 4 * (calls + retried)
 
 
 def test_a_call_is_not_retried_if_too_little_time_is_left(store: Troubled) -> None:
     guard, keys = guard_of(store, patient(retry_share=1.0)), make_keys(2)
     store.down = True
-    time_left_s = 0.02  # less than the pause before a second try
+    time_left_s = 0.02  # less than the pause before a retry
     guard.batch_get(keys, empty_frames(CODEC, 2), deadline=soon(time_left_s))
     assert guard.guard_statistics().retried_calls == {}
 
 
 def test_a_call_that_hung_is_not_retried() -> None:
-    """A clock of its own: each call takes half a second of it."""
+    """With a simulated clock, on which each call takes half a second."""
     passed_s = [0.0]
 
     class Slow(Troubled):
@@ -282,12 +282,12 @@ def test_a_removal_with_an_invalid_answer_or_an_exception_counts_as_failed(store
     assert guard.clear(deadline=soon()) == 0
     assert guard.guard_statistics().failures == {(WRITE, "raised"): 2}
     store.raises = None
-    assert guard.clear(deadline=soon()) == 0, "nothing is there, which is not a failure"
+    assert guard.clear(deadline=soon()) == 0, "the store is empty, which is not a failure"
     assert guard.guard_statistics().failures == {(WRITE, "raised"): 2}
 
 
 class Unable(Troubled):
-    """Its counts cannot be had."""
+    """Its usage and statistics raise."""
 
     def usage(self) -> Usage:
         raise ConnectionError("away")
@@ -308,7 +308,7 @@ def test_usage_and_statistics_that_raise_keep_their_last_values() -> None:
 
 
 def foreign(store: Troubled, keys: Sequence[bytes]) -> None:
-    """Pages that another engine has sealed with a key of its own."""
+    """Store pages that another engine has sealed with a different key."""
     other = FrameCodec(CODEC.namespace, CODEC.payload_bytes, mac_keys=[bytes(32)])
     for key, frame in zip(keys, full_frames(other, list(keys)), strict=True):
         other.seal(key, frame)
@@ -324,7 +324,7 @@ def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Troubled) -> None
     assert store.pages == 284
     found = guard.guard_statistics()
     assert {d: b.reason for d, b in found.breakers.items()} == {READ: "damage", WRITE: "damage"}
-    assert put(guard, make_keys(1, "new")) == [SET_ERROR], "what cannot be read back need not be written"
+    assert put(guard, make_keys(1, "new")) == [SET_ERROR], "writes stop too: the pages could not be read back"
 
 
 def test_without_a_guard_the_same_reader_destroys_all_pages(store: Troubled) -> None:

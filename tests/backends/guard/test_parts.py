@@ -1,4 +1,4 @@
-"""The smaller parts of a guard: budget, damage, latencies, options; and which stores get one from a configuration."""
+"""The smaller parts of a guard: budget, damage, latencies, options; and which configured stores get a guard."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_invalid_faults_to_inject_are_refused(options: dict[str, Any]) -> None:
         InjectConfig(**options)
 
 
-# From a configuration to a guarded store
+# Guards from a configuration
 
 
 ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"tokens": 32}}
@@ -157,7 +157,7 @@ ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"t
 
 @pytest.fixture
 def guard() -> Iterator[GuardedBackend]:
-    """The guard of a cache with a configured one."""
+    """The guard of a cache whose configuration sets one up."""
     section = {"failures": 7, "in_flight": "1MiB", "backoff_max": "3s", "write": False, "inject": {"latency": "1ms"}}
     config = HiCacheConfig.model_validate({**ENTRIES, "storage": {"type": "memory", "options": {}, "guard": section}})
     with create_cache(config, NAMESPACE) as cache:
@@ -176,7 +176,7 @@ def test_a_cache_has_the_configured_guard(guard: GuardedBackend) -> None:
 
 
 class Wrapper(MemoryBackend):
-    """Stands around others; its own verbs do not matter here."""
+    """Wraps other backends; its own verbs do not matter here."""
 
     def __init__(self, codec: FrameCodec, *parts: StorageBackend) -> None:
         super().__init__(codec)
@@ -184,17 +184,17 @@ class Wrapper(MemoryBackend):
 
 
 def around_one(codec: FrameCodec) -> StorageBackend:
-    """A wrapper around one store, as a limit is."""
+    """Return a wrapper around one store, as a limit is."""
     return Wrapper(codec, MemoryBackend(codec))
 
 
 def around_two(codec: FrameCodec) -> StorageBackend:
-    """A composition whose parts have their own guards."""
+    """Return a composition whose parts have their own guards."""
     return Wrapper(codec, *(open_spec(BackendSpec("memory"), codec) for _ in range(2)))
 
 
 def around_a_guard(codec: FrameCodec) -> StorageBackend:
-    """A composition of which one part is there so far."""
+    """Return a composition of which only one part is open so far."""
     return Wrapper(codec, open_spec(BackendSpec("memory"), codec))
 
 

@@ -1,4 +1,4 @@
-"""A guard among threads: calls that hang, calls that wait for room, probes that heal."""
+"""A guard with several threads: hanging calls, calls that wait for room, probes that close the breaker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.waiting import wait_for
 
 READ, WRITE = Direction.READ, Direction.WRITE
 GET_ERROR, SET_ERROR = GetOutcome.ERROR, SetOutcome.ERROR
-# Enough for a call that is to be made, short enough to be waited for.
+# Long enough for a call to be made, short enough to wait for.
 SHORT_S = 0.15
 
 
@@ -56,12 +56,12 @@ def put(guard: GuardedBackend, count: int = 1, *, name: str = "page", seconds: f
 def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
     threads: ThreadPoolExecutor, faulty: FaultyBackend, mode: str
 ) -> None:
-    """Switched on by its operator, the control, it stays closed and calls go on to the store."""
+    """Control: if the operator forces it on, it stays closed and calls still reach the store."""
     guard = guard_of(faulty, patient(grace=0.05, read=mode))
     faulty.hang()
     hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(3)]
     wait_for(lambda: guard.guard_statistics().overdue_calls == 3)
-    assert not any(call.done() for call in hanging), "nobody has abandoned them"
+    assert not any(call.done() for call in hanging), "the guard has not abandoned them"
     assert guard.guard_statistics().in_flight_calls == 3
     if mode == "auto":
         until_passing(guard, READ, passes=False)
@@ -91,7 +91,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs(threads: ThreadPoolExecutor
     faulty.hang()
     hanging = threads.submit(get, guard)
     wait_for(lambda: faulty.hung_calls == 1)
-    guard.close()  # closes the backend, which ends what hangs
+    guard.close()  # closes the backend, which ends the hanging calls
     assert hanging.result() in ([MISS], [GET_ERROR])
 
 
@@ -99,7 +99,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs(threads: ThreadPoolExecutor
 
 
 class Gate(MemoryBackend):
-    """Holds each read until told, and knows how many frames it has at most at one time."""
+    """Holds each read until released, and records the maximum of frames in flight."""
 
     def __init__(self) -> None:
         super().__init__(CODEC)
@@ -122,7 +122,7 @@ class Gate(MemoryBackend):
 def submit_in_order(
     threads: ThreadPoolExecutor, guard: GuardedBackend, counts: Sequence[int]
 ) -> list[Future[list[GetOutcome]]]:
-    """One read of each count; each has entered or waits before the next begins."""
+    """Start one read per count; each has entered or waits before the next begins."""
     submitted: list[Future[list[GetOutcome]]] = []
     for count in counts:
         submitted.append(threads.submit(get, guard, count))
@@ -164,7 +164,7 @@ def test_a_call_without_room_by_its_deadline_is_busy_and_not_a_failure(threads: 
     late = [threads.submit(get, guard, 1, seconds=SHORT_S) for _ in range(4)]
     assert [call.result() for call in late] == [[GET_ERROR]] * 4
     assert refused(guard, READ, Refusal.BUSY) == 4
-    assert guard.batch_exists(make_keys(1), deadline=soon()) == 0, "a lookup needs no room"
+    assert guard.batch_exists(make_keys(1), deadline=soon()) == 0, "a lookup does not wait for room"
     gate.open.set()
     assert first.result() == [MISS]
     assert guard.guard_statistics().failures == {}
@@ -219,11 +219,11 @@ def test_a_store_that_heals_is_used_again_by_itself() -> None:
     assert get(guard, 3) == [HIT] * 3
     assert put(guard, 2, name="new") == [STORED] * 2
     guard.check()
-    wait_for(lambda: store.pages == 5)  # no page of a probe is left
+    wait_for(lambda: store.pages == 5)  # all probe pages are removed
 
 
 def test_a_closed_breaker_over_a_good_store_makes_no_probes() -> None:
-    """The control: it is the failures that bring probes."""
+    """The control: only failures trigger probes."""
     store = Troubled()
     guard = guard_of(store, quick())
     for _ in range(20):
@@ -243,7 +243,7 @@ def test_an_outage_is_known_after_one_failed_call() -> None:
 
 
 class HalfDeaf(Troubled):
-    """Reads do not come to an end when told so, writes work."""
+    """Reads hang on request; writes work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def test_a_store_with_an_open_breaker_is_not_asked_for_its_usage() -> None:
     guard.override(READ, Override.AUTO)
     wait_for(lambda: (sample := guard.usage_sample()) is not None and sample.pages == 3)
     guard.override(READ, Override.OFF)
-    assert guard.usage().pages == 3, "what was found last, by whichever way"
+    assert guard.usage().pages == 3, "the latest usage, from a sample or a call"
 
 
 # All at once

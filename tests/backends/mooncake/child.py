@@ -1,4 +1,4 @@
-"""Opens and closes a backend in a process of its own, and says how many sockets it listens on: `open N closed N`."""
+"""Open and close a backend in a separate process; print the number of its listening sockets: `open N closed N`."""
 
 from __future__ import annotations
 

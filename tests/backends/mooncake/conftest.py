@@ -1,4 +1,4 @@
-"""A master that the tests of a module share, a side door to its store, and a backend that keeps this process in it."""
+"""A master that the tests of a module share, a side door to its store, and a backend that stays open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def door(master: MooncakeMaster) -> Iterator[SideDoor]:
 
 @pytest.fixture(scope="module")
 def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
-    """Keeps the client of this process, which takes a second to leave a store."""
+    """Keeps this process's client open between tests, because leaving a store takes a second."""
     backend = open_backend(master)
     yield backend
     backend.close()

@@ -1,4 +1,4 @@
-"""What the tests of the Mooncake backend share: a master with short leases, and a side door to what it stores."""
+"""Helpers of the Mooncake tests: a master with short leases, and a side door to its store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hicache.devservers import MooncakeMaster
 from hicache.frame import FrameCodec
 from hicache.units import MIB
 
-# Longer than a read on a busy machine takes, which fails if its lease ends; short, since deletions wait for it.
+# Longer than a read on a busy machine, which would fail after its lease; short, because deletions wait for leases.
 LEASE_MS = 500
 SEGMENT_BYTES = 64 * MIB
 STAGING_BYTES = MIB
@@ -22,7 +22,7 @@ CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 
 
 def options_for(master: MooncakeMaster, **changes: Any) -> dict[str, Any]:
-    """Options of a backend with a small segment in this process."""
+    """Return options of a backend with a small segment in this process."""
     return {
         "master": master.address, "admin": master.metrics_address, "segment": SEGMENT_BYTES,
         "staging": STAGING_BYTES, "timeout": 1.0, **changes,
@@ -30,12 +30,12 @@ def options_for(master: MooncakeMaster, **changes: Any) -> dict[str, Any]:
 
 
 def open_backend(master: MooncakeMaster, codec: FrameCodec = CODEC, **changes: Any) -> MooncakeBackend:
-    """A backend with `options_for(master, **changes)`."""
+    """Open a backend with `options_for(master, **changes)`."""
     return MooncakeBackend(codec, MooncakeStorageOptions(**options_for(master, **changes)))
 
 
 class SideDoor:
-    """The library's own client, with no segment: what is in the store, and how to put something else there."""
+    """The library's own client, without a segment: it reads the store, and writes foreign values into it."""
 
     def __init__(self, master: MooncakeMaster) -> None:
         self.client: Any = load_library(MooncakeStorageOptions(timeout=1.0)).MooncakeDistributedStore()
@@ -43,11 +43,11 @@ class SideDoor:
         assert code == 0, code
 
     def name(self, backend: MooncakeBackend, key: bytes) -> str:
-        """Where the page `key` of `backend` should be."""
+        """Return the name under which `backend` stores the page `key`."""
         return f"{backend.options.prefix}{backend.codec.namespace.hex()}/{key.hex()}"
 
     def store(self, backend: MooncakeBackend) -> Store:
-        """`backend` with this door beside it."""
+        """Return `backend` with this side door."""
 
         def read(key: bytes) -> bytes | None:
             return self.client.get(self.name(backend, key)) or None
@@ -59,7 +59,7 @@ class SideDoor:
         return Store(backend, read, write)
 
     def clear(self) -> None:
-        """Empty the store, leases or not."""
+        """Empty the store, despite leases."""
         self.client.remove_all(True)
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class SideDoor:
 
 
 class Memory:
-    """Frames side by side in one piece of memory, as a host pool has them; `guard` bytes lie behind the last one."""
+    """Adjacent frames in one piece of memory, as in a host pool, with `guard` bytes after the last one."""
 
     def __init__(self, codec: FrameCodec, count: int) -> None:
         size = codec.frame_bytes
@@ -77,10 +77,10 @@ class Memory:
         self.frames = [self.whole[number * size : (number + 1) * size] for number in range(count)]
 
     def poison(self) -> None:
-        """Fill it with bytes that no page has."""
+        """Fill the memory with bytes that no page has."""
         self.whole[:] = _POISON * len(self.whole)
         self.guard[:] = _POISON * len(self.guard)
 
     def is_poisoned(self) -> bool:
-        """Whether nobody has written since `poison`."""
+        """Return True if nothing was written since `poison`."""
         return all(part == _POISON * len(part) for part in (self.whole, self.guard))

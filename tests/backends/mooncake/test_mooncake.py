@@ -1,4 +1,4 @@
-"""The Mooncake backend against the contract, on a real master: moving its pages itself, and through a daemon."""
+"""The Mooncake backend passes the contract on a real master: moving its pages itself, and through a daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .store import SideDoor, open_backend
 
 
 class _MooncakeContract(BackendContract):
-    # The server refuses an object without bytes, so there is none to be found.
+    # The server rejects an empty object, so the backend cannot find one.
     @pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "empty"])
     def test_what_is_not_the_page_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
         super().test_what_is_not_the_page_is_corrupt_and_removed(store, damage)
@@ -47,7 +47,7 @@ class TestMooncakeInThisProcess(_MooncakeContract):
 
 
 class TestMooncakeThroughADaemon(_MooncakeContract):
-    machine_examples = 6  # the backend is the one above; only the way to the store differs
+    machine_examples = 6  # fewer than above, because only the path to the store differs
 
     @pytest.fixture
     def open_store(

@@ -1,7 +1,7 @@
-"""The Mooncake backend and trouble: no master, no daemon, owners of pages and masters that die, hang and come back.
+"""Failures around the Mooncake backend: no master, no daemon, owners of pages and masters that die, hang and restart.
 
-What must not hang is given half a minute at most to return (`promptly`), where the library itself would wait as long or
-for ever; what the library bounds by itself takes its seconds.
+Calls that must not hang get a limit (`promptly`) of at most half a minute, in cases where the library itself would wait
+that long or forever. Calls that the library limits itself take their seconds.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from tests.waiting import wait_for
 from .store import CODEC, LEASE_MS, SEGMENT_BYTES, Memory, open_backend, options_for
 
 T = TypeVar("T")
-# A daemon that hangs has the library wait for 30 s; a verb with a deadline of half a second does not.
+# The library waits 30 s for a hanging daemon; a verb with a deadline of half a second does not.
 PROMPT_S = 20.0
 SHORT_S = 0.5
 SLOW_CLASSES = {"connection_lost", "timeout", "transfer", "no_segment", "no_replica"}
 
 
 def promptly(call: Callable[[], T]) -> T:
-    """What `call` returns; fails if that takes longer than `PROMPT_S`."""
+    """Return the result of `call`; fail if it takes longer than `PROMPT_S`."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result(PROMPT_S)
 
@@ -67,13 +67,13 @@ def load(backend: MooncakeBackend, keys: list[bytes], deadline: float | None = N
 
 
 def stores_again(backend: MooncakeBackend, keys: list[bytes] | None = None) -> bool:
-    """Whether pages can be stored; a try that fails may have stored some of them."""
+    """Return whether pages can be stored; a failed attempt may have stored some of them."""
     return all(outcome.is_stored for outcome in store(backend, keys or make_keys(2, "later"), shortly()))
 
 
 @pytest.fixture
 def master() -> Iterator[MooncakeMaster]:
-    # Pages are given to an owner that has died until the master notices, after 10 s by default.
+    # The master places pages on a dead owner until it notices, after 10 s by default.
     with MooncakeMaster(lease_ms=LEASE_MS, flags=("--client_ttl=2",)) as server:
         yield server
 
@@ -87,7 +87,7 @@ def owner(master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
 
 @pytest.fixture
 def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[MooncakeBackend]:
-    """A backend without memory of its own, which moves its pages itself."""
+    """A backend without a segment, which moves its pages itself."""
     backend = open_backend(master, segment=0)
     yield backend
     backend.close()
@@ -193,10 +193,10 @@ def test_a_hanging_owner_delays_registered_frames_once_without_late_writes(
     store(backend, keys)
     assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT] * 3
     owner.pause()
-    # The library has the frames: this verb ends when it gives up, past the deadline.
+    # The library uses the frames: this verb ends when the library gives up, after the deadline.
     assert promptly(lambda: backend.batch_get(keys, memory.frames, deadline=shortly())) == [GET_ERROR] * 3
     memory.poison()
-    # From now on frames are copied, and the verb leaves the library alone.
+    # From now on frames are copied, and the verb does not wait for the library.
     assert promptly(lambda: backend.batch_get(keys, memory.frames, deadline=shortly())) == [GET_ERROR] * 3
     assert set(backend.statistics().errors) <= SLOW_CLASSES
     owner.resume()
@@ -220,7 +220,7 @@ def test_a_hanging_daemon_is_abandoned_at_the_deadline_and_writes_no_frame(
     owner.resume()
     wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
     assert memory.is_poisoned()
-    # What was lent to calls that were left comes back when these have ended.
+    # Bounce buffers of abandoned calls are released when the calls end.
     through_daemon.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hicache-mooncake-")]
 

@@ -34,7 +34,7 @@ from .store import CODEC, SideDoor, open_backend, options_for
 
 @pytest.fixture(scope="module")
 def opened(master: MooncakeMaster, here: MooncakeBackend) -> Iterator[MooncakeRawStore]:
-    """As `here`, of a client without a segment."""
+    """As `here`, for a client without a segment."""
     raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master)))
     yield raw
     raw.close()
@@ -71,7 +71,7 @@ def store(backend: MooncakeBackend, keys: list[bytes]) -> None:
 def test_a_long_listing_has_only_the_pages_of_the_prefix(
     raw: MooncakeRawStore, backend: MooncakeBackend, master: MooncakeMaster, door: SideDoor
 ) -> None:
-    keys = make_keys(70)  # more than one question carries
+    keys = make_keys(70)  # more than fit in one request
     store(backend, keys)
     prefixed = open_backend(master, prefix="a" + backend.options.prefix)
     store(prefixed, keys[:2])
@@ -86,7 +86,7 @@ def test_a_long_listing_has_only_the_pages_of_the_prefix(
 def test_a_listing_grants_no_leases(
     raw: MooncakeRawStore, backend: MooncakeBackend, door: SideDoor
 ) -> None:
-    """It grants no leases, as a question to a client would: that is the control."""
+    """Control: a lookup through a client grants leases."""
     (key,) = make_keys(1)
     store(backend, [key])
     assert len(list(raw.pages())) == 1
@@ -161,7 +161,7 @@ def test_invalid_http_chunks_are_a_typed_error(size: str) -> None:
 
 
 def _asked(reply: str) -> list[tuple[str, int]]:
-    """The sizes that `reply` gives, when the connection ends behind it."""
+    """Return the sizes in `reply`, after which the connection ends."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         found = pool.submit(lambda: list(Admin(server.getsockname()).sizes(["k"])))
         connection, _ = server.accept()

@@ -1,5 +1,4 @@
-"""What the Mooncake backend does beyond the contract: registered memory, full stores, leases, namespaces, and its
-parts."""
+"""The Mooncake backend beyond the contract: registered memory, full stores, leases, namespaces, and its parts."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ def test_registered_frames_are_filled_without_a_copy(backend: MooncakeBackend) -
 
 
 def views_of(memory: Memory, codec: FrameCodec) -> list[PageView]:
-    """The frames of `memory` as pages in parts, their payloads where they are and their headers elsewhere."""
+    """Return the frames of `memory` as pages in parts: payloads in `memory`, headers elsewhere."""
     views = []
     for frame in memory.frames:
         payload = frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes]
@@ -133,11 +132,11 @@ def test_memory_may_be_registered_twice_and_is_checked(backend: MooncakeBackend)
         with pytest.raises(InvalidInput, match="contiguous, writable"):
             backend.register_memory(bad)
     with pytest.raises(BackendError, match="could not be registered"):
-        backend.register_memory(memory.whole[: CODEC.frame_bytes])  # a part of what is registered
+        backend.register_memory(memory.whole[: CODEC.frame_bytes])  # a part of registered memory
 
 
 def test_two_backends_register_the_same_memory(master: MooncakeMaster, backend: MooncakeBackend) -> None:
-    """As when new weights open a store anew: the old one's end must not take the memory from the new one."""
+    """As when new weights reopen a store: closing the old backend must not unregister memory of the new one."""
     keys, memory = make_keys(2), Memory(CODEC, 2)
     old = open_backend(master, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
     assert isinstance(old, MooncakeBackend)
@@ -149,7 +148,7 @@ def test_two_backends_register_the_same_memory(master: MooncakeMaster, backend: 
 
 
 def test_a_closed_backend_registers_no_memory(master: MooncakeMaster, here: MooncakeBackend) -> None:
-    """The library ends the process that calls a client which has left."""
+    """The library ends a process that calls a closed client."""
     backend, memory = open_backend(master), Memory(CODEC, 1)
     backend.close()
     with pytest.raises(BackendUnavailable, match="is closed"):
@@ -173,7 +172,7 @@ def test_frames_take_the_direct_path_only_if_they_are_registered_and_nothing_han
             assert len(path) == 5
             assert [sizes == [CODEC.frame_bytes] for sizes in path.sizes] == [True] * 5
             assert path.addresses[:4] == [[address_of(frame)] for frame in memory.frames[:4]]
-            assert path.addresses[4] != [address_of(memory.frames[4])]  # not registered: through a bounce buffer
+            assert path.addresses[4] != [address_of(memory.frames[4])]  # not registered: uses a bounce buffer
         paths.slow = True
         with paths.path(pages[:3], soon()) as path:
             assert path.is_staged
@@ -192,7 +191,7 @@ def test_after_a_slow_failure_frames_are_copied_until_pages_have_moved(master: M
                 session.moved(result)
             assert session.paths.slow is is_slow, result
         assert session.ask(lambda: [1], soon()) == [1]
-        assert session.paths.slow  # the master answers; of the owners of pages that says nothing
+        assert session.paths.slow  # an answer of the master proves nothing about the owners of pages
         session.moved([0])
         assert session.ask(lambda: [-901], soon()) == [-901]
         assert session.paths.slow
@@ -217,8 +216,8 @@ def test_a_bounce_buffer_is_waited_for_until_the_deadline(master: MooncakeMaster
 
 @pytest.fixture
 def small() -> Iterator[MooncakeBackend]:
-    """A backend with pages of 1 MiB and a store of 16 MiB that is all its own."""
-    # Longer than the backend waits for room, as the server's default of 10 s is.
+    """A backend with pages of 1 MiB, alone on a store of 16 MiB."""
+    # The lease is longer than the backend waits for room, as is the server's default of 10 s.
     with MooncakeMaster(lease_ms=2000) as master:
         backend = open_backend(master, LARGE, segment=16 * MIB, staging=8 * MIB)
         assert isinstance(backend, MooncakeBackend)
@@ -238,7 +237,7 @@ def test_a_batch_larger_than_the_store_keeps_its_head_and_has_no_holes(small: Mo
 
 
 def test_a_full_store_makes_room_for_new_chains(small: MooncakeBackend) -> None:
-    """The server evicts what was not used lately, when it is asked for room that it has not got."""
+    """When it lacks room, the server evicts the pages that were not used recently."""
     for number in range(6):
         keys = make_keys(6, f"chain {number}")
         wait_for(lambda keys=keys: all(o.is_stored for o in store(small, keys)))  # type: ignore[misc]
@@ -251,7 +250,7 @@ def test_a_growing_chain_is_not_evicted_for_its_own_tail(small: MooncakeBackend)
     keys = make_keys(24)
     head, tail = keys[:4], keys[4:]
     assert store(small, head) == [STORED] * 4
-    assert small.batch_exists(head, deadline=soon()) == 4  # a lease, as whoever looks up a prompt has it
+    assert small.batch_exists(head, deadline=soon()) == 4  # grants a lease, as a lookup of a prompt does
     outcomes = store(small, tail, parent=head[-1])
     stored = outcomes.count(STORED)
     assert outcomes == [STORED] * stored + [REJECTED] * (20 - stored)
@@ -262,7 +261,7 @@ def test_a_deletion_waits_for_the_lease_of_a_page_that_was_read(backend: Mooncak
     keys = make_keys(3)
     store(backend, keys)
     assert backend.batch_exists(keys[:2], deadline=soon()) == 2
-    # Control: with less time than the lease lasts, those without one go and the others stay.
+    # Control: with less time than the lease, pages without a lease are removed and the others stay.
     assert backend.delete(keys, deadline=soon(0.15)) == 1
     assert backend.statistics().errors == {"leased": 2}
     assert backend.batch_get(keys, empty_frames(CODEC, 3), deadline=soon()) == [HIT, HIT, MISS]
@@ -317,7 +316,7 @@ def test_a_new_session_takes_over_and_the_unused_old_one_is_closed(
 
 
 class Leavable:
-    """A session that counts how often it is left."""
+    """A session that counts calls of `leave`."""
 
     def __init__(self) -> None:
         self.users = self.left = 0
@@ -346,7 +345,7 @@ def test_a_bug_while_a_new_session_is_made_does_not_end_the_attempts(monkeypatch
     sessions = SessionManager(make)
     wait_for(lambda: sessions.current is second, lambda: sessions.renew(first))
     wait_for(lambda: first.left == 1)
-    sessions._replace(first)  # asked for twice while the first answer was being made
+    sessions._replace(first)  # requested twice while the first replacement was in progress
     assert sessions.close(timeout_s=30.0) and first.left == second.left == 1
 
 

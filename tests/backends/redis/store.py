@@ -1,4 +1,4 @@
-"""What the tests of the Redis backend share: opening a store on a server, and its side door."""
+"""Helpers of the Redis tests: opening a store on a server, and its side door."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _serial = itertools.count()
 
 
 def fresh_prefix() -> str:
-    """A key prefix that no other test of this session uses."""
+    """Return a key prefix that no other test of this session uses."""
     return f"test{next(_serial)}:"
 
 
 def name_of(backend: RedisBackend, key: bytes) -> str:
-    """The key under which a page lies."""
+    """Return the Redis key of a page."""
     return f"{backend.options.key_prefix}{backend.codec.namespace.hex()}:{key.hex()}"
 
 
 def open_on(client: Any, options: dict[str, Any], codec: FrameCodec = CODEC) -> Store:
-    """A store opened with `options`; `client`, of the `redis` package, is its side door."""
+    """Open a store with `options`; `client`, of the `redis` package, is its side door."""
     backend = RedisBackend(codec, RedisStorageOptions(**options))
 
     def write(key: bytes, value: bytes) -> None:
@@ -40,7 +40,7 @@ def open_on(client: Any, options: dict[str, Any], codec: FrameCodec = CODEC) -> 
 
 
 def grow_old(client: Any, names: Iterable[str], seconds: int = 1000) -> None:
-    """Let the server believe that these were used so long ago."""
+    """Make the server treat these keys as last used `seconds` ago."""
     for name in names:
         client.restore(name, 0, client.dump(name), replace=True, idletime=seconds)
 
@@ -49,7 +49,7 @@ def grow_old(client: Any, names: Iterable[str], seconds: int = 1000) -> None:
 def opened(
     server: RedisLike | RedisCluster, codec: FrameCodec = CODEC, **options: Any
 ) -> Iterator[tuple[RedisBackend, Store]]:
-    """A store on a server of the tests, and its backend; closed at the end. On a cluster it has no side door."""
+    """Open a backend and its store on a test server; close it at the end. On a cluster it has no side door."""
     with contextlib.nullcontext() if isinstance(server, RedisCluster) else server.client() as client:
         store = open_on(client, server.storage(**{"key_prefix": fresh_prefix(), **options})[1], codec)
         assert isinstance(store.backend, RedisBackend)

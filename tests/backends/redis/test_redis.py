@@ -41,15 +41,15 @@ from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, grow_old, name_of, open_on, opened
 
-# What the contract says holds on a busy machine too, where a handshake may take longer than a second.
+# Long timeouts: on a busy machine, a handshake may take longer than a second.
 _PATIENT = {"timeout": 20.0}
-# Random walks where only the way to the server differs.
+# Fewer random walks where only the connection to the server differs.
 _FEW = 5
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
 
 
 def opener(client: Any, prefix: str, options: dict[str, Any]) -> Iterator[OpenStore]:
-    """Opens a store for one test, and empties it after that: a crowded server would be sampled and not counted."""
+    """Open a store for one test, and empty it afterwards: a server with many keys would be sampled, not counted."""
     yield lambda codec: open_on(client, options, codec)
     for name in client.scan_iter(f"{prefix}*", count=1000):
         client.unlink(name)
@@ -72,7 +72,7 @@ class TestUnixSocket(BackendContract):
 
 
 class TestOldRedis(BackendContract):
-    """With a time to live and one connection, which are other commands and another pace."""
+    """With a time to live and one connection, which use different commands and timing."""
 
     @pytest.fixture
     def open_store(self, old_redis: RedisServer, unique_prefix: str) -> Iterator[OpenStore]:
@@ -83,7 +83,7 @@ class TestOldRedis(BackendContract):
 
 @pytest.fixture(scope="module")
 def cluster_client(redis_cluster: RedisCluster) -> Iterator[Any]:
-    """A side door to the shared cluster; to open one takes as long as a test of the contract."""
+    """A side door to the shared cluster. Shared, because opening it takes as long as a contract test."""
     with redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as client:
         yield client
 
@@ -108,8 +108,7 @@ class TestSentinel(BackendContract):
 
 @pytest.fixture(scope="module")
 def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A way to the shared server on which both ends prove themselves: TLS to a proxy, behind which it speaks plainly.
-    """
+    """Options for the shared server over mutual TLS: a proxy ends TLS and forwards plain text to the server."""
     made = make_certificates(tmp_path_factory.mktemp("certificates"))
     with Proxy(valkey.port, tls=made.server_context(ask_client=True)) as proxy:
         yield {
@@ -119,7 +118,7 @@ def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) 
 
 
 class TestTls(BackendContract):
-    """With one connection for bodies: handshakes are most of what these tests do."""
+    """With one connection for bodies, because handshakes take most of the time of these tests."""
 
     machine_examples = 2
 
@@ -149,7 +148,7 @@ def test_a_user_with_the_documented_rights_can_do_everything(
     login: Callable[[DevService], None], kind: type[RedisLike], ttl_s: float | None
 ) -> None:
     (line,) = (line for line in DOCUMENT.read_text().splitlines() if "ACL SETUSER engine" in line)
-    acl = line.split(">PASSWORD ")[1] + " +ping"  # with which the tests ask whether the server is up
+    acl = line.split(">PASSWORD ")[1] + " +ping"  # the tests use it to check that the server is up
     keys = make_keys(3)
     with kind(password="pass word", user="engine", acl=acl) as server:
         login(server)
@@ -172,7 +171,7 @@ def test_a_user_with_the_documented_rights_can_do_everything(
 def test_clear_removes_every_page_of_its_namespace_and_nothing_else(
     request: pytest.FixtureRequest, kind: str, unique_prefix: str
 ) -> None:
-    """More pages than one step of SCAN lists, beside another namespace under the same prefix."""
+    """With more pages than one step of SCAN lists, and a second namespace under the same prefix."""
     keys = make_keys(2500)
     options = request.getfixturevalue(kind).storage(key_prefix=unique_prefix, **_PATIENT)[1]
     ours, theirs = open_on(None, options), open_on(None, options, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
@@ -191,7 +190,7 @@ def test_clear_removes_every_page_of_its_namespace_and_nothing_else(
 def test_pages_in_more_than_a_thousand_parts_are_moved_whole(
     valkey: ValkeyServer, tls_options: dict[str, Any], unique_prefix: str, way: str
 ) -> None:
-    """A call takes 1,024 buffers: one page has more than that, and a connection has many pages in flight."""
+    """A system call takes 1,024 buffers: one page has more, and a connection has many pages in flight."""
     places = {"tcp": valkey.storage()[1], "unix": valkey.unix_storage()[1], "tls": tls_options}
     keys = make_keys(20)
     store = open_on(None, {**places[way], **_PATIENT, "key_prefix": unique_prefix})
@@ -230,7 +229,7 @@ def test_pages_expire_after_their_time_to_live_since_the_last_use(valkey: Valkey
         assert load(store, keys[:1]) == [HIT]
         assert store_chain(store, keys[1:2]) == [PRESENT]
         assert store.backend.batch_exists(keys, deadline=soon()) == 3
-        assert [left_s(key) > 800 for key in keys] == [True, True, False]  # a lookup is no use
+        assert [left_s(key) > 800 for key in keys] == [True, True, False]  # a lookup is not a use
 
 
 def test_reads_and_repeated_stores_refresh_recency_and_lookups_do_not(valkey: ValkeyServer) -> None:
@@ -246,7 +245,7 @@ def test_reads_and_repeated_stores_refresh_recency_and_lookups_do_not(valkey: Va
 
 
 def test_a_lookup_is_one_round_trip(valkey: ValkeyServer) -> None:
-    """However many pages it asks about: the server reads them at once, and a hole in the middle asks nothing again."""
+    """For any number of pages: the server reads all requests at once, and a hole causes no further request."""
     keys = make_keys(500)
     with opened(valkey) as (backend, store), valkey.client() as client:
         store_chain(store, keys)
@@ -255,7 +254,7 @@ def test_a_lookup_is_one_round_trip(valkey: ValkeyServer) -> None:
         reads = client.info("stats").get("total_reads_processed", 0)
         assert backend.batch_exists(keys, deadline=soon()) == 250
         assert client.info("commandstats")["cmdstat_exists"]["calls"] == before + 500
-        # A server reads 16 KiB at a time, so five reads for a request, and some for our own questions.
+        # A server reads 16 KiB at a time: five reads for the lookup, and a few for the test's own commands.
         assert client.info("stats")["total_reads_processed"] - reads < 12
 
 
@@ -271,7 +270,7 @@ def test_replicas_serve_reads_and_the_primary_takes_writes(redis_sentinel: Redis
         assert load(store, keys) == [HIT] * 4
         assert primary.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"] == gets
         assert replica.info("commandstats")["cmdstat_get"]["calls"] >= 4
-        # Damage is removed where it can be: on the primary.
+        # Damaged pages are removed on the primary, because replicas are read-only.
         assert isinstance(backend, RedisBackend)
         store.write(keys[1], b"damaged")
         wait_for(lambda: replica.get(name_of(backend, keys[1])) == b"damaged")
@@ -288,7 +287,7 @@ def test_usage_has_the_capacity_of_the_server(valkey: ValkeyServer) -> None:
 
 
 def test_usage_of_a_large_server_is_estimated(valkey: ValkeyServer) -> None:
-    """Beyond a few thousand keys it looks at a sample, which costs the same however many there are."""
+    """Beyond a few thousand keys it uses a sample, at a constant cost."""
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
         head = f"{backend.options.key_prefix}{CODEC.namespace.hex()}:"
         for start in range(0, 20_000, 5_000):
@@ -309,5 +308,5 @@ def test_pages_are_one_string_each_under_a_readable_key(valkey: ValkeyServer) ->
         store_chain(store, [key])
         name = f"cache/1:{CODEC.namespace.hex()}:{key.hex()}"
         assert client.strlen(name) == PAGE
-        assert load(store, [key]) == [HIT] and client.ttl(name) == -1, "without a time to live pages stay"
+        assert load(store, [key]) == [HIT] and client.ttl(name) == -1, "without a time to live pages do not expire"
         store.backend.delete([key], deadline=soon())

@@ -1,4 +1,4 @@
-"""The section `storage` of type `redis`: what it accepts, what the backend gets, and its page in the documentation."""
+"""The section `storage` of type `redis`: accepted values, the resulting options, and its documentation page."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def test_the_examples_in_the_documentation_load(tmp_path: Path, monkeypatch: pyt
     for example in examples:
         options = loaded(tmp_path, yaml.safe_load(example)["storage"]["options"]).options
         check_backend("redis", options)
-        if options.password_file is None:  # there are no files at the places in the examples
+        if options.password_file is None:  # the files in the examples do not exist
             open_access(options)

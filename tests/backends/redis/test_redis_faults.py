@@ -1,4 +1,4 @@
-"""Servers that hang, die, come back empty or cut replies, and networks that are slow: errors in time, then healing."""
+"""Servers that hang, die, restart empty or cut replies, and slow networks: errors in time, then recovery."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, fresh_prefix, open_on, opened
 
-# Short, so that a test of hanging servers does not hang itself, and long enough for a busy machine to answer.
+# Short, so that tests of hanging servers are fast, but long enough for a server on a busy machine.
 TIMEOUT_S = 0.5
-# Where nothing hangs, and so nothing waits for it.
+# For tests in which nothing hangs, so nothing waits this long.
 PATIENT_S = 20.0
 FOREVER = float("inf")
 
@@ -48,7 +48,7 @@ def errors_of(store: Store) -> dict[str, int]:
 
 
 def all_verbs(store: Store, keys: list[bytes], seconds: float) -> None:
-    """Every verb on a server that does not answer: no exception, and nothing but errors."""
+    """Call every verb on a server that does not answer: only errors, no exceptions."""
     frames = full_frames(CODEC, keys)
     backend = store.backend
     assert backend.batch_exists(keys, deadline=time.monotonic() + seconds) == 0
@@ -60,7 +60,7 @@ def all_verbs(store: Store, keys: list[bytes], seconds: float) -> None:
 
 @pytest.mark.parametrize("limit", ["deadline", "timeout"])
 def test_calls_on_a_stopped_server_end_in_time(limit: str) -> None:
-    """Every verb returns while the server is still stopped, by the call's deadline or by `timeout_s`."""
+    """Each verb returns while the server is still stopped, by the call's deadline or by `timeout`."""
     keys = make_keys(12)
     with ValkeyServer() as server:
         timeout_s, seconds = (PATIENT_S, TIMEOUT_S) if limit == "deadline" else (TIMEOUT_S, FOREVER)
@@ -70,12 +70,12 @@ def test_calls_on_a_stopped_server_end_in_time(limit: str) -> None:
             try:
                 all_verbs(store, keys, seconds)
                 if limit == "timeout":
-                    assert backend.usage().pages == 0  # what was found last
+                    assert backend.usage().pages == 0  # the last known value
             finally:
                 server.resume()
             assert set(errors_of(store)) <= {limit, "timeout"}
             assert errors_of(store)[limit] >= 3 * len(keys)
-            assert backend.batch_exists(keys, deadline=soon()) in (0, 12)  # the stopped server has our delete, or not
+            assert backend.batch_exists(keys, deadline=soon()) in (0, 12)  # the server may have got the deletion
             assert store_chain(store, keys) in ([STORED] * 12, [PRESENT] * 12)
             assert load(store, keys) == [HIT] * 12
 
@@ -109,7 +109,7 @@ def test_idle_connections_closed_by_the_server_are_replaced_silently() -> None:
 
 
 def test_idle_connections_dropped_by_the_network_are_replaced_silently(valkey: ValkeyServer) -> None:
-    """Nothing is to be seen of it before the first request, however many connections are idle."""
+    """Only a request shows that the connections are dead, for any number of idle connections."""
     keys = make_keys(40)
     with Proxy(valkey.port) as relay, valkey.client() as client:
         options = {"url": f"redis://{LOOPBACK}:{relay.port}", "key_prefix": fresh_prefix(), "connections": 8}
@@ -147,7 +147,7 @@ def test_idle_connections_dropped_by_the_network_are_replaced_silently(valkey: V
 
 @pytest.fixture
 def timeout_s() -> float:
-    """The one of `proxied`, for tests to choose another."""
+    """The timeout of `proxied`, which tests may override."""
     return PATIENT_S
 
 
@@ -163,7 +163,7 @@ def proxied(valkey: ValkeyServer, timeout_s: float) -> Iterator[tuple[Store, Pro
         store.backend.close()
 
 
-# In the header of the reply, behind it, in the body, before its end, and within the next reply.
+# In the header of the reply, after it, in the body, before its end, and within the next reply.
 @pytest.mark.parametrize("after", [0, 2, 6, 7, 300, PAGE, PAGE + 7, PAGE + 8, PAGE + 10, 3 * PAGE])
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_cut_reply_is_an_error_and_its_connection_is_not_reused(
@@ -183,7 +183,7 @@ def test_a_cut_reply_is_an_error_and_its_connection_is_not_reused(
 
 @_impatient
 def test_a_slow_network_with_progress_is_waited_for(proxied: tuple[Store, Proxy]) -> None:
-    """All of it takes twice as long as `timeout_s`, but no single wait does."""
+    """The whole transfer takes twice as long as the timeout, but each wait is shorter."""
     store, proxy = proxied
     keys = make_keys(4)
     store_chain(store, keys)
@@ -217,7 +217,7 @@ def test_a_hanging_cluster_node_costs_only_its_pages(own_cluster: RedisCluster) 
             assert backend.batch_exists(keys, deadline=soon()) == first
         finally:
             own_cluster.nodes[1].resume()
-        # It was away for so long that the others may have given it up; then it comes back to them in a moment.
+        # It was stopped for so long that the other nodes may count it as failed; they accept it again soon.
         wait_for(lambda: load(store, keys) == [HIT] * 60)
 
 
@@ -265,7 +265,7 @@ def test_a_bug_on_one_connection_is_one_error_for_each_of_its_pages(
         def broken(*arguments: Any) -> Damage | None:
             if threading.current_thread().name.startswith("hicache-redis"):
                 raise ValueError
-            time.sleep(0.1)  # so that the other lane gets a page too
+            time.sleep(0.1)  # so that the second lane gets a page too
             return accept(*arguments)
 
         monkeypatch.setattr(codec, "accept", broken)

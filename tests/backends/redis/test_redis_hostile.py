@@ -1,4 +1,4 @@
-"""Servers that were taken over: they redirect, name other nodes, repeat secrets, and send replies without an end."""
+"""Hostile servers: they redirect, name other nodes, repeat secrets, and send endless replies."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from .store import CODEC
 
 pytestmark = pytest.mark.long
 
-# A whole reply may hold 8 MiB and some 260,000 elements; Python needs some three times that.
+# A whole reply may have 8 MiB and about 260,000 elements; Python needs about three times that.
 MEMORY_MAX_BYTES = 48 << 20
 
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Iterator[Trap]:
-    """Asserts at the end that no connection came."""
+    """A listener; asserts at the end that it got no connection."""
     trap = Trap(tmp_path)
     yield trap
     assert trap.close() == 0
@@ -65,7 +65,7 @@ def password(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def hostile(lie: Callable[[list[bytes]], bytes | None], mode: str = "single") -> Iterator[tuple[HostileServer, Any]]:
-    """A server that lies once it is hostile, and the options of a store on it."""
+    """A server that sends false replies once it is `hostile`, and the options of a store on it."""
     with contextlib.closing(HostileServer(0, mode, lie=lie)) as server:
         address = f"{LOOPBACK}:{server.port}"
         places: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def hostile(lie: Callable[[list[bytes]], bytes | None], mode: str = "single") ->
 def opened_hostile(
     lie: Callable[[list[bytes]], bytes | None], mode: str = "single", **more: Any
 ) -> Iterator[tuple[HostileServer, RedisBackend]]:
-    """A backend on a server that lies from now on."""
+    """A backend on a server that sends false replies from now on."""
     with hostile(lie, mode) as (server, options), contextlib.closing(open_on(options | more)) as backend:
         server.hostile = True
         yield server, backend
@@ -91,7 +91,7 @@ def open_on(options: dict[str, Any]) -> RedisBackend:
 
 
 def use_all(backend: Any, keys: list[bytes]) -> None:
-    """Every verb, with nothing but errors as its result."""
+    """Call every verb, and expect only errors."""
     frames = full_frames(CODEC, keys)
     assert backend.batch_exists(keys, deadline=soon()) == 0
     assert backend.batch_has(keys, deadline=soon()) == [False] * len(keys)
@@ -127,7 +127,7 @@ def test_hostile_rounds_leave_no_descriptor_and_no_memory_behind() -> None:
 @pytest.mark.parametrize("mode", ["single", "sentinel"])
 @pytest.mark.parametrize("target", ["port", "unix socket", "not a name"])
 def test_redirections_are_followed_only_in_a_cluster(trap: Trap, mode: str, word: bytes, target: str) -> None:
-    """400 redirections cost neither a connection to another address nor one to the server."""
+    """400 redirections cause no connection to another address, and no new one to the server."""
     where = {"port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000"}[target]
     keys = make_keys(100)
     with opened_hostile(lambda request: b"-%b 1 %b\r\n" % (word, where.encode()), mode) as (server, backend):
@@ -154,12 +154,12 @@ def test_redirections_are_followed_only_to_nodes_of_the_cluster(trap: Trap, word
         expected = "foreign_address" if target == "port" else word.decode().lower()
         assert set(backend.statistics().errors) == {expected}
         assert server.connections < 10
-        assert server.requests[b"CLUSTER"] < 10  # the way is asked for once a call, not once a redirection
+        assert server.requests[b"CLUSTER"] < 10  # routes are requested once per call, not once per redirection
 
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_redirection_to_an_allowed_node_without_slots_is_followed(allowed: bool) -> None:
-    """The control of the tests above, and of the configured networks: the other server serves the page."""
+    """The control of the tests above, and of `allowed_nodes`: the other server serves the page."""
     keys = make_keys(3)
     with hostile(lambda request: None, "cluster") as (new_node, _):
         new_node.hostile = True
@@ -268,7 +268,7 @@ def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
 
 
 def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Path) -> None:
-    """It quotes the host, which a server may have chosen. The certificate is for 127.0.0.1."""
+    """The text quotes the host name, which a server may have chosen. The certificate is for 127.0.0.1."""
     made = make_certificates(tmp_path)
     with socket.create_server((ELSEWHERE, 0)) as listener:
 
@@ -349,7 +349,7 @@ def test_an_endless_reply_takes_limited_memory(kind: str, verb: str) -> None:
 
 
 def test_many_long_replies_take_limited_memory() -> None:
-    """Each piece of SCAN has one long name of another store: 95 MiB in all."""
+    """Each step of SCAN has one long name of another store, 95 MiB in total."""
     names = iter(range(12))
 
     def lie(request: list[bytes]) -> bytes | None:
@@ -369,7 +369,7 @@ def test_many_long_replies_take_limited_memory() -> None:
 
 
 def test_leftover_decrypted_bytes_are_not_read_as_the_next_reply(tmp_path: Path) -> None:
-    """The error has the 32 bytes that are read ahead of a page; the rest of its record is in the TLS library."""
+    """The error has exactly the 32 bytes read ahead of a page; the rest of its record stays in the TLS library."""
     made = make_certificates(tmp_path)
     (key,) = make_keys(1)
     reply = b"-ERR " + b"x" * 25 + b"\r\n" + b"$-1\r\n"
@@ -415,9 +415,9 @@ def test_connections_open_once_threads_can_start_again() -> None:
     with contextlib.closing(HostileServer(0)) as server:
         where = Address(LOOPBACK, server.port)
         connector = Connector(open_access(RedisStorageOptions(url=f"redis://{where}")))
-        before = threading.stack_size(1 << 46)  # more than a machine has, so no thread starts
+        before = threading.stack_size(1 << 46)  # more memory than the machine has, so no thread starts
         try:
-            for _ in range(40):  # more than the attempts at a time
+            for _ in range(40):  # more than the limit of concurrent attempts
                 with pytest.raises(StoreError) as raised:
                     connector.open(where, soon(), read_only=False, no_touch=False)
                 assert raised.value.kind is ErrorKind.NO_THREAD
@@ -442,7 +442,7 @@ def test_an_invalid_usage_is_an_error(verb: str, reply: bytes) -> None:
 
 
 def test_clear_removes_only_its_namespace_even_if_a_server_lists_others() -> None:
-    """The list has other namespaces, other prefixes, other forms, and a page twice; the second list has no end."""
+    """The list has other namespaces, other prefixes, invalid names, and a page twice; the second list is endless."""
     ours, theirs = CODEC.namespace.hex(), bytes(32).hex()
     page, *others = [f"hicache:{ours}:{key.hex()}" for key in make_keys(5)]
     names = [page, others[0].replace(ours, theirs), others[1].replace("hicache", "other"), others[2] + "0",
@@ -457,7 +457,7 @@ def test_clear_removes_only_its_namespace_even_if_a_server_lists_others() -> Non
         return array(bulk(next(cursors, b"5")), listed) if request[0] == b"SCAN" else None
 
     with opened_hostile(lie) as (_, backend):
-        assert backend.clear(deadline=soon()) == 2  # a server that says twice that it removed it
+        assert backend.clear(deadline=soon()) == 2  # the server reports the removal twice
         assert dict(backend.statistics().errors) == {}
         backend.clear(deadline=soon(0.5))
         assert set(backend.statistics().errors) == {"deadline"}

@@ -1,4 +1,4 @@
-"""What others do to a store: fill it, evict from it, empty it, put something else into it."""
+"""Stores changed by others: full, evicted from, emptied, or with foreign values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.waiting import wait_for
 from .store import CODEC, PAGE, fresh_prefix, grow_old, name_of, opened
 
 REJECTED = SetOutcome.REJECTED
-# What an empty server takes for itself is about a tenth of this.
+# An empty server uses about a tenth of this.
 MEMORY_BYTES = 16 << 20
 PAGES = 4096
 
@@ -45,9 +45,9 @@ def test_a_full_server_rejects_the_tail_and_keeps_the_head() -> None:
         assert 0 < head < PAGES
         assert outcomes == [STORED] * head + [REJECTED] * (PAGES - head)
         assert backend.batch_exists(keys, deadline=soon()) == head
-        assert backend.usage().pages == head  # nothing lies behind the first hole
+        assert backend.usage().pages == head  # no page is stored after the first hole
         assert load(store, keys[: head + 1]) == [HIT] * head + [MISS]
-        # Being full is no trouble: a lookup that sees errors grow would take the server for dead.
+        # A full store is not an error: with a growing error count, a lookup would count the server as down.
         assert dict(backend.statistics().errors) == {}
 
 
@@ -70,7 +70,7 @@ def test_one_full_node_of_a_cluster_ends_the_batch_at_its_first_page(own_cluster
 
 @pytest.mark.parametrize("kind", ["valkey", "old_redis", "redis_cluster"])
 def test_a_capacity_is_enforced_on_a_server_without_one(request: pytest.FixtureRequest, kind: str) -> None:
-    """The chain that was used last stays whole, and the other one loses its end."""
+    """The most recently used chain stays whole, and the other one loses its tail."""
     server = request.getfixturevalue(kind)
     assert isinstance(server, (ValkeyServer, RedisServer, RedisCluster))
     old, used, more = make_keys(10, "old"), make_keys(10, "used"), make_keys(30, "more")
@@ -135,7 +135,7 @@ def test_after_random_evictions_a_hit_ends_exactly_at_the_first_hole() -> None:
         server.client() as client,
     ):
         assert store_chain(store, keys) == [STORED] * PAGES
-        client.config_set("maxmemory", 0)  # it would evict on while we look
+        client.config_set("maxmemory", 0)  # otherwise it would continue to evict
         there = [store.read(key) is not None for key in keys]
         assert not all(there) and any(there)
         assert backend.batch_exists(keys, deadline=soon()) == there.index(False)
@@ -166,8 +166,8 @@ def test_a_foreign_value_under_a_page_key_is_corrupt_and_removed(valkey: ValkeyS
 
 @pytest.mark.parametrize("megabytes", [1, 65])
 def test_a_value_far_too_long_costs_only_its_page(valkey: ValkeyServer, megabytes: int) -> None:
-    """The short one is read away; for the long one the connection is given up, and the pages behind it are asked for
-    again, however many there are."""
+    """The shorter value is read and discarded. For the longer one the connection is closed, and all pages after it are
+    requested again."""
     keys = make_keys(40)
     with opened(valkey) as (backend, store), valkey.client() as client:
         store_chain(store, keys)
@@ -217,7 +217,7 @@ def test_a_demoted_primary_accepts_no_writes_and_still_serves_reads() -> None:
         store_chain(store, keys[:2])
         with server.client() as client:
             client.config_set("replica-serve-stale-data", "yes")
-            client.replicaof("127.0.0.1", 1)  # nobody is there, so it keeps what it has
+            client.replicaof("127.0.0.1", 1)  # no server listens there, so it keeps its pages
             assert store_chain(store, keys) == ["present"] * 2 + [SET_ERROR] * 4
             assert dict(backend.statistics().errors) == {"read_only": 4}
             assert load(store, keys[:2]) == [HIT] * 2

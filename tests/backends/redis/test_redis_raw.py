@@ -121,7 +121,7 @@ def test_inspection_does_not_count_as_a_use(valkey: ValkeyServer) -> None:
 
 
 def test_an_old_server_reports_the_last_use_only_once(old_redis: RedisServer) -> None:
-    """It takes looking for a use, so only the first listing is right."""
+    """It counts inspection as a use, so only the first listing is right."""
     keys = make_keys(5)
     with opened(old_redis) as (backend, store), old_redis.client() as client:
         store_chain(store, keys)

@@ -1,4 +1,4 @@
-"""Clusters that change under a store: slots that move, are on the move, or are gone."""
+"""Clusters that change under a store: slots that have moved, are migrating, or are unassigned."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def store(cluster: RedisCluster) -> Iterator[Store]:
 
 
 class Slot:
-    """The slot of one page, and how it is moved to another node."""
+    """The slot of one page, and its migration to another node."""
 
     def __init__(self, cluster: RedisCluster, store: Store, key: bytes) -> None:
         self._clients = [node.client() for node in cluster.nodes]
@@ -69,19 +69,19 @@ class Slot:
         return True
 
     def open(self) -> None:
-        """Begin to move it: what the source does not have is asked of the target."""
+        """Begin the migration: the source redirects requests for missing keys to the target."""
         source, target = self._ids[self.source], self._ids[self.target]
         self._clients[self.target].execute_command("CLUSTER", "SETSLOT", self.slot, "IMPORTING", source)
         self._clients[self.source].execute_command("CLUSTER", "SETSLOT", self.slot, "MIGRATING", target)
 
     def carry(self) -> None:
-        """Move what is in it."""
+        """Move the keys."""
         source = self._clients[self.source]
         for name in source.execute_command("CLUSTER", "GETKEYSINSLOT", self.slot, 1000):
             source.execute_command("MIGRATE", "127.0.0.1", self._ports[self.target], name, 0, 5000)
 
     def end(self) -> None:
-        """Let all nodes know that it has moved."""
+        """End the migration: notify all nodes."""
         target = self._ids[self.target]
         for i in (self.target, self.source, *range(len(self._clients))):
             self._clients[i].execute_command("CLUSTER", "SETSLOT", self.slot, "NODE", target)
@@ -143,7 +143,7 @@ def test_an_unassigned_slot_costs_its_pages(cluster: RedisCluster, store: Store)
 
 
 def test_routes_are_requested_from_nodes_that_have_not_failed_recently(cluster: RedisCluster) -> None:
-    """One that hangs would cost a timeout each time."""
+    """A hanging node would cost a timeout each time."""
     failed = cluster.nodes[1]
     with opened(cluster) as (backend, _), failed.client() as client:
         router = backend._context.router
@@ -186,7 +186,7 @@ def test_after_a_failover_the_nodes_name_the_new_primary(pair: RedisCluster) -> 
         there.wait(1, 5000)
         here.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
         wait_for(lambda: there.info("replication")["role"] == "slave")
-        # The old primary says where they are; that is no trouble.
+        # The old primary redirects to the new one, which is not an error.
         assert load(store, keys) == [HIT] * 8
         assert store_chain(store, make_keys(8, "new")) == [STORED] * 8
         assert dict(store.backend.statistics().errors) == {}

@@ -1,4 +1,4 @@
-"""What can be known when a store is opened is said then: which server, what happened, what to do."""
+"""Opening a store detects errors and reports them: which server, what failed, what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .store import CODEC, fresh_prefix, open_on, opened
 
 
 def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: FrameCodec = CODEC, **options: Any) -> str:
-    """What is said when a store with these options cannot be opened."""
+    """Return the error message of opening a store with these options."""
     with pytest.raises(kind, match=match) as raised:
         RedisBackend(codec, RedisStorageOptions(timeout=options.pop("timeout", 2.0), **options))
     return str(raised.value)
@@ -40,7 +40,7 @@ def test_an_address_without_a_listener_is_refused() -> None:
 
 
 def test_an_unknown_host_is_refused() -> None:
-    # Without a name service the answer is that there is none.
+    # On a machine without a name service, the lookup fails in the same way.
     refused("dns.*host name|timeout", url="redis://no-such-host.invalid", timeout=5.0)
 
 
@@ -90,7 +90,7 @@ def test_a_user_without_rights_to_the_keys_is_refused(login: Callable[[DevServic
 
 def test_tls_to_a_plain_server_or_an_untrusted_one_is_refused(valkey: ValkeyServer, tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
-    # To a server without TLS the handshake is the beginning of a line, whose end it waits for.
+    # A server without TLS reads the handshake as the beginning of a line, and waits for its end.
     plain = f"rediss://127.0.0.1:{valkey.port}"
     refused("timeout.*redis:// against rediss://", url=plain, tls_ca_file=made.ca_file, timeout=0.3)
     with Proxy(valkey.port, tls=made.server_context()) as proxy:
@@ -104,7 +104,7 @@ def test_tls_to_a_plain_server_or_an_untrusted_one_is_refused(valkey: ValkeyServ
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[bytes], int]]:
-    """Starts listeners that send one answer to everything they receive; gives their port."""
+    """A function that starts a listener, which gives the same answer to all input, and returns its port."""
     with contextlib.ExitStack() as listeners:
 
         def start(answer: bytes) -> int:
@@ -156,7 +156,7 @@ def test_wrong_groups_of_servers_are_refused(
 
 @pytest.mark.parametrize("read_from", ["primary", "replica"])
 def test_a_hanging_sentinel_is_skipped(redis_sentinel: RedisSentinel, read_from: str) -> None:
-    """It must not take the time of the others: it may be the first of the list, and gone for good."""
+    """It may be the first of the list and never answer again, so it must not use up the time of the others."""
     keys = make_keys(3)
     _, options = redis_sentinel.storage(key_prefix=fresh_prefix(), read_from=read_from, timeout=0.5)
     with socket.create_server((LOOPBACK, 0)) as silent, redis_sentinel.primary.client() as client:

@@ -1,4 +1,4 @@
-"""The reader of replies and the sender of requests on one connection, fed by a peer that the tests play."""
+"""Reading replies and sending requests on one connection; the tests play the server."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PAGE = 600
 
 @contextlib.contextmanager
 def peers(timeout_s: float = 5.0) -> Iterator[tuple[Channel, socket.socket]]:
-    """A channel that is owed any number of replies, and the other end."""
+    """A channel that expects replies, and the server's end of the connection."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Channel(ours, timeout_s), theirs
 
 
 def feed(theirs: socket.socket, pieces: list[bytes]) -> threading.Thread:
-    """Send pieces, one packet each, from another thread."""
+    """Send the pieces from another thread, one packet each."""
 
     def send() -> None:
         for piece in pieces:
@@ -90,7 +90,7 @@ def test_lines_are_read_whole_however_the_bytes_arrive(lines: list[bytes], borde
 
 @pytest.mark.parametrize("parts", [2, 5])
 def test_a_page_in_parts_is_read_and_proved_wherever_its_bytes_are_cut(parts: int) -> None:
-    """One cut at each byte around the borders of length, header, parts, padding and end, and all of them at once."""
+    """Cut at each single byte around the borders of length, header, parts, padding and end, and at all of them."""
     codec = FrameCodec(NAMESPACE, PAGE)
     (key,) = make_keys(1)
     (frame,) = full_frames(codec, [key])
@@ -180,7 +180,7 @@ def test_an_invalid_reply_breaks_the_channel(data: bytes) -> None:
 
 
 def test_a_length_is_checked_before_the_value_is_read() -> None:
-    """A length alone, without a byte behind it, is enough to give up; nothing is allocated from it."""
+    """A length alone, without a byte after it, is enough to reject the value; nothing is allocated for it."""
     with peers() as (channel, theirs):
         channel.send([b"x"], 1, soon())
         theirs.sendall(b"$9000000000000\r\n")
@@ -221,7 +221,7 @@ def test_a_send_to_a_peer_that_does_not_read_ends_in_time() -> None:
     with peers(0.01) as (channel, _), pytest.raises(StoreError) as raised:
         channel.send([b"head", body, b"tail"], 1, soon())
     assert raised.value.kind is ErrorKind.TIMEOUT and not channel.reusable
-    assert raised.value.__context__ is None  # texts of a TLS library quote names of hosts
+    assert raised.value.__context__ is None  # the TLS library's texts quote host names
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The side door to a bucket: boto3, which shares no code with the client that is tested; and stores on a stub."""
+"""The side door to a bucket: boto3, which shares no code with the tested client; and stores on a stub."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.backends.s3.stub import StubS3
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes
-# For servers that answer, if on a busy machine not at once.
+# For servers that answer, but may be slow on a busy machine.
 PATIENCE_S = 30.0
-# On the stub; closed after each test.
+# Backends on the stub; closed after each test.
 OPENED: list[S3Backend] = []
 
 
@@ -45,7 +45,7 @@ class Bucket:
 
 
 def options(url: str, prefix: str = "test/", **changes: Any) -> S3StorageOptions:
-    """Options for a store at `url`, with credentials from the environment."""
+    """Return options for a store at `url`, with credentials from the environment."""
     chosen: dict[str, Any] = {
         "bucket": "pages", "prefix": prefix, "endpoint_url": url, "access_key_env": "S3_ACCESS_KEY",
         "secret_key_env": "S3_SECRET_KEY", "region": "us-east-1",
@@ -54,7 +54,7 @@ def options(url: str, prefix: str = "test/", **changes: Any) -> S3StorageOptions
 
 
 def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: Any) -> Store:
-    """A backend below `prefix`, with the side door to its objects."""
+    """Open a backend below `prefix`, with the side door to its objects."""
 
     def name(key: bytes) -> str:
         return object_name(prefix, codec.namespace, key)
@@ -67,7 +67,7 @@ def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: A
 
 
 def open_on(stub: StubS3, **changes: Any) -> Store:
-    """A store on the stub, with its dictionary as the side door. Closed after the test."""
+    """Open a store on the stub, with the stub's dictionary as the side door. Closed after the test."""
     backend = S3Backend(CODEC, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
     OPENED.append(backend)
 

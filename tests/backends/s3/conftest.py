@@ -1,4 +1,4 @@
-"""The bucket that these tests share: on a real SeaweedFS, each test below a prefix of its own."""
+"""The bucket that these tests share, on a real SeaweedFS; each test has its own prefix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.backends.s3.stub import StubS3
 
 @pytest.fixture(scope="session")
 def shared_bucket(seaweed: SeaweedServer) -> Iterator[Bucket]:
-    """One client for all: botocore takes a third of a second to make one."""
+    """One client for all tests: botocore takes a third of a second to create one."""
     found = Bucket(seaweed.endpoint_url, seaweed.bucket, seaweed.client())
     yield found
     found.close()
@@ -30,7 +30,7 @@ def bucket(shared_bucket: Bucket, seaweed: SeaweedServer, login: Callable[[DevSe
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubS3]:
-    """A server that does as it is told, with credentials in the environment that it does not look at."""
+    """A scripted server, with credentials in the environment, which it does not check."""
     monkeypatch.setenv("S3_ACCESS_KEY", "an-access-key")
     monkeypatch.setenv("S3_SECRET_KEY", "a-secret-key")
     with StubS3("pages") as server:
@@ -42,7 +42,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubS3]:
 
 @pytest.fixture
 def store(stub: StubS3) -> Store:
-    """A backend on the stub, with its dictionary as the side door."""
+    """A backend on the stub, with the stub's dictionary as the side door."""
     return open_on(stub)
 
 

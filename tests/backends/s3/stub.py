@@ -1,7 +1,7 @@
-"""A small S3 server in this process, for what no real server does on demand: faults, counts, TLS.
+"""A small S3 server in this process, for tests that real servers do not allow: faults, counts, TLS.
 
-It keeps objects in a dictionary and checks no signature. `fault` sees each request first and may answer in its place;
-what it answers goes to the network byte for byte.
+It keeps objects in a dictionary and checks no signatures. `fault` sees each request first and may answer it instead;
+its answer is sent byte for byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.listening import Listener
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as it came. Names of headers are lower-case."""
+    """One received request. Names of headers are lower-case."""
 
     method: str
     name: str
@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Bytes to send, and those of `more`, which may be endless; then `then` says what happens to the connection."""
+    """Bytes to send, then those of `more`, which may be endless; `then` says what happens to the connection."""
 
     data: bytes
     then: str = "keep"  # keep, close, reset, hang
@@ -47,14 +47,14 @@ class Answer:
 
 
 def reply(status: int, body: bytes = b"", **headers: str) -> Answer:
-    """A whole reply."""
+    """Return a complete reply."""
     fields = {"content-length": str(len(body)), **{name.replace("_", "-"): value for name, value in headers.items()}}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return Answer(f"HTTP/1.1 {status} x\r\n{lines}\r\n".encode() + body)
 
 
 def error(status: int, code: str, **headers: str) -> Answer:
-    """An error reply as S3 sends it."""
+    """Return an error reply as S3 sends it."""
     return reply(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode(), **headers)
 
 
@@ -74,10 +74,10 @@ class StubS3(Listener):
 
     def __init__(self, bucket: str, tls: ssl.SSLContext | None = None) -> None:
         self.bucket = bucket
-        self.origin = ""  # of the store that it is a proxy for
+        self.origin = ""  # the store, if this server is its proxy
         self.objects: dict[str, bytes] = {}
         self.fault: Callable[[Request], Answer | None] = lambda request: None
-        self.released = threading.Event()  # those who hang go on
+        self.released = threading.Event()  # set: hanging connections continue
         self._tls = tls
         self._counts = _Counts()
         super().__init__(self._answer_all)
@@ -89,13 +89,13 @@ class StubS3(Listener):
 
     @property
     def requests(self) -> list[Request]:
-        """All requests but the ones that opening a store makes."""
+        """All requests except those made by opening a store."""
         with self._lock:
             return [request for request in self._counts.requests if not request.is_list]
 
     @property
     def listings(self) -> int:
-        """Requests for a page of a listing so far."""
+        """The number of requests for a page of a listing so far."""
         with self._lock:
             return sum(request.is_list for request in self._counts.requests)
 
@@ -113,19 +113,19 @@ class StubS3(Listener):
 
     @property
     def running_max(self) -> int:
-        """The most requests that were being answered at once."""
+        """The maximum number of requests answered at the same time."""
         with self._lock:
             return self._counts.running_max
 
     @property
     def open_connections(self) -> int:
-        """Connections that the server has not closed yet."""
+        """The number of connections that the server has not closed yet."""
         with self._lock:
             return self.connections - self.ended
 
     def _answer_all(self, connection: socket.socket, number: int) -> None:
         served = connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True)
-        self.also_end(served)  # wrapping took the connection out of the socket that was accepted
+        self.also_end(served)  # wrapping has moved the connection out of the accepted socket
         with served, served.makefile("rb") as stream:
             for request in self._read(stream.readline, stream.read):
                 with self._running(request):
@@ -193,7 +193,7 @@ class StubS3(Listener):
         return Answer(whole.data[: -len(data) or None]) if request.method == "HEAD" else whole
 
     def _list(self, query: dict[str, list[str]]) -> Answer:
-        """A page of a listing, whose token is the last name of the page before it."""
+        """Return a page of a listing; the token is the last name of the previous page."""
         (prefix,), (after,) = query.get("prefix", [""]), query.get("continuation-token", [""])
         names = sorted(name for name in list(self.objects) if name.startswith(prefix) and name > after)
         listed = names[: int(query["max-keys"][0])]

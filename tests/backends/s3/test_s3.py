@@ -1,4 +1,4 @@
-"""The S3 backend against the contract: on a real SeaweedFS, and on a server that knows no conditions; its capacity."""
+"""The S3 backend passes the contract on a real SeaweedFS, and on a server without conditional writes; its capacity."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestS3(BackendContract):
 
 
 class TestBotoClient(BackendContract):
-    machine_examples = 5  # random walks, where only the way to the server differs
+    machine_examples = 5  # fewer random walks, because only the connection to the server differs
 
     @pytest.fixture
     def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
@@ -34,9 +34,9 @@ class TestBotoClient(BackendContract):
 
 
 class TestWithoutConditions(BackendContract):
-    """Pages are asked for before they are stored."""
+    """Pages are looked up before they are stored."""
 
-    machine_examples = 5  # random walks, where only the way to store a page differs
+    machine_examples = 5  # fewer random walks, because only storing a page differs
 
     @pytest.fixture
     def open_store(self, stub: StubS3) -> OpenStore:
@@ -65,8 +65,8 @@ def open_it(seaweed: SeaweedServer, bucket: Bucket, prefix: str, capacity_bytes:
 
 
 def test_the_ends_of_unused_chains_are_evicted(seaweed: SeaweedServer, bucket: Bucket, unique_prefix: str) -> None:
-    """The chain that was stored first is read meanwhile and stays. Of the others a bucket tells in which second
-    they were stored, so that either may lose its end."""
+    """The first stored chain is read again and stays. For the others, a bucket has only the second in which they were
+    stored, so either may lose its tail."""
     with contextlib.closing(open_it(seaweed, bucket, unique_prefix, None).backend) as unlimited:
         assert not isinstance(unlimited, LimitedBackend)
         store = Store(unlimited, lambda key: None, lambda key, data: None)

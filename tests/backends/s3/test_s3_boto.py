@@ -1,4 +1,4 @@
-"""What the client of boto3 adds, and what it must not lose of the other client's bounds. The contract is in test_s3."""
+"""Features of the boto3 client, and the limits that it shares with the direct client. The contract is in test_s3."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def boto(stub: StubS3) -> Iterator[Store]:
     found.backend.close()
 
 
-@pytest.mark.parametrize("fault", sorted(set(FAULTS) - {"half an interim head"}))  # http.client calls it a lost one
+@pytest.mark.parametrize("fault", sorted(set(FAULTS) - {"half an interim head"}))  # http.client: a lost connection
 def test_a_fault_is_counted_by_its_kind_and_nothing_is_retried(boto: Store, stub: StubS3, fault: str) -> None:
     answer, by_body, by_status = FAULTS[fault]
     stub.fault = always(answer)
@@ -74,7 +74,7 @@ def test_an_endless_reply_is_abandoned_after_some_bytes(boto: Store, stub: StubS
 
 
 def test_a_request_ends_at_its_deadline_despite_endless_interim_replies(boto: Store, stub: StubS3) -> None:
-    """http.client reads them for as long as they come. That `close` returns shows that the thread has ended."""
+    """http.client reads interim replies as long as they arrive. `close` returns only if the thread has ended."""
     piece = b"HTTP/1.1 100 Continue\r\n\r\n"
     stub.fault = always(Answer(piece, more=(piece for _ in iter(stub.released.is_set, True))))
     assert boto.backend.batch_exists(KEYS[:1], deadline=time.monotonic() + 0.2) == 0
@@ -83,7 +83,7 @@ def test_a_request_ends_at_its_deadline_despite_endless_interim_replies(boto: St
 
 
 def test_the_proxy_of_the_environment_gets_its_password(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the name of the store has no address here is the control."""
+    """Control: the store's host name has no address here."""
     stub.origin = "http://store.invalid:9000"
     monkeypatch.setenv("http_proxy", f"http://me:pass%20word@127.0.0.1:{stub.port}")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -97,7 +97,7 @@ def test_the_proxy_of_the_environment_gets_its_password(stub: StubS3, monkeypatc
 
 
 def test_a_directory_bucket_gets_a_session(monkeypatch: pytest.MonkeyPatch, stub: StubS3) -> None:
-    """On a stub, which answers as the documentation of S3 Express says."""
+    """On a stub that answers as documented for S3 Express."""
     with StubS3("pages--use1-az4--x-s3") as server:
         sessions = itertools.count()
 

@@ -1,4 +1,4 @@
-"""The configuration of S3 storage: what it accepts, and that the backend takes what it gives."""
+"""The configuration of S3 storage: accepted values, and the resulting options of the backend."""
 
 from __future__ import annotations
 

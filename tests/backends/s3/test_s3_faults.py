@@ -1,6 +1,6 @@
-"""What the S3 backend makes of a server that misbehaves: an outcome and a counted class, never an exception or a wait.
+"""A faulty S3 server causes outcomes and counted error kinds, never an exception or a long wait.
 
-Each fault hits every verb. That the same verb succeeds once the fault is gone is the control.
+Each fault is tested with every verb. Control: the same verb succeeds after the fault.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.long
 
 Fault = Callable[[Request], Answer | None]
 
-# For servers that say nothing, where nothing else has to succeed in that time.
+# For silent servers; no other request has to succeed within this time.
 _TIMEOUT_S = 0.3
 
 
@@ -52,7 +52,7 @@ def always(answer: Answer) -> Fault:
     return lambda request: answer
 
 
-# For each fault what it is counted as by a GET or PUT, and by a HEAD, whose reply has no body that says more.
+# For each fault, the error kind of a GET or PUT, and that of a HEAD, whose reply has no body with a code.
 ANSWERED = {
     "SlowDown": (error(503, "SlowDown"), "throttled", "unavailable"),
     "503 without a body": (reply(503), "unavailable", "unavailable"),
@@ -92,7 +92,7 @@ def test_a_fault_of_the_server_is_an_outcome_of_every_verb_and_counted_by_its_ki
     assert store.backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * 3
     assert errors(store) == {by_body: 3}
     assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * 3
-    # A server that closes while it is sent a page may be noticed by the reset alone.
+    # If a server closes the connection while a page is sent, the client may see only the reset.
     assert sum(errors(store).values()) == 6 and set(errors(store)) <= {by_body, "connection_lost"}
     before = errors(store).get(by_status, 0)
     assert store.backend.batch_exists(keys, deadline=soon()) == 0
@@ -112,13 +112,13 @@ def test_a_fault_of_the_server_is_an_outcome_of_every_verb_and_counted_by_its_ki
 
 
 def _fill(stub: StubS3, keys: list[bytes]) -> None:
-    """Have pages stored, by somebody else."""
+    """Store pages through a separate backend."""
     store = open_on(stub)
     assert store_chain(store, keys) == [STORED] * len(keys)
 
 
 def _page(store: Store, stub: StubS3) -> tuple[bytes, bytes]:
-    """A page that is stored by `store`, and its key."""
+    """Store a page through `store`; return its key and bytes."""
     (key,) = make_keys(1)
     assert store_chain(store, [key]) == [STORED]
     return key, stub.objects[name(key)]
@@ -180,7 +180,7 @@ def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(store: S
     "content-length: 1", "etag: \"x\"\r\ncontent-length: 12", "content-length: 12\r\netag: \"", "content-le", "",
 ])  # fmt: skip
 def test_a_head_that_is_cut_costs_no_stored_page(store: Store, raw: S3RawStore, stub: StubS3, head: str) -> None:
-    """A length that lost its last digits is no page's, which would be damage."""
+    """A length without its last digits would not be a page's length, and would count as damage."""
     key, data = _page(store, stub)
     stub.fault = lambda request: (
         Answer(f"HTTP/1.1 200 OK\r\n{head}".encode(), "close") if request.method == "GET" else None
@@ -200,7 +200,7 @@ def test_a_damaged_page_that_was_replaced_stays(store: Store, stub: StubS3) -> N
 
 
 def test_a_damaged_page_is_removed_without_conditional_requests(store: Store, stub: StubS3) -> None:
-    """The control of the test above, besides: it is the condition that saves the page."""
+    """Also the control of the test above: the condition saves the page."""
     key, _ = _page(store, stub)
     store.write(key, b"x" * PAGE)
 
@@ -262,7 +262,7 @@ def test_an_idle_connection_that_the_server_closed_costs_no_page(stub: StubS3) -
 
 
 def test_a_connection_that_closes_under_a_request_is_replaced_once_if_it_was_idle(stub: StubS3) -> None:
-    """The server times it out at the very moment. That "no reply" on a new connection is an error is the control."""
+    """The server times out the connection at that moment. Control: "no reply" on a new connection is an error."""
     store, keys, count = open_on(stub, connections=1), make_keys(3), itertools.count()
     store_chain(store, keys)
     stub.fault = lambda request: None if next(count) % 2 else Answer(b"", "close")
@@ -286,7 +286,7 @@ def test_connections_are_reused(stub: StubS3) -> None:
 @pytest.mark.parametrize("tls", [False, True])
 def test_the_rest_of_a_reply_is_never_read_as_the_next_reply(stub: StubS3, tmp_path: Path, tls: bool) -> None:
     certificates = make_certificates(tmp_path)
-    codec = FrameCodec(NAMESPACE, 60_000)  # more than is received along with a head
+    codec = FrameCodec(NAMESPACE, 60_000)  # more than arrives together with a head
     with StubS3("pages", certificates.server_context() if tls else None) as server:
         ca_file = certificates.ca_file if tls else None
         backend = S3Backend(codec, options(server.url, connections=1, ca_file=ca_file))
@@ -302,8 +302,8 @@ def test_the_rest_of_a_reply_is_never_read_as_the_next_reply(stub: StubS3, tmp_p
 
 @pytest.mark.parametrize("verb", ["get", "set", "exists", "delete"])
 def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, verb: str) -> None:
-    """The timeout for a byte is an hour here: without the deadline the test would not end, and `close` would not if a
-    request outlived the verb that made it."""
+    """The timeout for a byte is an hour here, so without the deadline the test would not end. `close` would not end if
+    a request outlived its verb."""
     store, keys = open_on(stub, timeout=3600), make_keys(6)
     stub.fault = always(Answer(b"", "hang"))
     frames = full_frames(CODEC, keys)
@@ -322,7 +322,7 @@ def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, ve
 
 
 def test_a_page_is_sent_with_its_type_and_without_waiting_for_100_continue(store: Store, stub: StubS3) -> None:
-    """Some server stores an empty object if a body without a type is cut at its start."""
+    """Some servers store an empty object if a body without a type is cut at its start."""
     _page(store, stub)
     (request,) = stub.requests
     assert request.headers["content-type"] == "application/octet-stream"
@@ -331,7 +331,7 @@ def test_a_page_is_sent_with_its_type_and_without_waiting_for_100_continue(store
 
 @pytest.mark.parametrize("body", ["short", "stalled", "no reply"])
 def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, body: str) -> None:
-    """Not even an exception that waits for the garbage collector: memory with a view of it cannot be given back."""
+    """Not even an exception that waits for the garbage collector: memory with a view cannot be freed."""
     store = open_on(stub, timeout=_TIMEOUT_S if body == "stalled" else PATIENCE_S)
     answer = Answer(f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\n\r\nx".encode(), "close")
     answers = {"short": answer, "stalled": Answer(answer.data, "hang"), "no reply": Answer(b"", "close")}
@@ -345,7 +345,7 @@ def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, body: st
         if body == "no reply":
             assert store.backend.batch_set(make_keys(1), frames, parent=None, deadline=soon()) == [SET_ERROR]
         del frames
-        memory.append(0)  # raises BufferError while there is a view of it
+        memory.append(0)  # raises BufferError while a view of it exists
     finally:
         gc.enable()
 

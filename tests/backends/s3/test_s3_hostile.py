@@ -1,6 +1,6 @@
-"""Hostile replies one by one: what a store may not put into our requests, our texts, our memory and our time.
+"""Single hostile replies: a store must not control our requests, messages, memory or time.
 
-`tests/hostile` draws such replies at random.
+`tests/hostile` generates such replies at random.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEYS = make_keys(2)
 
 
 def damaged(etag: str) -> Callable[[Request], Answer | None]:
-    """Pages that are none, under an ETag."""
+    """Return a fault that answers with damaged pages under an ETag."""
     head = f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\netag: {etag}\r\n\r\n".encode("latin-1")
     return lambda request: Answer(head + b"x" * PAGE) if request.method == "GET" and not request.is_list else None
 
@@ -48,13 +48,13 @@ def test_a_control_character_in_an_etag_reaches_no_request(store: Store, stub: S
     [('"abc"', True), ('W/"abc"', True), ("abc", False), ('"a"b"', False), ('"\xe9"', False)],
 )  # fmt: skip
 def test_an_etag_is_sent_only_if_it_is_an_entity_tag(store: Store, stub: StubS3, etag: str, sent: bool) -> None:
-    """Another one is compared with the present one, so that a page that was stored in between stays."""
+    """An invalid tag is compared with the current one, so that a page stored in between stays."""
     store_chain(store, KEYS[:1])
     stub.forget_requests()
     stub.fault = damaged(etag)
     assert load(store, KEYS[:1]) == [CORRUPT]
     assert [request.headers.get("if-match") for request in stub.requests if request.method == "DELETE"] == [etag] * sent
-    assert name(KEYS[0]) in stub.objects, "the page has another etag by now"
+    assert name(KEYS[0]) in stub.objects, "the page has a new etag"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("what", ENDLESS)
 def test_an_endless_reply_is_abandoned_after_some_bytes(store: Store, stub: StubS3, what: str) -> None:
-    """No deadline and no silence ends it: a server that sends for ever is the control."""
+    """Neither the deadline nor a timeout ends it. Control: the server would send forever."""
     start, piece = ENDLESS[what]
     sent = itertools.count()
 

@@ -1,4 +1,4 @@
-"""What is below the S3 client: replies as they may come, values that are renewed, and what the page says of it."""
+"""Below the S3 client: parsing of replies, renewed values, and the documentation page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pair() -> Iterator[tuple[Connection, socket.socket]]:
 
 
 def received(pair: tuple[Connection, socket.socket], data: bytes, bytes_max: int = 1000) -> bytes:
-    """The body of the reply `data`, after which the server ends the connection."""
+    """Return the body of the reply `data`, after which the server closes the connection."""
     connection, server = pair
     server.sendall(data)
     server.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""How many requests the S3 backend makes, how many at once, and what it does when it is asked to slow down."""
+"""The number of requests of the S3 backend, in total and in flight, and its reaction to "slow down" replies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_search_finds_the_end_of_every_prefix(count: int, data: st.DataObjec
 
 @given(there=st.lists(st.booleans(), max_size=300))
 def test_with_holes_the_search_ends_at_a_hole_and_never_after_a_missing_page(there: list[bool]) -> None:
-    """Beyond a few keys the first hole may be missed; what comes back still is the end of something stored."""
+    """With many keys the first hole may be missed; the result is still the end of a run of stored pages."""
     found = stored_prefix(len(there), lambda positions: [there[position] for position in positions])
     assert found == len(there) or not there[found]
     assert found == 0 or there[found - 1]
@@ -54,7 +54,7 @@ def test_with_holes_the_search_ends_at_a_hole_and_never_after_a_missing_page(the
 
 
 def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(store: Store, stub: StubS3) -> None:
-    """No page is asked for, and what is not a page of this namespace stays."""
+    """Pages are not looked up singly, and objects that are not pages of this namespace stay."""
     keys = make_keys(2500)
     others = {"test/notes.txt", object_name("test/", bytes(31) + b"\1", keys[0]), name(keys[0]) + ".old"}
     stub.objects.update(dict.fromkeys([*others, *map(name, keys)], b"x"))
@@ -94,7 +94,7 @@ def _in_threads(work: list[Callable[[], object]]) -> list[threading.Thread]:
 
 @pytest.mark.parametrize("connections", [1, 3, 8])
 def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: int) -> None:
-    """That 8 are reached where 8 are allowed is the control of 1 and 3."""
+    """Control of the limits 1 and 3: with the limit 8, 8 requests are in flight."""
     store, keys = open_on(stub, connections=connections, timeout=30), make_keys(24)
     store_chain(store, keys)
     stub.forget_requests()
@@ -126,7 +126,7 @@ def test_a_server_that_asks_for_a_pause_gets_no_requests(store: Store, stub: Stu
 
 
 def ended(throttle: Throttle, kind: str | None) -> int:
-    """The limit after a request of `throttle` that ended with an error of `kind`, None for an answer."""
+    """End a request of `throttle` with an error of `kind`, None for an answer; return the new limit."""
     with contextlib.suppress(StoreError), throttle.turn(soon()):
         if kind is not None:
             raise StoreError(kind)
@@ -137,7 +137,7 @@ def test_slow_down_halves_the_limit_and_answers_raise_it_again() -> None:
     throttle = Throttle(8)
     assert ended(throttle, ErrorKind.ACCESS_DENIED) == 8, "the control"
     assert ended(throttle, ErrorKind.THROTTLED) == 4
-    assert ended(throttle, ErrorKind.THROTTLED) == 4, "that reply is about what was in flight before"
+    assert ended(throttle, ErrorKind.THROTTLED) == 4, "that request was already in flight before the cut"
     limits = [ended(throttle, None) for _ in range(40)]
     assert limits == sorted(limits) and limits[0] == 4 and limits[-1] == 8
 

@@ -1,4 +1,4 @@
-"""The S3 backend behind TLS, behind a network that hurts, and with a real server that hangs or dies."""
+"""The S3 backend with TLS, over a faulty network, and with a real server that hangs or dies."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tls_proxy(seaweed: SeaweedServer, certificates: Certificates) -> Iterator[Pr
 
 
 def through(bucket: Bucket, url: str) -> Bucket:
-    """The same bucket for the backend at another address; the side door stays as it is."""
+    """Return the bucket with a different address for the backend; the side door does not change."""
     return Bucket(url, bucket.name, bucket.client)
 
 
@@ -70,7 +70,7 @@ def test_pages_move_over_tls(
 def test_an_untrusted_certificate_is_reported_at_start(
     bucket: Bucket, tls_proxy: Proxy, tmp_path: Path, ca: str
 ) -> None:
-    """The control of the test above, besides."""
+    """Also the control of the test above."""
     ca_file = None if ca == "none" else make_certificates(tmp_path).ca_file
     url = f"https://127.0.0.1:{tls_proxy.port}"
     with pytest.raises(BackendUnavailable, match=r"tls: .*ca_file"):
@@ -101,8 +101,7 @@ def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
 def test_a_page_that_arrives_slowly_ends_at_the_deadline(
     bucket: Bucket, proxy: Proxy, unique_prefix: str
 ) -> None:
-    """Bytes keep coming, and all of them would have come after six seconds. That they do at full speed is the control.
-    """
+    """Bytes keep arriving, and all would have arrived after six seconds. Control: they do at full speed."""
     codec = FrameCodec(NAMESPACE, 600_000)
     place = through(bucket, f"http://127.0.0.1:{proxy.port}")
     store = open_s3(place, unique_prefix, codec, timeout=30.0)
@@ -117,7 +116,7 @@ def test_a_page_that_arrives_slowly_ends_at_the_deadline(
 
 
 def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certificates) -> None:
-    """Connections over TLS are used again, and one that the server closed is noticed."""
+    """Connections over TLS are reused, and one that the server has closed is detected."""
     with StubS3("pages", certificates.server_context()) as server:
         store = S3Backend(CODEC, options(server.url, ca_file=certificates.ca_file, connections=1))
         for _ in range(5):
@@ -129,7 +128,7 @@ def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certific
 
 @contextlib.contextmanager
 def tunnels(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
-    """A proxy that gives `answer` to each CONNECT, whose first lines it notes, and then carries bytes to that port."""
+    """A proxy that gives `answer` to each CONNECT, records its first line, and then forwards bytes to that port."""
     asked: list[bytes] = []
 
     def carry(source: socket.socket, target: socket.socket) -> None:
@@ -184,7 +183,7 @@ def test_a_proxy_that_does_not_connect_is_reported_at_start(
 
 
 def test_a_proxy_resolves_the_name_of_the_store(stub: StubS3) -> None:
-    """Of a store without TLS it gets whole URLs. That the name has no address here is the control."""
+    """For a store without TLS, the proxy gets whole URLs. Control: the store's host name has no address here."""
     stub.origin = "http://store.invalid:9000"
     store = Store(S3Backend(CODEC, options(stub.origin, proxy=stub.url)), lambda key: None, lambda key, data: None)
     assert store_chain(store, KEYS) == [STORED] * 6

@@ -1,5 +1,5 @@
-"""Pages in thousands of parts on their way to and from an S3 store: more than the kernel takes at once, and fewer bytes
-than were asked for."""
+"""Pages in thousands of parts to and from an S3 store: more parts than one system call takes, and calls that move fewer
+bytes than requested."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.certificates import make_certificates
 pytestmark = pytest.mark.long
 
 PARTS = 3000
-# Larger than the pieces in which a page is received.
+# Larger than the pieces in which a page arrives.
 LARGE = FrameCodec(NAMESPACE, 3_000_000)
-# Of more parts than a call takes behind the bytes that come with a head.
+# More parts than one call takes after the bytes that arrive with a head.
 SMALL = FrameCodec(NAMESPACE, 100_000)
 
 
 class _CutSocket(socket.socket):
-    """A socket whose calls end behind `first` bytes and then behind each `step`, as a timeout or a signal ends them."""
+    """A socket whose calls end after the first `first` bytes, then after each `step`, as by a timeout or a signal."""
 
     first = step = 1 << 29
     _moved = 0
@@ -69,7 +69,7 @@ class _CutSocket(socket.socket):
 
 
 def _pair(first: int, step: int = 1 << 29) -> tuple[Connection, socket.socket]:
-    """A connection whose transfers are cut, and the server's end of it."""
+    """Return a connection whose calls move few bytes, and the server's end of it."""
     ours, theirs = socket.socketpair()
     cut = _CutSocket(fileno=ours.detach())
     cut.first, cut.step = first, step
@@ -173,7 +173,7 @@ def test_a_page_in_thousands_of_parts_is_one_object(
 
 @pytest.mark.parametrize("size", [0, SMALL.frame_bytes - 4096, SMALL.frame_bytes + 4096])
 def test_an_object_of_a_different_length_is_never_read_beyond_the_parts(stub: StubS3, size: int) -> None:
-    """One that is a frame of another length is read as far as it goes, and is damage; a longer one is not read."""
+    """Up to the length of a frame the object is read and counts as damage; a longer object is not read."""
     backend, (key,) = S3Backend(SMALL, options(stub.url)), make_keys(1)
     view = in_parts(SMALL, empty_frames(SMALL, 1)[0], PARTS)
 

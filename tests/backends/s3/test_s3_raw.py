@@ -49,7 +49,7 @@ def open_it(bucket: Bucket, prefix: str, **changes: Any) -> S3RawStore:
 
 
 def fill(bucket: Bucket, prefix: str) -> None:
-    """Three pages in one namespace, two in another, and what is no page."""
+    """Store three pages in one namespace, two in another, and objects that are not pages."""
     for namespace, keys in ((NAMESPACE, KEYS[:3]), (OTHER_NAMESPACE, KEYS[3:])):
         store = open_s3(bucket, prefix, FrameCodec(namespace, PAYLOAD_BYTES))
         store_chain(store, keys)

@@ -1,4 +1,4 @@
-"""Our signatures against botocore's, and what of a request they cover."""
+"""Our signatures equal botocore's, and cover the request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = st.text("abcXYZ019-_.~", min_size=1, max_size=20)
 def by_botocore(
     credentials: Credentials, method: str, url: str, headers: dict[str, str], region: str, payload: str
 ) -> str:
-    """The header `authorization` that botocore makes, told the time and the digest of the body."""
+    """Return botocore's `authorization` header for this time and digest of the body."""
     auth: Any = botocore.auth.S3SigV4Auth(
         botocore.credentials.Credentials(credentials.access_key, credentials.secret_key, credentials.session_token),
         "s3", region,

@@ -1,4 +1,4 @@
-"""What is wrong with an S3 store when it is opened is a typed error that says what to do; and who says who we are."""
+"""Opening an S3 store reports errors with advice; and the sources of credentials."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRETS = ("a-secret-key", "another-secret")
 
 
 def refused(kind: type[Exception], chosen: S3StorageOptions) -> str:
-    """The message with which opening fails."""
+    """Return the message with which opening fails."""
     with pytest.raises(kind) as caught:
         S3Backend(CODEC, chosen)
     assert not any(secret in str(caught.value) for secret in SECRETS)
@@ -96,7 +96,7 @@ def test_a_private_file_gives_credentials(stub: StubS3, tmp_path: Path) -> None:
 
 
 def _watch(stub: StubS3) -> list[Request]:
-    """The requests that `stub` gets from now on."""
+    """Return a list to which the requests of `stub` are added from now on."""
     seen: list[Request] = []
 
     def look(request: Request) -> None:
@@ -123,7 +123,7 @@ def test_an_invalid_credentials_file_is_refused_without_showing_it(
 
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing of this machine's own AWS configuration, and no questions to the network."""
+    """Hide this machine's AWS configuration, and avoid network requests for credentials."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
                  "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
@@ -157,8 +157,7 @@ def test_credentials_found_by_boto3_are_used(stub: StubS3, monkeypatch: pytest.M
 
 @pytest.fixture
 def machine_role() -> Iterator[tuple[str, list[str]]]:
-    """What gives containers their credentials: its URL, and the names it will give, which end in a quarter of an hour.
-    """
+    """A credential server for containers: its URL, and the names that it will return; they expire after 15 minutes."""
     names = ["first", "second"]
 
     class Handler(BaseHTTPRequestHandler):
@@ -192,7 +191,7 @@ def test_the_role_of_a_machine_gives_credentials_and_renews_them(
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
     seen = _watch(stub)
     S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None)).close()
-    # What ends within 15 minutes is renewed at once, so the first ones are never used.
+    # Credentials that expire within 15 minutes are renewed at once, so the first ones are never used.
     assert "Credential=second/" in seen[0].headers["authorization"]
     assert names == ["second"]
 
