@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Run each benchmark in a process of its own, so that none inherits the other's memory."""
+    """Run each benchmark in a separate process, so that it does not inherit the memory of another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", help="directory with SGLang's unpacked wheel, for the tree")
     peer = parser.parse_args().peer

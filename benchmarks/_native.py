@@ -1,4 +1,4 @@
-"""The native radix tree of SGLang as a peer, loaded from its unpacked wheel if the caller has one.
+"""SGLang's native radix tree as a peer, loaded from its unpacked wheel.
 
 pip download --no-deps sglang==0.5.23 && unzip sglang-*.whl -d DIR
 python -m benchmarks.tree --peer DIR
@@ -15,7 +15,7 @@ import torch
 
 
 class NativeTree:
-    """The calls that a scheduler makes, through the bindings as they are: no adapter's time is counted."""
+    """The calls of a scheduler, made directly through the bindings: no adapter adds time."""
 
     def __init__(self, bindings: Any, page_size: int, policy: str = "lru") -> None:
         self._bindings = bindings
@@ -27,11 +27,12 @@ class NativeTree:
         self._tree.insert(self._bindings.InsertParamsBinding(key=tokens, value=slots))
 
     def match(self, tokens: array.array[int]) -> int:
-        """Length in tokens of the cached prefix."""
+        """Return the length of the cached prefix in tokens."""
         return int(self._tree.match_prefix(self._bindings.MatchParamsBinding(key=tokens)).device_prefix_len)
 
     def match_with_slots(self, tokens: array.array[int]) -> torch.Tensor:
-        """The token slots of the cached prefix, which a match alone does not give: a scheduler asks for them next."""
+        """Return the token slots of the cached prefix. A match alone does not return them, and a scheduler needs them.
+        """
         found = self._tree.match_prefix(self._bindings.MatchParamsBinding(key=tokens))
         slots: torch.Tensor = self._tree.collect_full_device_indices(
             found.last_device_node_id, self._tree.root_node_handle()
@@ -55,10 +56,10 @@ class NativeTree:
 
 
 def load_bindings(wheel: Path) -> Any:
-    """The extension module inside an unpacked wheel. Raises FileNotFoundError if it is not there."""
+    """Return the extension module of an unpacked wheel. Raises FileNotFoundError if it is missing."""
     matches = list(wheel.rglob("rust_tree_core/mem_cache*.so"))
     if not matches:
-        raise FileNotFoundError(f"{wheel} holds no rust_tree_core/mem_cache*.so; unpack the wheel there")
+        raise FileNotFoundError(f"{wheel} does not contain rust_tree_core/mem_cache*.so; unpack the wheel there")
     spec = importlib.util.spec_from_file_location("mem_cache", matches[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Runs of benchmarks in turns, their results as rows, and rows as a plain table."""
+"""Alternating runs of benchmarks, their results as rows, and plain tables of rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Sides: TypeAlias = "list[Callable[[], object]]"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `ours` and `reference` are text with their unit; `ratio` and `goal` are ours : reference.
+    """One result. `ours` and `reference` are text with a unit; `ratio` and `goal` are ours : reference.
 
-    `reference`, `ratio` or `goal` may be None where there is nothing to compare with.
+    `reference`, `ratio` and `goal` may be None if there is nothing to compare with.
     """
 
     what: str
@@ -28,7 +28,8 @@ class Row:
 
 
 def alternate(runs: int, sides: Sides, before: Callable[[], object] | None = None) -> list[list[float]]:
-    """Seconds of each run of each side, taking turns, `before` untimed ahead of each turn; the collector is off."""
+    """Run the sides in turns; return the seconds of each run of each side. `before` runs untimed before each turn; the
+    garbage collector is off."""
     times: list[list[float]] = [[] for _ in sides]
     gc.disable()
     for _ in range(runs):
@@ -43,9 +44,10 @@ def alternate(runs: int, sides: Sides, before: Callable[[], object] | None = Non
 
 
 def row(what: str, times: list[list[float]], goal: float | None = 1.0, *, limit_us: float | None = None) -> Row:
-    """Seconds of runs, ours first, the reference second if there is one: the best of each, the median in brackets.
+    """Return a row from the seconds of runs (ours, then the reference if any): the best, with the median in brackets.
 
-    A ratio above 1 means that we are slower. With `limit_us` that is the reference, and the ratio is the median's.
+    A ratio above 1 means that we are slower. With `limit_us`, the reference is this limit, and the ratio uses the
+    median.
     """
     text = [f"{min(t) * 1e6:.1f} us ({statistics.median(t) * 1e6:.1f})" for t in times]
     if limit_us is not None:
@@ -55,7 +57,7 @@ def row(what: str, times: list[list[float]], goal: float | None = 1.0, *, limit_
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -64,7 +66,7 @@ def timed(work: Callable[[], object]) -> float:
 def rate_rows(
     label: str, size_bytes: int, times: Mapping[str, Sequence[float]], goal: float | None, *, other: str = "plain"
 ) -> list[Row]:
-    """Reads and writes of `size_bytes` as rates, best and median; above 1 means that ours is faster.
+    """Return rows of reads and writes of `size_bytes` as rates, best and median; a ratio above 1 means ours is faster.
 
     `times` are seconds by "read ours", "write ours", and the same for `other`.
     """

@@ -1,10 +1,10 @@
-"""Slots for tokens, on the scheduler thread and the CPU: extend, decode and free; and the bare free list of pages.
+"""Token slots on the scheduler thread and the CPU: extend, decode and free; and the bare free list of pages.
 
     python -m benchmarks.allocators
 
-The reference is what one would write down first: a free list in a tensor, from which allocation slices and to which a
-free concatenates, with a loop over the requests. It looks for no double free. Both sides take turns in the same run;
-each figure is the best of many runs, the median is in brackets.
+The reference is the simplest implementation: a free list in a tensor. Allocation takes a slice of it, free concatenates
+to it, with a loop over the requests. It does not detect double frees. Both sides take turns in the same run; each
+result is the best of many runs, with the median in brackets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._table import Row, alternate, print_table, row
 PAGE = 64
 POOL_PAGES = 32_768
 RUNS = 100
-# The goal where the reference does the same work but checks neither arguments nor double frees.
+# The goal where the reference does the same work without checking arguments and double frees.
 UNCHECKED = 2.0
 
 
@@ -62,7 +62,7 @@ class CatAllocator:
 
 
 def extend_rows(what: str, requests: int, prefix: int, extend: int, goal: float | None) -> list[Row]:
-    """Extending the same batch again and again, as if it were another each time, then freeing what that gave."""
+    """Extend the same batch repeatedly, as if it were new each time, and free the new slots."""
     ours, reference = PagedTokenToKVPoolAllocator(PageAllocator(POOL_PAGES, first=1), PAGE), CatAllocator()
     prefix_lens, seq_lens = torch.full((requests,), prefix), torch.full((requests,), prefix + extend)
     last_loc = torch.arange(requests) * PAGE + (prefix - 1) % PAGE
@@ -74,14 +74,14 @@ def extend_rows(what: str, requests: int, prefix: int, extend: int, goal: float 
         given.append(new)
 
     allocs = alternate(RUNS, [lambda: alloc(ours, slots[0]), lambda: alloc(reference, slots[1])])
-    # Only the new pages: the partial ones, which the requests had before, are not from this pool.
+    # Only the new pages: the requests' earlier partial pages are not from this pool.
     fresh = [iter([new.view(requests, extend)[:, -prefix % PAGE :].reshape(-1) for new in given]) for given in slots]
     frees = alternate(RUNS, [lambda: ours.free(next(fresh[0])), lambda: reference.free(next(fresh[1]))])
     return [row(f"extend {what}", allocs, goal), row(f"free   {what}", frees, UNCHECKED)]
 
 
 def decode_row(requests: int) -> Row:
-    """One step of requests whose lengths are spread evenly, so that one in 64 opens a page."""
+    """One decode step of requests with evenly spread lengths, so that one in 64 opens a page."""
     ours, reference = PagedTokenToKVPoolAllocator(PageAllocator(POOL_PAGES, first=1), PAGE), CatAllocator()
     seq_lens = torch.arange(requests) + 1000
     last_loc = torch.arange(requests) * PAGE + (seq_lens - 2) % PAGE
@@ -92,7 +92,7 @@ def decode_row(requests: int) -> Row:
 
 
 def page_rows() -> Iterator[Row]:
-    """Taking 128 pages and giving 128 older ones back, by page ids: what the tree does."""
+    """Take 128 pages and return 128 older ones, by page ids, as the tree does."""
     for what, ascending in (("", False), (", ascending", True)):
         ours, reference = PageAllocator(POOL_PAGES, first=1, ascending=ascending), CatAllocator()
         times = alternate(RUNS * 20, [cycle(ours.alloc, ours.free), cycle(reference.alloc_pages, reference.free_pages)])
@@ -100,7 +100,7 @@ def page_rows() -> Iterator[Row]:
 
 
 def cycle(alloc: Callable[[int], Any], free: Callable[[Any], None]) -> Callable[[], None]:
-    """An action that gives back the pages it took 64 calls ago and takes new ones."""
+    """Return an action that returns the pages taken 64 calls ago and takes new ones."""
     held = deque(alloc(128) for _ in range(64))
 
     def turn() -> None:
@@ -111,7 +111,7 @@ def cycle(alloc: Callable[[int], Any], free: Callable[[Any], None]) -> Callable[
 
 
 def run() -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     return [
         *extend_rows("1 request, 8192 tokens", 1, 0, 8192, None),
         *extend_rows("16 requests, 512 tokens each", 16, 100, 512, 1.0),

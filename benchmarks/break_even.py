@@ -1,13 +1,12 @@
-"""Does it pay: time to first token with a storage tier slower, and one faster, than the break-even bandwidth.
+"""Time to first token with a store slower and one faster than the break-even bandwidth: does the store pay?
 
     python -m benchmarks.break_even
 
-The reference engine with the bundled model on the CPU. One engine stores some prompts; then engines that start with
-nothing but that store ask for each of them once. The store is memory that hands its pages out at a given bandwidth, in
-multiples of the break-even bandwidth: the bytes of a prompt's pages by the median time of computing it. Ours is the
-mean time to first token from the store, where the cache decides (`break_even.mode: measure`) and where it takes every
-hit (`always`); the reference is that of an engine that computes every prompt. ratio = ours : reference time; above 1
-the store does harm.
+Uses the reference engine with the bundled model on the CPU. One engine stores some prompts; then engines with only that
+store request each prompt once. The store is memory that returns pages at a given bandwidth, in multiples of the
+break-even bandwidth: the bytes of a prompt's pages per median time of computing the prompt. Ours is the mean time to
+first token from the store, if the cache decides (`break_even.mode: measure`) and if it takes every hit (`always`). The
+reference is an engine that computes every prompt. ratio = ours : reference time; above 1 the store does harm.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from hicache.tiers import HostPool, HostWindow, MHATokenToKVPool, RequestToToken
 from ._table import Row, print_table
 
 PAGE_SIZE = 16
-PROMPT_TOKENS = 513  # 32 whole pages and the one token that is always computed
+PROMPT_TOKENS = 513  # 32 whole pages, and one token that is always computed
 PROMPTS = 64
-WARM_UP_PROMPTS = 4  # computed first, as serving engines do; they tell the cache how fast prefill is
+WARM_UP_PROMPTS = 4  # computed first, as serving engines do; from them the cache measures the speed of prefill
 DRAIN_S = 60.0
 
 
 class SharedStore(MemoryBackend):
-    """A store that several engines use, one after the other, at `bytes_per_s` (0: as fast as it can)."""
+    """A store that several engines use, one after another, at `bytes_per_s` (0: without limit)."""
 
     bytes_per_s = 0.0
 
@@ -71,7 +70,7 @@ class Bench:
         self.prompts: list[list[int]] = tokens.tolist()
 
     def engine(self, *, store: bool = True, always: bool = False) -> Engine:
-        """An engine with empty L1 and L2 that has computed a few prompts of its own."""
+        """Return an engine with empty L1 and L2 that has computed a few warm-up prompts."""
         pages = 2 * PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 1)
         pool, host = MHATokenToKVPool(self.geometry, pages), HostPool(self.geometry, pages)
         copies = create_copy_engine(pool.blocks, HostWindow(host))
@@ -85,11 +84,11 @@ class Bench:
         engine = Engine(model, HiRadixCache(pool, host, controller))
         self.engines += 1
         for prompt in self.prompts[PROMPTS:]:
-            ask(engine, prompt, salt=f"warm up {self.engines}")  # that no engine before it has stored
+            ask(engine, prompt, salt=f"warm up {self.engines}")  # which no earlier engine has stored
         return engine
 
     def times(self, bytes_per_s: float, *, store: bool = True, always: bool = False) -> list[float]:
-        """Seconds to the first token of each prompt, from a store of that bandwidth (0: as fast as it can)."""
+        """Return the seconds to the first token of each prompt, from a store of this bandwidth (0: without limit)."""
         with self.engine(store=store, always=always) as engine:
             self.store.bytes_per_s = bytes_per_s
             times = [ask(engine, prompt) for prompt in self.prompts[:PROMPTS]]
@@ -99,7 +98,7 @@ class Bench:
 
 
 def ask(engine: Engine, prompt: list[int], salt: str | None = None) -> float:
-    """Serve one request alone; its seconds to the first token."""
+    """Serve a single request; return its seconds to the first token."""
     rid = engine.submit(prompt, 1, cache_salt=salt, ignore_eos=True)
     time_s = engine.run_until_done()[rid].time_to_first_token_s
     if time_s is None:
@@ -108,9 +107,9 @@ def ask(engine: Engine, prompt: list[int], salt: str | None = None) -> float:
 
 
 def run() -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     bench = Bench(load_checkpoint(BUNDLED_MODEL))
-    bench.times(0)  # finds nothing and stores everything
+    bench.times(0)  # misses and stores all prompts
     computed = bench.times(0, store=False)
     computed_s = statistics.mean(computed)
     break_even_bytes_per_s = PROMPT_TOKENS // PAGE_SIZE * bench.store.codec.frame_bytes / statistics.median(computed)

@@ -1,12 +1,12 @@
-"""Copies between L1 and L2: pages of 2 MiB and 8 MiB, both directions, against one contiguous copy of as many bytes.
+"""Copies between L1 and L2: pages of 2 MiB and 8 MiB, in both directions, against one contiguous copy of equal size.
 
     python -m benchmarks.copies [--device cuda]
 
-The reference is what the memory gives to a single large copy of one thread, measured in the same run; ratio = ours :
-reference speed. Best of many runs, the median in brackets. `benchmarks.copies_cuda` has the rows of a CUDA device.
+The reference is a single large copy by one thread, measured in the same run; ratio = ours : reference speed. Results
+are the best of many runs, with the median in brackets. `benchmarks.copies_cuda` has the rows of a CUDA device.
 
 The rows "verified" are loads with `integrity.verify: load`: a thread computes the tags of all frames, then the copy
-starts. Their reference is the load without it.
+starts. Their reference is the load without verification.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEY = bytes(range(32))
 
 
 def seconds(runs: int, work: Callable[[], object]) -> list[float]:
-    """Seconds of each run."""
+    """Return the seconds of each run."""
     times = []
     for _ in range(runs + 1):
         begin = time.perf_counter()
@@ -45,12 +45,12 @@ def seconds(runs: int, work: Callable[[], object]) -> list[float]:
 
 
 def speed(size: int, times: list[float]) -> str:
-    """Best and median speed of moving `size` bytes."""
+    """Return the best and median speed of moving `size` bytes, as text."""
     return f"{size / min(times) / 1e9:.1f} GB/s ({size / statistics.median(times) / 1e9:.1f})"
 
 
 def rows_of(geometry: KVGeometry, pages: int, runs: int) -> list[Row]:
-    """Both directions for one page size. `pages` are copied at once, in scattered order."""
+    """Return rows of both directions for one page size. `pages` are copied at once, in scattered order."""
     pool, host = create_device_pool(geometry, pages), HostPool(geometry, pages)
     copies = create_copy_engine(pool.blocks, HostWindow(host))
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
@@ -80,7 +80,7 @@ def rows_of(geometry: KVGeometry, pages: int, runs: int) -> list[Row]:
 def verified_row(
     geometry: KVGeometry, host: HostPool, timed: Callable[[Callable[[], object]], list[float]], load: Callable[[], None]
 ) -> Row:
-    """A load whose frames are verified before, beside one without."""
+    """Return a row of a load with verification, beside one without."""
     codec = FrameCodec(bytes(32), geometry.payload_bytes)
     frames = host.frames(np.arange(host.pages, dtype=np.int32))
     for frame in frames:
@@ -98,8 +98,8 @@ def verified_row(
 
 
 def run(*, pages: int = 64, runs: int = 20) -> list[Row]:
-    """All rows of the CPU: pages of 2 MiB and 8 MiB in the shape of Llama-3.1-8B."""
-    torch.set_num_threads(1)  # of the reference on the CPU: a copy engine has one thread for each direction
+    """Return all rows of the CPU: pages of 2 MiB and 8 MiB in the shape of Llama-3.1-8B."""
+    torch.set_num_threads(1)  # for the reference: a copy engine on the CPU has one thread per direction
     shapes = [KVGeometry(layers=32, heads=heads, head_dim=128, page_size=64) for heads in (2, 8)]
     return [row for shape in shapes for row in rows_of(shape, pages, runs)]
 

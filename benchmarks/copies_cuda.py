@@ -2,9 +2,10 @@
 
     python -m benchmarks.copies --device cuda
 
-1,000 pages of 1, 16 and 64 tokens, as Llama-3.1-8B and DeepSeek-V3 have them. The reference is one large copy between
-pinned memory and the device in the same run, for both directions at once two of them; ratio = ours : reference speed,
-and the goal stands at the path that `transfer.path: auto` takes. The rows of compute are times: ratio = limit : ours.
+1,000 pages of 1, 16 and 64 tokens, in the shapes of Llama-3.1-8B and DeepSeek-V3. The reference is one large copy
+between pinned memory and the device in the same run, or two copies for both directions at once. ratio = ours :
+reference speed. The goal is shown at the path that `transfer.path: auto` takes. The rows of compute are times: ratio =
+limit : ours.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ PAGES = 1000
 RUNS = 5
 WAIT_S = 120.0
 GOALS = {64: 0.9, 16: 0.8, 1: 0.5}  # by tokens of a page
-SLOWED = {"direct": 0.9, "staged": 0.8}  # what a matrix product keeps of its speed beside copies
+SLOWED = {"direct": 0.9, "staged": 0.8}  # the share of its speed that a matrix product keeps during copies
 SUBMIT_S = 1e-3
 FLAT_BYTES = 1 << 30
 MATRIX = 8192
 
 
 def shapes() -> Iterator[tuple[str, KVGeometry]]:
-    """The geometries of one rank, largest pages first."""
+    """Yield the geometries of one rank, largest pages first."""
     for tokens in GOALS:
         yield "Llama-3.1-8B", KVGeometry(layers=32, heads=8, head_dim=128, page_size=tokens)
         yield "DeepSeek-V3", KVGeometry(layers=61, heads=1, head_dim=576, page_size=tokens, layout=KVLayout.MLA)
 
 
 class Flat:
-    """One large copy in each direction, on streams of their own.
+    """One large copy in each direction, each on its own stream.
 
-    Its host memory is a pool of one page, on the same NUMA node as every other.
+    Its host memory is a pool of one page, on the same NUMA node as all pools.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +56,7 @@ class Flat:
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]  # type: ignore[no-untyped-call]
 
     def rate(self, *directions: str) -> float:
-        """Bytes per second of all `directions` together, best of some runs."""
+        """Return the bytes per second of all `directions` together, best of some runs."""
         return max(self._once(directions) for _ in range(RUNS))
 
     def _once(self, directions: tuple[str, ...]) -> float:
@@ -105,7 +106,7 @@ class Side:
 
 
 def rows(device: torch.device) -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     torch.cuda.set_device(device)
     flat, found = Flat(device), []
     limits = {directions: flat.rate(*directions) for directions in (("load",), ("backup",), ("load", "backup"))}
@@ -133,13 +134,14 @@ def rows(device: torch.device) -> list[Row]:
 
 @contextmanager
 def pools(geometry: KVGeometry, device: torch.device) -> Iterator[tuple[KVPool, HostPool]]:
-    """L1 and L2 of `PAGES` pages, which go at the end."""
+    """L1 and L2 of `PAGES` pages, freed at the end."""
     yield create_device_pool(geometry, PAGES, device), HostPool(geometry, PAGES, pin=device)
     torch.cuda.empty_cache()
 
 
 def compute_rows(label: str, side: Side, layers: int, kept: float, *, is_chosen: bool) -> list[Row]:
-    """A forward that waits for a load layer by layer, and a matrix product beside copies in both directions."""
+    """Return rows of a forward pass that waits for a load layer by layer, and of a matrix product during copies in both
+    directions."""
     a, b = (torch.randn(MATRIX, MATRIX, device=side.copies.blocks.device, dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(a)
 
@@ -179,7 +181,7 @@ def compute_rows(label: str, side: Side, layers: int, kept: float, *, is_chosen:
     beside = []
     for _ in range(RUNS):
         transfers = [side.submit("load"), side.submit("backup")]
-        transfers[0].wait_layer(0)  # both run by now
+        transfers[0].wait_layer(0)  # both copies have started
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begun.record()
         compute(count)

@@ -2,16 +2,16 @@
 
     python -m benchmarks.daemon [--seconds S] [--clients N] [--path DIRECTORY]
 
-Starts daemons of its own over stores in memory (tmpfs), so that no disk hides what a request costs. The steps of a
-scheduler are in `daemon_steps`, which this runs at the end.
+Starts its own daemons over stores in memory (tmpfs), so that no disk hides the cost of a request. The steps of a
+scheduler are in `daemon_steps`, which runs at the end.
 
-    same host       reads and writes of batches of 16 pages, file store, frames of shared memory. Both sides compute and
-                    prove a checksum for each page. Processor time is that of this process alone
+    same host       reads and writes of batches of 16 pages, file store, frames in shared memory. Both sides compute
+                    and check a checksum for each page. Processor time is that of this process only
     lookup          500 keys, memory store, over the Unix socket
     TCP             page bodies on loopback, from and to the daemon's pool, beside a plain server that moves the same
                     bytes over as many connections
-    clients         processes that read for some seconds, all at once, from the daemon's pool
-    file bodies     how a daemon reads files that become bodies: worker threads beside aiofiles
+    clients         processes that read from the daemon's pool for some seconds, all in parallel
+    file bodies     reading files that become bodies: worker threads beside aiofiles
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 from hicache.shared_memory import Layout, SharedMemory
 
-# Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
+# These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _MIB, _GIB = 1 << 20, 1 << 30
 _BATCH_PAGES = 16
 _ROUNDS_MIN = 5
 _KEYS = 500
 _LOOKUPS = 300
-# Each is a thread on both sides: more than the cores of a small machine only get in each other's way.
+# Each connection is a thread on both sides: more threads than cores would only slow each other down.
 _CONNECTIONS = min(4, os.cpu_count() or 1)
 _CLIENT_PAGE_BYTES, _CLIENT_PAGES = 256 << 10, 8
 _FOREVER_S = 600.0
@@ -126,7 +126,7 @@ class Daemon:
         return backend
 
     def peak_bytes(self) -> int:
-        """Return the most memory of its own that it has had: neither frames of engines nor files."""
+        """Return the peak of its own memory, without frames of engines and files."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
 
@@ -151,17 +151,17 @@ class Pages:
         self.memory.unlink()
 
     def write(self, backend: StorageBackend) -> None:
-        """Store them anew: the checksums are computed again."""
+        """Store the pages again, with new checksums."""
         outcomes = backend.batch_set(self.keys, self.frames, parent=None, deadline=_soon())
         assert outcomes == [SetOutcome.STORED] * len(self.keys), backend.statistics()
 
     def read(self, backend: StorageBackend) -> None:
-        """Read them."""
+        """Read the pages."""
         outcomes = backend.batch_get(self.keys, self.frames, deadline=_soon())
         assert outcomes == [GetOutcome.HIT] * len(self.keys), backend.statistics()
 
     def forget(self, backend: StorageBackend) -> None:
-        """Remove them from the store and mark the frames as new."""
+        """Remove the pages from the store and mark the frames as new."""
         backend.delete(self.keys, deadline=_soon())
         for frame in self.frames:
             unseal(frame)
@@ -177,7 +177,7 @@ def file_storage(path: Path) -> dict[str, Any]:
 
 
 def same_host(folder: Path, page_bytes: int, seconds: float) -> list[Row]:
-    """Speed and processor time of this process, for reads and writes, daemon and embedded store in turns."""
+    """Return speed and processor time of this process for reads and writes, daemon and embedded store in turns."""
     times: dict[str, list[float]] = {}
     cpu: dict[str, float] = {}
     storage = file_storage(folder / "served")
@@ -210,7 +210,7 @@ def same_host(folder: Path, page_bytes: int, seconds: float) -> list[Row]:
 
 
 def lookups(folder: Path) -> list[Row]:
-    """500 keys that are there, of the memory store."""
+    """Return the row of lookups of 500 stored keys, memory store."""
     with Daemon(folder / "daemon", {"type": "memory"}) as daemon, Pages(4096, _KEYS) as pages:
         backend = daemon.open(pages.codec, pages.memory)
         pages.write(backend)
@@ -221,7 +221,7 @@ def lookups(folder: Path) -> list[Row]:
 
 
 def tcp(folder: Path, seconds: float) -> list[Row]:
-    """Page bodies on loopback, from and to the pool: a store would add its own time to both sides' networks."""
+    """Return rows of page bodies on loopback, from and to the pool: a store would add its own time."""
     times: dict[str, list[float]] = {}
     served = Daemon(folder / "daemon", None, "256MiB")
     with served as daemon, Pages(2 * _MIB) as pages, _PlainServer() as plain:
@@ -238,8 +238,8 @@ def tcp(folder: Path, seconds: float) -> list[Row]:
 
 
 class _PlainServer:
-    """A process that sends and takes pages as they come: a request is one byte and the number of bytes. A context
-    manager; `move` is the client, one thread a connection."""
+    """A process that sends and receives pages: a request is one byte and the number of bytes. A context manager;
+    `move` is the client, with one thread per connection."""
 
     def __enter__(self) -> _PlainServer:
         listener = socket.create_server((LOOPBACK, 0))
@@ -303,7 +303,8 @@ def _receive(connection: socket.socket, target: memoryview) -> None:
 
 
 def clients(folder: Path, count: int, seconds: float) -> list[Row]:
-    """Processes that read the same pages from the daemon's pool into frames of their own, for some seconds at once."""
+    """Return rows of processes that read the same pages from the daemon's pool in parallel for some seconds, each into
+    its own frames."""
     context = multiprocessing.get_context("fork")
     with Daemon(folder / "daemon", file_storage(folder / "served"), pool="64MiB") as daemon:
         with Pages(_CLIENT_PAGE_BYTES, _CLIENT_PAGES) as pages:
@@ -352,10 +353,10 @@ def _read_for(daemon: Daemon, number: int, seconds: float, pipe: Connection) -> 
 
 
 def file_bodies(folder: Path) -> list[Row]:
-    """Reading 16 files of 2 MiB for bodies: worker threads into memory that is there, and aiofiles."""
+    """Return the row of reading 16 files of 2 MiB for bodies: worker threads into existing memory, and aiofiles."""
     if importlib.util.find_spec("aiofiles") is None:
         return [Row("file bodies: aiofiles is not installed", "-")]
-    import aiofiles  # noqa: PLC0415 - compared with where it is installed
+    import aiofiles  # noqa: PLC0415 - compared only if it is installed
 
     paths = [folder / str(number) for number in range(_BATCH_PAGES)]
     for path in paths:
@@ -419,7 +420,7 @@ def main() -> None:
         with folder_in(arguments.path) as folder:
             rows += part(folder)
     print_table("Daemon (reference: the same store in this process, a plain server, or the limit)", rows)
-    # In a process of its own, with PyTorch and without the memory of what ran here.
+    # In a separate process: it loads PyTorch, and must not inherit the memory of these benchmarks.
     subprocess.run([sys.executable, "-m", "benchmarks.daemon_steps"], check=True)
 
 

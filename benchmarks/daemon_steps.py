@@ -1,11 +1,11 @@
-"""What storage costs the steps of a scheduler: behind a daemon, in the engine's own process, and none at all.
+"""The cost of storage for the steps of a scheduler: with a daemon, in the engine's process, and without storage.
 
     python -m benchmarks.daemon_steps [--steps N] [--rounds N]
 
-Three equal caches run in turns. A step polls, admits a request whose prefetch is done, and ends with a stand-in for the
-forward pass, 10 ms in which the interpreter is free as with a GPU. Requests are prompts of 8 pages of 512 KiB; each
-comes again when neither L1 nor L2 has it, so that caches with storage read as much as they store. The store is in
-memory (tmpfs). The whole step counts, and the part of it that is the scheduler's own work.
+Three equal caches run in turns. A step polls, admits a request whose prefetch is done, and ends with a placeholder for
+the forward pass: 10 ms in which the interpreter is free, as with a GPU. Requests are prompts of 8 pages of 512 KiB. A
+prompt is repeated after it has left L1 and L2, so that caches with storage read as much as they store. The store is in
+memory (tmpfs). Results are the whole step, and the scheduler's own part of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .daemon import Daemon, file_storage, folder_in
 
 _GEOMETRY = KVGeometry(layers=4, heads=8, head_dim=64, page_size=64, dtype="float16")
 _RUN_PAGES = 8
-_PROMPTS = 24  # in a cycle, which is longer than what L1 and L2 hold
+_PROMPTS = 24  # in a cycle, which is more than L1 and L2 hold
 _DEVICE_RUNS, _HOST_RUNS = 6, 12
 _STEPS_PER_REQUEST = 4
 _FORWARD_S = 0.010
@@ -58,7 +58,7 @@ class Side:
         self._number = 0
 
     def work(self, steps: int) -> None:
-        """So many steps."""
+        """Make `steps` steps."""
         for _ in range(steps):
             began_s = time.perf_counter()
             self._step()
@@ -75,7 +75,7 @@ class Side:
         if ready is not None:
             request = cache.begin_request(ready, self._waiting[ready])
             cache.start_loading()
-            if request is not None:  # there is room in a later step otherwise
+            if request is not None:  # otherwise there is room in a later step
                 cache.cache_finished_req(request, self._waiting.pop(ready))
         if number % _STEPS_PER_REQUEST == 0:
             key = _prompt(number // _STEPS_PER_REQUEST % _PROMPTS)
@@ -83,7 +83,7 @@ class Side:
             self._waiting[str(number)] = key
 
     def close(self) -> None:
-        """End it."""
+        """Close the cache."""
         assert self.cache.drain(_WAIT_S)
         assert self.cache.close()
 
@@ -94,7 +94,7 @@ def _prompt(number: int) -> RadixKey:
 
 
 def steps(folder: Path, count: int, rounds: int) -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     with Daemon(folder / "daemon", file_storage(folder / "served"), "0B") as daemon:
         shared = {"host": {"shared": {"name": f"benchmark-{os.getpid()}"}}}
         sides = {

@@ -1,14 +1,14 @@
-"""KV events: what one costs the scheduler, and how fast they are published.
+"""KV events: the cost of an event for the scheduler, and the speed of publishing.
 
     python -m benchmarks.events
 
-"record" is the event of a new node from the tree's call to the stream, as `EventRecorder` makes it, which hashes no
-page key; the reference is putting a tuple that is there already into a `queue.Queue`, the least that a publisher fed by
-one costs. "read" is the event at the reader's thread, which hashes. "snapshot" are the steps that describe a tree of
-100,000 nodes to a reader that keeps up: how long the longest of them and the median hold the scheduler's thread, in
-processor time of that thread, and how many there are.
-"publish" is the time from the stream to a subscriber's socket; the reference packs the same fields with msgspec and
-sends them with pyzmq in one loop, without a thread, a bound or a replay buffer. ratio = our time : the reference's.
+"record" is the event of a new node from the tree's call to the stream, as `EventRecorder` makes it, without hashing
+page keys. Its reference puts an existing tuple into a `queue.Queue`, the least cost of any publisher with a queue.
+"read" is the event on the reader's thread, which hashes. "snapshot" are the steps that describe a tree of 100,000 nodes
+to a fast reader: the processor time of the scheduler's thread for the longest and the median step, and the number of
+steps.
+"publish" is the time from the stream to a subscriber's socket. Its reference packs the same fields with msgspec and
+sends them with pyzmq in one loop, without a thread, a limit or a replay buffer. ratio = our time : the reference's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ._table import Row, print_table
 EVENTS = 8_000
 PAGE_SIZE = 64
 RUNS = 5
-# The scheduler's part is so short that only short runs, and many, escape the other processes of a machine.
+# The scheduler's part is so short that only many short runs avoid disturbance by other processes.
 SHORT_EVENTS = 200
 SHORT_RUNS = 300
 CAPACITY_BYTES = 1 << 30
@@ -47,7 +47,7 @@ DEPTH = 100
 
 
 def events(pages: int) -> list[Stored]:
-    """Runs of `pages` pages, each with tokens of its own."""
+    """Return runs of `pages` pages, each with different tokens."""
     made = []
     for number in range(EVENTS // pages):
         tokens = token_bytes(np.arange(number, number + pages * PAGE_SIZE) % 100_000)
@@ -56,7 +56,7 @@ def events(pages: int) -> list[Stored]:
 
 
 def nodes(tree: RadixTree, pages: int) -> list[Node]:
-    """Nodes of `pages` pages, their keys not computed."""
+    """Return nodes of `pages` pages, without computed keys."""
     made = []
     for number in range(SHORT_EVENTS):
         tokens = np.arange(pages * PAGE_SIZE) + number * PAGE_SIZE
@@ -65,7 +65,7 @@ def nodes(tree: RadixTree, pages: int) -> list[Node]:
 
 
 def short(work: Callable[[], object]) -> float:
-    """Seconds per event of the best of many short runs."""
+    """Return the seconds per event of the best of many short runs."""
     times = []
     for _ in range(SHORT_RUNS):
         begin = time.perf_counter()
@@ -83,7 +83,7 @@ def record(pages: int) -> Row:
     def ours() -> None:
         recorder = EventRecorder(EventStream(CAPACITY_BYTES))
         for node in made:
-            node.chain, node.told = None, 0  # as of a new node
+            node.chain, node.told = None, 0  # as in a new node
             recorder.stored(Medium.DEVICE, tree, node)
 
     def bare() -> None:
@@ -140,7 +140,7 @@ def snapshot(shape: str) -> Row:
 
 
 def put_alone(full: bool) -> Row:
-    """The stream by itself, with room and without."""
+    """The stream alone, with room and full."""
     event = Removed(Medium.DEVICE, (bytes(32),))
     capacity = 100 * event.size_bytes if full else CAPACITY_BYTES
 
@@ -153,7 +153,7 @@ def put_alone(full: bool) -> Row:
 
 
 def receive(endpoint: str, made: list[Stored]) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    """A subscriber that is connected and large enough for everything."""
+    """Return a connected subscriber with buffers for all events."""
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)
     subscriber.set_hwm(2 * len(made) + 10)
@@ -163,7 +163,7 @@ def receive(endpoint: str, made: list[Stored]) -> tuple[zmq.Context[zmq.Socket[b
 
 
 def publish_ours(directory: Path, made: list[Stored]) -> float:
-    """Seconds from the first put to the last event at the subscriber."""
+    """Return the seconds from the first put to the last event at the subscriber."""
     stream = EventStream(CAPACITY_BYTES)
     with EventPublisher(
         stream, EventsConfig(endpoint=f"ipc://{directory}/ours", queued_batches_max=65536)
@@ -188,7 +188,7 @@ Envelope = tuple[float, list[msgspec.Raw], int | None]
 
 
 def publish_bare(directory: Path, made: list[Stored]) -> float:
-    """The same messages without us."""
+    """Publish the same messages without HiCache."""
     context = zmq.Context()
     publisher = context.socket(zmq.XPUB)
     publisher.set_hwm(2 * len(made) + 10)
@@ -214,7 +214,7 @@ def publish_bare(directory: Path, made: list[Stored]) -> float:
 
 
 def publish(pages: int) -> Row:
-    """One row."""
+    """Return one row."""
     made = events(pages)
     with tempfile.TemporaryDirectory() as name:
         ours = min(publish_ours(Path(name), made) for _ in range(RUNS))
@@ -223,7 +223,7 @@ def publish(pages: int) -> Row:
 
 
 def follow(pages: int) -> Row:
-    """Reading batches and keeping an index, by page; the reference is MessagePack alone."""
+    """Reading batches and keeping an index, per page; the reference only decodes MessagePack."""
     made = events(pages)
     payloads = [encode_batch(made[start : start + PER_BATCH], 0.0) for start in range(0, len(made), PER_BATCH)]
     ours, reference = [], []
@@ -241,7 +241,7 @@ def follow(pages: int) -> Row:
 
 
 def row(what: str, ours_s: float, reference_s: float | None = None) -> Row:
-    """Times per event, and their ratio."""
+    """Return times per event, and their ratio."""
     if reference_s is None:
         return Row(what, f"{ours_s * 1e6:.2f} us")
     return Row(what, f"{ours_s * 1e6:.2f} us", f"{reference_s * 1e6:.2f} us", ours_s / reference_s)

@@ -1,13 +1,13 @@
-"""How close the file backend comes to a plain loop of open + preadv or pwritev + close into the same buffers.
+"""The file backend against a plain loop of open + preadv or pwritev + close on the same buffers.
 
     python -m benchmarks.file_backend [--path DIRECTORY] [--threads N] [--seconds S]
 
-Ours includes everything the plain loop does not do: the integrity tag, the index, temporary name and rename. Both run
-in turns in one process, with as many threads, so that a slow moment of the machine hits both. Best and median of the
-rounds are printed. Files are removed after each round, outside of the measured time.
+Only ours has the integrity tag, the index, the temporary name and the rename. Both run in turns in one process with as
+many threads, so that a slow moment of the machine affects both. It prints best and median of the rounds. Files are
+removed after each round, outside the measured time.
 
-Rows "in parts" compare our own reads and writes of pages in foreign memory, in 64 parts, with those of frames. Reads
-follow the writes, so those through the page cache find the pages there.
+Rows "in parts" compare our reads and writes of pages in 64 parts of an engine's memory with those of frames. Reads
+follow the writes, so reads through the page cache hit it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hicache.backends.file import FileBackend
 from hicache.config import FileStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView, header_of, unseal
 
-# Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
+# These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _MIB = 1 << 20
 _BATCH_PAGES = 128
@@ -125,20 +125,20 @@ class _Bench:
 
 
 def _in_parts(codec: FrameCodec, frame: memoryview) -> PageView:
-    """The payload of `frame` as a page in parts."""
+    """Return the payload of `frame` as a page in parts."""
     payload, step = frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes], -(-codec.payload_bytes // _PARTS)
     parts = [payload[start : start + step] for start in range(0, codec.payload_bytes, step)]
     return PageView(memoryview(bytearray(HEADER_BYTES)), parts)
 
 
 def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
-    """Seconds per batch of each of the six, in turns."""
+    """Return the seconds per batch of each of the six sides, in turns."""
     times: dict[str, list[float]] = {f"{verb} {who}": [] for verb in ("write", "read") for who in _SIDES}
     end = time.monotonic() + seconds
     for number in range(_ROUNDS_MAX):
         if number > _ROUNDS_MIN and time.monotonic() >= end:
             break
-        # Who goes first alternates: the second finds caches and the disk's own buffers in another state.
+        # The first side alternates: the second finds caches and the disk's buffers in a different state.
         for who in _SIDES[:: 1 if number % 2 else -1]:
             if who == "plain":
                 times["write plain"].append(timed(bench.plain_write))

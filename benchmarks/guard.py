@@ -1,10 +1,10 @@
-"""The price of the guard: calls to the file backend through it and without it, side by side, and one look per step.
+"""The cost of the guard: calls to the file backend with and without it, and the check of a scheduler in each step.
 
     python -m benchmarks.guard
 
-The store is in memory (tmpfs where there is one), so that nothing but the calls costs time: no store is faster. The
-guard costs a call some ten microseconds, whatever it carries. ratio = with the guard : without it; for the look it is
-the time against a limit, since a scheduler pays it twice per step.
+The store is in memory (tmpfs if there is one), so that only the calls cost time: no store is faster. The guard adds
+about ten microseconds to a call of any size. ratio = with the guard : without it. For the check (the row "look"), the
+reference is a limit, since a scheduler makes it twice per step.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ PAYLOAD_BYTES = 2 << 20
 BATCH_PAGES = 16
 RUNS = 100
 LOOKS = 1000
-# A few microseconds per step are what bookkeeping may cost.
+# Bookkeeping may cost a few microseconds per step.
 LOOK_LIMIT_US = 2.0
-# For what a controller reads at once (a batch of large pages); single lookups have none, they carry nothing.
+# The goal for a controller's usual read, a batch of large pages. Single lookups have no goal, as they move no bytes.
 GOAL = 1.05
 _MEMORY = "/dev/shm"
 
 
 def run(folder: Path) -> list[Row]:
-    """One row per verb, and the look."""
+    """Return one row per verb, and that of the check."""
     codec = FrameCodec(bytes(32), PAYLOAD_BYTES)
     plain = FileBackend(codec, FileStorageOptions(path=folder / "store", io_threads=2))
     guard = GuardedBackend(plain)

@@ -1,17 +1,17 @@
-"""How much of what could be hits are hits: replays beside ideal caches of the same total size.
+"""The share of possible hits that are hits: replays beside ideal caches of the same total size.
 
     python -m benchmarks.hits [TRACE] [--runs N] [--only policies|sizes]
 
 *Policies*: the default configuration of `hicache replay` (three small tiers, files) under each write policy. The
-reference is the hit tokens of an ideal LRU (`hicache/replay/ideal.py`); a selective policy is to write fewer bytes.
-*Sizes*: a large L1, and an L2 of twice, half and an eighth of it, over a store in memory without limit. The reference
-is all that was seen before, since such a store can keep it. The same with a store that writes at a quarter of the rate
-at which pages are computed. It cannot keep everything, so it is beside a replay without storage: a slow store must not
-cost the hits that L1 and L2 have alone.
+reference is the hit tokens of an ideal LRU (`hicache/replay/ideal.py`). A selective policy should write fewer bytes.
+*Sizes*: a large L1, and an L2 of twice, half and an eighth of its size, over an unlimited store in memory. The
+reference is all tokens seen before, since such a store can keep them. Also with a slow store, which writes at a quarter
+of the rate at which pages are computed. It cannot keep all pages, so its reference is a replay without storage: a slow
+store must not cost hits of L1 and L2.
 
-The trace is no part of this project; docs/replay.md says where it is. The goals are those for the public conversation
-trace, and without TRACE a synthetic one is replayed, for which there are none. A ratio is ours : reference; goals are
-the least, and for bytes the most. Each row is the worst of its runs.
+The trace is not part of this project; docs/replay.md says where to get it. The goals apply to the public conversation
+trace. Without TRACE a synthetic trace is replayed, which has no goals. A ratio is ours : reference; goals are minimums,
+and for bytes maximums. Each row is the worst of its runs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ._table import Row, print_table
 Report: TypeAlias = "dict[str, Any]"
 
 PAGE_SIZE = 64
-# By name: the settings, and the least share of an ideal LRU. Half of all possible hits are second uses, which a policy
-# that waits for them cannot have: no goal without a share of first uses.
+# By name: the settings, and the minimum share of an ideal LRU. Half of all possible hits are second uses. A policy that
+# waits for the second use misses them, so it has no goal without a share of first uses.
 POLICIES: dict[str, tuple[dict[str, object], float | None]] = {
     "write_through": ({"write_policy": "write_through"}, 0.98),
     "write_back": ({"write_policy": "write_back"}, 0.98),
@@ -56,7 +56,7 @@ SLOW_PAGES_PER_S = PREFILL_TOKENS_PER_S / PAGE_SIZE / 4
 
 
 class SlowWrites(MemoryBackend):
-    """A store in memory that writes `pages_per_s` pages a second, over all its calls, and reads at once."""
+    """A store in memory that writes `pages_per_s` pages per second over all calls, and reads immediately."""
 
     def __init__(self, codec: FrameCodec, pages_per_s: float) -> None:
         super().__init__(codec)
@@ -64,7 +64,7 @@ class SlowWrites(MemoryBackend):
         self._line = threading.Lock()
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. Pages that are there already take no time."""
+        """See PageStore. Pages that are already stored take no time."""
         missing = self.find(pages.keys, 0.0).count(False)
         with self._line:
             time.sleep(missing * self._page_s)
@@ -72,8 +72,8 @@ class SlowWrites(MemoryBackend):
 
 
 def replayed(trace: str | None, requests: int, **entries: object) -> Report:
-    """The report of one `hicache replay` in a process of its own; `entries` are of the configuration, with two
-    underscores for each dot. Ends the benchmark with its output if it failed or found a wrong byte."""
+    """Run one `hicache replay` in a separate process and return its report. `entries` are configuration entries, with
+    two underscores for each dot. If it failed or found a wrong byte, the benchmark ends and prints its output."""
     settings = [f"{name.replace('__', '.')}={value}" for name, value in entries.items()]
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
         file = Path(folder) / "report.json"
@@ -90,17 +90,17 @@ def replayed(trace: str | None, requests: int, **entries: object) -> Report:
 
 
 def hit_tokens(report: Report) -> int:
-    """Hits of all tiers."""
+    """Return the hits of all tiers."""
     return sum(report["tokens"]["hits"].values())
 
 
 def worst(trace: str | None, runs: int, requests: int, **entries: object) -> Report:
-    """The report with the fewest hits of so many replays."""
+    """Return the report with the fewest hits of `runs` replays."""
     return min((replayed(trace, requests, **entries) for _ in range(runs)), key=hit_tokens)
 
 
 def hits_row(what: str, report: Report, reference_tokens: int, goal: float | None) -> Row:
-    """Our hits beside those of a reference; `what` gets the hits of each tier."""
+    """Return a row of our hits beside the reference's; the hits of each tier are added to the label `what`."""
     ours, hits = hit_tokens(report), report["tokens"]["hits"]
     by_tier = " + ".join(f"{hits[tier]:,}" for tier in TIERS)
     ratio = ours / reference_tokens if reference_tokens else None
@@ -108,7 +108,7 @@ def hits_row(what: str, report: Report, reference_tokens: int, goal: float | Non
 
 
 def policy_rows(trace: str | None, runs: int) -> list[Row]:
-    """Three small tiers under each write policy."""
+    """Return rows of three small tiers under each write policy."""
     rows, most_bytes = [], 0
     for policy, (settings, goal) in POLICIES.items():
         report = worst(trace, runs, POLICY_REQUESTS, **settings)
@@ -124,7 +124,7 @@ def policy_rows(trace: str | None, runs: int) -> list[Row]:
 
 
 def size_rows(trace: str | None, runs: int) -> list[Row]:
-    """A large L1 over each size of L2, and over stores that are fast, slow, and not there."""
+    """Return rows of a large L1 over each size of L2, with a fast store, a slow store, and without a store."""
     rows, slow = [], {"storage__type": f"{__package__}.hits:SlowWrites",
                       "storage__options__pages_per_s": SLOW_PAGES_PER_S}  # fmt: skip
     for name, host_tokens in HOSTS.items():

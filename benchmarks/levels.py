@@ -1,13 +1,13 @@
-"""What a second level costs a page that the first one has: levels of file and another against the file backend alone.
+"""The cost of a second level for pages on the first: a file level and another against the file backend alone.
 
     python -m benchmarks.levels [--path DIRECTORY] [--runs N] [--below memory|s3]
 
-Both sides read the same files through the same file backend, in turns, from the page cache; nothing is faster than
-that, so nothing shows the cost of a composition better. A store through levels returns when the first level has its
-pages. The copies for the second level are written after that, and their processor time is in a row of its own. Reads
-from below have no row: such a page costs what the second level costs.
+Both sides read the same files through the same file backend, in turns, from the page cache. That is the fastest store,
+so it shows the cost of a composition best. A store through levels returns when the first level has the pages. Copies to
+the second level are written afterwards; a separate row has their processor time. Reads from the second level have no
+row: they cost as much as that level.
 
-With `--below s3` the second level is a real S3 server on this machine, which takes the pages in the background.
+With `--below s3` the second level is a real S3 server on this machine, which gets the pages in the background.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from hicache.frame import HEADER_BYTES, FrameCodec
 
 _KIB = 1 << 10
 _FOREVER_S = 600.0
-# What a hit in the first level may cost more.
+# The goal for the cost of a hit in the first level.
 _GOAL = 1.05
-# What a store may cost more, whose pages are copied down after it has returned.
+# The goal for the cost of a store whose pages are copied to the second level after it has returned.
 _STORE_GOAL = 1.2
 _BATCH_BYTES = 128 << 20
 _LOOKUP_KEYS = 500
-# What levels may keep in memory on the way to the second level: all of a batch.
+# The limit of waiting copies to the second level: room for a whole batch.
 _COPY_BYTES = 2 * _BATCH_BYTES
 
 
 class _Bench:
-    """One page size: a batch of frames, a file store, and that store with a level of memory below it."""
+    """One page size: a batch of frames, a file store, and that store with a second level."""
 
     def __init__(self, folder: str, page_kib: int, below: Storage) -> None:
         self.codec = FrameCodec(b"b" * 32, page_kib * _KIB - HEADER_BYTES)
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
     parser.add_argument("--runs", type=int, default=60, help="batches per side and case")
     parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192])
-    parser.add_argument("--below", choices=("memory", "s3"), default="memory", help="what the second level is")
+    parser.add_argument("--below", choices=("memory", "s3"), default="memory", help="kind of the second level")
     options = parser.parse_args()
     with contextlib.ExitStack() as servers:
         below: Storage = ("memory", {})

@@ -1,11 +1,11 @@
-"""How close the Mooncake backend comes to bare library calls on the same registered memory.
+"""The Mooncake backend against bare library calls on the same registered memory.
 
     python -m benchmarks.mooncake_backend [--seconds S] [--page-kib K ...] [--batch-mib M]
 
-Starts a master, and a daemon that holds pages in another process. Both sides use one client, one batch of frames in one
-registered memory, and the same keys, in turns; the library is called once for all pages, ours looks whether pages are
-there, seals, goes chunk by chunk and checks. What the integrity tag costs is seen by the rows without one, which
-compare like with like; with it ours does work that the library does not do at all.
+Starts a master, and a daemon that holds pages in another process. Both sides take turns with one client, one batch of
+frames in one registered memory, and the same keys. The bare side calls the library once for all pages. Ours looks pages
+up, seals them, moves them in chunks and checks them. The rows without an integrity tag compare equal work; the tag is
+work that the library does not do.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from hicache.config import MooncakeStorageOptions
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind, unseal
 
-# Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
+# These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _KIB, _MIB = 1 << 10, 1 << 20
 _ROUNDS_MAX = 25
 _ROUNDS_MIN = 3
 _FOREVER_S = 600.0
 _GOAL = 0.95
-_LEASE_MS = 10_000  # the default of Mooncake: a batch must be read within it
+_LEASE_MS = 10_000  # Mooncake's default; a batch must be read within it
 
 
 class _Bench:
-    """One page size, one kind of tag, one place of the pages: frames, the backend, the library beside it."""
+    """One page size, one kind of tag, one location of the pages: frames, the backend, and the bare library."""
 
     def __init__(self, options: MooncakeStorageOptions, page_bytes: int, batch_bytes: int, tag: TagKind) -> None:
         self.codec = FrameCodec(b"b" * 32, page_bytes - HEADER_BYTES, tag=tag)
@@ -96,13 +96,13 @@ class _Bench:
 
 
 def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
-    """Seconds per batch of each of the four, in turns."""
+    """Return the seconds per batch of each of the four sides, in turns."""
     times: dict[str, list[float]] = {"write plain": [], "write ours": [], "read plain": [], "read ours": []}
     end = time.monotonic() + seconds
     for number in range(_ROUNDS_MAX):
         if number > _ROUNDS_MIN and time.monotonic() >= end:
             break
-        # Who goes first alternates: the second finds caches in another state.
+        # The first side alternates: the second finds caches in a different state.
         for mine in (number % 2 == 0, number % 2 == 1):
             bench.forget()
             who, write, read = ("ours", bench.our_write, bench.our_read) if mine else (
@@ -115,7 +115,7 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
 
 
 def _lookups(options: MooncakeStorageOptions, pages: int = 500) -> Row:
-    """How long it takes to find that `pages` pages are there."""
+    """Return the row of a lookup of `pages` stored pages."""
     bench = _Bench(options, 4 * _KIB, pages * 4 * _KIB, TagKind.NONE)
     try:
         bench.our_write()

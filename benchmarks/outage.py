@@ -1,12 +1,12 @@
-"""What an outage of storage costs the scheduler: its steps while the store hangs, beside those while it is well.
+"""The cost of a storage outage for the scheduler: its steps while the store hangs, beside steps with a good store.
 
     python -m benchmarks.outage
 
-Two equal caches run in turns, with a store behind a guard each; every call of the one hangs from the first step on,
-past all deadlines, as those of a server that was stopped. A step polls, asks which requests need not wait for their
-prefetch any more, admits one of them, ends it, and begins the prefetch of a new one now and then: prompts nobody has
-seen, so that both caches look up, copy and store the same pages. Steps are from before the guard has noticed and from
-after, with its probes. The limit is 1 ms more for the slowest step in a hundred.
+Two equal caches run in turns, each with a store behind a guard. From the first step on, every call of one store hangs
+past all deadlines, as with a stopped server. A step polls, looks for requests whose prefetch is done, admits one, ends
+it, and sometimes begins the prefetch of a new prompt. All prompts are new, so both caches look up, copy and store
+the same pages. The steps include those before the breaker opens, and those after it with probes. The limit is 1 ms more
+for the slowest step in a hundred.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_devic
 from ._table import Row, print_table, row
 
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=8, page_size=64)
-RUN_PAGES = 8  # of each request
-REQUESTS = 128  # that L1 has room for
+RUN_PAGES = 8  # per request
+REQUESTS = 128  # L1 has room for so many
 ROUNDS = 3
-STEPS = 2000  # of each side in a round
+STEPS = 2000  # per side in a round
 STEPS_PER_REQUEST = 2
-# A step of an engine takes longer; the workers have the time in between.
+# The pause after a step, in which workers run; an engine's step takes longer.
 PAUSE_S = 0.001
 # Short, so that calls become overdue, the breaker opens, and probes hang during the run.
 DEADLINE_S = 0.25
@@ -67,13 +67,13 @@ class Side:
         self._number = itertools.count()
 
     def work(self, steps: int) -> None:
-        """So many steps, with pauses."""
+        """Make `steps` steps, with pauses."""
         for _ in range(steps):
             self.step()
             time.sleep(PAUSE_S)
 
     def step(self) -> None:
-        """One step of the scheduler, timed."""
+        """Make one timed step of the scheduler."""
         number = next(self._number)
         key = _prompt(number) if number % STEPS_PER_REQUEST == 0 else None
         began_s = time.perf_counter()
@@ -89,12 +89,12 @@ class Side:
     def _serve(self, rid: str) -> None:
         request = self.cache.begin_request(rid, self._waiting[rid])
         self.cache.start_loading()
-        if request is not None:  # there is room in the next step otherwise
+        if request is not None:  # otherwise there is room in the next step
             self.cache.cache_finished_req(request, self._waiting.pop(rid))
             self.ended += 1
 
     def close(self) -> None:
-        """End what hangs, and the cache."""
+        """Release the hanging calls, and close the cache."""
         self.store.release()
         assert self.cache.drain(WAIT_S)
         assert self.cache.close()
@@ -106,7 +106,7 @@ def _prompt(number: int) -> RadixKey:
 
 
 def run() -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     stalled: list[list[float]] = []
     healthy: list[list[float]] = []
     opens: list[int] = []
@@ -145,9 +145,9 @@ def _percentiles(rounds: list[list[float]], percent: int) -> list[float]:
 
 def main() -> None:
     """Command line."""
-    logging.getLogger("hicache").setLevel(logging.CRITICAL)  # workers that hang are what it is about
+    logging.getLogger("hicache").setLevel(logging.CRITICAL)  # hanging workers are expected here
     print_table(
-        "Outage (ours: the store hangs; reference: it is well, or the limit; best of all rounds, median in brackets)",
+        "Outage (ours: the store hangs; reference: a good store, or the limit; best of all rounds, median in brackets)",
         run(),
     )
 

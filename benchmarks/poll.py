@@ -1,14 +1,14 @@
-"""What the cache costs the scheduler: a `poll`, and all its calls for a request.
+"""The cost of the cache for the scheduler: a `poll`, and all calls for a request.
 
     python -m benchmarks.poll [TRACE]
 
-*Poll*: idle, with 64 operations under way, and when all 64 end at once. The operations are 32 reads from storage, 16
-stores and 16 copies to L2, of a real cache and controller; storage and the copy engine are held back and let go by
-hand. The limit is 200 us.
+*Poll*: idle, with 64 operations in flight, and when all 64 end at once. The operations are 32 reads from storage, 16
+stores and 16 copies to L2, of a real cache and controller; the benchmark holds and releases storage and the copy
+engine. The limit is 200 us.
 
-*Request*: the processor time of the scheduler's thread in the calls of the cache, for each request of a replay with the
-default tiers (docs/replay.md). The limit is 1 ms for 99 of 100 requests of the public conversation trace. Without TRACE
-a synthetic one is replayed.
+*Request*: the processor time of the scheduler's thread in calls of the cache, per request of a replay with the default
+tiers (docs/replay.md). The limit is 1 ms for 99 of 100 requests of the public conversation trace. Without TRACE a
+synthetic trace is replayed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .hits import replayed
 
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=8, page_size=64)
 READS, STORES, COPIES = 32, 16, 16
-RUN_PAGES = 8  # of each operation
+RUN_PAGES = 8  # per operation
 ROUNDS = 30
 LIMIT_US, IDLE_LIMIT_US = 200.0, 20.0
 WAIT_S = 10.0
@@ -48,7 +48,7 @@ REQUEST_LIMIT_US = 1000.0
 
 
 class HeldBackend(MemoryBackend):
-    """Reads and stores wait for `go`."""
+    """A backend whose reads and stores wait for `go`."""
 
     def __init__(self, codec: FrameCodec) -> None:
         super().__init__(codec)
@@ -67,7 +67,7 @@ class HeldBackend(MemoryBackend):
 
 
 class HeldTransfer(Transfer):
-    """Done when its engine lets go."""
+    """A transfer that is done when its engine releases it."""
 
     def __init__(self, go: threading.Event) -> None:
         self._go = go
@@ -91,7 +91,7 @@ class HeldTransfer(Transfer):
 
 
 class HeldCopies(CopyEngine):
-    """Moves nothing; copies wait for the event that was current when they began."""
+    """A copy engine that moves nothing; copies wait for the event that was current when they began."""
 
     def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
         super().__init__(blocks, window)
@@ -108,22 +108,22 @@ class HeldCopies(CopyEngine):
 
 
 def prompt(number: int) -> RadixKey:
-    """`RUN_PAGES` whole pages and the one token more that is always computed."""
+    """Return the key of `RUN_PAGES` whole pages, plus one token that is always computed."""
     tokens = np.random.default_rng(number).integers(0, 128_000, RUN_PAGES * GEOMETRY.page_size + 1)
     return RadixKey.of(array.array("q", tokens.tolist()))
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, at most `WAIT_S`."""
+    """Wait for a condition, for at most `WAIT_S`."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("the operations did not come under way")
+            raise TimeoutError("the operations did not start in time")
         time.sleep(0.0005)
 
 
 class Load:
-    """A cache with 64 operations under way."""
+    """A cache with 64 operations in flight."""
 
     def __init__(self) -> None:
         pages = (READS + STORES + COPIES) * RUN_PAGES
@@ -135,7 +135,7 @@ class Load:
         self._fill_storage(host)
         self._insert(range(READS, READS + STORES))
         self.copies.go.set()
-        self.cache.poll()  # takes the copies in, which starts the stores
+        self.cache.poll()  # handles the finished copies, which starts the stores
         self.copies.go = threading.Event()
         for number in range(READS):
             assert self.cache.prefetch_from_storage(str(number), prompt(number))
@@ -160,7 +160,7 @@ class Load:
         return self.cache.controller.read_pages == READS * RUN_PAGES
 
     def let_go(self) -> None:
-        """End all operations, but for their acks."""
+        """End all operations, except for their acks."""
         statistics_of = self.cache.controller.statistics
         self.backend.go.set()
         until(lambda: statistics_of().backend.gets.get(GetOutcome.HIT) == READS * RUN_PAGES)  # type: ignore[union-attr]
@@ -170,14 +170,14 @@ class Load:
 
 
 def timed(poll: Callable[[], object]) -> float:
-    """Seconds of one poll."""
+    """Return the seconds of one poll."""
     begin = time.perf_counter()
     poll()
     return time.perf_counter() - begin
 
 
 def run() -> list[Row]:
-    """All rows."""
+    """Return all rows of the first table."""
     idle: list[float] = []
     under_way: list[float] = []
     at_once: list[float] = []
@@ -191,13 +191,13 @@ def run() -> list[Row]:
         assert load.cache.close()
     return [
         row("poll, nothing to do", [idle], limit_us=IDLE_LIMIT_US),
-        row("poll, 64 operations under way", [under_way], limit_us=LIMIT_US),
+        row("poll, 64 operations in flight", [under_way], limit_us=LIMIT_US),
         row("poll, 64 operations ended since", [at_once], limit_us=LIMIT_US),
     ]
 
 
 def request_rows(trace: str | None) -> list[Row]:
-    """The scheduler's processor time for each request of a replay."""
+    """Return rows of the scheduler's processor time per request of a replay."""
     times = replayed(trace, REPLAYED_REQUESTS)["scheduler"]["request_cpu"]
     return [
         Row(f"request of a replay, {percentile}th percentile", f"{times[field]:.0f} us", f"{REQUEST_LIMIT_US:.0f} us",
@@ -208,7 +208,7 @@ def request_rows(trace: str | None) -> list[Row]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="What the cache costs the scheduler")
+    parser = argparse.ArgumentParser(description="The cost of the cache for the scheduler")
     parser.add_argument("trace", nargs="?", help="the public conversation trace (default: a synthetic one)")
     trace = parser.parse_args().trace
     print_table("Poll (the limit as reference; best of all runs, median in brackets)", run())

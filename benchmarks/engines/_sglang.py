@@ -1,8 +1,8 @@
-"""SGLang's own file store as a peer, `HiCacheFile`, from the installed package or an unpacked wheel.
+"""SGLang's file store `HiCacheFile` as a peer, from the installed package or an unpacked wheel.
 
-SGLang's packages import the whole engine when they are imported. The file store needs two of its modules, so these are
-loaded by their paths, below empty packages of the same names; nothing in them is replaced but one function that parses
-sizes, which is not called here.
+Importing one of SGLang's packages imports the whole engine. The file store needs only two of its modules, so these are
+loaded by their paths, below empty packages of the same names. Only one function is replaced: it parses sizes, and is
+not called here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PACKAGES = (
 
 
 def find_sglang(peer: str | None) -> Path | None:
-    """Return the folder of SGLang's package below `peer`, or of the installed one; None if there is none."""
+    """Return the folder of SGLang's package below `peer`, or of the installed package; None if there is none."""
     if peer is not None:
         return next((path.parent for path in Path(peer).rglob("sglang/__init__.py")), None)
     spec = importlib.util.find_spec("sglang")
@@ -35,7 +35,7 @@ def find_sglang(peer: str | None) -> Path | None:
 
 @contextmanager
 def _bare_packages(package: Path) -> Iterator[None]:
-    """Make the packages importable without running them. Afterwards `sys.modules` is as before."""
+    """Make the packages importable without running them. Restores `sys.modules` at the end."""
     before = dict(sys.modules)
     try:
         for name in _PACKAGES:
@@ -54,7 +54,7 @@ def _bare_packages(package: Path) -> Iterator[None]:
 
 
 def open_file_store(package: Path, folder: str) -> Any:
-    """SGLang's `HiCacheFile` on `folder`, as one rank of a model with heads opens it, without a size limit."""
+    """Open SGLang's `HiCacheFile` on `folder`, as one rank of a model with heads does, without a size limit."""
     with _bare_packages(package):
         storage: Any = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
         config = storage.HiCacheStorageConfig(
@@ -66,8 +66,8 @@ def open_file_store(package: Path, folder: str) -> Any:
 
 
 class HostPool:
-    """Pages in host memory in one of the layouts of SGLang, all touched, and what its threads do with them for a store
-    without zero copy. To a store with it, it is as SGLang's `HostKVCache`.
+    """Pages in host memory in a layout of SGLang, all touched. `save` and `load` work as SGLang's threads do for a
+    store without zero copy. For a store with zero copy, it behaves as SGLang's `HostKVCache`.
 
     `kv_buffer` is [2, pages * tokens, layers, heads, dim] (page_first) or [2, layers, pages * tokens, heads, dim].
     """
@@ -88,7 +88,7 @@ class HostPool:
 
     @property
     def indices(self) -> torch.Tensor:
-        """All tokens, page by page."""
+        """Return the indices of all tokens, page by page."""
         return torch.arange(self.pages * self.page_size)
 
     def _page(self, page: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ class HostPool:
         return self.kv_buffer[:, tokens] if self._is_page_first else self.kv_buffer[:, :, tokens]
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Return addresses and lengths of the pieces of the pages of these tokens, in the order of a flat copy."""
+        """Return addresses and lengths of the pieces of these tokens' pages, in the order of a flat copy."""
         pages = [index // self.page_size for index in indices[:: self.page_size].tolist()]
         pieces = [piece for page in pages for piece in self._page(page).flatten(0, 0 if self._is_page_first else 1)]
         return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]

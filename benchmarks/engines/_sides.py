@@ -1,4 +1,4 @@
-"""What is measured of two stores side by side, in turns: seconds and processor time of each call."""
+"""Measures two stores in turns: seconds and processor time of each call."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 from benchmarks._table import Row
 
-# Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
+# These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _MIB = 1 << 20
-# Memory that the machine has yet to give is touched at well below this rate, memory that it has given above it.
+# Memory that the host has not yet given to the machine is touched well below this rate, other memory above it.
 _COLD_GB_S = 0.7
 _PIECE_MIB, _COLD_PIECES = 64, 4
 
 
 @dataclass
 class Side:
-    """One store: `write`, `read` and `remove` do so with all pages, under the keys of round `number`."""
+    """One store: `write`, `read` and `remove` handle all pages, under the keys of round `number`."""
 
     write: Callable[[int], object]
     read: Callable[[int], object]
@@ -38,14 +38,14 @@ class Side:
 
 
 def with_malloc(module: str) -> None:
-    """Start `python -m module` again with MALLOC, unless this process has it."""
+    """Restart as `python -m module` with the environment MALLOC, unless this process has it."""
     if any(os.environ.get(name) != value for name, value in MALLOC.items()):
         os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **MALLOC})
 
 
 def measure_warm(sides: Sequence[Side], rounds: int) -> None:
-    """Rounds of a write and a read, files removed after each, so that the page cache gets the same memory again. The
-    first round only warms up; who goes first alternates."""
+    """Make rounds of a write and a read. Files are removed after each, so that the page cache reuses the same memory.
+    The first round only warms up; the first side alternates."""
     for number in range(rounds + 1):
         for side in sides[:: 1 if number % 2 else -1]:
             side.measure("write", side.write, number)
@@ -58,8 +58,8 @@ def measure_warm(sides: Sequence[Side], rounds: int) -> None:
 
 
 def measure_cold(sides: Sequence[Side], rounds: int) -> None:
-    """Rounds of a write into memory that the machine has yet to give: files stay until the end. Free memory that it has
-    given already is taken away before, up to 8 GiB; the first round, which is not counted, uses up the rest."""
+    """Make rounds of a write into memory that the host has not yet given: files stay until the end. Free memory that it
+    has given is allocated first, up to 8 GiB; the first round, which is not counted, uses up the rest."""
     if not rounds:
         return
     taken = _take_warm_memory(8 << 30)
@@ -89,7 +89,7 @@ def _take_warm_memory(bytes_max: int) -> list[mmap.mmap]:
 
 
 def rows_of(label: str, ours: Side, other: Side, page_bytes: int, pages: int) -> list[Row]:
-    """Rates, best and median, and processor time a page; a ratio above 1 means that ours is better."""
+    """Return rows of rates, best and median, and processor time per page; a ratio above 1 means that ours is better."""
     rows = []
     for what, taken in ours.seconds.items():
         for kind, pick in (("best", min), ("median", statistics.median)):

@@ -1,4 +1,4 @@
-"""One vLLM in a process of its own, whose steps say how long a first token took. See `ttft`."""
+"""One vLLM in a separate process, which reports the time to first token of each request. See `ttft`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engines.process import serve
 BLOCK_TOKENS = 64
 _LAYERS, _KV_HEADS, _HEAD_DIM = 8, 8, 128
 _VOCABULARY = 1024
-# Prompts that the blocks of the device have room for.
+# The blocks of the device have room for so many prompts.
 _DEVICE_PROMPTS = 3
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -35,7 +35,7 @@ def save_model(folder: Path) -> None:
 
 
 def _session_cpu_s() -> float:
-    """Processor time so far of all processes of this session: the engine, its core and its workers."""
+    """Return the processor time so far of all processes of this session: the engine, its core and its workers."""
     total, session = 0, os.getsid(0)
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -61,7 +61,8 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
     def ask(prompt: int) -> tuple[float, float, int]:
-        """Seconds to the first token, processor seconds of the engine, tokens of the prompt that were cached."""
+        """Return the seconds to the first token, the engine's processor seconds, and the cached tokens of the prompt.
+        """
         ids = random.Random(prompt).choices(range(3, _VOCABULARY), k=tokens)
         cpu_s, start_s = _session_cpu_s(), time.perf_counter()
         output = llm.generate([TokensPrompt(prompt_token_ids=ids)], sampling, use_tqdm=False)[0]

@@ -1,14 +1,14 @@
-"""Our file store beside SGLang's own (`HiCacheFile`), on the pages of one host pool.
+"""Our file store beside SGLang's (`HiCacheFile`), on the pages of one host pool.
 
     python -m benchmarks.engines.sglang_files [--peer DIR] [--path DIRECTORY]
 
-SGLang's side does what its backup and prefetch threads do: copy each page out of the pool, 128 pages a call, one
-thread. Ours is what HiCacheStore does: it stores and reads the pages where they are in the pool. Besides, it proves
-each page by its tag, names its parent, keeps an index with a capacity and checks each file. Neither side syncs.
+SGLang's side works as its backup and prefetch threads: it copies each page out of the pool, 128 pages per call, with
+one thread. Ours works as HiCacheStore: it stores and reads pages in place in the pool. It also verifies each page by
+its tag, stores its parent, keeps an index with a capacity and checks each file. Neither side syncs.
 
-Warm: files are removed after each round, so the next one finds memory for the page cache that this process has touched.
-Cold: files stay, so each round fills memory that a virtual machine has to be given first: that, and not a store, sets
-the speed of cold writes there.
+Warm: files are removed after each round, so the next round reuses memory of the page cache that was touched before.
+Cold: files stay, so each round fills memory that the host must first give to a virtual machine. There, that limits the
+speed of cold writes, not the store.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def our_side(storage: HostPoolStorage, pool: HostPool) -> Side:
 
 
 def open_ours(folder: Path, pool: HostPool, threads: int, direct: bool) -> HostPoolStorage:
-    """What HiCacheStore opens, which needs SGLang besides: all but its translation of names."""
+    """Return the storage that HiCacheStore opens, without its translation of names, which would need SGLang."""
     options = {"path": str(folder), "capacity": "1TiB", "io_threads": threads, "direct_io": direct}
     config = HiCacheConfig.model_validate({
         "page_size": pool.page_size, "storage": {"type": "file", "options": options},
@@ -77,8 +77,8 @@ def run(
     package: Path, path: str | None, *, layout: Layout = "page_first", threads: int = 1, direct: bool = False,
     pages: int = 128, rounds: tuple[int, int] = (5, 4),
 ) -> list[Row]:
-    """Measure one layout in a directory below `path` (the current directory), which is removed again, in so many warm
-    and cold rounds."""
+    """Measure one layout, in these numbers of warm and cold rounds, in a temporary directory below `path` (default: the
+    current directory)."""
     torch.set_num_threads(1)  # as SGLang does in an engine on a GPU
     pool = HostPool(layout, pages, tokens=16, layers=32, heads=8, dim=128)
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as name:
@@ -102,13 +102,13 @@ def main() -> None:
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
     parser.add_argument("--layouts", nargs="+", choices=get_args(Layout), default=get_args(Layout))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="io_threads of our store")
-    parser.add_argument("--pages", type=int, default=128, help="pages of 2 MiB in a call; SGLang's calls have 128")
+    parser.add_argument("--pages", type=int, default=128, help="pages of 2 MiB per call; SGLang's calls have 128")
     parser.add_argument("--rounds", type=int, nargs=2, default=(5, 4), metavar=("WARM", "COLD"))
     options = parser.parse_args()
     with_malloc("benchmarks.engines.sglang_files")
     package = find_sglang(options.peer)
     if package is None:
-        parser.error("SGLang is not installed here; name its unpacked wheel with --peer")
+        parser.error("SGLang is not installed; give the directory of its unpacked wheel with --peer")
     cases = [(layout, threads, False) for layout in options.layouts for threads in options.threads]
     rows: list[Row] = []
     for layout, threads, direct in (*cases, ("page_first", options.threads[-1], True)):

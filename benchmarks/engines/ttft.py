@@ -2,10 +2,10 @@
 
     .venv-engines/bin/python -m benchmarks.engines.ttft [--path DIRECTORY] [--ways NAME ...]
 
-Each way is a vLLM of its own, one after another: HiCacheConnector, vLLM's OffloadingConnector over its own file tier
-and over HiCacheTier. (LMCache's connector finds no CPU to work on.) Hits in files are those of a second process over
-the same directory. The model has random weights and 2 MiB of KV in 64 tokens. An answer tells how many of its tokens
-were cached: times of hits are of answers whose whole pages all were.
+Each way is a separate vLLM, one after another: HiCacheConnector, vLLM's OffloadingConnector over its own file tier and
+over HiCacheTier. (LMCache's connector does not support CPUs.) Hits in files are those of a second process over the same
+directory. The model has random weights and 2 MiB of KV in 64 tokens. An answer reports the number of its cached tokens;
+an answer counts as a hit only if all its whole pages were cached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Answers: TypeAlias = "dict[str, list[tuple[float, float, int]]]"
 
 _HOST_BYTES = 1 << 30
 _CALL_S = 120.0
-# Storage has all pages once its files have not changed for this long.
+# Storage counts as complete once its files have not changed for this long.
 _QUIET_S, _QUIET_S_MAX = 1.0, 60.0
 _COMPUTED, _OWN, _HOST, _FILES = "computed", "vLLM's own prefix cache", "host memory", "files"
 
@@ -43,7 +43,8 @@ def _connector(name: str, extra: dict[str, Any], **more: str) -> dict[str, Any]:
 
 
 def _offloading(tier: dict[str, Any]) -> dict[str, Any]:
-    """vLLM refuses its own worker on a CPU: the one of the tests copies between its blocks and its primary tier."""
+    """Return the options of OffloadingConnector. vLLM's worker does not run on a CPU, so the tests' worker copies
+    between blocks and primary tier."""
     extra = {
         "spec_name": "CpuTieringSpec", "spec_module_path": "tests.engines.vllm_cpu_spec",
         "cpu_bytes_to_use": _HOST_BYTES, "secondary_tiers": [tier],
@@ -98,7 +99,7 @@ def _wait_until_stored(store: Path) -> None:
 
 
 def measure(model: Path, folder: Path, way: str, tokens: int, prompts: int) -> Answers:
-    """Ask each prompt in each state of the caches; two starts of the engine. Raises EngineFailed."""
+    """Request each prompt in each state of the caches; starts the engine twice. Raises EngineFailed."""
     store = folder / "store"
     answers: Answers = {what: [] for what in (_COMPUTED, _OWN, _HOST, _FILES)}
     with _open(model, folder, way, tokens) as engine:
@@ -117,7 +118,7 @@ def measure(model: Path, folder: Path, way: str, tokens: int, prompts: int) -> A
 
 
 def rows_of(way: str, answers: Answers, tokens: int) -> list[Row]:
-    """One row a state: milliseconds, best (median), beside computing; a ratio below 1 means less time than that."""
+    """Return one row per state: milliseconds, best (median), beside computing; below 1 the state is faster."""
     rows, whole = [], tokens // BLOCK_TOKENS * BLOCK_TOKENS
     computed = [seconds for seconds, _, _ in answers[_COMPUTED]]
     for what, found in answers.items():
@@ -140,7 +141,7 @@ def _ms(seconds: Sequence[float]) -> str:
 
 
 def run(path: str | None, ways: Sequence[str], *, tokens: int = 2049, prompts: int = 5) -> list[Row]:
-    """Measure in a directory below `path` (the current directory), which is removed again."""
+    """Measure in a temporary directory below `path` (default: the current directory)."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as name:
         model = Path(name, "model")

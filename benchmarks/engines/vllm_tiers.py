@@ -1,10 +1,11 @@
-"""Storage below vLLM's primary tier: its own file tier beside HiCacheTier, over the same rows of host memory.
+"""Storage below vLLM's primary tier: vLLM's file tier beside HiCacheTier, over the same rows of host memory.
 
     .venv-engines/bin/python -m benchmarks.engines.vllm_tiers [--path DIRECTORY]
 
-Both are called as vLLM's scheduler calls them: promotions and cascades of 32 chunks of 2 MiB, four at a time, then
-polling. vLLM's tier writes with O_DIRECT, which this file system may refuse, and keeps neither tag nor capacity.
-HiCacheTier copies each chunk to a frame by default; `in_place` moves it where it is; `direct_io` is a store's option.
+Both are called as by vLLM's scheduler: promotions and cascades of 32 chunks of 2 MiB, four at a time, then polling.
+vLLM's tier writes with O_DIRECT, which the file system may reject, and has neither tags nor a capacity. HiCacheTier
+copies each chunk to a frame by default; with `in_place` it moves chunks without a copy; `direct_io` is an option of the
+store.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.engines._sides import Side, measure_cold, measure_warm, rows_of,
 CHUNK_BYTES = 2 << 20
 _JOBS, _JOB_CHUNKS = 4, 32
 _POLL_S = 0.0005
-# Of the tiers, in this order: vLLM's own, then these of HiCache.
+# Labels of HiCache's tiers, which follow vLLM's own.
 OURS: tuple[dict[str, bool], ...] = ({}, {"in_place": True}, {"in_place": True, "direct_io": True})
 _LABELS = ("copied", "in place", "in place, direct_io")
 
@@ -37,7 +38,7 @@ def _tier_options(folder: Path) -> list[dict[str, Any]]:
     for number, ours in enumerate(OURS):
         store = {"path": str(folder / f"hicache-{number}"), "direct_io": ours.get("direct_io", False)}
         config = folder / f"hicache-{number}.yaml"
-        # A bound on waiting chunks would drop them here, where nothing else is done but storing.
+        # A limit on waiting chunks would drop some here, because this benchmark only stores.
         transfer = {"store_host_share": 1.0, "storage_deadline": "60s"}
         options = {"storage": {"type": "file", "options": {**store, "capacity": "1TiB"}}, "transfer": transfer}
         config.write_text(json.dumps(options))
@@ -49,7 +50,7 @@ def _tier_options(folder: Path) -> list[dict[str, Any]]:
 
 
 def open_manager(folder: Path, chunks: int) -> Any:
-    """vLLM's manager over a primary tier with these chunks, filled with noise, and the tiers below it."""
+    """Return vLLM's manager of a primary tier with `chunks` chunks of noise, and of the tiers below it."""
     from vllm.utils.hashing import sha256  # noqa: PLC0415
     from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
     from vllm.v1.kv_offload import config as vllm  # noqa: PLC0415
@@ -75,7 +76,7 @@ def open_manager(folder: Path, chunks: int) -> Any:
 
 
 def side_of(tier: Any, store: Path) -> Side:
-    """What vLLM's scheduler does with one tier."""
+    """Return a side that uses one tier as vLLM's scheduler does."""
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key  # noqa: PLC0415
     from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: PLC0415
 
@@ -103,8 +104,8 @@ def side_of(tier: Any, store: Path) -> Side:
 
 
 def run(path: str | None, *, rounds: tuple[int, int] = (5, 4)) -> list[Row]:
-    """Measure in a directory below `path` (the current directory), which is removed again, in so many warm and
-    cold rounds."""
+    """Measure in these numbers of warm and cold rounds, in a temporary directory below `path` (default: the current
+    directory)."""
     rows: list[Row] = []
     chunks = _JOBS * _JOB_CHUNKS
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as name:
