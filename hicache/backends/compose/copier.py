@@ -2,8 +2,8 @@
 
 A verb must not use its frames after it has returned. Therefore a page that a level has just stored is read back from
 that level when its copy is written: the verb only queues the key, and memory is used for one call at a time. A page
-that was read from a lower level is copied at once into a frame of the copier (staged), because a second slow read would
-defeat the purpose of the copy. Pages beyond the limit are dropped and counted. A dropped copy loses no data: copies
+that was read from a lower level is staged: copied at once into a frame of the copier. Reading it again would cost as
+much as the copy saves. Pages beyond the limit are dropped and counted. A dropped copy loses no data: copies
 only make later reads faster.
 
 Locking design: one condition guards all fields. It is held for a few instructions, never during a copy of bytes or a

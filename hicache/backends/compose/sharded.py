@@ -6,8 +6,8 @@ parallel. All engines that give the parts the same names agree. Adding or removi
 gains or had; they are misses until stored again. The part of a page must not depend on its batch, so neighbouring pages
 cannot be kept together.
 
-A lookup asks each part, in order, for its own keys of the prefix. Each part returns its count before the first hole;
-the first hole of the prefix is the earliest of these. The result is exact and takes one call per part.
+A lookup asks each part for its own keys of the prefix, in chain order. Each part returns its count before the first
+hole; the first hole of the prefix is the earliest of these. The result is exact and takes one call per part.
 
 A part that evicts can drop tails before heads only if it knows each page's parent. The parent in the chain is usually
 on another part. Therefore each part gets the previous page on that same part as parent, while the header of the stored
@@ -93,8 +93,8 @@ class _Latest(Generic[Value]):
 
 
 class ShardCodec(FrameCodec):
-    """The codec of all parts of a sharded set. It works as `codec`, but writes the parent in the chain into the header,
-    not the parent that the part passes, which is the previous page on that part.
+    """The codec of all parts of a sharded set. It works as `codec`, but the header gets the parent in the chain. The
+    parent that a part passes is ignored: it is the previous page on that part.
 
     `parents` maps each page being stored to its parent. A key identifies the whole prefix of its page, so concurrent
     calls that store the same page agree on its parent.

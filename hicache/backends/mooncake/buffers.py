@@ -160,9 +160,9 @@ class PathSelector:
 class BufferPath:
     """The path of some pages, each a list of buffers: the memory that the library reads or writes.
 
-    `addresses` and `sizes` have a list per page: one piece for a page that goes through a slot, or one piece per buffer
-    for a page in registered memory, of which only small buffers (a header) go through the slot. `is_staged` is True if
-    all pages go through slots. The path owns its slots and releases them.
+    `addresses` and `sizes` have a list per page. A page that goes through a slot has one piece. A page in registered
+    memory has one piece per buffer; only its small buffers, such as a header, go through the slot. `is_staged` is True
+    if all pages go through slots. The path owns its slots and releases them.
     """
 
     def __init__(

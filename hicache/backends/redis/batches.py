@@ -70,8 +70,8 @@ class _Transfer(ABC, Generic[Pages]):
 
     @abstractmethod
     def _receive(self, channel: Channel, position: int) -> ErrorReply | None:
-        """Read the reply to the request and record the page's outcome. Return an error reply that decides no outcome,
-        else None. Raises StoreError, or Oversize after recording the outcome."""
+        """Read the reply and record the page's outcome; return None. Return an error reply instead if it leaves the
+        outcome open. Raises StoreError, or Oversize after recording the outcome."""
 
     def move(self, positions: Sequence[int]) -> None:
         """Move the pages and record their outcomes; pages from `_end` on may stay untried. Blocks. A failing store

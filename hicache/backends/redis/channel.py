@@ -39,9 +39,8 @@ _BUFFERS_MAX = 1024
 # connection is faster.
 _DRAIN_BYTES = 256 << 10
 _DRAIN_MAX_BYTES = 4 << 20
-# The total size of one reply that is not a page. The longest are CLUSTER SLOTS of a cluster in which no two
-# neighbouring slots are on one node (about 210,000 elements, 3 MiB), and one step of SCAN: about 1,000 keys, possibly
-# of other users.
+# The limits of one reply that is not a page. The longest are CLUSTER SLOTS if no two neighbouring slots share a node
+# (about 210,000 elements, 3 MiB), and one step of SCAN: about 1,000 keys, possibly of other users.
 _REPLY_MAX_BYTES = 8 << 20
 _ELEMENTS_MAX = 1 << 18
 _NESTING_MAX = 8

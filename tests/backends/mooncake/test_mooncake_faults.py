@@ -266,7 +266,7 @@ def test_without_threads_every_verb_counts_errors_and_opening_is_refused(
         assert load(backend, keys) == [GET_ERROR] * 2
         assert store(backend, make_keys(2, "more")) == [SET_ERROR] * 2
         assert backend.batch_exists(keys, deadline=soon()) == backend.delete(keys, deadline=shortly()) == 0
-        with pytest.raises(BackendUnavailable, match="no more threads"):
+        with pytest.raises(BackendUnavailable, match="cannot start more threads"):
             open_backend(master, segment=2 * SEGMENT_BYTES)
     assert set(backend.statistics().errors) == {"no_thread"}
     assert load(backend, keys) == [HIT] * 2
