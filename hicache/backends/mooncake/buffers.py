@@ -43,7 +43,8 @@ class RegisteredMemory:
         self.address = int(self._allocator.alloc(size))
         if not self.address:
             raise BackendError(
-                f"mooncake store: staging: {size} bytes of shared memory are not available; lower it or free memory"
+                f"mooncake store: {size} bytes of shared memory for staging are not available; lower `staging` or free "
+                "memory"
             )
         try:
             client.register(self.address, size)

@@ -165,7 +165,7 @@ class Client:
         return codes.checked(found, len(keys))
 
     def get_start(self, key: str, address: int, size: int) -> list[int]:
-        """Read the first `size` bytes of a page. REQUIRES: it is at least as long."""
+        """Read the first `size` bytes of a page. The code is BAD_PARAMETER if the page is shorter."""
         found: Any = self._store.get_into_ranges([address], [[key]], [[[0]]], [[[0]]], [[[size]]])
         try:
             return codes.checked(found[0][0], 1)

@@ -4,7 +4,8 @@ After a restart, a daemon no longer knows its clients' memory, and the library m
 every transfer, until the backend uses a new client with new memory.
 
 Locking design: `SessionManager._state` guards the current session and the number of verbs that use each session; it is
-held for a few instructions. The threads of a SupervisedPool make and leave sessions, except for the first.
+held for a few instructions. The constructor makes the first session; threads of a SupervisedPool make later ones, and
+leave all of them.
 """
 
 from __future__ import annotations

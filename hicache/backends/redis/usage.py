@@ -1,9 +1,9 @@
 """The pages on a server: listed in steps of SCAN, or measured at a limited cost.
 
-The cost of a full listing grows with all keys on the server. So a measurement looks at only about `SAMPLE_KEYS` keys
-per server (a few milliseconds). It is exact for servers with fewer keys, and an estimate beyond: the share of pages in
-the sample is applied to all keys. SCAN walks in the order of the keys' hashes, so the sample is fair, with a relative
-error of about 1 / sqrt(SAMPLE_KEYS).
+The cost of a full listing grows with all keys on the server, about a millisecond per thousand. So a measurement looks
+at only about `SAMPLE_KEYS` keys per server. It is exact for servers with fewer keys, and an estimate beyond: the share
+of pages in the sample is applied to all keys. SCAN walks in the order of the keys' hashes, so the sample is fair, with
+a relative error of about 1 / sqrt(SAMPLE_KEYS).
 """
 
 from __future__ import annotations
