@@ -1,13 +1,13 @@
-"""The file backend: one page per file, many processes on one directory, bounded by bytes and by free space.
+"""The file backend: one page per file, many processes on one directory, limits on bytes and on free space.
 
-The life of a `batch_set`: look which pages are there (stat); reserve room for the others in one transaction, evicting
-where needed; write them to temporary files, several threads at once; give them their names in a second transaction.
-A `batch_get` touches files only; that pages were used is noted in memory and written into the index now and then, so a
-kill may lose the recency of the last second. The format of the store is in docs/formats/file_store.md.
+The steps of a `batch_set`: find out which pages exist (stat); reserve room for the others in one transaction, evicting
+as needed; write them to temporary files, with several threads; rename them in a second transaction. A `batch_get` only
+accesses files; uses are recorded in memory and written to the index about once a second, so a kill may lose the recency
+of the last second. docs/formats/file_store.md specifies the format.
 
-Locking design: pages are read and written by the threads of a SupervisedPool and by the caller, each page by one of
-them (see `PageReads`). `_state` guards `_uses` and is held for a few instructions only; `_flush_after` is a hint,
-written by any thread. Transactions are taken with `_state` free. `_capacity` changes in transactions only.
+Locking design: the threads of a SupervisedPool and the caller read and write pages, each page by one of them (see
+`PageReads`). `_state` guards `_uses` and is held for a few instructions; `_flush_after` is a hint, written by any
+thread. Transactions start without `_state`. `_capacity` changes only in transactions.
 """
 
 from __future__ import annotations
@@ -48,30 +48,29 @@ from .writes import CapacityManager, Writes, class_of
 
 T = TypeVar("T")
 
-# Recency is written when this many pages wait or the oldest one waits this long, and never more are kept.
+# Recency is written when this many uses wait, or the oldest one waits this long; more are not kept.
 _USES_FLUSH = 4096
 USES_FLUSH_S = 1.0
 _USES_MAX = 65_536
-# Recency is not worth waiting for a busy store, and if that was in vain not again with the next batch.
+# How long to wait for a busy store in order to write recency. After a timeout, the next batch does not wait again.
 _FLUSH_WAIT_S = 0.02
 _CLOSE_S = 5.0
 _EXISTS_PAGES_PER_CLOCK = 64
 _FIRST_KEY, _LAST_KEY = bytes(PAGE_KEY_BYTES), b"\xff" * PAGE_KEY_BYTES
 
-# A page that was used again since it was stored counts as used later than it was, by so many ages of the oldest page,
-# since of most pages nobody asks again. On the public conversation trace a store of 5.6 million tokens has 3 % more
-# hits by it than by last use alone; more does not help, and would keep what nobody asks for any more.
+# A page that was used again since it was stored counts as used later, by this multiple of the age of the oldest page,
+# because most pages are never used again. On the public conversation trace a store of 5.6 million tokens gets 3 % more
+# hits than by last use alone; larger values do not help, and keep unused pages longer.
 REUSE_LEAD = 2
 
 
 class FileBackend(PageStore[Identity | None], Touchable):
-    """Pages in files. See the module's docstring; `StorageBackend` says what each verb does.
+    """Pages in files. See the module's docstring; `StorageBackend` describes each verb.
 
-    Raises NotOurs and BackendUnavailable from the constructor (which scans the store and may block for as long as that
-    takes), InvalidInput for a capacity below one page. Open it after a fork and not before: neither its threads nor
-    SQLite survive one, so in the child of a fork every verb is refused (`errors["forked"]`). On a disk that is full or
-    read-only it opens, reads and removes pages, and turns others away until its index can be written. `system` is for
-    tests.
+    The constructor scans the store, which blocks. It raises NotOurs and BackendUnavailable, and InvalidInput for a
+    capacity below one page. Open it after a fork and not before: neither its threads nor SQLite survive a fork, so the
+    child rejects every verb (`errors["forked"]`). On a full or read-only disk it opens, reads and removes pages, and
+    rejects new ones until its index can be written. `system` is for tests.
     """
 
     def __init__(self, codec: FrameCodec, options: FileStorageOptions, *, system: System | None = None) -> None:
@@ -95,7 +94,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
             direct_io=options.direct_io,
             sync=options.sync,
         )
-        # An exception on one of its threads costs one page, which `PageReads` and `PageWrites` count.
+        # An exception on one of its threads fails one page, which `PageReads` and `PageWrites` count.
         self._pool = SupervisedPool[Any]("file", options.io_threads - 1)
         self._capacity = CapacityManager(self._store, options.capacity, options.free_space_floor)
         self._namespace_hex = codec.namespace.hex()
@@ -105,7 +104,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         self.count(*errors)
 
     def _settled(self, deadline: float, work: Callable[[Index], T], otherwise: T) -> T:
-        """What `work` gives in a transaction. A failure is counted instead of raised, and gives `otherwise`."""
+        """Return the result of `work` in a transaction. After a failure, count it and return `otherwise`."""
         try:
             with self._store.transaction(deadline) as index:
                 self._store.sweep(index)
@@ -115,12 +114,12 @@ class FileBackend(PageStore[Identity | None], Touchable):
             return otherwise
 
     def _after_fork(self) -> None:
-        """In the child: neither the threads nor SQLite came along, so each verb is refused."""
+        """Reject each verb in the child, which has neither the threads nor SQLite's locks."""
         self._calls.after_fork()
         self._close_lock = threading.Lock()
 
     def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
-        """See PageStore. One stat per key; the file system alone decides."""
+        """See PageStore. One stat per key; the index is not used."""
         is_present = self._files.lookup(self._namespace_hex)
         for position, key in enumerate(keys):
             if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
@@ -133,8 +132,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
             yield there
 
     def read(self, pages: PageReads[Identity | None]) -> None:
-        """See PageStore. Takes the store's lock about once a second, if it is to be had within a moment, to note which
-        pages were used."""
+        """See PageStore. About once a second, takes the store's lock, if it is free within a moment, to write uses."""
         used: list[bytes] = []
 
         def read_one(position: int) -> None:
@@ -145,10 +143,10 @@ class FileBackend(PageStore[Identity | None], Touchable):
         self._note_uses(used)
 
     def _read(self, pages: PageReads[Identity | None], position: int) -> bool:
-        """Read and settle one page; True if it is a hit."""
+        """Read and settle one page; return True for a hit."""
 
         def buffers(stored_bytes: int) -> list[memoryview]:
-            if self._files.direct_io:  # which moves aligned memory only: see `PageFiles`
+            if self._files.direct_io:  # needs aligned memory: see `PageFiles`
                 return first_bytes([pages.frame(position)], stored_bytes)
             return pages.buffers(position, stored_bytes)
 
@@ -168,7 +166,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         return False
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. One stat per key; the uses wait in memory as those of reads do."""
+        """See Touchable. One stat per key; the uses wait in memory like those of reads."""
         is_present, missing = self._files.lookup(self._namespace_hex), set[bytes]()
         for position, key in enumerate(keys):
             if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
@@ -182,7 +180,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         return list(missing)
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See EvictionNotices. Other processes of the store tell nothing."""
+        """See EvictionNotices. Evictions of other processes are not reported."""
         ours = self.codec.namespace
         self._capacity.on_evicted = lambda namespace, key: listener([key]) if namespace == ours else None
 
@@ -220,7 +218,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
             index.touch(self.codec.namespace, uses)
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. Two transactions per batch; pages appear together at its end, head first."""
+        """See PageStore. Two transactions per batch; pages become visible at its end, head first."""
         writes = Writes(self._store, self._files, self._capacity, self._pool, pages)
         writes.run(self._write_uses)
         self._note_uses(writes.present)
@@ -234,7 +232,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         self._removed(deadline, lambda removal: sum(self._remove(removal, one.key, one) for one in damaged))
 
     def _removed(self, deadline: float, work: Callable[[Removal], int]) -> int:
-        """The number of pages that `work` has removed. A failure is counted."""
+        """Return the number of pages that `work` has removed. Counts failures."""
         removed = 0
         try:
             with self._store.removing(deadline) as removal:
@@ -247,7 +245,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         return removed
 
     def _remove(self, removal: Removal, key: bytes, damaged: Damaged[Identity | None] | None = None) -> bool:
-        """Remove a page's file; of a damaged page the file that was read, and no other one in its place."""
+        """Remove a page's file; for a damaged page, only the file that was read and not its replacement."""
         name, there = page_name(self._namespace_hex, key), False
         try:
             if damaged is not None:
@@ -263,8 +261,8 @@ class FileBackend(PageStore[Identity | None], Touchable):
         return there
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore. From the files; then from the rows that are left without one. Holds the keys of all rows
-        until the files are listed: some 200 bytes a page."""
+        """See PageStore. First the files, then the rows without files. Holds the keys of all rows until the files are
+        listed: about 200 bytes per page."""
         rows: dict[bytes, int] = {}
         rows = self._settled(deadline, lambda index: index.stored(self.codec.namespace, _FIRST_KEY, _LAST_KEY), rows)
         try:
@@ -277,8 +275,8 @@ class FileBackend(PageStore[Identity | None], Touchable):
         yield from rows
 
     def measure(self) -> Usage:
-        """See PageStore. Pages and bytes of all namespaces in the root, since they share the capacity; what was found
-        last while the index cannot be used."""
+        """See PageStore. Pages and bytes of all namespaces in the root, which share the capacity; the last known values
+        while the index is not usable."""
         return self._settled(time.monotonic() + SETTLE_S, self._measured, self._usage)
 
     def _measured(self, index: Index) -> Usage:
@@ -286,7 +284,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         return Usage(totals.pages, totals.bytes, self.options.capacity)
 
     def statistics(self) -> BackendStatistics:
-        """See StorageBackend. `errors["direct_io_refused"]` says that the file system has no direct I/O."""
+        """See StorageBackend. `errors["direct_io_refused"]` means that the file system does not support direct I/O."""
         found = super().statistics()
         errors = dict(found.errors)
         if self._files.direct_refused:
@@ -294,7 +292,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         return replace(found, errors=errors, evicted_pages=self._capacity.evicted_pages)
 
     def shut(self) -> None:
-        """See PageStore. Also writes the recency that waits in memory."""
+        """See PageStore. Also writes the uses that wait in memory."""
         self._pool.close()
         self._settled(time.monotonic() + _CLOSE_S, self._write_uses, None)
         self._store.close()

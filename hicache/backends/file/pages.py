@@ -1,16 +1,16 @@
 """Single pages as files: their names, and the system calls that read, write, publish and remove one of them.
 
-A page lives at `<namespace, 64 hex>/<first 2 hex of the key>/<key, 64 hex>` below the root of its store, and the file
-is exactly one page encoded. Every call goes through a `System`, so that a test can fail or kill at each of
-them, and is relative to the root's descriptor, so that a renamed or replaced root is never written by accident. A
-`System` also walks each directory below the root by itself: no link below the root is followed, at any level.
+A page is stored at `<namespace, 64 hex>/<first 2 hex of the key>/<key, 64 hex>` below the root of its store, and the
+file is exactly one encoded page. Every call goes through a `System`, so that a test can inject a failure or a kill at
+each of them. Calls are relative to the root's descriptor, so that a renamed or replaced root is never written by
+accident. A `System` also opens each directory below the root itself and does not follow links there.
 
-What is found in place of a page is never trusted: it is opened without following a link and without waiting (a FIFO
-would block), and has to be a regular file of a size that a page can have.
+A file at a page's name is not trusted: it is opened without following a link and without waiting (a FIFO would block),
+and must be a regular file with the size of a page.
 
-Locking design: `PageFiles` holds nothing that changes but `direct_io`, which only ever goes from True to False, and
-`_fans`, which any thread replaces as a whole.
-`write` and `read` may run in any threads at once; `publish` and `remove` run under the store's lock (see `store`).
+Locking design: the only changing fields of `PageFiles` are `direct_io`, which only changes from True to False, and
+`_fans`, which any thread replaces as a whole. `write` and `read` may run in any threads at the same time; `publish` and
+`remove` run under the store's lock (see `store`).
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 READ_FLAGS = os.O_RDONLY | _SAFE
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-# A directory that is opened to look up a name in it. A link in its place gives ENOTDIR.
+# Opens a directory for lookups of names. A link gives ENOTDIR.
 _STEP_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-# No room, or no right to write now: the caller's page is turned away and nothing is wrong with the device.
+# The disk is full or not writable now: the page is rejected, and the device is not faulty.
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-# What open(2) says of a symbolic link (with O_NOFOLLOW), a socket, or a device without a driver.
+# The errors of open(2) for a symbolic link (with O_NOFOLLOW), a socket, or a device without a driver.
 NOT_A_FILE_ERRNOS = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
 
-# As much as stays in a second-level cache until it is hashed. Smaller pieces cost more calls than they save: 2 MiB in
-# pieces of 1 MiB, 512, 256 and 128 KiB took 196, 202, 212 and 231 us.
+# A piece that stays in the second-level cache until it is hashed. Smaller pieces need more calls: 2 MiB in pieces of
+# 1 MiB, 512, 256 and 128 KiB took 196, 202, 212 and 231 us.
 _PIECE_BYTES = 1 << 20
 _PIECE_ALIGN = 4096
-# The most buffers that Linux moves in one call.
+# The most buffers in one call on Linux.
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
-# The times of a file system move in steps of some milliseconds. A list of a directory that changed this long ago shows
-# all of its changes up to that time.
+# File system times advance in steps of several milliseconds. If a directory's last change is at least this old, its
+# listing contains all changes.
 _SETTLED_NS = 1_000_000_000
 
 NOT_REGULAR = "not_regular"
@@ -61,13 +61,13 @@ _T = TypeVar("_T")
 
 
 class System:
-    """The calls of the operating system that a file store makes. Tests put errors, short transfers and kills here.
+    """The system calls of a file store. Tests inject errors, short transfers and kills here.
 
-    A path below `dir_fd` is walked one directory at a time: a link or a file in place of a directory is a
-    NotADirectoryError, and the target of a link is not touched. The operating system follows a path without `dir_fd`.
+    A path below `dir_fd` is opened one directory at a time: a link or a file in place of a directory is a
+    NotADirectoryError, and the link's target is not accessed. The operating system resolves a path without `dir_fd`.
     """
 
-    # By descriptor: as they are, without a frame of Python around each.
+    # Calls by descriptor are used directly, without a Python frame around each.
     close = staticmethod(os.close)
     fstat = staticmethod(os.fstat)
     preadv = staticmethod(os.preadv)
@@ -79,7 +79,7 @@ class System:
         return os.listdir(fd)
 
     def step(self, name: str, *, dir_fd: int | None = None) -> int:
-        """Open a directory to look up names in it; follow no link."""
+        """Open a directory for lookups of names; do not follow links."""
         return os.open(name, _STEP_FLAGS, dir_fd=dir_fd)
 
     def _walk(self, path: str, dir_fd: int | None, call: Callable[[str, int | None], _T]) -> _T:
@@ -92,7 +92,7 @@ class System:
             for folder in folders:
                 above, fd = fd, self.step(folder, dir_fd=fd)
                 if above != dir_fd:
-                    os.close(above)  # not `close`: a descriptor for looking up has nothing to lose
+                    os.close(above)  # not `close`: closing a descriptor for lookups cannot lose data
             return call(name, fd)
         finally:
             if fd != dir_fd:
@@ -118,7 +118,7 @@ class System:
             self.close(fd)
 
     def readlink(self, fd: int) -> str:
-        """Return the target of the link that `fd` is."""
+        """Return the target of the link `fd`."""
         return os.readlink("", dir_fd=fd)
 
     def rename(self, source: str, target: str, *, dir_fd: int) -> None:
@@ -140,23 +140,24 @@ class System:
 
 
 def is_hex(name: str, digits: int) -> bool:
-    """True for exactly `digits` lower-case hexadecimal digits: the only names a store ever opens."""
+    """Return True for exactly `digits` lower-case hexadecimal digits: a store opens only such names."""
     return len(name) == digits and not name.strip("0123456789abcdef")
 
 
 def page_name(namespace_hex: str, key: bytes) -> str:
-    """The name of a page's file, relative to the root; for the first byte of a key alone that of its directory."""
+    """Return the name of a page's file, relative to the root; for only the first byte of a key, that of its
+    directory."""
     text = key.hex()
     return f"{namespace_hex}/{text[:2]}/{text}" if len(key) > 1 else f"{namespace_hex}/{text}"
 
 
 def identity(found: os.stat_result) -> Identity:
-    """Tells one file at a name from another one that took its place."""
+    """Return a value that distinguishes a file from its replacement."""
     return (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 def error_name(error: OSError) -> str:
-    """`ENOSPC`, `EIO`, ...: the class under which an error of the operating system is counted."""
+    """Return `ENOSPC`, `EIO`, ...: the class under which an error of the operating system is counted."""
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
 
 
@@ -203,8 +204,8 @@ def _pieces(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryvie
 
 
 class NotThePage(Exception):
-    """The file at a page's name is not that page. `found` identifies it, None if it could not even be opened. `stays`
-    is set for a directory with files in it, which `remove_damaged` leaves."""
+    """The file at a page's name is not that page. `found` identifies it, None if it could not be opened. `stays` is
+    True for a directory with files, which `remove_damaged` does not remove."""
 
     def __init__(self, reason: str, found: Identity | None, *, stays: bool = False) -> None:
         super().__init__(reason)
@@ -214,10 +215,10 @@ class NotThePage(Exception):
 
 
 class PageFiles:
-    """Reads and writes the page files of one store; `fits` says which lengths a page can have.
+    """Reads and writes the page files of one store; `fits` returns True for valid lengths of a page.
 
-    `direct_io` asks for O_DIRECT, which needs aligned buffers, and turns itself off where the file system refuses that.
-    `direct_refused` counts the refusals, also those of single transfers from buffers that are not aligned.
+    `direct_io` uses O_DIRECT, which needs aligned buffers, and becomes False if the file system rejects it.
+    `direct_refused` counts rejections, also for single transfers from buffers that are not aligned.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class PageFiles:
         self.direct_refused = 0
 
     def present(self, name: str) -> bool:
-        """True if a regular file of a fitting size is there. Raises OSError but for a missing file."""
+        """Return True if a regular file of a valid size exists. Raises OSError, except for a missing file."""
         return self._is_page(self._system.lstat, name)
 
     def _is_page(self, lstat: Callable[..., os.stat_result], name: str) -> bool:
@@ -243,9 +244,9 @@ class PageFiles:
         return self._fits(found.st_size) and stat.S_ISREG(found.st_mode)
 
     def lookup(self, namespace_hex: str) -> Callable[[bytes], bool]:
-        """Return what tells of a key whether its page is there: as `present`, cheaper, for one call and one thread.
+        """Return a cheaper `present` for the keys of one call on one thread.
 
-        It looks at the directories once, so it may miss a page in a directory that is newer.
+        It lists the directories once, so it may miss a page in a newer directory.
         """
         lstat, fans = self._system.lstat_listed, None
 
@@ -259,7 +260,7 @@ class PageFiles:
         return present
 
     def _fans_of(self, namespace_hex: str) -> frozenset[str]:
-        """The directories of pages in a namespace, listed again after each change of the namespace's directory."""
+        """Return the page directories of a namespace, listed again after each change of the namespace's directory."""
         try:
             found = self._system.lstat(namespace_hex, dir_fd=self._root_fd)
             listed = (namespace_hex, found.st_ino, found.st_ctime_ns)
@@ -275,10 +276,10 @@ class PageFiles:
     def read(
         self, name: str, buffers_of: Callable[[int], Sequence[memoryview]], stream: TagStream | None
     ) -> Identity:
-        """Read a file into the buffers that `buffers_of` gives for its length, and into `stream`. Return the identity
+        """Read a file into the buffers that `buffers_of` returns for its length, and into `stream`. Return the identity
         of the file, whose last part is its length.
 
-        Raises FileNotFoundError, NotThePage, or OSError. REQUIRES: the buffers have that length together.
+        Raises FileNotFoundError, NotThePage, or OSError. REQUIRES: the buffers together have that length.
         """
         system = self._system
         try:
@@ -297,7 +298,7 @@ class PageFiles:
             size = found.st_size
             if not self._fits(size):
                 raise NotThePage(SIZE, identity(found))
-            # Through the page cache in pieces that are hashed while warm; the device itself likes large reads.
+            # Through the page cache in pieces, which are hashed while warm; the device is faster with large reads.
             piece_bytes = size if self.direct_io or stream is None else _piece_bytes(size)
             if not self._transfer(system.preadv, fd, buffers_of(size), piece_bytes, stream):
                 raise NotThePage(SIZE, identity(found))
@@ -306,7 +307,7 @@ class PageFiles:
         return identity(found)
 
     def _open(self, name: str, flags: int) -> int:
-        """Open a file with direct I/O, unless the store does without it or the file system refuses it."""
+        """Open a file, with direct I/O if it is enabled and the file system supports it."""
         if self.direct_io:
             try:
                 return self._system.open(name, flags | os.O_DIRECT, dir_fd=self._root_fd)
@@ -316,7 +317,7 @@ class PageFiles:
             self.direct_io = False
             self.direct_refused += 1
             if flags & os.O_CREAT:
-                # Linux creates the file before it refuses O_DIRECT, so the name may be taken by our own empty file.
+                # Linux creates the file before it rejects O_DIRECT, so our own empty file may exist.
                 with contextlib.suppress(FileNotFoundError):
                     self._system.unlink(name, dir_fd=self._root_fd)
         return self._system.open(name, flags, dir_fd=self._root_fd)
@@ -329,7 +330,7 @@ class PageFiles:
         piece_bytes: int,
         stream: TagStream | None,
     ) -> bool:
-        """Read or write a whole page piece by piece, and give each piece to `stream`; False if no more can be moved."""
+        """Read or write a whole page in pieces, and pass each piece to `stream`. Return False if the transfer stops."""
         done = 0
         for piece in _pieces(buffers, piece_bytes):
             left: Sequence[memoryview] = piece
@@ -347,14 +348,14 @@ class PageFiles:
         self, transfer: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview],
         offset: int,
     ) -> int:
-        """Return the number of bytes that a read or write has moved."""
+        """Return the number of bytes read or written."""
         try:
             return transfer(fd, buffers, offset)
         except OSError as error:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            # These buffers, or this device, do not fit direct I/O; the page cache takes any buffer.
+            # These buffers, or this device, do not work with direct I/O; the page cache accepts any buffer.
             self.direct_refused += 1
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             return transfer(fd, buffers, offset)
@@ -362,7 +363,7 @@ class PageFiles:
     def write(self, temporary: str, stored: Sequence[memoryview]) -> None:
         """Write the buffers `stored` to the new file `temporary`, and to the device if the store is synchronous.
 
-        Raises OSError; then the file may be there, whole or in part.
+        Raises OSError; the file may then exist, whole or in part.
         """
         fd = self._open(temporary, CREATE_FLAGS)
         try:
@@ -374,9 +375,9 @@ class PageFiles:
             self._system.close(fd)
 
     def publish(self, temporary: str, name: str) -> None:
-        """Give a written file its name, in one step and over whatever was there. Raises OSError.
+        """Rename a written file atomically, replacing an existing one. Raises OSError.
 
-        REQUIRES: the store's lock. Makes the page's directories, also in place of a link or a file.
+        REQUIRES: the store's lock. Creates the page's directories, replacing a link or a file.
         """
         system, root_fd = self._system, self._root_fd
         try:
@@ -391,8 +392,8 @@ class PageFiles:
 
 
 def make_folder(system: System, root_fd: int, name: str) -> None:
-    """Make a directory of the store unless it is there. Remove a link or a file of that name; leave the target of a
-    link as it is. REQUIRES: the store's lock. Raises OSError."""
+    """Create a directory of the store if it does not exist. Remove a link or a file of that name, but not the link's
+    target. REQUIRES: the store's lock. Raises OSError."""
     try:
         return system.mkdir(name, dir_fd=root_fd)
     except FileExistsError:
@@ -403,7 +404,7 @@ def make_folder(system: System, root_fd: int, name: str) -> None:
 
 
 def look(system: System, root_fd: int, name: str) -> os.stat_result | None:
-    """Return the state of the file of any kind that has this name, None if there is none. Raises OSError."""
+    """Return the state of the file of any kind with this name, or None. Raises OSError."""
     try:
         return system.lstat(name, dir_fd=root_fd)
     except (FileNotFoundError, NotADirectoryError):
@@ -411,21 +412,21 @@ def look(system: System, root_fd: int, name: str) -> os.stat_result | None:
 
 
 def look_for_file(system: System, root_fd: int, name: str) -> os.stat_result | None:
-    """As `look`; None also if it is not a regular file."""
+    """As `look`, but None if it is not a regular file."""
     found = look(system, root_fd, name)
     return found if found is not None and stat.S_ISREG(found.st_mode) else None
 
 
 def remove_page(system: System, root_fd: int, name: str) -> None:
-    """Remove a page's file; a missing one is fine. REQUIRES: the store's lock. Raises OSError."""
+    """Remove a page's file if it exists. REQUIRES: the store's lock. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         system.unlink(name, dir_fd=root_fd)
 
 
 def remove_damaged(system: System, root_fd: int, name: str, found: Identity | None) -> bool:
-    """Remove what lies at a page's name if it still is what was found damaged there; False if it has to stay.
+    """Remove the file at a page's name if it is still the damaged one. Return False if it must stay.
 
-    A link, FIFO, socket or device goes by its own name and is never followed; a directory goes if it is empty.
+    A link, FIFO, socket or device is removed itself, without following it; a directory is removed if it is empty.
     REQUIRES: the store's lock. Raises OSError.
     """
     now = look(system, root_fd, name)
@@ -440,6 +441,6 @@ def remove_damaged(system: System, root_fd: int, name: str, found: Identity | No
             raise
         return True
     if stat.S_ISREG(now.st_mode) and found != identity(now):
-        return True  # somebody has stored the page again meanwhile
+        return True  # the page was stored again since
     remove_page(system, root_fd, name)
     return True

@@ -1,13 +1,12 @@
-"""A file store as its operator sees it: pages of every namespace, read without changing anything, written like an
-engine does.
+"""The operator's view of a file store: pages of every namespace. Reads change nothing; writes work like an engine's.
 
-Looking makes, changes and removes nothing, not even a lock file, so it works on a read-only mount and shows damaged
-files too. The first write or removal opens the store as an engine does, which brings files and index together, but
-leaves damaged files where they are: they are for `verify` to count.
+Reading does not create, change or remove anything, not even a lock file, so it works on a read-only mount and also
+shows damaged files. The first write or removal opens the store like an engine, which reconciles files and index, but
+keeps damaged files, so that `verify` can count them.
 
-Locking design: belongs to one thread. Page files are looked at without the store's lock: they appear and go in one step
-each. The index is copied under the lock, shared, so no transaction falls into the copy. Writes and removals take the
-lock as engines do.
+Locking design: belongs to one thread. Page files are read without the store's lock, because they appear and disappear
+atomically. The index is copied under the shared lock, so that the copy is between transactions. Writes and removals
+take the lock as engines do.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from .writes import CapacityManager, Writes
 _log = logging.getLogger(__name__)
 
 _WAIT_S = 30.0
-# Pages removed in one transaction: engines wait for the store no longer than that takes.
+# Pages removed in one transaction: engines wait for the store at most that long.
 _REMOVE_CHUNK = 256
 _COPY_BYTES = 1 << 20
 _FILE_KINDS = {
@@ -67,12 +66,12 @@ _FILE_KINDS = {
 
 
 def make_store(path: str | PathLike[str]) -> None:
-    """Make an empty store at `path`, unless one is there. Raises NotOurs and BackendUnavailable."""
+    """Create an empty store at `path` if none exists. Raises NotOurs and BackendUnavailable."""
     Store(path, create=True, keep_damaged=True).close()
 
 
 def inspect_page(path: str | PathLike[str], *, keys: PageKeys = NO_KEYS) -> PageReport:
-    """Read one page file and check it, including that its name and its namespace directory agree with its header.
+    """Read and verify one page file, including that its name and its namespace directory match its header.
 
     Blocks for one read. Never follows a link. Raises BackendUnavailable if the file cannot be read.
     """
@@ -92,7 +91,7 @@ def inspect_page(path: str | PathLike[str], *, keys: PageKeys = NO_KEYS) -> Page
 
 
 class _SealedPage(PageWrites):
-    """A page that is sealed already, on its way into a store."""
+    """A page that is already sealed, to be written."""
 
     def __init__(self, page: StoredPage, data: bytes, parent: bytes | None) -> None:
         codec = FrameCodec(page.namespace, max(1, len(data) - HEADER_BYTES))
@@ -105,7 +104,7 @@ class _SealedPage(PageWrites):
 
 
 class FileRaw(RawStore):
-    """See the module's docstring. `used_s` is from the index, which engines bring up to date about every second.
+    """See the module's docstring. `used_s` is from the index, which engines update about every second.
 
     Raises NotOurs and BackendUnavailable from the constructor: the store must exist. `system` is for tests.
     """
@@ -141,20 +140,20 @@ class FileRaw(RawStore):
         return self._writing
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        """See RawStore. Holds the rows of the index meanwhile: some 300 bytes a page. Follows no link; a link in place
-        of a directory of pages is listed under the first byte of their keys."""
+        """See RawStore. Holds the rows of the index during the listing: about 300 bytes per page. Does not follow
+        links; a link in place of a directory of pages is listed under the first byte of their keys."""
         with self._translated():
             rows = self._rows()
             for page_id in stored_ids(self._system, self._root_fd, namespace):
                 space, key = page_id
                 found = look(self._system, self._root_fd, page_name(space.hex(), key))
                 if found is None or (len(key) < PAGE_KEY_BYTES and stat.S_ISDIR(found.st_mode)):
-                    continue  # gone, or a directory of pages again
+                    continue  # removed, or a directory of pages again
                 regular = stat.S_ISREG(found.st_mode) and len(key) == PAGE_KEY_BYTES
                 used_us: int | None = None
                 if rows is not None:
                     row = rows.get(page_id)
-                    # A row that does not fit its file is stale; the file's own time counts then.
+                    # A row that does not match its file is stale; then the file's time counts.
                     fits = row is not None and row.size == found.st_size
                     used_us = row.last_use if row is not None and fits else found.st_mtime_ns // 1000
                 yield StoredPage(
@@ -167,11 +166,11 @@ class FileRaw(RawStore):
                 )
 
     def _rows(self) -> Mapping[PageId, PageRow] | None:
-        """The stored pages that the index knows; none if there is no sound index that can be read.
+        """Return the pages in the index; None without a readable index.
 
-        Copies the index into a temporary directory and reads the copy, because SQLite writes beside whatever it opens.
-        Blocks up to half a minute for the store's lock. None, and a warning, if that time is not enough, or there is no
-        room for the copy: then the last uses are not known.
+        Copies the index to a temporary directory and reads the copy, because SQLite writes files beside each database
+        that it opens. Blocks up to half a minute for the store's lock. Logs a warning and returns None if that is not
+        enough, or the copy does not fit: then the last uses are unknown.
         """
         try:
             with tempfile.TemporaryDirectory(prefix="hicache-index-") as folder:
@@ -189,7 +188,7 @@ class FileRaw(RawStore):
             name = usable_index(self._system, self._root_fd)
             if name is None:
                 return None
-            # With the journal, from which the changes are undone that a killed process has left half done.
+            # With the journal, which rolls back the incomplete changes of a killed process.
             with contextlib.suppress(FileNotFoundError):
                 self._copy(name + JOURNAL, os.path.join(folder, name + JOURNAL))
             self._copy(name, os.path.join(folder, name))
@@ -209,7 +208,7 @@ class FileRaw(RawStore):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """The store's lock, shared; none if nobody has opened this copy of a store yet."""
+        """Hold the store's shared lock, if the lock file exists (a copied store may not have one)."""
         try:
             fd = self._system.open(LOCK_FILE, READ_FLAGS, dir_fd=self._root_fd)
         except FileNotFoundError:
@@ -219,12 +218,12 @@ class FileRaw(RawStore):
             wait_for_flock(self._system, fd, fcntl.LOCK_SH, time.monotonic() + _WAIT_S)
             yield
         finally:
-            # Closing is not enough: a child that was forked in this block has the descriptor too.
+            # Closing is not enough: a child that was forked in this block also has the descriptor.
             self._system.flock(fd, fcntl.LOCK_UN)
             self._system.close(fd)
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
-        """See RawStore. Follows no link."""
+        """See RawStore. Does not follow links."""
         name = page_name(page.namespace.hex(), page.key)
         with self._translated():
             try:
@@ -238,7 +237,7 @@ class FileRaw(RawStore):
                 raise PageUnreadable(f"file store {self._path}: page {name}: {error}; check the disk") from error
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        """See RawStore. Evicts as an engine would, and for a page over the capacity nothing; the page keeps its
+        """See RawStore. Evicts as an engine would, but nothing for a page larger than the capacity. The page keeps its
         `used_s`."""
         with self._translated():
             store, files, capacity = self._to_write()
@@ -253,8 +252,8 @@ class FileRaw(RawStore):
         return outcome is SetOutcome.STORED
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
-        """See RawStore. Holds the lock for some hundred pages, so that engines may go on. Works on a full disk. A
-        directory goes if it is empty."""
+        """See RawStore. Holds the lock for a few hundred pages at a time, so that engines can continue. Works on a full
+        disk. Removes empty directories."""
         removed = 0
         with self._translated():
             store, _, _ = self._to_write()

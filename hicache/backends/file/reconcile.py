@@ -1,7 +1,7 @@
-"""What the directories of a store hold: listing it, making the index agree with it again, and removing what dead
-processes left.
+"""Lists the directories of a store, reconciles the index with them, and removes the leftovers of dead processes.
 
-REQUIRES but for listing: the store's lock and a transaction. Memory is bounded by the pages of one fan-out directory.
+REQUIRES, except for listing: the store's lock and a transaction. Memory is limited to the pages of one fan-out
+directory.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .pages import (
 OWNER_SUFFIX = ".alive"
 OWNER_HEX_DIGITS = 16
 _FANS = 256
-# What a device says of one page that it cannot read. The other pages are as good as before.
+# The errors of a device for one unreadable page. The other pages are not affected.
 _SICK_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
 def stored_ids(system: System, root_fd: int, prefix: str = "") -> Iterator[PageId]:
-    """Return namespace and key of everything in a page's place, namespace by namespace, of the namespaces whose digest
-    begins with `prefix` in hexadecimal. Where something else is in place of a directory of pages, the key is the first
-    byte of theirs. Follows no link. Raises OSError.
+    """Yield namespace and key of everything at a page's location, by namespace, for the namespaces whose digest begins
+    with `prefix` in hexadecimal. If a directory of pages is replaced by something else, the key is the first byte of
+    theirs. Does not follow links. Raises OSError.
 
-    Names that are not a store's are left out. Holds the names of one directory of pages at a time.
+    Other names are skipped. Holds the names of one directory of pages at a time.
     """
     for namespace in sorted(name for name in system.listdir(root_fd) if is_hex(name, 64) and name.startswith(prefix)):
         digest = bytes.fromhex(namespace)
@@ -58,7 +58,7 @@ def stored_ids(system: System, root_fd: int, prefix: str = "") -> Iterator[PageI
 
 
 def listed(system: System, root_fd: int, folder: str) -> list[str] | None:
-    """The names in a directory: none if it is gone, None if it is a file or a link."""
+    """Return the names in a directory: empty if it does not exist, None if it is a file or a link."""
     try:
         fd = system.open(folder, LIST_FLAGS, dir_fd=root_fd)
     except FileNotFoundError:
@@ -74,16 +74,17 @@ def listed(system: System, root_fd: int, folder: str) -> list[str] | None:
 
 
 def owner_of(name: str) -> str | None:
-    """The owner of a file in `tmp`, None if the file is not one of ours."""
+    """Return the owner of a file in `tmp`, None if HiCache did not create the file."""
     owner, _, rest = name.partition(".")
     ours = is_hex(owner, OWNER_HEX_DIGITS) and (rest.isdigit() or f".{rest}" == OWNER_SUFFIX)
     return owner if ours else None
 
 
 def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
-    """End what dead processes were writing: temporary files, reservations, owner files. True if there was any.
+    """Remove the leftovers of dead processes: temporary files, reservations, owner files. Return True if there were
+    any.
 
-    A page of theirs that has its name already is whole, and stays.
+    Their renamed pages are whole, and stay.
     """
     tmp_fd = system.open(TMP_DIR, LIST_FLAGS, dir_fd=root_fd)
     try:
@@ -92,7 +93,7 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
         for name in names:
             if name.endswith(OWNER_SUFFIX) and _is_locked(system, tmp_fd, name):
                 alive.add(str(owner_of(name)))
-        # Owner files go last: a kill in between leaves a dead owner that is still seen as one.
+        # Owner files are removed last: after a kill in between, the dead owner is still recognized.
         dead = sorted((name for name in names if owner_of(name) not in alive), key=lambda n: n.endswith(OWNER_SUFFIX))
         for name in dead:
             _remove(system, tmp_fd, name)
@@ -114,7 +115,7 @@ def _remove(system: System, tmp_fd: int, name: str) -> None:
     try:
         system.unlink(name, dir_fd=tmp_fd)
     except IsADirectoryError:
-        with contextlib.suppress(OSError):  # a directory that is not empty is not ours to clear
+        with contextlib.suppress(OSError):  # a directory with files is not removed
             system.rmdir(name, dir_fd=tmp_fd)
 
 
@@ -122,7 +123,7 @@ def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
     try:
         fd = system.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp_fd)
     except OSError as error:
-        # Its owner closed the store just now, or it is a link, a socket or a directory, which an owner does not make.
+        # Its owner has just closed the store, or it is a link, a socket or a directory, which owners do not create.
         if error.errno not in (errno.ENOENT, errno.EISDIR, *NOT_A_FILE_ERRNOS):
             raise
         return False
@@ -139,7 +140,7 @@ def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool 
     """Compare every page file with its row: forget rows without files, adopt whole files without rows, remove others.
 
     With `keep_damaged` the others only lose their rows: a tool that counts damage removes them itself, one by one.
-    Directories and files whose names are not a store's are not touched.
+    Directories and files with other names are ignored.
     """
     on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
     for namespace in sorted(on_disk | set(index.namespaces())):
@@ -170,7 +171,7 @@ def _reconcile_fan(
         try:
             kept += _reconcile_page(index, system, root_fd, namespace, key, rows.get(key), keep_damaged=keep_damaged)
         except FileNotFoundError:
-            continue  # removed by hand just now; its row goes with those below
+            continue  # just removed by a user; its row is removed below
         except OSError as error:
             if error.errno not in _SICK_ERRNOS:
                 raise
@@ -185,7 +186,7 @@ def _reconcile_page(
     index: Index, system: System, root_fd: int, namespace: bytes, key: bytes, row_bytes: int | None, *,
     keep_damaged: bool,
 ) -> bool:
-    """True if the page stays."""
+    """Return True if the page stays."""
     name = page_name(namespace.hex(), key)
     found = system.lstat_listed(name, dir_fd=root_fd)
     regular = stat.S_ISREG(found.st_mode)
@@ -198,18 +199,18 @@ def _reconcile_page(
         header is None
         or header.page_key != key
         or header.namespace != namespace
-        # Of another version only the alignment is known.
+        # For another version only the alignment is known.
         or (found.st_size != header.object_bytes if header.version == FORMAT_VERSION else found.st_size % FRAME_ALIGN)
     ):
         return keep_damaged or not remove_damaged(system, root_fd, name, identity(found))
     parent = None if header.parent_key == NO_PARENT else header.parent_key
-    # A time of use in the future would keep the page from being evicted in its turn.
+    # A time of use in the future would protect the page from eviction.
     index.add(namespace, key, parent, found.st_size, min(found.st_mtime_ns, time.time_ns()) // 1000)
     return True
 
 
 def _remove_empty(system: System, root_fd: int, namespace_hex: str) -> None:
-    """Remove the directories of a namespace that has no page left; an old epoch leaves nothing behind."""
+    """Remove the directories of a namespace without pages, such as that of an old epoch."""
     with contextlib.suppress(OSError):
         for name in listed(system, root_fd, namespace_hex) or ():
             if is_hex(name, 2):

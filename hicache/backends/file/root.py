@@ -1,10 +1,10 @@
-"""The root directory of a file store: made, claimed, and refused if it is not ours.
+"""The root directory of a file store: creates and checks it.
 
-A root is ours if we own it, nobody else may write it, and it carries the marker file we put there. A directory that has
-anything in it but no marker is left untouched, whatever it is. Each directory above it belongs to root or to us, and
-not everybody may write it unless it is sticky: the owner of a directory can put another one in the place of the store.
+A root is accepted if this user owns it, other users cannot write to it, and it has HiCache's marker file. A directory
+with files but without the marker is not changed. Each directory above it must belong to root or this user, and must not
+be writable by everyone unless it is sticky: others could replace the store.
 
-A group may write the directories above: shared groups (mode 2775) and a group of one's own are usual, and an
+A group may have write access to the directories above: shared groups (mode 2775) and per-user groups are usual, and an
 administrator has chosen the members.
 """
 
@@ -24,21 +24,22 @@ STORE_VERSION = 1
 _MARKER_TEXT = f"hicache file store {STORE_VERSION}\n".encode()
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LINK_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-# As many as Linux follows in one path.
+# The most links in one path on Linux.
 _LINKS_MAX = 40
-# Sub-directories that are looked into for a store, to say where it is.
+# The most sub-directories that are searched for a store, for a hint in the error.
 _HINT_LOOKS_MAX = 100
 
 
 def open_root(
     path: str | os.PathLike[str], *, create: bool, system: System, read_only: bool = False
 ) -> tuple[str, int]:
-    """Absolute path and descriptor of a store's root; with `create`, an empty or missing directory becomes one.
+    """Return the absolute path and the descriptor of a store's root; with `create`, turn an empty or missing directory
+    into one.
 
-    The path is the real one: links above the root are resolved here, once. Missing directories above the root are made
-    with mode 0700. With `read_only` nothing is written, so it works on a read-only mount. REQUIRES: not both of them.
-    Blocks on the file system. Raises NotOurs for a directory that is not ours or that others may write or replace (left
-    as it is), BackendUnavailable for one that cannot be opened, made or written.
+    Links above the root are resolved here, once. Missing directories above the root are created with mode 0700. With
+    `read_only` nothing is written, so it works on a read-only mount. REQUIRES: not both of them. Blocks on the file
+    system. Raises NotOurs, without changes, for a directory of another user or one that others may write or replace,
+    BackendUnavailable for one that cannot be opened, created or written.
     """
     absolute = os.path.abspath(os.fspath(path))
     try:
@@ -60,9 +61,10 @@ def open_root(
 
 
 def _open_above(path: str, create: bool, system: System, opened: contextlib.ExitStack) -> tuple[str, int]:
-    """Real path and descriptor of the directory above `path`, reached from `/` one checked directory at a time.
+    """Return the real path and the descriptor of the directory above `path`, opened from `/` one checked directory at a
+    time.
 
-    Each step starts at the descriptor of the step before, so what is checked is what is opened. `opened` closes them.
+    Each step uses the descriptor of the step before, so the checked directory is the opened one. `opened` closes them.
     """
 
     def step(name: str, dir_fd: int | None) -> int:
@@ -101,7 +103,7 @@ def _open_or_make(
     except FileNotFoundError:
         if not create:
             raise
-    with contextlib.suppress(FileExistsError):  # another process makes the same store now
+    with contextlib.suppress(FileExistsError):  # another process is creating the same store
         system.mkdir(name, dir_fd=dir_fd)
         if system.lstat(name, dir_fd=dir_fd).st_mode & 0o777 != DIR_MODE:
             system.rmdir(name, dir_fd=dir_fd)
@@ -114,18 +116,18 @@ def _check_above(path: str, where: str, fd: int, system: System) -> None:
     if found.st_uid not in (0, os.geteuid()):
         raise NotOurs(
             f"file store {path}: {where} above it belongs to user id {found.st_uid}, who can replace the store; "
-            f"run chown on {where}, or use a path below directories of your own"
+            f"run chown on {where}, or use a path below your own directories"
         )
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise NotOurs(
-            f"file store {path}: {where} above it can be written by everybody, who can replace the store; "
+            f"file store {path}: {where} above it is writable by everyone, so others can replace the store; "
             f"run chmod o-w on {where}, or use another path"
         )
 
 
 def _link_target(path: str, where: str, dir_fd: int, system: System) -> str:
-    """Return the target of the link `where` in the directory `dir_fd`. A link of another user would choose the
-    directory of the store, so it is refused."""
+    """Return the target of the link `where` in the directory `dir_fd`. Rejects a link of another user, who could
+    redirect the store."""
     fd = system.open(os.path.basename(where), _LINK_FLAGS, dir_fd=dir_fd)
     try:
         found = system.fstat(fd)
@@ -134,7 +136,7 @@ def _link_target(path: str, where: str, dir_fd: int, system: System) -> str:
         if found.st_uid not in (0, os.geteuid()):
             raise NotOurs(
                 f"file store {path}: the symbolic link {where} belongs to user id {found.st_uid}; "
-                "give the directory it points to"
+                "use the directory it points to"
             )
         return system.readlink(fd)
     finally:
@@ -151,21 +153,21 @@ def _open_directory(path: str, above_fd: int, create: bool, system: System) -> i
         return _open_or_make(open_it, name, above_fd, create, system)
     except NotADirectoryError:
         if stat.S_ISLNK(system.lstat(name, dir_fd=above_fd).st_mode):
-            raise NotOurs(f"file store {path} is a symbolic link; give the directory it points to") from None
+            raise NotOurs(f"file store {path} is a symbolic link; use the directory it points to") from None
         raise
 
 
 def _check_owner(path: str, fd: int, above_fd: int, system: System) -> None:
     found = system.fstat(fd)
     if found.st_uid != os.geteuid():
-        raise NotOurs(f"file store {path} belongs to user id {found.st_uid}; use a directory of your own")
+        raise NotOurs(f"file store {path} belongs to user id {found.st_uid}; use your own directory")
     if found.st_mode & stat.S_ISVTX and found.st_mode & _OTHERS_WRITE:
-        # Such as /tmp: closing it to others would break what they do there.
-        raise NotOurs(f"file store {path} is shared with others; use a directory of its own, such as {path}/hicache")
+        # Such as /tmp, which others need.
+        raise NotOurs(f"file store {path} is shared with others; use a separate directory, such as {path}/hicache")
     if found.st_mode & _OTHERS_WRITE:
-        raise NotOurs(f"file store {path} can be written by others; run chmod 700 on it")
+        raise NotOurs(f"file store {path} is writable by others; run chmod 700 on it")
     if system.fstat(above_fd).st_mode & stat.S_IWOTH and found.st_mode & 0o777 != DIR_MODE:
-        raise NotOurs(f"file store {path} lies in a shared directory and is not private; run chmod 700 on it")
+        raise NotOurs(f"file store {path} is in a shared directory and is not private; run chmod 700 on it")
 
 
 def _open_marker(path: str, fd: int, create: bool, flags: int, system: System) -> int:
@@ -177,7 +179,7 @@ def _open_marker(path: str, fd: int, create: bool, flags: int, system: System) -
             raise NotOurs(f"{path} is not a HiCache file store: it has no {MARKER} file{hint}") from None
     if any(name != MARKER for name in system.listdir(fd)):
         try:
-            # The marker is what a store gets first: if it is there now, another process has made the store meanwhile.
+            # The marker is created first: if it exists now, another process has just created the store.
             return system.open(MARKER, flags, dir_fd=fd)
         except FileNotFoundError:
             raise NotOurs(f"{path} is not empty and not a HiCache file store; use a new sub-directory") from None
@@ -202,7 +204,7 @@ def _check_marker(path: str, fd: int, create: bool, read_only: bool, system: Sys
         buffer = memoryview(bytearray(len(_MARKER_TEXT) + 1))
         text = bytes(buffer[: read_head(system, marker, buffer)])
         if not text:
-            # New, or its maker was killed right here; everybody who comes by to write writes the same bytes.
+            # New, or its creator was killed here; every writer writes the same bytes.
             if not read_only:
                 system.pwritev(marker, [memoryview(_MARKER_TEXT)], 0)
         elif text != _MARKER_TEXT:
