@@ -1,27 +1,27 @@
-"""The index of a file store: one SQLite row a page, shared by all processes of the store.
+"""The index of a file store: one SQLite row per page, shared by all processes of the store.
 
     pages       id, namespace, key, parent, writer, size, children, last_use
     namespaces  id, digest
-    totals      one row: pages and bytes that are stored, bytes that are reserved
+    totals      one row: stored pages, stored bytes, reserved bytes
 
-A row with an empty `writer` is a stored page. A row with a writer (`<owner>.<batch>`) is a reservation: room taken for
-a page that its owner is writing. Invariants, kept in the transaction of each change (by triggers where rows come and
-go) and tested by `check`:
+A row with an empty `writer` is a stored page. A row with a writer (`<owner>.<batch>`) is a reservation: room for a page
+that its owner is writing. Invariants, kept in the transaction of each change (by triggers for inserts and deletes) and
+verified by `check`:
 
 1. `totals` are the sums over the rows.
-2. `children` of a row is the number of rows, stored or reserved, whose parent it is. So the chain above a page that is
-   being written is as safe from eviction as the chain above a stored one.
-3. No page is above itself: the walk from parent to parent ends. A row whose parent would close a cycle is inserted
-   without a parent, so every page can be evicted at some time, whatever the headers of the pages say.
+2. `children` of a row is the number of rows, stored or reserved, whose parent it is. So the ancestors of a page that is
+   being written are protected from eviction like those of a stored page.
+3. The walk from parent to parent ends. A row whose parent would close a cycle is inserted without a parent, so every
+   page can be evicted, even if the headers form cycles.
 
-SQLite is the right size for this: several processes, atomic changes of many rows, recovery after a kill, and no server.
-The file system has the last word on which pages exist; the index knows order, sizes and sums. It is a cache: an index
-that cannot be read as one of ours is IndexDamaged, and the store makes another one from the files.
+SQLite fits: several processes, atomic changes of many rows, recovery after a kill, and no server. The file system
+determines which pages exist; the index knows order, sizes and sums. It is a cache: an index that is not readable is
+IndexDamaged, and the store rebuilds it from the files.
 
-The store's lock orders all transactions, so SQLite needs no concurrency of its own. A rollback journal is enough; it
-stays in place between transactions and is allocated in advance (JOURNAL_BYTES), so that a transaction finds room for it
-on a full disk. Nothing is mapped into memory: a file that is cut short is an error and not a SIGBUS. Nothing is synced:
-the page cache survives a kill, and what a power cut leaves is proved or replaced when the store is opened.
+The store's lock orders all transactions, so SQLite's own concurrency is not used. A rollback journal is enough; it
+stays in place between transactions and is allocated in advance (JOURNAL_BYTES), so that transactions work on a full
+disk. The file is not mapped into memory: a truncated file is an error and not a SIGBUS. It is not synced: the page
+cache survives a kill, and after a power failure the index is verified or replaced when the store is opened.
 
 Locking design: no lock here. REQUIRES everywhere: the store's lock (see `store`), which also orders the processes.
 """
@@ -46,10 +46,10 @@ _FILE = re.compile(r"index-[0-9a-f]{8}\.sqlite(-wal|-shm|-journal)?")
 _WRITER = re.compile(r"[0-9a-f]{16}\.[0-9]+")
 JOURNAL = "-journal"
 SCHEMA_VERSION = 2
-# Others wait for the store's lock and not for SQLite; what may still hold SQLite is a person with a shell on the file.
+# Other processes wait for the store's lock, not for SQLite; only a user with a shell on the file can block SQLite.
 _BUSY_TIMEOUT_MS = 2_000
-# A batch of 128 pages changes up to 250 pages of the index, and each takes 4 KiB of the journal. A larger transaction
-# makes the journal larger, never larger than the index, and its end cuts it back to this.
+# A batch of 128 pages changes up to 250 pages of the index, each with 4 KiB in the journal. A larger transaction
+# extends the journal, at most to the size of the index, and truncates it to this size at its end.
 JOURNAL_BYTES = 1 << 20
 
 _SCHEMA = (
@@ -77,8 +77,8 @@ END""",
         reserved = reserved - (OLD.writer != '') * OLD.size;
 END""",
 )
-# The bytes of SQLite's file header that are the same in each index of ours, by offset: page size, format and the like.
-# SQLite obeys them: one flipped bit makes an index read-only, gives it a log, or has it read in another encoding.
+# The bytes of SQLite's file header that are the same in each index, by offset: page size, format and others. SQLite
+# obeys them: one flipped bit makes an index read-only, switches to a log, or changes the encoding.
 _HEADER = {
     0: b"SQLite format 3\0\x10\x00\x01\x01\x00\x40\x20\x20",
     44: (4).to_bytes(4, "big") + bytes(8) + (1).to_bytes(4, "big"),
@@ -86,7 +86,7 @@ _HEADER = {
 }
 _HEADER_BYTES = 100
 _PRAGMAS = (
-    # Of a new file; a build of SQLite may have other defaults.
+    # For a new file; a build of SQLite may have other defaults.
     "page_size = 4096",
     "auto_vacuum = NONE",
     "encoding = 'UTF-8'",
@@ -98,9 +98,9 @@ _PRAGMAS = (
     f"journal_size_limit = {JOURNAL_BYTES}",
 )
 _SCHEMA_ROWS = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY rowid"
-# A cycle can only be closed by a page on which others hang already, and by a link that is new (two engines often store
-# the same chain), so all other inserts leave out the walk. The plus sign keeps SQLite from making an index of the walk,
-# which then ends where it meets the page.
+# Only a page that already has children can close a cycle, and only by a new link (two engines often store the same
+# chain), so all other inserts skip the walk. The plus sign prevents an automatic index of the walk, so the walk ends
+# where it meets the page.
 _INSERT = """
 INSERT INTO pages(namespace, key, parent, writer, size, last_use, children)
 SELECT :namespace, :key, CASE WHEN :parent = :key OR (number > 0 AND NOT EXISTS (
@@ -112,12 +112,12 @@ SELECT :namespace, :key, CASE WHEN :parent = :key OR (number > 0 AND NOT EXISTS 
     :writer, :size, :last_use, number
 FROM (SELECT count(*) AS number FROM pages WHERE namespace = :namespace AND parent = :key)
 """
-# What SQLite cannot do now and may do later. All other errors say that the file is not a sound index.
+# Temporary errors of SQLite. All other errors mean that the file is not a valid index.
 _NOT_NOW = frozenset({
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH,
 })  # fmt: skip
-# Of those, the ones that a flaw of the file cannot cause.
+# Those of them that damage of the file cannot cause.
 _BLAMELESS = frozenset({
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_FULL,
 })  # fmt: skip
@@ -125,7 +125,7 @@ _BLAMELESS = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What the store holds: pages and bytes that are stored, and bytes reserved for pages being written."""
+    """The content of the store: stored pages and bytes, and bytes reserved for pages being written."""
 
     pages: int
     bytes: int
@@ -143,7 +143,7 @@ class PageRow:
 
 
 class IndexDamaged(sqlite3.DatabaseError):
-    """The index is missing, of another version, or not one that this module can have written; it has to be rebuilt."""
+    """The index is missing, of another version, or not written by this module; it must be rebuilt."""
 
     sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     sqlite_errorname = "SQLITE_CORRUPT"
@@ -169,16 +169,16 @@ _PAGE_ROW = (_is_key, _is_key, _is_count, _is_integer)
 
 
 class Index:
-    """An open index. All methods but `begin`, `close` and `abandon` run inside a transaction and may raise
-    IndexDamaged, and sqlite3.Error for what SQLite cannot do now.
+    """An open index. All methods except `begin`, `close` and `abandon` run inside a transaction and may raise
+    IndexDamaged, and sqlite3.Error for temporary errors.
 
-    `follows_files` is True once the transaction has made changes that go with changes of page files.
+    `follows_files` is True once the transaction has made changes that correspond to changes of page files.
     """
 
     def __init__(self, path: str) -> None:
-        """Open the index in the regular file `path`, prove it, and roll back what a kill has left of a transaction.
+        """Open the index in the regular file `path`, verify it, and roll back an incomplete transaction.
 
-        Raises IndexDamaged, sqlite3.Error for what SQLite cannot do now, and OSError.
+        Raises IndexDamaged, sqlite3.Error for temporary errors, and OSError.
         """
         with open(path, "rb") as file:
             header = file.read(_HEADER_BYTES)
@@ -189,14 +189,14 @@ class Index:
             self._prove()
         except sqlite3.Error as error:
             self.close()
-            # A file that cannot be read is as good as lost, and the pages tell what it held.
+            # An unreadable index is rebuilt from the pages.
             if code_of(error) == sqlite3.SQLITE_IOERR:
                 raise IndexDamaged(str(error)) from error
             raise
 
     @classmethod
     def create(cls, path: str) -> Index:
-        """Make an empty index of the empty file at `path`. It counts as damaged until `mark_sound` is committed."""
+        """Create an empty index in the empty file at `path`. It counts as damaged until `mark_sound` is committed."""
         index = cls.__new__(cls)
         index._open(path)
         try:
@@ -227,16 +227,16 @@ class Index:
             raise IndexDamaged(f"it is of version {version}, not {SCHEMA_VERSION}")
         if self._run(_SCHEMA_ROWS) != _expected_schema():
             raise IndexDamaged("its tables are not those of an index")
-        # Compares each row with all that the rest of the file says of it, so that no two of them disagree later.
+        # Compares each row with the rest of the file, so that contradictions do not appear later.
         if self._run("PRAGMA integrity_check(1)") != [("ok",)]:
             raise IndexDamaged("its parts disagree")
 
     def mark_sound(self) -> None:
-        """Say, with the commit of this transaction, that the index is complete."""
+        """Mark the index as complete, with the commit of this transaction."""
         self._run(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _run(self, statement: str, values: Any = (), *, many: bool = False) -> list[Any]:
-        """All rows of a statement; `many` runs it for each of `values`. The only place that asks SQLite anything."""
+        """Return all rows of a statement; `many` runs it for each of `values`. The only function that calls SQLite."""
         if self._db is None:
             raise sqlite3.ProgrammingError("the index is closed")
         try:
@@ -249,7 +249,7 @@ class Index:
     def _read(
         self, checks: Sequence[Callable[[object], bool]], statement: str, values: Any = ()
     ) -> list[Any]:
-        """The rows of a query, whose columns pass `checks`. Raises IndexDamaged."""
+        """Return the rows of a query, whose columns pass `checks`. Raises IndexDamaged."""
         rows = self._run(statement, values)
         for row in rows:
             for is_valid, value in zip(checks, row, strict=True):
@@ -263,29 +263,29 @@ class Index:
         self._run("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
-        """Make the transaction's changes last; a kill after this keeps them."""
+        """Commit the transaction; its changes survive a kill."""
         self._run("COMMIT")
 
     def rollback(self) -> None:
-        """Forget the transaction's changes, and the namespaces that were numbered in it."""
+        """Undo the transaction's changes, and forget its new namespaces."""
         self._namespaces.clear()
         if self._db is not None and self._db.in_transaction:
             self._run("ROLLBACK")
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file. Idempotent."""
         if self._db is not None:
             self._db.close()
             self._db = None
 
     def abandon(self) -> None:
-        """In the child of a fork: leave the connection as it is. SQLite would end the parent's transaction with it."""
-        # The reference is never given back, or the end of the interpreter would close the connection.
+        """Leave the connection unchanged in the child of a fork: closing it would end the parent's transaction."""
+        # The reference is kept, so that the end of the interpreter does not close the connection.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
         self._db = None
 
     def totals(self) -> Totals:
-        """The sums over the whole store, every namespace."""
+        """Return the sums over the whole store, all namespaces."""
         rows = self._read((_is_count,) * 3, "SELECT pages, bytes, reserved FROM totals")
         if len(rows) != 1:
             raise IndexDamaged("it has no sums")
@@ -297,14 +297,14 @@ class Index:
             self._run("INSERT OR IGNORE INTO namespaces(digest) VALUES(?)", (digest,))
             rows = self._read((_is_integer,), "SELECT id FROM namespaces WHERE digest = ?", (digest,))
             if len(rows) != 1:
-                raise IndexDamaged("it does not find the namespace that it holds")
+                raise IndexDamaged("it does not find a namespace that it contains")
             self._namespaces[digest] = number = int(rows[0][0])
         return number
 
     def reserve(
         self, namespace: bytes, keys: Sequence[bytes], parents: Sequence[bytes | None], writer: str, size: int, now: int
     ) -> None:
-        """Take room of `size` bytes for each of `keys`, which are all different."""
+        """Reserve `size` bytes for each of `keys`, which are all different."""
         number = self._namespace(namespace)
         self._run(_INSERT, [
             {"namespace": number, "key": key, "parent": parent, "writer": writer, "size": size, "last_use": now}
@@ -312,18 +312,18 @@ class Index:
         ], many=True)  # fmt: skip
 
     def release(self, namespace: bytes, keys: Iterable[bytes], writer: str) -> None:
-        """Give back the room of some pages of a writer that will not be written."""
+        """Release the reservations of pages that a writer will not write."""
         self.follows_files = True
         number = self._namespace(namespace)
         rows = [(number, key, writer) for key in keys]
         self._run("DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ?", rows, many=True)
 
     def release_all(self, writer: str) -> None:
-        """Give back all room of a writer."""
+        """Release all reservations of a writer."""
         self._run("DELETE FROM pages WHERE writer = ? AND writer != ''", (writer,))
 
     def resize(self, namespace: bytes, lengths: Mapping[bytes, int], writer: str) -> None:
-        """Set what pages of a writer really take, once that is known."""
+        """Set the real sizes of a writer's pages."""
         self.follows_files = True
         number = self._namespace(namespace)
         before = self._reserved(writer)
@@ -339,10 +339,10 @@ class Index:
         return int(self._read((_is_count,), query, (writer,))[0][0])
 
     def publish(self, writer: str) -> int:
-        """Turn all reservations of a writer into stored pages; their files have their names by now. How many it were:
+        """Turn all reservations of a writer into stored pages, after their files were renamed. Return their number:
         fewer than were reserved if the index was rebuilt since."""
         self.follows_files = True
-        # `writer != ''` lets SQLite use the index of reservations, which leaves out the many stored pages.
+        # `writer != ''` lets SQLite use the index of reservations, without the many stored pages.
         self._run(
             "DELETE FROM pages WHERE id IN (SELECT old.id FROM pages new CROSS JOIN pages old"
             " ON old.namespace = new.namespace AND old.key = new.key AND old.writer = ''"
@@ -357,27 +357,27 @@ class Index:
         return int(number)
 
     def add(self, namespace: bytes, key: bytes, parent: bytes | None, size: int, last_use: int) -> None:
-        """A stored page whose file was found without a row."""
+        """Add a stored page whose file was found without a row."""
         self._run(_INSERT, {
             "namespace": self._namespace(namespace), "key": key, "parent": parent,
             "writer": "", "size": size, "last_use": last_use,
         })  # fmt: skip
 
     def drop(self, namespace: bytes, key: bytes) -> None:
-        """Forget a stored page, if there is one."""
+        """Forget a stored page, if it exists."""
         self.follows_files = True
         self._run(
             "DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ''", (self._namespace(namespace), key)
         )
 
     def oldest_use(self) -> int | None:
-        """When the page that is evicted next was last used; None if there is no page."""
+        """Return the last use of the next victim; None without pages."""
         query = "SELECT last_use FROM pages INDEXED BY leaves WHERE children = 0 AND writer = '' ORDER BY last_use"
         found = self._read((_is_integer,), f"{query} LIMIT 1")
         return int(found[0][0]) if found else None
 
     def touch(self, namespace: bytes, uses: Mapping[bytes, int]) -> None:
-        """Note when pages were last used, in microseconds since 1970; never turns the clock of a page back."""
+        """Record the last uses of pages, in microseconds since 1970; earlier times are ignored."""
         number = self._namespace(namespace)
         self._run(
             "UPDATE pages SET last_use = max(last_use, ?) WHERE namespace = ? AND key = ? AND writer = ''",
@@ -386,7 +386,7 @@ class Index:
         )
 
     def oldest_leaf(self) -> PageRow | None:
-        """The stored page to evict next: least recently used of those that no stored or reserved page hangs on."""
+        """Return the next victim: the least recently used stored page without stored or reserved children."""
         self.follows_files = True
         found = self._read(
             _PAGE_ROW,
@@ -397,11 +397,11 @@ class Index:
         return PageRow(*found[0]) if found else None
 
     def writers(self) -> list[str]:
-        """All writers that hold reservations."""
+        """Return all writers with reservations."""
         return [row[0] for row in self._read((_is_writer,), "SELECT DISTINCT writer FROM pages WHERE writer != ''")]
 
     def reserved_keys(self, writer: str) -> list[tuple[bytes, bytes]]:
-        """Namespace and key of each reservation of a writer."""
+        """Return namespace and key of each reservation of a writer."""
         return self._read(
             (_is_key, _is_key),
             "SELECT n.digest, p.key FROM pages p JOIN namespaces n ON n.id = p.namespace"
@@ -410,11 +410,11 @@ class Index:
         )
 
     def namespaces(self) -> list[bytes]:
-        """Digests of all namespaces that ever had a page."""
+        """Return the digests of all namespaces that ever had a page."""
         return [row[0] for row in self._read((_is_key,), "SELECT digest FROM namespaces ORDER BY id")]
 
     def stored(self, namespace: bytes, first: bytes, last: bytes) -> dict[bytes, int]:
-        """Key and size of the stored pages of a namespace with `first <= key <= last`."""
+        """Return key and size of the stored pages of a namespace with `first <= key <= last`."""
         return dict(self._read(
             (_is_key, _is_count),
             "SELECT key, size FROM pages WHERE namespace = ? AND key BETWEEN ? AND ? AND writer = ''",
@@ -422,7 +422,7 @@ class Index:
         ))  # fmt: skip
 
     def all_stored(self) -> list[PageRow]:
-        """Every stored page."""
+        """Return every stored page."""
         found = self._read(
             _PAGE_ROW,
             "SELECT n.digest, p.key, p.size, p.last_use FROM pages p JOIN namespaces n ON n.id = p.namespace"
@@ -431,16 +431,16 @@ class Index:
         return [PageRow(*row) for row in found]
 
     def recount(self) -> None:
-        """Set all sums and child counts from the rows; a sound index is not changed by this."""
+        """Recompute all sums and child counts from the rows; a valid index does not change."""
         self._run("UPDATE totals SET (pages, bytes, reserved) = (" + _SUMS + ")")
         wrong = self._run(_WRONG_CHILDREN)
         self._run("UPDATE pages SET children = ? WHERE id = ?", [(count, row) for row, count in wrong], many=True)
 
     def check(self) -> None:
-        """Raise InvariantError if a sum or a child count contradicts the rows, or a page is above itself."""
+        """Raise InvariantError if a sum or a child count contradicts the rows, or pages form a cycle."""
         sums = Totals(*self._run(_SUMS)[0])
         if sums != self.totals():
-            raise InvariantError(f"file index: the rows sum up to {sums}, noted is {self.totals()}")
+            raise InvariantError(f"file index: the rows sum up to {sums}, not {self.totals()}")
         wrong = self._run(_WRONG_CHILDREN)
         if wrong:
             raise InvariantError(f"file index: {len(wrong)} pages have a wrong count of children")
@@ -451,14 +451,14 @@ class Index:
             graphlib.TopologicalSorter(above).prepare()
         except graphlib.CycleError as error:
             length = len(error.args[1]) - 1
-            raise InvariantError(f"file index: a page is above itself, in a cycle of {length}") from error
+            raise InvariantError(f"file index: a page is its own ancestor, in a cycle of {length}") from error
 
 
 _SUMS = (
     "SELECT coalesce(sum(writer = ''), 0), coalesce(sum((writer = '') * size), 0),"
     " coalesce(sum((writer != '') * size), 0) FROM pages"
 )
-# A page may have a stored row and reservations; each of them carries the count of all rows that hang on its key.
+# A page may have a stored row and reservations; each of them has the count of all children of its key.
 _WRONG_CHILDREN = """
 SELECT p.id, coalesce(c.number, 0) FROM pages p LEFT JOIN
     (SELECT namespace, parent, count(*) AS number FROM pages WHERE parent IS NOT NULL GROUP BY namespace, parent) c
@@ -469,7 +469,7 @@ WHERE p.children != coalesce(c.number, 0)
 
 @functools.cache
 def _expected_schema() -> list[Any]:
-    """The rows of SQLite's own table in an index of ours."""
+    """Return the rows of SQLite's schema table in a valid index."""
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         for statement in _SCHEMA:
             db.execute(statement)
@@ -477,20 +477,20 @@ def _expected_schema() -> list[Any]:
 
 
 def index_names(names: Iterable[str]) -> list[str]:
-    """The indices among the names in a root: one, but right after its loss or in the middle of a rebuild."""
+    """Return the indices among the names in a root: normally one, but not after a loss or during a rebuild."""
     return [name for name in names if _NAME.fullmatch(name)]
 
 
 def index_files(names: Iterable[str]) -> list[str]:
-    """All files of indices, of each the index last."""
+    """Return all files of indices; for each index, its main file comes last."""
     return sorted((name for name in names if _FILE.fullmatch(name)), reverse=True)
 
 
 def code_of(error: BaseException) -> int:
-    """SQLite's primary code of an error, 0 if it has none."""
+    """Return SQLite's primary code of an error, or 0."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def blames_file(error: BaseException) -> bool:
-    """True if an error of SQLite can come from a flaw of the file, which another opening would find."""
+    """Return True if damage of the file can cause this error of SQLite; opening it again would find the damage."""
     return isinstance(error, sqlite3.Error) and code_of(error) not in _BLAMELESS

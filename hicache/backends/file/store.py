@@ -1,34 +1,34 @@
-"""One open store: its root, its lock, its index, and how the three are made to agree again after a crash.
+"""One open store: its root, its lock, its index, and their recovery after a crash.
 
 Every page file is published and removed under the store's lock, its row in a transaction under the same lock. So the
-holder of the lock sees files and rows that agree, except for what a process left that was killed in between:
+holder of the lock sees matching files and rows, except after a kill in between:
 
-| killed                                  | leaves                            | ends                          |
+| killed                                  | leaves                            | fixed by                      |
 |-----------------------------------------|-----------------------------------|-------------------------------|
-| while it writes pages                   | temporary files, reservations     | `reap`                        |
-| while it gives pages their names        | files without rows, reservations  | `reap` (adopts whole pages)   |
-| while it evicts, deletes or sweeps      | rows without files                | `reconcile`                   |
+| while writing pages                     | temporary files, reservations     | `reap`                        |
+| while renaming pages                    | files without rows, reservations  | `reap` (adopts whole pages)   |
+| while evicting, deleting or sweeping    | rows without files                | `reconcile`                   |
 
-In all three the index says that more is used than there is, never less, so no limit is exceeded. `reap` runs when room
-gets short, `reconcile` compares every file with its row; both run before the first transaction of an opening, and after
-one that failed when files had changed.
+In all three cases the index counts more bytes than exist, never fewer, so limits hold. `reap` runs when room gets
+short, `reconcile` compares every file with its row; both run before the first transaction of an opening, and after one
+that failed when files had changed.
 
-An index that is lost or damaged is removed and made again from the files. Where that finds no room, or the file system
-is read-only, the store is open without an index: pages are read, because that takes no index, and removed (`removing`);
-each transaction tries again and fails.
+A lost or damaged index is removed and rebuilt from the files. If there is no room for that, or the file system is
+read-only, the store is open without an index: pages are read, which needs no index, and removed (`removing`); each
+transaction tries again and fails.
 
-A process is known by its owner file in `tmp`, which it keeps locked: a lock ends with its process, in every container,
-where a process id may mean another process. The locks are flock's. POSIX record locks would not pass to the child of a
-fork, but they end when any descriptor of the file is closed in the process, and do not exclude two openings in one. An
-flock ends with the last copy of its descriptor, so a child closes its copies right after the fork (`_after_fork`).
+A process is identified by its owner file in `tmp`, which it keeps locked: unlike a process id, a lock works across
+containers and ends with its process. The locks are flock's. POSIX record locks would not pass to the child of a fork,
+but they end when any descriptor of the file is closed in the process, and do not exclude two openings in one process.
+An flock ends with the last copy of its descriptor, so a child closes its copies right after the fork (`_after_fork`).
 
-SQLite opens files by path. So each transaction first compares the path with the open root; where they differ, the root
-was moved or replaced, and the transaction fails with ESTALE. Between that look and SQLite's own opening only a user who
-may rename the root or a directory above it can still put another directory there.
+SQLite opens files by path. So each transaction first compares the path with the open root; if they differ, the root was
+moved or replaced, and the transaction fails with ESTALE. Between that check and SQLite's own opening, only a user who
+may rename the root or a directory above it can replace the directory.
 
-Locking design: `transaction` and `removing` take the thread lock, then the file lock. The thread lock guards all fields
-that change; the file lock (flock on `lock`, polled, as no wait may outlast its deadline) orders all processes, and
-SQLite's own locks are behind it.
+Locking design: `transaction` and `removing` take the thread lock, then the file lock. The thread lock guards all
+changing fields; the file lock (flock on `lock`, polled, because each wait has a deadline) orders all processes, and is
+taken before SQLite's own locks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
 from .root import open_root
 
 _log = logging.getLogger(__name__)
-# Each transaction meets the same fault until an operator ends it.
+# Each transaction has the same error until an operator fixes it.
 _limited_log = LimitedLog(_log, 60.0)
 
 LOCK_FILE = "lock"
@@ -70,15 +70,15 @@ _POLL_S_MAX = 0.005
 _LOCKABLE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # SQLite opens no file whose name, with the journal's, is longer than 512 bytes.
 _PATH_BYTES_MAX = 480
-# Making an index scans the store. Where that took long and found no room, the next transactions fail without trying for
-# some times as long, so that a full disk does not keep the lock busy.
+# Building an index scans the store. After a long build that found no room, transactions fail without another build for
+# a multiple of that time, so that a full disk does not keep the lock busy.
 _COSTLY_S = 0.25
 _PAUSE_FACTOR = 10.0
 _PAUSE_S_MAX = 10.0
 
 
 def now_us() -> int:
-    """Wall clock in microseconds: the unit of recency, since it has to mean the same after a restart."""
+    """Return the wall clock in microseconds, the unit of recency, which must stay valid after a restart."""
     return time.time_ns() // 1000
 
 
@@ -95,7 +95,7 @@ def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> 
 
 
 def usable_index(system: System, root_fd: int) -> str | None:
-    """The name of the index in a root, None unless there is exactly one regular file of such a name.
+    """Return the name of the index in a root, None unless exactly one regular file has such a name.
 
     Raises OSError, and IndexDamaged if it or its journal is not a file that only this user reads and writes.
     """
@@ -114,20 +114,20 @@ def usable_index(system: System, root_fd: int) -> str | None:
 
 @dataclass(slots=True)
 class Removal:
-    """Pages whose files are gone. `error` says, at the end, why their rows have stayed; None if they have gone too."""
+    """Pages whose files were removed. At the end, `error` is the reason why their rows stayed, or None."""
 
     pages: list[PageId] = field(default_factory=list)
     error: OSError | sqlite3.Error | None = None
 
 
 class Store:
-    """An open file store. Thread-safe. Made by `FileBackend` and by tools that remove pages, of any namespace.
+    """An open file store. Thread-safe. Used by `FileBackend` and by tools that remove pages, of any namespace.
 
-    With `keep_damaged` no file is removed for being damaged, only its row is dropped: for a tool that counts what it
-    removes. `owner` names this opening in `tmp`. `leftovers` are the writers (see `new_writer`) whose reservations and
-    temporary files a failure could not give back at once; `sweep` tries again. `at_fork` is called in the child of a
-    fork, where all that needs the lock fails. Raises NotOurs and BackendUnavailable from the constructor, which
-    blocks up to OPEN_TIMEOUT_S; a disk that is full or read-only is no reason for that.
+    With `keep_damaged` damaged files are not removed, only their rows: for a tool that counts its removals. `owner` is
+    the name of this opening in `tmp`. `leftovers` are the writers (see `new_writer`) whose reservations and temporary
+    files could not be released after a failure; `sweep` tries again. `at_fork` is called in the child of a fork, where
+    operations under the lock fail. The constructor raises NotOurs and BackendUnavailable, but not for a full or
+    read-only disk, and blocks up to OPEN_TIMEOUT_S.
     """
 
     def __init__(
@@ -187,21 +187,21 @@ class Store:
             _log.warning("file store %s: open without an index, so it stores nothing: %s", self.path, error)
 
     def new_writer(self) -> str:
-        """A new name for a reservation, or for a temporary file in `tmp`. From any thread."""
+        """Return a new name for a reservation, or for a temporary file in `tmp`. Any thread."""
         return f"{self.owner}.{next(self._serial)}"
 
     def sweep(self, index: Index) -> None:
-        """Give back what `leftovers` hold, as far as that is possible now. REQUIRES: a transaction of this store.
-        Raises sqlite3.Error."""
+        """Release the `leftovers`, as far as possible now. REQUIRES: a transaction of this store. Raises
+        sqlite3.Error."""
         for writer in list(self.leftovers):
             index.release_all(writer)
-            with contextlib.suppress(OSError):  # counted when it failed first
+            with contextlib.suppress(OSError):  # counted at its first failure
                 remove_page(self.system, self.root_fd, f"{TMP_DIR}/{writer}")
                 self.leftovers.discard(writer)
 
     @contextlib.contextmanager
     def transaction(self, deadline: float) -> Iterator[Index]:
-        """The index, changed by this block only: all of it on return, nothing on an exception.
+        """Yield the index for a transaction: committed on return, rolled back on an exception.
 
         Blocks for the locks up to `deadline` (monotonic). Raises TimeoutError for them, sqlite3.Error and OSError.
         """
@@ -210,10 +210,10 @@ class Store:
 
     @contextlib.contextmanager
     def removing(self, deadline: float) -> Iterator[Removal]:
-        """The store's lock, for a block that removes files of pages and notes these pages in what it gets.
+        """Hold the store's lock for a block that removes page files and records them in the yielded Removal.
 
-        Their rows go at the end, if the index can be written then. Rows that stay say that more is used than there is,
-        and the next transaction drops them. Blocks and raises as `transaction`, but not for the index.
+        Their rows are removed at the end, if the index is writable. Rows that stay count too many bytes, and the next
+        transaction removes them. Blocks and raises as `transaction`, except for errors of the index.
         """
         removal = Removal()
         with self._locked(deadline):
@@ -249,14 +249,14 @@ class Store:
                 self._check_root()
                 yield
             finally:
-                # In a child that was forked in this block there is nothing to unlock: the lock is the parent's.
+                # A child that was forked in this block must not unlock: the lock belongs to the parent.
                 if self._lock_fd is not None:
                     self.system.flock(self._lock_fd, fcntl.LOCK_UN)
         finally:
             thread_lock.release()
 
     def _check_root(self) -> None:
-        """Raise ESTALE unless the path still leads to the directory that was opened."""
+        """Raise ESTALE unless the path still refers to the open directory."""
         try:
             moved = _file_id(self.system.lstat(self.path)) != self._root_id
         except (FileNotFoundError, NotADirectoryError):
@@ -276,13 +276,13 @@ class Store:
             yield index
             index.commit()
         except BaseException as error:
-            # The rows are as before; the files are not if some of them came or went.
+            # The rows are as before, but files may have changed.
             self._doubtful = index.follows_files or not isinstance(error, sqlite3.Error)
             self._undo(index, error)
             raise
 
     def _begin(self) -> Index:
-        """The index, in agreement with the files and in a transaction. REQUIRES: both locks."""
+        """Return the index, reconciled with the files and in a transaction. REQUIRES: both locks."""
         began = time.monotonic()
         if self._refusal is not None and began < self._pause_until:
             raise self._refusal.with_traceback(None)
@@ -290,7 +290,7 @@ class Store:
             self._claim()
             try:
                 return self._started()
-            except IndexDamaged:  # which is known now, and the next one is made from the files
+            except IndexDamaged:  # detected now; the next one is built from the files
                 return self._started()
         except (OSError, sqlite3.Error) as error:
             took_s = time.monotonic() - began
@@ -316,7 +316,7 @@ class Store:
         return index
 
     def _undo(self, index: Index, error: BaseException) -> None:
-        """Roll back, and close an index that may be the cause: the next opening proves it."""
+        """Roll back, and close an index that may be the cause: the next opening verifies it."""
         if isinstance(error, IndexDamaged):
             _log.warning("file store %s: its index is damaged: %s", self.path, error)
             self._stale = True
@@ -329,9 +329,10 @@ class Store:
             self._close_index()
 
     def _claim(self) -> None:
-        """Make and lock the owner file, under the store's lock, so that no other process takes it for a dead one's.
+        """Create and lock the owner file, under the store's lock, so that other processes do not consider its owner
+        dead.
 
-        Again if it was removed, or `tmp` was: without it others would remove what this opening writes.
+        Repeated if it or `tmp` was removed: without it others would remove this opening's files.
         """
         if self._owner_fd is not None and self._find(self._owner_name) == self._owner_id:
             return
@@ -358,7 +359,7 @@ class Store:
                 self.system.close(fd)
 
     def _current(self) -> Index:
-        """The index; opened again if it was replaced, and made again, empty, if it is lost or damaged."""
+        """Return the index; opened again if it was replaced, and created again, empty, if it is lost or damaged."""
         if self._index is not None:
             if not self._stale and self._index_id == self._find(os.path.basename(self._index.path)):
                 return self._index
@@ -370,7 +371,7 @@ class Store:
                     return self._keep(name, Index(os.path.join(self.path, name)))
             except IndexDamaged as damage:
                 _log.warning("file store %s: its index is made again: %s", self.path, damage)
-        # First of all: their room may be the only room. The name is new, because other processes have the old one open.
+        # Old indices are removed first, to make room. The name is new, because other processes have the old one open.
         self._remove_indices()
         name = f"index-{secrets.token_hex(4)}.sqlite"
         self.system.close(self.system.open(name, _LOCKABLE | os.O_EXCL, dir_fd=self.root_fd))
@@ -391,7 +392,7 @@ class Store:
         return index
 
     def _allocate(self, name: str) -> None:
-        """Give the journal its room, unless that takes the last of the disk. Zeros are not a journal to SQLite."""
+        """Allocate the journal, unless the disk would be full then. SQLite ignores a journal of zeros."""
         space = self.system.statvfs(self.root_fd)
         fd = self.system.open(name, _LOCKABLE, dir_fd=self.root_fd)
         try:
@@ -412,7 +413,7 @@ class Store:
                 self.system.unlink(name, dir_fd=self.root_fd)
             except FileNotFoundError:
                 continue
-            except IsADirectoryError:  # not made by a store, and not in its way unless it is empty
+            except IsADirectoryError:  # not created by a store; removed only if it is empty
                 with contextlib.suppress(OSError):
                     self.system.rmdir(name, dir_fd=self.root_fd)
 
@@ -423,7 +424,7 @@ class Store:
                 index.close()
 
     def close(self) -> None:
-        """Close the index and all descriptors, and withdraw the owner file. REQUIRES: no transaction is in flight."""
+        """Close the index and all descriptors, and remove the owner file. REQUIRES: no transaction is in flight."""
         self._ended = self._ended or (errno.EBADF, "the store is closed")
         self._close_index()
         self._disown()
@@ -434,7 +435,7 @@ class Store:
                     self.system.close(fd)
 
     def after_fork(self) -> None:
-        """In the child: give up what is the parent's. A thread of the parent may have held each lock at the fork."""
+        """Release the parent's resources in the child. A thread of the parent may have held each lock at the fork."""
         self._thread_lock = threading.Lock()
         self._ended = (errno.ECHILD, "the store was opened before a fork; open it again in this process")
         for fd in (self._lock_fd, self._owner_fd):

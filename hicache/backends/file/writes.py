@@ -1,8 +1,8 @@
-"""How pages get into a file store: room for them, and one `batch_set` from the first look to the last outcome.
+"""Writes of a file store: capacity, and the steps of one `batch_set`.
 
-Locking design: a `CapacityManager` changes in transactions only. A `Writes` belongs to one call; its `_write` runs in
-several threads, each with a position of its own; they write their own slots of dictionaries and append to lists, both
-atomic in CPython.
+Locking design: a `CapacityManager` changes only in transactions. A `Writes` belongs to one call; its `_write` runs in
+several threads, each with its own position; they write their own slots of dictionaries and append to lists, both atomic
+in CPython.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from .pages import FULL_ERRNOS, TMP_DIR, PageFiles, error_name, page_name, remov
 from .reconcile import reap
 from .store import Store, now_us
 
-# The index itself and new directories grow while pages are written: by less than this from one look at the free space
-# to the next one.
+# The growth of the index and of directories between two checks of the free space is less than this.
 _FLOOR_SLACK_BYTES = 1 << 20
-# A page that is removed while a process reads it frees its blocks later. Look again, but do not empty the store for it.
+# A page that is removed while a process reads it frees its blocks later. Check again, but do not empty the store for
+# it.
 _ROUNDS_MAX = 2
-# One file that cannot be removed must not keep all others from being evicted; a sick disk must not be asked forever.
+# One file that cannot be removed must not prevent other evictions; but retries on a failing disk must end.
 _FAILURES_MAX = 3
-# By this much the index may grow in one transaction.
+# The growth of the index in one transaction.
 _INDEX_GROWTH_BYTES = 256 << 10
 _INDEX_GROWTH_BYTES_PER_ROW = 1 << 10
-# Given up besides, so that a page whose thread was slow to find the disk full can still be written.
+# Released in addition, so that a page whose thread detected the full disk late can still be written.
 _GIVEN_UP_PAGES = 2
 
 
 class CapacityManager:
-    """Keeps a store below its capacity and above its free-space floor; None and 0 stand for no limit.
+    """Keeps a store below its capacity and above its free-space floor; None and 0 mean no limit.
 
-    What counts is bytes of stored pages plus bytes reserved for pages being written, over all namespaces and processes.
-    Room is made by removing the least recently used page that no other page hangs on (tails before heads), again and
-    again. A page's file goes before its row is committed away, so the index never says that less is used than there is.
+    It counts bytes of stored pages plus bytes reserved for pages being written, over all namespaces and processes. It
+    makes room by repeatedly removing the least recently used page without children (tails before heads). A page's file
+    is removed before the removal of its row is committed, so the index never counts too few bytes.
     """
 
     def __init__(self, store: Store, capacity_bytes: int | None, free_space_floor_bytes: int) -> None:
@@ -51,14 +51,14 @@ class CapacityManager:
         self._store = store
 
     def fit(self, index: Index, errors: list[str]) -> int:
-        """Evict until both limits hold; bytes by which they still do not, 0 on success. REQUIRES: a transaction.
+        """Evict until both limits hold. Return the missing bytes, 0 on success. REQUIRES: a transaction.
 
-        Appends the class of each error that kept a page from being removed. Raises OSError if the file system cannot
-        say how much is free, sqlite3.Error.
+        Appends the class of each error that prevented a removal. Raises OSError if the free space is unknown, and
+        sqlite3.Error.
         """
         if self._over(index) <= 0:
             return 0
-        # What dead processes hold goes before anything that somebody could still read.
+        # Leftovers of dead processes are removed before readable pages.
         reap(index, self._store.system, self._store.root_fd, self._store.owner)
         for _ in range(_ROUNDS_MAX):
             over = self._over(index)
@@ -74,7 +74,7 @@ class CapacityManager:
             over = totals.bytes + totals.reserved - self.capacity_bytes
         if self._floor_bytes:
             space = self._store.system.statvfs(self._store.root_fd)
-            # Part of what is reserved may be on the disk already and then counts twice: on the safe side.
+            # Reserved bytes that are already on the disk count twice, which is conservative.
             free = space.f_bavail * space.f_frsize - totals.reserved
             over = max(over, self._floor_bytes + _FLOOR_SLACK_BYTES - free)
         return over
@@ -88,7 +88,7 @@ class CapacityManager:
             try:
                 remove_page(self._store.system, self._store.root_fd, page_name(page.namespace.hex(), page.key))
             except IsADirectoryError:
-                pass  # a directory in place of a page: not ours to clear, and not a page of ours either
+                pass  # a directory with files in place of a page: it is not a page, and not removed
             except OSError as error:
                 errors.append(error_name(error))
                 failures += 1
@@ -101,8 +101,8 @@ class CapacityManager:
 
 
 class Writes:
-    """The way of the pages of one `batch_set` into the store. `run` settles all of them but those that the deadline
-    kept from being started. `present` are the keys of the pages that were there already."""
+    """The pages of one `batch_set`. `run` settles all of them, except those that were not started before the deadline.
+    `present` are the keys of already stored pages."""
 
     def __init__(
         self, store: Store, files: PageFiles, capacity: CapacityManager, pool: SupervisedPool[Any], pages: PageWrites
@@ -122,10 +122,10 @@ class Writes:
         self.present: list[bytes] = []
 
     def run(self, before_reserving: Callable[[Index], None] | None = None, used_us: int | None = None) -> None:
-        """Store the pages, last used at `used_us`, or now. `before_reserving` may bring the index up to date before
-        pages are chosen for eviction.
+        """Store the pages, last used at `used_us`, or now. `before_reserving` may update the index before victims are
+        chosen.
 
-        Blocks; raises nothing for storage reasons.
+        Blocks; does not raise storage errors.
         """
         self._look()
         if self._todo and self._reserve(before_reserving, now_us() if used_us is None else used_us):
@@ -135,7 +135,7 @@ class Writes:
                 self._publish()
 
     def _look(self) -> None:
-        """Settle the pages that are there already, and note what is to do."""
+        """Settle the pages that are already stored, and collect the others."""
         is_present = self._files.lookup(self._namespace_hex)
         for position, key in enumerate(self._pages.keys):
             try:
@@ -148,9 +148,9 @@ class Writes:
                 self._pages.fail(position, error_name(error))
 
     def _reserve(self, before_reserving: Callable[[Index], None] | None, used_us: int) -> bool:
-        """Take room for as much of the head as fits, in one transaction; the rest is rejected.
+        """Reserve room for as many pages from the head as fit, in one transaction; reject the others.
 
-        A page takes room for its whole frame until it is stored: how short it gets is known only then.
+        A page reserves its whole frame until it is stored: its encoded size is known only then.
         """
         pages, size, capacity_bytes = self._pages, self._pages.codec.frame_bytes, self._capacity.capacity_bytes
         head = self._todo if capacity_bytes is None else self._todo[: capacity_bytes // size]
@@ -175,8 +175,8 @@ class Writes:
         return bool(head)
 
     def _refuse(self, positions: Sequence[int], error: OSError | sqlite3.Error) -> None:
-        """Settle pages that an error has kept from being stored. Without room the first of them is rejected, and with
-        it all behind it that are not settled."""
+        """Settle pages that could not be stored. If the disk is full, the first of them is rejected, and with it all
+        remaining pages after it."""
         reason = class_of(error)
         if not positions:
             self._pages.errors.append(reason)
@@ -194,21 +194,21 @@ class Writes:
         if self._pages.is_late:
             return
         temporary = f"{TMP_DIR}/{self._store.new_writer()}"
-        # Direct I/O moves aligned memory only: see `PageFiles`.
+        # Direct I/O needs aligned memory: see `PageFiles`.
         stored = [self._pages.sealed_frame(position)] if self._files.direct_io else self._pages.sealed(position)
         try:
             self._files.write(temporary, stored)
         except OSError as error:
             self._discard(temporary)
             self._refuse([position], error)
-            # Where one page found no room the pages after it find none either, or leave a hole before them.
+            # If one page does not fit, the pages after it do not fit either, or would follow a hole.
             self._full |= _says_full(error)
         else:
             self._lengths[position] = sum(buffer.nbytes for buffer in stored)
             self._temporaries[position] = temporary
 
     def _publish(self) -> None:
-        """Give the written pages their names and rows in one transaction, head first, and free what was not used."""
+        """Rename the written pages and add their rows in one transaction, head first; release unused reservations."""
         pages = self._pages
         named: list[int] = []
         if self._full:
@@ -224,7 +224,7 @@ class Writes:
                         unnamed.discard(position)
                         self._refuse([position], error)
                         if _says_full(error):
-                            break  # the pages behind it would be behind a hole
+                            break  # the pages after it would follow a hole
                 published = set(named)
                 failed = [pages.keys[position] for position in self._todo if position not in published]
                 if failed:
@@ -234,9 +234,9 @@ class Writes:
                     lengths = {pages.keys[position]: self._lengths[position] for position in shorter}
                     index.resize(self._namespace, lengths, self._writer)
                 if index.publish(self._writer) != len(named):
-                    raise OSError(errno.ESTALE, "the index was made again while the pages were written")
+                    raise OSError(errno.ESTALE, "the index was rebuilt while the pages were written")
         except (OSError, sqlite3.Error) as error:
-            # The names are given but not accounted for: take them back, so that ERROR means that nothing is visible.
+            # The files are renamed but not in the index: remove them, so that pages with ERROR are not visible.
             self._store.leftovers.add(self._writer)
             for position in named:
                 self._discard(page_name(self._namespace_hex, pages.keys[position]))
@@ -249,14 +249,14 @@ class Writes:
             self._discard(temporary)
 
     def _make_room_for_the_index(self) -> None:
-        """On a full disk give up the last pages written, or the rows of the others find no room, and leave no hole."""
+        """On a full disk, remove the last written pages, to make room for the rows of the others without a hole."""
         growth = _INDEX_GROWTH_BYTES + len(self._todo) * _INDEX_GROWTH_BYTES_PER_ROW
         for number, position in enumerate(sorted(self._temporaries, reverse=True)):
             if growth <= 0 and number >= _GIVEN_UP_PAGES:
                 break
             growth -= self._lengths[position]
             self._reject(position)
-        # A thread that was held up may have found the disk full at an early page. There is room for that one now.
+        # A slow thread may have detected the full disk at an early page. There is room for that one now.
         self._full = False
         last = max(self._temporaries, default=-1)
         for number, position in enumerate(self._todo):

@@ -1,4 +1,4 @@
-"""The backend `remote`: pages by way of a storage daemon, on this host through shared memory."""
+"""The backend `remote`: pages of a storage daemon, on this host through shared memory."""
 
 from .backend import RemoteBackend
 from .memory import create_memory

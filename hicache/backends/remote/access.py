@@ -1,4 +1,4 @@
-"""Where a daemon is and how it is entered: what the section of the configuration says, with secrets read."""
+"""The address and credentials of a daemon, from the configuration, with secrets read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...config.secret import read_secret
 from ...errors import ConfigError
 from ..http import Server
 
-# Over a Unix socket the kernel tells at once that a daemon has died. One that hangs is waited for, see `frames`.
+# Over a Unix socket the kernel reports at once that a daemon has died. For one that hangs, see `frames`.
 _NEVER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`headers` go with each request. `lock` is the file that a daemon on this host holds locked for its life, None for
-    a daemon on another host. `where` is for messages."""
+    """`headers` are sent with each request. `lock` is the file that a daemon on this host keeps locked while it runs,
+    None for a daemon on another host. `where` is for messages."""
 
     server: Server
     headers: Mapping[str, str] = field(repr=False)
@@ -31,15 +31,15 @@ class Access:
 
 
 def open_access(options: RemoteStorageOptions, environ: Mapping[str, str] | None = None) -> Access:
-    """Read the secrets that `options` name. Raises ConfigError for one that cannot be read, and if it is not known
-    where the daemon listens."""
+    """Read the secrets of `options`. Raises ConfigError for an unreadable one, and if the daemon's address is
+    unknown."""
     environ = os.environ if environ is None else environ
     token = read_secret("remote storage: token", options.token_env, options.token_file, environ)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     if options.url is None:
         path = options.socket or default_socket()
         if path is None:
-            raise ConfigError("remote storage: give socket or url: XDG_RUNTIME_DIR is not set, so there is no default")
+            raise ConfigError("remote storage: set socket or url; the default needs XDG_RUNTIME_DIR, which is not set")
         server = Server("", 0, None, "", "", options.connect_timeout, _NEVER_S, os.fspath(path))
         return Access(server, {"host": "localhost", **headers}, path.parent / "lock", str(path))
     url = split_url(options.url, HTTP_PORTS)
@@ -58,5 +58,5 @@ def _tls(options: RemoteStorageOptions) -> ssl.SSLContext:
         if options.certificate is not None:
             context.load_cert_chain(options.certificate, options.key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError("remote storage: ca_file, certificate or key hold nothing that TLS can use") from error
+        raise ConfigError("remote storage: ca_file, certificate or key is not usable for TLS; check the files") from error
     return context

@@ -1,12 +1,13 @@
-"""The `remote` backend: pages that a storage daemon keeps (docs/backends/remote.md).
+"""The `remote` backend: pages of a storage daemon (docs/backends/remote.md).
 
-Pages in memory that the daemon shares go by their frame numbers: it reads and writes the frames itself. All others go
-as bodies of requests, over several connections. The daemon knows namespaces and memories as long as it runs: where it
-does not know one, it is told and asked again, once, so that it can be restarted under its engines.
+For pages in memory that the daemon shares, requests contain frame numbers: it reads and writes the frames itself. Other
+pages are bodies of requests, over several connections. The daemon knows namespaces and memories as long as it runs; if
+it does not know one, the backend registers it and repeats the request once, so that a daemon can be restarted under its
+engines.
 
-Locking design: `_memories` and `_body_pages_max` are replaced as a whole. The verbs run on their callers' threads;
-bodies are moved by the threads of a SupervisedPool too, each page by one of them. A frame of shared memory is the
-daemon's until it has answered, or `SharedFrames.fence` has returned.
+Locking design: `_memories` and `_body_pages_max` are replaced as a whole. The verbs run on their callers' threads; the
+threads of a SupervisedPool also transfer bodies, each page by one of them. A frame of shared memory belongs to the
+daemon until it has answered, or `SharedFrames.fence` has returned.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from .client import DaemonClient, Refused, kinds_of, list_of, number_of
 from .frames import FrameRun, SharedFrames, frame_runs
 
 T = TypeVar("T")
-# Keys in one request; the protocol allows some more.
+# Keys in one request; the protocol allows more.
 KEYS_MAX = 8192
-# Bytes of page bodies in one request: long enough that its cost does not show, short enough for several connections.
+# Bytes of page bodies in one request: large enough to amortize its cost, small enough for several connections.
 _BODY_BYTES = 32 << 20
 _OPEN_S = 30.0
-# Counting a namespace may take a listing of its store.
+# Counting a namespace may require a listing of its store.
 _USAGE_S = 60.0
 
 
 class RemoteBackend(Touchable):
-    """Pages of a daemon. See the module's docstring; `StorageBackend` says what each verb does. Errors are counted by
-    `ErrorKind`, those of the daemon's stores too. In the child of a fork every verb is refused (`errors["forked"]`).
+    """Pages of a daemon. See the module's docstring; `StorageBackend` describes each verb. Errors are counted by
+    `ErrorKind`, including those of the daemon's stores. The child of a fork rejects every verb (`errors["forked"]`).
 
-    Pages travel as plain frames with a checksum; the daemon's configuration says how they are stored. Raises
-    ConfigError from the constructor for a codec with another tag, a key or a compression and for a secret that cannot
-    be read; BackendUnavailable if no daemon answers, BackendError if it refuses this client. Blocks for one request.
+    Pages are sent as plain frames with a checksum; the daemon's configuration determines how they are stored. The
+    constructor raises ConfigError for a codec with another tag, a key or compression, and for an unreadable secret;
+    BackendUnavailable if no daemon answers, BackendError if it rejects this client. Blocks for one request.
     """
 
     def __init__(self, codec: FrameCodec, options: RemoteStorageOptions) -> None:
@@ -58,8 +59,8 @@ class RemoteBackend(Touchable):
         self.options = instance("options", options, RemoteStorageOptions)
         if codec.tag_kind is not TagKind.XXH3_128 or codec.transforms:
             raise ConfigError(
-                "remote storage: integrity and storage_format are the daemon's business; take tag, keys and "
-                "compression out of this configuration and write them into the daemon's"
+                "remote storage: tag, keys and compression belong to the daemon; move integrity and storage_format "
+                "from this configuration to the daemon's"
             )
         self._client = DaemonClient(open_access(options))
         self._path = f"/v1/namespaces/{codec.namespace.hex()}"
@@ -71,17 +72,17 @@ class RemoteBackend(Touchable):
             self._client.close()
             where = f"remote storage at {self._client.access.where}"
             if isinstance(error, Refused) and not error.retry_after_s:
-                raise BackendError(f"{where}: the daemon refuses this engine: {error}") from error
+                raise BackendError(f"{where}: the daemon rejects this engine: {error}") from error
             raise BackendUnavailable(f"{where}: {error}; start the daemon with: hicache serve -c FILE") from error
         self._pool = SupervisedPool[Any]("remote", options.connections - 1)
         _opened.add(self)
 
     def register_memory(self, memory: memoryview) -> None:
-        """Have the daemon map `memory`, if it is shared memory of this process; other memory goes as bodies. See
-        MemoryRegistration. A daemon that cannot map it is counted as an error."""
+        """Let the daemon map `memory` if it is shared memory of this process; other memory is sent as bodies. See
+        MemoryRegistration. If the daemon cannot map it, an error is counted."""
         found = find(memory)
         if self._client.access.lock is None or found is None or found[0].layout.processes:
-            return  # the daemon is elsewhere, or cannot open the memory by its name
+            return  # the daemon is on another host, or cannot open the memory by its name
         shared = SharedFrames(found[0], self._client)
         try:
             shared.attach(time.monotonic() + _OPEN_S)
@@ -89,7 +90,7 @@ class RemoteBackend(Touchable):
             self.count(error.kind)
         self._memories += (shared,)
 
-    # What the envelope calls
+    # Called by the envelope
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope."""
@@ -110,7 +111,7 @@ class RemoteBackend(Touchable):
         return found
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. Of the daemon's pool and of its stores."""
+        """See Touchable. Applies to the daemon's pool and its stores."""
         missing: list[bytes] = []
         for some in _batches(keys):
             stored = list_of(self._ask("touch", some, deadline), "stored", len(some))
@@ -200,7 +201,7 @@ class RemoteBackend(Touchable):
     # Requests
 
     def _open_namespace(self, deadline: float) -> None:
-        """Tell the daemon this namespace. Raises StoreError."""
+        """Register this namespace with the daemon. Raises StoreError."""
         codec = self.codec
         fields = {
             "payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label,
@@ -211,7 +212,8 @@ class RemoteBackend(Touchable):
         self._body_pages_max = max(1, min(number_of(answer, "body_pages_max"), _BODY_BYTES // codec.frame_bytes))
 
     def _again(self, request: Callable[[], T], deadline: float, reattach: Callable[[], None] = lambda: None) -> T:
-        """Make a request; once more if the daemon does not know the namespace or memory, which it is told then."""
+        """Make a request. If the daemon does not know the namespace or memory, register it and repeat the request
+        once."""
         try:
             return request()
         except Refused as error:
@@ -222,7 +224,7 @@ class RemoteBackend(Touchable):
         return request()
 
     def _ask(self, verb: str, keys: Sequence[bytes], deadline: float) -> Mapping[str, Any]:
-        """Return the answer to a verb without pages, whose errors are counted. Raises StoreError."""
+        """Return the reply to a verb without pages, and count its errors. Raises StoreError."""
         answer = self._again(
             lambda: self._client.call("POST", f"{self._path}/{verb}", {}, keys, deadline=deadline), deadline
         )
@@ -232,8 +234,8 @@ class RemoteBackend(Touchable):
     def _ask_frames(
         self, verb: str, run: FrameRun, keys: Sequence[bytes], fields: Mapping[str, object], deadline: float
     ) -> list[str]:
-        """Have the daemon move pages between its store and frames. Return their outcomes; errors are counted. When this
-        returns or raises, the daemon does not touch the frames any more. Raises StoreError."""
+        """Let the daemon move pages between its store and frames. Return their outcomes; errors are counted. After this
+        returns or raises, the daemon no longer accesses the frames. Raises StoreError."""
         shared, mapping = run.shared, run.mapping
 
         def request() -> Mapping[str, Any]:
@@ -261,7 +263,7 @@ class RemoteBackend(Touchable):
     def _by_frames(
         self, pages: Sequence[PageBuffer], deadline: float, do: Callable[[FrameRun], None]
     ) -> Sequence[int]:
-        """Do the pages that are frames of memory that the daemon has mapped. Return the positions of the others."""
+        """Transfer the pages in memory that the daemon has mapped. Return the positions of the others."""
         if not self._memories:
             return range(len(pages))
         rest: list[int] = []
@@ -292,7 +294,8 @@ class RemoteBackend(Touchable):
     def _move(
         self, count: int, breaks: Sequence[int], move: Callable[[range], None], deadline: float
     ) -> str:
-        """Move so many pages as bodies, in parts at the same time; return the kind of the first failure, or nothing.
+        """Transfer that many pages as bodies, in parallel parts; return the kind of the first failure, or an empty
+        text.
         """
         parts = parts_of(count, self.options.connections, self._body_pages_max, breaks)
         failures: list[str] = []
@@ -307,14 +310,14 @@ class RemoteBackend(Touchable):
         return failures[0] if failures else ""
 
     def _remove_damaged(self, keys: Sequence[bytes]) -> None:
-        """Remove pages that the daemon took for sound, so that they are not read again. Failures are counted."""
+        """Remove pages that are damaged although the daemon accepted them. Failures are counted."""
         try:
             self._ask("delete", keys, time.monotonic() + SETTLE_S)
         except StoreError as error:
             self.count(error.kind)
 
     def after_fork(self) -> None:
-        """In the child of a fork: the connections are the parent's."""
+        """Reject verbs in the child of a fork: the connections belong to the parent."""
         self._calls.after_fork()
 
 

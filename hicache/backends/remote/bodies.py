@@ -1,6 +1,6 @@
-"""Pages as bodies of requests, for memory that the daemon does not share: each is proved on both sides.
+"""Pages as bodies of requests, for memory that the daemon does not share. Both sides verify each page.
 
-    read     one byte per key says what became of it, then the frames of the hits follow in order
+    read     one byte per key for its outcome, then the frames of the hits in order
     write    the keys, then the frames
 """
 
@@ -15,9 +15,9 @@ from ..http import PIECE_BYTES, Connection
 from ..pages import PageReads, PageWrites
 from .client import DaemonClient, kinds_of, list_of
 
-# Why a page is damaged, where the daemon has found and removed it.
+# The reason of a damaged page that the daemon has found and removed.
 BY_DAEMON = "daemon"
-# What becomes of a page, as one byte of the answer to `read`.
+# The outcome of a page, as one byte of the reply to `read`.
 OUTCOME_BYTES = {outcome: outcome.value[:1].upper().encode() for outcome in GetOutcome}
 _OUTCOMES = {byte[0]: outcome for outcome, byte in OUTCOME_BYTES.items()}
 
@@ -25,14 +25,14 @@ _OUTCOMES = {byte[0]: outcome for outcome, byte in OUTCOME_BYTES.items()}
 def read_pages(
     client: DaemonClient, path: str, reads: PageReads[bool], positions: Sequence[int]
 ) -> None:
-    """Read pages straight into their buffers and settle each of them. Raises StoreError; pages that were settled until
-    then stay so. A damaged page is `found` if the daemon took it for sound."""
+    """Read pages directly into their buffers and settle each of them. Raises StoreError; settled pages stay settled. A
+    damaged page is `found` if the daemon had accepted it."""
     size = reads.codec.frame_bytes
 
     def take(connection: Connection, length: int, until: float) -> bool:
         outcomes = [_OUTCOMES.get(byte) for byte in connection.read_exactly(len(positions), until)]
         if None in outcomes or length != len(positions) + outcomes.count(GetOutcome.HIT) * size:
-            raise StoreError(ErrorKind.PROTOCOL, "the answer has other pages than were asked for")
+            raise StoreError(ErrorKind.PROTOCOL, "the reply has other pages than requested")
         for position, outcome in zip(positions, outcomes, strict=True):
             if outcome is GetOutcome.HIT:
                 arrived: TagStream | None = reads.stream() if size > PIECE_BYTES else None
@@ -50,7 +50,7 @@ def read_pages(
 
 
 def write_pages(client: DaemonClient, path: str, writes: PageWrites, positions: Sequence[int]) -> None:
-    """Send pages straight from their buffers and settle each of them. Raises StoreError."""
+    """Send pages directly from their buffers and settle each of them. Raises StoreError."""
     body = [memoryview(b"".join(writes.keys[position] for position in positions))]
     for position in positions:
         body += writes.sealed(position)

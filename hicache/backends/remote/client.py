@@ -1,7 +1,7 @@
-"""The requests that a `remote` store makes of a daemon, and what the answers say.
+"""The requests of a `remote` store to a daemon, and their replies.
 
-Each is tried once and ends soon after its deadline. A request without an answer raises StoreError. A request that the
-daemon has refused raises `Refused`: nothing of it was done, and the daemon does not touch its frames any more.
+Each request is tried once and ends soon after its deadline. A request without a reply raises StoreError. A request that
+the daemon has rejected raises `Refused`: it had no effect, and the daemon does not access its frames.
 
 Locking design: the pool of connections is safe for threads; everything else here is fixed.
 """
@@ -20,19 +20,19 @@ from ..errors import ErrorKind, StoreError
 from ..http import Connection, ConnectionPool, Head, read_small, request_head
 from .access import Access
 
-# Reads the pages of an answer from a connection: how many bytes they are, and until when they may come. True if all of
-# them were read.
+# Reads the pages of a reply from a connection; the arguments are their bytes and the deadline. Returns True if all were
+# read.
 PageReceiver: TypeAlias = Callable[[Connection, int, float], bool]
-# What the protocol allows for one request, beside a bound of the daemon's own.
+# The protocol's limits for one request; the daemon may have a lower one.
 TIMEOUT_S_MAX = 3600.0
-# A daemon answers at the deadline of a request; the answer gets this long to arrive.
+# A daemon replies at the deadline of a request; the reply has this time to arrive.
 GRACE_S = 0.25
-# Answers are short, but for one word per key.
+# Replies are short, except for one word per key.
 _ANSWER_BYTES_MAX = 1 << 20
 _RETRY_AFTER_MAX_S = 60.0
-# Classes under which errors of a daemon are counted here. Any other word of it becomes `server_error`.
+# Classes under which a daemon's errors are counted here. All others become `server_error`.
 _KINDS = frozenset({*ErrorKind, *Damage})
-# What the guard of a daemon's store counts for a call that it does not make.
+# The classes that the guard of a daemon's store counts for rejected calls.
 _BY_GUARD = {"guard_open": ErrorKind.UNAVAILABLE, "guard_busy": ErrorKind.BUSY}
 _BY_STATUS: Mapping[int, ErrorKind] = {
     400: ErrorKind.BAD_REQUEST,
@@ -47,7 +47,8 @@ _BY_STATUS: Mapping[int, ErrorKind] = {
 
 
 class Refused(StoreError):
-    """A daemon has refused a request. With `is_unknown` it does not know the namespace or the memory: tell it again."""
+    """A daemon has rejected a request. `is_unknown`: it does not know the namespace or the memory; register it
+    again."""
 
     def __init__(self, kind: str, status: int, retry_after_s: float) -> None:
         super().__init__(kind, f"the daemon answered with status {status}", retry_after_s)
@@ -71,8 +72,8 @@ class DaemonClient:
         deadline: float,
         may_repeat: bool = True,
     ) -> Mapping[str, Any]:
-        """Send `fields` and `keys` as JSON, with the time that is left as `timeout_s`, and return the fields of the
-        answer. Raises Refused and StoreError."""
+        """Send `fields` and `keys` as JSON, with the remaining time as `timeout_s`, and return the fields of the reply.
+        Raises Refused and StoreError."""
         left_s = time_left(deadline)
         body = b"" if fields is None else _body(fields, keys, left_s)
 
@@ -86,7 +87,7 @@ class DaemonClient:
     def send_pages(
         self, path: str, query: Mapping[str, object], pages: Sequence[memoryview], *, deadline: float
     ) -> Mapping[str, Any]:
-        """Send buffers as the body of a request and return the fields of the answer. Raises as `call`."""
+        """Send buffers as the body of a request and return the fields of the reply. Raises as `call`."""
         left_s = time_left(deadline)
 
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
@@ -98,7 +99,7 @@ class DaemonClient:
         return self._pool.exchange(head, pages, read, until)
 
     def receive_pages(self, path: str, keys: Sequence[bytes], take: PageReceiver, *, deadline: float) -> None:
-        """As `call`, where the answer is pages: `take` reads them from the connection. Raises as `call`."""
+        """As `call`, for a reply with pages: `take` reads them from the connection. Raises as `call`."""
         left_s = time_left(deadline)
         body = _body({}, keys, left_s)
 
@@ -131,7 +132,7 @@ def _body(fields: Mapping[str, object], keys: Sequence[bytes], left_s: float) ->
 
 
 def time_left(deadline: float) -> float:
-    """Return the seconds that a daemon is given for a request. Raises StoreError if there are none."""
+    """Return the remaining seconds for a request. Raises StoreError after the deadline."""
     left_s = min(deadline - time.monotonic(), TIMEOUT_S_MAX)
     if left_s <= 0:
         raise StoreError(ErrorKind.DEADLINE)
@@ -139,7 +140,7 @@ def time_left(deadline: float) -> float:
 
 
 def kinds_of(answer: Mapping[str, Any], errors_max: int) -> list[str]:
-    """Return the kinds of errors that an answer lists, `errors_max` of them at most. Raises StoreError."""
+    """Return the kinds of errors that a reply lists, at most `errors_max`. Raises StoreError."""
     errors = answer.get("errors")
     if not isinstance(errors, list):
         raise StoreError(ErrorKind.PROTOCOL, "the answer lists no errors")
@@ -147,7 +148,7 @@ def kinds_of(answer: Mapping[str, Any], errors_max: int) -> list[str]:
 
 
 def number_of(answer: Mapping[str, Any], name: str, most: int | None = None) -> int:
-    """Return a count of an answer, `most` at most. Raises StoreError if it is not one."""
+    """Return a count of a reply, at most `most`. Raises StoreError if it is not valid."""
     number = answer.get(name)
     if type(number) is not int or not 0 <= number <= (number if most is None else most):
         raise StoreError(ErrorKind.PROTOCOL, f"the answer has no valid {name}")
@@ -155,7 +156,7 @@ def number_of(answer: Mapping[str, Any], name: str, most: int | None = None) -> 
 
 
 def list_of(answer: Mapping[str, Any], name: str, count: int) -> list[Any]:
-    """Return a list of an answer that has `count` entries. Raises StoreError if it is not one."""
+    """Return a list of `count` entries of a reply. Raises StoreError if it is not valid."""
     found = answer.get(name)
     if not isinstance(found, list) or len(found) != count:
         raise StoreError(ErrorKind.PROTOCOL, f"the answer does not have {name} for each key")
@@ -169,7 +170,7 @@ def _kind(word: object, otherwise: ErrorKind) -> str:
 
 
 def _small(connection: Connection, head: Head, deadline: float) -> bytes:
-    """Return the body of an answer. Raises Refused, and StoreError for a failure that is not a refusal."""
+    """Return the body of a reply. Raises Refused, and StoreError for other failures."""
     body = read_small(connection, head, _ANSWER_BYTES_MAX, deadline)
     if head.status == 200:
         return body
@@ -178,7 +179,7 @@ def _small(connection: Connection, head: Head, deadline: float) -> bytes:
     otherwise = _BY_STATUS.get(head.status, ErrorKind.SERVER_ERROR)
     try:
         kind = _kind(_fields(body).get("error"), otherwise)
-    except StoreError:  # of another server: the status says all
+    except StoreError:  # from another server: the status is enough
         kind = otherwise
     pause = head.headers.get("retry-after", "")
     raise Refused(kind, head.status, min(float(pause), _RETRY_AFTER_MAX_S) if pause.isdecimal() else 0.0)

@@ -1,17 +1,17 @@
 """Frames that a daemon on this host reads and writes itself: memory that both have mapped.
 
-A verb must not return while the daemon can still touch a frame, because its caller then uses the frame for another
-page. With an answer that is certain. A verb without one, after a lost connection or a deadline, waits in `fence` until
+A verb must not return while the daemon can still access a frame, because its caller then uses the frame for another
+page. A reply guarantees that. Without one, after a lost connection or a deadline, the verb waits in `fence` until
 
-- the daemon has detached the memory: it answers once no operation touches it, and refuses the operations that still
-  wait there, since they name the mapping that is gone; or
-- the daemon is dead: it holds a lock for its life. A new daemon starts only then.
+- the daemon has detached the memory: it replies after all operations on it have ended, and rejects the waiting ones,
+  because they name the removed mapping; or
+- the daemon is dead: it keeps a file locked while it runs, and a new daemon starts only after that.
 
-The next call maps the memory again. A daemon that hangs holds such a verb as long as it hangs, as any store does.
+The next call maps the memory again. A daemon that hangs blocks such a verb, as any store does.
 
-Locking design: `_state` guards the fields of a memory; it is held while the daemon is asked to map the memory, so that
-one thread asks, and never during a fence. `_fencing` is held during a fence, by one thread; the others need no fence
-of their own for the same mapping.
+Locking design: `_state` guards the fields of a memory; it is held while the daemon maps the memory, so that one thread
+requests it, but not during a fence. `_fencing` is held during a fence, by one thread; other threads do not need another
+fence for the same mapping.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from ...shared_memory import SharedMemory, find
 from ..errors import StoreError
 from .client import DaemonClient, Refused
 
-# The first tries of a fence find a daemon that has only lost a connection.
+# The first tries of a fence are for a daemon that has only lost a connection.
 _FENCE_S_MIN = 0.01
 _FENCE_S_MAX = 0.5
-# One try: a daemon with operations in flight answers when they end, or asks for another try.
+# One try: a daemon with operations in flight replies when they end, or requests another try.
 _DETACH_S = 2.0
-# How long a daemon may take to map memory, and the pause after it has refused to.
+# The time for a daemon to map memory, and the pause after a rejection.
 _ATTACH_S = 10.0
 _REFUSED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class FrameRun:
-    """Consecutive pages of a call, `part`, which are the frames `numbers` of one memory. The daemon's mapping of it is
-    `mapping`."""
+    """Consecutive pages of a call, `part`, in the frames `numbers` of one memory, with the daemon's `mapping` of it."""
 
     part: slice
     shared: SharedFrames
@@ -67,7 +66,7 @@ class SharedFrames:
         self._fenced: str | None = None
 
     def frame_number(self, view: memoryview) -> int | None:
-        """Return which frame of this memory a view is, None if it is not one."""
+        """Return the frame number of a view in this memory, or None."""
         found = find(view)
         if found is None or found[0] is not self.memory:
             return None
@@ -75,8 +74,8 @@ class SharedFrames:
         return number if not rest and view.nbytes == self.memory.layout.frame_bytes else None
 
     def attach(self, deadline: float) -> str | None:
-        """Return the id of the daemon's mapping of this memory, which it makes if there is none. None for a while after
-        it has failed to. Blocks. Raises Refused if the daemon cannot map it, and StoreError."""
+        """Return the id of the daemon's mapping of this memory; the daemon creates it if necessary. Return None for a
+        while after a failure. Blocks. Raises Refused if the daemon cannot map it, and StoreError."""
         with self._state:
             if self._mapping is not None:
                 return self._mapping
@@ -98,14 +97,14 @@ class SharedFrames:
             return self._mapping
 
     def forget(self, mapping: str) -> None:
-        """Have the memory mapped again by the next call: the daemon does not know this mapping any more."""
+        """Map the memory again at the next call: the daemon no longer knows this mapping."""
         with self._state:
             if self._mapping == mapping:
                 self._mapping = None
 
     @contextlib.contextmanager
     def fenced(self, mapping: str) -> Iterator[None]:
-        """A request that names `mapping`, in the block: leaves it only when the daemon can touch its frames no more."""
+        """Run a request that names `mapping`; leave the block only when the daemon can no longer access its frames."""
         try:
             yield
         except Refused:
@@ -115,7 +114,8 @@ class SharedFrames:
             raise
 
     def fence(self, mapping: str) -> None:
-        """Return when no operation of the daemon that names `mapping` can touch a frame. See the module's docstring."""
+        """Wait until operations of the daemon with `mapping` can no longer access a frame. See the module's
+        docstring."""
         self.forget(mapping)
         backoff = Backoff(_FENCE_S_MIN, _FENCE_S_MAX)
         with self._fencing:
@@ -130,8 +130,8 @@ class SharedFrames:
             self._fenced = mapping
 
     def detach(self) -> None:
-        """Tell the daemon that this process is done with the memory. Blocks for moments; raises nothing, since a daemon
-        finds that out by itself. REQUIRES: no verb is in flight."""
+        """Unmap the memory at the daemon. Blocks for moments; ignores errors, since a daemon also detects the end of
+        this process. REQUIRES: no verb is in flight."""
         with self._state:
             if self._mapping is not None:
                 with contextlib.suppress(StoreError):
@@ -143,13 +143,12 @@ class SharedFrames:
                 self._lock_file = None
 
     def _open_lock(self, path: Path | None) -> None:
-        """Open the lock of the daemon that has mapped the memory, or of one that started since, when that was dead. Not
-        before it has answered: where a restart replaces the directory, that might be the lock of the one before it.
-        REQUIRES: `_state` is held."""
+        """Open the lock file of the daemon that has mapped the memory, or of its successor. Only after it has replied:
+        if a restart replaces the directory, the file might be the predecessor's. REQUIRES: `_state` is held."""
         if path is None:
             return
         found = None
-        with contextlib.suppress(OSError):  # then an answer has to tell
+        with contextlib.suppress(OSError):  # then only a reply can end a fence
             found = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         before, self._lock_file = self._lock_file, found
         if before is not None:
@@ -170,8 +169,8 @@ class SharedFrames:
 def frame_runs(
     memories: Sequence[SharedFrames], pages: Sequence[PageBuffer], pages_max: int
 ) -> Iterator[tuple[slice, SharedFrames | None, list[int]]]:
-    """Cut the pages of a call into runs of frames of one memory, `pages_max` at most, and runs of other pages (None). A
-    frame that comes twice in a call is another page there: one request cannot move two pages through it."""
+    """Cut the pages of a call into runs of frames of one memory, at most `pages_max`, and runs of other pages (None). A
+    frame that occurs twice in a call counts as another page: one request cannot move two pages through it."""
     seen: set[tuple[int, int]] = set()
     start, run, numbers = 0, None, list[int]()
     for at, page in enumerate(pages):

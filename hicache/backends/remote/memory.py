@@ -1,4 +1,4 @@
-"""Memory that a daemon creates for an engine, so that it counts as the daemon's."""
+"""Memory that a daemon creates for an engine, so that it counts for the daemon's memory limit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CREATE_S = 60.0
 
 
 def create_memory(options: RemoteStorageOptions, name: str, shape: bytes, payload_bytes: int, pages: int) -> None:
-    """Have the daemon create shared memory `name` with frames for so many pages of the shape with this digest; open it
-    next. Blocks while it zeroes the memory. Raises BackendUnavailable if it does not answer, BackendError if it
-    refuses."""
+    """Let the daemon create shared memory `name` with frames for that many pages of the shape with this digest; the
+    caller opens it next. Blocks while the daemon zeroes the memory. Raises BackendUnavailable without a reply,
+    BackendError if the daemon rejects it."""
     client = DaemonClient(open_access(options))
     asked = {"frame_bytes": frame_bytes(payload_bytes), "pages": pages, "shape": shape.hex()}
     try:

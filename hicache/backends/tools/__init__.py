@@ -1,5 +1,5 @@
-"""What an operator does with a whole store, whatever it is: look, scrub, copy, remove. All of it works on a `RawStore`.
+"""The operator's tools for whole stores: list, scrub, copy, remove. All of them use a `RawStore`.
 
-The long ones are iterators of progress, the last step being the result; closing one early leaves a sound store. They
-block as the store does and raise BackendUnavailable where it cannot be used.
+Long operations are iterators of progress; the last step is the result, and stopping early leaves a valid store. They
+block as the store does and raise BackendUnavailable if it is not usable.
 """

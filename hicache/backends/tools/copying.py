@@ -1,4 +1,4 @@
-"""Pages from one store into another: the same bytes, checked on the way, parents before children."""
+"""Copies pages from one store to another: the same bytes, verified, parents before children."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .verify import PageKeys, RateLimit, read_page
 
 @dataclass(slots=True)
 class CopyProgress:
-    """How far a copy has come: `seen` of `total` pages (None while the source is being listed).
+    """The progress of a copy: `seen` of `total` pages (None while the source is being listed).
 
-    Each page is counted once: `copied`, `present` in the target already, `damaged` in the source, `refused` by the
-    target (no room, or another process stored it just now), `behind` a page that is missing in the target, `gone` from
-    the source meanwhile. `unproved` of the copied ones have a tag that no given key checks.
+    Each page is counted once: `copied`, already `present` in the target, `damaged` in the source, `refused` by the
+    target (full, or another process has just stored it), `behind` a page that is missing in the target, or `gone` from
+    the source since the listing. `unproved` of the copied ones have a tag that the given keys cannot verify.
     """
 
     seen: int = 0
@@ -35,7 +35,7 @@ class CopyProgress:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that the source still has is in the target."""
+        """True if the target has all pages that the source still has."""
         return not (self.damaged or self.refused or self.behind)
 
 
@@ -48,13 +48,13 @@ def copy_raw(
     rate_bytes_per_s: float | None = None,
     dry_run: bool = False,
 ) -> Iterator[CopyProgress]:
-    """Store the pages of `source`, of the namespaces whose digest starts with `namespace`, in `target` too; the same
-    progress after each page.
+    """Copy the pages of `source`, of the namespaces whose digest starts with `namespace`, to `target`; yield the same
+    progress object after each page.
 
-    A page comes after the page before it, the chains used last at first: whenever this stops, `target` has whole
-    prefixes, and the next run goes on from there. A page that is damaged, or finds no room, is left out with all that
-    hangs on it. With `dry_run` nothing but headers is read and nothing is written; then `target` None is an empty one.
-    Holds some 700 bytes a page. Raises InvalidInput for a wrong prefix or rate.
+    Parents come before children, the most recently used chains first: at any point `target` has whole prefixes, and the
+    next run continues there. A page that is damaged or does not fit is skipped with all its descendants. With `dry_run`
+    only headers are read and nothing is written; then `target` None means an empty one. Holds about 700 bytes per page.
+    Raises InvalidInput for a wrong prefix or rate.
     """
     check_prefix(namespace)
     limit = RateLimit(rate_bytes_per_s)
@@ -69,7 +69,7 @@ def copy_raw(
     for page, parent in chains.heads_first():
         progress.seen += 1
         where = (page.namespace, page.key)
-        # An orphan's parent is in neither store: engines may store it again, and then the orphan is of use.
+        # An orphan's parent is in neither store: engines may store it again, which makes the orphan useful.
         above = None if parent is None else (page.namespace, parent)
         if where in there:
             progress.present += 1
@@ -94,7 +94,7 @@ def _copy(
     parent: bytes | None,
     keys: PageKeys,
 ) -> bool:
-    """Copy one page, and count what becomes of it; True if it was copied."""
+    """Copy one page and count its outcome; return True if it was copied."""
     name = (page.namespace.hex(), page.key.hex())
     try:
         found = read_page(page.bytes, functools.partial(source.read, page), name, keys)

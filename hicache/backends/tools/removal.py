@@ -1,4 +1,4 @@
-"""Pages out of a store: those of a namespace or an age, or as many as it takes, tails first."""
+"""Removes pages from a store: by namespace or age, or tails first down to a size."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from ...errors import InvalidInput
 from ..chains import read_chains
 from ..raw import RawStore, StoredPage
 
-# Pages in one call of the store: as many as S3 deletes at once, and the most that is lost when a tool is stopped.
+# Pages in one call of the store: the most that S3 deletes at once, and the most that a tool removes after a stop.
 REMOVE_CHUNK = 1000
 
 
 @dataclass(slots=True)
 class RemovalProgress:
-    """Pages and bytes that were removed, or would be, of those that were `seen` (and are still to be seen: `total`,
-    None while that is not known). `left_bytes` is what a trimmed store holds now, in the namespaces looked at; None for
-    a purge."""
+    """Pages and bytes that were removed, or would be, of the `seen` pages of `total` (None while unknown). `left_bytes`
+    is the size of a trimmed store, in the chosen namespaces; None for a purge."""
 
     seen: int = 0
     total: int | None = None
@@ -28,7 +27,7 @@ class RemovalProgress:
 
 
 def check_prefix(namespace: str) -> None:
-    """Raise InvalidInput unless `namespace` can be the beginning of a digest; empty stands for all."""
+    """Raise InvalidInput unless `namespace` is a valid prefix of a digest; empty means all."""
     if len(namespace) > 64 or namespace.strip("0123456789abcdef"):
         raise InvalidInput("the namespace must be 1 to 64 lower-case hexadecimal digits")
 
@@ -36,9 +35,9 @@ def check_prefix(namespace: str) -> None:
 def purge_raw(
     raw: RawStore, *, namespace: str = "", older_than_s: float | None = None, dry_run: bool = False
 ) -> Iterator[RemovalProgress]:
-    """Remove the pages of the namespaces whose digest starts with `namespace`, or those of them that were not used for
-    `older_than_s` seconds, damaged ones too; the same progress after each page. A page whose last use the store does
-    not know is never old. With `dry_run` nothing is changed.
+    """Remove the pages, including damaged ones, of the namespaces whose digest starts with `namespace`, or those of
+    them that were not used for `older_than_s` seconds; yield the same progress object after each page. A page with an
+    unknown last use is not old. With `dry_run` nothing is changed.
 
     Raises InvalidInput for a prefix that is not hexadecimal and for a negative age.
     """
@@ -70,11 +69,11 @@ def _remove(raw: RawStore, chunk: Sequence[StoredPage], progress: RemovalProgres
 def trim_raw(
     raw: RawStore, target_bytes: int, *, namespace: str = "", dry_run: bool = False
 ) -> Iterator[RemovalProgress]:
-    """Remove pages until `target_bytes` are left in the namespaces whose digest starts with `namespace`: always the
-    least recently used of those on which none hangs, so that chains lose their tails and keep their heads.
+    """Remove pages until `target_bytes` remain in the namespaces whose digest starts with `namespace`: always the least
+    recently used page without children, so that chains lose their tails and keep their heads.
 
-    Pages that engines store meanwhile are not seen. Reads all headers first, and holds some 600 bytes a page. Raises
-    InvalidInput for a prefix that is not hexadecimal and for a negative size.
+    Pages that engines store at the same time are ignored. Reads all headers first, and holds about 600 bytes per page.
+    Raises InvalidInput for a prefix that is not hexadecimal and for a negative size.
     """
     check_prefix(namespace)
     if target_bytes < 0:

@@ -1,4 +1,4 @@
-"""What is in a store: its namespaces, how old their pages are, and whether its chains are whole."""
+"""Surveys a store: its namespaces, the ages of their pages, and whether its chains are complete."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .verify import encoding_name, tag_name
 # Pages of a namespace whose headers are read to say what it is: all have the same model, but tags and encodings may
 # change.
 SAMPLES = 8
-# Upper ends of the classes of age, in seconds; what is older is the last class.
+# Upper limits of the age classes, in seconds; older pages are in the last class.
 AGE_BOUNDS_S = (3600.0, 86_400.0, 7 * 86_400.0, 30 * 86_400.0)
 
 
 @dataclass(slots=True)
 class NamespaceSurvey:
-    """What was found of one namespace. `oldest_s` and `newest_s` are Unix times of last uses, None if not known.
+    """The survey of one namespace. `oldest_s` and `newest_s` are Unix times of last uses, None if unknown.
 
-    `sample` is the header of a page, None if none of those looked at was sound; `tags` and `encodings` are of all.
+    `sample` is the header of a page, None if all samples were damaged; `tags` and `encodings` are those of all samples.
     """
 
     namespace: bytes
@@ -46,8 +46,8 @@ class NamespaceSurvey:
 
 @dataclass(slots=True)
 class StoreSurvey:
-    """What was found in a store so far. `ages` counts bytes by class of age, the last class being the unknown ones;
-    `chains` is None if it was not asked for."""
+    """The survey of a store so far. `ages` counts bytes by age class, the last class being unknown ages; `chains` is
+    None if not requested."""
 
     taken_s: float
     chains: Chains | None
@@ -66,10 +66,11 @@ class StoreSurvey:
 
 
 def survey(raw: RawStore, namespace: str = "", *, with_chains: bool = False) -> Iterator[StoreSurvey]:
-    """Look at the pages of the namespaces whose digest starts with `namespace`; one and the same survey for each page.
+    """Survey the pages of the namespaces whose digest starts with `namespace`; yield the same survey object for each
+    page.
 
-    Reads a few headers of each namespace, and with `with_chains` those of all pages, which takes a request for each on
-    a server and some 600 bytes of memory. A page whose header is damaged counts as an orphan's: it begins no chain.
+    Reads a few headers of each namespace, and with `with_chains` those of all pages, which takes one request per page
+    on a server and about 600 bytes of memory. A page with a damaged header counts as an orphan.
     """
     found = StoreSurvey(time.time(), Chains() if with_chains else None)
     yield found

@@ -1,7 +1,7 @@
-"""What the bytes of a stored page prove, in whatever store they are, and reading a whole store for that.
+"""Verifies stored pages of any store, one page or a whole store.
 
-A header carries its namespace and its lengths, so no engine configuration is needed. A length from a header is compared
-with the length of the object and never allocates anything.
+A header contains its namespace and its lengths, so the engine's configuration is not needed. A length from a header is
+compared with the length of the object and never used to allocate memory.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ UNREADABLE = "unreadable"
 UNVERIFIABLE = "unverifiable: MAC key needed"
 ENCRYPTED = "unverifiable: encryption key needed"
 NO_TAG = "unverifiable: the page carries no tag"
-OTHER_KEY = "sealed with another key than those given"
-WEAKER_TAG = "its tag is no MAC, so the given key proves nothing"
-OTHER_TAG = "sealed by another means than the given key is for"
+OTHER_KEY = "sealed with another key than the given ones"
+WEAKER_TAG = "its tag is not a MAC, so the given key cannot verify it"
+OTHER_TAG = "sealed with another kind of tag than the given key is for"
 OTHER_NAME = "the name of the file is not the key of the page"
 OTHER_DIRECTORY = "the directory of the file is not that of the page's namespace"
-# A larger "page" is not a page of any model; it is refused before memory is taken for it.
+# A larger object is not a page of any model; it is rejected before memory is allocated.
 PAGE_BYTES_MAX = 1 << 30
-# Damaged pages that a scrub names; some 300 bytes each. What a broken disk has beyond that is only counted.
+# The most damaged pages that a scrub lists, about 300 bytes each. Further ones are only counted.
 FINDINGS_MAX = 100_000
-# While a store is listed, progress comes this often.
+# The interval of progress while a store is listed.
 _LISTED_STEP = 1000
-# Of a larger object the header is read first, to see whether it is worth the memory.
+# For a larger object the header is read first, to check whether it is a page.
 _LARGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PageReport:
-    """What is known about one stored page. `header` is None if it has none that can be read.
+    """The result for one stored page. `header` is None if it is not readable.
 
-    `damage` is None for a page that is sound as far as it could be checked. `unsupported` is `mac_key`,
-    `encryption_key` or `tag_kind` for a page with which nothing else is wrong, but which an engine with the given keys
-    would refuse for that reason. `note` explains in words.
+    `damage` is None for a page without detected damage. `unsupported` is `mac_key`, `encryption_key` or `tag_kind` for
+    an undamaged page that an engine with the given keys would reject for that reason. `note` explains in words.
     """
 
     size_bytes: int
@@ -53,13 +52,13 @@ class PageReport:
 
     @property
     def is_proved(self) -> bool:
-        """True if the tag was checked and, where keys were given, proves the page under one of them."""
+        """True if the tag was verified, with one of the keys if any were given."""
         return self.damage is None and self.unsupported is None and self.note is None
 
 
 @dataclass(frozen=True, slots=True)
 class PageKeys:
-    """The keys a tool was given: of MACs and of encryption, up to two of each. Raises InvalidInput."""
+    """The keys of a tool: for MACs and for encryption, up to two of each. Raises InvalidInput."""
 
     mac: tuple[bytes, ...] = ()
     encryption: tuple[bytes, ...] = ()
@@ -77,8 +76,9 @@ NO_KEYS = PageKeys()
 def read_page(
     size_bytes: int, read: Callable[[int], bytes | None], name: tuple[str, str], keys: PageKeys
 ) -> tuple[bytes, PageReport] | None:
-    """Read a page of about `size_bytes` and check it, including that its header agrees with `name`, the digest of its
-    namespace and its key in hexadecimal. `read(n)` gives its first n bytes, None if it is gone, as this does."""
+    """Read and verify a page of about `size_bytes`, including that its header matches `name`, the digest of its
+    namespace and its key in hexadecimal. `read(n)` returns its first n bytes, or None if it is missing; then this
+    returns None."""
     if size_bytes > _LARGE_BYTES and (head := read(HEADER_BYTES)) is not None:
         report = _at_first_sight(size_bytes, head)
         if report.damage is not None:
@@ -91,7 +91,7 @@ def read_page(
     if header is None or report.damage is not None:
         return data, report
     report = _judged(report, memoryview(data), header, keys)
-    # A tag that does not fit says more than a name that does not: the bytes themselves are not what was stored.
+    # A wrong tag comes before a wrong name: it means that the bytes themselves have changed.
     if header.page_key.hex() != name[1]:
         elsewhere, note = Damage.PAGE_KEY, OTHER_NAME
     elif header.namespace.hex() != name[0]:
@@ -103,7 +103,7 @@ def read_page(
 
 
 def _at_first_sight(size_bytes: int, head: bytes) -> PageReport:
-    """What the header alone says of an object: it is damaged if its version or a length keeps it from being checked."""
+    """Check only the header of an object: it is damaged if its version or a length prevents verification."""
     header = FrameHeader.parse(head)
     if header is None:
         return PageReport(size_bytes, damage=Damage.NOT_A_FRAME.value)
@@ -114,15 +114,15 @@ def _at_first_sight(size_bytes: int, head: bytes) -> PageReport:
     if not 0 < header.payload_bytes < PAGE_BYTES_MAX or not 0 < header.stored_bytes <= header.payload_bytes:
         return replace(report, damage=Damage.SIZE.value, note="the header's lengths are not those of a page")
     if header.object_bytes != size_bytes:
-        note = f"it has {size_bytes} bytes, its header says {header.object_bytes}"
+        note = f"it has {size_bytes} bytes instead of {header.object_bytes} as in its header"
         return replace(report, damage=Damage.SIZE.value, note=note)
     return report
 
 
 def _judged(report: PageReport, stored: memoryview, header: FrameHeader, keys: PageKeys) -> PageReport:
-    """What the bytes of a whole page prove. REQUIRES: `_at_first_sight` found nothing against its `header`."""
+    """Verify the bytes of a whole page. REQUIRES: `_at_first_sight` has accepted its `header`."""
     if header.tag_kind not in list(TagKind):
-        return replace(report, damage=Damage.TAG_KIND.value, note=f"there is no tag kind {header.tag_kind}")
+        return replace(report, damage=Damage.TAG_KIND.value, note=f"tag kind {header.tag_kind} does not exist")
     kind = TagKind(header.tag_kind)
     fitting = {TagKind.AES_256_GMAC: keys.mac, TagKind.AES_256_GCM: keys.encryption}.get(kind)
     if fitting == ():
@@ -138,7 +138,7 @@ def _judged(report: PageReport, stored: memoryview, header: FrameHeader, keys: P
     )
     damage = codec.check(header.page_key, stored)
     if damage in (Damage.MAC_KEY, Damage.ENCRYPTION_KEY):
-        # Its own key may be in use elsewhere: nothing is known against the page.
+        # Its own key may be in use elsewhere: the page is not known to be damaged.
         return replace(report, unsupported=damage.value, note=OTHER_KEY)
     if damage is not None:
         return replace(report, damage=damage.value)
@@ -148,12 +148,12 @@ def _judged(report: PageReport, stored: memoryview, header: FrameHeader, keys: P
 
 
 def tag_name(header: FrameHeader) -> str:
-    """The kind of a header's tag in words."""
+    """Return the kind of a header's tag in words."""
     return TagKind(header.tag_kind).name if header.tag_kind in list(TagKind) else str(header.tag_kind)
 
 
 def encoding_name(header: FrameHeader) -> str:
-    """The form of a header's payload in words."""
+    """Return the encoding of a header's payload in words."""
     if not header.encoding:
         return "plain"
     names = [form.name or "" for form in Encoding if header.encoding & form]
@@ -162,7 +162,7 @@ def encoding_name(header: FrameHeader) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A damaged page: where it is, what is wrong with it, and in words why, where there is more to say."""
+    """A damaged page: its location, the kind of damage, and an optional explanation."""
 
     page: StoredPage
     damage: str
@@ -171,12 +171,12 @@ class Finding:
 
 @dataclass(slots=True)
 class ScrubProgress:
-    """How far a scrub has come. It lists the store first: `pages` is 0 and `pages_total` grows.
+    """The progress of a scrub. It lists the store first: `pages` is 0 and `pages_total` grows.
 
-    `damaged` counts by reason the objects that are not sound pages. `unsupported` counts, by reason, pages with which
-    nothing is wrong but that an engine with the given keys would refuse: `mac_key` and `encryption_key`, sealed with
-    another key; `tag_kind`, by other means than the given keys are for. `unverifiable` are the pages that nothing could
-    be proved about without a key, or at all. `findings` are the damaged ones, the first `FINDINGS_MAX` of them.
+    `damaged` counts, by reason, objects that are damaged or not pages. `unsupported` counts, by reason, undamaged pages
+    that an engine with the given keys would reject: `mac_key` and `encryption_key`, sealed with another key;
+    `tag_kind`, with another kind of tag. `unverifiable` are the pages without a tag or without a key for it. `findings`
+    are the first `FINDINGS_MAX` damaged ones.
     """
 
     pages: int = 0
@@ -204,7 +204,9 @@ class ScrubProgress:
 
 
 class RateLimit:
-    """Keeps to a rate of bytes per second from now on, None for no limit. Raises InvalidInput for one not positive."""
+    """Limits the bytes per second from now on; None means no limit. Raises InvalidInput for a rate that is not
+    positive.
+    """
 
     def __init__(self, rate_bytes_per_s: float | None) -> None:
         if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
@@ -213,7 +215,7 @@ class RateLimit:
         self._started_s = time.monotonic()
 
     def wait(self, done_bytes: int) -> None:
-        """Sleep until `done_bytes` since the start are no more than the rate allows."""
+        """Sleep until the rate allows `done_bytes` since the start."""
         if self._rate is not None:
             time.sleep(max(0.0, self._started_s + done_bytes / self._rate - time.monotonic()))
 
@@ -221,10 +223,10 @@ class RateLimit:
 def verify_raw(
     raw: RawStore, *, keys: PageKeys, rate_bytes_per_s: float | None = None, remove: bool = False
 ) -> Iterator[ScrubProgress]:
-    """Check every object in a page's place, in every namespace; the same progress after each of them.
+    """Verify every object at a page's location, in every namespace; yield the same progress object after each of them.
 
-    Changes nothing, unless `remove` says that damaged pages are to be removed. Pages that an engine stored again
-    meanwhile stay where the store can tell, and so do pages that only do not fit the keys and those that cannot be read
+    Changes nothing, unless `remove` is True: then it removes damaged pages. Pages that an engine has stored again since
+    stay, if the store can detect that, and so do pages that only do not match the keys and those that cannot be read
     now. Reads at most `rate_bytes_per_s` on average, by sleeping between pages. Raises InvalidInput for a rate that is
     not positive.
     """
@@ -247,7 +249,7 @@ def verify_raw(
                 yield progress
                 continue
             if found is None:
-                continue  # evicted since it was listed
+                continue  # evicted since the listing
             _, report = found
         progress.add(page, report)
         if report.damage is not None and remove:
