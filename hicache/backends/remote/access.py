@@ -58,5 +58,5 @@ def _tls(options: RemoteStorageOptions) -> ssl.SSLContext:
         if options.certificate is not None:
             context.load_cert_chain(options.certificate, options.key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError("remote storage: ca_file, certificate or key is not usable for TLS; check the files") from error
+        raise ConfigError("remote storage: ca_file, certificate or key is not usable for TLS") from error
     return context
