@@ -1,1 +1,1 @@
-"""The storage daemon: one process of a node that owns a host pool and stores, and serves many engines over HTTP."""
+"""The storage daemon: one process per node with a host pool and stores, which serves many engines over HTTP."""

@@ -1,6 +1,6 @@
 """NodeAdmin: the admin surface of a daemon.
 
-Pins and quotas are of this run: a daemon that is restarted has none.
+Pins and quotas end with the process.
 
 Locking design: `_lock` guards the table of pins and is held while the pool pins and unpins, so that a page stays pinned
 as long as one pin names it. It is taken before the lock of the pool.
@@ -50,8 +50,7 @@ class _Pin:
 
 
 class NodeAdmin:
-    """An AdminTarget: `node`. `clock` is monotonic, in seconds. Raises ConfigError for keys of pages that cannot be
-    had."""
+    """The AdminTarget of `node`. `clock` is monotonic, in seconds. Raises ConfigError for unreadable keys."""
 
     def __init__(self, node: Node, clock: Callable[[], float] = time.monotonic) -> None:
         self._node = node
@@ -104,7 +103,7 @@ class NodeAdmin:
     def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
         """See AdminTarget."""
         if request.tokens is not None:
-            raise AdminError("unsupported", "a daemon does not know tokens: name pages by their keys, or ask an engine")
+            raise AdminError("unsupported", "a daemon does not know tokens: use page keys, or an engine's socket")
         keys = [bytes.fromhex(one) for one in request.keys]
         pool, places = self._node.pool, Places()
         for namespace in self._matching(request.namespace):
@@ -122,15 +121,15 @@ class NodeAdmin:
     def _one(self, prefix: str) -> Namespace:
         found = self._matching(prefix)
         if not found:
-            raise AdminError("unknown_namespace", "no namespace that begins so is open; list the namespaces")
+            raise AdminError("unknown_namespace", "no open namespace begins with these digits; list the namespaces")
         if len(found) > 1:
-            raise AdminError("ambiguous", f"{len(found)} namespaces begin so; give more digits")
+            raise AdminError("ambiguous", f"{len(found)} namespaces begin with these digits; use more digits")
         return found[0]
 
     # Memory
 
     def clear_memory(self, namespace: str) -> int:
-        """See AdminTarget. Pinned pages go too."""
+        """See AdminTarget. Also removes pinned pages."""
         removed = 0
         for one in self._matching(namespace):
             with self._node.pool.deleting(one.space, None) as there:
@@ -138,17 +137,17 @@ class NodeAdmin:
         return removed
 
     def stores_cleared(self, namespace: str) -> None:
-        """See AdminTarget: a daemon remembers nothing of what its stores have."""
+        """See AdminTarget. Does nothing: a daemon does not cache the content of its stores."""
 
     def pin(self, request: PinRequest) -> PinStatus:
         """See AdminTarget."""
         if request.tokens is not None or not request.keys:
-            raise AdminError("invalid", "keys: a daemon pins a chain by its page keys; it does not know tokens")
+            raise AdminError("invalid", "keys: a daemon does not know tokens; pass page keys")
         namespace = self._one(request.namespace)
         keys = tuple(bytes.fromhex(key) for key in request.keys)
         with self._lock:
             if len(self._pins) >= PINS_MAX:
-                raise AdminError("too_many", f"there are {PINS_MAX} pins; end some")
+                raise AdminError("too_many", f"the limit of {PINS_MAX} pins is reached; end some")
             pages = self._node.pool.pin(namespace.space, keys)
             name = secrets.token_hex(4)
             pin = _Pin(namespace, keys, pages, self._clock() + request.ttl_s)
@@ -162,7 +161,7 @@ class NodeAdmin:
         """See AdminTarget."""
         with self._lock:
             if pin not in self._pins:
-                raise AdminError("unknown_pin", f"there is no pin {pin[:16]!r}; list the pins")
+                raise AdminError("unknown_pin", f"pin {pin[:16]!r} does not exist; list the pins")
             self._end(pin)
 
     def pins(self) -> Sequence[PinStatus]:
@@ -179,7 +178,7 @@ class NodeAdmin:
         )  # fmt: skip
 
     def _end(self, name: str) -> None:
-        """End a pin: its pages that no other pin names may be evicted. REQUIRES: the lock is held."""
+        """End a pin: its pages may be evicted unless another pin has them. REQUIRES: the lock is held."""
         pin = self._pins.pop(name)
         others = {key for one in self._pins.values() if one.namespace is pin.namespace for key in one.keys}
         self._node.pool.unpin(pin.namespace.space, [key for key in pin.keys if key not in others])
@@ -220,11 +219,11 @@ class NodeAdmin:
         ]  # fmt: skip
 
     def set_quota(self, namespace: str, quota_bytes: int | None) -> None:
-        """See AdminTarget. One that is not open yet is named by its whole digest."""
+        """See AdminTarget. A namespace that is not open yet needs its whole digest."""
         is_known = len(namespace) == 64 and not self._matching(namespace)
         digest = namespace if is_known else self._one(namespace).digest
         if quota_bytes is not None and digest not in self._node.quotas and len(self._node.quotas) >= QUOTAS_MAX:
-            raise AdminError("too_many", f"there are {QUOTAS_MAX} quotas; remove some")
+            raise AdminError("too_many", f"the limit of {QUOTAS_MAX} quotas is reached; remove some")
         self._node.set_quota(digest, quota_bytes)
 
 

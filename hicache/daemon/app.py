@@ -1,6 +1,7 @@
 """The HTTP interface `/v1` of a node, as a FastAPI application.
 
-Handlers run on the event loop and hand what blocks to the threads of a namespace, or to a few for opening and mapping.
+Handlers run on the event loop. Blocking calls run on the threads of a namespace, or on a few threads for opening and
+mapping.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ from .status import status_json
 
 T = TypeVar("T")
 
-# Threads that open namespaces, that map memory, and that count. A store that hangs while it is opened, for many
-# namespaces, keeps neither engines from getting their memory back nor operators from seeing what is wrong.
+# Separate threads for opening namespaces, mapping memory, and counting: stores that hang while they are opened block
+# neither the unmapping of engines' memory nor status requests.
 _OPENING_THREADS = 32
 _MEMORY_THREADS = 32
 _COUNTING_THREADS = 4
@@ -103,12 +104,12 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _misused(_: Request, error: Exception) -> Response:
-    """Of a backend's own check of its arguments, whose words may name a whole key."""
+    """Replace the message of a backend's check of arguments, which may contain a whole key."""
     return Refused(422, ErrorKind.BAD_REQUEST, "keys: a key or parent cannot be where it is in the batch").answer()
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
-    """Name the first entry that is wrong; what was sent is not quoted."""
+    """Name the first wrong entry, without its value."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part)[:40] for part in first["loc"][1:])
@@ -129,20 +130,20 @@ def _add_probes(app: FastAPI, node: Node, counting: ThreadPoolExecutor) -> None:
 
     @app.get("/readyz", tags=["probes"], responses={503: {"model": State}})
     async def readyz(response: Response) -> State:
-        """The daemon takes requests. Stores that are down do not count: it serves misses then."""
+        """The daemon accepts requests, even if stores are down: then it serves misses."""
         if node.state is not NodeState.READY:
             response.status_code = 503
         return State(state=node.state.value)
 
     @app.get("/statusz", tags=["probes"])
     async def statusz() -> dict[str, Any]:
-        """Return a snapshot of all that the daemon counts."""
+        """Return a snapshot of all counters."""
         return status_json(await _on(counting, node.statistics))
 
 
 def _add_metrics(app: FastAPI, node: Node, counting: ThreadPoolExecutor) -> None:
     registry = CollectorRegistry()
-    ProcessCollector(registry=registry)  # the one place for further collectors: they are asked on a thread
+    ProcessCollector(registry=registry)  # register further collectors here: they run on a thread
     registry.register(DaemonCollector(node.statistics))
 
     @app.get("/metrics", tags=["probes"], response_class=Response)
@@ -174,7 +175,7 @@ def _add_memory(app: FastAPI, node: Node) -> None:
         deadline = _deadline(node, body.timeout_s)
         is_known = body.device is not None and body.inode is not None
         if not is_known and body.shape is None:
-            raise Refused(422, ErrorKind.BAD_REQUEST, "memory: give device and inode, or the shape of its pages")
+            raise Refused(422, ErrorKind.BAD_REQUEST, "memory: send device and inode, or the shape of its pages")
         asked = MemoryRequest(
             name, body.frame_bytes, body.pages,
             (body.device or 0, body.inode or 0) if is_known else None, bytes.fromhex(body.shape or ""),
@@ -184,7 +185,7 @@ def _add_memory(app: FastAPI, node: Node) -> None:
 
     @app.delete("/v1/memory/{name}", tags=["control"], responses=_REFUSALS)
     async def detach_memory(name: MemoryPath, timeout_s: float = 30.0) -> MemoryAttached:
-        """Answer once no operation of the daemon can touch the memory any more."""
+        """Unmap a memory; answer once the daemon can no longer access it."""
         await _on(threads, lambda: node.memories.detach(name, _deadline(node, timeout_s)))
         return MemoryAttached(instance=node.instance, mapping="")
 
@@ -195,8 +196,8 @@ def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
     @app.post(f"{path}/read", tags=["pages"], response_class=Response,
               responses={**_REFUSALS, 200: {"content": _OCTETS}})  # fmt: skip
     async def read(namespace: NamespacePath, body: Lookup) -> Response:
-        """Read pages: one byte for each key says what became of it (`H` hit, `M` miss, `C` corrupt, `E` error), then
-        the frames of the hits follow in order."""
+        """Read pages: one byte per key for its outcome (`H` hit, `M` miss, `C` corrupt, `E` error), then the frames of
+        the hits in order."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         return PagesAnswer(node, node.find(namespace), staging, keys, deadline)
 
@@ -221,7 +222,7 @@ def _post(app: FastAPI, verb: str) -> Callable[[Any], Any]:
 def _add_lookups(app: FastAPI, node: Node) -> None:
     @_post(app, "exists")
     async def exists(namespace: NamespacePath, body: Lookup) -> Pages:
-        """How many of the keys are stored before the first hole."""
+        """Return how many of the keys are stored up to the first hole."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
         pages, errors = await node.call(found, lambda: found.store.batch_exists(keys, deadline=deadline))
@@ -229,7 +230,7 @@ def _add_lookups(app: FastAPI, node: Node) -> None:
 
     @_post(app, "has")
     async def has(namespace: NamespacePath, body: Lookup) -> Stored:
-        """Whether each of the keys is stored."""
+        """Return for each of the keys whether it is stored."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
         stored, errors = await node.call(found, lambda: found.store.batch_has(keys, deadline=deadline))
@@ -237,7 +238,7 @@ def _add_lookups(app: FastAPI, node: Node) -> None:
 
     @_post(app, "touch")
     async def touch(namespace: NamespacePath, body: Lookup) -> Stored:
-        """Count pages as used. Which of them are not known to be missing."""
+        """Count pages as used. Return for each whether it may be stored (False: known to be missing)."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
         missing, errors = await node.call(found, lambda: found.store.batch_touch(keys, deadline=deadline))
@@ -292,7 +293,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
 
     @app.get("/v1/namespaces/{namespace}/usage", tags=["pages"], responses=_REFUSALS)
     async def usage(namespace: NamespacePath) -> UsageAnswer:
-        """Count what is stored."""
+        """Return the pages and bytes stored in the namespace."""
         found = node.find(namespace)
         counted, _ = await node.call(found, found.store.usage)
         return UsageAnswer(pages=counted.pages, bytes=counted.bytes, capacity_bytes=counted.capacity_bytes)
@@ -308,4 +309,4 @@ def _deadline(node: Node, timeout_s: float) -> float:
 
 def _require_equal(keys: int, frames: int) -> None:
     if keys != frames:
-        raise Refused(422, ErrorKind.BAD_REQUEST, f"frames: there are {frames}, for {keys} keys")
+        raise Refused(422, ErrorKind.BAD_REQUEST, f"frames: got {frames} for {keys} keys; send one for each key")

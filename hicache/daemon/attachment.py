@@ -1,11 +1,11 @@
-"""Attachment: which storage the namespaces of a node use, and what operators have forced upon it.
+"""Attachment: the storage of a node's namespaces, and the operators' overrides of it.
 
-All namespaces have the same: the configured storage, one store of it alone, or none, the pool alone. A change is made
-for one namespace after the other in the background; a store that cannot be opened is tried again, and until then its
-namespace has none.
+All namespaces use the same: the configured storage, one store of it, or none (only the pool). A background thread
+applies a change to one namespace after the other; a store that cannot be opened is tried again, and until then its
+namespace has no store.
 
-Locking design: `_lock` guards what is wanted and `_applied`, and is held for no call that blocks. The background thread
-replaces stores; a namespace that is opened at that moment is seen by `joined`.
+Locking design: `_lock` guards the wanted state and `_applied`, and is not held for blocking calls. The background
+thread replaces stores; `joined` handles a namespace that is opened at the same time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 _REOPEN_S_MIN = 0.1
 _REOPEN_S_MAX = 30.0
 _PATIENCE_S = 60.0
-# Namespaces that are remembered before those that have closed are forgotten.
+# The number of remembered namespaces at which closed ones are forgotten.
 _APPLIED_MAX = 4096
 
 
 class Attachment:
-    """See the module's docstring. `namespaces` returns those that are open. `opener` may be exchanged for another one
-    with the same stores."""
+    """See the module's docstring. `namespaces` returns the open ones. `opener` may be replaced by another one with the
+    same stores."""
 
     def __init__(self, opener: StorageOpener, namespaces: Callable[[], Sequence[Namespace]]) -> None:
         self.opener = opener
@@ -56,7 +56,7 @@ class Attachment:
     # For the node
 
     def open(self, codec: FrameCodec) -> StorageBackend | None:
-        """Open what a new namespace is to use, None for no storage. Blocks and raises as `StorageOpener.open`."""
+        """Open the store of a new namespace; None without storage. Blocks and raises as `StorageOpener.open`."""
         with self._lock:
             if len(self._applied) >= _APPLIED_MAX:
                 there = {namespace.digest for namespace in self._namespaces()}
@@ -66,7 +66,7 @@ class Attachment:
         return self._open(codec, part) if is_attached else None
 
     def joined(self, namespace: Namespace) -> None:
-        """Note that a namespace is among those that are open. What has changed since `open` is made up for."""
+        """Register an open namespace, and apply changes since `open`."""
         with self._lock:
             is_late = self._applied.get(namespace.digest) != self._wanted
         if is_late:
@@ -79,11 +79,11 @@ class Attachment:
     # For operators
 
     def attach(self, part: BackendSpec | None) -> None:
-        """Use the configured storage, or `part` of it alone. Does not block."""
+        """Use the configured storage, or only `part` of it. Does not block."""
         self._change(True, part)
 
     def detach(self) -> None:
-        """Use none. The stores are closed once no call of them is in flight. Does not block."""
+        """Stop using storage. The stores are closed after their last call. Does not block."""
         self._change(False, None)
 
     def force(self, direction: Direction, mode: Override, store: str | None) -> None:
@@ -120,13 +120,13 @@ class Attachment:
             wanted, is_attached, part = self._wanted, self.is_attached, self._part
         if self._is_applied(namespace, wanted):
             return
-        _close(store.replace(None))  # waits for the calls in flight; another thread may have made the change since
+        _close(store.replace(None))  # waits for the calls in flight; another thread may have applied the change since
         if self._is_applied(namespace, wanted):
             return
         _close(store.replace(self._open(store.codec, part) if is_attached else None))
         with self._lock:
             self._applied[namespace.digest] = wanted
-        if namespace not in self._namespaces():  # it was closed at that moment, and did not close this store
+        if namespace not in self._namespaces():  # it was closed at the same time, without closing this store
             _close(store.replace(None))
 
     def _is_applied(self, namespace: Namespace, wanted: int) -> bool:

@@ -1,7 +1,7 @@
-"""Pages as bodies of requests and answers, for engines on other hosts: by way of staging memory.
+"""Pages as bodies of requests and replies, for engines on other hosts, through staging memory.
 
-What a client sends is proved by the wire codec before it is stored. What a store returned is sealed for the wire,
-unless it is sealed so: a store with MACs or encryption hands out frames without a checksum that clients know.
+The wire codec verifies a client's pages before they are stored. Pages from a store are sealed for the wire unless they
+already are: pages of a store with MACs or encryption do not have the checksum that clients need.
 
 Locking design: coroutines on the event loop; verbs and seals run on threads of the namespace.
 """
@@ -25,7 +25,7 @@ from .node import Node
 from .refusal import Refused
 from .staging import Staging
 
-# What became of a page, in the answer to `read`.
+# The outcome of a page, in the reply to `read`.
 OUTCOME_BYTES = {outcome: outcome.value[0].upper().encode() for outcome in GetOutcome}
 
 
@@ -44,7 +44,7 @@ class PagesAnswer(Response):
         self._keys, self._deadline = keys, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises Refused as long as nothing was sent."""
+        """Raises Refused before anything was sent."""
         found, keys = self._namespace, self._keys
         size = found.wire.frame_bytes
         async with self._staging.piece(len(keys) * size, self._deadline) as piece:
@@ -69,7 +69,7 @@ class PagesAnswer(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def write_pages(  # noqa: PLR0917 - a request and where it goes
+async def write_pages(  # noqa: PLR0917 - a request and its destination
     node: Node,
     namespace: Namespace,
     staging: Staging,
@@ -78,7 +78,7 @@ async def write_pages(  # noqa: PLR0917 - a request and where it goes
     parent: bytes | None,
     deadline: float,
 ) -> tuple[list[SetOutcome], list[str]]:
-    """Receive `count` keys and frames, prove and store them; what became of each, and the kinds of errors.
+    """Receive `count` keys and frames, verify and store them; return their outcomes and the kinds of errors.
 
     Raises Refused.
     """

@@ -1,7 +1,7 @@
-"""What a daemon counts of its requests.
+"""The counters of a daemon's requests.
 
-Locking design: the event loop's thread alone counts. Snapshots are copies, which other threads may take: copying a
-dictionary or a list is one operation in CPython.
+Locking design: only the event loop's thread counts. Any thread may take a snapshot: copying a dictionary or a list is
+one operation in CPython.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 
 from ..backends.guard import BOUNDS_S, LatencyStatistics
 
-# What refuses or ends requests and connections, by the names under which they are counted: in words for the log.
+# The limits that reject or end requests and connections, by their names in counters, with words for the log.
 LIMITS: Mapping[str, str] = {
     "answer_lost": "connections were lost while they were answered",
-    "answer_timeout": "clients did not take their answer in time (daemon.body_timeout)",
+    "answer_timeout": "clients did not read their answer in time (daemon.body_timeout)",
     "body_bytes": "bodies were too long",
     "body_lost": "connections were lost before the end of a body",
-    "body_timeout": "bodies did not come in time (daemon.body_timeout)",
+    "body_timeout": "bodies did not arrive in time (daemon.body_timeout)",
     "connections": "connections were too many (daemon.connections_max)",
     "draining": "requests came while the daemon was ending",
     "head_bytes": "heads of requests were too long",
-    "head_timeout": "heads of requests did not come in time (daemon.head_timeout)",
+    "head_timeout": "heads of requests did not arrive in time (daemon.head_timeout)",
     "idle_timeout": "connections were closed after an early answer (daemon.idle_timeout)",
     "peer": "connections came from another user's processes",
     "pipelining": "clients did not wait for their answer",
@@ -32,7 +32,7 @@ LIMITS: Mapping[str, str] = {
 
 
 class CallCounters:
-    """Totals since the start, and the requests and connections there are now."""
+    """Totals since the start, and the current requests and connections."""
 
     def __init__(self) -> None:
         self.connections = {"unix": 0, "tcp": 0}
@@ -43,7 +43,7 @@ class CallCounters:
         self._seconds: Counter[str] = Counter()
 
     def answered(self, operation: str, status: int, took_s: float) -> None:
-        """Count an answer. `operation` is one of a few names, never what a client has chosen."""
+        """Count an answer. `operation` is one of a few names, never a client's text."""
         self._requests[operation, status] += 1
         if operation not in self._took:
             self._took = {**self._took, operation: [0] * (len(BOUNDS_S) + 1)}
@@ -51,7 +51,7 @@ class CallCounters:
         self._seconds[operation] += took_s  # type: ignore[assignment]
 
     def refuse(self, limit: str) -> None:
-        """Count a request or connection that a limit has refused."""
+        """Count a request or connection that a limit has rejected."""
         self._refused[limit] += 1
 
     def requests(self) -> dict[tuple[str, int], int]:
@@ -63,5 +63,5 @@ class CallCounters:
         return dict(self._refused)
 
     def latency(self) -> dict[str, LatencyStatistics]:
-        """Return how long answers took, by operation."""
+        """Return the times of answers, by operation."""
         return {name: LatencyStatistics(tuple(counts), self._seconds[name]) for name, counts in self._took.items()}

@@ -1,15 +1,15 @@
-"""One connection: uvicorn's HTTP protocol with bounds, the peer's credentials, and page bodies without copies.
+"""One connection: uvicorn's HTTP protocol with limits, the peer's credentials, and page bodies without copies.
 
-    head      has `head_timeout` and HEAD_BYTES_MAX; an idle connection has `idle_timeout`
-    body      has a bound by its path, and a deadline by its length
-    answer    a client that takes nothing for `body_timeout` is hung up on
-    pages     the bytes of a long body go between the socket and their frames on a thread of their own, past the event
-              loop: it neither copies them nor waits for them. With TLS they go through the event loop.
+    head      limited by `head_timeout` and HEAD_BYTES_MAX; an idle connection by `idle_timeout`
+    body      its size is limited by its path, its time by its length
+    answer    a client that reads nothing for `body_timeout` is disconnected
+    pages     a separate thread moves the bytes of a long body between the socket and their frames, so that the event
+              loop neither copies them nor waits for them. With TLS they go through the event loop.
 
-Requests come one after another; a client that sends one before it has its answer (pipelining) is refused.
+Requests come one after another; a client that sends one before the last answer (pipelining) is rejected.
 
-Locking design: everything runs on the event loop's thread but `_receive` and `_send`. While one of them runs, the loop
-neither reads from the socket nor writes to it.
+Locking design: everything except `_receive` and `_send` runs on the event loop's thread. While one of them runs, the
+loop neither reads from the socket nor writes to it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .calls import CallCounters
 from .protocol import KEYS_MAX
 from .refusal import Refused
 
-# A Prometheus sends some 300 bytes; browsers send cookies of other servers on this machine as well.
+# Prometheus sends about 300 bytes; browsers also send cookies of other servers on this machine.
 HEAD_BYTES_MAX = 16 << 10
-# Keys and frame numbers of the longest batch, with white space.
+# Room for keys and frame numbers of the longest batch, with white space.
 JSON_BYTES_MAX = KEYS_MAX * 96 + 4096
-# Bytes of a body for which it gets another `body_timeout`.
+# The bytes of a body for each further `body_timeout`.
 _TIMED_BYTES = 64 << 20
-# Received at once: what fits into the cache of a core, where it is hashed.
+# Received in one call: fits into the cache of a core, where it is hashed.
 _PIECE_BYTES = 256 << 10
 WRITE_SUFFIX = b"/write"
 
 
 @dataclass(slots=True)
 class Listener:
-    """What the connections of one listening socket have in common. `verifies_clients`: TLS has done so."""
+    """The common state of one listening socket's connections. `verifies_clients`: TLS checks client certificates."""
 
     is_unix: bool
     is_loopback: bool
@@ -59,7 +59,7 @@ class Listener:
 
 @dataclass(slots=True)
 class Shared:
-    """What all connections have in common. `config` is replaced by a reload."""
+    """The common state of all connections. A reload replaces `config`."""
 
     config: DaemonConfig
     uvicorn: uvicorn.Config
@@ -71,7 +71,7 @@ class Shared:
 
 @dataclass(slots=True)
 class _Body:
-    """A body that goes past the event loop: `head` has come through it."""
+    """A body that bypasses the event loop, except for its beginning `head`."""
 
     length: int
     head: bytearray
@@ -97,24 +97,24 @@ class Connection(PeerProtocol):
     # Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse a process of another user, and a connection over the limit."""
+        """Reject a process of another user, and a connection over the limit."""
         super().connection_made(transport)
         self._count(1)
         peer: Peer | None = self.app_state[PEER]
         if peer is not None and peer.uid not in (os.geteuid(), 0):
-            self._refuse("peer", Refused(403, ErrorKind.ACCESS_DENIED, "socket: is for another user's processes"))
+            self._refuse("peer", Refused(403, ErrorKind.ACCESS_DENIED, "socket: belongs to another user"))
         elif self.listener.connections > self._shared.config.connections_max:
             self._refuse("connections", Refused(503, ErrorKind.BUSY, "daemon: too many connections; try again", 1))
         else:
             self._limit_time(self._shared.config.head_timeout, "head_timeout")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count it out."""
+        """Count the end of the connection."""
         self._count(-1)
         self._limit_time(None)
         super().connection_lost(exc)
-        # All of these refer to this object, to the head of the request or to the bytes that were received: they are
-        # freed now, not when Python next looks for cycles.
+        # These refer to this object, to the request's head or to received bytes: free them now instead of at Python's
+        # next search for cycles.
         self.scope = None  # type: ignore[assignment]
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and cycle.response_complete:
@@ -127,17 +127,17 @@ class Connection(PeerProtocol):
         self.listener.connections += change
 
     def pause_writing(self) -> None:
-        """A client that does not take its answer in time is hung up on."""
+        """Start the timeout of a client that does not read its answer."""
         super().pause_writing()
         self._limit_time(self._shared.config.body_timeout, "answer_timeout")
 
     def resume_writing(self) -> None:
-        """It has taken some."""
+        """Stop the timeout: the client has read a part."""
         self._limit_time(None)
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """An idle connection, or one whose client has not even taken the last answer."""
+        """Close an idle connection, or one whose client has not read the last answer."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -153,13 +153,13 @@ class Connection(PeerProtocol):
         self.transport.abort()
 
     def _refuse(self, limit: str, refusal: Refused) -> None:
-        """Answer without a request, and hang up."""
+        """Send an answer without a request, and disconnect."""
         self._shared.calls.refuse(limit)
         self._refusal = refusal
         self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not a request, or one that was refused, and hang up."""
+        """Answer an invalid or rejected request, and disconnect."""
         refusal = self._refusal or Refused(400, ErrorKind.BAD_REQUEST, "the request is not valid HTTP")
         self._refusal = refusal
         body = refusal.body
@@ -174,7 +174,7 @@ class Connection(PeerProtocol):
     # Requests
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come. A refusal within ends the connection."""
+        """Parse received bytes. A rejection ends the connection."""
         if self._refusal is not None:
             return
         if self._is_in_head and not self._head_bytes:
@@ -198,14 +198,14 @@ class Connection(PeerProtocol):
         state["connection"] = self
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Bound the headers as they come: a quarter of a mebibyte may come at once, and tiny ones grow thirtyfold."""
+        """Limit the headers as they arrive: 256 KiB may arrive at once, and tiny ones grow thirtyfold in memory."""
         self._headers_bytes += len(name) + len(value)
         if self._headers_bytes > HEAD_BYTES_MAX:
             self._raise("head_bytes", Refused(431, ErrorKind.BAD_REQUEST, "the head of the request is too long"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Set the bounds of the body before the application sees the request."""
+        """Set the limits of the body before the application gets the request."""
         self._is_in_head, self._head_bytes = False, 0
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > HEAD_BYTES_MAX:
             self._raise("head_bytes", Refused(431, ErrorKind.BAD_REQUEST, "the head of the request is too long"))
@@ -223,7 +223,7 @@ class Connection(PeerProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Bound a body of unknown length; keep the beginning of one that goes past the loop."""
+        """Limit a body of unknown length; keep the beginning of a body that bypasses the loop."""
         self._body_left -= len(body)
         if self._body_left < 0:
             self._raise("body_bytes", Refused(413, ErrorKind.BAD_REQUEST, "the body is too long; send fewer pages"))
@@ -233,20 +233,20 @@ class Connection(PeerProtocol):
             self._body.head += body
 
     def on_message_complete(self) -> None:
-        """The next bytes are another request's."""
+        """Handle the end of a request; the next bytes belong to another one."""
         self._limit_time(None)
         self._is_in_head = True
-        if self.cycle.response_complete:  # the answer was a refusal, and this is the end of the body
+        if self.cycle.response_complete:  # the request was rejected, and this is the end of its body
             self._limit_time(self._shared.config.idle_timeout, "idle_timeout")
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """What has not come of a body is not for anybody."""
+        """Handle the end of an answer; the rest of the request's body is ignored."""
         self._body = None
         super().on_response_complete()
 
     def _raise(self, limit: str, refusal: Refused) -> None:
-        """Leave the parser, which lets uvicorn call `send_400_response`."""
+        """Leave the parser; uvicorn then calls `send_400_response`."""
         self._shared.calls.refuse(limit)
         self._refusal = refusal
         raise refusal
@@ -256,7 +256,7 @@ class Connection(PeerProtocol):
     async def receive_pages(
         self, receive: Any, buffers: Sequence[memoryview], tags: Sequence[TagStream | None]
     ) -> None:
-        """Fill `buffers` with the body of the request, all of it; `tags` take in the bytes of each buffer.
+        """Fill `buffers` with the whole body of the request; `tags` hash the bytes of each buffer.
 
         REQUIRES: the body has the length of all buffers. Raises Refused if it ends early.
         """
@@ -277,14 +277,14 @@ class Connection(PeerProtocol):
             self._abort("body", error)
             raise Refused(400, ErrorKind.CONNECTION_LOST, "body: did not come in time, or at all") from error
         if not self.transport.is_closing():
-            # The parser has not seen the rest of the body: the next request gets a new one.
+            # The parser has not seen the rest of the body, so the next request gets a new parser.
             self.parser = httptools.HttpRequestParser(self)
             self.on_message_complete()
             self.flow.resume_reading()
 
     async def send_pages(self, send: Any, buffers: Sequence[memoryview]) -> None:
-        """Send `buffers` as the next part of an answer whose head was sent; they are free when this returns. Hangs up
-        on a client that does not take them in time."""
+        """Send `buffers` as the next part of an answer whose head was sent; they are free when this returns.
+        Disconnects a client that does not read them in time."""
         if self.listener.has_tls:
             for buffer in buffers:
                 for start in range(0, len(buffer), _PIECE_BYTES):
@@ -304,7 +304,7 @@ class Connection(PeerProtocol):
             self.cycle.expected_content_length -= size_bytes
 
     async def _head_is_sent(self) -> None:
-        """Wait until the loop has written the head of an answer, which it does at its next turn. Raises OSError."""
+        """Wait until the loop has written the head of an answer, in its next iteration. Raises OSError."""
         until_s, pause_s = time.monotonic() + self._shared.config.body_timeout, 0.0
         while self.transport.get_write_buffer_size():
             if time.monotonic() >= until_s:
@@ -316,7 +316,7 @@ class Connection(PeerProtocol):
 
     def _abort(self, what: str, error: OSError) -> None:
         self._shared.calls.refuse(f"{what}_timeout" if isinstance(error, TimeoutError) else f"{what}_lost")
-        self.cycle.disconnected = True  # the loop says so later; nothing can be answered any more
+        self.cycle.disconnected = True  # the loop sets it later; answers are no longer possible
         self.transport.abort()
 
     def _time_for(self, size_bytes: int) -> float:
@@ -337,13 +337,13 @@ class _Filler:
         self._start = 0
 
     def target(self) -> memoryview | None:
-        """Return where the next bytes go; None once all buffers are full."""
+        """Return the buffer for the next bytes; None once all buffers are full."""
         while self._index < len(self._buffers) and self._start == len(self._buffers[self._index]):
             self._index, self._start = self._index + 1, 0
         return None if self._index == len(self._buffers) else self._buffers[self._index][self._start :]
 
     def filled(self, size_bytes: int) -> None:
-        """Take note that the first bytes of `target` are filled."""
+        """Record that the first bytes of `target` are filled."""
         tag = self._tags[self._index]
         if tag is not None:
             tag.add(self._buffers[self._index][self._start : self._start + size_bytes])
@@ -377,7 +377,7 @@ async def _receive_through_loop(
 
 
 def _receive(sock: socket.socket, filler: _Filler, timeout_s: float) -> None:
-    """Receive until all buffers are full. Runs on a thread of its own. Raises OSError."""
+    """Receive until all buffers are full. Runs on a separate thread. Raises OSError."""
     until_s = time.monotonic() + timeout_s
     while (target := filler.target()) is not None:
         sock.settimeout(_left(until_s))
@@ -388,7 +388,7 @@ def _receive(sock: socket.socket, filler: _Filler, timeout_s: float) -> None:
 
 
 def _send(sock: socket.socket, buffers: Sequence[memoryview], timeout_s: float) -> None:
-    """Send all buffers. Runs on a thread of its own. Raises OSError."""
+    """Send all buffers. Runs on a separate thread. Raises OSError."""
     until_s = time.monotonic() + timeout_s
     for buffer in buffers:
         sock.settimeout(_left(until_s))

@@ -1,13 +1,13 @@
-"""Single flight: a page that one call moves is not moved by another one at the same time.
+"""Single flight: two calls do not move the same page at the same time.
 
     Flights     the pages that calls are moving now, by key
     Waiter      one call that waits for pages of others
 
-A call first does what it leads, and only then waits for what it follows, each until its own deadline. So no two calls
-wait for each other.
+A call first moves the pages that it leads, and then waits for those that it follows, until its own deadline. So two
+calls never wait for each other.
 
-Locking design: the owner of `Flights` locks it. A `Waiter` has a lock of its own, held for a few instructions; nothing
-else is locked while it is held.
+Locking design: the owner of `Flights` locks it. A `Waiter` has its own lock, held for a few instructions; nothing else
+is locked while it is held.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What became of a page that another call has read. `page` is held for the waiter; None if the bytes are in the
-    waiter's own buffer already."""
+    """The result of a page that another call has read. `page` is held for the waiter; None if the bytes are already in
+    the waiter's own buffer."""
 
     outcome: GetOutcome
     page: PooledPage | None
@@ -47,12 +47,12 @@ class Waiter(Generic[Answer]):
         self._is_over = False
 
     def expect(self) -> None:
-        """Wait for one page more. REQUIRES: called by the waiting call, before the flight can end."""
+        """Wait for one more page. REQUIRES: called by the waiting call, before the flight can end."""
         with self._state:
             self._missing += 1
 
     def give(self, position: int, answer: Answer) -> bool:
-        """Answer for one page; False, and nothing, if the call waits no more."""
+        """Answer for one page. Return False, without effect, if the call no longer waits."""
         with self._state:
             if self._is_over:
                 return False
@@ -63,8 +63,8 @@ class Waiter(Generic[Answer]):
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[Sequence[PageBuffer] | None]:
-        """While this block writes into a buffer of the call, the call does not return. Gives the buffers of its batch,
-        None if the call waits no more: then they must not be touched."""
+        """Keep the call from returning while this block writes into its buffers. Yields the buffers of its batch, or
+        None if the call no longer waits: then they must not be accessed."""
         with self._state:
             is_over = self._is_over
             self._copies += not is_over
@@ -77,7 +77,7 @@ class Waiter(Generic[Answer]):
                     self._state.notify()
 
     def wait(self, deadline: float) -> list[tuple[int, Answer]]:
-        """Wait for answers until the deadline; none once all have come, or the deadline has passed."""
+        """Wait for answers until the deadline; return an empty list after the last one, or after the deadline."""
         with self._state:
             wait_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
             self._state.wait_for(lambda: self._answers or not self._missing, wait_s)
@@ -85,7 +85,7 @@ class Waiter(Generic[Answer]):
             return answers
 
     def end(self) -> list[tuple[int, Answer]]:
-        """Wait no more, but for copies in progress, which take milliseconds; return the answers that came last."""
+        """Stop waiting, except for copies in progress, which take milliseconds; return the last answers."""
         with self._state:
             self._is_over = True
             self._state.wait_for(lambda: not self._copies)
@@ -95,7 +95,7 @@ class Waiter(Generic[Answer]):
 
 @dataclass(slots=True, eq=False)
 class Flight(Generic[Answer]):
-    """One page that a call is moving, and the calls that wait for it, each with a position of its batch."""
+    """One page that a call is moving, and the waiting calls, each with a position of its batch."""
 
     key: bytes
     waiters: list[tuple[Waiter[Answer], int]] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Flights(Generic[Answer]):
         return len(self._flights)
 
     def join(self, key: bytes, position: int, waiter: Waiter[Answer]) -> Flight[Answer] | None:
-        """Let a call wait for a page that is in flight, None; or return the flight that the call leads from now on."""
+        """Let a call wait for a page in flight and return None; otherwise return the flight that the call now leads."""
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = Flight(key)
@@ -121,13 +121,13 @@ class Flights(Generic[Answer]):
         return None
 
     def land(self, flight: Flight[Answer]) -> Sequence[tuple[Waiter[Answer], int]]:
-        """End a flight: nobody joins it any more. Return who waits for it."""
+        """End a flight, so that calls no longer join it. Return the waiting calls."""
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
         return flight.waiters
 
     def detach(self, keys: Sequence[bytes] | None) -> None:
-        """Let nobody join the flights of these pages any more, None for all: what they bring may be out of date."""
+        """Stop calls from joining the flights of these pages (None: all), because their bytes may be stale."""
         if keys is None:
             self._flights.clear()
         else:

@@ -1,14 +1,15 @@
-"""The gate of the application: who may call what, how many requests at once, and what is counted of each.
+"""The gate of the application: access rights, the limit of requests, and their counts.
 
-    Unix socket    this user's processes; the connection has checked that
+    Unix socket    this user's processes, as checked by the connection
     loopback       probes, the page, status, history, metrics and the OpenAPI document; data with a token or a client
                    certificate
-    other hosts    probes, and the files of the page, which asks for the token; all else with a token or a client
+    other hosts    probes, and the files of the page, which asks for the token; all others with a token or a client
                    certificate
 
-Engines' memory is for the Unix socket alone: a token would let another host read and write the frames of every engine.
+Engines' memory is available only over the Unix socket: otherwise a token would give another host access to the frames
+of every engine.
 
-Calls below /v1/admin are let through: their router asks for rights of its own.
+Calls below /v1/admin pass: their router has its own access rights.
 
 Locking design: runs on the event loop's thread. `token` is replaced by a reload.
 """
@@ -34,18 +35,18 @@ _PROBES = frozenset({"livez", "readyz"})
 _PAGES = frozenset({"statusz", "history", "metrics", "openapi.json", "page"})
 _PAGE_FILES = frozenset({"", "page.css", "page.js"})
 _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "touch", "usage"})
-# What names the memory of an engine on this host.
+# The operations that name the memory of an engine on this host.
 _OF_MEMORY = frozenset({"attach", "detach", "get", "set"})
 _ADMIN = "/v1/admin/"
-# What a client may call its request: short, and of characters that mean nothing to a log or a header. Longer runs of
-# digits may be keys.
+# A client's name of its request: short, with characters that are safe in logs and headers. Longer runs of digits may be
+# keys.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,48}")
 # All that `operation_of` returns.
 OPERATIONS = _PROBES | _PAGES | _VERBS | {"open", "attach", "detach", "admin", "other"}
 
 
 def operation_of(method: str, path: str) -> str:
-    """Return the name under which a request is counted: one of a few, whatever the client asks for."""
+    """Return the name of a request in counters: one of a few names, for any request."""
     parts = path.strip("/").split("/")
     if parts[0] != "v1":
         first = "page" if path.removeprefix("/") in _PAGE_FILES else parts[0]
@@ -100,14 +101,14 @@ class Gate:
             calls.refuse("token")
             return Refused(401, ErrorKind.WRONG_CREDENTIALS, "send the header `Authorization: Bearer TOKEN`")
         if operation in _OF_MEMORY and not scope["state"]["listener"].is_unix:
-            detail = "memory: is for the Unix socket alone; over TCP use read and write"
+            detail = "memory: is available only over the Unix socket; over TCP use read and write"
             return Refused(403, ErrorKind.ACCESS_DENIED, detail)
         if calls.in_flight > config.requests_max:
             calls.refuse("requests")
             return Refused(503, ErrorKind.BUSY, "daemon: too many requests are in progress; try again", 1)
         if self._node.state is NodeState.DRAINING and operation not in _PAGES:
             calls.refuse("draining")
-            return Refused(503, ErrorKind.UNAVAILABLE, "daemon: is ending; try again when it was started", 1)
+            return Refused(503, ErrorKind.UNAVAILABLE, "daemon: is ending; try again after its restart", 1)
         return None
 
     def _may(self, scope: Scope, operation: str) -> bool:
@@ -122,6 +123,6 @@ class Gate:
 
 
 def _named(scope: Scope) -> str:
-    """Return the client's own name of its request, if it may stand in a log as it is; empty otherwise."""
+    """Return the client's own name of its request if it is safe in a log; empty otherwise."""
     name = next((value for header, value in scope["headers"] if header == b"x-request-id"), b"")
     return name.decode("ascii") if _REQUEST_ID.fullmatch(name) else ""

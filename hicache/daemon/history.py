@@ -1,7 +1,7 @@
-"""The last hour of a daemon, for its page: a sample every few seconds, and the faults that show between two samples.
+"""The last hour of a daemon, for its page: a sample every few seconds, and the faults between samples.
 
-The daemon calls `record` with a snapshot every `SAMPLE_S` seconds, and `note` when an engine has died; all else follows
-from the difference between two snapshots, so nothing that serves a request knows of this module. A total that falls
+The daemon calls `record` with a snapshot every `SAMPLE_S` seconds, and `note` when an engine has died. Everything else
+is the difference between two snapshots, so code that serves requests does not use this module. A total that falls
 belongs to a store or a namespace that was opened again: its new value counts in full.
 
 Locking design: one lock guards all fields, held for the arithmetic of one snapshot or for a copy of the rows.
@@ -19,28 +19,28 @@ from typing import Any, NamedTuple
 
 from .statistics import NamespaceStatistics, NodeStatistics
 
-# Seconds between two samples: a short outage shows, and an hour stays some 70 KB.
+# Seconds between two samples: a short outage shows, and an hour needs about 70 KB.
 SAMPLE_S = 5.0
 SAMPLES_MAX = int(3600 / SAMPLE_S)
-# More fit on no screen. Equal ones are one entry with a count as long as they follow each other within this time.
+# As many as fit on a screen. Equal consecutive faults within this time are one entry with a count.
 FAULTS_MAX = 100
 FAULT_GAP_S = 300.0
 
 
 class FaultKind(enum.StrEnum):
-    """What went wrong."""
+    """The kind of a fault."""
 
-    DAMAGE = "damage"  # pages that were read and refused; the detail is the reason
-    BREAKER = "breaker_opened"  # the detail is the direction and why
+    DAMAGE = "damage"  # pages that were read and rejected; the detail is the reason
+    BREAKER = "breaker_opened"  # the detail is the direction and the reason
     FAILED_CALLS = "failed_calls"  # calls to a store; the detail is the direction and the reason
-    LIMIT = "limit"  # requests refused; the detail is the limit
-    CLIENT = "client_lost"  # an engine ended without saying so; the detail is the name of its memory
+    LIMIT = "limit"  # requests rejected; the detail is the limit
+    CLIENT = "client_lost"  # an engine died; the detail is the name of its memory
 
 
 class Sample(NamedTuple):
-    """What happened in the `seconds` before `time` (of the wall clock), and what was there at its end.
+    """The counts of the `seconds` before `time` (wall clock), and the state at its end.
 
-    Pages by where their readers got them; bytes between daemon and engines, then between daemon and stores.
+    Pages by the source of their readers; bytes between daemon and engines, then between daemon and stores.
     """
 
     time: float
@@ -72,7 +72,7 @@ class _Fault:
         return (self.kind, self.namespace, self.store, self.detail)
 
 
-# A total of a snapshot, by what it counts.
+# A total of a snapshot, by its meaning.
 _Totals = Counter[tuple[str, ...]]
 
 
@@ -103,7 +103,7 @@ class History:
             self._totals, self._recorded = totals, time_s
 
     def note(self, kind: FaultKind, detail: str) -> None:
-        """Add a fault of the daemon as a whole that no snapshot shows. Does not block."""
+        """Add a fault of the whole daemon that snapshots do not show. Does not block."""
         with self._lock:
             self._note(kind, ("", "", detail), 1, self._clock())
 
@@ -160,7 +160,7 @@ def _of_namespace(namespace: NamespaceStatistics) -> Iterator[tuple[tuple[str, .
 
 
 def _reason(statistics: NodeStatistics, label: str, name: str, direction: str) -> str:
-    """Why the breaker of a store opened last."""
+    """Return the reason why the breaker of a store opened last."""
     reasons = (
         breaker.reason
         for namespace in statistics.namespaces if namespace.label == label

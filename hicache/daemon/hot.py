@@ -1,4 +1,4 @@
-"""Which chains of pages are read most."""
+"""Finds the most-read chains of pages."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass, replace
 
 from .statistics import HotPrefix
 
-# Chains whose hits are known, and how many of them are shown.
+# The number of chains whose hits are kept, and of those that are shown.
 _TABLE_MAX = 64
 _HOT_MAX = 16
-# After so many batches a hit counts half: some minutes of a busy daemon.
+# After this many batches a hit counts half: a few minutes of a busy daemon.
 EPOCH_BATCHES = 1 << 14
 
 
 @dataclass(slots=True)
 class Hits:
-    """The hits of one page, as they counted in an epoch."""
+    """The hits of one page, with their weight in an epoch."""
 
     count: int = 0
     epoch: int = 0
 
     def at(self, epoch: int) -> int:
-        """Return the hits as they count in a later epoch."""
+        """Return the weight of the hits in a later epoch."""
         return self.count >> (epoch - self.epoch)
 
     def add(self, epoch: int) -> None:
-        """Count one more."""
+        """Count one more hit."""
         self.count = self.at(epoch) + 1
         self.epoch = epoch
 
 
 class HotPrefixes:
-    """The chains with the most hits lately, of which a fixed number is known. For one thread at a time.
+    """The chains with the most recent hits, a limited number. For one thread at a time.
 
-    The hot part of a batch ends where a page has less than half the hits of the first one: requests that share a prefix
-    and go on differently count for the prefix.
+    The hot part of a batch ends at the first page with less than half the hits of the first page, so requests that
+    share a prefix and then differ count for the prefix.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,8 @@ class HotPrefixes:
         return self._batches // EPOCH_BATCHES
 
     def note(self, label: str, keys: Sequence[bytes], hits: Sequence[Hits]) -> None:
-        """Count one hit of each page of a batch, head first. `label` names its namespace. REQUIRES: a page or more."""
+        """Count one hit of each page of a batch, head first. `label` is its namespace's. REQUIRES: at least one
+        page."""
         self._batches += 1
         epoch = self._epoch
         for one in hits:

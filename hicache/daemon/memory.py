@@ -1,19 +1,19 @@
-"""The memory of engines on this host that the daemon has mapped, and the operations that touch its frames.
+"""The memory of engines on this host that the daemon has mapped, and the operations on its frames.
 
-While a call of the daemon reads or writes frames, they must not be used for anything else, also if the engine has lost
-its connection or has died. So each call counts as an operation of its mapping, and a mapping goes only when it has
-none:
+While a call of the daemon reads or writes frames, they must not be used otherwise, even if the engine has lost its
+connection or has died. So each call counts as an operation of its mapping, and a mapping is only removed without
+operations:
 
-    attach   maps the memory of an engine, or creates it for one; an older mapping of that name goes first
-    detach   refuses new operations, waits for those in flight, unmaps
-    tend     does the same, and removes the file, for memory that no engine has open any more
+    attach   maps the memory of an engine, or creates it for one; first removes an older mapping of that name
+    detach   rejects new operations, waits for those in flight, unmaps
+    tend     does the same, and removes the file, for memory that engines no longer have open
 
-A mapping has a random `id`. A call that names it and waited while its memory was detached and attached again refers to
-the old mapping, and is refused.
+A mapping has a random `id`. If a call waits while its memory is detached and attached again, its id refers to the old
+mapping, and it is rejected.
 
 Locking design: `_changed` guards the table and the fields of all mappings; files are opened, mapped and unmapped
-without it. Threads of calls enter and leave; any thread attaches and detaches. A name in `_opening` belongs to one
-thread.
+without it. Threads of calls start and end operations; any thread attaches and detaches. A name in `_opening` belongs to
+one thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _JOIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """What an engine says of its memory: `pages` frames of `frame_bytes` in the file that `identity`, device and inode,
-    names; None if the daemon is to create it, for pages whose shape has the digest `shape`."""
+    """An engine's description of its memory: `pages` frames of `frame_bytes` in the file with the `identity` (device
+    and inode); None if the daemon must create it, for pages whose shape has the digest `shape`."""
 
     name: str
     frame_bytes: int
@@ -60,19 +60,20 @@ class Mapping:
         self._join_until_s = time.monotonic() + _JOIN_S if request.identity is None else 0.0
 
     def holds(self, request: MemoryRequest) -> bool:
-        """True if a request means this memory. An engine for which it was created may name its identity by now."""
+        """Return True if a request means this memory. An engine for which it was created may later send its
+        identity."""
         same = self.request.frame_bytes == request.frame_bytes and self.request.pages == request.pages
         return same and request.identity in (None, self.memory.identity) and request.shape in (b"", self.request.shape)
 
     def has_joined(self) -> bool:
-        """True if an engine has the memory open. Does not block."""
+        """Return True if an engine has the memory open. Does not block."""
         if not self.memory.has_others():
             return False
-        self._join_until_s = 0.0  # it need not be waited for any more
+        self._join_until_s = 0.0  # no longer waiting for the engine
         return True
 
     def is_alive(self) -> bool:
-        """True if an engine has the memory open, or is about to open it. Does not block."""
+        """Return True if an engine has the memory open, or is expected to open it. Does not block."""
         return self.has_joined() or time.monotonic() < self._join_until_s
 
 
@@ -91,20 +92,20 @@ class Memories:
         self._bytes = 0
 
     def attach(self, request: MemoryRequest, deadline: float) -> Mapping:
-        """Map the memory of an engine; the mapping that exists if it is the same memory, which its engine still has
-        open. Blocks while operations touch an older memory of that name. Raises Refused."""
+        """Map the memory of an engine, or return the existing mapping of the same open memory. Blocks for operations on
+        an older memory of that name. Raises Refused."""
         name, size_bytes = request.name, request.frame_bytes * request.pages
         with self._table() as gone:
-            while (known := self._mappings.get(name)) is not None:  # another thread may make one while this one waits
+            while (known := self._mappings.get(name)) is not None:  # another thread may add one while this one waits
                 if known.holds(request) and not known.is_leaving and known.has_joined():
                     return known
                 self._take_out(known, deadline, gone)
             if name in self._opening:
-                raise Refused(503, ErrorKind.BUSY, "memory: another call attaches this name; try again", 1)
+                raise Refused(503, ErrorKind.BUSY, "memory: another call is attaching this name; try again", 1)
             if len(self._mappings) + len(self._opening) >= self.count_max:
                 raise Refused(503, ErrorKind.BUSY, "memory: too many are mapped; raise daemon.memories_max", 5)
             if self._bytes + size_bytes > self.bytes_max:
-                raise Refused(413, ErrorKind.NO_SPACE, "memory: more than may be mapped; raise daemon.memory_max")
+                raise Refused(413, ErrorKind.NO_SPACE, "memory: the limit would be exceeded; raise daemon.memory_max")
             self._opening[name] = size_bytes
             self._bytes += size_bytes
         mapping = None
@@ -129,8 +130,8 @@ class Memories:
 
     @contextlib.contextmanager
     def frames(self, mapping: Mapping, numbers: Sequence[int], frame_bytes: int) -> Iterator[list[memoryview]]:
-        """Lend frames of a mapping to one operation, for whose time they stay mapped. Raises Refused for numbers and
-        sizes that are not those of the memory, and for a mapping that is leaving."""
+        """Yield frames of a mapping for one operation, and keep them mapped until its end. Raises Refused for wrong
+        numbers and sizes, and for a mapping that is being removed."""
         request = mapping.request
         if request.frame_bytes != frame_bytes:
             raise Refused(
@@ -140,7 +141,7 @@ class Memories:
         if numbers and not 0 <= min(numbers) <= max(numbers) < request.pages:
             raise Refused(422, ErrorKind.BAD_REQUEST, f"frames: a number is not below {request.pages}")
         if len(set(numbers)) != len(numbers):
-            raise Refused(422, ErrorKind.BAD_REQUEST, "frames: a number is given twice")
+            raise Refused(422, ErrorKind.BAD_REQUEST, "frames: a number occurs twice")
         with self._changed:
             if mapping.is_leaving:
                 raise _not_attached()
@@ -151,7 +152,7 @@ class Memories:
             yield lent
         finally:
             for view in (*lent, whole):
-                # The memory could not be unmapped under a view; a backend that keeps a part of one keeps it mapped.
+                # Memory with views cannot be unmapped; a backend that keeps a view keeps it mapped.
                 with contextlib.suppress(BufferError):
                     view.release()
             with self._changed:
@@ -159,9 +160,9 @@ class Memories:
                 self._changed.notify_all()
 
     def detach(self, name: str, deadline: float) -> None:
-        """Refuse new operations on a memory, wait for those in flight, unmap. No effect if it is not mapped. Blocks.
+        """Reject new operations on a memory, wait for those in flight, unmap. No effect if it is not mapped. Blocks.
 
-        Raises Refused (503) if operations are still in flight at the deadline; new ones are refused all the same.
+        Raises Refused (503) if operations are still in flight at the deadline; new ones are rejected even then.
         """
         with self._table() as gone:
             mapping = self._mappings.get(name)
@@ -169,8 +170,8 @@ class Memories:
                 self._take_out(mapping, deadline, gone)
 
     def tend(self) -> list[str]:
-        """Unmap the memory that no engine has open any more and remove its file, unless an operation touches it; return
-        the names. Does not wait."""
+        """Unmap the memory that engines no longer have open and remove its file, unless operations are in flight;
+        return the names. Does not wait."""
         with self._table() as gone:
             for mapping in list(self._mappings.values()):
                 if mapping.is_alive():
@@ -197,8 +198,8 @@ class Memories:
 
     @contextlib.contextmanager
     def _table(self) -> Iterator[list[Mapping]]:
-        """Hold `_changed`. What the block takes out is unmapped behind it: the system needs seconds to free memory that
-        is large, and the event loop must not wait for that."""
+        """Hold `_changed`. Mappings that the block removes are unmapped after it: freeing large memory takes seconds,
+        and the event loop must not wait for that."""
         gone: list[Mapping] = []
         try:
             with self._changed:
@@ -209,7 +210,7 @@ class Memories:
                     mapping.memory.close()
 
     def _take_out(self, mapping: Mapping, deadline: float, gone: list[Mapping]) -> None:
-        """REQUIRES: `_changed` is held, by `_table`; it is let go while this waits."""
+        """Remove a mapping. REQUIRES: `_changed` is held, by `_table`; it is released while this waits."""
         mapping.is_leaving = True
         if not self._changed.wait_for(lambda: not mapping.operations, max(0.0, deadline - time.monotonic())):
             raise Refused(503, ErrorKind.LEASED, "memory: operations touch its frames; try again", 1)
@@ -219,7 +220,7 @@ class Memories:
         del self._mappings[name]
         self._bytes -= mapping.request.frame_bytes * mapping.request.pages
         if mapping.request.identity is None:
-            mapping.memory.unlink_if_left()  # an engine that has it open may attach it again, by its name
+            mapping.memory.unlink_if_left()  # an engine that has it open may attach it again by its name
         gone.append(mapping)
 
 
@@ -228,7 +229,7 @@ def _not_attached() -> Refused:
 
 
 def _open(request: MemoryRequest, deadline: float) -> SharedMemory:
-    """Map the memory. Raises Refused unless it is as the request says."""
+    """Map the memory. Raises Refused if it does not match the request."""
     try:
         if request.identity is None:
             layout = Layout(0, request.pages, request.frame_bytes, request.shape)

@@ -1,9 +1,9 @@
 """The metrics of a daemon: its snapshot as metric families, for `/metrics`.
 
-Samples of a namespace carry its first 8 digits as a label, as log lines do, and are not added up: a sum over namespaces
-would fall when one is closed, which Prometheus takes for a restart. At most `daemon.namespaces_max` are open at a time.
+Samples of a namespace have its first 8 digits as a label, as in log lines, and are not added up: a sum over namespaces
+would fall when one is closed, which Prometheus treats as a restart. At most `daemon.namespaces_max` are open at a time.
 
-Locking design: the collector holds nothing that changes; it takes one snapshot per scrape, on the thread that asks.
+Locking design: the collector does not change; it takes one snapshot per scrape, on the requesting thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .calls import LIMITS
 from .gate import OPERATIONS
 from .statistics import NamespaceStatistics, NodeState, NodeStatistics
 
-# Answers by the first digit of their status; below /v1 there are no others.
+# Answers by the first digit of their status; /v1 has no others.
 _STATUSES = ("2xx", "4xx", "5xx")
 _NEVER = LatencyStatistics((0,) * (len(BOUNDS_S) + 1), 0.0)
 
@@ -35,11 +35,11 @@ class DaemonCollector(Collector):
         self._statistics = statistics
 
     def describe(self) -> Iterable[Metric]:
-        """The families without samples: registering does not take a snapshot."""
+        """Return the families without samples, so that registering does not take a snapshot."""
         return [BUILD_INFO.collect(()), *(spec.collect(()) for spec in DAEMON_METRICS), *_of_namespaces(())]
 
     def collect(self) -> Iterable[Metric]:
-        """The families of one snapshot."""
+        """Return the families of one snapshot."""
         state = self._statistics()
         yield BUILD_INFO.collect((((), None),))
         yield from (spec.collect((((), state),)) for spec in DAEMON_METRICS)
@@ -61,80 +61,80 @@ def _requests(state: NodeStatistics) -> Values:
 
 
 DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
-    MetricSpec("daemon_state", "1 for the state that the daemon is in.", ("state",),
+    MetricSpec("daemon_state", "1 for the current state of the daemon.", ("state",),
                lambda n: {state.value: n.state is state for state in NodeState},
                "draining for longer than daemon.drain_timeout: a store hangs while it is closed."),
     MetricSpec("daemon_uptime_seconds", "Seconds since the daemon was started.", (), lambda n: n.uptime_s,
-               "Falls: the daemon was restarted; the log of the last one says why it ended."),
+               "Falls: the daemon was restarted; the log of the previous one has the reason."),
     MetricSpec("daemon_connections", "Connections of clients, by listener.", ("listener",), lambda n: n.connections,
-               "At daemon_connections_max further ones are refused."),
-    MetricSpec("daemon_connections_max", "The most connections that each listener takes.", (),
-               lambda n: n.connections_max, "The entry daemon.connections_max; SIGHUP takes a new one."),
+               "At daemon_connections_max further ones are rejected."),
+    MetricSpec("daemon_connections_max", "The limit of connections for each listener.", (),
+               lambda n: n.connections_max, "The entry daemon.connections_max; SIGHUP reloads it."),
     MetricSpec("daemon_in_flight_requests", "Requests that are not answered yet.", (), lambda n: n.in_flight_requests,
-               "At daemon.requests_max further ones are refused. Steadily high: the stores are slow."),
+               "At daemon.requests_max further ones are rejected. Steadily high: the stores are slow."),
     MetricSpec("daemon_requests_total", "Answers by operation and class of status.", ("operation", "status"), _requests,
-               "5xx of a verb: back-pressure, or a namespace whose store cannot be opened; the log says which. 4xx: "
-               "a client without a token, of another version, or not one of HiCache."),
-    MetricSpec("daemon_request_seconds", "How long answers take, from the head of the request on.", ("operation",),
+               "5xx of a verb: back-pressure, or a namespace whose store cannot be opened; see the log. 4xx: a client "
+               "without a token, of another version, or not of HiCache."),
+    MetricSpec("daemon_request_seconds", "Time of answers, from the head of the request on.", ("operation",),
                lambda n: {operation: n.latency.get(operation, _NEVER) for operation in OPERATIONS},
-               "Against backend_call_seconds it is what the daemon adds. get and set contain the wait for the store.",
+               "The difference to backend_call_seconds is the daemon's share. get and set include the store's time.",
                True),
-    MetricSpec("daemon_refused_requests_total", "Requests and connections that a limit refused or ended, by limit.",
+    MetricSpec("daemon_refused_requests_total", "Requests and connections that a limit rejected or ended, by limit.",
                ("reason",), lambda n: with_zeros(LIMITS, n.refused),
-               "token: somebody without the token asks. connections, requests: raise the entry of that name, or add "
-               "a node. ..._timeout: slow or hostile clients. docs/daemon.md has the bounds."),
+               "token: clients without the token. connections, requests: raise the entry of that name, or add a node. "
+               "..._timeout: slow or hostile clients. docs/daemon.md has the limits."),
     MetricSpec("daemon_clients", "Engines of this host whose memory the daemon has mapped.", (),
                lambda n: len(n.clients), "Fewer than engines: the others send their pages through the socket."),
-    MetricSpec("daemon_gone_clients", "Engines that have ended whose memory is still mapped.", (),
+    MetricSpec("daemon_gone_clients", "Ended engines whose memory is still mapped.", (),
                lambda n: sum(not one.is_alive for one in n.clients),
-               "Above 0 for more than moments: an operation on that memory does not return; a store hangs."),
+               "Above 0 for more than moments: an operation on that memory does not end; a store hangs."),
     MetricSpec("daemon_client_memory_bytes", "Memory of engines that is mapped.", (),
                lambda n: sum(one.pages * one.frame_bytes for one in n.clients),
-               "At daemon.memory_max further engines are refused and send their pages through the socket."),
-    MetricSpec("daemon_client_operations", "Operations in flight that touch memory of engines.", (),
+               "At daemon.memory_max further engines are rejected and send their pages through the socket."),
+    MetricSpec("daemon_client_operations", "Operations in flight on memory of engines.", (),
                lambda n: sum(one.operations for one in n.clients),
                "Stays above 0 without load: a store hangs."),
     MetricSpec("daemon_pool_capacity_bytes", "Memory of the pool of hot pages.", (), lambda n: n.pool.capacity_bytes,
                "The entry daemon.pool."),
     MetricSpec("daemon_pool_used_bytes", "Memory of the pool that holds pages.", (), lambda n: n.pool.used_bytes,
                "Full is normal."),
-    MetricSpec("daemon_pool_pinned_bytes", "Memory of the pool that pinned pages take.", (),
-               lambda n: n.pool.pinned_bytes, "What eviction cannot use; pins end by `hicache ctl unpin`."),
+    MetricSpec("daemon_pool_pinned_bytes", "Memory of the pool used by pinned pages.", (),
+               lambda n: n.pool.pinned_bytes, "Not available to eviction; `hicache ctl unpin` ends pins."),
     MetricSpec("daemon_pool_pages", "Pages in the pool.", (), lambda n: n.pool.pages, "As the used bytes."),
     MetricSpec("daemon_pool_admitted_pages_total", "Pages that entered the pool.", (), lambda n: n.pool.admitted,
-               "Near daemon_pages_total: nearly each page enters once and is not asked for again."),
-    MetricSpec("daemon_pool_evicted_pages_total", "Pages that left the pool for lack of room.", (),
+               "Near daemon_pages_total: almost every page enters once and is not requested again."),
+    MetricSpec("daemon_pool_evicted_pages_total", "Pages evicted from the pool.", (),
                lambda n: n.pool.evicted,
                "Rises as fast as admitted pages while pool hits are rare: the pool is too small for the load."),
 )  # fmt: skip
 
-# Of each namespace; its first 8 digits are the label `namespace`, which comes before the others.
+# For each namespace; its first 8 digits are the label `namespace`, which comes first.
 NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
     MetricSpec("daemon_namespace_info", "The label and weights epoch of a namespace: always 1.",
                ("label", "weights_epoch"), lambda s: {(s.label, str(s.weights_epoch)): 1},
-               "Names the other series of a namespace: `... * on(instance, namespace) group_left(label) "
+               "Adds labels to the other series of a namespace: `... * on(instance, namespace) group_left(label) "
                "hicache_daemon_namespace_info`."),
-    MetricSpec("daemon_pages_total", "Pages that engines asked for, by where they came from.", ("source",),
+    MetricSpec("daemon_pages_total", "Pages that engines requested, by source.", ("source",),
                lambda s: {"pool": s.sharing.pool_hits, "store": s.sharing.store_hits,
                           "shared_read": s.sharing.shared_reads, "miss": s.sharing.misses},
-               "pool is what the daemon gains over the store alone; shared_read are pages that two engines wanted at "
-               "the same time and one read brought."),
-    MetricSpec("daemon_shared_writes_total", "Pages that were not written since another engine was writing them.", (),
+               "pool is the daemon's gain over the store alone; shared_read are pages that two engines requested at "
+               "the same time and one read served."),
+    MetricSpec("daemon_shared_writes_total", "Pages not written because another engine was writing them.", (),
                lambda s: s.sharing.shared_writes, "Writes that sharing saved."),
-    MetricSpec("daemon_get_pages_total", "Pages that engines asked for, by outcome.", ("outcome",),
+    MetricSpec("daemon_get_pages_total", "Pages that engines requested, by outcome.", ("outcome",),
                lambda s: outcomes(GetOutcome, s.backend.gets), "As backend_get_pages_total, as engines see it."),
     MetricSpec("daemon_set_pages_total", "Pages that engines stored, by outcome.", ("outcome",),
                lambda s: outcomes(SetOutcome, s.backend.sets), "As backend_set_pages_total, as engines see it."),
-    MetricSpec("daemon_transferred_bytes_total", "Bytes of frames that went to and came from engines.", ("direction",),
+    MetricSpec("daemon_transferred_bytes_total", "Bytes of frames sent to and received from engines.", ("direction",),
                lambda s: {"read": s.backend.read_bytes, "write": s.backend.written_bytes},
-               "Against backend_transferred_bytes_total it is what pool and sharing save the stores."),
-    MetricSpec("daemon_namespace_pool_bytes", "Memory of the pool that pages of the namespace take.", (),
-               lambda s: s.pool_bytes, "Which namespace has the pool."),
-    MetricSpec("daemon_namespace_quota_bytes", "The most that a namespace may take; absent without a quota.", (),
+               "The difference to backend_transferred_bytes_total is what pool and sharing save the stores."),
+    MetricSpec("daemon_namespace_pool_bytes", "Memory of the pool used by the namespace.", (),
+               lambda s: s.pool_bytes, "Shows which namespace uses the pool."),
+    MetricSpec("daemon_namespace_quota_bytes", "The quota of a namespace; absent without one.", (),
                lambda s: s.quota_bytes, "Set by `hicache ctl quota`."),
-    MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by what "
-               "became of them.", ("backend", "outcome"), lambda s: copies_by_outcome(s.copies),
-               "As of an engine that has the composition itself."),
-    MetricSpec("backend_waiting_copies", "Pages that wait to be copied to a part.", ("backend",),
-               lambda s: waiting_copies(s.copies), "As of an engine that has the composition itself."),
+    MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by outcome.",
+               ("backend", "outcome"), lambda s: copies_by_outcome(s.copies),
+               "As for an engine that has the composition itself."),
+    MetricSpec("backend_waiting_copies", "Pages waiting to be copied to a part.", ("backend",),
+               lambda s: waiting_copies(s.copies), "As for an engine that has the composition itself."),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """One namespace that engines have opened: its store behind the nine verbs, its wire codec, and its threads.
 
-A call runs on a thread of its namespace, so that a store that hangs takes the threads of its own namespace alone. Calls
-that wait for a thread do so in the order of their arrival; their deadline runs from the arrival.
+A call runs on a thread of its namespace, so that a store that hangs blocks only the threads of its own namespace. Calls
+wait for a thread in order of arrival; their deadline starts with the arrival.
 
 Locking design: `_lock` guards `_in_flight` and `last_use_s`. The verbs run on the namespace's own threads.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Namespace:
-    """See the module's docstring. `digest` is the namespace in hexadecimal digits; `wire` seals and proves the pages
+    """See the module's docstring. `digest` is the namespace in hexadecimal digits; `wire` seals and verifies the pages
     that clients send and get; `space` is its part of the pool."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Namespace:
             self.last_use_s = time.monotonic()
         try:
             future = self._threads.submit(contextvars.copy_context().run, call)
-        except RuntimeError as error:  # shut down, or no more threads
+        except RuntimeError as error:  # shut down, or out of threads
             self._done(None)
             raise Refused(503, ErrorKind.NO_THREAD, "namespace: is closing, or no thread can be started", 1) from error
         future.add_done_callback(self._done)

@@ -1,11 +1,11 @@
 """The node: the namespaces that engines have opened, over one configured storage, and the memory of these engines.
 
-Each namespace has a store of its own: the configured `storage`, opened with a codec of that namespace, behind the pool
-that all namespaces share. Clients exchange
-plain frames sealed with XXH3-128; MACs, encryption and compression are those of the daemon's configuration.
+Each namespace has its own store: the configured `storage`, opened with a codec of that namespace, behind the pool that
+all namespaces share. Clients exchange plain frames sealed with XXH3-128; MACs, encryption and compression are those of
+the daemon's configuration.
 
-Locking design: `_changed` guards the table of namespaces and `state`; it is held for no call that blocks. A namespace
-is opened and closed by one thread, which has put its digest into `_busy`; others wait for that.
+Locking design: `_changed` guards the table of namespaces and `state`; it is not held for blocking calls. One thread
+opens or closes a namespace, after putting its digest into `_busy`; others wait for it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from .statistics import NamespaceStatistics, NodeState, NodeStatistics
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A namespace that was used within this time is not closed for another one.
+# A namespace that was used within this time is not closed to make room for another.
 _IDLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRequest:
-    """What an engine says of its namespace, beside its digest."""
+    """An engine's description of its namespace, without the digest."""
 
     payload_bytes: int
     weights_epoch: int
@@ -58,10 +58,10 @@ class NamespaceRequest:
 
 
 class Node:
-    """See the module's docstring. `instance` is another random text in each run of a daemon.
+    """See the module's docstring. `instance` is a new random text in each run of a daemon.
 
-    Raises ConfigError for keys that cannot be had, without storage and pool, and if the pool does not fit. Opens no
-    store. Blocks while the pool's memory is touched.
+    Raises ConfigError for unreadable keys, without both storage and pool, and if the pool does not fit. Does not open
+    stores. Blocks while the pool's memory is touched.
     """
 
     def __init__(self, config: HiCacheConfig, environ: Mapping[str, str] | None = None) -> None:
@@ -72,23 +72,23 @@ class Node:
         self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max)
         self.environ = os.environ if environ is None else environ
         self.storage = Attachment(StorageOpener(config, self.environ), self.namespaces)
-        self.quotas: dict[str, int] = {}  # of the pool, by namespace
+        self.quotas: dict[str, int] = {}  # bytes of the pool, by namespace
         if config.storage is None and not config.daemon.pool:
-            raise ConfigError("daemon: there is neither storage nor a pool; add the section `storage`, or daemon.pool")
+            raise ConfigError("daemon: needs storage or a pool; add the section `storage`, or daemon.pool")
         if (spec := self.storage.opener.spec) is not None:
             check_backend(spec.type, spec.options)
         try:
             self.pool = PagePool(config.daemon.pool)
         except OSError as error:
             size = format_size(config.daemon.pool)
-            raise ConfigError(f"daemon.pool: the system does not give {size}: {error.strerror}; choose less") from error
+            raise ConfigError(f"daemon.pool: cannot allocate {size}: {error.strerror}; use a smaller size") from error
         self._began_s = time.monotonic()
         self._changed = threading.Condition()
         self._namespaces: dict[str, Namespace] = {}
         self._busy: set[str] = set()
 
     def open(self, digest: str, request: NamespaceRequest, deadline: float) -> Namespace:
-        """Return the namespace, which is opened if it is not. Blocks as the store does. Raises Refused."""
+        """Return the namespace; open it if necessary. Blocks as the store does. Raises Refused."""
         with self._turn(digest, deadline):
             found = self._namespaces.get(digest)
             if found is not None:
@@ -118,11 +118,11 @@ class Node:
         return found
 
     async def call(self, namespace: Namespace, verb: Callable[[], T]) -> tuple[T, list[str]]:
-        """Run a verb on a thread of its namespace; return its answer, and the kinds of errors that it counted. Raises
+        """Run a verb on a thread of its namespace; return its result, and the kinds of errors that it counted. Raises
         Refused.
 
-        Errors of one of several stores are not told while another one works: the guard of an engine would take the
-        whole daemon for a store that is down, and ask it no more. What could not be read is a miss then.
+        Errors of one of several stores are not returned while another one works: the guard of an engine would consider
+        the whole daemon down. Pages that could not be read are then misses.
         """
 
         def call() -> tuple[T, list[str]]:
@@ -135,11 +135,11 @@ class Node:
         return await namespace.submit(call, self.config.daemon.namespace_requests_max)
 
     def namespaces(self) -> list[Namespace]:
-        """Return all open namespaces, the one opened first first."""
+        """Return all open namespaces, in order of their opening."""
         return list(self._namespaces.values())
 
     def statistics(self) -> NodeStatistics:
-        """Return a snapshot. Asks no store that has a guard; blocks for moments."""
+        """Return a snapshot. Does not call guarded stores; blocks for moments."""
         calls = self.calls
         return NodeStatistics(
             instance=self.instance,
@@ -158,14 +158,13 @@ class Node:
         )
 
     def reconfigure(self, config: HiCacheConfig) -> None:
-        """Use other limits and overrides from now on. Raises ConfigError, and changes nothing then."""
+        """Apply new limits and overrides. Raises ConfigError, changing nothing."""
         opener = StorageOpener(config, self.environ)
         self.config, self.storage.opener = config, opener
         self.memories.bytes_max, self.memories.count_max = config.daemon.memory_max, config.daemon.memories_max
 
     def set_quota(self, digest: str, quota_bytes: int | None) -> None:
-        """Let a namespace take so many bytes of the pool at most, now and when it is opened again; None for no limit.
-        """
+        """Limit the bytes of a namespace in the pool, now and when it is opened again; None removes the limit."""
         with self._changed:
             self.quotas = {other: quota for other, quota in self.quotas.items() if other != digest}
             if quota_bytes is not None:
@@ -175,8 +174,7 @@ class Node:
             self.pool.set_quota(found.space, quota_bytes)
 
     def close(self, deadline: float) -> None:
-        """Close all namespaces and let go of memory, until `deadline` at most where operations are in flight. Has no
-        effect the second time."""
+        """Close all namespaces and unmap memory; wait until `deadline` for operations in flight. Idempotent."""
         with self._changed:
             self.state = NodeState.DRAINING
         self.storage.close(max(0.0, deadline - time.monotonic()))
@@ -191,7 +189,7 @@ class Node:
         try:
             codec = self.storage.opener.codec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
             wire = FrameCodec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
-        except HiCacheError as error:  # a label that is too long, say
+        except HiCacheError as error:  # for example a label that is too long
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
         try:
             space = self.pool.open(digest, request.payload_bytes, label)
@@ -229,7 +227,7 @@ class Node:
         )
 
     def _make_room(self, deadline: float) -> None:
-        """Close the namespace unused for longest if there are too many. Raises Refused if all are in use."""
+        """Close the least recently used namespace if there are too many. Raises Refused if all are in use."""
         with self._changed:
             if len(self._namespaces) < self.config.daemon.namespaces_max:
                 return
@@ -243,7 +241,7 @@ class Node:
 
     @contextlib.contextmanager
     def _turn(self, digest: str, deadline: float) -> Iterator[None]:
-        """One thread at a time opens a namespace."""
+        """Let one thread at a time open a namespace."""
         with self._changed:
             wait_s = max(0.0, deadline - time.monotonic())
             if not self._changed.wait_for(lambda: digest not in self._busy, wait_s):
@@ -258,12 +256,12 @@ class Node:
 
 
 def _bears_failures(store: StorageBackend) -> bool:
-    """True if `store` is made of several that have guards, some of which are asked now."""
+    """Return True if `store` has several guarded parts, and some of them are in use now."""
     return len(list(itertools.islice(guards_of(store), 2))) > 1 and may_pass(store, Direction.READ)
 
 
 def _as_misses(answer: T) -> T:
-    """Return the answer to a read with a miss for each page that failed, and any other answer as it is."""
-    if isinstance(answer, list):  # `is`: the word of a failed write is the same
+    """Return the result of a read with a miss for each failed page, and any other result unchanged."""
+    if isinstance(answer, list):  # `is`: a failed write has an equal value
         return cast(T, [GetOutcome.MISS if one is GetOutcome.ERROR else one for one in answer])
     return answer
