@@ -3,17 +3,17 @@
     PagePool     the memory, and which page is the next victim
     PoolSpace    the pages of one namespace in it
 
-The mapping is cut into units. A page takes as many as it needs, in one piece as a rule: the units of an evicted page
-are the first to be given out again, so pages of one size take each other's place in warm memory. Where namespaces with
-pages of different sizes compete, a page may lie in several pieces, and less than one unit per page is lost.
+The mapping is cut into units. A page uses as many as it needs, normally in one piece: the units of an evicted page are
+reused first, so pages of one size replace each other in warm memory. If namespaces with pages of different sizes
+compete, a page may be stored in several pieces, and less than one unit per page is wasted.
 
-Life of a page: `reserve` takes memory for it, which nobody else sees; its reader fills and proves it; `publish` lets
-others find it; `hold` and `release` surround each copy out of it. It leaves by eviction or deletion; its memory is free
-again once the last holder has released it.
+Life of a page: `reserve` allocates memory for it, still invisible; its reader fills and verifies it; `publish` makes it
+visible; `hold` and `release` surround each copy from it. It leaves by eviction or deletion; its memory is free after
+the last holder has released it.
 
-A page enters if there is free room, or if it is asked for a second time. Victims are the least recently used pages of
-all namespaces, tails before heads; of its own namespace if that has reached its quota. Pages that are held, pinned, or
-were used since the batch began that needs the room are not evicted.
+A page enters if there is free room, or if it is requested for the second time. Victims are the least recently used
+pages of all namespaces, tails before heads; of its own namespace if that has reached its quota. Pages that are held,
+pinned, or were used since the start of the current batch are not evicted.
 
 Locking design: one lock per pool guards all fields of the pool and its spaces. It is held for operations on
 dictionaries, never while bytes are copied; nothing else is locked while it is held.
@@ -37,17 +37,17 @@ from .hot import Hits, HotPrefixes
 from .statistics import HotPrefix, PoolStatistics
 from .units import Extent, UnitMemory
 
-# Small enough that a page of 1 MiB wastes under 1 %, large enough that a page in many pieces is copied at speed.
+# Small enough that a page of 1 MiB wastes under 1 %, large enough that a page in many pieces is copied fast.
 UNIT_BYTES = 16 << 10
-# Keys that are remembered as asked for once: as many as pages of 2 MiB in 128 GiB, in some 8 MiB of memory.
+# Keys that are recorded as requested once: the number of pages of 2 MiB in 128 GiB, in about 8 MiB of memory.
 _ASKED_MAX = 1 << 16
-# Pins may take this share of the pool: the rest stays for the pages of requests.
+# The largest share of pins in the pool.
 PINNED_SHARE_MAX = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class PooledPage:
-    """One page in the pool. `buffers` are its header and payload in pieces; the first piece holds the header."""
+    """One page in the pool. `buffers` are its header and payload in pieces; the first piece contains the header."""
 
     key: bytes
     extents: list[Extent]
@@ -59,17 +59,17 @@ class PooledPage:
     hits: Hits = field(default_factory=Hits)
 
     def view(self) -> PageView:
-        """Return the page as a codec takes it."""
+        """Return the page in the form for a codec."""
         first, *others = self.buffers
         return PageView(first[:HEADER_BYTES], [first[HEADER_BYTES:], *others])
 
 
 @dataclass(slots=True, eq=False)
 class PoolSpace:
-    """The pages of one namespace, for one pool. Made by `PagePool.open`; its methods are the pool's.
+    """The pages of one namespace in one pool. Created by `PagePool.open`; its methods are the pool's.
 
-    `page_bytes` are header and payload. `deletions` counts the beginnings and ends of deletions: a page that was read
-    or written before one of them does not enter after it.
+    `page_bytes` are header and payload. `deletions` counts the starts and ends of deletions: a page that was read or
+    written before one of them does not enter after it.
     """
 
     namespace: bytes
@@ -86,12 +86,12 @@ class PoolSpace:
 
 
 class PagePool:
-    """Memory for pages of `capacity_bytes`, taken and touched at once; 0 for a pool that holds nothing. Thread-safe.
+    """Memory for pages of `capacity_bytes`, allocated and touched at once; 0 for an empty pool. Thread-safe.
 
     The constructor blocks while the memory is touched, about a quarter of a second per GiB. Raises OSError if the
-    system does not give the memory, InvalidInput for a negative capacity.
+    allocation fails, InvalidInput for a negative capacity.
 
-    Invariant, tested by `check`: each unit is free or belongs to one page that is listed, held or being filled.
+    Invariant, verified by `check`: each unit is free or belongs to one page that is listed, held or being filled.
     """
 
     def __init__(self, capacity_bytes: int, *, unit_bytes: int = UNIT_BYTES) -> None:
@@ -101,7 +101,7 @@ class PagePool:
         self._memory = UnitMemory(capacity_bytes // unit_bytes, unit_bytes)
         self._clock = itertools.count()
         self._spaces: dict[bytes, PoolSpace] = {}
-        self._unlisted: set[PooledPage] = set()  # being filled, or gone and held
+        self._unlisted: set[PooledPage] = set()  # being filled, or removed and held
         self._asked: OrderedDict[int, None] = OrderedDict()
         self._hot = HotPrefixes()
         self._pinned_units = 0
@@ -111,8 +111,8 @@ class PagePool:
     # Namespaces
 
     def open(self, namespace: bytes, payload_bytes: int, label: str = "") -> PoolSpace:
-        """Return the space of a namespace, the same one to all that open it; `close` it as often. `label` is
-        for people.
+        """Return the space of a namespace, the same one for each opening; each opening must `close` it. `label` is for
+        messages.
 
         Raises InvalidInput if it is open with pages of another size.
         """
@@ -133,7 +133,7 @@ class PagePool:
             return space
 
     def close(self, space: PoolSpace) -> None:
-        """End one opening of a space; with the last one its pages leave. REQUIRES: that opening holds no page."""
+        """End one opening of a space; the last one removes its pages. REQUIRES: that opening does not hold pages."""
         with self._lock:
             space.openings -= 1
             if not space.openings:
@@ -143,16 +143,16 @@ class PagePool:
                 del self._spaces[space.namespace]
 
     def set_quota(self, space: PoolSpace, quota_bytes: int | None) -> None:
-        """Let a namespace take so many bytes at most, None for no limit. Evicts what is beyond it, but for pages that
-        are held or pinned: they count, and leave when they can."""
+        """Limit the bytes of a namespace; None removes the limit. Evicts pages beyond it, except for held or pinned
+        ones: these count, and are evicted later."""
         with self._lock:
             space.quota_bytes = quota_bytes
             self._evict_own(space, 0, self._now())
 
-    # Pages on their way in
+    # Pages that enter
 
     def now(self) -> int:
-        """Return the beginning of a batch, for `reserve`."""
+        """Return the start of a batch, for `reserve`."""
         with self._lock:
             return self._now()
 
@@ -160,16 +160,16 @@ class PagePool:
         return next(self._clock)
 
     def deletions(self, space: PoolSpace) -> int:
-        """Return what `reserve` wants to know about the time when a page was asked for: before it is read."""
+        """Return the count of deletions for `reserve`; call it before the page is read."""
         with self._lock:
             return space.deletions
 
     def reserve(
         self, space: PoolSpace, key: bytes, *, since: int, deletions: int, is_wanted: bool = False
     ) -> PooledPage | None:
-        """Take memory for a page, for `publish` or `abandon`. None if it does not enter: it is there already, was
-        deleted since `deletions`, or there is no room for it, or none without eviction and it is asked for the first
-        time. `is_wanted` pages are admitted as if they were asked for again. `since` is the beginning of the batch.
+        """Allocate memory for a page, for `publish` or `abandon`. Return None if it does not enter: it is already in
+        the pool, was deleted since `deletions`, does not fit, or needs an eviction and is requested for the first time.
+        `is_wanted` pages are admitted as if requested again. `since` is the start of the batch.
         """
         with self._lock:
             if key in space.pages or not self._may_enter(space, deletions):
@@ -189,7 +189,7 @@ class PagePool:
         return not space.deleting and space.deletions == deletions
 
     def _is_asked_again(self, space: PoolSpace, key: bytes) -> bool:
-        """Note that a page was asked for; True if it was noted before."""
+        """Record that a page was requested; return True if it was recorded before."""
         number = hash((space.namespace, key))
         if number in self._asked:
             del self._asked[number]
@@ -200,7 +200,7 @@ class PagePool:
         return False
 
     def _left(self, space: PoolSpace) -> int:
-        """Return the units that the quota of a namespace leaves it."""
+        """Return the units that a namespace may still use within its quota."""
         if space.quota_bytes is None:
             return self._memory.units
         return space.quota_bytes // self._memory.unit_bytes - space.used_units
@@ -215,28 +215,28 @@ class PagePool:
         return True
 
     def _evict_own(self, space: PoolSpace, units: int, since: int) -> bool:
-        """Evict pages of a namespace until its quota leaves `units`; False if it cannot."""
+        """Evict pages of a namespace until its quota allows `units`; return False if that is not possible."""
         while self._left(space) < units:
             if not self._evict(space, since):
                 return False
         return True
 
     def _evict(self, space: PoolSpace, since: int) -> bool:
-        """Evict the oldest page of a space that may go; False if there is none."""
+        """Evict the oldest evictable page of a space; return False if there is none."""
         while (found := space.order.oldest()) is not None and found[1] < since:
             page = space.pages[found[0]]
             if not page.holders and not page.is_pinned:
                 self._drop(space, page)
                 self._evicted += 1
                 return True
-            space.order.use([page.key])  # it stays, as if it was used now
+            space.order.use([page.key])  # it stays, as if it was just used
         return False
 
     def publish(self, space: PoolSpace, page: PooledPage, holders: int = 0) -> bool:
-        """Let others find a page that is filled and proved, held already by so many. False if it does not enter, since
-        it was deleted meanwhile or another reader was faster; its memory is free then.
+        """Make a filled and verified page visible, already held `holders` times. Return False, and free its memory, if
+        it does not enter, because it was deleted or another reader was faster.
 
-        REQUIRES: `use` follows once the whole batch was published.
+        REQUIRES: `use` follows after the whole batch was published.
         """
         parent = bytes(page.buffers[0][PARENT])
         with self._lock:
@@ -256,7 +256,7 @@ class PagePool:
             self._unlisted.discard(page)
             self._give_back(space, page)
 
-    # Pages that are there
+    # Pages in the pool
 
     def has(self, space: PoolSpace, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether its page is in the pool. Does not refresh recency."""
@@ -270,7 +270,7 @@ class PagePool:
         return [key for key in keys if key.hex().startswith(prefix)]
 
     def hold(self, space: PoolSpace, keys: Sequence[bytes]) -> list[PooledPage | None]:
-        """Return the pages that are in the pool, each to be released; their bytes do not change while they are held."""
+        """Return the pages in the pool, each to be released; their bytes do not change while they are held."""
         with self._lock:
             found = [space.pages.get(key) for key in keys]
             for page in found:
@@ -279,7 +279,7 @@ class PagePool:
             return found
 
     def hold_again(self, page: PooledPage) -> None:
-        """Hold a page that is held once more, for another reader."""
+        """Hold a held page again, for another reader."""
         with self._lock:
             page.holders += 1
 
@@ -293,12 +293,12 @@ class PagePool:
                     self._give_back(space, page)
 
     def use(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
-        """Note the use of the pages of a batch, head first; those that are not in the pool are skipped."""
+        """Record the use of the pages of a batch, head first; pages outside the pool are skipped."""
         with self._lock:
             space.order.use(keys)
 
     def hit(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
-        """As `use`, for pages that a request has read; their hits count for `hot`."""
+        """As `use`, for pages that a request has read; also counts their hits for `hot`."""
         with self._lock:
             space.order.use(keys)
             pages = [page for key in keys if (page := space.pages.get(key))]
@@ -306,13 +306,13 @@ class PagePool:
                 self._hot.note(space.label, [page.key for page in pages], [page.hits for page in pages])
 
     def hot(self) -> tuple[HotPrefix, ...]:
-        """Return the chains with the most hits lately, the hottest first."""
+        """Return the chains with the most recent hits, the hottest first."""
         with self._lock:
             return self._hot.hottest()
 
     def pin(self, space: PoolSpace, keys: Sequence[bytes]) -> int:
-        """Pin the pages among these that are in the pool, as long as pins take at most half of it: they are not
-        evicted. Returns how many of them are pinned now."""
+        """Pin those of these pages that are in the pool, up to half of the pool: they are not evicted. Return how many
+        of them are pinned now."""
         with self._lock:
             pinned = 0
             for key in keys:
@@ -326,7 +326,7 @@ class PagePool:
             return pinned
 
     def unpin(self, space: PoolSpace, keys: Sequence[bytes]) -> int:
-        """End the pins of pages; how many were pinned."""
+        """End the pins of pages; return how many were pinned."""
         with self._lock:
             pages = [page for key in dict.fromkeys(keys) if (page := space.pages.get(key)) and page.is_pinned]
             for page in pages:
@@ -338,12 +338,12 @@ class PagePool:
             page.is_pinned = False
             self._pinned_units -= space.units
 
-    # Pages on their way out
+    # Pages that leave
 
     @contextlib.contextmanager
     def deleting(self, space: PoolSpace, keys: Sequence[bytes] | None) -> Iterator[set[bytes]]:
-        """While this block deletes `keys` from the store, None for all: they leave the pool before, pinned or not, and
-        no page enters that was asked for before the end of the block. Gives the keys that were in the pool."""
+        """Surround a block that deletes `keys` (None: all) from the store: remove them from the pool first, pinned or
+        not, and admit only pages that are requested after the block. Yields the keys that were in the pool."""
         with self._lock:
             space.deletions += 1
             space.deleting += 1
@@ -358,7 +358,7 @@ class PagePool:
                 space.deleting -= 1
 
     def _drop(self, space: PoolSpace, page: PooledPage) -> None:
-        """Take a page out of sight, and free its memory unless it is held."""
+        """Make a page invisible, and free its memory unless it is held."""
         self._unpin(space, page)
         del space.pages[page.key]
         space.order.discard(page.key)
@@ -369,7 +369,7 @@ class PagePool:
             self._give_back(space, page)
 
     def clear(self, space: PoolSpace) -> int:
-        """Let all pages of a namespace leave the pool, pinned or not; how many."""
+        """Remove all pages of a namespace from the pool, pinned or not; return their number."""
         with self.deleting(space, None) as there:
             return len(there)
 
@@ -401,7 +401,7 @@ class PagePool:
             return Usage(len(space.pages), len(space.pages) * frame_bytes, capacity_bytes)
 
     def space_bytes(self, space: PoolSpace) -> int:
-        """Return the bytes that a namespace takes, those of pages on their way in or out too."""
+        """Return the bytes of a namespace, including those of pages that are entering or leaving."""
         with self._lock:
             return space.used_units * self._memory.unit_bytes
 
@@ -421,8 +421,8 @@ class PagePool:
             if self._pinned_units != sum(
                 space.units for space in self._spaces.values() for page in space.pages.values() if page.is_pinned
             ):
-                raise InvariantError("pool: the sum of pins is not that of the pages")
+                raise InvariantError("pool: the sum of pins does not match the pages")
             for space in self._spaces.values():
                 space.order.check()
                 if space.order.keys() != space.pages.keys():
-                    raise InvariantError("pool: the order and the pages disagree")
+                    raise InvariantError("pool: the order does not match the pages")

@@ -11,9 +11,9 @@ from ..keys import PAGE_KEY_BYTES
 
 # A lookup of a million tokens in pages of 64.
 KEYS_MAX = 16384
-# Frames of pages that no engine has: 1 GiB.
+# Larger than the frames of any engine: 1 GiB.
 PAYLOAD_BYTES_MAX = 1 << 30
-# The longest deadline that can be asked for; the configuration has a lower one.
+# The longest deadline of a request; the configuration has a lower limit.
 TIMEOUT_S_MAX = 3600.0
 _LABEL_MAX = 256
 
@@ -24,9 +24,9 @@ MappingId: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 def _raw_keys(keys: Any) -> Any:
-    """Checked as one text: a pattern for each of 500 keys takes as long as all else that a lookup does."""
+    """Check all keys as one text: a pattern for each of 500 keys would double the time of a lookup."""
     if not isinstance(keys, list) or len(keys) > KEYS_MAX:
-        raise ValueError(f"keys are not a list of at most {KEYS_MAX}")
+        raise ValueError(f"keys must be a list of at most {KEYS_MAX}")
     try:
         joined = "".join(keys)
         raw = bytes.fromhex(joined)
@@ -37,7 +37,7 @@ def _raw_keys(keys: Any) -> Any:
     return [raw[start : start + PAGE_KEY_BYTES] for start in range(0, len(raw), PAGE_KEY_BYTES)]
 
 
-# Page keys, as bytes once they are checked.
+# Page keys; bytes after the check.
 Keys: TypeAlias = Annotated[
     list[bytes], BeforeValidator(_raw_keys),
     WithJsonSchema({"type": "array", "maxItems": KEYS_MAX, "items": {"type": "string", "pattern": _HEX_64}}),
@@ -51,7 +51,7 @@ class _Body(BaseModel):
 
 
 class OpenNamespace(_Body):
-    """What an engine says of its namespace."""
+    """An engine's description of its namespace."""
 
     payload_bytes: Annotated[int, Field(ge=1, le=PAYLOAD_BYTES_MAX)]
     weights_epoch: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
@@ -68,8 +68,8 @@ class NamespaceOpened(BaseModel):
 
 
 class AttachMemory(_Body):
-    """The memory of an engine. `device` and `inode` name the file that the engine has open; without them the daemon
-    creates it, for pages of which `shape` is the digest."""
+    """The memory of an engine. `device` and `inode` identify the file that the engine has open; without them the daemon
+    creates it, for pages whose shape has the digest `shape`."""
 
     frame_bytes: Annotated[int, Field(ge=4096, le=PAYLOAD_BYTES_MAX + 4096, multiple_of=4096)]
     pages: Annotated[int, Field(ge=1, lt=1 << 32)]
@@ -80,8 +80,8 @@ class AttachMemory(_Body):
 
 
 class MemoryAttached(BaseModel):
-    """`mapping` is what calls should name beside the memory: a call that waited while the memory was detached and
-    attached again is then refused."""
+    """`mapping` identifies this attachment. Calls should send it with the memory: a call that waits while the memory is
+    detached and attached again is then rejected."""
 
     instance: str
     mapping: str
@@ -115,35 +115,35 @@ class Deadline(_Body):
 
 
 class Pages(BaseModel):
-    """How many pages: the length of the stored prefix, or how many were removed."""
+    """A number of pages: the length of the stored prefix, or of removed pages."""
 
     pages: int
     errors: list[str]
 
 
 class Stored(BaseModel):
-    """Whether each page is stored."""
+    """For each page, whether it is stored."""
 
     stored: list[bool]
     errors: list[str]
 
 
 class GetOutcomes(BaseModel):
-    """What became of each page of a `get`."""
+    """The outcome of each page of a `get`."""
 
     outcomes: list[GetOutcome]
     errors: list[str]
 
 
 class SetOutcomes(BaseModel):
-    """What became of each page of a `set` or `write`."""
+    """The outcome of each page of a `set` or `write`."""
 
     outcomes: list[SetOutcome]
     errors: list[str]
 
 
 class UsageAnswer(BaseModel):
-    """What is stored in the namespace's store."""
+    """The content of the namespace's store."""
 
     pages: int
     bytes: int
@@ -151,13 +151,13 @@ class UsageAnswer(BaseModel):
 
 
 class State(BaseModel):
-    """Of a probe."""
+    """The reply to a probe."""
 
     state: Literal["starting", "ready", "draining"]
 
 
 class ErrorAnswer(BaseModel):
-    """Every answer other than 200. `error` is a kind of error, `detail` says what to do."""
+    """Every reply other than 200. `error` is the kind of error, `detail` says what to do."""
 
     error: str
     detail: str

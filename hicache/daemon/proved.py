@@ -1,4 +1,4 @@
-"""The pages of one namespace in the pool: proved as they enter, copied as they leave."""
+"""The pages of one namespace in the pool: verified when they enter, copied when they are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .units import copy_buffers
 
 
 def parent_of(page: PageBuffer) -> bytes | None:
-    """Return the parent that the header of a page names."""
+    """Return the parent in the header of a page."""
     parent = bytes(header_of(page)[PARENT])
     return None if parent == NO_PARENT else parent
 
@@ -17,29 +17,30 @@ def parent_of(page: PageBuffer) -> bytes | None:
 class ProvedPages:
     """One namespace of a pool, for pages of `codec`. `space` is for the methods of `pool`. Thread-safe.
 
-    A page enters as a copy, and the copy is proved: what its owner writes into the frame meanwhile is not served to
-    others. In the pool each page carries a tag; pages of a codec that compresses or encrypts get one when they enter.
+    A page enters as a copy, and the copy is verified, so later writes of its owner to the frame are never served to
+    others. In the pool each page has a tag; pages of a codec that compresses or encrypts get one when they enter.
     """
 
     def __init__(self, codec: FrameCodec, pool: PagePool, label: str) -> None:
         self.pool = pool
         self.space = pool.open(codec.namespace, codec.payload_bytes, label)
         self._codec = codec
-        # Of what lies in frames and in the pool: never compressed nor encrypted.
+        # The codec of pages in frames and in the pool: without compression and encryption.
         self._plain = FrameCodec(codec.namespace, codec.payload_bytes) if codec.transforms else codec
         self._padding = memoryview(bytes(codec.frame_bytes - self.space.page_bytes))
 
     def admit(
         self, key: bytes, page: PageBuffer, parent: bytes | None, *, since: int, deletions: int, is_wanted: bool
     ) -> PooledPage | None:
-        """Copy a page into the pool, if it may enter. Return it held, to be released. See `PagePool.reserve`."""
+        """Copy a page into the pool if it may enter. Return it held, to be released. See `PagePool.reserve`."""
         entry = self.pool.reserve(self.space, key, since=since, deletions=deletions, is_wanted=is_wanted)
         if entry is None or not self.fill(entry, page, parent):
             return None
         return entry if self.pool.publish(self.space, entry, holders=1) else None
 
     def fill(self, entry: PooledPage, page: PageBuffer, parent: bytes | None) -> bool:
-        """Copy a page to its place in the pool and prove it there; False, and the place is free, if it is damaged."""
+        """Copy a page to its memory in the pool and verify it there. If it is damaged, free the memory, return
+        False."""
         is_proved = False
         try:
             copy_buffers(self._buffers(page), [*entry.buffers, self._codec.buffers(entry.view())[-1]])
@@ -50,7 +51,8 @@ class ProvedPages:
         return is_proved
 
     def copy(self, key: bytes, source: PageBuffer, target: PageBuffer) -> bool:
-        """Copy the page `key` from one client's buffer to another's and prove it there; False if it is damaged."""
+        """Copy the page `key` from one client's buffer to another's and verify it there; return False if it is
+        damaged."""
         copy_buffers(self._buffers(source), self._codec.buffers(target))
         return self._is_proved(key, target, parent_of(target))
 
@@ -62,8 +64,8 @@ class ProvedPages:
         return [page.header, *page.parts, self._padding] if isinstance(page, PageView) else [page]
 
     def _is_proved(self, key: bytes, page: PageBuffer, parent: bytes | None) -> bool:
-        """True if a copied page carries a right tag. A page without a tag of its codec, as compressed and encrypted
-        ones are after a read, is its owner's word and gets one."""
+        """Return True if a copied page has a valid tag. A page without a tag of its codec, such as a compressed or
+        encrypted one after a read, is trusted and gets one."""
         damage = self._plain.accept(key, page, self._codec.frame_bytes)
         if damage is None or damage is Damage.TAG:
             return damage is None

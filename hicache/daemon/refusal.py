@@ -1,4 +1,4 @@
-"""Why a daemon does not do what a request asks: the one exception that becomes an answer other than 200."""
+"""The rejection of a request: the only exception that becomes a reply other than 200."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..errors import HiCacheError
 
 
 class Refused(HiCacheError):
-    """A request is refused; nothing was changed. The answer is `{"error": kind, "detail": ...}` with `status`.
+    """A request is rejected; nothing was changed. The reply is `{"error": kind, "detail": ...}` with `status`.
 
-    `kind` is an ErrorKind where a store would count it. `detail` says what to do, and quotes nothing that was sent.
-    `retry_after_s` is the pause before the next try, 0 where another try does not help.
+    `kind` is an ErrorKind if a store would count it. `detail` says what to do, and does not quote the request.
+    `retry_after_s` is the pause before the next try, 0 if another try does not help.
     """
 
     def __init__(self, status: int, kind: str, detail: str, retry_after_s: int = 0) -> None:

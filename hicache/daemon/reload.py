@@ -1,4 +1,4 @@
-"""A configuration read again while the daemon runs: which entries change at once, and which need a restart."""
+"""Reloads the configuration of a running daemon: some entries change at once, others need a restart."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..backends.registry import check_backend
 from ..config import HiCacheConfig
 from .node import Node
 
-# What a reload changes. Tokens and certificates are read again from the files and variables that these entries name;
-# `logging` is applied by the command.
+# The entries that a reload changes. Tokens and certificates are read again from the files and variables of these
+# entries; the command applies `logging`.
 RELOADED = frozenset({
     "daemon.token_file", "daemon.token_env", "daemon.admin_token_file", "daemon.admin_token_env",
     "daemon.memory_max", "daemon.memories_max", "daemon.namespaces_max", "daemon.connections_max",
     "daemon.requests_max", "daemon.namespace_requests_max", "daemon.request_timeout", "daemon.head_timeout",
     "daemon.body_timeout", "daemon.idle_timeout", "daemon.drain_timeout", "logging.level", "logging.format",
 })  # fmt: skip
-# Of a guard, wherever it is in `storage`.
+# The entries of a guard, anywhere in `storage`.
 _OVERRIDES = (".guard.read", ".guard.write")
 
 
 def changed_entries(old: HiCacheConfig, new: HiCacheConfig) -> tuple[list[str], list[str]]:
-    """Return the dotted names of entries that differ: those that a reload changes, and those that need a restart. A
-    store of another type is one entry."""
+    """Return the dotted names of different entries: those that a reload changes, and those that need a restart. A store
+    of another type is one entry."""
     before, after = (dict(_flat(config.model_dump(mode="json"), "")) for config in (old, new))
     differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     others = tuple(name.removesuffix("type") for name in differing if name.endswith(".type"))
@@ -35,7 +35,7 @@ def changed_entries(old: HiCacheConfig, new: HiCacheConfig) -> tuple[list[str], 
 
 
 def apply(node: Node, new: HiCacheConfig) -> tuple[list[str], list[str]]:
-    """Change what a reload changes; return as `changed_entries`. Raises ConfigError, and changes nothing then."""
+    """Apply the entries that a reload changes; return as `changed_entries`. Raises ConfigError, changing nothing."""
     if new.storage is not None:
         check_backend(new.storage.type, new.storage.options)
     now, later = changed_entries(node.config, new)
@@ -52,7 +52,7 @@ def apply(node: Node, new: HiCacheConfig) -> tuple[list[str], list[str]]:
 
 
 def _override(node: Node, config: HiCacheConfig) -> None:
-    """Switch the guards of open stores as the configuration says, in the order of its stores."""
+    """Set the overrides of open stores from the configuration, in the order of its stores."""
     specs = list(ConfiguredStores(config).specs.values())
     for namespace in node.namespaces():
         for guard, spec in zip(guards_of(namespace.store), specs, strict=False):

@@ -1,7 +1,7 @@
 """A backend in front of a store that can be replaced while it is in use.
 
 Locking design: `_store_lock` guards the attached store and the counts of calls; it is held for a few instructions, and
-while a replaced store is asked for its statistics, which does not block.
+for the statistics of a replaced store, which do not block.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .flights import Arrival, Flights
 
 @dataclass(slots=True, eq=False)
 class Attached:
-    """A store, how many calls use it, and the pages that they move. Calls of one store never wait for those of
-    another one."""
+    """A store, the number of its calls, and the pages that they move. Calls of one store never wait for those of
+    another."""
 
     backend: StorageBackend | None
     calls: int = 0
@@ -38,7 +38,7 @@ class Replaceable(Compound):
         super().__init__(codec)
         self._check(inner)
         self._store_lock = threading.Lock()
-        self._ended = threading.Condition(self._store_lock)  # the last call of a store that was replaced
+        self._ended = threading.Condition(self._store_lock)  # for the last call of a replaced store
         self._attached = Attached(inner)
         self._leaving: list[StorageBackend] = []  # replaced, with calls in flight
         self._retired: dict[str, Counter[str]] = {"errors": Counter(), "corrupt": Counter(), "evicted": Counter()}
@@ -46,7 +46,7 @@ class Replaceable(Compound):
     def _check(self, inner: StorageBackend | None) -> None:
         ours = (self.codec.namespace, self.codec.payload_bytes)
         if inner is not None and (inner.codec.namespace, inner.codec.payload_bytes) != ours:
-            raise InvalidInput("shared store: the store behind it must have its namespace and its page size")
+            raise InvalidInput("shared store: the inner store has another namespace or page size")
 
     @property
     def parts(self) -> Sequence[StorageBackend]:
@@ -56,7 +56,7 @@ class Replaceable(Compound):
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[Attached]:
-        """The store for one call, which keeps it although it may be replaced."""
+        """Yield the store for one call, which keeps it even if it is replaced."""
         with self._store_lock:
             attached = self._attached
             attached.calls += 1
@@ -69,9 +69,9 @@ class Replaceable(Compound):
                     self._ended.notify_all()
 
     def replace(self, inner: StorageBackend | None) -> StorageBackend | None:
-        """Put another store behind the pool, None for no store; the pool keeps its pages. Calls in flight end with the
-        store they began with: blocks until they have ended. Returns the store that was there, which the caller owns now
-        and may close or attach again. Raises InvalidInput as the constructor.
+        """Replace the store behind the pool; None for no store. The pool keeps its pages. Calls in flight end with
+        their old store: blocks until then. Return the old store, which the caller now owns and may close or attach
+        again. Raises InvalidInput as the constructor.
         """
         self._check(inner)
         with self._store_lock:
@@ -86,7 +86,7 @@ class Replaceable(Compound):
         return old.backend
 
     def _retire(self, store: StorageBackend, sign: int) -> None:
-        """Keep the totals of a store that goes, or leave out those that it brings: totals never go back."""
+        """Keep the totals of a removed store, or subtract those of a new one, so that totals never decrease."""
         found = store.statistics()
         for kind, counts in (
             ("errors", found.errors), ("corrupt", found.corrupt), ("evicted", {"pages": found.evicted_pages}),
@@ -95,7 +95,7 @@ class Replaceable(Compound):
                 self._retired[kind][name] += sign * count
 
     def statistics(self) -> BackendStatistics:
-        """See StorageBackend and Compound: with the totals of the stores that were replaced."""
+        """See StorageBackend and Compound. Includes the totals of replaced stores."""
         with self._store_lock:
             found = super().statistics()
             errors, corrupt = Counter(found.errors), Counter(found.corrupt)

@@ -1,4 +1,4 @@
-"""The secrets of a daemon: tokens and TLS, read from the files and variables that the configuration names."""
+"""The secrets of a daemon: tokens and TLS, from the configured files and variables."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ..config.files import require_readable
 from ..config.secret import read_private_file, read_secret
 from ..errors import ConfigError
 
-# Of a key in PEM.
+# The most bytes of a key in PEM.
 _KEY_BYTES_MAX = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """None: there is no such token."""
+    """The tokens; None without such a token."""
 
     data: str | None = field(repr=False)
     admin: str | None = field(repr=False)
 
 
 def read_tokens(config: DaemonConfig, environ: Mapping[str, str]) -> Tokens:
-    """Read both tokens. Raises ConfigError for one that cannot be had or sent, or that is the other one too."""
+    """Read both tokens. Raises ConfigError for an unreadable or invalid one, and if they are equal."""
     data = _token("daemon: token", config.token_env, config, environ)
     admin = _token("daemon: admin token", config.admin_token_env, config, environ)
     if data is not None and data == admin:
-        raise ConfigError("daemon: the admin token is also the token of clients; give admin calls one of their own")
+        raise ConfigError("daemon: the admin token equals the clients' token; use a different one")
     return Tokens(data, admin)
 
 
@@ -52,21 +52,21 @@ def server_context(config: TlsConfig) -> ssl.SSLContext | None:
         try:
             context.load_verify_locations(config.client_ca)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError("daemon.tls.client_ca: holds no certificate of an authority in PEM") from error
+            raise ConfigError("daemon.tls.client_ca: has no authority certificate in PEM; check the file") from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def load_certificate(context: ssl.SSLContext, config: TlsConfig) -> None:
     """Read certificate and key into `context`, for connections from now on. Raises ConfigError."""
-    assert config.certificate is not None and config.key is not None  # the section has seen to that
+    assert config.certificate is not None and config.key is not None  # checked by the section
     require_readable(config.certificate, "daemon.tls.certificate")
     read_private_file(config.key, "daemon.tls.key", _KEY_BYTES_MAX)
     try:
         context.load_cert_chain(config.certificate, config.key, password=_no_password)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError("daemon.tls: certificate and key are not a pair in PEM without a password") from error
+        raise ConfigError("daemon.tls: certificate and key are not a matching PEM pair without a password") from error
 
 
 def _no_password() -> str:
-    return ""  # OpenSSL would ask the terminal
+    return ""  # otherwise OpenSSL would ask on the terminal

@@ -1,10 +1,10 @@
-"""The daemon's process: its listeners, its signals, and the order of starting and ending.
+"""The daemon's process: its listeners, its signals, and the order of start and end.
 
-    start     tokens and certificates are read, the lock is taken, the pool's memory is touched, then it listens
-    SIGHUP    reads the configuration again and changes what can change (`reload`)
-    SIGTERM   takes no more connections, lets requests end within `drain_timeout`, closes the stores
+    start     reads tokens and certificates, takes the lock, touches the pool's memory, then listens
+    SIGHUP    reads the configuration again and applies changes (`reload`)
+    SIGTERM   accepts no more connections, lets requests end within `drain_timeout`, closes the stores
 
-Locking design: all of it runs on the event loop's thread; what blocks goes to threads of the loop's executor.
+Locking design: everything runs on the event loop's thread; blocking calls run on threads of the loop's executor.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from .statistics import NodeState
 
 logger = logging.getLogger(__name__)
 
-# How often it looks for engines that died. A restarted engine waits for that before it opens its memory again.
+# The interval of checks for dead engines. A restarted engine waits for one before it opens its memory again.
 _TEND_S = 0.25
-# The event loop waits so long for threads that compute: by default 5 ms, several times as long as a lookup takes.
+# The interpreter's switch interval: the default of 5 ms is several times as long as a lookup.
 _SWITCH_INTERVAL_S = 0.0005
 _STOPPED_BY = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(load: Callable[[], HiCacheConfig], environ: Mapping[str, str] | None = None) -> None:
-    """Serve what `load` returns until SIGTERM or SIGINT; SIGHUP calls it again. Raises ConfigError if the configuration
-    is refused or an address cannot be listened at. REQUIRES: the main thread."""
+    """Serve the configuration of `load` until SIGTERM or SIGINT; SIGHUP calls `load` again. Raises ConfigError if the
+    configuration is rejected or an address cannot be bound. REQUIRES: the main thread."""
     environ = os.environ if environ is None else environ
     node = Node(load(), environ)
     server = Server(node, load, environ)
@@ -70,7 +70,7 @@ def serve(load: Callable[[], HiCacheConfig], environ: Mapping[str, str] | None =
 
 
 class Server:
-    """See the module's docstring. Raises ConfigError for secrets that cannot be had."""
+    """See the module's docstring. Raises ConfigError for unreadable secrets."""
 
     def __init__(self, node: Node, load: Callable[[], HiCacheConfig], environ: Mapping[str, str]) -> None:
         config = node.config.daemon
@@ -98,14 +98,14 @@ class Server:
 
     async def run(self) -> None:
         """Listen, serve, and drain at the end."""
-        # uvicorn warns of each request that is not HTTP, which is counted here.
+        # uvicorn would log each invalid request; they are counted instead.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         _raise_descriptor_limit()
         self._shared.uvicorn.load()
         async with AsyncExitStack() as undo:
             path = self._shared.config.socket or default_socket(self._environ)
             if path is None:
-                raise ConfigError("daemon.socket: XDG_RUNTIME_DIR is not set; give a path in a directory of mode 0700")
+                raise ConfigError("daemon.socket: XDG_RUNTIME_DIR is not set; set a path in a directory of mode 0700")
             unix = undo.enter_context(PrivateSocket(path, "daemon.socket", lock=path.with_name("lock")))
             listeners = [await self._listen(Listener(True, True, False, False), unix.socket, None)]
             address = self._shared.config.address
@@ -121,7 +121,7 @@ class Server:
             self._manager.ready()
             try:
                 await self._until_stopped()
-            finally:  # also after an error: the lock is released only once nothing touches engines' memory
+            finally:  # also after an error: the lock is released only after the last access to engines' memory
                 if not self._stopping.is_set():
                     logger.critical("daemon: ends after an error that should not happen", exc_info=True)
                 self._manager.stopping()
@@ -133,7 +133,7 @@ class Server:
             logger.info("daemon: ended")
 
     def _dropped(self) -> Counter[str]:
-        """Return what limits have dropped so far, for the log. Not on the event loop's thread."""
+        """Return the work that limits have dropped, for the log. Not on the event loop's thread."""
         found = Counter(self._node.calls.refused())
         for one in self._node.statistics().namespaces:
             found.update(dropped_by_stores(one.stores, one.copies))
@@ -152,7 +152,7 @@ class Server:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
 
     def _reload(self) -> None:
-        """Change what can change. A configuration that is refused changes nothing."""
+        """Apply a changed configuration. A rejected one changes nothing."""
         self._manager.reloading()
         try:
             new = self._load()
@@ -171,7 +171,7 @@ class Server:
         self._manager.ready()
 
     async def _until_stopped(self) -> None:
-        """Look after engines, history and the service manager meanwhile."""
+        """Handle engines, history and the service manager until a signal."""
         tending = asyncio.create_task(self._tend())
         watchdog_s = self._manager.watchdog_s
         stopping = asyncio.create_task(self._stopping.wait())
@@ -187,7 +187,7 @@ class Server:
             tending.cancel()
 
     async def _tend(self) -> None:
-        """Let go of the memory of dead engines, which takes as long as the system needs to free it, and sample."""
+        """Unmap the memory of dead engines, which takes as long as the system needs to free it, and take a sample."""
         loop = asyncio.get_running_loop()
         sampled_s = 0.0
         while True:
@@ -213,26 +213,26 @@ class Server:
         closing = asyncio.get_running_loop().run_in_executor(None, self._node.close, deadline)
         done, _ = await asyncio.wait([closing], timeout=max(0.5, deadline - time.monotonic()))
         if late or not done:
-            # Threads that hang in a store would keep the process: what they write is whole or absent all the same.
+            # Threads that hang in a store would keep the process alive; their writes are whole or absent in any case.
             logging.shutdown()
             os._exit(0 if self._stopping.is_set() else 1)
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
-    """Raises ConfigError."""
+    """Return a listening socket. Raises ConfigError."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET,
                                     backlog=BACKLOG)  # fmt: skip
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # of a name's look-up
         raise ConfigError(
-            f"daemon.listen: cannot listen on {host} port {port}: {reason}; end what listens there, or name an address "
-            "of this host and a free port"
+            f"daemon.listen: cannot listen on {host} port {port}: {reason}; stop the program that uses it, or use an "
+            "address of this host and a free port"
         ) from error
 
 
 def _raise_descriptor_limit() -> None:
-    """The limit that shells set is below the connections that the daemon may have."""
+    """Raise the limit of descriptors: a shell's limit is below the daemon's number of connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,13 +1,13 @@
 """A store that many clients share: the daemon's host pool and single flight in front of one namespace of a store.
 
-What an outcome means. A HIT is a copy of proved bytes, from the pool or from the store; a page in the pool is a HIT
-also if the store has lost it. STORED and PRESENT are the store's word: a page that the store rejects or fails to write
-does not enter the pool by that call, so after ERROR nothing of it is visible and what is_stored survives the daemon as
-far as the store does. Without a store the pool is the store: STORED lasts until the page is evicted, and a page without
-room is REJECTED. A page that is deleted leaves the pool first, and no call that was in flight puts it back.
+Meaning of outcomes: A HIT is a copy of verified bytes, from the pool or from the store; a page in the pool is a HIT
+even if the store has lost it. STORED and PRESENT come from the store: a page that the store rejects or fails to write
+does not enter the pool by that call, so after ERROR no part of it is visible, and a stored page survives the daemon if
+the store does. Without a store the pool is the store: STORED lasts until the page is evicted, and a page without room
+is REJECTED. A deleted page leaves the pool first, and calls in flight do not put it back.
 
 Locking design: `_lock` guards the flights and the counts. It is taken before the lock of the pool, and is held for
-lookups, never while bytes are moved or a store is called.
+lookups, not while bytes are moved or a store is called.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from .proved import ProvedPages, parent_of
 from .replaceable import Attached, Replaceable
 from .statistics import SharingStatistics
 
-# Calls of one lookup. Pages of a prefix are mostly all in the pool, or all in the store, or the head in the pool.
+# Store calls of one lookup. A prefix is mostly all in the pool, or all in the store, or its head is in the pool.
 LOOKUPS_MAX = 16
 
 
 class SharedStore(Replaceable, Touchable):
-    """See the module's docstring. Thread-safe. `inner` is the store behind the pool, None for a store that is the pool
-    alone; see Replaceable. `label` is for people. `pages`
-    are its pages in the pool, to be pinned and counted."""
+    """See the module's docstring. Thread-safe. `inner` is the store behind the pool, None for only the pool; see
+    Replaceable. `label` is for messages. `pages` are its pages in the pool, to be pinned and counted."""
 
     def __init__(self, codec: FrameCodec, pool: PagePool, inner: StorageBackend | None, *, label: str = "") -> None:
         super().__init__(codec, inner)
@@ -47,7 +46,7 @@ class SharedStore(Replaceable, Touchable):
         self._counts: Counter[str] = Counter()
 
     def sharing(self) -> SharingStatistics:
-        """Return where readers got their pages. Does not block."""
+        """Return the sources of readers' pages. Does not block."""
         with self._lock:
             names = ("pool_hits", "store_hits", "misses", "shared_reads", "shared_writes")
             return SharingStatistics(**{name: self._counts[name] for name in names})
@@ -85,7 +84,7 @@ class SharedStore(Replaceable, Touchable):
         return found
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. The pool and the store: a page that is hot in one of them does not age in the other."""
+        """See Touchable. Applies to pool and store: a page that is hot in one of them does not age in the other."""
         self._pool.use(self._space, keys)
         absent = [key for key, there in zip(keys, self._pool.has(self._space, keys), strict=True) if not there]
         with self._using() as attached:
@@ -116,7 +115,7 @@ class SharedStore(Replaceable, Touchable):
         return outcomes
 
     def _begin(self, parent: bytes | None) -> int:
-        """Begin a batch of stores: it evicts none of its own pages, nor what they hang on."""
+        """Begin a batch of stores, which must not evict its own pages or their ancestors."""
         since = self._pool.now()
         if parent is not None:
             self._pool.use(self._space, [parent])
@@ -158,8 +157,8 @@ class SharedStore(Replaceable, Touchable):
 
     @contextlib.contextmanager
     def _deleting(self, attached: Attached, keys: Sequence[bytes] | None) -> Iterator[set[bytes]]:
-        """While this block removes pages from the store, they are out of the pool, and no later call joins a flight
-        that may bring them back. Gives the keys that were in the pool."""
+        """Surround a block that removes pages from the store: keep them out of the pool, and stop later calls from
+        joining flights that may bring them back. Yields the keys that were in the pool."""
         with self._pool.deleting(self._space, keys) as there:
             self._detach(attached, keys)
             try:
@@ -184,14 +183,14 @@ class SharedStore(Replaceable, Touchable):
         return removed
 
     def remove_all(self, deadline: float) -> int:
-        """See Envelope. Counts the pages of the pool or of the store, whichever are more."""
+        """See Envelope. Returns the larger count of the pool and the store."""
         with self._using() as attached, self._deleting(attached, None) as there:
             return max(len(there), 0 if attached.backend is None else attached.backend.clear(deadline=deadline))
 
     # The whole
 
     def measure(self) -> Usage:
-        """See Envelope. The store's; without one, the pages in the pool."""
+        """See Envelope. The store's usage; without a store, that of the pool."""
         with self._using() as attached:
             if attached.backend is not None:
                 return attached.backend.usage()
@@ -206,7 +205,7 @@ class SharedStore(Replaceable, Touchable):
 
 
 class _Read:
-    """One `get` of a shared store. Each key is moved once; what comes twice in the batch is copied at the end."""
+    """One `get` of a shared store. Each key is read once; repeated keys are copied at the end."""
 
     def __init__(
         self, store: SharedStore, attached: Attached, keys: Sequence[bytes], pages: Sequence[PageBuffer],
@@ -219,7 +218,7 @@ class _Read:
         self._deadline = deadline
         self._outcomes: dict[bytes, GetOutcome] = {}
         self._waiter: Waiter[Arrival] = Waiter(pages)
-        self._failed: list[int] = []  # by the calls that led their flights
+        self._failed: list[int] = []  # positions whose flights failed in other calls
         self._counts: Counter[str] = Counter()
 
     def run(self) -> list[GetOutcome]:
@@ -245,7 +244,7 @@ class _Read:
                 self._lead(self._inner, leads)
                 self._follow(self._inner)
         finally:
-            for position, flight in leads:  # this call ends with an exception
+            for position, flight in leads:  # if this call ends with an exception
                 self._land(position, flight, GetOutcome.ERROR, None)
             for _, arrival in self._waiter.end():
                 self._release(arrival.page)
@@ -274,7 +273,7 @@ class _Read:
         return answers
 
     def _lead(self, inner: StorageBackend, leads: deque[tuple[int, Flight[Arrival]]]) -> None:
-        """Read what no other call is reading, and pass it on."""
+        """Read the pages that other calls are not reading, and pass them on."""
         if not leads:
             return
         for answer in self._read(inner, [position for position, _ in leads]):
@@ -311,7 +310,7 @@ class _Read:
             self._pool.release(self._space, [entry])
 
     def _follow(self, inner: StorageBackend) -> None:
-        """Take what other calls have read; read what they failed to read."""
+        """Use the pages that other calls have read; read those that failed there."""
         while arrived := self._waiter.wait(self._deadline):
             self._take(arrived)
         self._take(self._waiter.end())
@@ -327,7 +326,7 @@ class _Read:
                     self._store.pages.copy_out(arrival.page, self._pages[position])
                     self._release(arrival.page)
                 self._settle(position, GetOutcome.HIT, "shared_reads")
-            else:  # a damaged page was removed: it is corrupt for the call that found it
+            else:  # a damaged page was removed: it counts as corrupt only for the call that found it
                 self._settle(position, GetOutcome.MISS, "")
 
     def _finish(self, first: dict[bytes, int]) -> list[GetOutcome]:
@@ -376,7 +375,7 @@ class _Write:
                 self._lead(run, leads)
             self._follow()
         finally:
-            for flight in leads.values():  # this call ends with an exception
+            for flight in leads.values():  # if this call ends with an exception
                 self._land(flight, False)
             self._waiter.end()
         late = len(first) - len(self._outcomes)
@@ -395,7 +394,7 @@ class _Write:
         return answers
 
     def _lead(self, run: slice, leads: dict[int, Flight[bool]]) -> None:
-        """Write a run of pages that no other call is writing, and let the pool have them."""
+        """Write a run of pages that other calls are not writing, and add them to the pool."""
         for position, answer in enumerate(self._set(run), run.start):
             flight = leads.pop(position)
             entry = None
@@ -415,7 +414,7 @@ class _Write:
             waiter.give(place, is_stored)
 
     def _follow(self) -> None:
-        """Wait for pages that other calls are writing; write those that they failed to write."""
+        """Wait for pages that other calls are writing; write those that failed there."""
         failed: list[int] = []
         while answers := self._waiter.wait(self._deadline):
             for position, is_stored in answers:

@@ -1,10 +1,9 @@
-"""Memory for pages on their way between a store and a socket, taken at start.
+"""Memory for pages that are transferred between a store and a socket, allocated at start.
 
-A call takes one piece, of whole blocks of 4096 bytes, for all of its pages; calls that find no room wait in the order
-of their arrival. So a large call is not overtaken for ever by small ones.
+A call reserves one piece, of whole blocks of 4096 bytes, for all of its pages; calls without room wait in order of
+arrival, so small calls cannot starve a large one.
 
-Locking design: all of it belongs to the event loop's thread. The bytes of a piece belong to the call that took it, on
-whichever threads it runs.
+Locking design: everything belongs to the event loop's thread. The bytes of a piece belong to its call, on any threads.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from .refusal import Refused
 class Staging:
     """See the module's docstring. The constructor blocks while the memory is touched.
 
-    Invariant: `_free` lists (start, bytes) in ascending order, never empty, never adjacent; with the pieces that are
-    taken they make up the whole memory.
+    Invariant: `_free` lists (start, bytes) in ascending order, never empty, never adjacent; together with the reserved
+    pieces they are the whole memory.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -44,7 +43,7 @@ class Staging:
 
     @contextlib.asynccontextmanager
     async def piece(self, size_bytes: int, deadline: float) -> AsyncIterator[memoryview]:
-        """Lend `size_bytes`, a multiple of 4096, until the block ends. Waits for room. Raises Refused: 413 for more
+        """Reserve `size_bytes`, a multiple of 4096, until the block ends. Waits for room. Raises Refused: 413 for more
         than `piece_max`, 503 if there is no room by the deadline."""
         if size_bytes > self.piece_max():
             raise Refused(413, ErrorKind.NO_BUFFER, "body: has more pages than body_pages_max; send fewer at once")
@@ -65,11 +64,11 @@ class Staging:
         if granted.done():
             return granted.result()
         self._waiting.remove((size_bytes, granted))
-        self._grant()  # it may have been the one that the others waited for
+        self._grant()  # the others may have waited only for this call
         raise Refused(503, ErrorKind.NO_BUFFER, "daemon: no memory for page bodies is free; try again", 1)
 
     def _cut(self, size_bytes: int) -> int | None:
-        """Take the first piece that is large enough; None if there is none."""
+        """Return the first piece that is large enough, or None."""
         for index, (start, free_bytes) in enumerate(self._free):
             if free_bytes >= size_bytes:
                 rest = [(start + size_bytes, free_bytes - size_bytes)] if free_bytes > size_bytes else []
@@ -97,6 +96,6 @@ class Staging:
             granted.set_result(start)
 
     def check(self) -> None:
-        """Raise InvariantError unless all memory is free and in one piece. REQUIRES: no call has a piece."""
+        """Raise InvariantError unless all memory is free and in one piece. REQUIRES: no piece is reserved."""
         if self._free != [(0, self.capacity_bytes)] or self._waiting:
             raise InvariantError("staging: memory was lost")

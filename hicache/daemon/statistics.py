@@ -1,5 +1,5 @@
-"""Snapshots of a daemon: what its metrics, its page, `/statusz` and `hicache ctl status` show. All counts are totals
-since the daemon was started.
+"""Snapshots of a daemon, for its metrics, its page, `/statusz` and `hicache ctl status`. Counts are totals since the
+start of the daemon.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..backends.guard import LatencyStatistics, LeafStatistics
 
 
 class NodeState(enum.StrEnum):
-    """Whether a daemon takes requests."""
+    """The state of a daemon."""
 
     STARTING = "starting"
     READY = "ready"
@@ -35,7 +35,7 @@ class PoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """A chain that requests used often lately: the first 8 hexadecimal digits of the key of its last hot page."""
+    """A chain that requests used often recently, by the first 8 hexadecimal digits of the key of its last hot page."""
 
     page: str
     label: str
@@ -45,10 +45,10 @@ class HotPrefix:
 
 @dataclass(frozen=True, slots=True)
 class SharingStatistics:
-    """Pages of one namespace by where its readers got them, and pages that two clients shared.
+    """Pages of one namespace by the source of their readers, and pages that two clients shared.
 
-    `pool_hits` came from the host pool, `store_hits` from a store, `shared_reads` from the read of another client that
-    was in flight. `shared_writes` were not written because another client was writing them.
+    `pool_hits` came from the host pool, `store_hits` from a store, `shared_reads` from another client's read in flight.
+    `shared_writes` were not written because another client was writing them.
     """
 
     pool_hits: int
@@ -60,8 +60,8 @@ class SharingStatistics:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStatistics:
-    """One namespace that engines have opened. `namespace` is its digest in hexadecimal digits. `backend` counts what
-    its clients saw, `stores` are its stores with their guards, none while it is detached."""
+    """One open namespace. `namespace` is its digest in hexadecimal digits. `backend` counts for its clients, `stores`
+    are its guarded stores, empty while it is detached."""
 
     namespace: str
     label: str
@@ -77,7 +77,7 @@ class NamespaceStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ClientStatistics:
-    """The shared memory of one engine on this host. `operations` that touch its frames are in flight."""
+    """The shared memory of one engine on this host. `operations` on its frames are in flight."""
 
     name: str
     pages: int
@@ -88,9 +88,9 @@ class ClientStatistics:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatistics:
-    """The daemon as a whole. `connections` are by listener (unix, tcp), each of which takes `connections_max`;
-    `requests` counts answers by (operation, status code), `refused` counts requests by the limit that refused them;
-    `latency` is by operation."""
+    """The whole daemon. `connections` are by listener (unix, tcp), each with the limit `connections_max`; `requests`
+    counts answers by (operation, status code), `refused` counts rejected requests by limit; `latency` is by
+    operation."""
 
     instance: str
     state: NodeState

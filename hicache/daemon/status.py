@@ -1,4 +1,4 @@
-"""A daemon's snapshot as JSON: what `/statusz` answers, and what the page at `/` draws.
+"""A daemon's snapshot as JSON, for `/statusz` and the page at `/`.
 
 The fields are those of `NodeStatistics`, under the same names. A mapping whose keys are pairs becomes a mapping of
 mappings: `requests` is `{operation: {status: answers}}`. A breaker's state is its name in lower case.
@@ -16,13 +16,13 @@ from .statistics import NodeStatistics
 
 
 def status_json(statistics: NodeStatistics) -> dict[str, Any]:
-    """Return `statistics` as values that JSON knows; `latency_bounds_s` are the upper bounds of all `counts` in it."""
+    """Return `statistics` as JSON values; `latency_bounds_s` are the upper bounds of all `counts` in it."""
     status: dict[str, Any] = _plain(statistics)
     return status | {"latency_bounds_s": list(BOUNDS_S)}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, enum.IntEnum):  # before int: the number means nothing to a reader
+    if isinstance(value, enum.IntEnum):  # before int: readers need the name
         return value.name.lower()
     if value is None or isinstance(value, (str, int, float)):  # a StrEnum is written as its value
         return value

@@ -1,4 +1,4 @@
-"""Memory of fixed size, given out in units, and copies between buffers.
+"""Memory of fixed size, allocated in units, and copies between buffers.
 
 Locking design: `UnitMemory` belongs to its pool, which locks it. Copies run without Python's lock.
 """
@@ -13,16 +13,16 @@ import numpy as np
 
 from ..mapping import populate_zeroed
 
-# Units that lie behind each other: (first unit, number of units).
+# Consecutive units: (first unit, number of units).
 Extent: TypeAlias = tuple[int, int]
 
 
 class UnitMemory:
-    """One mapping cut into `units` units of `unit_bytes`. What was freed last is given out first: it is warm, and the
-    page that takes the place of one of its size lies in one piece.
+    """One mapping cut into `units` units of `unit_bytes`. Units that were freed last are used first: they are warm, and
+    a page that replaces one of its size stays in one piece.
 
-    The constructor touches the memory, about a quarter of a second per GiB: what the system cannot give fails here, not
-    in a request. Raises OSError.
+    The constructor touches the memory, about a quarter of a second per GiB, so that missing memory fails here, not in a
+    request. Raises OSError.
 
     Invariant: `_lengths` has the length of each free extent by its start, `_starts` its start by its end; no two of
     them touch; `free` is the sum of the lengths.
@@ -39,7 +39,7 @@ class UnitMemory:
             self.give([(0, units)])
 
     def take(self, units: int) -> list[Extent]:
-        """Take so many units, in as few extents as the last freed ones allow. REQUIRES: as many are free."""
+        """Allocate units, in as few extents as the last freed ones allow. REQUIRES: enough are free."""
         found: list[Extent] = []
         self.free -= units
         while units:
@@ -53,7 +53,7 @@ class UnitMemory:
         return found
 
     def give(self, extents: Sequence[Extent]) -> None:
-        """Give units back."""
+        """Free units."""
         for first, count in extents:
             self.free += count
             start, end = first, first + count
@@ -92,7 +92,7 @@ def _touched(size: int) -> memoryview:
 
 
 def copy_buffers(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    """Copy the bytes of `sources` to the start of `targets`. Other threads run meanwhile. REQUIRES: they fit."""
+    """Copy the bytes of `sources` to the start of `targets`, without the interpreter's lock. REQUIRES: they fit."""
     rest = iter(targets)
     target = np.empty(0, np.uint8)
     for view in sources:
