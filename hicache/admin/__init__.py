@@ -1,4 +1,4 @@
-"""The admin surface: what an operator asks of a running daemon, or of the cache inside an engine, over HTTP."""
+"""The admin surface: operators' requests to a running daemon, or to the cache inside an engine, over HTTP."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def serve_configured(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> AdminServer | None:
-    """Serve the admin surface of `cache`, built from `config` and `namespace`, as the section `admin` says; None if it
-    names no socket, and for a ChunkCache, which keeps nothing. Starts a thread; close the result before the cache. Call
-    it on one rank. Raises ConfigError, and MissingPackage without the extra `daemon`.
+    """Serve the admin surface of `cache`, built from `config` and `namespace`, as the section `admin` configures it.
+    Return None without a socket, and for a ChunkCache, which keeps nothing. Starts a thread; close the result before
+    the cache. Call it on one rank. Raises ConfigError, and MissingPackage without the extra `daemon`.
     """
     if config.admin.socket is None:
         return None

@@ -1,11 +1,11 @@
-"""Who may use the admin surface.
+"""Access to the admin surface.
 
                   with an admin token           without one
-    Unix socket   who sends it                  the user of this process and root, as the kernel names the peer
-    TCP           who sends it                  nobody
+    Unix socket   callers with the token        the user of this process and root, as reported by the kernel
+    TCP           callers with the token        no access
 
-A token for data opens nothing here: the only token that is compared is the admin token. Engines have the user of their
-daemon, so a token is what keeps them from administering it.
+A token for data gives no access here: only the admin token is compared. Engines run as the user of their daemon, so
+only a token prevents them from administering it.
 
 Locking design: a field is one reference, which is replaced as a whole.
 """
@@ -24,7 +24,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred, unix(7)
-# Where a request's scope has the peer of its connection.
+# The key of the connection's peer in a request's scope.
 PEER = "peer"
 
 
@@ -40,13 +40,13 @@ class PeerProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, which puts the Peer of a Unix socket into `scope["state"]["peer"]`; None for TCP."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Note who has connected. The state is copied into each request's scope."""
+        """Record the peer. The state is copied into each request's scope."""
         self.app_state = {**self.app_state, PEER: peer_of(transport.get_extra_info("socket"))}
         super().connection_made(transport)
 
 
 def peer_of(connection: Any) -> Peer | None:
-    """Return who is at the other end of a connected Unix socket; None for any other socket."""
+    """Return the peer of a connected Unix socket; None for any other socket."""
     if connection is None or connection.family != socket.AF_UNIX:
         return None
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -70,19 +70,19 @@ def _same(given: str, expected: str) -> bool:
 
 @dataclass(slots=True)
 class AdminAccess:
-    """See the module's docstring. `token` None: there is no admin token. A daemon replaces it when it reloads."""
+    """See the module's docstring. `token` None: without an admin token. A reload of a daemon replaces it."""
 
     token: str | None = field(default=None, repr=False)
 
     @property
     def how(self) -> str:
-        """Say what a refused caller lacks."""
+        """Return what a rejected caller needs."""
         if self.token is not None:
-            return "this needs the admin token, as Authorization: Bearer; ctl takes it from --token-file"
-        return "this is for the Unix socket, as the user who runs this; for TCP configure an admin token"
+            return "this needs the admin token, as Authorization: Bearer; with ctl, pass --token-file"
+        return "use the Unix socket, as the user who runs this process; for TCP configure an admin token"
 
     def who(self, peer: Peer | None, headers: Mapping[str, str]) -> str | None:
-        """Return who asks, as the audit log names them: `uid 1000` or `token`; None for a caller who is refused."""
+        """Return the caller's name for the audit log: `uid 1000` or `token`; None for a rejected caller."""
         if self.token is not None:
             return "token" if is_token(bearer_token(headers), self.token) else None
         if peer is not None and peer.uid in (os.geteuid(), 0):

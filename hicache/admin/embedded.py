@@ -1,10 +1,10 @@
 """The admin surface of a cache inside an engine, on a Unix socket.
 
-Its routes run on a thread of this module. What only the scheduler thread may do goes through the cache's mailbox, which
-`poll` serves; statistics, and lookups, scrubs and removals in stores, need no scheduler.
+Its routes run on a thread of this module. Work for the scheduler thread goes through the cache's mailbox, which `poll`
+serves; statistics, and lookups, scrubs and removals in stores, do not need the scheduler.
 
-Locking design: `_lock` guards the table of pins. The scheduler thread owns the Pin objects: all that is asked of them
-is asked through the mailbox.
+Locking design: `_lock` guards the table of pins. The scheduler thread owns the Pin objects, which are used only through
+the mailbox.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .work import MATCHES_MAX
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# How long the scheduler may take to come to a request. A step of an engine takes milliseconds; a first compilation of a
-# model may take longer than anybody waits.
+# The time for the scheduler to serve a request. A step of an engine takes milliseconds; the first compilation of a
+# model may take longer than this.
 SCHEDULER_TIMEOUT_S = 5.0
 PINS_MAX = 1024
 CONNECTIONS_MAX = 32
@@ -53,7 +53,7 @@ CLOSE_S = 3.0
 
 
 class EmbeddedCache:
-    """An AdminTarget: `cache`, which was built from `config` and `namespace`. Raises ConfigError."""
+    """The AdminTarget of `cache`, which was built from `config` and `namespace`. Raises ConfigError."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class EmbeddedCache:
         return [LiveStore(name, space, leaf) for name, leaf in named_leaves(backend)]
 
     def status(self) -> Status:
-        """See AdminTarget. Needs no scheduler."""
+        """See AdminTarget. Does not need the scheduler."""
         cache, found, digest = self._cache, self._cache.statistics(), self._digest
         page_bytes = found.host.page_bytes
         hits = {tier: tokens // cache.page_size for tier, tokens in found.hit_tokens.items()}
@@ -117,7 +117,7 @@ class EmbeddedCache:
         )  # fmt: skip
 
     def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
-        """See AdminTarget. Walks the tree a slice per step of the scheduler; by tokens it follows one path."""
+        """See AdminTarget. Walks the tree in slices, one per step of the scheduler; for tokens it follows one path."""
         timeout_s = max(0.0, deadline - time.monotonic())
         if request.tokens is not None:
             key = self._key(request.tokens)
@@ -138,7 +138,7 @@ class EmbeddedCache:
         return MemoryPlaces(keys, places, complete)
 
     def _walk(self, is_wanted: Callable[[bytes], bool], most: int) -> Generator[None, None, tuple[Places, bool]]:
-        """Visit every node, some per step. Nodes that are split or leave meanwhile may be missed."""
+        """Visit every node, a few per step. Nodes that are split or removed during the walk may be missed."""
         tree, space, places = self._cache.tree, self._digest, Places()
         stack = tree.roots()
         while stack and tree is self._cache.tree:
@@ -157,7 +157,7 @@ class EmbeddedCache:
     # Memory
 
     def clear_memory(self, namespace: str) -> int:
-        """See AdminTarget. Counts copies: a page on L1 and on L2 is two."""
+        """See AdminTarget. Counts copies: a page on L1 and on L2 counts twice."""
         self._require_alone("clear")
         if not self._digest.startswith(namespace):
             return 0
@@ -171,10 +171,10 @@ class EmbeddedCache:
         return self._ask(clear)
 
     def stores_cleared(self, namespace: str) -> None:
-        """See AdminTarget: what is in memory is stored again when it is used next."""
+        """See AdminTarget: pages in memory are stored again at their next use."""
 
         def forget() -> None:
-            self._cache.tree.forget_stored()  # of the tree in use when the scheduler comes to it
+            self._cache.tree.forget_stored()  # of the current tree when the scheduler serves this
 
         if self._digest.startswith(namespace) and not self._cache.controller.has_ranks:
             self._ask(forget)
@@ -183,17 +183,17 @@ class EmbeddedCache:
         """See AdminTarget. A pin ends `ttl_s` after a request has used all of it."""
         cache = self._cache
         if not isinstance(cache, HiRadixCache):
-            raise AdminError("unsupported", "this cache has no pins: its engine keeps the pages of the device itself")
+            raise AdminError("unsupported", "pins: not supported, because the engine manages its device pages itself")
         self._require_alone("pin")
         if request.tokens is None:
-            raise AdminError("invalid", "tokens: an embedded cache pins a prompt prefix; give its token ids")
+            raise AdminError("invalid", "tokens: an embedded cache pins a prompt prefix; pass its token ids")
         with self._lock:
             if len(self._pins) >= PINS_MAX:
-                raise AdminError("too_many", f"there are {PINS_MAX} pins; end some")
+                raise AdminError("too_many", f"the limit of {PINS_MAX} pins is reached; end some")
         key = self._key(request.tokens)
         made = self._ask(lambda: cache.pin(key, request.ttl_s))
         if made is None:
-            raise AdminError("too_many", "pins would take more than `pin_host_share` of L2; end some, or raise it")
+            raise AdminError("too_many", "pins would use more than `pin_host_share` of L2; end some, or raise it")
         name = secrets.token_hex(4)
         with self._lock:
             self._pins[name] = made, key.pages(cache.page_size)
@@ -204,13 +204,13 @@ class EmbeddedCache:
         with self._lock:
             found = self._pins.get(pin)
         if found is None:
-            raise AdminError("unknown_pin", f"there is no pin {pin[:16]!r}; list the pins")
+            raise AdminError("unknown_pin", f"pin {pin[:16]!r} does not exist; list the pins")
         self._ask(found[0].release)
         with self._lock:
             self._pins.pop(pin, None)
 
     def pins(self) -> Sequence[PinStatus]:
-        """See AdminTarget. Forgets those that have ended."""
+        """See AdminTarget. Forgets ended pins."""
         with self._lock:
             self._pins = {name: found for name, found in self._pins.items() if found[0].active}
             return [self._pin_status(name, pin, asked) for name, (pin, asked) in self._pins.items()]
@@ -255,14 +255,14 @@ class EmbeddedCache:
     def _require_alone(self, what: str) -> None:
         if self._cache.controller.has_ranks:
             raise AdminError(
-                "unsupported", f"{what}: this engine has several ranks, which must all do this in the same step; only "
-                "the engine itself can (`bypass` and `breaker` work: one rank that is switched off closes all)",
+                "unsupported", f"{what}: all ranks of this engine must do this in the same step, which only the engine "
+                "itself can do (`bypass` and `breaker` work: one rank that is switched off closes all)",
             )  # fmt: skip
 
     def _key(self, tokens: Tokens) -> RadixKey:
         positions = self._cache.tree.position_bytes
         if positions == PAGE_KEY_BYTES:
-            raise AdminError("unsupported", "this engine gives hashes of its own for pages; name pages by their keys")
+            raise AdminError("unsupported", "tokens: this engine uses its own page hashes; pass page keys")
         salt = None if tokens.cache_salt is None else tokens.cache_salt.get_secret_value()
         return RadixKey.of(
             tokens.ids, extra_key=tokens.extra_key, cache_salt=salt, bigram=positions == BIGRAM_BYTES
@@ -299,7 +299,7 @@ class AdminServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, cancel jobs and end the threads; blocks for seconds at most. May be called twice."""
+        """Stop listening, cancel jobs and end the threads. Idempotent. Blocks for seconds at most."""
         self._server.should_exit = True
         self._thread.join(CLOSE_S)
         self._surface.close(CLOSE_S)

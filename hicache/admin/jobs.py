@@ -1,6 +1,6 @@
-"""Jobs: work of an operator that takes long, with progress and cancellation.
+"""Jobs: long work of an operator, with progress and cancellation.
 
-Invariant: at most `JOBS_MAX` jobs are kept, of which those that have not ended are never dropped.
+Invariant: at most `JOBS_MAX` jobs are kept; unfinished jobs are never dropped.
 
 Locking design: one lock guards the table and the fields of its entries, and is held for a few instructions. Threads of
 a SupervisedPool run the steps; a job is cancelled between two steps.
@@ -20,7 +20,7 @@ from ..supervised import Beat, SupervisedPool
 from .models import Job, JobKind, JobState, Progress
 from .stores import Steps
 
-# Two: a scrub of days must not keep a store from being cleared.
+# Two, so that a long scrub does not delay the clearing of a store.
 THREADS = 2
 UNFINISHED_MAX = 8
 JOBS_MAX = 64
@@ -74,17 +74,17 @@ class Jobs:
         return entry.snapshot()
 
     def get(self, job: str) -> Job:
-        """Return a job. Raises AdminError if it is not known."""
+        """Return a job. Raises AdminError if it is unknown."""
         with self._lock:
             return self._require(job).snapshot()
 
     def all(self) -> list[Job]:
-        """Return all jobs that are kept, the oldest first."""
+        """Return all kept jobs, the oldest first."""
         with self._lock:
             return [entry.snapshot() for entry in self._entries.values()]
 
     def cancel(self, job: str) -> Job:
-        """Have a job end after its current step; does nothing if it has ended. Raises AdminError if it is not known."""
+        """End a job after its current step. Idempotent. Raises AdminError if it is unknown."""
         with self._lock:
             entry = self._require(job)
             entry.is_cancelling = not entry.state.is_final
@@ -101,7 +101,7 @@ class Jobs:
     def _require(self, job: str) -> _Entry:
         entry = self._entries.get(job)
         if entry is None:
-            raise AdminError("unknown_job", f"there is no job {job[:16]!r}; it may have been dropped: list the jobs")
+            raise AdminError("unknown_job", f"job {job[:16]!r} does not exist, or was dropped; list the jobs")
         return entry
 
     def _run(self, entry: _Entry, beat: Beat) -> None:
@@ -120,7 +120,7 @@ class Jobs:
                 state = JobState.CANCELLED
         except HiCacheError as error:
             entry.error, state = str(error), JobState.FAILED
-        entry.steps.close()  # and with it the store that it has open
+        entry.steps.close()  # also closes its open store
         self._end(entry, state)
 
     def _end(self, entry: _Entry, state: JobState) -> None:

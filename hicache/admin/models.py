@@ -1,4 +1,4 @@
-"""What goes over `/v1/admin`: requests and answers, as JSON. Sizes are bytes, times seconds."""
+"""The JSON requests and answers of `/v1/admin`. Sizes are bytes, times are seconds."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from ..backends.guard.breaker import BreakerState
 from ..units import DURATION_MAX_S, SIZE_MAX_BYTES
 
 KEYS_MAX = 4096
-# Damaged pages that a job names; its counts are of all.
+# The most damaged pages that a job lists; its counts include all.
 FINDINGS_MAX = 100
 TOKENS_MAX = 1 << 20
 PIN_TTL_S = 3600.0
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=64)]
 PageKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-# An empty one stands for all namespaces.
+# Empty means all namespaces.
 NamespacePrefix = Annotated[Hex, Field(description="First hexadecimal digits of namespaces; empty for all.")]
 StoreName = Annotated[str, Field(min_length=1, max_length=256, description="A store's name, as `status` shows it.")]
 Seconds = Annotated[float, Field(strict=True, gt=0, le=DURATION_MAX_S, allow_inf_nan=False)]
 
 
 class Model(BaseModel):
-    """Base of all. Refuses what it does not know, so that a typo is an error and not a request for everything."""
+    """The base of all models. Rejects unknown fields, so that a typo is an error and not a request for everything."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Refusal(Model):
-    """Why a request was not done, and what to do about it."""
+    """Why a request was rejected, and what to do."""
 
     error: str
     detail: str
@@ -42,7 +42,7 @@ class Refusal(Model):
 
 
 class BreakerStatus(Model):
-    """One direction of a store. `reason` is why its breaker opened last, empty if it never did."""
+    """One direction of a store. `reason` is why its breaker opened last; empty if it never opened."""
 
     state: Literal["closed", "half_open", "open"]
     override: Override
@@ -57,8 +57,8 @@ class BreakerStatus(Model):
 
 
 class StoreStatus(Model):
-    """One store of one namespace. `pages` and `bytes` are None until they are known, `read` and `write` None for a
-    store without a guard. `errors` and `damaged` are totals."""
+    """One store of one namespace. `pages` and `bytes` are None while unknown, `read` and `write` are None for a store
+    without a guard. `errors` and `damaged` are totals."""
 
     name: str
     namespace: Hex
@@ -83,7 +83,7 @@ class TierStatus(Model):
 
 
 class NamespaceStatus(Model):
-    """A namespace that is open. `pool_bytes` of it are in the daemon's pool, or in L1 and L2 of an embedded cache."""
+    """An open namespace. `pool_bytes` are its bytes in the daemon's pool, or on L1 and L2 of an embedded cache."""
 
     namespace: Hex
     label: str
@@ -105,8 +105,8 @@ class ClientStatus(Model):
 
 
 class Status(Model):
-    """What runs there. `attached` False: its storage is detached. `overrides` are the forced breakers by
-    `STORE/DIRECTION`."""
+    """The state of a daemon or engine. `attached` False: its storage is detached. `overrides` are the forced breakers
+    by `STORE/DIRECTION`."""
 
     kind: Literal["daemon", "embedded"]
     version: str
@@ -136,7 +136,7 @@ class LookupRequest(Model):
 
 
 class PagePlace(Model):
-    """Where one page is: names of tiers (`device`, `host`, `pool`) and of stores."""
+    """The locations of one page: names of tiers (`device`, `host`, `pool`) and of stores."""
 
     key: PageKey
     namespace: Hex
@@ -144,8 +144,8 @@ class PagePlace(Model):
 
 
 class Lookup(Model):
-    """`pages` that were found or asked for. `complete` False: the time was over, or there were more pages than fit into
-    an answer. `unknown` are the stores that did not answer."""
+    """The found or requested `pages`. `complete` False: the time was over, or there were more pages than fit into an
+    answer. `unknown` are the stores that did not answer."""
 
     pages: list[PagePlace]
     complete: bool
@@ -153,8 +153,8 @@ class Lookup(Model):
 
 
 class TokenPrefix(Model):
-    """A prompt prefix of an embedded cache: token ids, and what its engine seeds its keys with. The ids are the
-    prompt: they are neither logged nor returned."""
+    """A prompt prefix of an embedded cache: token ids, and the seed of its engine's keys. The ids are the prompt: they
+    are neither logged nor returned."""
 
     ids: Annotated[
         list[Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]], Field(min_length=1, max_length=TOKENS_MAX)
@@ -163,11 +163,11 @@ class TokenPrefix(Model):
     cache_salt: Annotated[SecretStr, Field(max_length=1024)] | None = None
 
 
-# Work that takes long
+# Long work
 
 
 class JobKind(enum.StrEnum):
-    """What a job does."""
+    """The kind of a job."""
 
     SCRUB = "scrub"
     CLEAR = "clear"
@@ -189,7 +189,7 @@ class JobState(enum.StrEnum):
 
 
 class DamagedPage(Model):
-    """A page that is not sound: where it is, and what is wrong with it."""
+    """A damaged page: its location and the kind of damage."""
 
     store: str
     namespace: Hex
@@ -198,8 +198,8 @@ class DamagedPage(Model):
 
 
 class Progress(Model):
-    """How far a job is. `store` is the one it works on, of which `pages` and `total` are; None while it is not known.
-    The counts are of all stores so far: `damaged` by reason, `removed` pages; `findings` are the first damaged pages.
+    """The progress of a job. `store` is the current one, for `pages` and `total` (None while unknown). The counts are
+    for all stores so far: `damaged` by reason, `removed` pages; `findings` are the first damaged pages.
     """
 
     store: str = ""
@@ -215,7 +215,7 @@ class Progress(Model):
 
 
 class Job(Model):
-    """Work in the background. `what` says in words what it does, `error` why it failed."""
+    """Work in the background. `what` describes it in words, `error` is the reason of a failure."""
 
     id: str
     kind: JobKind
@@ -228,8 +228,8 @@ class Job(Model):
 
 
 class ScrubRequest(Model):
-    """Read every page of `store` (None: of all that can be listed) and prove it. Removes damaged pages with `remove`.
-    """
+    """Read and verify every page of `store` (None: of all stores that can be listed). `remove` removes damaged
+    pages."""
 
     store: StoreName | None = None
     rate_bytes_per_s: Annotated[int, Field(strict=True, gt=0, le=SIZE_MAX_BYTES)] | None = None
@@ -250,7 +250,7 @@ class ClearRequest(Model):
 class PinRequest(Model):
     """Keep a chain in memory: by its page keys in the order of the chain (daemon), or by token ids (embedded cache).
 
-    A pin ends `ttl_s` after its last use; in a daemon after it was made.
+    A pin ends `ttl_s` after its last use; in a daemon, after its creation.
     """
 
     namespace: Hex = ""
@@ -260,7 +260,7 @@ class PinRequest(Model):
 
 
 class PinStatus(Model):
-    """A pin, and the pages that it keeps; `asked_pages` were asked for, of which the others were not in memory."""
+    """A pin, and the pages that it keeps; of the `asked_pages`, the others were not in memory."""
 
     id: str
     namespace: Hex
@@ -270,7 +270,7 @@ class PinStatus(Model):
 
 
 class StoreRequest(Model):
-    """A store by its name; None for the storage as a whole."""
+    """A store by its name; None for the whole storage."""
 
     store: StoreName | None = None
 
@@ -284,14 +284,14 @@ class BreakerRequest(Model):
 
 
 class QuotaRequest(Model):
-    """Bytes of the daemon's pool that a namespace may take; None removes its quota."""
+    """The limit of a namespace's bytes in the daemon's pool; None removes it."""
 
     namespace: Annotated[Hex, Field(min_length=1)]
     quota_bytes: Annotated[int, Field(strict=True, gt=0, le=SIZE_MAX_BYTES)] | None
 
 
 class Quota(Model):
-    """A quota that is set, and what the namespace takes of the pool now."""
+    """A quota, and the namespace's current bytes in the pool."""
 
     namespace: Hex
     quota_bytes: int

@@ -1,9 +1,10 @@
-"""The routes of `/v1/admin`: checks who asks, calls an AdminTarget on threads of its own, and writes the audit log.
+"""The routes of `/v1/admin`: checks the caller, calls an AdminTarget on separate threads, and writes the audit log.
 
-Each change is one INFO line: who, what, result. Reads are DEBUG lines. No line has a token, token ids or whole keys.
+Each change is one INFO line: caller, action, result. Reads are DEBUG lines. Lines never contain tokens, token ids or
+whole keys.
 
-Locking design: the routes run on the event loop. What may block runs on a SupervisedPool, whose threads hand back
-their result through a Future; `_Calls.waiting` is changed on the event loop alone.
+Locking design: the routes run on the event loop. Blocking calls run on a SupervisedPool, whose threads return their
+result through a Future; only the event loop changes `_Calls.waiting`.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ _strangers = LimitedLog(logger)
 T = TypeVar("T")
 
 PREFIX = "/v1/admin"
-# Operators are few. A store that hangs keeps one of the threads until its deadline.
+# There are few operators. A store that hangs blocks one of the threads until its deadline.
 THREADS = 4
 WAITING_MAX = 32
 
-# The status code of each kind of refusal; all others are 409: right as a request, but not for this target.
+# The status code of each kind of error; all others are 409: a valid request that does not suit this target.
 _STATUS = {
     "forbidden": 403, "invalid": 422, "busy": 503, "closed": 503, "scheduler_stopped": 503, "store": 503,
     "internal": 500,
@@ -82,7 +83,7 @@ class _Calls:
 
     async def run(self, function: Callable[[], T]) -> T:
         if self.waiting >= WAITING_MAX:
-            raise AdminError("busy", f"{WAITING_MAX} admin requests are in flight; ask again later")
+            raise AdminError("busy", f"{WAITING_MAX} admin requests are in flight; try again later")
         call = _Call(function)
         self.waiting += 1
         try:
@@ -94,7 +95,7 @@ class _Calls:
     @staticmethod
     def _handle(call: _Call, beat: Beat) -> None:
         if not call.answer.set_running_or_notify_cancel():
-            return  # the client has gone
+            return  # the client has disconnected
         try:
             call.answer.set_result(call.function())
         except HiCacheError as error:
@@ -137,7 +138,7 @@ def refused(error: HiCacheError) -> tuple[int, Refusal]:
 
 
 def _guarded(access: AdminAccess) -> type[APIRoute]:
-    """Return a route that lets in whom `access` lets in, before it reads a body, and that logs what was done."""
+    """Return a route class that checks `access` before it reads a body, and logs each action."""
 
     class Guarded(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -218,8 +219,8 @@ def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls)
 
     @router.post("/scrub", status_code=202)
     async def scrub(body: ScrubRequest, request: Request) -> Job:
-        """Prove stored pages, as a job."""
-        what = f"scrub {_named(body.store)}{', removing what is damaged' if body.remove else ''}"
+        """Verify stored pages, as a job."""
+        what = f"scrub {_named(body.store)}{', removing damaged pages' if body.remove else ''}"
         request.state.what = what
         steps = await calls.run(lambda: work.scrub(target, body))
         return jobs.submit(JobKind.SCRUB, what, steps, ended)
@@ -240,12 +241,12 @@ def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls)
 
     @router.get("/jobs/{job}")
     async def get_job(job: str) -> Job:
-        """Show how far a job is."""
+        """Show the progress of a job."""
         return jobs.get(job)
 
     @router.delete("/jobs/{job}")
     async def cancel_job(job: str, request: Request) -> Job:
-        """Cancel a job. It ends after the page that it works on."""
+        """Cancel a job. It ends after its current page."""
         request.state.what = f"cancel job {job[:16]!r}"
         return jobs.cancel(job)
 
@@ -253,7 +254,7 @@ def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls)
 def _add_pins(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.get("/pins")
     async def list_pins() -> list[PinStatus]:
-        """List the pins that hold."""
+        """List the active pins."""
         return list(await calls.run(target.pins))
 
     @router.post("/pins", status_code=201)
@@ -272,20 +273,20 @@ def _add_pins(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
 def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.post("/attach", status_code=204)
     async def attach(body: StoreRequest, request: Request) -> None:
-        """Use the configured storage, or one store of it alone. It is open once `status` shows it."""
+        """Use the configured storage, or only one store of it. It is open once `status` shows it."""
         request.state.what = "attach the storage" if body.store is None else f"attach {_named(body.store)} alone"
         target.stores.require(body.store)
         if target.stores.whole is None:
-            raise AdminError("unsupported", "the configuration has no section `storage`, so there is nothing to attach")
+            raise AdminError("unsupported", "attach: the configuration has no section `storage`; add one and restart")
         await calls.run(lambda: target.attach(body.store))
 
     @router.post("/detach", status_code=204)
     async def detach(body: StoreRequest, request: Request) -> None:
-        """Close the storage and go on without."""
+        """Close the storage and continue without it."""
         request.state.what = "detach the storage"
         if body.store is not None and len(target.stores.specs) > 1 and target.stores.require(body.store):
             raise AdminError(
-                "unsupported", f"{body.store!r} is one store of several and cannot be closed alone; bypass it, or "
+                "unsupported", f"{body.store!r} is one of several stores and cannot be closed alone; bypass it, or "
                 "detach all and attach another one alone",
             )  # fmt: skip
         target.stores.require(body.store)
@@ -304,7 +305,7 @@ def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
 def _add_limits(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.get("/quotas")
     async def quotas() -> list[Quota]:
-        """List the quotas that are set."""
+        """List the quotas."""
         return list(await calls.run(target.quotas))
 
     @router.put("/quotas", status_code=204)

@@ -1,7 +1,7 @@
-"""Unix sockets that only their owner reaches.
+"""Unix sockets that only their owner can access.
 
-A socket stands in a directory of mode 0700 that belongs to this user. A lock file beside it, held for the life of the
-process, says that the socket is in use: a socket file without a holder of its lock is left over and is replaced.
+A socket is in a directory of mode 0700 that belongs to this user. A lock file beside it, locked while the process runs,
+shows that the socket is in use: a socket file with an unlocked lock file is a leftover and is replaced.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..errors import ConfigError
 # The system's limit for the path of a Unix socket, with its final null byte.
 PATH_BYTES_MAX = 107
 BACKLOG = 512
-# An engine that asks whether a daemon is dead holds its lock for microseconds.
+# An engine that checks whether a daemon is dead holds its lock for microseconds.
 _LOCK_TRIES = 10
 _LOCK_PAUSE_S = 0.02
 
 
 class PrivateSocket:
-    """A Unix socket at `path` that listens, and its lock. A context manager that removes the socket file at its end.
+    """A listening Unix socket at `path` and its lock. A context manager that removes the socket file at its end.
 
-    `lock` is the lock file, by default `path` with the suffix `.lock`. Makes the directory if it is missing. Raises
-    ConfigError, which begins with `what`, for a path that is too long, a directory that others may enter, and a socket
-    that another process serves.
+    `lock` is the lock file, by default `path` with the suffix `.lock`. Creates a missing directory. Raises ConfigError,
+    which begins with `what`, for a path that is too long, a directory that others may enter, and a socket that another
+    process serves.
     """
 
     def __init__(self, path: Path, what: str, *, lock: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class PrivateSocket:
             raise ConfigError(f"{what}: cannot listen at {str(path)!r}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close and remove the socket, then release the lock. May be called twice."""
+        """Close and remove the socket, then release the lock. Idempotent."""
         if self._lock < 0:
             return
         self.socket.close()
@@ -66,20 +66,20 @@ class PrivateSocket:
 
 
 def require_private_directory(directory: Path, what: str) -> None:
-    """Make `directory` (its parents too) with mode 0700 if it is missing. Raises ConfigError if it belongs to another
-    user, is a link or lets others in, and OSError."""
+    """Create `directory` and its parents with mode 0700 if missing. Raises ConfigError if it belongs to another user,
+    is a link or gives others access, and OSError."""
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
     state = directory.lstat()
     if not stat.S_ISDIR(state.st_mode):
-        raise ConfigError(f"{what}: {str(directory)!r} is not a directory; name a path inside a directory of your own")
+        raise ConfigError(f"{what}: {str(directory)!r} is not a directory; use a path in your own directory")
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise ConfigError(f"{what}: the directory {str(directory)!r} must be yours and closed to others: chmod 700")
+        raise ConfigError(f"{what}: the directory {str(directory)!r} must be yours and closed to others; run chmod 700")
 
 
 def _hold(lock: Path, what: str) -> int:
-    """Return the descriptor of the lock file, which is locked. Raises ConfigError if another process holds it."""
+    """Lock the lock file and return its descriptor. Raises ConfigError if another process holds the lock."""
     held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     for _ in range(_LOCK_TRIES):
         try:
@@ -92,11 +92,11 @@ def _hold(lock: Path, what: str) -> int:
         else:
             return held
     os.close(held)
-    raise ConfigError(f"{what}: another process holds {str(lock)!r}; end it, or choose another path for this one")
+    raise ConfigError(f"{what}: another process holds {str(lock)!r}; end it, or choose another path")
 
 
 def _listening(path: Path, what: str) -> socket.socket:
-    """REQUIRES: the lock is held, so a socket that exists is left over."""
+    """Return the listening socket. REQUIRES: the lock is held, so an existing socket file is a leftover."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{what}: {str(path)!r} exists and is not a socket; remove it, or choose another path")

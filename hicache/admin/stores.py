@@ -1,7 +1,7 @@
-"""The stores that a configuration names, for work on all that is in them: scrubbing and clearing.
+"""The stores of a configuration, for work on all of their pages: scrubbing and clearing.
 
-That work goes through RawStores of its own, beside the backends that serve: it sees every namespace, and a slow or dead
-store holds up its own job alone. Memory stores have no such view; their backends are asked instead.
+This work uses its own RawStores, separate from the serving backends: it covers every namespace, and a slow or dead
+store delays only its own job. Memory stores do not have such a view; their backends are used instead.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..config import HiCacheConfig
 from ..errors import AdminError, ConfigError
 from .models import FINDINGS_MAX, DamagedPage, Progress
 
-# The progress after each step of a job; closing it releases the store that it has open.
+# The progress after each step of a job; closing it releases its open store.
 Steps: TypeAlias = Generator[Progress, None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveStore:
-    """An open store of one namespace (its digest in hexadecimal), as its guard or as itself."""
+    """An open store of one namespace (digest in hexadecimal): its guard, or the store itself."""
 
     name: str
     namespace: str
@@ -37,7 +37,7 @@ class LiveStore:
 
 
 class ConfiguredStores:
-    """All stores of `config` by the names that their guards have; none without storage. Opens nothing.
+    """All stores of `config` by the names of their guards; empty without storage. Opens nothing.
 
     Reads the keys of pages, from files or `environ`. Raises ConfigError.
     """
@@ -51,16 +51,16 @@ class ConfiguredStores:
         self._keys = PageKeys(config.integrity.keys(environ), config.storage_format.keys(environ))
 
     def require(self, store: str | None) -> Mapping[str, BackendSpec]:
-        """Return the stores that are meant: one, or all for None. Raises AdminError if there is none of that name."""
+        """Return one store, or all for None. Raises AdminError for an unknown name."""
         if store is None:
             return self.specs
         if store not in self.specs:
             known = ", ".join(self.specs) or "none: the configuration has no section `storage`"
-            raise AdminError("unknown_store", f"there is no store {store!r}; the stores are: {known}")
+            raise AdminError("unknown_store", f"store {store!r} does not exist; the stores are: {known}")
         return {store: self.specs[store]}
 
     def scrub(self, store: str | None, rate_bytes_per_s: int | None, remove: bool) -> Steps:
-        """Prove every page; the progress after each. Damaged pages are removed with `remove`."""
+        """Verify every page; yield the progress after each. `remove` removes damaged pages."""
         before = Progress()
         for name, raw, closing in self._opened(store):
             if raw is None:
@@ -84,11 +84,11 @@ class ConfiguredStores:
             before = last
 
     def clear(self, store: str | None, namespace: str) -> Steps:
-        """Remove the pages of namespaces that begin with `namespace`; the progress after each page."""
+        """Remove the pages of namespaces that begin with `namespace`; yield the progress after each page."""
         before = Progress()
         for name, raw, closing in self._opened(store):
             if raw is None:
-                continue  # its backend is asked, see `LiveStore`
+                continue  # its backend is used, see `LiveStore`
             with closing:
                 for step in purge_raw(raw, namespace=namespace):
                     last = Progress(
@@ -109,7 +109,7 @@ class ConfiguredStores:
     def _opened(
         self, store: str | None
     ) -> Iterator[tuple[str, RawStore | None, contextlib.AbstractContextManager[object]]]:
-        """The stores that are meant; None for one that has no RawStore."""
+        """Yield the chosen stores, opened; None for one without a RawStore."""
         for name, spec in self.require(store).items():
             try:
                 raw = open_raw(spec)

@@ -1,7 +1,7 @@
-"""AdminTarget: what the admin surface asks of the thing that it stands for, a daemon or an embedded cache.
+"""AdminTarget: the interface of a daemon or an embedded cache for the admin surface.
 
-Methods are called on threads of the admin surface, several at once, and may block for seconds; none is called on an
-engine's scheduler thread. Each raises AdminError for a request that cannot be done, with what to do instead.
+Threads of the admin surface call the methods, several at the same time; they may block for seconds, and are not called
+on an engine's scheduler thread. Each raises AdminError for an impossible request, with what to do instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Places: TypeAlias = dict[tuple[str, bytes], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlaces:
-    """What a lookup found in memory. `keys` are those that were asked for, in their order, none for a lookup by prefix;
+    """The result of a lookup in memory. `keys` are the requested ones in order, empty for a lookup by prefix;
     `complete` False: there are more, or the time was over."""
 
     keys: Sequence[bytes]
@@ -29,47 +29,47 @@ class MemoryPlaces:
 
 
 class AdminTarget(Protocol):
-    """See the module's docstring. Namespaces are digests in hexadecimal; a prefix stands for all that begin with it."""
+    """See the module's docstring. Namespaces are digests in hexadecimal; a prefix means all that begin with it."""
 
     @property
     def stores(self) -> ConfiguredStores:
-        """The stores that the configuration names."""
+        """The configured stores."""
 
     def live_stores(self) -> Sequence[LiveStore]:
-        """Return the stores that are open, of each namespace in the order in which they are read."""
+        """Return the open stores, for each namespace in the order of reads."""
 
     def status(self) -> Status:
         """Return a snapshot."""
 
     def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
-        """Return which pages are in memory. Changes nothing, not even recency."""
+        """Return the locations of pages in memory. Changes nothing, not even recency."""
 
     def clear_memory(self, namespace: str) -> int:
-        """Remove pages of namespaces from memory; return how many. Pages in use stay until they are not."""
+        """Remove pages of namespaces from memory; return their number. Pages in use stay until their last use ends."""
 
     def stores_cleared(self, namespace: str) -> None:
-        """Take note that pages of namespaces were removed from stores."""
+        """Record that pages of namespaces were removed from stores."""
 
     def pin(self, request: PinRequest) -> PinStatus:
-        """Keep a chain in memory, as far as it is there."""
+        """Keep those pages of a chain that are in memory."""
 
     def unpin(self, pin: str) -> None:
         """End a pin."""
 
     def pins(self) -> Sequence[PinStatus]:
-        """Return the pins that hold."""
+        """Return the active pins."""
 
     def attach(self, store: str | None) -> None:
-        """Use the configured storage, or one store of it alone. Returns before it is open."""
+        """Use the configured storage, or only one store of it. Returns before it is open."""
 
     def detach(self) -> None:
-        """Use no storage. The backends are closed once no call of them is in flight."""
+        """Stop using storage. The backends are closed after their last call."""
 
     def override(self, store: str | None, direction: Direction, mode: Override) -> None:
-        """Force the breaker of a store, or of all, now and for stores that are opened later."""
+        """Force the breaker of a store, or of all, also for stores that are opened later."""
 
     def quotas(self) -> Sequence[Quota]:
-        """Return the quotas that are set."""
+        """Return the quotas."""
 
     def set_quota(self, namespace: str, quota_bytes: int | None) -> None:
         """Set the quota of a namespace, or remove it."""

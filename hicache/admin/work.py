@@ -1,5 +1,4 @@
-"""What the admin surface does itself with what a target and its configuration offer: lookups over all tiers, and the
-steps of scrubbing and clearing."""
+"""The admin surface's own work on a target: lookups over all tiers, and the steps of scrubbing and clearing."""
 
 from __future__ import annotations
 
@@ -11,20 +10,20 @@ from .models import ClearRequest, Lookup, LookupRequest, PagePlace, Progress, Sc
 from .stores import Steps
 from .target import AdminTarget, Places
 
-# Pages of an answer to a lookup by the first digits of a key.
+# The most pages of an answer to a lookup by the first digits of a key.
 MATCHES_MAX = 100
-# For a memory store, which is emptied by one call of its backend.
+# The deadline for clearing a memory store, by one call of its backend.
 _CLEAR_TIMEOUT_S = 60.0
 
 
 def look_up(target: AdminTarget, request: LookupRequest) -> Lookup:
-    """Return where pages are: in memory as `target` says, and in each store that is open. Blocks up to the timeout.
+    """Return the locations of pages in the memory of `target` and in each open store. Blocks up to the timeout.
 
-    Stores that are not asked because their breakers are open, and that fail, are among the `unknown`.
+    Stores with open breakers, and those that fail, are among the `unknown`.
     """
     asked = [bool(request.keys), request.prefix is not None, request.tokens is not None]
     if sum(asked) != 1:
-        raise AdminError("invalid", "give one of `keys`, `prefix` and `tokens`")
+        raise AdminError("invalid", "pass one of `keys`, `prefix` and `tokens`")
     deadline = time.monotonic() + request.timeout_s
     memory = target.memory_places(request, deadline)
     places: Places = {place: list(names) for place, names in memory.places.items()}
@@ -43,7 +42,7 @@ def look_up(target: AdminTarget, request: LookupRequest) -> Lookup:
 
 
 def _find_stored(target: AdminTarget, request: LookupRequest, places: Places, deadline: float) -> bool:
-    """Add the stored pages whose keys begin with the prefix; whether all were seen."""
+    """Add the stored pages whose keys begin with the prefix; return True if all were checked."""
     for found in target.stores.matching(None, request.prefix or "", request.namespace):
         if time.monotonic() >= deadline:
             return False
@@ -60,7 +59,7 @@ def _find_stored(target: AdminTarget, request: LookupRequest, places: Places, de
 def _ask_stores(
     target: AdminTarget, namespace: str, keys: Sequence[bytes], places: Places, deadline: float
 ) -> set[str]:
-    """Add the stores in which `keys` are; return the names of those that could not say."""
+    """Add the stores that have `keys`; return the names of those that did not answer."""
     unknown: set[str] = set()
     for store in target.live_stores() if keys else ():
         if not store.namespace.startswith(namespace):
@@ -76,17 +75,17 @@ def _ask_stores(
 
 
 def scrub(target: AdminTarget, request: ScrubRequest) -> Steps:
-    """Prove all pages; the progress after each. Raises AdminError at once for an unknown store."""
+    """Verify all pages; yield the progress after each. Raises AdminError at once for an unknown store."""
     named = target.stores.require(request.store)
     if not named:
-        raise AdminError("unsupported", "the configuration has no section `storage`, so there is nothing to scrub")
+        raise AdminError("unsupported", "scrub: the configuration has no section `storage`; add one and restart")
     return target.stores.scrub(request.store, request.rate_bytes_per_s, request.remove)
 
 
 def clear(target: AdminTarget, request: ClearRequest) -> Steps:
-    """Remove pages; the progress after each. Raises AdminError at once for a request without a meaning."""
+    """Remove pages; yield the progress after each. Raises AdminError at once for an invalid request."""
     if (request.where == "store") is not (request.store is not None):
-        raise AdminError("invalid", "give a `store` with where: store, and with nothing else")
+        raise AdminError("invalid", "pass `store` with where: store, and only then")
     target.stores.require(request.store)
     return _clear(target, request)
 
@@ -98,13 +97,13 @@ def _clear(target: AdminTarget, request: ClearRequest) -> Steps:
             last = step
             yield last
         for store in target.live_stores():
-            # A memory store; of the others nothing but pages that were stored in between is left.
+            # A memory store; the others only contain pages that were stored since.
             if request.store in (None, store.name) and store.namespace.startswith(request.namespace):
                 removed = store.backend.clear(deadline=time.monotonic() + _CLEAR_TIMEOUT_S)
                 last = last.model_copy(update={"store": store.name, "removed": last.removed + removed})
                 yield last
         target.stores_cleared(request.namespace)
     if request.where != "store":
-        # Last: a page that is read from a store while that is being cleared comes into memory.
+        # Memory comes last: a page that is read from a store while that is being cleared enters memory.
         removed = target.clear_memory(request.namespace)
         yield last.model_copy(update={"store": "memory", "removed": last.removed + removed})

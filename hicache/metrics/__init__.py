@@ -1,4 +1,4 @@
-"""The Prometheus exporter: what is exported (`families`), and the HTTP server that a scraper asks (`server`)."""
+"""The Prometheus exporter: the metrics (`families`), and the HTTP server for scrapers (`server`)."""
 
 from .server import serve_configured
 

@@ -1,11 +1,10 @@
 """The metrics of a cache, and the collector: a snapshot of `statistics()` becomes metric families at each scrape.
 
-Nothing counts twice and no hot path touches a metric object: the numbers are those of `statistics()`. Nothing here is
-`prometheus_client`'s own counter, so several processes need no shared directory for them: each has an exporter of its
-own.
+The numbers are those of `statistics()`, so hot paths do not update metric objects. `prometheus_client`'s counters are
+not used, so several processes do not need a shared directory: each has its own exporter.
 
-Locking design: the collector holds nothing that changes. `statistics` is called on the server's threads, one call per
-scrape and possibly several at once; making that safe is the snapshot's business (frozen values are).
+Locking design: the collector does not change. The server's threads call `statistics`, once per scrape and possibly
+several at the same time, which is safe because it returns frozen values.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ __all__ = [
 ]  # fmt: skip
 
 
-# The queues whose bound refuses operations, and the pools of workers, of a controller. It is not imported: it needs
-# PyTorch, which a daemon does without.
+# The queues with limits, and the pools of workers, of a controller. It is not imported, because it needs PyTorch, which
+# a daemon does not have.
 _BOUNDED_QUEUES = ("write", "load", "prefetch", "backup")
 _WORKERS = ("prefetch", "io", "backup")
 
 
 class CacheCollector(Collector):
-    """A collector that calls `statistics` of a cache once per scrape; None yields no samples but the build's."""
+    """A collector that calls `statistics` of a cache once per scrape; for None it yields only the build's samples."""
 
     def __init__(self, statistics: Callable[[], CacheStatistics | None]) -> None:
         self._statistics = statistics
 
     def describe(self) -> Iterable[Metric]:
-        """The families without samples: registering does not take a snapshot."""
+        """Return the families without samples, so that registering does not take a snapshot."""
         return [BUILD_INFO.collect(()), *(spec.collect(()) for spec in CACHE_METRICS), *store_families(())]
 
     def collect(self) -> Iterable[Metric]:
-        """The families of one snapshot."""
+        """Return the families of one snapshot."""
         state = self._statistics()
         states = () if state is None else (((), state),)
         yield BUILD_INFO.collect((((), None),))
@@ -54,7 +53,7 @@ class CacheCollector(Collector):
 
 
 def _build() -> Values:
-    """Return what runs here. PyTorch is named only where it is loaded: nothing is imported for a scrape."""
+    """Return the versions. PyTorch is included only if it is loaded: a scrape does not import packages."""
     torch = sys.modules.get("torch")
     native = "yes" if "hicache._native" in sys.modules else "no"
     loaded = "" if torch is None else str(getattr(torch, "__version__", ""))
@@ -62,17 +61,17 @@ def _build() -> Values:
 
 
 def _known(**rates: int) -> Values:
-    """Rates by tier without those that are unknown, which are 0."""
+    """Return rates by tier without the unknown ones, which are 0."""
     return {tier: rate for tier, rate in rates.items() if rate}
 
 
 def _tiers(pages: Callable[[TierStatistics], int]) -> Callable[[CacheStatistics], Values]:
-    """Bytes by tier, of a number of pages."""
+    """Return bytes by tier for a number of pages."""
     return lambda s: {"device": pages(s.device) * s.device.page_bytes, "host": pages(s.host) * s.host.page_bytes}
 
 
 def _worker_errors(errors: Mapping[str, int]) -> Values:
-    """Exceptions by pool of workers; the log has their classes."""
+    """Return exceptions by pool of workers; the log has their classes."""
     found = dict.fromkeys(_WORKERS, 0)
     for name, count in errors.items():
         found[name.partition(":")[0]] += count
@@ -80,175 +79,174 @@ def _worker_errors(errors: Mapping[str, int]) -> Values:
 
 
 BUILD_INFO: MetricSpec[None] = MetricSpec(
-    "build_info", "Versions of what runs: always 1.", ("version", "python", "torch", "native", "page_format"),
+    "build_info", "Versions of the software: always 1.", ("version", "python", "torch", "native", "page_format"),
     lambda _: _build(),
-    "Tells which engines were not upgraded. native: whether the optional helper in C is used. Engines share stored "
+    "Shows which engines were not upgraded. native: whether the optional native helper is used. Engines share stored "
     "pages only if page_format is equal.",
 )  # fmt: skip
 
 
 CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
-    MetricSpec("requests_total", "Requests that were given KV.", (), lambda s: s.requests,
+    MetricSpec("requests_total", "Requests that have begun.", (), lambda s: s.requests,
                "The load. Compare replicas behind one router."),
     MetricSpec("prompt_tokens_total", "Prompt tokens of those requests.", (), lambda s: s.prompt_tokens,
                "The denominator of each hit rate."),
     MetricSpec("hit_tokens_total", "Prompt tokens whose KV was reused, by tier it came from.", ("tier",),
                lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in ("device", "host", "storage")},
-               "Over prompt_tokens_total it is the hit rate by tier. Many from storage and few from the host: L2 is "
-               "too small. Falls after a deployment: weights, model or page size have changed, so the namespace has."),
-    MetricSpec("evicted_pages_total", "Pages that left a tier for lack of room.", ("tier",),
+               "Divided by prompt_tokens_total it is the hit rate by tier. Many from storage and few from the host: "
+               "L2 is too small. Falls after a deployment: weights, model or page size, and so the namespace, have "
+               "changed."),
+    MetricSpec("evicted_pages_total", "Pages evicted from a tier.", ("tier",),
                lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")},
                "Normal for a full tier. Rises while the hit rate falls: the tier is too small."),
-    MetricSpec("verified_pages_total", "Pages of L2 verified there, by outcome.", ("outcome",),
+    MetricSpec("verified_pages_total", "Pages verified on L2, by outcome.", ("outcome",),
                lambda s: {outcome: s.verified_pages.get(outcome, 0) for outcome in ("sound", "damaged", "untagged")},
-               "With integrity.verify: load or scrub_rate. damaged above 0: the memory of the host is faulty, or "
-               "something writes where it must not. untagged: pages that were not sealed yet, which are loaded "
-               "unverified."),
-    MetricSpec("touched_pages_total", "Stored pages that storage was told are used, because they hit on L1 or L2.", (),
+               "With integrity.verify: load or scrub_rate. damaged above 0: host memory is faulty, or a program "
+               "overwrites it. untagged: pages that were not sealed yet, which are loaded unverified."),
+    MetricSpec("touched_pages_total", "Stored pages reported to storage as used, after hits on L1 or L2.", (),
                lambda s: s.controller.touched_pages,
-               "0 while prompts hit: nothing tells storage what is hot, and it evicts that."),
-    MetricSpec("lost_pages_total", "Pages that turned out not to be in storage any more, while L1 or L2 has them.", (),
+               "0 while prompts hit: storage does not know which pages are hot, and evicts them."),
+    MetricSpec("lost_pages_total", "Pages on L1 or L2 that storage has lost.", (),
                lambda s: s.lost_pages,
-               "They are stored again when they are used next. Rises steadily: storage is smaller than what is used."),
-    MetricSpec("skipped_total", "What the cache did not do, by reason; each is a slower request.", ("reason",),
+               "They are stored again at their next use. Rises steadily: storage is smaller than the working set."),
+    MetricSpec("skipped_total", "Work that the cache skipped, by reason; each is a slower request.", ("reason",),
                lambda s: s.skipped,
                "The reasons are listed below. ..._no_host_room and prefetch_host_share: host.size is too "
                "small; ..._paused: storage fails; prefetch_timeout and prefetch_queued: storage is slow."),
-    MetricSpec("break_even_decisions_total", "Hits fetched, or runs stored (or not: too_slow, calibration), by why.",
+    MetricSpec("break_even_decisions_total", "Decisions to fetch or store (or not: too_slow, calibration), by reason.",
                ("route", "reason"), lambda s: s.break_even.decisions,
-               "Many too_slow: fetching from that tier is slower than computing, so the tier is not worth its price, "
-               "or is overloaded."),
+               "Many too_slow: fetching from that tier is slower than computing: the tier is too slow or overloaded."),
     MetricSpec("break_even_prefill_tokens_per_second", "Prefill speed that decisions use; absent if unknown.", (),
                lambda s: s.break_even.rates.prefill_tokens_per_s or None,
-               "Absent until the engine reports forwards; every hit is fetched then."),
-    MetricSpec("break_even_bandwidth_bytes_per_second", "Speed up from a tier that decisions use; absent if unknown.",
+               "Absent until the engine reports forwards; until then every hit is fetched."),
+    MetricSpec("break_even_bandwidth_bytes_per_second", "Read speed of a tier in decisions; absent if unknown.",
                ("tier",), lambda s: _known(host=s.break_even.rates.host_bytes_per_s,
                                            storage=s.break_even.rates.storage_bytes_per_s),
-               "Compare it with what the link or disk should give."),
-    MetricSpec("break_even_operations_per_second", "One over the fixed part of a copy up from a tier.", ("tier",),
+               "Compare it with the bandwidth of the link or disk."),
+    MetricSpec("break_even_operations_per_second", "One over the fixed time of a copy from a tier.", ("tier",),
                lambda s: _known(host=s.break_even.rates.host_operations_per_s,
                                 storage=s.break_even.rates.storage_operations_per_s),
-               "Low: each fetch has a long fixed part, so only long hits pay."),
+               "Low: each fetch has a long fixed time, so only long hits pay."),
     MetricSpec("tier_capacity_bytes", "Memory of a tier.", ("tier",), _tiers(lambda tier: tier.capacity_pages),
-               "What device.size and host.size came to."),
-    MetricSpec("tier_free_bytes", "Memory of a tier that nothing holds.", ("tier",),
+               "The result of device.size and host.size."),
+    MetricSpec("tier_free_bytes", "Free memory of a tier.", ("tier",),
                _tiers(lambda tier: tier.free_pages),
-               "0 is normal for a warm cache: what is free is not used."),
-    MetricSpec("tier_cached_bytes", "Memory of a tier that holds cached pages.", ("tier",),
+               "0 is normal for a warm cache."),
+    MetricSpec("tier_cached_bytes", "Memory of a tier used by cached pages.", ("tier",),
                _tiers(lambda tier: tier.cached_pages),
-               "Falls under load: running requests take the tier, so hits become rarer."),
-    MetricSpec("tier_evictable_bytes", "Memory of a tier whose pages may leave it now.", ("tier",),
+               "Falls under load: running requests use the tier, so hits become rarer."),
+    MetricSpec("tier_evictable_bytes", "Memory of a tier whose pages can be evicted now.", ("tier",),
                _tiers(lambda tier: tier.evictable_pages),
-               "Near 0 with free at 0: requests wait for room. Fewer running requests, or a larger tier."),
-    MetricSpec("pinned_bytes", "Host memory that pinned prefixes take, or would take.", (),
+               "Near 0 with free at 0: requests wait for room. Run fewer requests, or enlarge the tier."),
+    MetricSpec("pinned_bytes", "Host memory reserved for pinned prefixes.", (),
                lambda s: s.pinned_pages * s.host.page_bytes,
-               "Memory that eviction cannot use; at pin_host_share further pins are refused."),
+               "Not available to eviction; at pin_host_share further pins are rejected."),
     MetricSpec("nodes", "Nodes of the radix tree.", (), lambda s: s.nodes,
                "A tree of many short nodes costs the scheduler time; page_size may be too small."),
     MetricSpec("weights_epoch", "Epoch of the weights whose pages are served.", (), lambda s: s.weights_epoch,
                "Differs between replicas only while weights are being rolled out."),
-    MetricSpec("refused_operations_total", "Operations refused by a bound, by queue.", ("queue",),
+    MetricSpec("refused_operations_total", "Operations rejected by a limit, by queue.", ("queue",),
                lambda s: {queue: s.controller.refused.get(queue, 0) for queue in _BOUNDED_QUEUES},
-               "The tier behind the queue is too slow, or the bound too small: transfer.write_pages_max, "
+               "The tier behind the queue is too slow, or the limit too small: transfer.write_pages_max, "
                "transfer.load_pages_max, prefetch.operations_max, transfer.store_host_share."),
     MetricSpec("moved_pages_total", "Pages moved between tiers.", ("direction",),
                lambda s: {"device_to_host": s.controller.written_pages, "host_to_device": s.controller.loaded_pages,
                           "storage_to_host": s.controller.prefetched_pages,
                           "host_to_storage": s.controller.stored_pages},
-               "Times the page size it is the traffic between tiers."),
+               "Multiplied by the page size it is the traffic between tiers."),
     MetricSpec("queued_operations", "Operations queued or in flight.", ("queue",),
                lambda s: {queue: getattr(s.controller.queues, queue)
                           for queue in ("write", "load", "prefetch", "reads", "backup")},
                "Stays high: the tier behind it is the bottleneck."),
     MetricSpec("worker_errors_total", "Exceptions in worker threads.", ("worker",),
                lambda s: _worker_errors(s.controller.worker_errors),
-               "Should stay at 0: a bug, in HiCache or in a backend of your own. The log has the traceback."),
+               "Should stay at 0: a bug, in HiCache or in your own backend. The log has the traceback."),
     MetricSpec("worker_restarts_total", "Workers that died and were replaced.", (),
                lambda s: s.controller.worker_restarts,
-               "Should stay at 0. The log says why the thread died."),
+               "Should stay at 0. The log has the reason."),
     MetricSpec("storage_open_failures_total", "Attempts to open storage for new weights that failed.", (),
                lambda s: s.controller.open_failures,
-               "Rises while storage cannot be opened, after a start without it or new weights. The log has the error."),
+               "Rises while storage cannot be opened, after the start or after new weights. The log has the error."),
     MetricSpec("workers_alive", "Workers that run and are not stuck.", (), lambda s: s.controller.workers_alive,
                "Lower than at the start: threads died or hang."),
     MetricSpec("events_total", "KV events recorded.", (), lambda s: None if s.events is None else s.events.events,
-               "The rate is what routers have to take in."),
+               "The rate is the load of routers."),
     MetricSpec("event_snapshots_total", "Snapshots of the tree made for readers that missed events.", (),
                lambda s: None if s.events is None else s.events.snapshots,
                "Rises often: subscribers lose events; see event_slow_batches_total."),
     MetricSpec("event_publisher_alive", "1 while the publisher of KV events runs.", (),
                lambda s: None if s.publisher is None else s.publisher.alive,
-               "0: routers do not see this cache; the log says why."),
-    MetricSpec("event_slow_batches_total", "Batches that some subscriber did not get: it reads too slowly.", (),
+               "0: routers do not see this cache; the log has the reason."),
+    MetricSpec("event_slow_batches_total", "Batches missed by a subscriber that reads too slowly.", (),
                lambda s: None if s.publisher is None else s.publisher.slow,
                "A subscriber does not keep up."),
     MetricSpec("event_gaps_total", "Times that events were dropped before they were published.", (),
                lambda s: None if s.publisher is None else s.publisher.gaps,
                "Raise events.buffer."),
-    MetricSpec("event_refused_total", "Keys of subscribers that are not on the list, and broken requests.", (),
+    MetricSpec("event_refused_total", "Unlisted keys of subscribers, and invalid requests.", (),
                lambda s: None if s.publisher is None else s.publisher.refused,
-               "Somebody knocks who is not on the list of keys, or a subscriber has an old key."),
+               "A client without a listed key connects, or a subscriber has an old key."),
     MetricSpec("event_publisher_errors_total", "Unexpected errors of the publisher.", (),
                lambda s: None if s.publisher is None else sum(s.publisher.errors.values()),
                "Should stay at 0; the log has the traceback."),
-    MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by what "
-               "became of them.", ("backend", "outcome"),
+    MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by outcome.",
+               ("backend", "outcome"),
                lambda s: copies_by_outcome(s.controller.copies),
                "dropped: storage.options.cascade_bytes_max was full, so the level below lacks pages. failed: see "
                "backend_errors_total of that part, and of the part above, which may also have evicted the pages."),
-    MetricSpec("backend_waiting_copies", "Pages that wait to be copied to a part.", ("backend",),
+    MetricSpec("backend_waiting_copies", "Pages waiting to be copied to a part.", ("backend",),
                lambda s: waiting_copies(s.controller.copies),
-               "Stays high: the level below is slower than what is stored."),
-    MetricSpec("scheduler_step_seconds", "Time that `poll` takes of the engine's scheduler, in each step.", (),
+               "Stays high: the level below is slower than the writes."),
+    MetricSpec("scheduler_step_seconds", "Time of `poll` on the engine's scheduler, in each step.", (),
                lambda s: s.step,
-               "The price of the cache on the scheduler: microseconds, tens of them when much ends at once. With ranks "
-               "it contains the wait for the slowest.", True),
-    MetricSpec("prefetch_wait_seconds", "How long requests waited for their prefetch before they could begin.", (),
+               "The cost of the cache on the scheduler: microseconds, more when many operations end at once. With "
+               "ranks it includes the wait for the slowest.", True),
+    MetricSpec("prefetch_wait_seconds", "Waiting time of requests for their prefetch.", (),
                lambda s: s.prefetch_wait,
                "Part of the time to the first token. Near the limit of prefetch.timeout_base: storage is slow; a "
                "lower limit, or policy best_effort, trades hits for time.", True),
-    MetricSpec("waiting_prefetches", "Prefetches that wait for their turn, for another request's, or for room.", (),
+    MetricSpec("waiting_prefetches", "Prefetches waiting for their turn, for another request's, or for room.", (),
                lambda s: s.prefetches_waiting,
-               "Normal in a burst. Stays high: storage is slower than requests arrive (see skipped_total for what was "
-               "given up), or the share of prefetches of L2 is too small (prefetch.host_share, host.size)."),
-    MetricSpec("lookups_total", "Lookups in storage, by how many of the pages that the request lacked they found.",
+               "Normal in a burst. Stays high: storage is slower than the arrival of requests (skipped_total counts "
+               "cancelled ones), or their share of L2 is too small (prefetch.host_share, host.size)."),
+    MetricSpec("lookups_total", "Lookups in storage, by how many of the missing pages they found.",
                ("outcome",), lambda s: {found: s.lookups.get(found, 0) for found in LOOKUP_OUTCOMES},
-               "whole, part or miss say how well storage fits the load. failed: the worker met an error; see "
+               "whole, part and miss show how well storage fits the load. failed: the worker had an error; see "
                "worker_errors_total and backend_errors_total."),
-    MetricSpec("copy_seconds", "How long merged copies between device and host take.", ("direction",),
+    MetricSpec("copy_seconds", "Time of merged copies between device and host.", ("direction",),
                lambda s: {way: copies.seconds for way, copies in s.controller.l1_copies.items()},
-               "With copy_bytes it gives the bandwidth, for the bus. Absent where the engine copies.", True),
+               "With copy_bytes it gives the bandwidth of the bus. Absent if the engine copies.", True),
     MetricSpec("copy_bytes", "Bytes of a merged copy between device and host.", ("direction",),
                lambda s: {way: copies.bytes for way, copies in s.controller.l1_copies.items()},
                "Small copies do not use the bus: the prompts are short, or page_size is small.", True),
-    MetricSpec("worker_stuck_total", "Workers that hung in a call past its deadline, and got a substitute.", (),
+    MetricSpec("worker_stuck_total", "Workers that hung in a call past its deadline, and were replaced.", (),
                lambda s: s.controller.workers_stuck,
                "Should stay at 0: a store hangs and does not keep its deadline. See backend_overdue_calls."),
     MetricSpec("sessions", "Sessions: open, holding KV on the device, with a running turn. Absent without sessions.",
                ("state",), lambda s: {} if s.sessions is None else {
                    "open": s.sessions.open, "holding": s.sessions.holding, "running": s.sessions.running},
-               "Open ones that do not hold KV have lost it; their next turn starts from the tree."),
+               "Open ones without KV have released it; their next turn starts from the tree."),
     MetricSpec("session_held_bytes", "Device memory that sessions keep between turns.", (),
                lambda s: None if s.sessions is None else s.sessions.held_pages * s.device.page_bytes,
-               "It is given up when requests need room; a lower sessions.ttl frees it earlier."),
+               "Released when requests need room; a lower sessions.ttl frees it earlier."),
     MetricSpec("session_turns_total", "Turns of sessions.", (),
                lambda s: None if s.sessions is None else s.sessions.turns, "The load of conversations."),
-    MetricSpec("session_continued_turns_total", "Turns that went on exactly where the last one had ended.", (),
+    MetricSpec("session_continued_turns_total", "Turns that continued the previous turn exactly.", (),
                lambda s: None if s.sessions is None else s.sessions.continued_turns,
-               "Low against session_turns_total: clients change the history, so sessions save nothing."),
-    MetricSpec("session_tail_tokens_total", "Tokens that sessions saved over what the tree would have.", (),
+               "Low compared with session_turns_total: clients change the history, so sessions save nothing."),
+    MetricSpec("session_tail_tokens_total", "Tokens that sessions saved in addition to the tree.", (),
                lambda s: None if s.sessions is None else s.sessions.tail_tokens, "What sessions gain."),
-    MetricSpec("session_released_total", "Times that a session gave its KV up, by why.", ("reason",),
+    MetricSpec("session_released_total", "Times that a session released its KV, by reason.", ("reason",),
                lambda s: {} if s.sessions is None else
                {why: s.sessions.released.get(why, 0) for why in RELEASE_REASONS},
                "pressure: the device is too small for the open sessions. diverged: as for continued turns."),
-    MetricSpec("ranks", "Ranks that decide together. Absent without ranks.", (),
+    MetricSpec("ranks", "Number of ranks. Absent without ranks.", (),
                lambda s: None if s.controller.ranks is None else s.controller.ranks.size,
                "Each rank exports its own metrics; see Several processes."),
-    MetricSpec("rank_lost", "1 if a rank is gone, or the ranks have decided differently.", (),
+    MetricSpec("rank_lost", "1 if a rank is lost, or the ranks have decided differently.", (),
                lambda s: None if s.controller.ranks is None else s.controller.ranks.is_lost,
-               "1: no rank serves from the cache any more. Restart all of them."),
-    MetricSpec("rank_wait_seconds", "How long this rank waited for the slowest, in each step.", (),
+               "1: the cache no longer serves any rank. Restart all ranks."),
+    MetricSpec("rank_wait_seconds", "Waiting time of this rank for the slowest, in each step.", (),
                lambda s: None if s.controller.ranks is None else s.controller.ranks.wait,
                "The rank that waits least is the slow one.", True),
 )  # fmt: skip

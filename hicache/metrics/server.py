@@ -1,12 +1,12 @@
-"""The HTTP server that a scraper asks: the library's, with a bound on connections and on what a request may take.
+"""The HTTP server for scrapers: the library's, with limits on connections and on the size and time of a request.
 
-A client that is slow, silent or hostile does not keep a scraper out. Each connection has one deadline for its whole
-request head, and one for taking the answer. When all threads are taken, the connection that has waited longest without
-completing its request is closed: a scraper completes its request within milliseconds.
+A slow, silent or hostile client does not block a scraper. Each connection has one deadline for its whole request head,
+and one for reading the answer. When all threads are in use, the oldest connection without a complete request is closed:
+a scraper completes its request within milliseconds.
 
 Locking design: the accepting thread starts a daemon thread for each connection. `_changed` guards `_connections`, which
-both change; a connection's thread removes its own entry. Only the accepting thread shuts a connection down from
-outside, which makes that connection's thread end; only that thread closes the socket.
+both change; a connection's thread removes its own entry. Only the accepting thread shuts down a connection from
+outside, which ends that connection's thread; only that thread closes the socket.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .families import CacheCollector
 # From the connection to the end of the request's head, and from there to the end of the answer.
 HEAD_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
-# A scraper sends some 300 bytes; browsers send cookies of other servers on this machine as well.
+# A scraper sends about 300 bytes; browsers also send cookies of other servers on this machine.
 HEAD_BYTES_MAX = 16 << 10
 # Threads of connections at once; one Prometheus needs one.
 CONNECTIONS_MAX = 16
-# How long a closed connection's thread may take to end; only a snapshot that hangs takes longer.
+# The time for a closed connection's thread to end; only a snapshot that hangs takes longer.
 _ROOM_TIMEOUT_S = 0.5
 _RECEIVE_BYTES = 4096
 
@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsServer(ThreadingWSGIServer):
-    """Serves `collector` at `http://host:port/metrics`, on a thread of its own; `/healthz` answers while the process
-    can answer at all. `port` is the real one. A context manager that closes. Raises OSError if it cannot listen.
+    """Serves `collector` at `http://host:port/metrics`, on its own thread; `/healthz` answers while the process can
+    answer at all. `port` is the bound one. A context manager that closes. Raises OSError if it cannot listen.
 
     Invariant: `_connections` are at most `CONNECTIONS_MAX`, in the order of arrival.
     """
@@ -68,7 +68,7 @@ class MetricsServer(ThreadingWSGIServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; blocks for up to a second. Scrapes in flight end by themselves. May be called twice."""
+        """Stop listening. Idempotent. Blocks for up to a second. Scrapes in flight end by themselves."""
         if self._thread.is_alive():
             self.shutdown()
             self._thread.join()
@@ -78,23 +78,23 @@ class MetricsServer(ThreadingWSGIServer):
         self.close()
 
     def server_bind(self) -> None:
-        """Bind without HTTPServer, which asks a name server for our own name and may wait for it without a bound."""
+        """Bind without HTTPServer, which resolves the host's own name and may block without a limit."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve on a thread of its own. Raises OSError, upon which the caller hangs up, if all threads are taken and
-        closing a connection frees none."""
+        """Serve on a new thread. Raises OSError if all threads are in use and closing a connection frees none; the
+        caller then closes the connection."""
         with self._changed:
             if not self._has_room():
                 self._close_one()
                 if not self._changed.wait_for(self._has_room, _ROOM_TIMEOUT_S):
-                    raise OSError("all connections are taken")
+                    raise OSError("all connections are in use")
             self._connections[request] = False
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no more threads
+        except RuntimeError:  # out of threads
             self._forget(request)
             raise
 
@@ -106,20 +106,20 @@ class MetricsServer(ThreadingWSGIServer):
             self._forget(request)
 
     def completed(self, request: socket.socket) -> None:
-        """Note that the request of a connection is complete. Called by its thread."""
+        """Record that the request of a connection is complete. Called by its thread."""
         with self._changed:
             self._connections[request] = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log no traceback for a scraper that hangs up."""
+        """Do not log a traceback for a scraper that disconnects."""
         _log.debug("a scrape ended early", exc_info=True)
 
     def _has_room(self) -> bool:
         return len(self._connections) < CONNECTIONS_MAX
 
     def _close_one(self) -> None:
-        oldest = min(self._connections, key=self._connections.__getitem__)  # the first of equals
-        with contextlib.suppress(OSError):  # the client has hung up, or the connection's thread has closed it
+        oldest = min(self._connections, key=self._connections.__getitem__)  # the first of equal ones
+        with contextlib.suppress(OSError):  # the client has disconnected, or the connection's thread has closed it
             oldest.shutdown(socket.SHUT_RDWR)
 
     def _forget(self, request: socket.socket) -> None:
@@ -129,7 +129,7 @@ class MetricsServer(ThreadingWSGIServer):
 
 
 def _application(metrics: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the WSGI application: `/metrics`, `/healthz`, which takes no snapshot, and nothing else."""
+    """Return the WSGI application: `/metrics`, and `/healthz`, which does not take a snapshot."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         path = environ["PATH_INFO"]
@@ -163,7 +163,7 @@ class _Handler(WSGIRequestHandler):
 def read_head(connection: socket.socket, timeout_s: float) -> bytes | None:
     """Read a request up to the empty line after its head. Blocks for up to `timeout_s` in all.
 
-    Returns None if the client hangs up, is late or sends too much.
+    Return None if the client disconnects, is late or sends too much.
     """
     deadline_s = time.monotonic() + timeout_s
     head = b""
@@ -188,10 +188,10 @@ def serve_configured(config: HiCacheConfig, statistics: Callable[[], CacheStatis
 
 
 def serve_collector(config: HiCacheConfig, collector: Collector, *, ports: int = 1) -> MetricsServer | None:
-    """Serve `collector` as the section `metrics` says; None if it names no port. Starts a thread.
+    """Serve `collector` as the section `metrics` configures it. Return None without a port. Starts a thread.
 
-    Listens on the first free one of `ports` ports, from the configured one on: for engines that have several processes
-    with one configuration. Raises ConfigError if the server cannot listen there.
+    Listens on the first free one of `ports` ports, from the configured one on, for engines with several processes and
+    one configuration. Raises ConfigError if it cannot listen.
     """
     section = config.metrics
     if section.port is None:

@@ -1,6 +1,6 @@
-"""What describes a metric, and how a snapshot becomes a family of samples.
+"""The description of a metric, and the conversion of a snapshot to a family of samples.
 
-A table of `MetricSpec` belongs to one kind of snapshot. The tables are also what docs/metrics.md is made of (`docs`).
+A table of `MetricSpec` belongs to one kind of snapshot. docs/metrics.md is generated from the tables.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from ..histogram import BOUNDS_S, HistogramStatistics, LatencyStatistics
 
-# Few labels with few values each. Never a key, a tenant or a path: a label value lives as long as the time series.
-# `namespace` has 8 digits of the digest, as log lines do; a daemon has a bounded number of them at a time.
+# Few labels with few values each. Never a key, a tenant or a path: a label value stays as long as the time series.
+# `namespace` has 8 digits of the digest, as in log lines; their number in a daemon is limited.
 LABELS = frozenset({
     "tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route", "verb", "state", "source",
     "operation", "status", "listener", "namespace", "label", "weights_epoch",
     "version", "python", "torch", "native", "page_format",
 })  # fmt: skip
 S = TypeVar("S")
-# Without labels a value, or None if it is unknown; with one label a value for each of its values, with several a value
-# for each tuple of theirs. The value of a histogram is a `LatencyStatistics` or a `HistogramStatistics`.
+# Without labels: a value, or None if it is unknown. With one label: a mapping from its values; with several: from
+# tuples of their values. The value of a histogram is a `LatencyStatistics` or a `HistogramStatistics`.
 Values: TypeAlias = "float | LatencyStatistics | HistogramStatistics | Mapping[Any, Any] | None"
 
 
 class MetricSpec(NamedTuple, Generic[S]):
     """One metric: its name without `hicache_`, its help, its labels, and its values in a snapshot; `pick` must not
     block. The name ends with the unit, or with `_total` for a counter, which only rises until the process restarts.
-    `act` says what an operator reads from it, and does about it.
+    `act` explains what it means for an operator, and what to do.
     """
 
     name: str

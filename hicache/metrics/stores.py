@@ -1,7 +1,7 @@
 """The metrics of stores and of their guards.
 
-Every series exists from the start: `increase()` of Prometheus does not see the first event of a series that begins with
-it. So each label that says why has a closed set of values, and what is not in it counts as `other`; the log names it.
+Every series exists from the start, because Prometheus' `increase()` misses the first event of a new series. So each
+label with a reason has a fixed set of values; other reasons count as `other`, and the log has them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..backends.guard import CallResult, Direction, GuardStatistics, LeafStatist
 from ..frame import Damage
 from .spec import MetricSpec, Values
 
-# What a file store meets most, beside the kinds of all stores.
+# The most frequent errors of a file store, in addition to the kinds of all stores.
 _ERRNOS = ("EACCES", "EDQUOT", "EIO", "EMFILE", "ENOSPC", "EROFS")
 _ERRORS = (
     *ErrorKind, *(f"guard_{refusal}" for refusal in Refusal), *_ERRNOS, Damage.NO_ZSTD, "injected", "other", "raised",
     "sqlite",
 )  # fmt: skip
-# Beside what the codec finds: `type` and `checksum` are what servers say, `daemon` what a HiCache daemon refused.
+# In addition to the codec's reasons: `type` and `checksum` come from servers, `daemon` from a HiCache daemon.
 _DAMAGE = (
     *(damage for damage in Damage if not damage.is_unsupported), "checksum", "daemon", "injected", "other", "type",
 )  # fmt: skip
@@ -34,7 +34,7 @@ _FAILURES = (CallResult.ERROR, CallResult.LOOKUP, CallResult.RAISED, CallResult.
 
 
 def with_zeros(known: Iterable[str], counts: Mapping[Any, int]) -> Values:
-    """Return counts by what is `known`, zero for what has not happened; all others are `other`, if that is known."""
+    """Return counts for the `known` values, zero if missing; all others are added to `other`, if that is known."""
     found = {str(name): 0 for name in known}
     for name, count in counts.items():
         kind = name if name in found else "other"
@@ -44,7 +44,7 @@ def with_zeros(known: Iterable[str], counts: Mapping[Any, int]) -> Values:
 
 
 def outcomes(of: type[enum.StrEnum], counts: Mapping[Any, int]) -> Values:
-    """Return counts by outcome, zero for what has not happened."""
+    """Return counts by outcome, zero if missing."""
     return with_zeros(of, counts)
 
 
@@ -61,18 +61,18 @@ def _by_direction(reasons: Iterable[str], counts: Mapping[tuple[Direction, Any],
 
 
 def _guarded(pick: Callable[[GuardStatistics], Values]) -> Callable[[LeafStatistics], Values]:
-    """What a store's guard shows; nothing without a guard."""
+    """Return a function for values of a store's guard; empty without a guard."""
     return lambda store: {} if store.guard is None else pick(store.guard)
 
 
 def copies_by_outcome(copies: Mapping[str, CopyStatistics]) -> Values:
-    """Return pages to be copied to each part of a composition, by what became of them."""
+    """Return pages to be copied to each part of a composition, by outcome."""
     kinds = ("copied", "present", "failed", "dropped")
     return {(part, kind): getattr(found, kind) for part, found in copies.items() for kind in kinds}
 
 
 def waiting_copies(copies: Mapping[str, CopyStatistics]) -> Values:
-    """Return pages that wait to be copied, by part."""
+    """Return pages waiting to be copied, by part."""
     return {part: found.waiting for part, found in copies.items()}
 
 
@@ -82,62 +82,62 @@ def store_families(stores: Iterable[LeafStatistics]) -> Iterator[Metric]:
     return (spec.collect(named, "backend") for spec in STORE_METRICS)
 
 
-# The label `backend` comes before the others.
+# The label `backend` comes first.
 STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
-    MetricSpec("backend_get_pages_total", "Pages asked of the backend, by what became of them.", ("outcome",),
+    MetricSpec("backend_get_pages_total", "Pages requested from the backend, by outcome.", ("outcome",),
                lambda b: outcomes(GetOutcome, b.statistics.gets),
                "hit over all outcomes is the hit rate of the store. Many misses after successful lookups: pages are "
                "evicted before they are read, so the store is too small. error: see backend_errors_total."),
-    MetricSpec("backend_set_pages_total", "Pages given to the backend, by what became of them.", ("outcome",),
+    MetricSpec("backend_set_pages_total", "Pages given to the backend, by outcome.", ("outcome",),
                lambda b: outcomes(SetOutcome, b.statistics.sets),
-               "rejected: the store has no room and can make none; see its limit. present: another engine, or this "
-               "one, has stored the page before."),
-    MetricSpec("backend_corrupt_pages_total", "Stored pages that were refused, by what was wrong with them.",
+               "rejected: the store is full and cannot evict; see its limit. present: another engine, or this one, has "
+               "stored the page before."),
+    MetricSpec("backend_corrupt_pages_total", "Stored pages that were rejected as damaged, by reason.",
                ("reason",), lambda b: with_zeros(_DAMAGE, b.statistics.corrupt),
-               "Should stay at 0. tag and size are damage of a disk, of memory or on the way; mac_key and "
-               "encryption_key mean that a writer has another key; namespace and page_key that somebody wrote into the "
-               "store. No such page was served."),
-    MetricSpec("backend_errors_total", "Failures of the backend, by kind; guard_... are calls that the guard did not "
-               "make.", ("reason",), lambda b: _errors(b.statistics.errors),
-               "docs/backends/README.md explains each kind. raised is an exception of the backend, whose class is in "
-               "the log."),
+               "Should stay at 0. tag and size: damage by disk, memory or network. mac_key and encryption_key: a "
+               "writer has another key. namespace and page_key: another program wrote to the store. Such pages are "
+               "never served."),
+    MetricSpec("backend_errors_total", "Failures of the backend, by kind; guard_... are calls that the guard rejected.",
+               ("reason",), lambda b: _errors(b.statistics.errors),
+               "The page of each store in docs/backends explains its kinds. raised is an exception of the backend; the "
+               "log has its class."),
     MetricSpec("backend_transferred_bytes_total", "Bytes of whole frames moved.", ("direction",),
                lambda b: {"read": b.statistics.read_bytes, "write": b.statistics.written_bytes},
-               "The rate is the bandwidth used; compare it with what the network or disk can do."),
+               "The rate is the used bandwidth; compare it with that of the network or disk."),
     MetricSpec("backend_evicted_pages_total", "Pages removed to make room.", (), lambda b: b.statistics.evicted_pages,
                "Normal for a full store. If the hit rate falls while this rises, the store is too small."),
     MetricSpec("backend_stored_pages", "Pages stored now, by all processes that share the store.", (),
                lambda b: None if b.usage is None else b.usage.pages,
-               "A sample: it may be minutes old for a store that is slow to count. Absent before the first one."),
+               "A sample: it may be minutes old for a store that counts slowly. Absent before the first one."),
     MetricSpec("backend_stored_bytes", "Bytes stored now, by all processes that share the store.", (),
                lambda b: None if b.usage is None else b.usage.bytes,
                "Compare it with backend_capacity_bytes, or with the limit of the server."),
-    MetricSpec("backend_capacity_bytes", "Bytes the store may hold; absent if the server sets the limit.", (),
+    MetricSpec("backend_capacity_bytes", "Limit of the store's bytes; absent if the server sets the limit.", (),
                lambda b: None if b.usage is None else b.usage.capacity_bytes,
                "The entry `capacity` of the store."),
-    MetricSpec("backend_breaker_state", "0: calls are made (closed), 1: the next one decides, 2: none is made (open).",
+    MetricSpec("backend_breaker_state", "0: closed, calls are made; 1: the next call decides; 2: open, no calls.",
                ("direction",), _guarded(lambda g: {way: b.state for way, b in g.breakers.items()}),
-               "2 for minutes is an outage of the store: the log names the reason. It costs hits and nothing else."),
-    MetricSpec("backend_override", "1 if the operator has switched a direction on or off.", ("direction",),
+               "2 for minutes is an outage of the store: the log has the reason. It costs hits and nothing else."),
+    MetricSpec("backend_override", "1 if an operator has forced a direction on or off.", ("direction",),
                _guarded(lambda g: {way: b.override is not Override.AUTO for way, b in g.breakers.items()}),
-               "1 after the maintenance is over: return the direction to its breaker with `hicache ctl`."),
+               "1 after the end of maintenance: return the direction to its breaker with `hicache ctl`."),
     MetricSpec("backend_breaker_opens_total", "Times that the breaker has opened.", ("direction",),
                _guarded(lambda g: {way: b.opens for way, b in g.breakers.items()}),
-               "More than a few an hour: the store answers probes and fails under load."),
-    MetricSpec("backend_probes_total", "Probes of the store, by what became of them.", ("direction", "outcome"),
+               "More than a few per hour: the store answers probes but fails under load."),
+    MetricSpec("backend_probes_total", "Probes of the store, by outcome.", ("direction", "outcome"),
                _guarded(lambda g: {(way, outcome): count for way, b in g.breakers.items()
                                    for outcome, count in (("good", b.good_probes), ("failed", b.failed_probes))}),
-               "failed probes without an open breaker are single failures; good ones with an open breaker mean that "
-               "calls fail where probes do not."),
-    MetricSpec("backend_refused_calls_total", "Calls that were not made, by reason.", ("direction", "reason"),
+               "failed probes without an open breaker are single failures; successful ones with an open breaker mean "
+               "that calls fail but probes do not."),
+    MetricSpec("backend_refused_calls_total", "Calls that the guard rejected, by reason.", ("direction", "reason"),
                _guarded(lambda g: _by_direction(Refusal, g.refused)),
                "open: the breaker. busy: storage.guard.in_flight was full until the deadline; raise it, or the store "
                "is too slow."),
     MetricSpec("backend_failed_calls_total", "Calls that count as failed, by reason.", ("direction", "reason"),
                _guarded(lambda g: _by_direction(_FAILURES, g.failures)),
-               "error: half of the pages or more failed. lookup: an error in a lookup. raised: an exception. overdue: "
+               "error: at least half of the pages failed. lookup: an error in a lookup. raised: an exception. overdue: "
                "the call hangs past its deadline."),
-    MetricSpec("backend_retried_calls_total", "Calls that were tried a second time.", ("direction",),
+    MetricSpec("backend_retried_calls_total", "Calls that were retried.", ("direction",),
                _guarded(lambda g: {way: g.retried_calls.get(way, 0) for way in g.breakers}),
                "At most storage.guard.retry_share of the calls. Steadily near it: the store loses requests."),
     MetricSpec("backend_in_flight_bytes", "Bytes of the frames that are being read or written.", (),
@@ -147,10 +147,10 @@ STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
                "As many as there are workers: more transfer.io_workers may help, if the store is not the limit."),
     MetricSpec("backend_overdue_calls", "Calls that hang past their deadline.", (),
                _guarded(lambda g: g.overdue_calls),
-               "Should be 0. Each holds a thread and its frames until it returns: look at the server and the network."),
-    MetricSpec("backend_call_seconds", "How long calls take; a call is a batch of pages.", ("verb",),
+               "Should be 0. Each holds a thread and its frames until it returns: check the server and the network."),
+    MetricSpec("backend_call_seconds", "Time of calls; a call is a batch of pages.", ("verb",),
                _guarded(lambda g: {verb: g.latency[verb] for verb in Verb}),
-               "The slow end decides which prefetches come in time; compare it with prefetch.timeout_base.", True),
+               "The slowest calls determine which prefetches are in time; compare with prefetch.timeout_base.", True),
     MetricSpec("backend_call_bytes", "Bytes of the frames of a call.", ("verb",), _guarded(lambda g: g.call_bytes),
                "Small batches are slow on networks: raise transfer.storage_batch_pages, or the prompts are short.",
                True),
