@@ -1,4 +1,4 @@
-"""HiCache under engines that others wrote: vLLM and SGLang load a class from here by its name in their own flags.
+"""HiCache in other engines: vLLM and SGLang load a class from here by its name in their flags.
 
-Importing this package imports no engine. A module that needs one is loaded by that engine, or by a test.
+Importing this package does not import an engine. Modules that need one are loaded by that engine, or by a test.
 """

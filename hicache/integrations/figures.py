@@ -1,6 +1,6 @@
-"""The figures of an engine's storage: those of its stores, and calls that were not made.
+"""The metrics of an engine's storage: those of its stores, and skipped calls.
 
-Locking design: the collector holds nothing that changes; it takes one snapshot per scrape, on the thread that asks.
+Locking design: the collector does not change; it takes one snapshot per scrape, on the requesting thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..metrics.stores import copies_by_outcome, store_families, waiting_copies
 
 @dataclass(frozen=True, slots=True)
 class EngineStorageStatistics:
-    """Totals since the start. `skipped` counts calls that were not made, because storage is not open, failed a moment
-    ago or is closed by its breaker. `stores` is empty while storage is not open."""
+    """Totals since the start. `skipped` counts calls that were not made because storage is not open, has just failed or
+    its breaker is open. `stores` is empty while storage is not open."""
 
     skipped: Mapping[Direction, int]
     open_failures: int
@@ -36,27 +36,27 @@ class StorageCollector(Collector):
         self._statistics = statistics
 
     def describe(self) -> Iterable[Metric]:
-        """The families without samples: registering does not take a snapshot."""
+        """Return the families without samples, so that registering does not take a snapshot."""
         return [BUILD_INFO.collect(()), *(spec.collect(()) for spec in STORAGE_METRICS), *store_families(())]
 
     def collect(self) -> Iterable[Metric]:
-        """The families of one snapshot."""
+        """Return the families of one snapshot."""
         found = self._statistics()
         yield BUILD_INFO.collect((((), None),))
         yield from (spec.collect((((), found),)) for spec in STORAGE_METRICS)
         yield from store_families(found.stores)
 
 
-# Under the names that they have in a cache, so that boards and alerts serve both.
+# With the same names as in a cache, so that dashboards and alerts work for both.
 STORAGE_METRICS: tuple[MetricSpec[EngineStorageStatistics], ...] = (
-    MetricSpec("skipped_total", "Calls of storage that were not made, by reason.", ("reason",),
+    MetricSpec("skipped_total", "Skipped calls of storage, by reason.", ("reason",),
                lambda s: {"prefetch_paused": s.skipped[Direction.READ], "store_paused": s.skipped[Direction.WRITE]},
-               "Rises while storage is not open, or has failed a moment ago."),
-    MetricSpec("storage_open_failures_total", "Attempts to open storage later that failed.", (),
+               "Rises while storage is not open, or has just failed."),
+    MetricSpec("storage_open_failures_total", "Failed attempts to open storage.", (),
                lambda s: s.open_failures, "Rises while the server is down. The log has the error."),
-    MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by what "
-               "became of them.", ("backend", "outcome"), lambda s: copies_by_outcome(s.copies),
-               "As of a cache that has the composition."),
-    MetricSpec("backend_waiting_copies", "Pages that wait to be copied to a part.", ("backend",),
-               lambda s: waiting_copies(s.copies), "As of a cache that has the composition."),
+    MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by outcome.",
+               ("backend", "outcome"), lambda s: copies_by_outcome(s.copies),
+               "As for a cache that has the composition."),
+    MetricSpec("backend_waiting_copies", "Pages waiting to be copied to a part.", ("backend",),
+               lambda s: waiting_copies(s.copies), "As for a cache that has the composition."),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The configuration of a cache that an engine opens: a file that the engine's own flags name."""
+"""The configuration of a cache in an engine: a file named in the engine's flags."""
 
 from __future__ import annotations
 
@@ -14,47 +14,46 @@ from ..fingerprint import model_fingerprint
 def engine_config(
     where: str, extra: Mapping[str, object] | None, block_tokens: int, *, whole_page: bool = False
 ) -> HiCacheConfig:
-    """Return the configuration that the entry `config` of the engine's `extra` options names, for blocks of
+    """Return the configuration in the file of the entry `config` in the engine's `extra` options, for blocks of
     `block_tokens` tokens.
 
-    Without the entry it is the file that HICACHE_CONFIG_FILE names, if any; `HICACHE_*` variables change entries. Where
-    `page_size` is not configured, it is the default rounded up to whole blocks, or with `whole_page` one block. Reads
-    the file. Raises ConfigError for a page size that is not whole blocks, or not the one block; `where` names the flag
-    in messages.
+    Without the entry, HICACHE_CONFIG_FILE may name the file; `HICACHE_*` variables change entries. Without a configured
+    `page_size`, it is the default rounded up to whole blocks, or with `whole_page` one block. Reads the file. Raises
+    ConfigError for a page size that is not whole blocks, or not one block; `where` is the flag's name in messages.
     """
     path = None if extra is None else extra.get("config")
     if path is not None and not isinstance(path, str):
-        raise ConfigError(f"{where}: config: {type(path).__name__} is not a path; name a file, such as hicache.yaml")
+        raise ConfigError(f"{where}: config: {type(path).__name__} is not a path; set a file, such as hicache.yaml")
     config = load_config(path)
     if "page_size" not in config.model_fields_set:
         blocks = 1 if whole_page else -(-config.page_size // block_tokens)
         return config.model_copy(update={"page_size": blocks * block_tokens})
     if whole_page and config.page_size != block_tokens:
         raise ConfigError(
-            f"page_size: configured as {config.page_size}, but a page of the engine has {block_tokens} tokens; "
-            "leave page_size out, or set both to the same number"
+            f"page_size: {config.page_size} is configured, but a page of the engine has {block_tokens} tokens; "
+            "remove page_size, or set both to the same number"
         )
     if config.page_size % block_tokens:
         raise ConfigError(
-            f"page_size: {config.page_size} tokens are not whole blocks of the engine, which have {block_tokens}; "
-            f"use a multiple of {block_tokens}, or leave page_size out"
+            f"page_size: {config.page_size} is not a multiple of the engine's block size {block_tokens}; use a multiple "
+            "of it, or remove page_size"
         )
     return config
 
 
 def known_options(where: str, extra: Mapping[str, object] | None, known: frozenset[str]) -> None:
-    """Raise ConfigError for an entry of `extra` that is not in `known`, since an engine passes any entry on."""
+    """Raise ConfigError for an entry of `extra` that is not in `known`, because engines do not check entries."""
     for name in instance(where, dict(extra or {}), dict):
         if name not in known:
             raise ConfigError(f"{where}: {name!r} is not an option of HiCache; use {', '.join(sorted(known))}")
 
 
 def model_identity(where: str, extra: Mapping[str, object] | None, model: str, commit: str | None) -> str:
-    """Return what names the weights of `model` in a namespace: the entry `model` of `extra`, the fingerprint of a local
-    folder, or the name on a hub with the commit of its snapshot.
+    """Return the identity of `model`'s weights for a namespace: the entry `model` of `extra`, the fingerprint of a
+    local folder, or the name on a hub with the commit of its snapshot.
 
-    Blocks while the weights of a folder are read the first time. Raises ConfigError if none of the three is known,
-    because pages of two models would mix.
+    Blocks while the weights of a folder are read for the first time. Raises ConfigError without any of these, because
+    pages of two models would be mixed up.
     """
     named = None if extra is None else extra.get("model")
     if named is not None:
@@ -64,6 +63,6 @@ def model_identity(where: str, extra: Mapping[str, object] | None, model: str, c
     if commit:
         return f"{model}@{commit}"
     raise ConfigError(
-        f"{where}: the weights of {model!r} have no folder and no commit to tell them by; add the option 'model' with "
-        "a name that changes whenever the weights do"
+        f"{where}: the weights of {model!r} cannot be identified without a folder or a commit; set the option 'model' "
+        "to a name that changes whenever the weights do"
     )

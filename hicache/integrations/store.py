@@ -1,11 +1,11 @@
-"""EngineStorage: storage (L3) for an engine that has its own tree and host memory, and asks for pages from its threads.
+"""EngineStorage: storage (L3) for an engine with its own tree and host memory, which calls it from its threads.
 
-It adds to a StorageBackend what a HiCacheController gives otherwise: a deadline for each call, a store that is opened
-later if its server is down, no calls to a store that is full or too late, metrics, and an end within a bound. All that
-can go wrong with storage is a miss or a page that is not stored.
+It adds the features of a HiCacheController to a StorageBackend: a deadline for each call, a store that is opened later
+if its server is down, a pause after failures, metrics, and a limited time for shutdown. Each failure of storage is a
+miss or a page that is not stored.
 
 Locking design: `_state` guards the gate, which is made for one thread, and the counts. It is held for a few
-instructions and never while the store works. Verbs run on their callers' threads, several at once.
+instructions, not while the store works. Verbs run on their callers' threads, several at the same time.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .figures import EngineStorageStatistics, StorageCollector
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
-# The gate registers memory with a store that moves registered memory faster. None of the engine's is: no store moves
-# pages in parts through registered memory.
+# The memory that the gate registers with stores that transfer registered memory faster: none of the engine's, because
+# stores do not transfer pages in parts through registered memory.
 _NOT_REGISTERED = memoryview(bytearray(4096))
 
 
 class EngineStorage:
     """See the module's docstring. Thread-safe. The store is that of `config`, with the pages of `namespace`.
 
-    The constructor opens it and blocks meanwhile; where it is unavailable, it is opened later by a thread of its own,
-    when it is asked again. Serves metrics as the section `metrics` says, on the first free port of `processes`, since
-    an engine has several processes with one configuration. A call has `transfer.storage_deadline`, at most
+    The constructor opens it, which blocks; if it is unavailable, a thread opens it later, at a next call. Serves
+    metrics as the section `metrics` configures them, on the first free port of `processes`, because an engine has
+    several processes with one configuration. The deadline of a call is `transfer.storage_deadline`, at most
     `deadline_s_max`.
 
-    Raises ConfigError for a configuration without storage or with a mistake, and BackendError for a store that refuses.
+    Raises ConfigError for a configuration without storage or with errors, and BackendError if the store fails to open.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EngineStorage:
     ) -> None:
         opener = storage_opener(config, namespace, environ)
         if opener is None:
-            raise ConfigError("storage: the configuration has none; add the section `storage`, with the type of store")
+            raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
         self.namespace = namespace
         self._deadline_s = min(config.transfer.storage_deadline, deadline_s_max)
         self._close_s = config.transfer.shutdown_deadline
@@ -106,11 +106,11 @@ class EngineStorage:
         )  # fmt: skip
 
     def clear(self) -> int:
-        """Remove all pages of the namespace, for all engines that use it; return how many there were."""
+        """Remove all pages of the namespace, for all engines that use it; return their number."""
         return self._call(Direction.WRITE, 0, lambda store, deadline: store.clear(deadline=deadline))
 
     def statistics(self) -> EngineStorageStatistics:
-        """Return what happened so far. Does not block."""
+        """Return the totals so far. Does not block."""
         with self._state:
             store, skipped, failures = self._gate.storage, dict(self._skipped), self._gate.open_failures
         if store is None:
@@ -118,8 +118,8 @@ class EngineStorage:
         return EngineStorageStatistics(skipped, failures, leaf_statistics(store.backend), copies_of(store.backend))
 
     def close(self) -> bool:
-        """Use storage no more and close it. Blocks for `transfer.shutdown_deadline`, and for what the store needs to
-        close; one in which a call hangs stays open. False if something is left behind. May be called twice."""
+        """Stop using storage and close it. Idempotent. Blocks for `transfer.shutdown_deadline`, and for the store's own
+        close; a store with a call that hangs stays open. Return False if a thread or the store remained."""
         ends_s = time.monotonic() + self._close_s
         with self._state:
             for direction in Direction:
@@ -139,8 +139,9 @@ class EngineStorage:
         verb: Callable[[StorageBackend, float], Answer],
         is_good: Callable[[Answer], bool] = lambda answer: True,
     ) -> Answer:
-        """Return what `verb` answers, `refused` while storage is not used. An answer that is late or not good starts
-        a back-off."""
+        """Return the result of `verb`, or `refused` while storage is not used. A late or failed result starts a
+        back-off.
+        """
         with self._using(direction) as store:
             if store is None:
                 return refused
@@ -153,7 +154,7 @@ class EngineStorage:
 
     @contextmanager
     def _using(self, direction: Direction) -> Iterator[OpenStore | None]:
-        """The store for one call, None while it may not be used."""
+        """Yield the store for one call, or None while it may not be used."""
         with self._state:
             self._gate.advance()
             self._gate.settle()

@@ -2,7 +2,7 @@
 
     adapter    HiCacheStore: SGLang's class, the only module here that imports SGLang
     storage    HostPoolStorage: pages of SGLang's host pool, to and from an EngineStorage
-    pages      where the bytes of a page are in the host pool
+    pages      the locations of a page's bytes in the host pool
     identity   the namespace of an engine's pages
 
 SGLang keeps its tree and its host pool (L2); HiCache is its L3. See docs/engines.md.

@@ -1,6 +1,6 @@
-"""HiCacheStore: SGLang's storage interface (v1) over a HostPoolStorage. It translates only.
+"""HiCacheStore: translates SGLang's storage interface (v1) to a HostPoolStorage.
 
-Written against SGLang 0.5.23, which makes one store on each rank and calls it from three threads.
+Written for SGLang 0.5.23, which creates one store per rank and calls it from three threads.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _KNOWN = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "config", "model",
     "fixed_weights",
 })  # fmt: skip
-# Each process of an engine on a node serves metrics on a port of its own.
+# Each process of an engine on a node serves metrics on its own port.
 _PROCESSES_MAX = 64
-# SGLang waits 10 s for its storage threads when it flushes or detaches; its scheduler dies if one is in a call then.
+# SGLang waits 10 s for its storage threads when it flushes or detaches; its scheduler dies if one is still in a call.
 _DEADLINE_S_MAX = 5.0
-# Shorter pages cost a file or an object for a few tokens each.
+# Shorter pages need a file or an object for a few tokens each.
 _PAGE_TOKENS_MIN = 16
 
 
@@ -54,10 +54,10 @@ class HiCacheStore(HiCacheStorage):
 
     `--hicache-storage-backend-extra-config` has `config`, the path of HiCache's configuration, and may have `model`, a
     name of the weights that changes whenever they do: by default the fingerprint of the model's folder, or the commit
-    of its snapshot. Raises ConfigError for what is not served, with the flag to set; the engine does not start then.
+    of its snapshot. Raises ConfigError for unsupported settings, with the flag to set; the engine then does not start.
 
-    SGLang does not tell its storage of new weights, but flushes its caches then, and may count a version. So storage
-    ends with a flush, unless `fixed_weights` says that weights never change while SGLang runs.
+    SGLang does not notify its storage of new weights, but flushes its caches, and may increment a version. So storage
+    ends with a flush, unless `fixed_weights` is set because weights never change while SGLang runs.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
@@ -66,10 +66,10 @@ class HiCacheStore(HiCacheStorage):
         self._storage: HostPoolStorage | None = None
         known_options(OPTIONS, self._extra, _KNOWN)
         if not self._extra.get("interface_v1"):
-            raise ConfigError(f'{OPTIONS}: HiCache moves pages in place only; add "interface_v1": 1')
+            raise ConfigError(f'{OPTIONS}: HiCache only transfers pages in place; add "interface_v1": 1')
         if storage_config.should_split_heads:
             raise ConfigError(
-                f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; leave it out"
+                f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; remove it"
             )
 
     def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
@@ -93,11 +93,11 @@ class HiCacheStore(HiCacheStorage):
         )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: PoolName) -> None:
-        """See HiCacheStorage. Raises ConfigError for a pool beside that of KV, as hybrid models have."""
+        """See HiCacheStorage. Raises ConfigError for an additional pool, as hybrid models have."""
         if host_pool_name != PoolName.KV:
             raise ConfigError(
                 f"SGLang's host pool {str(host_pool_name)!r} is not supported by HiCache, which serves models with one "
-                "MHA or MLA pool; leave out --hicache-storage-backend for this model"
+                "MHA or MLA pool; remove --hicache-storage-backend for this model"
             )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
@@ -110,23 +110,23 @@ class HiCacheStore(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """See HiCacheStorage: for each page whether it arrived."""
+        """See HiCacheStorage: return for each page whether it arrived."""
         return self._open.read(keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """See HiCacheStorage: for each page whether it is stored now."""
+        """See HiCacheStorage: return for each page whether it is stored now."""
         return self._open.write(keys, host_indices, None if extra_info is None else extra_info.prefix_keys)
 
-    # What works without the other interfaces
+    # Methods that also work with interface v1
 
     def exists(self, key: str) -> bool:
         """See HiCacheStorage."""
         return self._open.lookup([key]) == 1
 
     def clear(self) -> None:
-        """Remove the pages of this rank that are of its weights and layout, for all engines that use them."""
+        """Remove the pages of this rank with its weights and layout, for all engines that use them."""
         logger.info("HiCache removed %d pages", self._open.clear())
 
     def get_stats(self) -> StorageMetrics:
@@ -140,11 +140,11 @@ class HiCacheStore(HiCacheStorage):
         return found
 
     def close(self) -> None:
-        """Close storage; SGLang calls it on detaching, once its threads have ended, and at its end."""
+        """Close storage; SGLang calls it when it detaches, after its threads have ended, and at its end."""
         if self._storage is not None and not self._storage.close():
             logger.warning("storage did not close in time; a thread of it is left behind")
 
-    # Interfaces that HiCache does not have
+    # Unsupported interfaces
 
     def get(self, key: str, target_location: object = None, target_sizes: object = None) -> NoReturn:
         """Raises ConfigError."""
@@ -188,7 +188,7 @@ class HiCacheStore(HiCacheStorage):
         _refuse()
 
     def _weights_are_those_of_now(self, pool: HostPool) -> Callable[[], bool]:
-        """Return what tells whether the weights can only be those of now. A flush gives the pool new tables."""
+        """Return a function that is True while the weights cannot have changed. A flush gives the pool new tables."""
         version, table = _weight_version(), pool.slot_used
         fixed = instance(f"{OPTIONS}: fixed_weights", self._extra.get("fixed_weights", False), bool)
         return lambda: _weight_version() == version and (fixed or pool.slot_used is table)
@@ -201,7 +201,7 @@ class HiCacheStore(HiCacheStorage):
 
 
 def _refuse() -> NoReturn:
-    raise ConfigError(f'{OPTIONS}: HiCache has SGLang\'s storage interface v1 only; add "interface_v1": 1')
+    raise ConfigError(f'{OPTIONS}: HiCache only supports SGLang\'s storage interface v1; add "interface_v1": 1')
 
 
 def _weight_version() -> str:
@@ -209,11 +209,11 @@ def _weight_version() -> str:
 
 
 def _engine(extra: dict[str, Any]) -> Engine:
-    """Read what SGLang says about itself. Blocks while weights are read the first time. Raises ConfigError where the
-    weights cannot be told from others."""
+    """Read SGLang's configuration. Blocks while weights are read for the first time. Raises ConfigError if the weights
+    cannot be identified."""
     model, adapters, draft = get_model(), get_lora().lora_paths or (), get_spec().speculative_draft_model_path
     weights = [model_identity(OPTIONS, extra, model.model_path, _commit(model.model_path, model.revision))]
-    # SGLang names an adapter by its name and path, in each key; and a draft model's KV may be part of a page.
+    # SGLang's keys contain an adapter's name and path; and a draft model's KV may be part of a page.
     for path in (*sorted(adapter.lora_path for adapter in adapters), *([draft] if draft else [])):
         weights.append(model_identity(OPTIONS, None, path, _commit(path, None)))
     return Engine(
@@ -229,7 +229,7 @@ def _engine(extra: dict[str, Any]) -> Engine:
 
 
 def _commit(model: str, revision: str | None) -> str | None:
-    """Return the commit of a model of a hub that was downloaded, None if there is none."""
+    """Return the commit of a downloaded model of a hub, or None."""
     if Path(model).exists():
         return None
     found = try_to_load_from_cache(model, "config.json", revision=revision)

@@ -1,4 +1,4 @@
-"""What two SGLang engines must agree on before one reads a page that the other has stored."""
+"""The namespace of an SGLang engine: everything that must be equal before two engines share pages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KEY_HASH = "sglang sha256 chain, seed sglang-cache-namespace-v1"
 
 
 class Ranks(Protocol):
-    """What is used of SGLang's HiCacheStorageConfig. `tp_rank` is that of a group of attention where SGLang has data
-    parallel attention; which of these groups it is does not matter for a page."""
+    """The used fields of SGLang's HiCacheStorageConfig. With data-parallel attention, `tp_rank` is the rank in its
+    attention group; pages do not depend on the group."""
 
     tp_rank: int
     tp_size: int
@@ -32,10 +32,11 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What SGLang says about itself.
+    """The relevant configuration of SGLang.
 
-    `weights` identifies them, with adapters and a draft model; `weight_version` is SGLang's own, which updates change.
-    `overrides` is what flags change of the model. `kv_cache_dtype` tells types apart that are stored as the same bytes.
+    `weights` identifies the weights, with adapters and a draft model; `weight_version` is SGLang's own, which updates
+    change. `overrides` are the model settings that flags change. `kv_cache_dtype` distinguishes types with the same
+    byte representation.
     """
 
     version: str
@@ -48,7 +49,7 @@ class Engine:
     overrides: Mapping[str, object] | None = None
 
     def namespace(self, ranks: Ranks, pool: HostPool, pages: HostPages) -> Namespace:
-        """Return the namespace of the pages of `pool` on one rank. Ranks of MLA hold the same pages and share one."""
+        """Return the namespace of the pages of `pool` on one rank. Ranks of MLA have the same pages and share one."""
         overrides = hashlib.sha256(json.dumps(self.overrides or {}, sort_keys=True, default=str).encode()).hexdigest()
         layers = f"{getattr(pool, 'start_layer', '')}-{getattr(pool, 'end_layer', '')}"
         return Namespace(

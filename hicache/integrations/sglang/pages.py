@@ -1,7 +1,7 @@
-"""Pages in SGLang's host pool: each is a few parts of its buffers, which storage reads and writes in place.
+"""Pages in SGLang's host pool: each consists of a few parts of its buffers, which storage reads and writes in place.
 
-The pool says where they are. What it says is checked against its buffers, so an address of anything else is an error
-and never memory that is written to.
+The pool returns their addresses, which are checked against its buffers: an address outside them is an error, and is
+never written to.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from ...errors import ConfigError, InvalidInput
 from ...frame import HEADER_BYTES, PageView
 from ...geometry import PAGE_SIZE_MAX, PageShape, Piece
 
-# In these, a page is whole runs of one buffer: K and V of all layers, or of each layer.
+# The layouts in which a page consists of whole runs of one buffer: K and V of all layers, or of each layer.
 LAYOUTS = ("page_first", "page_first_direct", "layer_first", "page_head")
 
 
 class HostPool(Protocol):
-    """What is used of SGLang's HostKVCache."""
+    """The used interface of SGLang's HostKVCache."""
 
     page_size: int
     layout: str
     dtype: torch.dtype
     kv_buffer: Any  # a tensor, or several
-    slot_used: torch.Tensor  # another one after `clear`
+    slot_used: torch.Tensor  # replaced by `clear`
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> Any:
-        """Return the addresses and the lengths of the parts of the pages that the tokens `indices` make up."""
+        """Return the addresses and the lengths of the parts of the pages of the tokens `indices`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class HostPages:
         self.shape = PageShape(pool.page_size, tuple(Piece("part", size) for size in self._sizes))
 
     def views(self, indices: torch.Tensor, count: int) -> list[PageView]:
-        """Return the `count` pages that the tokens `indices` make up, with fresh headers, so unsealed.
+        """Return the `count` pages of the tokens `indices`, with new headers, so unsealed.
 
-        Raises InvalidInput if the indices or the pool's answer do not fit.
+        Raises InvalidInput if the indices or the pool's addresses are wrong.
         """
         parts, of_page = self._parts(indices, count), len(self._sizes)
         if [part.nbytes for part in parts] != self._sizes * count:
-            raise InvalidInput("sglang: the host pool gives pages of other parts than at the start; restart the engine")
+            raise InvalidInput("sglang: the parts of the host pool's pages have changed; restart the engine")
         headers = memoryview(bytearray(HEADER_BYTES * count))
         return [
             PageView(
@@ -87,7 +87,7 @@ class HostPages:
         for buffer in self._buffers:
             if buffer.start <= address and address + size <= buffer.end:
                 return buffer.memory[address - buffer.start : address - buffer.start + size]
-        raise InvalidInput("sglang: the host pool names memory outside its KV buffers; this pool is not supported")
+        raise InvalidInput("sglang: the host pool returns addresses outside its KV buffers; this pool is not supported")
 
 
 def _buffer(tensor: torch.Tensor) -> _Buffer:

@@ -1,7 +1,7 @@
-"""HostPoolStorage: pages of SGLang's host pool, to and from storage, in the terms of SGLang's interface v1.
+"""HostPoolStorage: transfers pages between SGLang's host pool and storage, for SGLang's interface v1.
 
-SGLang calls it from three threads: one looks up, one reads, one stores. A call answers with what arrived, page by page;
-SGLang uses the part before the first page that did not.
+SGLang calls it from three threads: for lookups, reads and stores. A call returns a result for each page; SGLang uses
+the pages before the first failure.
 
 Locking design: `_calls` is a deque, whose operations are atomic. `_is_stale` only ever becomes True.
 """
@@ -24,12 +24,12 @@ from .pages import HostPages
 
 logger = logging.getLogger(__name__)
 
-# Calls whose figures wait for SGLang to fetch them, which it does in each step; the oldest are dropped.
+# The most calls whose figures are kept for SGLang, which fetches them in each step; the oldest are dropped.
 _CALLS_MAX = 1024
 
 
 class Transfer(NamedTuple):
-    """A call that moved pages."""
+    """A call that transferred pages."""
 
     is_read: bool
     pages: int
@@ -37,8 +37,10 @@ class Transfer(NamedTuple):
 
 
 class HostPoolStorage:
-    """See the module's docstring. `storage` is owned. `is_current` tells, at no cost, whether the weights can only be
-    those of the start: once they cannot, storage is not used any more, since its pages are of those."""
+    """See the module's docstring. Owns `storage`. `is_current` is a cheap function that returns True while the weights
+    cannot have changed since the start; after that, storage is no longer used, because its pages are of the old
+    weights.
+    """
 
     def __init__(self, storage: EngineStorage, pages: HostPages, is_current: Callable[[], bool]) -> None:
         self._storage = storage
@@ -49,11 +51,11 @@ class HostPoolStorage:
         self._calls: deque[Transfer] = deque(maxlen=_CALLS_MAX)
 
     def lookup(self, keys: Sequence[str]) -> int:
-        """Return how many of `keys` are stored, before the first one that is not."""
+        """Return how many of `keys` are stored, up to the first missing one."""
         return self._storage.lookup(_page_keys(keys)) if self._is_usable() else 0
 
     def read(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        """Read pages into the host pool; for each whether it arrived. Only then its memory means anything."""
+        """Read pages into the host pool; return for each whether it arrived. Otherwise its memory is undefined."""
         pages = self._pages.views(host_indices, len(keys))
         if not self._is_usable():
             return [False] * len(keys)
@@ -63,13 +65,13 @@ class HostPoolStorage:
         return hits
 
     def write(self, keys: Sequence[str], host_indices: torch.Tensor, prefix: Sequence[str] | None) -> list[bool]:
-        """Store pages from the host pool; for each whether it is stored now. `prefix` are the keys of the pages before
-        them, None where SGLang does not tell."""
+        """Store pages from the host pool; return for each whether it is stored now. `prefix` are the keys of the pages
+        before them, None if SGLang does not pass them."""
         pages = self._pages.views(host_indices, len(keys))
         if prefix is None and not self._warned:
             self._warned = True
             logger.warning(
-                "SGLang does not tell which page is before a batch, so a full store may evict the head of a prompt "
+                "SGLang does not pass the page before a batch, so a full store may evict the head of a prompt "
                 'before its tail; add "hicache_storage_pass_prefix_keys": true to '
                 "--hicache-storage-backend-extra-config"
             )
@@ -82,11 +84,11 @@ class HostPoolStorage:
         return stored
 
     def clear(self) -> int:
-        """Remove all pages of this rank's namespace; return how many there were."""
+        """Remove all pages of this rank's namespace; return their number."""
         return self._storage.clear()
 
     def take_transfers(self) -> list[Transfer]:
-        """Return the calls since the last time that moved pages. For SGLang's own metrics."""
+        """Return the calls since the last time that transferred pages, for SGLang's own metrics."""
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
     def close(self) -> bool:
@@ -117,5 +119,5 @@ def _page_keys(keys: Sequence[str]) -> list[bytes]:
     except (TypeError, ValueError):
         found = [b""]
     if any(len(key) != PAGE_KEY_BYTES for key in found):
-        raise InvalidInput("sglang: a page key is not 64 hexadecimal digits; HiCache serves SGLang's own page hashes")
+        raise InvalidInput("sglang: a page key is not 64 hexadecimal digits; HiCache needs SGLang's own page hashes")
     return found

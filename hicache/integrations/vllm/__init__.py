@@ -1,7 +1,7 @@
 """HiCache as a KV connector of vLLM: `--kv-transfer-config '{"kv_connector": "HiCacheConnector",
 "kv_connector_module_path": "hicache.integrations.vllm", ...}'`. See docs/engines.md.
 
-Importing this package needs vLLM only once `HiCacheConnector` is looked up.
+Importing this package needs vLLM only at the first access to `HiCacheConnector`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HiCacheConnector: vLLM's connector interface, in the scheduler's process and in each worker. It translates only."""
+"""HiCacheConnector: translates vLLM's connector interface, in the scheduler's process and in each worker."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from .worker import Collected, WorkerSide
 
 logger = logging.getLogger(__name__)
 
-# Events that vLLM takes at once; the rest comes with the next step.
+# The most events that vLLM gets in one step; the others follow in the next one.
 _EVENTS_MAX = 10_000
 _CLOSE_S = 10.0
 
 
 @dataclass
 class HiCacheStep(KVConnectorMetadata):
-    """The orders of one step, on their way to the workers."""
+    """The orders of one step for the workers."""
 
     step: Step
 
 
 @dataclass
 class HiCacheReport(KVConnectorWorkerMetadata):
-    """What one worker, or all of them, report after a step."""
+    """The report of one worker, or of all, after a step."""
 
     report: Report
 
@@ -60,10 +60,10 @@ class HiCacheReport(KVConnectorWorkerMetadata):
 
 
 class HiCacheConnector(KVConnectorBase_V1):
-    """L2 and L3 of HiCache under vLLM's own prefix cache. Raises ConfigError for what it does not serve.
+    """L2 and L3 of HiCache under vLLM's own prefix cache. Raises ConfigError for unsupported settings.
 
-    `kv_connector_extra_config` has `config` (path of HiCache's configuration), `model` (a name of the weights, where
-    vLLM has neither a folder nor a commit of them) and `load` (`async`, the default, or `layerwise`).
+    `kv_connector_extra_config` has `config` (path of HiCache's configuration), `model` (a name of the weights, if vLLM
+    has neither a folder nor a commit of them) and `load` (`async`, the default, or `layerwise`).
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -76,7 +76,7 @@ class HiCacheConnector(KVConnectorBase_V1):
         self._worker: _Worker | None = None
         self._pool = self._engine.open_pool(worker=False) if role == KVConnectorRole.SCHEDULER else None
 
-    # What vLLM asks before it starts
+    # Called by vLLM before it starts
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -110,11 +110,11 @@ class HiCacheConnector(KVConnectorBase_V1):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         names = self._engine.layer_names
-        if self._step.layerwise and self._step.loads and layer_name in names:  # others use the KV of one before them
+        if self._step.layerwise and self._step.loads and layer_name in names:  # others share the KV of an earlier layer
             self._side.wait_layer(names.index(layer_name))
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: pages are saved behind the whole forward, in one copy."""
+        """Do nothing: pages are saved after the whole forward, in one copy."""
 
     def wait_for_save(self) -> None:
         self._side.start_saves(self._step)
@@ -213,13 +213,13 @@ class HiCacheConnector(KVConnectorBase_V1):
     @property
     def _decisions(self) -> SchedulerSide:
         if self._scheduler is None:
-            raise ConfigError("the workers have not told the layout of their blocks; HiCache needs vLLM 0.32 or later")
+            raise ConfigError("the workers did not report the layout of their blocks; HiCache needs vLLM 0.32 or later")
         return self._scheduler.decisions
 
     def _adapter_key(self, adapter: Any) -> str | None:
-        """What names the weights of an adapter: block hashes cover its name alone, and a name can get other weights.
+        """Return the identity of an adapter's weights: block hashes only contain its name, whose weights can change.
 
-        The pages of one that cannot be fingerprinted, such as one on a hub, are found by this engine alone.
+        The pages of an adapter without a fingerprint, such as one on a hub, are found only by this engine.
         """
         if adapter is None:
             return None
@@ -271,7 +271,7 @@ class _Scheduler:
 
 
 def _log_as_vllm() -> None:
-    """Write HiCache's log where vLLM's goes, which sets up its own logger alone; not if the program has set up
+    """Write HiCache's log to vLLM's handlers (vLLM only sets up its own logger), unless the program has set up
     HiCache's."""
     ours, theirs = logging.getLogger("hicache"), logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:

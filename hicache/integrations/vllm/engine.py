@@ -1,5 +1,4 @@
-"""What HiCache reads of vLLM's configuration: whether it can serve this engine, what a page is, and whose pages they
-are.
+"""Reads vLLM's configuration: whether HiCache supports this engine, the layout of a page, and its namespace.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from .layout import BlockLayout
 logger = logging.getLogger(__name__)
 
 OPTIONS = "kv_connector_extra_config"
-# The other processes of an engine may have to wait until the kernel has zeroed the frames: 1 TiB takes minutes.
+# How long the other processes of an engine wait while the kernel zeroes the frames: 1 TiB takes minutes.
 _OPEN_S = 600.0
-# Entries of a model's configuration that say where and by what it was read.
+# Entries of a model's configuration that only describe its source and its reader.
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 _SECOND_PATH = "use vLLM's OffloadingConnector with the tier hicache.integrations.vllm_tier instead"
 
 
 @dataclass(frozen=True)
 class WorkerLayout(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler's process before the first request: the form of its blocks, and which memory
-    it shares."""
+    """A worker's message to the scheduler's process before the first request: the form of its blocks, and the memory
+    that it shares."""
 
     form: str
     memory: tuple[int, int]
@@ -50,8 +49,8 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One vLLM engine as HiCache sees it, equal in all its processes. `layer_names` are in the order of the page,
-    `specs` is a digest of what vLLM says of their attention."""
+    """One vLLM engine, equal in all its processes. `layer_names` are in the order of the page, `specs` is a digest of
+    their attention settings in vLLM."""
 
     config: HiCacheConfig
     layout: BlockLayout
@@ -63,14 +62,14 @@ class Engine:
 
     @classmethod
     def of(cls, vllm: VllmConfig, cache: KVCacheConfig) -> Engine:
-        """Read vLLM's configuration. Raises ConfigError for what HiCache does not serve, with what to change."""
+        """Read vLLM's configuration. Raises ConfigError for unsupported settings, with what to change."""
         extra = extra_of(vllm)
         known_options(OPTIONS, extra, frozenset({"config", "model", "load"}))
         _require_supported(vllm, cache)
         group = cache.kv_cache_groups[0]
         spec = group.kv_cache_spec
         config = engine_config(OPTIONS, extra, spec.block_size)
-        # Refuses what does not fit. The platform of ROCm has devices of type cuda, too, but not the driver.
+        # Rejects invalid settings. ROCm also has devices of type cuda, but not the driver.
         host_is_pinned(config.host, "cuda" if current_platform.is_cuda() else current_platform.device_name)
         if config.host.shared.owner == "daemon":
             raise ConfigError(
@@ -82,7 +81,7 @@ class Engine:
         layers = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
         if config.host.shared.keep:
             raise ConfigError(
-                "host.shared.keep: workers of a vLLM that has died may still write to its memory; leave it out"
+                "host.shared.keep: workers of a vLLM that has died may still write to its memory; remove the entry"
             )
         sizes = tuple(layers.get(name, spec).unpadded_page_size_bytes for name in group.layer_names)
         layout = BlockLayout(
@@ -104,7 +103,7 @@ class Engine:
         Raises CapacityError if they do not fit into memory, and SharedMemoryError, also if they are another engine's.
         """
         shared, rank = self.config.host.shared.name, self.vllm.parallel_config.data_parallel_index
-        if shared and rank:  # each data-parallel rank is an engine of its own, of the same configuration
+        if shared and rank:  # each data-parallel rank is a separate engine with the same configuration
             shared += f"-dp{rank}"
         name = shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
         pin = None
@@ -119,12 +118,12 @@ class Engine:
         return pool
 
     def namespace(self, form: str) -> Namespace:
-        """Return whose pages they are. `form` is that of the workers' blocks. Blocks while weights are fingerprinted.
-        """
+        """Return the namespace of the pages. `form` is that of the workers' blocks. Blocks while weights are
+        fingerprinted."""
         model, vllm = self.vllm.model_config, self.vllm
         commit = getattr(model.hf_config, "_commit_hash", None)
         weights = model_identity(OPTIONS, extra_of(vllm), model.model, commit)
-        # What the command line may change of the model, such as the scaling of its rotary embedding.
+        # Settings of the model that the command line may change, such as the scaling of its rotary embedding.
         entries = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
         changed = json.dumps(entries, sort_keys=True, default=str)
         algorithm = vllm.cache_config.prefix_caching_hash_algo
@@ -145,12 +144,12 @@ class Engine:
         )
 
     def worker_layout(self, caches: Mapping[str, torch.Tensor], pool: SharedHostPool) -> WorkerLayout:
-        """Return what the worker with these tensors tells the scheduler's process."""
+        """Return the message of the worker with these tensors to the scheduler's process."""
         cache = caches[self.layer_names[0]]
         backends = get_layers_from_vllm_config(self.vllm, AttentionLayerBase, list(self.layer_names))
         names = sorted({layer.get_attn_backend().get_name() for layer in backends.values()})
         platform = current_platform.device_type
-        if platform == "cpu":  # its kernels pack K as the instruction set wants it
+        if platform == "cpu":  # its kernels pack K for the instruction set
             platform += f":{torch.backends.cpu.get_cpu_capability()}"
         order = sorted(range(1, cache.ndim), key=cache.stride().__getitem__, reverse=True)
         form = f"{'+'.join(names)} {cache.dtype} {list(cache.shape[1:])} order={order} on {platform}"
@@ -170,24 +169,24 @@ def extra_of(vllm: VllmConfig) -> dict[str, Any]:
 
 
 def wants_layerwise(extra: Mapping[str, object]) -> bool:
-    """True if loads are waited for layer by layer in the forward. Raises ConfigError for an unknown way."""
+    """Return True if the forward waits for loads layer by layer. Raises ConfigError for an unknown value."""
     load = extra.get("load", "async")
     if load not in ("async", "layerwise"):
-        raise ConfigError(f"{OPTIONS}: load: {load!r} is not known; use 'async' or 'layerwise'")
+        raise ConfigError(f"{OPTIONS}: load: {load!r} is not valid; use 'async' or 'layerwise'")
     return load == "layerwise"
 
 
 def form_of(workers: Mapping[Any, Any], pool: SharedHostPool, ranks: int) -> str:
-    """Return the form of the blocks, which all workers must agree on. Raises ConfigError if they do not, or share other
-    memory than this process."""
+    """Return the form of the blocks, which must be equal on all workers. Raises ConfigError if it is not, or if they
+    share other memory than this process."""
     found = [one for one in workers.values() if isinstance(one, WorkerLayout)]
     if len(found) != ranks:
-        raise ConfigError(f"{len(found)} of {ranks} workers have told the layout of their blocks; restart the engine")
+        raise ConfigError(f"only {len(found)} of {ranks} workers reported their block layout; restart the engine")
     forms = {one.form for one in found}
     if len(forms) > 1:
         raise ConfigError(f"the workers have blocks of different layouts: {'; '.join(sorted(forms))}")
     if any(one.memory != pool.identity for one in found):
-        raise ConfigError("a worker shares other memory than the scheduler; several nodes are not supported")
+        raise ConfigError("a worker shares other memory than the scheduler; run one engine per node")
     return forms.pop()
 
 
@@ -207,21 +206,21 @@ def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
         f"kv_role {transfer.kv_role!r} is not supported, every engine loads and saves; use 'kv_both'":
             transfer.kv_role != "kv_both",
         "pipeline parallelism is not supported yet; use tensor parallelism": parallel.pipeline_parallel_size > 1,
-        "several nodes are not supported: the workers share host memory; run one engine a node and let them "
+        "several nodes are not supported: the workers share host memory; run one engine per node and let them "
         "share storage": parallel.nnodes > 1,
-        "context parallelism is not supported yet; leave it out":
+        "context parallelism is not supported yet; turn it off":
             parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
         f"models with {len(groups)} groups of KV caches (hybrid memory allocator) are not supported here; "
         f"{_SECOND_PATH}": len(groups) != 1,
-        f"only full attention is supported here, a sliding window drops blocks; {_SECOND_PATH}":
+        f"only full attention is supported here, because a sliding window drops blocks; {_SECOND_PATH}":
             not all(isinstance(layer, FullAttentionSpec) for layer in layers),
-        "the KV of this model is no function of the tokens before (a prefix or a canvas is attended to as a whole, or "
-        "pooling needs all tokens); leave the connector out":
+        "the KV of this model does not depend only on earlier tokens (a prefix or a canvas is attended to as a "
+        "whole, or pooling needs all tokens); remove the connector":
             any(layer.non_causal for layer in layers if isinstance(layer, FullAttentionSpec))
             or vllm.model_config.is_diffusion or not vllm.model_config.is_prefix_caching_supported,
-        "speculative decoding with a draft model's KV (EAGLE, MTP) is not supported yet; use ngram, or leave it out":
+        "speculative decoding with a draft model's KV (EAGLE, MTP) is not supported yet; use ngram, or turn it off":
             speculative is not None and speculative.uses_draft_kv_cache(),
-        f"--prefix-caching-hash-algo {algorithm}: a prompt can be made that collides with another one's pages; use "
+        f"--prefix-caching-hash-algo {algorithm}: a prompt can be made that collides with another's pages; use "
         "sha256": not algorithm.startswith("sha256"),
     }  # fmt: skip
     found = [problem for problem, is_there in problems.items() if is_there]

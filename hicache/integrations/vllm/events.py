@@ -1,7 +1,8 @@
 """HiCache's events of host memory and storage as vLLM's own KV events.
 
-vLLM publishes what a connector gives to `take_events` among the events of its device. A page key is the hash of the
-last block of the page, so subscribers know it from the events of the device; pages of adapters have keys of HiCache.
+vLLM publishes the events that a connector returns from `take_events` together with those of its device. A page key is
+the hash of the page's last block, so subscribers know it from the device's events; pages of adapters have keys of
+HiCache.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ...events import Cleared, Event, Medium, Stored
 
-# As vLLM's own tiers are named in its events.
+# The names of vLLM's own tiers in its events.
 _MEDIUMS = {Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"}
 
 
 def vllm_events(events: Iterable[Event]) -> Iterator[KVCacheEvent]:
-    """Yield the same events as vLLM's. The tokens are not known: vLLM hashes them, and HiCache sees hashes alone."""
+    """Yield the events in vLLM's form. The tokens are unknown: vLLM hashes them, and HiCache only gets hashes."""
     for event in events:
         if isinstance(event, Cleared):
             yield AllBlocksCleared()

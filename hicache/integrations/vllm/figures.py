@@ -1,6 +1,6 @@
-"""HiCache's copies in vLLM's own figures: the log line of connectors, and counters among vLLM's Prometheus metrics.
+"""HiCache's copies in vLLM's own statistics: the log line of connectors, and counters in vLLM's Prometheus metrics.
 
-Tiers, storage and everything else are HiCache's own metrics, which the section `metrics` of its configuration serves.
+Tiers, storage and the rest are in HiCache's own metrics, which the section `metrics` of its configuration enables.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from .scheduler import Copied
 
-# Name, what it counts, for each direction.
+# Name and description, for each direction.
 _COUNTED = (
     ("pages", "Pages copied"),
     ("bytes", "Bytes copied"),
-    ("seconds", "Seconds that copies took on the slowest rank"),
+    ("seconds", "Seconds of copies on the slowest rank"),
 )
 _DIRECTIONS = (("loaded", "from host memory to the device"), ("saved", "from the device to host memory"))
 
@@ -29,7 +29,7 @@ class CopyStats(KVConnectorStats):
 
     @classmethod
     def of(cls, copied: Iterable[Copied], page_bytes: int) -> CopyStats | None:
-        """Return the sums of `copied`, None for no copies."""
+        """Return the sums of `copied`, or None without copies."""
         data: dict[str, Any] = {}
         for copy in copied:
             name = "loaded" if copy.load else "saved"

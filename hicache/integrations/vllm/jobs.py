@@ -1,7 +1,7 @@
-"""What the scheduler's process and the workers of one vLLM engine tell each other in each step. Plain values, which are
-pickled on their way; no tensor and no handle.
+"""The messages between the scheduler's process and the workers of one vLLM engine in each step. Plain values, which
+vLLM serializes; no tensors and no handles.
 
-    scheduler -> workers   `Step`: the copies to start, and whose copies to wait for
+    scheduler -> workers   `Step`: the copies to start, and the requests whose copies to wait for
     workers -> scheduler   `Report`: the copies that have ended, merged over the ranks
 """
 
@@ -17,7 +17,7 @@ class Job:
     """One copy of every rank between its blocks of the device and its part of the host frames, pairwise.
 
     `blocks` and `host_blocks` are int32 arrays of equal length; block i of host page p is host block
-    `p * blocks_per_page + i`. A job that is `lost` is a load whose pages left the host before it could begin: it
+    `p * blocks_per_page + i`. A `lost` job is a load whose pages were evicted from the host before it could begin: it
     copies nothing and ends as failed.
     """
 
@@ -32,9 +32,9 @@ class Job:
 class Step:
     """The orders of one engine step. `layerwise`: the forward of this step waits for `loads`, layer by layer.
 
-    `flush` are the requests that lose their blocks in this step: their saves must have ended before the forward writes.
-    `release` are the requests that have ended and whose blocks vLLM keeps until their saves have ended.
-    `prefill_tokens` are the prompt tokens of a forward that waits for no load and computes little else, or 0.
+    `flush` are the requests that lose their blocks in this step: their saves must end before the forward writes.
+    `release` are the ended requests whose blocks vLLM keeps until their saves have ended. `prefill_tokens` are the
+    prompt tokens of a forward that does not wait for loads and computes little else, or 0.
     """
 
     loads: list[Job] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Report:
     prefill: tuple[int, float] | None = None
 
     def merge(self, other: Report) -> Report:
-        """Return this report with that of another rank, or of a later step, taken in."""
+        """Return this report merged with that of another rank, or of a later step."""
         for job, ended in other.jobs.items():
             mine = self.jobs.get(job)
             if mine is None:

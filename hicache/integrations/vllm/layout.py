@@ -1,10 +1,10 @@
-"""What a page of vLLM's blocks looks like, as the scheduler's process and all workers compute it alike.
+"""The layout of a page of vLLM's blocks, which the scheduler's process and all workers compute identically.
 
 A page is `blocks_per_page` blocks of the engine, of all ranks: one key, one frame, one tag, one I/O. Its payload is
 
     [rank][block of the page][layer][bytes of the engine]
 
-Ranks that hold the same bytes, as with the latent of MLA, share one part of it.
+Ranks with the same bytes, as with the latent of MLA, share one part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...geometry import PageShape, Piece
 class BlockLayout:
     """The blocks of one engine: `layer_bytes` of one block in each layer, in order, on each rank.
 
-    `ranks` is the number of tensor-parallel workers, `replicas` how many consecutive ones hold the same bytes.
+    `ranks` is the number of tensor-parallel workers, `replicas` how many consecutive ones have the same bytes.
     """
 
     block_tokens: int
@@ -39,7 +39,7 @@ class BlockLayout:
 
     @property
     def parts(self) -> int:
-        """Parts of a page, each of which one rank or several equal ones copy."""
+        """Parts of a page; one rank, or several equal ones, copy each of them."""
         return self.ranks // self.replicas
 
     @property
@@ -61,5 +61,5 @@ class BlockLayout:
         return rank // self.replicas * pieces, pieces
 
     def saves(self, rank: int) -> bool:
-        """True if `rank` writes its part: of ranks that hold the same bytes, the first one does."""
+        """Return True if `rank` writes its part: the first of ranks with the same bytes does."""
         return rank % self.replicas == 0

@@ -1,20 +1,21 @@
-"""The scheduler's process of vLLM: decides which pages are loaded and saved, and owns the cache over the shared frames.
+"""The part in vLLM's scheduler process: decides which pages are loaded and saved, and owns the cache over the shared
+frames.
 
 Per request and in this order:
 
     arrive -> match (until it is not None) -> allocated -> (build_step, report per step) -> finish
 
 One request has at most one load in flight, and a save for each step in which it filled pages. A job ends when all
-workers have reported it. A request that has ended keeps its blocks, by vLLM's own rule, until its saves have ended;
-then nothing of it is remembered here.
+workers have reported it. By vLLM's own rule, an ended request keeps its blocks until its saves have ended; then it is
+forgotten here.
 
-Only pages that are on L2, and so are verified, are offered to vLLM: a load can fail by a fault of the device alone. A
-request whose load has failed is not offered pages again, because vLLM would load them for ever where blocks are scarce.
+Only pages on L2, which are verified, are offered to vLLM, so a load can only fail by a fault of the device. After a
+failed load, pages are not offered to that request again, because vLLM would load them repeatedly if blocks are scarce.
 
-Locking design: vLLM calls from one thread. The thread `hicache-idle` calls `poll` while vLLM makes no steps, so that
-what was saved is stored and the operator's commands are carried out in an idle engine too. One lock guards everything;
-vLLM's calls hold it for microseconds, and `poll` runs only if no call came for `_IDLE_S`, so that nothing evicts the
-pages that `match` has just offered.
+Locking design: vLLM calls from one thread. The thread `hicache-idle` calls `poll` while vLLM makes no steps, so that an
+idle engine also stores saved pages and serves the operator's commands. One lock guards everything; vLLM's calls hold it
+for microseconds, and `poll` runs only if there was no call for `_IDLE_S`, so that the pages that `match` has just
+offered are not evicted.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from .layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 
-# An engine that made no call for so long is idle, or computes a long step, and `poll` is called for it.
+# After this time without a call the engine is idle, or computes a long step, and the thread calls `poll`.
 _IDLE_S = 0.02
-# A step that computes nothing because its requests wait for storage rests for so long: vLLM repeats it at once, and a
-# loop that spins keeps the interpreter's lock from the threads that read.
+# The pause of a step that computes nothing because its requests wait for storage: vLLM repeats it at once, and a busy
+# loop would take the interpreter's lock from the reading threads.
 _REST_S = 0.0005
 # A forward counts as prefill if decoding adds no more than this share to its tokens.
 _DECODE_SHARE_MAX = 0.1
 
 
 class EngineRequest(Protocol):
-    """What is read of vLLM's request."""
+    """The used fields of vLLM's request."""
 
     request_id: str
     num_computed_tokens: int
@@ -57,11 +58,11 @@ class EngineRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of the output so far."""
+        """Tokens of the prompt and the output so far."""
 
 
 class EngineStep(Protocol):
-    """What is read of vLLM's scheduler output."""
+    """The used fields of vLLM's scheduler output."""
 
     num_scheduled_tokens: Mapping[str, int]
     preempted_req_ids: set[str] | None
@@ -69,8 +70,8 @@ class EngineStep(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request that has not ended. `start_tokens` are those that vLLM had at the last match. `tried_pages`: so many
-    pages were saved, or could not be."""
+    """A request that has not ended. `start_tokens` are the tokens that vLLM had at the last match; `tried_pages` the
+    pages that were saved or could not be."""
 
     request: EngineRequest
     extra_key: str | None
@@ -82,7 +83,7 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Open:
-    """A job in flight, and what has been reported of it. `handle` is None for a load that was lost."""
+    """A job in flight, and its reports. `handle` is None for a lost load."""
 
     rid: str
     handle: HostLoad | HostWrite | None
@@ -92,7 +93,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Pages copied by a job that has ended well, for vLLM's connector statistics."""
+    """Pages copied by a successful job, for vLLM's connector statistics."""
 
     load: bool
     pages: int
@@ -100,8 +101,8 @@ class Copied:
 
 
 class SchedulerSide:
-    """See the module's docstring. `layerwise`: the forward waits for loads layer by layer instead of vLLM scheduling
-    the request once they have ended. Takes the cache over: `close` closes it.
+    """See the module's docstring. `layerwise`: the forward waits for loads layer by layer, instead of vLLM scheduling
+    the request after they have ended. Owns the cache: `close` closes it.
     """
 
     def __init__(self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False) -> None:
@@ -113,7 +114,7 @@ class SchedulerSide:
         self._jobs: dict[int, _Open] = {}
         self._next_job = 0
         self._loads: list[Job] = []  # for the next step
-        self._release: dict[str, set[int]] = {}  # requests that have ended, and their saves in flight
+        self._release: dict[str, set[int]] = {}  # ended requests and their saves in flight
         self._released: list[str] = []  # for the next step
         self._copied: list[Copied] = []
         self._called_s = time.monotonic()
@@ -124,8 +125,8 @@ class SchedulerSide:
     # A request
 
     def arrive(self, request: EngineRequest, extra_key: str | None = None) -> None:
-        """Start to read from storage what it has of a new request. `extra_key` names what the block hashes do not
-        cover, such as the weights of an adapter."""
+        """Start to read the pages of a new request from storage. `extra_key` identifies inputs outside the block
+        hashes, such as the weights of an adapter."""
         with self._called():
             if request.request_id not in self._requests:
                 tracked = self._requests[request.request_id] = _Tracked(request, extra_key)
@@ -133,8 +134,8 @@ class SchedulerSide:
                     self.cache.prefetch(request.request_id, self._key(tracked, self._prompt_pages(request)))
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
-        """Return how many tokens behind the first `computed_tokens`, which are whole blocks, can be loaded. None: ask
-        again in a later step, because storage is being read or another request loads one of the pages."""
+        """Return how many tokens after the first `computed_tokens`, which are whole blocks, can be loaded. None: call
+        it again in a later step, because storage is being read or another request is loading one of the pages."""
         with self._called():
             rid, tracked = request.request_id, self._requests[request.request_id]
             pages, start = self._prompt_pages(request), computed_tokens // self._layout.page_tokens
@@ -142,7 +143,7 @@ class SchedulerSide:
             if wanted and not self.cache.check_prefetch(rid):
                 return None
             key = self._key(tracked, pages)
-            # Also where nothing is wanted: the cache counts the request, and knows of which weights its pages are.
+            # Also without wanted pages: the cache counts the request, and records the weights of its pages.
             found = self.cache.lookup(rid, key, start)
             if found.loading and wanted:
                 return None
@@ -152,9 +153,7 @@ class SchedulerSide:
             return (start + found.pages) * self._layout.page_tokens - computed_tokens
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], tokens: int) -> None:
-        """Load `tokens` tokens behind those that vLLM had at the last `match` into `blocks`, all blocks of the request.
-
-        With 0 tokens nothing is loaded.
+        """Load `tokens` tokens after those that vLLM had at the last `match` into `blocks`, all blocks of the request.
         """
         if not tokens:
             return
@@ -166,7 +165,7 @@ class SchedulerSide:
             start_page, end_page = begin // per_page, -(-end // per_page)
             load = self.cache.begin_load(rid, self._key(tracked, end_page), start_page, end_page)
             device = np.array(blocks[begin:end], np.int32)
-            if load is None:  # left L2 since the match
+            if load is None:  # evicted from L2 since the match
                 tracked.storage_pages = 0
                 self._loads.append(self._open(rid, None, Job(self._next_job, rid, device, NO_PAGES, lost=True), 0))
                 return
@@ -175,11 +174,11 @@ class SchedulerSide:
             self._loads.append(self._open(rid, load, Job(self._next_job, rid, device, hosts), end_page - start_page))
 
     def loaded_from_storage(self, request: EngineRequest) -> int:
-        """Return how many tokens of the load that was begun last came from storage for this request."""
+        """Return how many tokens of the last load came from storage for this request."""
         return self._requests[request.request_id].storage_pages * self._layout.page_tokens
 
     def finish(self, rid: str) -> bool:
-        """Forget a request that has ended. True: its blocks must stay until the workers say that its saves have ended.
+        """Forget an ended request. Return True if its blocks must stay until the workers report the end of its saves.
         """
         with self._called():
             tracked = self._requests.pop(rid, None)
@@ -193,7 +192,7 @@ class SchedulerSide:
 
     @property
     def frees_blocks_soon(self) -> bool:
-        """True while a request that has ended waits for its saves."""
+        """True while an ended request waits for its saves."""
         return bool(self._release)
 
     # A step
@@ -201,17 +200,17 @@ class SchedulerSide:
     def build_step(
         self, step: EngineStep, block_ids: Callable[[str], Sequence[int] | None]
     ) -> Step:
-        """Return the orders of a step and take in what has ended. `block_ids` gives the blocks of a scheduled request.
-        """
+        """Return the orders of a step, and complete ended operations. `block_ids` returns the blocks of a scheduled
+        request."""
         with self._called():
             self.cache.poll()
             orders = Step(layerwise=self._layerwise)
-            # Also one that was aborted after it: its blocks were free by then.
+            # Includes a request that was aborted after it: its blocks were already free.
             preempted = step.preempted_req_ids or set()
             saving = {job.rid for job in self._jobs.values() if isinstance(job.handle, HostWrite)}
             orders.flush += saving & preempted
             for rid in preempted & self._requests.keys():
-                self._requests[rid].saves.clear()  # they are of blocks that it has lost
+                self._requests[rid].saves.clear()  # they belong to lost blocks
             orders.loads, self._loads = self._loads, []
             orders.release, self._released = self._released, []
             decoded = 0
@@ -232,7 +231,7 @@ class SchedulerSide:
         return orders
 
     def report(self, report: Report) -> None:
-        """Take in what the workers have reported. A job ends once all of them have."""
+        """Process the workers' reports. A job ends once all workers have reported it."""
         with self._called():
             if report.prefill is not None:
                 self.cache.record_prefill(*report.prefill)
@@ -247,7 +246,7 @@ class SchedulerSide:
             self._end_jobs()
 
     def take_copied(self) -> list[Copied]:
-        """Return the copies that ended well since the last call."""
+        """Return the successful copies since the last call."""
         with self._lock:
             copied, self._copied = self._copied, []
         return copied
@@ -255,10 +254,10 @@ class SchedulerSide:
     # The engine
 
     def new_weights(self) -> None:
-        """Serve and store nothing from now on that was computed before.
+        """Switch to a new weights epoch: earlier pages are no longer served or stored.
 
-        The epoch is the time in nanoseconds: a count would begin again after a restart, and find the pages of other
-        weights that an earlier run had counted the same. The clock may have been set back.
+        The epoch is the time in nanoseconds: a counter would restart with the process, and could find pages of other
+        weights from an earlier run. It also rises if the clock was set back.
         """
         with self._called():
             self.cache.update_weights(max(time.time_ns(), self.cache.weights_epoch + 1))
@@ -285,13 +284,13 @@ class SchedulerSide:
                     self.cache.poll()
 
     def _prompt_pages(self, request: EngineRequest) -> int:
-        """How many pages may be loaded: the last token is computed, since its logits are wanted."""
+        """Return how many pages may be loaded: the last token must be computed for its logits."""
         hashed = len(request.block_hashes) // self._layout.blocks_per_page
         return min((request.num_tokens - 1) // self._layout.page_tokens, hashed)
 
     def _key(self, tracked: _Tracked, pages: int) -> RadixKey:
-        """The key of the first `pages` pages: the hash of a page is that of its last block, which covers all blocks
-        before it."""
+        """Return the key of the first `pages` pages: the hash of a page is that of its last block, which covers all
+        blocks before it."""
         per_page = self._layout.blocks_per_page
         last = tracked.request.block_hashes[per_page - 1 : pages * per_page : per_page]
         return RadixKey.of_hashes(last, extra_key=tracked.extra_key)
@@ -299,7 +298,7 @@ class SchedulerSide:
     def _save(
         self, tracked: _Tracked, tokens: int, block_ids: Callable[[str], Sequence[int] | None], orders: Step
     ) -> None:
-        """Order to save the pages among the first `tokens` tokens that L2 lacks."""
+        """Order the save of those pages of the first `tokens` tokens that are missing on L2."""
         request = tracked.request
         pages = min(tokens // self._layout.page_tokens, len(request.block_hashes) // self._layout.blocks_per_page)
         if pages <= tracked.tried_pages:
@@ -325,8 +324,8 @@ class SchedulerSide:
     def _end_jobs(self) -> None:
         """End the jobs that all ranks have ended.
 
-        A forward that waits for a load layer by layer computes garbage if the load fails, also on the ranks where it
-        went well. So a save waits for the layer-wise loads before it, and fails with them.
+        If a layer-wise load fails, its forward computes garbage, also on ranks where the load succeeded. So a save
+        waits for the layer-wise loads before it, and fails with them.
         """
         loading = False
         for number, job in list(self._jobs.items()):
@@ -353,7 +352,7 @@ class SchedulerSide:
             self._copied.append(Copied(isinstance(job.handle, HostLoad), job.pages, job.ended.seconds))
 
     def _host_blocks(self, pages: PageIds) -> PageIds:
-        """The host blocks of host pages, in order, int32."""
+        """Return the host blocks of host pages, in order, int32."""
         per_page = self._layout.blocks_per_page
         blocks = np.add.outer(pages * per_page, np.arange(per_page))
         return blocks.reshape(-1).astype(np.int32)

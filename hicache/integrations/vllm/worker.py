@@ -1,15 +1,16 @@
-"""A worker of vLLM: copies between its blocks and its part of the shared frames, as the scheduler's process says.
+"""The part in a vLLM worker: copies between its blocks and its part of the shared frames, as ordered by the scheduler's
+process.
 
-It knows no page, no key and no storage. Per step, on the worker's one thread and in this order:
+It does not use pages, keys or storage. Per step, on the worker's one thread and in this order:
 
     flush (before anything is overwritten) -> begin_step -> start_loads -> wait_layer per layer -> start_saves
     -> collect
 
-A load or save begins behind the work that is queued on the current stream at that moment. So a load never overwrites
-blocks that an earlier forward reads, and a save reads what the forward has written. Copies run beside later forwards.
+A load or save begins after the work that is queued on the current stream at that moment. So a load never overwrites
+blocks that an earlier forward reads, and a save reads the results of the forward. Copies overlap with later forwards.
 
-Invariant: the blocks of a save stay unchanged until it has ended. vLLM keeps the blocks of a request that has ended
-until `collect` names it, and `flush` waits for the saves of a request that loses its blocks.
+Invariant: the blocks of a save do not change until it has ended. vLLM keeps the blocks of an ended request until
+`collect` returns it, and `flush` waits for the saves of a request that loses its blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FLUSH_S_MAX = 120.0
 
 @dataclass(slots=True)
 class Collected:
-    """What has ended since the last step, for vLLM: requests whose load has ended, those of them whose load failed,
+    """The ended work since the last step, for vLLM: requests whose load has ended, those of them whose load failed,
     requests whose blocks may be freed, and device blocks that a layer-wise load has not filled.
     """
 
@@ -68,8 +69,8 @@ class _Copy:
 class WorkerSide:
     """See the module's docstring. `layers` are the regions of each layer, as `EngineBlocks` takes them.
 
-    Raises InvalidInput for a layout in which a block is not one piece of memory, and for layers of another size than
-    the page has.
+    Raises InvalidInput for a layout in which a block is not one piece of memory, and for layers whose size does not
+    match the page.
     """
 
     def __init__(
@@ -94,15 +95,15 @@ class WorkerSide:
     # Each step
 
     def flush(self, step: Step) -> None:
-        """Block until the saves of the requests in `step.flush` have ended. Raises TransferError if one is stuck: what
-        it has copied cannot be told from what is written next."""
+        """Block until the saves of the requests in `step.flush` have ended. Raises TransferError if one is stuck: its
+        copy might contain later writes."""
         for rid in step.flush:
             for copy in [copy for copy in self._saves.values() if copy.job.rid == rid]:
                 if copy.transfer is not None and not copy.transfer.wait(_FLUSH_S_MAX):
                     raise TransferError(f"copy: a save has not ended within {_FLUSH_S_MAX:.0f} s; restart the engine")
 
     def begin_step(self, step: Step) -> None:
-        """Begin to measure the forward of a step."""
+        """Start the measurement of a step's forward."""
         self._timer.begin(step.prefill_tokens)
 
     def start_loads(self, step: Step) -> None:
@@ -112,9 +113,9 @@ class WorkerSide:
             self._loads[job.id] = _Copy(job, transfer, step.layerwise)
 
     def wait_layer(self, layer: int) -> None:
-        """Order the forward behind the layer-wise loads of `layer`; on the CPU, block until it has arrived.
+        """Order the forward after the layer-wise loads of `layer`; on the CPU, block until they have arrived.
 
-        A load that failed does not raise: its blocks are reported as invalid, and vLLM computes them again.
+        A failed load does not raise: its blocks are reported as invalid, and vLLM computes them again.
         """
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         for copy in self._loads.values():
@@ -132,7 +133,7 @@ class WorkerSide:
             self._saves[job.id] = _Copy(job, transfer)
 
     def collect(self, step: Step) -> Collected:
-        """Take in all copies that have ended. Does not block."""
+        """Process all ended copies. Does not block."""
         found = Collected()
         for copy in self._take_ended(self._loads):
             if not copy.layerwise:
@@ -151,7 +152,7 @@ class WorkerSide:
         return found
 
     def take_report(self) -> Report | None:
-        """Return what has ended since the last call, None for nothing."""
+        """Return the report since the last call, or None."""
         measured = self._timer.take()
         if measured is not None:
             self._report.prefill = measured
@@ -161,7 +162,7 @@ class WorkerSide:
         return report
 
     def close(self, timeout_s: float) -> bool:
-        """End the copies; False if one is still running after `timeout_s`."""
+        """End the copies; return False if one is still running after `timeout_s`."""
         return self._copies.close(timeout_s)
 
     # Inside
@@ -178,7 +179,7 @@ class WorkerSide:
         return copy(source, target, after=self._fence())
 
     def _fence(self) -> Fence | None:
-        """A point behind all that is queued on the current stream; on the CPU the forward has computed already."""
+        """Return a point after all work on the current stream; None on the CPU, where the forward has already ended."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
     def _invalidate(self, copy: _Copy, error: TransferError | None) -> None:
@@ -187,7 +188,8 @@ class WorkerSide:
 
 
 class _ForwardTimer:
-    """Measures forwards over prompt tokens: on CUDA with events of the stream, which are read once they have passed."""
+    """Measures forwards over prompt tokens: on CUDA with events of the stream, which are read after they have
+    passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

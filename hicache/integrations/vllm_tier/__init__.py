@@ -2,11 +2,11 @@
 
     adapter    HiCacheTier: vLLM's class, the only module here that imports vLLM
     tier       ChunkTier: promotions into vLLM's host memory and cascades from it, on threads
-    jobs       what one promotion or cascade is, and how its threads and the scheduler share it
-    lookups    which chunks storage has, asked by a thread and answered to the scheduler
+    jobs       one promotion or cascade, shared by its thread and the scheduler
+    lookups    lookups of chunks in storage, by a thread for the scheduler
     identity   the namespace of an engine's chunks, and their keys
 
-vLLM keeps its primary tier, chunks of KV in shared host memory, and decides what is promoted from here into it.
+vLLM keeps its primary tier, chunks of KV in shared host memory, and decides which chunks are promoted into it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """HiCacheTier: a secondary tier of vLLM's TieringOffloadingSpec over a ChunkTier.
 
-vLLM makes it in the scheduler's process, calls it on the scheduler's thread alone, and says nothing of new weights but
-by `drain_jobs`: it calls that only before it resets its caches, as it does for new weights, for sleep and on request.
+vLLM creates it in the scheduler's process and calls it only on the scheduler's thread. It does not notify of new
+weights, except by `drain_jobs`, which it calls before it resets its caches: for new weights, for sleep and on request.
 
-Written against vLLM 0.32.
+Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _WHERE = "secondary_tiers of kv_connector_extra_config"
 class HiCacheTier(SecondaryTierManager):
     """See the module's docstring. Options of its entry in `secondary_tiers`:
 
-    `config` names HiCache's configuration, a file; of it, storage, storage_format, integrity, transfer, prefetch and
-    metrics count here. `model` is a name of the weights in place of the model's folder: it changes whenever they do,
-    and with each flag that changes what they compute, which vLLM does not tell a tier. `in_place` moves chunks without
-    a copy: a store that hangs then holds the requests that wait for it, and `reset_cache`. `locality` is for vLLM.
+    `config` is the file of HiCache's configuration; the sections storage, storage_format, integrity, transfer, prefetch
+    and metrics are used. `model` is a name of the weights instead of the model's folder: it must change whenever they
+    do, and with each flag that changes their results, which vLLM does not pass to a tier. `in_place` transfers chunks
+    without a copy: a store that hangs then blocks the requests that wait for it, and `reset_cache`. `locality` is for
+    vLLM.
 
-    Raises ConfigError for options and a configuration that do not fit, BackendError if storage cannot be opened.
+    Raises ConfigError for invalid options or configuration, BackendError if storage cannot be opened.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -72,7 +73,7 @@ class HiCacheTier(SecondaryTierManager):
         layout = chunk_layout(offloading_spec, self.block_size_bytes)
         options = engine_config(_WHERE, {"config": config}, layout.chunk_tokens, whole_page=True)
         if options.storage is None:
-            raise ConfigError("storage: the configuration has none, and a tier of vLLM is nothing else; add it")
+            raise ConfigError("storage: is not configured, but a tier of vLLM needs it; add the section `storage`")
         name = offloading_spec.config.model.name
         identity = model_identity(_WHERE, {"model": model}, name, None)
         opener = StorageOpener(options, element_bytes=DTYPE_BYTES.get(layout.dtype))
@@ -117,7 +118,7 @@ class HiCacheTier(SecondaryTierManager):
         ]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """See vLLM's SecondaryTierManager: chunks are stored as they are computed."""
+        """See vLLM's SecondaryTierManager: chunks are stored when they are computed."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -129,23 +130,23 @@ class HiCacheTier(SecondaryTierManager):
         self._tier.step()
 
     def drain_jobs(self) -> None:
-        """See vLLM's SecondaryTierManager. Also leaves what is stored: the weights may be others now.
+        """See vLLM's SecondaryTierManager. Also switches to a new namespace, because the weights may have changed.
 
-        The epoch is the time: a count would begin again after a restart, and find the pages of other weights.
+        The epoch is the time: a counter would restart with the process, and could find pages of other weights.
         """
         self._tier.reset(time.time_ns())
 
     def shutdown(self) -> None:
-        """See vLLM's SecondaryTierManager. Blocks for `transfer.shutdown_deadline` at most."""
+        """See vLLM's SecondaryTierManager. Blocks for at most `transfer.shutdown_deadline`."""
         self._tier.close()
 
 
 def chunk_layout(spec: OffloadingSpec, chunk_bytes: int) -> ChunkLayout:
-    """Return how the engine of `spec` lays out its chunks, rows of `chunk_bytes` of its primary tier."""
+    """Return the chunk layout of the engine of `spec`: rows of `chunk_bytes` of its primary tier."""
     config = spec.config
     parallel = config.parallel
     platform = current_platform.device_type
-    if platform == "cpu":  # its kernels pack K as the instruction set wants it
+    if platform == "cpu":  # its kernels pack K for the instruction set
         platform += f":{torch.backends.cpu.get_cpu_capability()}"
     return ChunkLayout(
         engine=f"vllm/{vllm_version}/{platform}",
@@ -167,6 +168,6 @@ def chunk_layout(spec: OffloadingSpec, chunk_bytes: int) -> ChunkLayout:
 
 
 def _key_of(name: bytes) -> bytes:
-    """Return the page key of a chunk. REQUIRES: a request was seen; vLLM has made its root hash by then."""
+    """Return the page key of a chunk. REQUIRES: a request has arrived, so vLLM has set its root hash."""
     root: bytes = kv_cache_utils.NONE_HASH
     return chunk_keys(root)(name)

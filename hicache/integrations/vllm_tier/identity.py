@@ -1,13 +1,13 @@
-"""What two vLLM engines must agree on before one reads a chunk that the other has stored, and the key of a chunk.
+"""The namespace of a vLLM engine's chunks (everything that must be equal before engines share them), and their keys.
 
-A chunk is a row of vLLM's primary tier: the blocks of one KV cache group, of all workers one behind the other. A row
-has the same length for each group, and what lies in it follows from the layers of the group.
+A chunk is a row of vLLM's primary tier: the blocks of one KV cache group, of all workers in order. Rows have the same
+length for each group; the layers of the group determine their content.
 
-vLLM names a chunk by the hash of its last block, which covers all tokens before it, the adapter, the salt and the
-multimodal inputs, and by its group. The hash has 16 or 32 bytes, depending on the algorithm, and both together are
-longer than a page key, so a page key is a SHA-256 over them. It also covers vLLM's root hash, which follows from the
-algorithm and from its seed (`PYTHONHASHSEED`): chunks of engines that hash in another way, or begin with another
-seed, have other keys. vLLM knows the root only after it has made its tiers, so it is not part of the namespace.
+vLLM identifies a chunk by its group and by the hash of its last block, which covers all earlier tokens, the adapter,
+the salt and the multimodal inputs. The hash has 16 or 32 bytes, depending on the algorithm, and with the group it is
+longer than a page key, so a page key is a SHA-256 over both. It also covers vLLM's root hash, which depends on the
+algorithm and its seed (`PYTHONHASHSEED`): engines with another algorithm or seed have other keys. vLLM sets the root
+hash after it has created its tiers, so it is not part of the namespace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ...geometry import PAGE_SIZE_MAX, PageShape, Piece
 from ...keys import Namespace
 
-# Changed when the key of a chunk is derived in another way.
+# To be changed with the derivation of a chunk's key.
 KEY_HASH = "vllm chunk key 1: sha256(root hash, block hash, group)"
 _KEY_DOMAIN = b"hicache.vllm_tier.key.1"
 
@@ -38,8 +38,8 @@ class ChunkGroup:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """How an engine lays out its chunks. `engine` names the engine, its version and the kind of its device, since the
-    order of bytes within a block is the engine's own business; `kv_layout` is what the engine calls it."""
+    """The layout of an engine's chunks. `engine` contains the engine, its version and the kind of its device, which
+    determine the order of bytes within a block; `kv_layout` is the engine's name of it."""
 
     engine: str
     dtype: str
@@ -57,12 +57,12 @@ class ChunkLayout:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of the shortest chunk, within what a page may have: groups may have blocks of different lengths."""
+        """Tokens of the shortest chunk, within the limits of a page: groups may have blocks of different lengths."""
         return min(PAGE_SIZE_MAX, *(group.block_tokens * self.chunk_blocks for group in self.groups))
 
     def namespace(self, model: str, label: str) -> Namespace:
-        """Return the namespace of these chunks under the weights `model`. A page holds the chunks of all ranks, so
-        there is one namespace for them. Raises InvalidInput for a layout that cannot exist."""
+        """Return the namespace of these chunks for the weights `model`. A page contains the chunks of all ranks, so
+        they share one namespace. Raises InvalidInput for an invalid layout."""
         groups = [[group.number, group.block_tokens, list(group.layers)] for group in self.groups]
         terms = [self.chunk_blocks, self.hash_tokens, self.is_canonical, self.is_replicated, groups]
         digest = hashlib.sha256(json.dumps(terms).encode()).hexdigest()
@@ -81,7 +81,7 @@ class ChunkLayout:
 
 @functools.cache
 def chunk_keys(root: bytes) -> Callable[[bytes], bytes]:
-    """Return what derives the page key of a chunk from its name in vLLM, under vLLM's root hash."""
+    """Return a function that derives the page key of a chunk from its name in vLLM, with vLLM's root hash."""
     start = hashlib.sha256(_KEY_DOMAIN + struct.pack("<H", len(root)) + root)
 
     def key_of(name: bytes) -> bytes:

@@ -1,14 +1,14 @@
 """One promotion or cascade: chunks that a thread moves between storage and the engine's host memory.
 
-By default a chunk goes through a frame of our own, so that a call which hangs holds none of the engine's memory: the
-scheduler leaves the job then, and the engine may use its rows for other chunks. With `in_place` storage reads into the
-rows and writes from them, where it can scatter and gather without a copy. Then a job cannot be left: the row of a page
-that a call still fills, or may still seal, must not get another chunk.
+By default a chunk is copied through a frame of HiCache, so that a call which hangs holds none of the engine's memory:
+the scheduler abandons the job, and the engine may use its rows for other chunks. With `in_place` storage reads into the
+rows and writes from them, without a copy if it can scatter and gather. Then a job cannot be abandoned: the row of a
+page that a call still fills, or may still seal, must not get another chunk.
 
-Locking design: a job belongs to its thread but for `lock`, `is_left` and `is_cancelled`. The thread touches rows of the
-engine only under `lock` and while `is_left` is False (in place, throughout its calls); the scheduler sets `is_left`
-under `lock`, which it takes without waiting. `hung_at_s` and `is_cancelled` are one reference each. The scheduler reads
-the other fields when the job has ended, and `done` also when it leaves it.
+Locking design: a job belongs to its thread, except for `lock`, `is_left` and `is_cancelled`. The thread accesses rows
+of the engine only under `lock` and while `is_left` is False (in place, throughout its calls); the scheduler sets
+`is_left` under `lock`, which it takes without waiting. `hung_at_s` and `is_cancelled` are one reference each. The
+scheduler reads the other fields after the end of the job, and `done` also when it abandons it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ...controller.gate import OpenStore
 from ...frame import HEADER_BYTES, PageBuffer, PageView, frame_bytes, unseal
 from ...frame.buffers import BufferPool
 
-# Frames of one call together, unless one is longer. Enough to keep the threads of a store busy, and a call in flight
-# per thread is all the memory that is needed.
+# The bytes of the frames of one call, unless one frame is larger: enough to keep the threads of a store busy. The
+# memory is this for each thread.
 STAGING_BYTES = 16 << 20
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks `names` of the engine, with their page `keys` and the `rows` of the engine's memory that they are in.
+    """Chunks `names` of the engine, with their page `keys` and their `rows` in the engine's memory.
 
-    `done` has the positions that were read, or stored, in order. `failed` says that storage did not answer as it
-    should. A job counts as hung from `hung_at_s` on, on the clock of deadlines.
+    `done` has the positions that were read, or stored, in order. `failed`: storage failed or gave an invalid result. A
+    job counts as hung from `hung_at_s` on, on the clock of deadlines.
     """
 
     number: int
@@ -54,13 +54,13 @@ class Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def belongs(self) -> bool:
-        """True if the rows are the thread's while it holds `lock`."""
+        """True if the thread may access the rows while it holds `lock`."""
         return not self.is_left
 
 
 class ChunkRows:
-    """The engine's host memory, contiguous, as rows of `chunk_bytes` each. `staged_frames` is how many frames of
-    staging one call gets at most, of the `batch_pages` that a call may have."""
+    """The engine's contiguous host memory, as rows of `chunk_bytes`. `staged_frames` is the limit of staging frames of
+    one call, at most `batch_pages`."""
 
     def __init__(self, memory: memoryview, chunk_bytes: int, batch_pages: int) -> None:
         self.count = memory.nbytes // chunk_bytes
@@ -71,7 +71,7 @@ class ChunkRows:
         self._staging = BufferPool(self.staged_frames * self._frame_bytes)
 
     def frames(self, count: int) -> list[memoryview]:
-        """Return unsealed frames of staging; they come back when nobody refers to them."""
+        """Return unsealed frames of staging; they are freed with their last reference."""
         buffer, size = self._staging.take(), self._frame_bytes
         frames = [buffer[start : start + size] for start in range(0, count * size, size)]
         for frame in frames:
@@ -87,7 +87,7 @@ class ChunkRows:
         ]
 
     def fill_frame(self, row: int, frame: memoryview) -> None:
-        """Copy a row to the payload of a frame, which ends with zeros."""
+        """Copy a row to the payload of a frame, and fill the rest with zeros."""
         end = HEADER_BYTES + self._chunk_bytes
         np.copyto(np.frombuffer(frame[HEADER_BYTES:end], np.uint8), np.frombuffer(self._row(row), np.uint8))
         frame[end:] = bytes(frame.nbytes - end)
@@ -98,7 +98,7 @@ class ChunkRows:
         np.copyto(np.frombuffer(self._row(row), np.uint8), np.frombuffer(payload, np.uint8))
 
     def release(self) -> None:
-        """Let go of the engine's memory. REQUIRES: no job is in flight."""
+        """Release the engine's memory. REQUIRES: no job is in flight."""
         self._memory = None
 
     def _row(self, row: int) -> memoryview:

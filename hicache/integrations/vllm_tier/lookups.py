@@ -1,15 +1,16 @@
-"""LookupTable: which chunks storage has, as far as requests that are not finished have asked.
+"""LookupTable: the results of lookups of chunks in storage, for requests that are not finished.
 
-vLLM asks for single chunks, again in each step until it has an answer, and may not be kept waiting. So a new question
-is noted, the questions of one step go to a thread together, and their answers are read in a later step.
+vLLM looks up single chunks, in each step until it has an answer, and must not be blocked. So a new lookup is recorded,
+a thread makes the lookups of one step together, and a later step reads the results.
 
-    asked -> (answer of the thread) -> known      a hit or a miss, kept as long as a request that has asked lives
-    asked -> (patience is over)     -> known      a miss: storage does not answer
+    asked -> (result of the thread) -> known      a hit or a miss, kept until the last request for it is finished
+    asked -> (timeout)              -> known      a miss: storage does not answer
     known -> (`mark`)               -> known      a read has failed, or a chunk was stored
 
-A failed read makes a miss of a hit, or vLLM would promote the chunk again in each step, without end.
+A failed read turns a hit into a miss; otherwise vLLM would promote the chunk again in each step.
 
-Locking design: everything is the scheduler's, but the thread of a `Batch` writes its `answers` before it is settled.
+Locking design: everything belongs to the scheduler, except that the thread of a `Batch` writes its `answers` before it
+is settled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...errors import InvariantError
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """One chunk: `found` is None while it is not known."""
+    """One chunk: `found` is None while unknown."""
 
     found: bool | None
     asked_s: float
@@ -31,7 +32,7 @@ class Question:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The new questions of one step, and their answers, as many as there are."""
+    """The new lookups of one step, and their results so far."""
 
     questions: list[tuple[bytes, Question]]
     deadline_s: float
@@ -39,7 +40,7 @@ class Batch:
 
 
 class LookupTable:
-    """See the module's docstring. `patience_s` is how long a request waits for an answer.
+    """See the module's docstring. `patience_s` is how long a request waits for a result.
 
     Invariant: a chunk is in the table exactly while a request that asked for it is not finished.
     """
@@ -52,7 +53,7 @@ class LookupTable:
         self._new: list[tuple[bytes, Question]] = []
 
     def ask(self, name: bytes, request: str) -> bool | None:
-        """Return whether chunk `name` is stored, None as long as that is not known."""
+        """Return whether chunk `name` is stored, None while unknown."""
         question = self._questions.get(name)
         if question is None:
             question = self._questions[name] = Question(None, self._clock())
@@ -65,19 +66,19 @@ class LookupTable:
         return question.found
 
     def take_new(self) -> Batch | None:
-        """Return the questions since the last call, None if there are none."""
+        """Return the lookups since the last call, or None."""
         new, self._new = self._new, []
         return Batch(new, self._clock() + self._patience_s) if new else None
 
     def settle(self, batch: Batch) -> None:
-        """Take over the answers of a batch. Questions without one are misses; one that is known stays as it is."""
+        """Record the results of a batch. Lookups without a result are misses; known ones do not change."""
         answers = batch.answers + [False] * (len(batch.questions) - len(batch.answers))
         for (_, question), answer in zip(batch.questions, answers, strict=True):
             if question.found is None:
                 question.found = answer
 
     def mark(self, names: Iterable[bytes], found: bool) -> None:
-        """Set what is known of chunks that are in the table."""
+        """Set the result of chunks in the table."""
         for name in names:
             question = self._questions.get(name)
             if question is not None:
@@ -92,7 +93,7 @@ class LookupTable:
                 del self._questions[name]
 
     def refuse_all(self) -> None:
-        """Make a miss of every chunk in the table."""
+        """Turn every chunk in the table into a miss."""
         self.mark(list(self._questions), found=False)
         self._new.clear()
 

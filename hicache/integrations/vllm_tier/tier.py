@@ -1,14 +1,14 @@
-"""ChunkTier: HiCache's storage below the host memory of an engine that moves single chunks.
+"""ChunkTier: HiCache's storage below the host memory of an engine that transfers single chunks.
 
-    lookup      a thread asks storage for the chunks of a step, a later step has the answers (see `lookups`)
-    promotion   storage to host memory; each chunk that arrived counts, also behind one that did not
+    lookup      a thread looks up the chunks of a step, a later step has the results (see `lookups`)
+    promotion   storage to host memory; each chunk that arrived counts, also after a missing one
     cascade     host memory to storage; a chunk that could not be stored is lost
 
-All that can go wrong with storage ends as a miss or as a chunk that is not stored. A job ends for the engine when its
-thread has ended it, or when it hangs: then it is left to its thread (see `jobs`).
+Each failure of storage is a miss or a chunk that is not stored. A job ends for the engine when its thread has ended it,
+or when it hangs: then it is abandoned (see `jobs`).
 
-Locking design: the engine's scheduler thread makes every call but those under "On the threads", and owns all fields.
-Threads get a job or a batch of questions, and hand it back through one `SimpleQueue`.
+Locking design: the engine's scheduler thread makes every call except those under "On the threads", and owns all fields.
+Threads get a job or a batch of lookups, and return it through one `SimpleQueue`.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ logger = logging.getLogger(__name__)
 OpenNamespace: TypeAlias = Callable[[Namespace], StorageBackend]
 _Beat: TypeAlias = Callable[[], None]
 
-# How long after its deadline a call counts as hung: backends check their deadline between pages.
+# The time after its deadline when a call counts as hung: backends check their deadline between pages.
 GRACE_S = 0.25
-# A thread in such a call gets a substitute somewhat later.
+# A thread in such a call is replaced somewhat later.
 _STUCK_GRACE_S = 2.0
-# Dead and stuck threads are looked for this often.
+# The interval of checks for dead and stuck threads.
 _SUPERVISE_EVERY_S = 0.1
-# A promotion may take this long where `prefetch.policy` sets no time: the engine waits for it.
+# The time limit of a promotion if `prefetch.policy` sets none: the engine waits for it.
 _PROMOTION_S_MAX = 60.0
-# Part of the host memory that may wait to be stored where `transfer.store_host_share` is not set. The engine cannot
-# take its rows back, so the bound protects what it has in host memory.
+# The share of the host memory that may wait to be stored if `transfer.store_host_share` is not set. The engine cannot
+# take its rows back, so this limit protects its other chunks.
 _STORE_SHARE = 0.25
-# The memory that the gate registers with a store: none of the engine's, because no store moves pages in parts through
-# registered memory.
+# The memory that the gate registers with a store: none of the engine's, because stores do not move pages in parts
+# through registered memory.
 _NOT_REGISTERED = memoryview(bytearray(4096))
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job that has ended for the engine: of the chunks `names`, those that were read or stored are `moved`."""
+    """A job that has ended for the engine: of the chunks `names`, `moved` are those that were read or stored."""
 
     number: int
     names: Sequence[bytes]
@@ -74,7 +74,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """The questions of a step, and the store that they are put to."""
+    """The lookups of a step, and their store."""
 
     batch: Batch
     store: OpenStore
@@ -83,11 +83,11 @@ class _Asked:
 class ChunkTier:
     """See the module's docstring. `memory` is the engine's host memory, in rows of `namespace.shape.payload_bytes`.
 
-    `open_namespace` opens the store for a namespace; it is called here, and on a worker where the store is not there
-    yet. `key_of` derives the page key of a chunk from its name. `in_place` moves chunks without a copy, for the price
-    that `jobs` names. Serves metrics as the section `metrics` says, on the first free port of `processes`.
+    `open_namespace` opens the store for a namespace; it is called here, and later on a worker if the store is
+    unavailable. `key_of` derives the page key of a chunk from its name. `in_place` transfers chunks without a copy; see
+    `jobs` for its cost. Serves metrics as the section `metrics` configures them, on the first free port of `processes`.
 
-    Raises ConfigError and BackendError if storage cannot be opened, but not for one that is unavailable: that is opened
+    Raises ConfigError and BackendError if storage cannot be opened, but not if it is unavailable: then it is opened
     later.
     """
 
@@ -148,9 +148,8 @@ class ChunkTier:
     # Each step of the engine
 
     def lookup(self, name: bytes, request: str) -> bool | None:
-        """Return whether chunk `name` is stored, None as long as that is not known. Does not block.
-
-        False at once while storage is closed.
+        """Return whether chunk `name` is stored, None while unknown; False at once while storage is closed. Does not
+        block.
         """
         if not self._may(Direction.READ):
             return False
@@ -158,7 +157,7 @@ class ChunkTier:
         return self._lookups.ask(name, request)
 
     def load(self, number: int, names: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Read chunks into rows of the engine's memory. Does not block; job `number` comes out of `ended`."""
+        """Read chunks into rows of the engine's memory. Does not block; `ended` returns job `number`."""
         limit_s, prefetch = _PROMOTION_S_MAX, self._config.prefetch
         if prefetch.policy == "timeout":
             tokens = len(names) * self._namespace.shape.tokens
@@ -166,10 +165,10 @@ class ChunkTier:
         self._submit(Direction.READ, number, names, rows, self._clock() + limit_s)
 
     def store(self, number: int, names: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Store chunks from rows of the engine's memory; as `load`. Beyond the bound on what waits, and while storage
-        is closed, nothing is stored."""
+        """Store chunks from rows of the engine's memory; as `load`. Stores nothing while storage is closed, and beyond
+        the limit of waiting chunks."""
         if self._stores_queued and self._stores_queued + len(names) > self._stores_max:
-            self._log.warn("queue", "vllm tier: %d chunks wait to be stored, at most %d may; chunks are not stored",
+            self._log.warn("queue", "vllm tier: %d chunks wait to be stored, the limit is %d; chunks are not stored",
                            self._stores_queued, self._stores_max)  # fmt: skip
             self._end(Direction.WRITE, Ended(number, names, []))
             return
@@ -200,8 +199,7 @@ class ChunkTier:
         return ended
 
     def step(self) -> None:
-        """Ask storage what `lookup` does not know yet, and look after stores and threads. Once per step of the engine;
-        does not block."""
+        """Start new lookups in storage, and check stores and threads. Once per step of the engine; does not block."""
         self._gate.settle()
         batch = self._lookups.take_new()
         if batch is not None:
@@ -251,11 +249,11 @@ class ChunkTier:
         self._ended.append(ended)
 
     def _leave(self, before_s: float) -> None:
-        """Leave the jobs that hang at this time to their threads; not where storage has the engine's rows itself."""
+        """Abandon the jobs that hang at this time, except in-place jobs, whose calls use the engine's rows."""
         if self._in_place:
             return
         for job in [job for job in self._jobs.values() if job.hung_at_s <= before_s]:
-            if job.lock.acquire(blocking=False):  # else its thread copies a page: it does not hang
+            if job.lock.acquire(blocking=False):  # otherwise its thread is copying a page: it does not hang
                 job.is_left = job.is_cancelled = True
                 job.lock.release()
                 self._gate.failed(job.direction)
@@ -266,10 +264,10 @@ class ChunkTier:
     # Rarely
 
     def reset(self, epoch: int) -> None:
-        """End all jobs, and go on with storage under the namespace of the weights `epoch`, which nothing else has.
+        """End all jobs, and continue with storage under the new namespace of the weights `epoch`.
 
-        Blocks, at most for `transfer.shutdown_deadline` if chunks are copied. In place it waits for each call in
-        flight, however long that takes, because a store may still write to rows that get other chunks next.
+        Blocks, at most for `transfer.shutdown_deadline` if chunks are copied. In place it waits for each call in flight
+        without a limit, because a store may still write to rows that get other chunks next.
         """
         self._cancel(self._jobs.values())
         deadline_s = self._clock() + self._config.transfer.shutdown_deadline
@@ -287,8 +285,8 @@ class ChunkTier:
         self._gate.replace(functools.partial(self._open_namespace, namespace))
 
     def close(self) -> bool:
-        """End all threads and close storage; blocks for `transfer.shutdown_deadline` at most. What is queued is stored
-        within that time. False if a call hangs: its thread is left behind, and keeps the memory that it needs."""
+        """End all threads and close storage. Blocks for at most `transfer.shutdown_deadline`; queued chunks are stored
+        within that time. Return False if a call hangs: its thread remains, with its memory."""
         deadline_s = self._clock() + self._config.transfer.shutdown_deadline
         self._cancel(job for job in self._jobs.values() if job.direction is Direction.READ)
         for direction in Direction:
@@ -314,7 +312,7 @@ class ChunkTier:
             job.is_cancelled = True
 
     def statistics(self) -> EngineStorageStatistics:
-        """Return what happened so far. Any thread may call it; does not block."""
+        """Return the totals so far. Any thread may call it; does not block."""
         store, skipped, failures = self._gate.storage, dict(self._skipped), self._gate.open_failures
         if store is None:
             return EngineStorageStatistics(skipped, failures, (), {})
@@ -334,7 +332,7 @@ class ChunkTier:
             batch.answers += found
 
     def _read(self, job: Job, beat: _Beat) -> None:
-        """Read batch by batch. A page counts only if it is sealed as that page: a backend may have filled nothing."""
+        """Read in batches. A page counts only if its frame is sealed as that page: a backend may not have filled it."""
         backend = job.store.backend
         for part in self._parts(job, beat):
             keys, pages = [job.keys[position] for position in part], self._pages(job, part)
@@ -358,7 +356,7 @@ class ChunkTier:
                 return
 
     def _write(self, job: Job, beat: _Beat) -> None:
-        """Store batch by batch; a page that could not be stored ends the job."""
+        """Store in batches; a page that could not be stored ends the job."""
         backend = job.store.backend
         for part in self._parts(job, beat):
             job.hung_at_s = self._clock() + self._config.transfer.storage_deadline + GRACE_S
@@ -382,7 +380,7 @@ class ChunkTier:
                 return
 
     def _parts(self, job: Job, beat: _Beat) -> Iterator[range]:
-        """Return the positions of each call of a job, as long as it is wanted and has time."""
+        """Yield the positions of each call of a job, until it is cancelled or its time is over."""
         for part in batches(len(job.keys), self._batch_pages if self._in_place else self._rows.staged_frames):
             if job.is_cancelled or self._clock() >= self._last_s(job):
                 return
@@ -393,11 +391,11 @@ class ChunkTier:
         return self._rows.views(job.rows[part.start : part.stop]) if self._in_place else self._rows.frames(len(part))
 
     def _last_s(self, job: Job) -> float:
-        """When the last call of a job may begin."""
+        """Return the latest start of a job's last call."""
         return min(job.deadline_s, job.store.until[job.direction])
 
     def _deadline_s(self, job: Job) -> float:
-        """Of a call that begins now."""
+        """Return the deadline of a call that begins now."""
         return min(self._last_s(job), self._clock() + self._config.transfer.storage_deadline)
 
 
@@ -406,6 +404,6 @@ def _fail(job: Job) -> None:
 
 
 def _require_answers(answers: object, kind: type, count: int) -> None:
-    """Raise BackendError if a backend's answer is not one value of `kind` per page."""
+    """Raise BackendError if a backend's result is not one value of `kind` per page."""
     if not isinstance(answers, list) or len(answers) != count or not all(type(one) is kind for one in answers):
-        raise BackendError(f"the backend did not answer with {count} {kind.__name__} values")
+        raise BackendError(f"the backend did not return {count} {kind.__name__} values")
