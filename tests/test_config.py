@@ -535,7 +535,7 @@ def test_the_previous_key_comes_second(tmp_path: Path, load: Load) -> None:
         config = load(text, {"OLD_KEY": other})
         read = config.integrity.keys if name == "mac_key" else config.storage_format.keys
         assert read({"HICACHE_OLD_KEY": other}) == (bytes.fromhex(HEX_KEY), bytes.fromhex(other))
-        with pytest.raises(ConfigError, match=f"HICACHE_OLD_KEY: is not set; export it, or remove {section}.previous_{name}_env"):
+        with pytest.raises(ConfigError, match=f"is not set; export it, or remove {section}.previous_{name}_env"):
             read({})
 
 

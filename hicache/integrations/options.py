@@ -35,8 +35,8 @@ def engine_config(
         )
     if config.page_size % block_tokens:
         raise ConfigError(
-            f"page_size: {config.page_size} is not a multiple of the engine's block size {block_tokens}; use a multiple "
-            "of it, or remove page_size"
+            f"page_size: {config.page_size} is not a multiple of the engine's block size {block_tokens}; use a "
+            "multiple of it, or remove page_size"
         )
     return config
 

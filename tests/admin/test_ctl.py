@@ -90,7 +90,7 @@ def test_stores_are_bypassed_forced_detached_and_attached(ctl: Ctl, levels: Runn
     assert "forced on" in ctl.quick("stores").out
     ctl.quick("breaker", "all", "auto")
     assert "forced" not in ctl.quick("stores").out
-    assert "no terminal" in ctl("detach", code=2).err
+    assert "without a terminal" in ctl("detach", code=2).err
     assert "bypass it" in ctl.quick("detach", "disk", "--yes", code=2).err
     ctl.quick("detach", "--yes")
     assert ctl.quick("stores").out == "no stores are open\n" and "DETACHED" in ctl.quick("status").out

@@ -187,7 +187,7 @@ def test_ctl_finds_a_daemon_by_its_configuration(daemon: Daemon) -> None:
     keys = [key.hex() for key in keys_of(2)]
     pin = ctl.quick("--json", "pin", "--namespace", "aa", *keys).json
     assert pin["pages"] == 2 and pin["id"] in ctl.quick("pin").out
-    assert "begins so is open" in ctl.quick("quota", "12", "1MiB", code=2).err
+    assert "begins with these digits" in ctl.quick("quota", "12", "1MiB", code=2).err
 
 
 # Who

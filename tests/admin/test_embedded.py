@@ -266,14 +266,14 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
 @pytest.mark.parametrize(
     ("method", "target", "body", "code", "says"),
     [
-        ("POST", "/lookup", {}, 422, "give one of"),
-        ("POST", "/lookup", {"keys": KEYS, "prefix": KEYS[0]}, 422, "give one of"),
+        ("POST", "/lookup", {}, 422, "pass one of"),
+        ("POST", "/lookup", {"keys": KEYS, "prefix": KEYS[0]}, 422, "pass one of"),
         ("POST", "/lookup", {"keys": ["secret-key"]}, 422, "keys.0"),
         ("POST", "/lookup", {"tokens": {"ids": [-5]}}, 422, "tokens.ids.0"),
         ("POST", "/lookup", "{", 422, "JSON"),
         ("POST", "/pins", {"keys": KEYS}, 422, "token ids"),
         ("POST", "/pins", {"tokens": {"ids": IDS}, "ttl_s": 0}, 422, "ttl_s"),
-        ("POST", "/clear", {"where": "store"}, 422, "give a `store`"),
+        ("POST", "/clear", {"where": "store"}, 422, "pass `store`"),
         ("POST", "/clear", {"where": "store", "store": "tape"}, 404, "the stores are: file"),
         ("POST", "/clear", {"where": "all", "namespaces": "ab"}, 422, "namespaces"),
         ("POST", "/scrub", {"rate_bytes_per_s": 0}, 422, "rate_bytes_per_s"),

@@ -139,7 +139,7 @@ def test_below_a_shared_directory_the_root_has_to_be_private(tmp_path: Path) -> 
         open_file(shared / "s")
     (shared / "s").chmod(0o700)
     shared.chmod(0o777)
-    with pytest.raises(NotOurs, match=f"{shared} above it can be written by everybody"):
+    with pytest.raises(NotOurs, match=f"{shared} above it is writable by everyone"):
         open_file(shared / "s")
 
 
@@ -148,7 +148,7 @@ def test_each_directory_above_is_checked_and_named(tmp_path: Path) -> None:
     root = high / "middle" / "s"
     open_file(root).backend.close()
     high.chmod(0o777)
-    with pytest.raises(NotOurs, match=f": {high} above it can be written by everybody.* run chmod o-w"):
+    with pytest.raises(NotOurs, match=f": {high} above it is writable by everyone.* run chmod o-w"):
         open_file(root)
     high.chmod(0o1777)
     open_file(root).backend.close()

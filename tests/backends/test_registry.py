@@ -189,7 +189,7 @@ def test_a_backend_of_another_package_may_take_a_section_which_is_checked_before
         check_backend(SHELF, {"shelves": 4})
     with pytest.raises(ConfigError, match="shelfs: unknown entry; did you mean shelves"):
         check_backend(SHELF, {"shelfs": 2})
-    with pytest.raises(ConfigError, match="takes no HiCacheConfig; give its options by name"):
+    with pytest.raises(ConfigError, match="does not take a HiCacheConfig; pass options by name"):
         check_backend(SHELF, HiCacheConfig())
 
 

@@ -108,7 +108,7 @@ def test_a_page_shape_is_refused_where_l1_is_made_from_the_geometry(prefix_cache
 def test_an_engine_may_size_l1_itself() -> None:
     with create_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 5
-    with pytest.raises(ConfigError, match="device.tokens or device.memory_fraction"):
+    with pytest.raises(ConfigError, match="L1 has no size"):
         create_cache(config(device={}), NAMESPACE)
     for bad in (5, [["a tensor"]]):
         with pytest.raises(InvalidInput, match="pass a EngineBlocks"):

@@ -44,7 +44,7 @@ def test_a_session_lives_as_long_as_the_configuration_says() -> None:
 
 
 def test_sessions_without_a_prefix_cache_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sessions\.enabled needs prefix_cache: true"):
+    with pytest.raises(ConfigError, match=r"sessions\.enabled: needs prefix_cache: true"):
         HiCacheConfig(sessions={"enabled": True}, prefix_cache=False)
 
 

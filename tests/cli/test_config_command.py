@@ -143,7 +143,7 @@ def test_a_file_that_is_there_is_not_replaced_by_a_ready_configuration(tmp_path:
     file = tmp_path / "mine.yaml"
     file.write_text("mine")
     result = invoke("init", "redis", "-o", str(file))
-    assert result.exit_code == 2 and "is there already" in result.stderr and file.read_text() == "mine"
+    assert result.exit_code == 2 and "already exists" in result.stderr and file.read_text() == "mine"
 
 
 def test_the_ready_configurations_are_listed_and_a_typo_is_answered() -> None:

@@ -121,7 +121,7 @@ def test_a_closed_output_is_one_line_and_exit_code_2(args: list[str]) -> None:
     command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "hicache", *args]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (
-        2, "hicache: there is nowhere to write to: standard output is closed\n",
+        2, "hicache: standard output is closed; redirect it to a file or a terminal\n",
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def run_failing(error: BaseException) -> Result:
         (PermissionError(errno.EACCES, "Not yours", "/x\x1b[31m\udcff"), "'/x\\x1b[31m\\udcff': Not yours"),
         (OSError(errno.EXDEV, "Invalid link", "/a", None, "/b"), "'/a': '/b': Invalid link"),
         (OSError("no number"), "no number"),
-        (MemoryError(), "there is not enough memory"),
+        (MemoryError(), "not enough memory"),
         (CapacityError("too large"), "too large"),
         (BackendUnavailable("the disk is gone; plug it in"), "the disk is gone; plug it in\n"),
     ],

@@ -106,7 +106,7 @@ def test_one_file_for_both_reports_is_refused_before_the_replay(repository: Path
     code, output = hicache(
         repository, "replay", "--report", str(tmp_path / "a"), "--json", str(tmp_path / "x" / ".." / "a")
     )
-    assert code == 2 and "there is no directory" in output and "replaying" not in output
+    assert code == 2 and "does not exist" in output and "replaying" not in output
     code, output = hicache(repository, "replay", "--report", str(tmp_path / "a"), "--json", f"{tmp_path}/./a")
     assert code == 2 and "same file" in output and "replaying" not in output
 

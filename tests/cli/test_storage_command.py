@@ -209,7 +209,7 @@ def test_a_directory_that_is_no_store_is_left_alone(tmp_path: Path, command: str
 
 
 @pytest.mark.parametrize(
-    ("mode", "advice"), [(0o1777, "use a directory of its own, such as"), (0o770, "run chmod 700 on it")]
+    ("mode", "advice"), [(0o1777, "use a separate directory, such as"), (0o770, "run chmod 700 on it")]
 )
 def test_the_advice_on_a_directory_that_others_may_write_fits_what_it_is(
     tmp_path: Path, mode: int, advice: str

@@ -140,7 +140,7 @@ def test_ls_says_where_no_page_is_sound(stores: Stores) -> None:
         path = stores.root("a") / OTHER.hex() / key.hex()[:2] / key.hex()
         path.write_bytes(bytes(PAGE))
     result = invoke("ls", stores.root("a"), "--namespace", "22")
-    assert result.exit_code == 0 and "no sound page among those looked at" in result.stdout
+    assert result.exit_code == 0 and "all checked pages are damaged" in result.stdout
     (part,) = as_json("ls", stores.root("a"), "--pages", "--namespace", "22")
     assert [page["damaged"] for page in part["pages"]] == [True, True]
 
@@ -272,7 +272,7 @@ def test_a_copy_leaves_out_damage_and_what_hangs_on_it(stores: Stores) -> None:
     path.write_bytes(path.read_bytes()[:1000].ljust(PAGE, b"\xff"))
     result = invoke("copy", stores.root("a"), stores.root("b"), "--namespace", "12")
     assert (result.exit_code, result.stdout.splitlines()) == (1, [
-        "copied 1 page, 4.0 KiB", "  1 page damaged and left out", "  2 pages left out because the page before it is",
+        "copied 1 page, 4.0 KiB", "  1 page damaged and left out", "  2 pages skipped because the page before it was",
     ])  # fmt: skip
     assert stores.found("b", NEW, KEYS) == 1
 

@@ -188,7 +188,7 @@ def test_systemd_is_told_of_each_state(scratch: Path) -> None:
     ("sections", "message"),
     [
         ({"storage": {"type": "nothing"}}, "backend 'nothing' is not known"),
-        ({"storage": None, "daemon": {"pool": 0}}, "neither storage nor a pool"),
+        ({"storage": None, "daemon": {"pool": 0}}, "needs storage or a pool"),
         ({"daemon": {"tls": {"certificate": "/none", "key": "/none"}}}, "daemon.tls.certificate '/none'"),
         ({"integrity": {"mac_key_env": "NOT_SET"}}, "NOT_SET: is not set"),
     ],

@@ -162,7 +162,7 @@ def test_a_chunk_goes_through_the_adapter_and_comes_back(primary: Primary) -> No
 
 
 def test_a_name_without_a_folder_does_not_identify_weights(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="add the option 'model'"):
+    with pytest.raises(ConfigError, match="set the option 'model'"):
         Primary(tmp_path, model=None)
 
 

@@ -34,7 +34,7 @@ def test_a_page_that_is_configured_must_be_whole_blocks(tmp_path: Path) -> None:
     extra = config_file(tmp_path, "page_size: 96")
     assert engine_config(FLAG, extra, 32).page_size == 96
     assert engine_config(FLAG, extra, 96, whole_page=True).page_size == 96
-    with pytest.raises(ConfigError, match=r"page_size: 96 tokens are not whole blocks .* use a multiple of 64"):
+    with pytest.raises(ConfigError, match=r"page_size: 96 is not a multiple of the engine's block size 64"):
         engine_config(FLAG, extra, 64)
     with pytest.raises(ConfigError, match="configured as 96, but a page of the engine has 32 tokens"):
         engine_config(FLAG, extra, 32, whole_page=True)
@@ -76,7 +76,7 @@ def test_weights_are_known_by_a_name_a_folder_or_a_commit(tmp_path: Path) -> Non
 
 
 def test_weights_that_nothing_tells_apart_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'org/model' have no folder and no commit .* add the option 'model'"):
+    with pytest.raises(ConfigError, match=r"'org/model' cannot be identified without a folder or a commit; set the option 'model'"):
         model_identity(FLAG, {}, "org/model", None)
     with pytest.raises(InvalidInput, match="model"):
         model_identity(FLAG, {"model": 7}, "org/model", None)

@@ -125,7 +125,7 @@ def test_a_folder_of_something_else_fails_the_start(opened: Open, tmp_path: Path
 
 
 def test_without_storage_there_is_nothing_to_open() -> None:
-    with pytest.raises(ConfigError, match="storage: the configuration has none"):
+    with pytest.raises(ConfigError, match="storage: is not configured"):
         EngineStorage(HiCacheConfig(), Namespace("weights", SHAPE))
 
 

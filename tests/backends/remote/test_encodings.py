@@ -72,7 +72,7 @@ def test_an_engine_with_such_settings_of_its_own_is_refused(daemon: Daemon) -> N
         FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE),
         FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()),
     ):
-        with pytest.raises(ConfigError, match="write them into the daemon's"):
+        with pytest.raises(ConfigError, match="to the daemon's"):
             RemoteBackend(codec, daemon.options())
 
 

@@ -95,7 +95,7 @@ def of_one_size(codec: FrameCodec) -> FrameCodec:
 
 
 def require_refusal(open_store: OpenStore, codec: FrameCodec) -> None:
-    with pytest.raises(ConfigError, match="are the daemon's business"):
+    with pytest.raises(ConfigError, match="belong to the daemon"):
         open_store(codec)
 
 
