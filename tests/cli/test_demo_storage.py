@@ -80,7 +80,7 @@ def test_two_levels_are_files_above_a_server_with_credentials_meanwhile() -> Non
 def test_files_need_a_configuration_that_says_where(tmp_path: Path, storage: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("storage: {type: memory}\n")
-    with pytest.raises(ConfigError, match="needs a configuration with storage.type: file"), \
+    with pytest.raises(ConfigError, match=r"needs a configuration with storage\.type: file"), \
             demo_storage(storage, config):  # fmt: skip
         pass
 
