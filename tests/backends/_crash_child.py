@@ -1,8 +1,8 @@
-"""Processes that kill themselves, or are killed, in the middle of what a file store does.
+"""Processes that kill themselves, or are killed, in the middle of a file store's operations.
 
 One helper process imports everything once and forks a child per job (a line of JSON on standard input), so that a kill
-costs milliseconds. It answers each job with a line of JSON: how the child ended, which pages it was told are stored,
-and how many calls it made.
+costs milliseconds. It answers each job with a line of JSON: how the child ended, which pages it reported as stored, and
+how many calls it made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hicache.backends.testing.pages import in_parts
 from ._files import FORMS, PAGE, Faulty, open_file, purge
 
 CAPACITY_PAGES = 8
-# A time of last use that no page has, and pages enough for an index of many blocks.
+# A last use that no page has, and enough pages for an index of many blocks.
 MARK_US = 1 << 60
 HALF_PAGES = 200
 
@@ -62,7 +62,7 @@ def _store(store: Any, keys: list[bytes]) -> list[Any]:
 
 
 def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any) -> None:
-    """What a child does; `acknowledge` is told the names of chains and how many pages of each are stored."""
+    """Run one scenario in a child; pass the name of each chain and the number of its stored pages to `acknowledge`."""
     if name == "write":
         store = _open(root, killer, form)
         acknowledge("old", 4)
@@ -90,7 +90,7 @@ def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any
             index._run("PRAGMA cache_size = 1")
             index.touch(NAMESPACE, {key: MARK_US for key in make_keys(HALF_PAGES, "half")})
             os.kill(os.getpid(), signal.SIGKILL)
-    else:  # keep going until somebody kills us
+    else:  # continue until killed
         store = _open(root, killer, form, capacity=CAPACITY_PAGES * PAGE)
         turn = 0
         while True:

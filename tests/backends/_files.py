@@ -1,4 +1,4 @@
-"""What the tests of the file backend share: opening a store, looking at its directory, faults at the seam."""
+"""Helpers for tests of the file backend: open a store, inspect its directory, inject faults in system calls."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from hicache.frame import Compression, FrameCodec
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes
 MAC_KEY, CIPHER_KEY = b"k" * 32, b"c" * 32
-# The frames of these are as long as those of CODEC; what is stored of them is not, and is no frame.
+# Their frames are as long as those of CODEC, but their encoded pages are shorter.
 FORMS = {
     "plain": CODEC,
     "zstd": FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()),
     "gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY]),
     "zstd+gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=Compression()),
 }
-# What a test has opened and may be open still: the fixture `stores_end` closes it, the last one first.
+# Stores that a test has opened and may still be open: the fixture `stores_end` closes them, the last one first.
 OPENED: list[StorageBackend | RawStore] = []
 SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_"))
 
 
 def open_file(root: Path, codec: FrameCodec = CODEC, *, system: System | None = None, **options: Any) -> Store:
-    """A file store at `root`, with a side door to its page files. A test need not close it."""
+    """Open a file store at `root`, with direct access to its page files. A test need not close it."""
     backend = FileBackend(codec, file_options(root, **options), system=system)
     OPENED.append(backend)
 
@@ -53,25 +53,25 @@ def open_file(root: Path, codec: FrameCodec = CODEC, *, system: System | None = 
 
 
 def file_options(path: Path, **options: Any) -> FileStorageOptions:
-    """Options of a store without limits, other than those given."""
+    """Return options of a store without limits except for the given ones."""
     return FileStorageOptions(**{"path": path, "capacity": None, "free_space_floor": 0, **options})
 
 
 def open_raw(path: Path, **options: Any) -> FileRaw:
-    """The file store at `path` as its operator sees it. A test need not close it."""
+    """Open the raw store at `path`. A test need not close it."""
     OPENED.append(raw := FileRaw(file_options(path, **options)))
     return raw
 
 
 def verify(root: Path, *, keys: PageKeys = NO_KEYS, **options: Any) -> ScrubProgress:
-    """What a whole `verify` of a store finds."""
+    """Return the result of a complete `verify` of a store."""
     with contextlib.closing(open_raw(root)) as raw:
         *_, last = verify_raw(raw, keys=keys, **options)
     return last
 
 
 def purge(root: Path, **options: Any) -> RemovalProgress:
-    """What a whole `purge` of a store does."""
+    """Return the result of a complete `purge` of a store."""
     with contextlib.closing(open_raw(root)) as raw:
         *_, last = purge_raw(raw, **options)
     return last
@@ -82,18 +82,18 @@ def page_path(root: Path, codec: FrameCodec, key: bytes) -> Path:
 
 
 def page_files(root: Path) -> list[Path]:
-    """All page files, of every namespace."""
+    """Return all page files of all namespaces."""
     return [path for path in root.glob("*/*/*") if is_hex(path.name, 64) and is_hex(path.parent.parent.name, 64)]
 
 
 def disk_usage(root: Path) -> tuple[int, int]:
-    """Pages and bytes as they lie on the disk."""
+    """Return pages and bytes on the disk."""
     files = page_files(root)
     return len(files), sum(path.stat().st_size for path in files)
 
 
 def bytes_on_disk(root: Path) -> int:
-    """Bytes of page files and temporary files at one moment: taken under the store's lock, so that nothing moves."""
+    """Return the bytes of page files and temporary files, under the store's lock for a consistent sum."""
     if not (root / "lock").exists():
         return 0
     with (root / "lock").open("rb") as lock:
@@ -114,7 +114,7 @@ def _bytes_on_disk(root: Path) -> int:
 
 
 def temporary_files(root: Path) -> list[str]:
-    """Temporary pages and owner files."""
+    """Return the names of temporary pages and owner files."""
     return sorted(os.listdir(root / "tmp"))
 
 
@@ -123,7 +123,7 @@ def index_files(root: Path) -> list[Path]:
 
 
 def reserved_bytes(root: Path) -> int:
-    """Bytes that the index holds for pages being written."""
+    """Return the bytes that the index reserves for pages being written."""
     (path,) = root.glob("index-*.sqlite")
     db = sqlite3.connect(path)
     try:
@@ -137,7 +137,7 @@ def open_descriptors() -> int:
 
 
 def check(store: Store, root: Path) -> None:
-    """The index agrees with itself and with the disk."""
+    """Check that the index is consistent and matches the disk."""
     backend = store.backend
     assert isinstance(backend, FileBackend)
     backend.check()
@@ -151,8 +151,8 @@ def exists(store: Store, keys: list[bytes]) -> int:
 
 
 class Faulty(System):
-    """A system that calls `before(name, number of this call)` ahead of each call; what that returns is the result,
-    None lets the call happen."""
+    """A system that calls `before(name, number of this call)` ahead of each call and returns its result instead; None
+    makes the real call."""
 
     def __init__(self, before: Callable[[str, int, tuple[Any, ...]], Any]) -> None:
         self.before = before

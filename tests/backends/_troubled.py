@@ -1,4 +1,4 @@
-"""A memory store for tests of what stands in front of stores: it counts its calls, and fails as it is told."""
+"""A memory store for tests of wrappers and guards: it records its calls and fails on request."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 
 
 class Troubled(MemoryBackend):
-    """Each call is in `calls`, with its keys and the parent of what it stores.
+    """A memory store that records each call in `calls`, with its keys and parent.
 
-    `down` makes every verb fail at once, `hanging` at its deadline, `fail_calls` so many of the next calls,
-    `fail_pages` these pages alone; `raises` is raised and `answers` answered in place of what is right. `gate` holds
-    writes back while it is not set.
+    `down` makes every verb fail at once, `hanging` at its deadline. `fail_calls` makes that many next calls fail,
+    `fail_pages` only these pages. `raises` is raised and `answers` returned instead of the correct result. Writes block
+    until `gate` is set.
     """
 
     def __init__(self, codec: FrameCodec = CODEC, capacity_bytes: int | None = None) -> None:
@@ -100,14 +100,14 @@ class Troubled(MemoryBackend):
         super().close()
 
     def called(self, verb: str) -> list[tuple[bytes, ...]]:
-        """The keys of each call of one verb so far."""
+        """Return the keys of each call of one verb so far."""
         return [keys for name, keys, _ in self.calls if name == verb]
 
     def parents(self) -> list[bytes | None]:
-        """The parent of each batch that was to be stored."""
+        """Return the parent of each batch passed to `batch_set`."""
         return [parent for name, _, parent in self.calls if name == "set"]
 
     @property
     def pages(self) -> int:
-        """How many are stored."""
+        """Return the number of stored pages."""
         return len(self._pages)

@@ -1,4 +1,4 @@
-"""Where the tests of stores keep their files."""
+"""Directories for the tests of stores."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MEMORY = "/dev/shm"
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A directory in memory where there is such a file system: these tests open a store thousands of times, and a
-    disk would wait for each of them. Removed after the test."""
+    """A directory in memory if the machine has such a file system: these tests open stores thousands of times, which a
+    disk would slow down. Removed after the test."""
     folder = tempfile.mkdtemp(prefix="hicache-test-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
     yield Path(folder)
     shutil.rmtree(folder)
@@ -27,7 +27,7 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def stores_end(tmp_path: Path) -> Iterator[None]:
-    """Close what a test has left open. It depends on `tmp_path` so that this is before the directory goes."""
+    """Close the stores that a test left open. Depends on `tmp_path` so that the directory still exists then."""
     OPENED.clear()
     yield
     while OPENED:
@@ -36,7 +36,7 @@ def stores_end(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def disk_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory where pytest keeps its own, on a disk as a rule."""
+    """A directory where pytest creates its own, usually on a disk."""
     folder = tmp_path_factory.mktemp("store")
     yield folder
     shutil.rmtree(folder)
@@ -44,7 +44,7 @@ def disk_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB, really."""
+    """A real file system of 4 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(folder)]

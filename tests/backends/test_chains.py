@@ -1,4 +1,4 @@
-"""The order in which pages go and come, against what it has to be, on random chains."""
+"""The orders in which pages are removed and copied, checked on random chains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def page(name: str, used_s: float | None = 0.0, size: int = 10, namespace: bytes
 
 
 def chain(chains: Chains, names: str, used_s: float) -> None:
-    """Pages `a`, `ab`, `abc` ... for "abc", so that chains with a common beginning share pages."""
+    """Add pages `a`, `ab`, `abc` ... for "abc", so that chains with a common beginning share pages."""
     for end in range(1, len(names) + 1):
         parent = page(names[: end - 1]).key if end > 1 else None
         chains.add(page(names[:end], used_s), parent)
@@ -52,7 +52,7 @@ def test_heads_tails_and_orphans_are_counted() -> None:
     chains.check()
 
 
-def test_equal_keys_of_two_namespaces_have_nothing_to_do_with_each_other() -> None:
+def test_equal_keys_of_two_namespaces_are_independent() -> None:
     chains = Chains()
     chain(chains, "ab", used_s=1.0)
     chains.add(page("a", 5.0, namespace=NAMESPACES[1]), None)
@@ -60,8 +60,8 @@ def test_equal_keys_of_two_namespaces_have_nothing_to_do_with_each_other() -> No
 
 
 @pytest.mark.parametrize("circle", ["a", "ab", "abc"])
-def test_pages_in_a_circle_are_given_too(circle: str) -> None:
-    """No engine makes such pages, somebody who writes the store can."""
+def test_pages_in_a_cycle_are_yielded_too(circle: str) -> None:
+    """No engine creates such pages, but any process that may write the store can."""
     chains = Chains()
     for position, name in enumerate(circle):
         chains.add(page(name), page(circle[position - 1]).key)
@@ -70,7 +70,7 @@ def test_pages_in_a_circle_are_given_too(circle: str) -> None:
     assert sorted(one.key for one, _ in chains.heads_first()) == sorted(keys(*circle))
 
 
-def test_a_listing_moves_the_last_use_forward_only() -> None:
+def test_a_listing_moves_the_last_use_only_forward() -> None:
     chains = Chains()
     chains.add(page("a", 5.0), None)
     assert chains.renew(page("a", 9.0, size=7)) and chains.renew(page("a", 3.0, size=7))
@@ -82,7 +82,7 @@ def test_a_listing_moves_the_last_use_forward_only() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_random_chains_go_tails_first_and_come_heads_first(seed: int) -> None:
+def test_random_chains_are_removed_tails_first_and_copied_heads_first(seed: int) -> None:
     dice, chains = rng(seed), Chains()
     parents = grow(chains, dice)
     chains.check()
@@ -103,7 +103,7 @@ def test_random_chains_go_tails_first_and_come_heads_first(seed: int) -> None:
 
 
 def grow(chains: Chains, dice: random.Random) -> dict[bytes, bytes | None]:
-    """Some forty pages, added in any order, some of them forgotten again; the parent of each that stays."""
+    """Add about forty pages in random order and discard some; return the parent of each remaining page."""
     names = {"".join(dice.choice("ab") for _ in range(dice.randrange(1, 7))) for _ in range(40)}
     some = sorted({name[:end] for name in names for end in range(1, len(name) + 1)})
     dice.shuffle(some)

@@ -1,4 +1,4 @@
-"""The table of which backend passes which test says what happened."""
+"""The conformance table shows the results of the contract tests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_something_else():
 
 
 def rows(tmp_path: Path, repository: Path, *args: str) -> tuple[int, str, dict[str, list[str]]]:
-    """Exit code and output of pytest, and the table it wrote: cells by test."""
+    """Return exit code and output of pytest, and its table: cells by test."""
     (tmp_path / "test_some.py").write_text(TESTS)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "hicache.backends.testing.table",
@@ -64,7 +64,7 @@ def rows(tmp_path: Path, repository: Path, *args: str) -> tuple[int, str, dict[s
     return done.returncode, done.stdout, {row[0]: row[1:] for row in cells}
 
 
-def test_the_table_counts_cases_and_shows_failures_and_what_a_subclass_replaced(
+def test_the_table_counts_cases_and_shows_failures_and_replaced_tests(
     tmp_path: Path, repository: Path
 ) -> None:
     code, _, cells = rows(tmp_path, repository, "--conformance", "table.md")
@@ -74,10 +74,10 @@ def test_the_table_counts_cases_and_shows_failures_and_what_a_subclass_replaced(
     assert cells["exists stops at the first hole"] == ["6", "2 **4 failed**"]
     assert cells["a deadline may be infinite"] == ["0 own 1 skipped", "1"]
     head = (tmp_path / "table.md").read_text().splitlines()[0]
-    assert head.startswith("2 backends, ") and head.endswith(" 5 of them not passed.")
+    assert head.startswith("2 backends, ") and head.endswith("; not passed: 5.")
 
 
-def test_two_classes_of_one_name_are_told_apart(tmp_path: Path, repository: Path) -> None:
+def test_two_classes_of_one_name_have_different_columns(tmp_path: Path, repository: Path) -> None:
     (tmp_path / "test_other.py").write_text(TESTS.replace("class TestWrong", "class TestLast"))
     _, _, cells = rows(tmp_path, repository, "test_other.py", "--conformance", "table.md")
     assert cells["test"] == ["Sound (some)", "Wrong", "Sound (other)", "Last"]

@@ -1,6 +1,6 @@
-"""Pages that hang on themselves or on each other in a cycle: any process that writes an unkeyed store can forge them.
+"""Pages that form a cycle: any process that may write a store without keys can forge them.
 
-They enter no store that evicts by chains, and no store or tool waits for them or keeps them longer than others.
+No store that evicts by chains takes them from an engine, and no store or tool waits for them or keeps them longer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CAPACITY_PAGES = 6
 
 
 def levels_over_forged(local: Store) -> tuple[Store, LevelsBackend]:
-    """A local level over one that any process can write, with forged pages in it."""
+    """Return a local level over a level that any process can write, with forged pages in it."""
     below = MemoryBackend(CODEC)
     for key, data in FORGED.items():
         below.poke(key, data)
@@ -72,13 +72,13 @@ def takes_new_pages(store: Store) -> bool:
 
 @pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_reading_forged_pages_does_not_wedge_the_local_level(tmp_path: Path, kind: str, together: bool) -> None:
+def test_reading_forged_pages_does_not_block_the_local_level(tmp_path: Path, kind: str, together: bool) -> None:
     capacity_bytes = CAPACITY_PAGES * PAGE
     local = memory(CAPACITY_PAGES) if kind == "memory" else open_file(tmp_path / "s", capacity=capacity_bytes)
     store, backend = levels_over_forged(local)
     assert load(store, SELVES) == [CORRUPT] * 8
     for batch in [CYCLE] if together else [[key] for key in CYCLE]:
-        assert load(store, batch) == [HIT] * len(batch), "their bytes are those of their keys"
+        assert load(store, batch) == [HIT] * len(batch), "forged pages have the correct payloads"
         settle(backend)
     assert exists(local, CYCLE) == 2
     assert exists(local, SELVES) == 0
@@ -88,7 +88,7 @@ def test_reading_forged_pages_does_not_wedge_the_local_level(tmp_path: Path, kin
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_header_that_the_order_of_a_batch_contradicts_is_not_believed(first: int) -> None:
+def test_a_header_that_contradicts_the_order_of_a_batch_is_not_trusted(first: int) -> None:
     local, keys = Troubled(), CYCLE[first:] + CYCLE[:first]
     store, backend = levels_over_forged(Store(local, local.peek, local.poke))
     assert load(store, keys) == [HIT] * 2
@@ -97,7 +97,7 @@ def test_a_header_that_the_order_of_a_batch_contradicts_is_not_believed(first: i
     backend.close()
 
 
-def test_the_header_of_the_first_page_of_a_batch_says_what_the_batch_does_not() -> None:
+def test_the_first_pages_header_gives_the_parent_if_the_batch_does_not() -> None:
     local, (key, _) = Troubled(), CYCLE
     store, backend = levels_over_forged(Store(local, local.peek, local.poke))
     assert load(store, [key]) == [HIT]
@@ -106,7 +106,7 @@ def test_the_header_of_the_first_page_of_a_batch_says_what_the_batch_does_not() 
     backend.close()
 
 
-def test_pages_in_a_cycle_do_not_stay_in_memory_for_good() -> None:
+def test_pages_in_a_cycle_do_not_stay_in_memory_forever() -> None:
     store = memory(3)
     one, two, three = make_keys(3)
     assert store_chain(store, [two], parent=one) == [STORED]
@@ -120,7 +120,7 @@ def test_pages_in_a_cycle_do_not_stay_in_memory_for_good() -> None:
 
 
 def test_a_share_of_a_batch_does_not_follow_one_of_its_own_pages() -> None:
-    """The second batch contradicts the first, from which the set knows the last page of each part."""
+    """The second batch contradicts the first one, from which the set remembers the last page of each part."""
     codec = ShardCodec(CODEC)
     parts = [MemoryBackend(codec) for _ in range(2)]
     backend = ShardedBackend(codec, named(*parts))
@@ -151,7 +151,7 @@ def _is_stored(store: Store, keys: list[bytes]) -> bool:
     return set(store_chain(store, keys)) == {PRESENT}
 
 
-def test_a_limit_removes_forged_pages_in_their_turn(tmp_path: Path) -> None:
+def test_a_limit_evicts_forged_pages_like_others(tmp_path: Path) -> None:
     root = tmp_path / "s"
     make_store(root)
     raw = open_raw(path=root)
@@ -160,18 +160,18 @@ def test_a_limit_removes_forged_pages_in_their_turn(tmp_path: Path) -> None:
     store, chains = limited(root, 20), [make_keys(6, f"chain {number}") for number in range(4)]
     for keys in chains:
         wait_for(partial(_is_stored, store, keys))
-    assert exists(store, CYCLE[:1]) == exists(store, CYCLE[1:]) == 0, "they are the oldest, and pages had to go"
+    assert exists(store, CYCLE[:1]) == exists(store, CYCLE[1:]) == 0, "the oldest pages were not evicted"
     assert exists(store, chains[-1]) == 6
     store.backend.close()
 
 
-def test_a_limit_stores_a_batch_in_which_a_key_comes_twice_part_by_part(tmp_path: Path) -> None:
+def test_a_limit_stores_a_batch_with_a_repeated_key_in_parts(tmp_path: Path) -> None:
     store, (one, two, three) = limited(tmp_path / "s", 2), make_keys(3)
     assert store_chain(store, [one, two, one, three]) == [STORED, STORED, PRESENT, SetOutcome.REJECTED]
     store.backend.close()
 
 
-def test_tools_end_and_leave_forged_pages_behind(tmp_path: Path) -> None:
+def test_tools_end_despite_forged_pages(tmp_path: Path) -> None:
     raws: list[RawStore] = []
     for name in ("from", "to"):
         make_store(tmp_path / name)

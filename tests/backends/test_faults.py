@@ -1,4 +1,4 @@
-"""Faults on purpose: what they do, that they are counted, and that equal seeds do the same."""
+"""Injected faults: their effects, their counts, and that equal seeds give equal faults."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def get(backend: FaultyBackend, *, deadline: float | None = None) -> list[GetOut
     return backend.batch_get(KEYS, empty_frames(CODEC, len(KEYS)), deadline=deadline or soon())
 
 
-def test_all_calls_fail_when_told_so_and_are_counted(full: FaultyBackend) -> None:
+def test_all_calls_fail_on_request_and_are_counted(full: FaultyBackend) -> None:
     full.fail()
     assert get(full) == [GetOutcome.ERROR] * 20 and put(full) == [SetOutcome.ERROR] * 20
     assert full.batch_exists(KEYS, deadline=soon()) == full.delete(KEYS, deadline=soon()) == 0
@@ -107,7 +107,7 @@ def test_a_share_of_pages_is_damaged_found_and_removed() -> None:
     assert (found.gets[HIT], found.gets[CORRUPT]) == (20 - damaged, damaged)
 
 
-def test_a_page_that_is_read_into_parts_is_damaged_as_one_in_a_frame() -> None:
+def test_a_page_read_into_parts_is_damaged_like_one_in_a_frame() -> None:
     backend = faulty(InjectConfig(damage_share=0.5, seed=1))
     put(backend)
     views = [in_parts(CODEC, frame) for frame in empty_frames(CODEC, len(KEYS))]
@@ -118,7 +118,7 @@ def test_a_page_that_is_read_into_parts_is_damaged_as_one_in_a_frame() -> None:
 
 
 def test_without_a_tag_the_same_damage_goes_through() -> None:
-    """The control of the test above: it is the tag that finds it."""
+    """The control of the test above: the tag detects the damage."""
     plain = FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE)
     backend = faulty(InjectConfig(damage_share=0.5, seed=1), plain)
     put(backend)
@@ -130,18 +130,18 @@ def test_a_delay_longer_than_the_deadline_is_an_error_by_the_deadline() -> None:
     assert get(backend, deadline=soon(0.02)) == [GetOutcome.ERROR] * 20
 
 
-def test_a_narrow_line_carries_so_much_and_no_more() -> None:
-    """A batch in a millisecond: the first is through in time, the last of a thousand at once is not."""
+def test_bandwidth_limits_the_pages_moved_in_time() -> None:
+    """One batch takes a millisecond: the first one is in time, the last of a thousand at once is not."""
     batch_bytes = 20 * CODEC.frame_bytes
     backend = faulty(InjectConfig(bandwidth=1000 * batch_bytes))
     assert put(backend) == [STORED] * 20
     narrow = faulty(InjectConfig(bandwidth=batch_bytes / 1000))
     assert put(narrow, deadline=soon(0.02)) == [SetOutcome.ERROR] * 20
-    assert narrow.batch_exists(KEYS, deadline=soon(0.02)) == 0, "what is small waits behind what is large"
+    assert narrow.batch_exists(KEYS, deadline=soon(0.02)) == 0, "a small call did not wait behind a large one"
     assert narrow.statistics().errors == {INJECTED: 21}
 
 
-def test_what_hangs_stays_until_it_is_released(full: FaultyBackend) -> None:
+def test_a_hanging_call_waits_until_it_is_released(full: FaultyBackend) -> None:
     with ThreadPoolExecutor(3) as threads:
         full.hang()
         calls = [threads.submit(get, full) for _ in range(3)]
@@ -152,7 +152,7 @@ def test_what_hangs_stays_until_it_is_released(full: FaultyBackend) -> None:
     assert full.hung_calls == 0
 
 
-def test_closing_ends_what_hangs() -> None:
+def test_closing_releases_hanging_calls() -> None:
     backend = faulty()
     backend.hang()
     with ThreadPoolExecutor(1) as threads:
@@ -162,10 +162,10 @@ def test_closing_ends_what_hangs() -> None:
         assert call.result() in ([MISS] * 20, [GetOutcome.ERROR] * 20)
 
 
-# Where they are put
+# Where faults are injected
 
 
-def test_faults_stand_between_the_guard_and_the_backend() -> None:
+def test_faults_are_injected_between_the_guard_and_the_backend() -> None:
     guard = open_spec(BackendSpec("memory", guard=GuardConfig(inject={"error_share": 1.0}, failures=50)), CODEC)
     assert isinstance(guard, GuardedBackend)
     (inner,) = guard.parts
@@ -174,7 +174,7 @@ def test_faults_stand_between_the_guard_and_the_backend() -> None:
     guard.close()
 
 
-def test_a_guard_stands_in_front_unless_it_is_not_wanted() -> None:
+def test_a_guard_is_added_unless_it_is_disabled() -> None:
     guard = open_spec(BackendSpec("memory"), CODEC)
     assert isinstance(guard, GuardedBackend) and guard.name == "memory"
     assert isinstance(open_spec(BackendSpec("memory", guard=None), CODEC), MemoryBackend)
@@ -196,6 +196,6 @@ def put_one(backend: GuardedBackend) -> list[SetOutcome]:
         ({"inject": {"chaos": True}}, "chaos"),
     ],
 )
-def test_wrong_options_of_a_guard_are_refused(guard: dict[str, object], message: str) -> None:
+def test_wrong_options_of_a_guard_are_rejected(guard: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GuardConfig(**guard)

@@ -1,4 +1,4 @@
-"""The file backend against the contract, and what is its own: limits, restarts, sharing between processes."""
+"""The file backend against the contract, and its own behaviour: limits, restarts, sharing between processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TestFileBackendDirect(BackendContract):
         keys = make_keys(2)
         store_chain(store, keys)
         load(store, keys)
-        # The frames of the contract are not aligned, which direct I/O refuses: seen, and served all the same.
+        # The contract's frames are not aligned. Direct I/O refuses them, which is counted, but they are served.
         assert set(store.backend.statistics().errors) <= {"direct_io_refused"}
         assert store.backend.statistics().gets[HIT] == 2
 
@@ -93,7 +93,7 @@ def test_a_full_store_drops_the_tail_of_the_oldest_chain(tmp_path: Path) -> None
 
 
 def test_without_parents_the_head_goes_first(tmp_path: Path) -> None:
-    """The control of the test above: it is the chain that saves the head."""
+    """The control of the test above: the chain protects the head."""
     store = open_file(tmp_path / "s", capacity=8 * PAGE)
     old, new = make_keys(5, "old"), make_keys(5, "new")
     for key in old:
@@ -102,7 +102,7 @@ def test_without_parents_the_head_goes_first(tmp_path: Path) -> None:
     assert load(store, old) == [MISS, MISS, HIT, HIT, HIT]
 
 
-def test_a_growing_chain_never_eats_its_own_head(tmp_path: Path) -> None:
+def test_a_growing_chain_never_evicts_its_own_head(tmp_path: Path) -> None:
     store = open_file(tmp_path / "s", capacity=4 * PAGE)
     keys = make_keys(6)
     store_chain(store, keys[:3])
@@ -135,7 +135,7 @@ def test_pages_of_an_older_epoch_make_room(tmp_path: Path) -> None:
     assert not (tmp_path / "s" / older.namespace.hex()).exists(), "an empty namespace leaves no directories"
 
 
-def test_a_smaller_capacity_holds_right_after_a_restart(tmp_path: Path) -> None:
+def test_a_smaller_capacity_applies_right_after_a_restart(tmp_path: Path) -> None:
     store = open_file(tmp_path / "s")
     keys = make_keys(10)
     store_chain(store, keys)
@@ -145,7 +145,7 @@ def test_a_smaller_capacity_holds_right_after_a_restart(tmp_path: Path) -> None:
     assert exists(store, keys) == 4
 
 
-def test_what_cannot_be_evicted_does_not_keep_others_from_it(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_evicted_does_not_block_other_evictions(tmp_path: Path) -> None:
     root = tmp_path / "s"
     stuck, full = make_keys(1, "stuck")[0], make_keys(1, "full")[0]
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_evicted_does_not_keep_others_from_it(tmp_path: Path) -> 
 
 
 class _SmallDisk(System):
-    """A file system of `size_bytes` that holds nothing but this store's pages."""
+    """A file system of `size_bytes` that holds only this store's pages."""
 
     def __init__(self, root: Path, size_bytes: int) -> None:
         self.root, self.size_bytes = root, size_bytes
@@ -177,7 +177,7 @@ class _SmallDisk(System):
         return os.statvfs_result((512, 512, self.size_bytes // 512, free, free, 0, 0, 0, 0, 255))
 
 
-def test_the_free_space_floor_is_kept_by_evicting_then_by_refusing(tmp_path: Path) -> None:
+def test_the_free_space_floor_is_kept_by_evicting_then_by_rejecting(tmp_path: Path) -> None:
     root, slack = tmp_path / "s", 1 << 20
     disk = _SmallDisk(root, 20 * PAGE + slack)
     store = open_file(root, system=disk, free_space_floor=10 * PAGE)
@@ -186,7 +186,7 @@ def test_the_free_space_floor_is_kept_by_evicting_then_by_refusing(tmp_path: Pat
     assert store_chain(store, new) == [STORED] * 8
     assert disk_usage(root)[0] == 10
     assert (exists(store, old), exists(store, new)) == (2, 8)
-    disk.size_bytes -= 8 * PAGE  # somebody else fills the disk
+    disk.size_bytes -= 8 * PAGE  # other files fill the disk
     assert store_chain(store, make_keys(4, "newest")) == [STORED, STORED, REJECTED, REJECTED]
     assert disk_usage(root)[0] == 2
     check(store, root)
@@ -204,7 +204,7 @@ def test_threads_never_exceed_the_capacity(tmp_path: Path, form: str) -> None:
     seen: list[int] = []
 
     def watch() -> None:
-        while not done.wait(0.001):  # a pause, or the watcher would keep the lock from the others
+        while not done.wait(0.001):  # a pause, so that the watcher does not hold the lock all the time
             seen.append(_files.bytes_on_disk(root))
 
     def use(number: int) -> None:
@@ -228,7 +228,7 @@ def test_threads_never_exceed_the_capacity(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["plain", "zstd"])
 @pytest.mark.parametrize("seed", seeds(2))
-def test_random_use_agrees_with_the_disk_after_every_step(tmp_path: Path, form: str, seed: int) -> None:
+def test_after_every_step_of_random_use_the_index_matches_the_disk(tmp_path: Path, form: str, seed: int) -> None:
     dice, root, codec = rng(seed), tmp_path / "s", FORMS[form]
     store = open_file(root, codec, capacity=10 * PAGE)
     chains = [make_keys(6, f"chain {number}") for number in range(5)]
@@ -331,7 +331,7 @@ def test_an_index_that_is_damaged_in_use_costs_one_batch_at_most(tmp_path: Path)
     assert len(list(root.glob("index-*.sqlite"))) == 1
 
 
-def test_rows_without_files_and_files_without_rows_are_put_right(tmp_path: Path) -> None:
+def test_rows_without_files_and_files_without_rows_are_reconciled(tmp_path: Path) -> None:
     root = tmp_path / "s"
     store = open_file(root)
     keys = make_keys(6)
@@ -399,7 +399,7 @@ def test_processes_share_one_store_within_its_capacity(tmp_path: Path) -> None:
     pause, deadline = threading.Event(), time.monotonic() + 120
     while any(process.poll() is None for process in processes):
         assert time.monotonic() < deadline
-        pause.wait(0.001)  # or this loop would keep the lock from the others
+        pause.wait(0.001)  # so that this loop does not hold the lock all the time
         largest = max(largest, _files.bytes_on_disk(root))
     outputs = [process.communicate()[0].strip() for process in processes]
     assert outputs == ["True 0 {}"] * 3
@@ -410,7 +410,7 @@ def test_processes_share_one_store_within_its_capacity(tmp_path: Path) -> None:
     assert temporary_files(root) == []
 
 
-def test_while_the_store_is_locked_few_reads_wait_to_note_that_they_used_it(tmp_path: Path) -> None:
+def test_while_the_store_is_locked_few_reads_wait_to_note_uses(tmp_path: Path) -> None:
     taken: list[str] = []
     one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s", system=Faulty(lambda name, *_: taken.append(name)))
     keys = make_keys(2)
@@ -429,7 +429,7 @@ def test_while_the_store_is_locked_few_reads_wait_to_note_that_they_used_it(tmp_
     assert two.backend._uses == {}
 
 
-def test_a_store_that_is_locked_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
+def test_a_locked_store_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
     one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s")
     keys = make_keys(2)
     store_chain(one, keys)
@@ -441,7 +441,7 @@ def test_a_store_that_is_locked_costs_the_deadline_and_no_more(tmp_path: Path) -
         )
         assert outcomes == [SetOutcome.ERROR] * 2
         assert load(two, keys) == [HIT, HIT], "reading needs no lock"
-    # On a busy machine the time may be over before the lock is asked for.
+    # On a busy machine the deadline may pass before the lock is requested.
     assert two.backend.statistics().errors in ({"ETIMEDOUT": 2}, {"deadline": 2})
     assert store_chain(two, make_keys(2, "new")) == [STORED] * 2
     check(two, tmp_path / "s")
@@ -454,7 +454,7 @@ def test_a_store_that_is_locked_costs_the_deadline_and_no_more(tmp_path: Path) -
 def test_clearing_leaves_no_rows_and_no_files_of_the_namespace(tmp_path: Path, index: str) -> None:
     root = tmp_path / "s"
     ours, theirs = open_file(root), open_file(root, FrameCodec(b"o" * 32, PAYLOAD_BYTES))
-    keys = make_keys(1200)  # more than are removed at once
+    keys = make_keys(1200)  # more than one removal takes
     store_chain(ours, keys)
     store_chain(theirs, keys[:3])
     for key in keys[:2]:
@@ -463,7 +463,7 @@ def test_clearing_leaves_no_rows_and_no_files_of_the_namespace(tmp_path: Path, i
     if index != "sound":
         for path in _files.index_files(root):
             path.unlink() if index == "lost" else path.write_bytes(b"nonsense" * 1000)
-    # The torn file is not a page to `clear`, as it is not to `delete`; the next opening removes it.
+    # The torn file is not a page for `clear` or `delete`; the next opening removes it.
     assert ours.backend.clear(deadline=soon()) == len(keys) - 3
     assert load(theirs, keys[:3]) == [HIT] * 3
     assert disk_usage(root)[0] <= 4
@@ -477,7 +477,7 @@ def test_clearing_leaves_no_rows_and_no_files_of_the_namespace(tmp_path: Path, i
     assert disk_usage(root)[0] == 3
 
 
-def test_a_key_that_cannot_be_looked_up_is_not_stored_and_an_error(tmp_path: Path) -> None:
+def test_a_key_that_cannot_be_looked_up_counts_as_not_stored_and_as_an_error(tmp_path: Path) -> None:
     keys = make_keys(4)
 
     def fault(name: str, number: int, args: tuple[object, ...]) -> None:
@@ -492,10 +492,10 @@ def test_a_key_that_cannot_be_looked_up_is_not_stored_and_an_error(tmp_path: Pat
     assert store.backend.statistics().errors == {"EIO": 2}
 
 
-def test_a_page_that_was_used_again_outlives_newer_ones_that_were_not(
+def test_a_page_used_again_outlives_newer_unused_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks = itertools.count(time.time_ns() // 1000, 1000)  # time is what is done
+    ticks = itertools.count(time.time_ns() // 1000, 1000)  # each call advances the time
     for module in ("backend", "writes"):
         monkeypatch.setattr(f"hicache.backends.file.{module}.now_us", lambda: next(ticks))
     store = open_file(tmp_path / "s", capacity=40 * PAGE)
@@ -505,10 +505,10 @@ def test_a_page_that_was_used_again_outlives_newer_ones_that_were_not(
         assert store_chain(store, keys) == [STORED]
         if number == 30:
             assert load(store, used) == [HIT] * 3
-    assert held(store, used) == 3, "89 pages came after it, and 40 fit"
+    assert held(store, used) == 3, "the used chain was evicted, though it was used again"
     for number in range(400):
         store_chain(store, make_keys(1, f"fresher {number}"))
-    assert held(store, used) == 0, "it is not kept for ever"
+    assert held(store, used) == 0, "the used chain is kept forever"
 
 
 def held(store: Store, keys: list[bytes]) -> int:

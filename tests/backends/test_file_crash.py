@@ -1,6 +1,6 @@
-"""kill -9 anywhere: what is left is whole pages or misses, within the limits, and nothing that leaks.
+"""kill -9 at any point leaves whole pages or misses, within the limits, without leaks.
 
-`SOAK_FACTOR` multiplies the kills at random moments; the kills at call boundaries are made each time.
+`SOAK_FACTOR` multiplies the kills at random moments; the kills at call boundaries are the same each time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KILLED = -signal.SIGKILL
 
 
 class Killing:
-    """The helper process; `run` has a child do a scenario and returns how it ended."""
+    """The helper process; `run` runs a scenario in a child and returns how it ended."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -95,7 +95,7 @@ def template(tmp_path: Path) -> Path:
 
 
 def make_template(root: Path, form: str) -> Path:
-    """A store with four pages, and some of what crashes of earlier times may have left."""
+    """Make a store with four pages and possible leftovers of earlier crashes."""
     codec = FORMS[form]
     store = open_file(root, codec)
     store_chain(store, make_keys(4, "old"))
@@ -115,8 +115,7 @@ def make_template(root: Path, form: str) -> Path:
 def verify(
     root: Path, told: dict[str, int], what: str, others: Sequence[str] = (), form: str = "plain"
 ) -> None:
-    """Everything that has to hold after a kill, before and after the store is opened again. `others` are owner files
-    of processes that live."""
+    """Check the store after a kill, before and after it is opened again. `others` are owner files of live processes."""
     with_limit = "old" not in told
     if with_limit:
         assert bytes_on_disk(root) - 100 <= CAPACITY, what
@@ -137,13 +136,13 @@ def verify(
     assert temporary_files(root) == list(others)
 
 
-# In parts, each of which stays far from the limit of a test on a busy machine.
+# In parts, so that each test stays far below its time limit on a busy machine.
 PARTS = 4
 
 
 @pytest.mark.parametrize(
     ("scenario", "form", "first"),
-    # The calls are the same whatever the form, so of the second one some are enough.
+    # The calls are the same for every encoding, so some of them are enough for the second one.
     [*((scenario, "plain", 1 + part) for scenario in ("write", "evict", "sweep") for part in range(PARTS)),
      ("evict", "zstd+gcm", 1)],
 )  # fmt: skip
@@ -181,7 +180,7 @@ def test_kills_at_random_moments_leave_whole_pages_or_misses(
     assert isinstance(survivor.backend, FileBackend)
     owner = f"{survivor.backend._store.owner}.alive"
     for number in range(RANDOM_KILLS):
-        # The same store over and over, and a process that lives through all of it without opening it again.
+        # One store for all kills, and a process that stays alive without reopening it.
         ended = killing.run("forever", root, kill_after_s=dice.uniform(0.002, 0.06))
         assert ended["status"] == KILLED
         keys = make_keys(3, f"survivor {number % 3}")
@@ -193,10 +192,10 @@ def test_kills_at_random_moments_leave_whole_pages_or_misses(
 
 
 @pytest.mark.parametrize("form", ["plain", "zstd"])
-def test_what_a_dead_process_held_is_taken_back_by_a_living_one(killing: Killing, tmp_path: Path, form: str) -> None:
-    """A process that never reopens the store must get at the room that a killed one had reserved."""
+def test_a_live_process_reclaims_the_room_of_a_dead_one(killing: Killing, tmp_path: Path, form: str) -> None:
+    """A process that never reopens the store must be able to use the room that a killed process had reserved."""
     root, size = tmp_path / "s", PAGE if form == "plain" else 4096
-    # Room is reserved for whole frames, so four pages that are shorter need it for the last of them.
+    # Room is reserved for whole frames, so four shorter pages need it for the last one.
     store = open_file(root, FORMS[form], capacity=4 * PAGE)
     whole = killing.run("write", root, form=form)["told"]["calls"]
     for kill_at in range(1, whole, 3):
@@ -208,13 +207,13 @@ def test_what_a_dead_process_held_is_taken_back_by_a_living_one(killing: Killing
         assert load(store, make_keys(4, "mine")) == [HIT] * 4
         assert load(store, make_keys(3, "one")) == [MISS] * 3
     store.backend.close()
-    # Where room never got short, temporary files and owner files wait for the next opening.
+    # If room was never short, temporary files and owner files stay until the next opening.
     open_file(root).backend.close()
     assert temporary_files(root) == []
 
 
-def test_without_opening_again_a_kill_does_leave_something(killing: Killing, template: Path, tmp_path: Path) -> None:
-    """The control of the tests above: the kills do hit half-done work."""
+def test_without_reopening_a_kill_leaves_leftovers(killing: Killing, template: Path, tmp_path: Path) -> None:
+    """The control of the tests above: the kills do interrupt work."""
     root = tmp_path / "s"
     shutil.copytree(template, root)
     calls = killing.run("write", root)["told"]["calls"]
@@ -228,7 +227,7 @@ def test_without_opening_again_a_kill_does_leave_something(killing: Killing, tem
 
 
 @pytest.mark.parametrize("next_one", ["an engine that lives", "an engine that starts", "a command that only looks"])
-def test_a_transaction_that_was_killed_half_way_is_undone_by(killing: Killing, tmp_path: Path, next_one: str) -> None:
+def test_a_transaction_interrupted_by_a_kill_is_undone_by(killing: Killing, tmp_path: Path, next_one: str) -> None:
     root = tmp_path / "s"
     store = open_file(root)
     assert store_chain(store, make_keys(HALF_PAGES, "half")) == [STORED] * HALF_PAGES
@@ -248,6 +247,6 @@ def test_a_transaction_that_was_killed_half_way_is_undone_by(killing: Killing, t
         os.utime(page, (1e9, 1e9))
     with contextlib.closing(open_raw(root)) as raw:
         uses = [page.used_s or 0.0 for page in raw.pages()]
-    assert len(uses) >= HALF_PAGES and all(1.1e9 < used_s < MARK_US / 1e6 for used_s in uses), "they are of the index"
+    assert len(uses) >= HALF_PAGES and all(1.1e9 < used_s < MARK_US / 1e6 for used_s in uses), "not from the index"
     assert list(root.glob("index-*.sqlite")) == [path]
     store.backend.close()

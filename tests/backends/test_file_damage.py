@@ -1,4 +1,4 @@
-"""Stored damage of every kind is found, and nothing sound is taken for damaged."""
+"""Stored damage of every kind is detected, and no sound page is reported as damaged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._files import FORMS, MAC_KEY, Faulty, open_file
 pytestmark = pytest.mark.long
 
 CODECS = {**FORMS, "gmac": FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY])}
-# Of each form.
+# For each encoding.
 CLEAN_READS = 20_000
 PAYLOAD_FLIPS = 400
 # The tag covers every byte from its nonce to the end of the payload, and is compared itself.
@@ -34,8 +34,8 @@ HEADER_BITS = HEADER_BYTES * 8
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_page_that_is_read_in_pieces_is_checked_whole(tmp_path: Path, name: str) -> None:
-    """Large pages are hashed piece by piece while they are read; a flip on either side of an edge is found."""
+def test_a_page_read_in_pieces_is_checked_as_a_whole(tmp_path: Path, name: str) -> None:
+    """Large pages are hashed piece by piece while they are read; a flip on either side of an edge is detected."""
     mib = 1 << 20
     codec = large_codec(name, 3 * mib + 76)
     store = open_file(tmp_path / "s", codec)
@@ -46,7 +46,7 @@ def test_a_page_that_is_read_in_pieces_is_checked_whole(tmp_path: Path, name: st
     header = FrameHeader.parse(good)
     assert header is not None and len(good) == frame_bytes(header.stored_bytes)
     end = HEADER_BYTES + header.stored_bytes
-    edges = (mib, mib + 4096, 2 * mib, 2 * mib + 8192, 3 * mib)  # the longest form is read in three equal pieces
+    edges = (mib, mib + 4096, 2 * mib, 2 * mib + 8192, 3 * mib)  # the longest page is read in three equal pieces
     for place in (23, 24, *(edge + side for edge in edges for side in (-1, 0) if edge < end), end - 1):
         raw = bytearray(good)
         raw[place] ^= 0x40
@@ -57,7 +57,7 @@ def test_a_page_that_is_read_in_pieces_is_checked_whole(tmp_path: Path, name: st
 
 
 def test_a_large_page_is_read_in_equal_pieces(tmp_path: Path) -> None:
-    """A header must not cost a call of its own behind a payload of whole pieces."""
+    """A header must not cost an extra call if the payload is a multiple of the piece size."""
     lengths: list[int] = []
     system = Faulty(lambda name, _, args: lengths.append(sum(map(len, args[1]))) if name == "preadv" else None)
     store = open_file(tmp_path / "s", large_codec("gmac", 2 << 20), system=system)
@@ -70,7 +70,7 @@ def test_a_large_page_is_read_in_equal_pieces(tmp_path: Path) -> None:
 
 
 def large_codec(name: str, payload_bytes: int) -> FrameCodec:
-    """As CODECS[name], for another length."""
+    """Return CODECS[name] for another payload length."""
     compression = Compression() if "zstd" in name else None
     if "gcm" in name:
         return FrameCodec(NAMESPACE, payload_bytes, encryption_keys=[MAC_KEY], compression=compression)

@@ -1,4 +1,4 @@
-"""Every call of the operating system may fail in every way: no exception gets out, nothing leaks, no wrong page."""
+"""Any system call may fail with any error: no exception escapes, nothing leaks, no wrong page is served."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OPTIONS: dict[str, Any] = {"capacity": 10 * PAGE, "free_space_floor": 1, "sync":
 
 
 class Fails:
-    """Fails calls of one name: the `nth` alone, or with `nth` 0 all of them."""
+    """Fault that fails calls of one name: only the `nth`, or all of them with `nth` 0."""
 
     def __init__(self, name: str, code: int, nth: int) -> None:
         self.name, self.code, self.nth, self.hits = name, code, nth, 0
@@ -60,7 +60,7 @@ class Fails:
             return
         self.hits += 1
         if name == "close":
-            os.close(args[0])  # Linux gives the descriptor back, whatever close says
+            os.close(args[0])  # Linux frees the descriptor even if close fails
         raise OSError(self.code, os.strerror(self.code))
 
 
@@ -70,7 +70,7 @@ def _root(store: Store) -> Path:
 
 
 def use_everything(store: Store) -> None:
-    """Every verb, hits, misses, evictions and a damaged page, while calls fail."""
+    """Call every verb, with hits, misses, evictions and a damaged page, while calls fail."""
     store_chain(store, make_keys(3, "one"))
     load(store, [*make_keys(3, "one"), *make_keys(1, "missing")])
     path = next(iter(page_files(_root(store))), None)
@@ -85,13 +85,13 @@ def use_everything(store: Store) -> None:
 
 
 def assert_sound(store: Store, root: Path) -> None:
-    """After the fault is gone: the index is true, nothing is left behind, and the store works."""
+    """Check, after the fault is gone, that the index is correct, no leftovers exist, and the store works."""
     backend = store.backend
     assert isinstance(backend, FileBackend)
     assert store_chain(store, make_keys(2, "healed")) in ([STORED] * 2, [PRESENT] * 2)
     assert load(store, make_keys(2, "healed")) == [HIT] * 2
     for chain in ("old", "one", "two"):
-        load(store, make_keys(6, chain))  # finds the torn page where that could not be read before
+        load(store, make_keys(6, chain))  # finds the torn page if it could not be read before
     backend.check()
     usage = backend.usage()
     assert (usage.pages, usage.bytes) == disk_usage(root)
@@ -102,7 +102,7 @@ def assert_sound(store: Store, root: Path) -> None:
 
 @pytest.mark.parametrize("code", ERRNOS, ids=lambda code: errno.errorcode[code])
 @pytest.mark.parametrize("call", SYSTEM_CALLS)
-def test_a_failing_call_costs_pages_and_nothing_else(tmp_path: Path, call: str, code: int) -> None:
+def test_a_failing_call_only_costs_pages(tmp_path: Path, call: str, code: int) -> None:
     before = open_descriptors(), threading.active_count()
     for nth in (1, 2, 3, 0):
         root = tmp_path / f"s{nth}"
@@ -204,7 +204,7 @@ def test_a_write_that_moves_nothing_ends_as_an_error(tmp_path: Path) -> None:
     store.backend.close()
 
 
-def test_refused_direct_io_falls_back_and_is_seen(tmp_path: Path) -> None:
+def test_refused_direct_io_falls_back_and_is_counted(tmp_path: Path) -> None:
     def fault(name: str, number: int, args: tuple[Any, ...]) -> None:
         if name == "open" and args[1] & os.O_DIRECT and not args[1] & os.O_DIRECTORY:
             if args[1] & os.O_CREAT:  # as Linux does: the file is made before the flag is refused
@@ -227,7 +227,7 @@ def test_a_really_full_disk_rejects_and_recovers(small_disk: Path, form: str) ->
     outcomes = store_chain(store, keys)
     stored = outcomes.count(STORED)
     assert 100 < stored < 1000
-    assert outcomes == [STORED] * stored + [REJECTED] * (1000 - stored), "the head stays, without a hole"
+    assert outcomes == [STORED] * stored + [REJECTED] * (1000 - stored), "the stored pages are not a prefix"
     assert store.backend.statistics().errors["ENOSPC"] >= 1
     for number in range(5):
         assert set(store_chain(store, make_keys(100, f"more {number}"))) <= {STORED, REJECTED}

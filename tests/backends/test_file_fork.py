@@ -1,4 +1,4 @@
-"""A process that forks: its child holds no lock of the store, uses nothing of it, and ends without a trace."""
+"""A process that forks: its child holds no lock of the store, does not use it, and does not change it when it ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ with store.transaction(soon()) as index:
 
 
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
-def test_the_locks_of_a_killed_engine_end_with_it_though_a_child_of_it_lives(tmp_path: Path, how: str) -> None:
+def test_the_locks_of_a_killed_engine_end_with_it_even_if_its_child_lives(tmp_path: Path, how: str) -> None:
     root = tmp_path / "s"
     store = open_file(root, capacity=8 * PAGE)
     alive, ended = os.pipe()
@@ -61,7 +61,7 @@ def test_the_locks_of_a_killed_engine_end_with_it_though_a_child_of_it_lives(tmp
         engine.stdin.flush()
         assert engine.wait() == -signal.SIGKILL
         keys = make_keys(8, "new")
-        # All of the capacity was reserved by the engine, so its owner file has to be free as well.
+        # The engine had reserved the whole capacity, so its owner file must be unlocked too.
         stored = store.backend.batch_set(
             keys, full_frames(CODEC, keys), parent=None, deadline=time.monotonic() + 5
         )
@@ -112,7 +112,7 @@ backend.close()
 """
 
 
-def test_a_child_is_refused_and_its_end_leaves_the_transaction_of_its_parent_alone(tmp_path: Path) -> None:
+def test_a_child_is_rejected_and_its_end_does_not_affect_its_parents_transaction(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _USED_BY_CHILD, str(tmp_path / "s")]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
     child, stub, parent = result.stdout.splitlines()
@@ -128,7 +128,7 @@ def test_a_child_is_refused_and_its_end_leaves_the_transaction_of_its_parent_alo
     store.backend.close()
 
 
-def test_a_child_that_was_forked_while_a_tool_looks_holds_no_lock(tmp_path: Path) -> None:
+def test_a_child_forked_while_a_tool_reads_holds_no_lock(tmp_path: Path) -> None:
     root, children = tmp_path / "s", list[int]()
     store = open_file(root)
     store_chain(store, make_keys(2))

@@ -59,14 +59,14 @@ def test_as_many_pages_fit_as_their_real_lengths_allow(tmp_path: Path) -> None:
         for number in range(0, 30):
             store_chain(store, keys[number : number + 1])
         pages, size = disk_usage(root / form)
-        # A page takes room for its whole frame while it is written, so the last block stays free.
+        # A page reserves room for its whole frame while it is written, so the last block stays free.
         assert (pages, size) == (fit, fit * (SHORT if "zstd" in form else PAGE))
         assert evicted(store) == 30 - fit
         check(store, root / form)
         store.backend.close()
 
 
-def test_what_was_reserved_beyond_a_pages_length_is_given_back(tmp_path: Path) -> None:
+def test_room_reserved_beyond_a_pages_length_is_released(tmp_path: Path) -> None:
     root = tmp_path / "s"
     store = open_file(root, FORMS["zstd"], capacity=6 * PAGE)
     for number in range(3):
@@ -78,7 +78,7 @@ def test_what_was_reserved_beyond_a_pages_length_is_given_back(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_store_of_all_forms_is_the_same_after_it_is_opened_again(tmp_path: Path, lost: bool) -> None:
+def test_a_store_of_all_encodings_is_unchanged_after_reopening(tmp_path: Path, lost: bool) -> None:
     root = tmp_path / "s"
     for form, codec in FORMS.items():
         store = open_file(root, codec)
@@ -96,7 +96,7 @@ def test_a_store_of_all_forms_is_the_same_after_it_is_opened_again(tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", ["zstd", "zstd+gcm"])
-def test_a_short_page_that_is_cut_or_grown_by_a_block_is_dropped_when_the_store_is_opened(
+def test_a_page_truncated_or_extended_by_a_block_is_dropped_at_opening(
     tmp_path: Path, form: str
 ) -> None:
     root, codec = tmp_path / "s", FORMS[form]
@@ -134,7 +134,7 @@ def test_pages_of_an_older_version_stay_until_their_room_is_needed(tmp_path: Pat
 
 
 def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(tmp_path: Path) -> None:
-    """Somebody without the extra `compression` must not take the pages from those who have it."""
+    """An engine without the extra `compression` must not remove compressed pages of other engines."""
     root = tmp_path / "s"
     store = open_file(root, FORMS["zstd"])
     store_chain(store, make_keys(2))
@@ -166,8 +166,8 @@ for backend in (file, memory):
     assert ended.stdout == "miss {'no_zstd': 1}\n{} 2\nmiss {'no_zstd': 1}\n{} 1\n"
 
 
-def test_stored_forms_are_written_by_direct_io_without_falling_back(disk_path: Path) -> None:
-    """The buffers of encoded pages are aligned, whatever the frames are."""
+def test_encoded_pages_are_written_by_direct_io_without_fallback(disk_path: Path) -> None:
+    """The buffers of encoded pages are aligned even if the frames are not."""
     misaligned: list[int] = []
 
     def note(name: str, number: int, arguments: tuple[Any, ...]) -> None:
@@ -190,7 +190,7 @@ def _address(view: memoryview) -> int:
 # Tools
 
 
-def test_inspect_tells_the_form_and_the_card_of_a_page(tmp_path: Path) -> None:
+def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(tmp_path: Path) -> None:
     root = tmp_path / "s"
     codec = FrameCodec(
         NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=FORMS["zstd"]._compression,
@@ -214,13 +214,13 @@ def test_inspect_tells_the_form_and_the_card_of_a_page(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[300] ^= 1
     path.write_bytes(raw)
-    assert inspect_page(path).damage is None, "without the key nothing can be proved"
+    assert inspect_page(path).damage is None, "damage was reported without the key"
     assert inspect_page(path, keys=PageKeys(encryption=(CIPHER_KEY,))).damage == "tag"
     path.write_bytes(raw + bytes(4096))
     assert inspect_page(path).damage == "size"
 
 
-def test_a_scrub_proves_all_forms_and_removes_only_what_is_damaged(tmp_path: Path) -> None:
+def test_a_scrub_proves_all_encodings_and_removes_only_damaged_pages(tmp_path: Path) -> None:
     root = tmp_path / "s"
     for form, codec in FORMS.items():
         store = open_file(root, codec)

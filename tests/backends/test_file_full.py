@@ -1,4 +1,4 @@
-"""A disk that is full, or read-only, costs stores: what is stored is read, and can be removed to make room."""
+"""On a full or read-only disk, pages are rejected, but stored pages can be read, and removed to make room."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PAGES = 60
 
 
 def fill_up(folder: Path) -> None:
-    """Others take all of the disk that is left."""
+    """Fill the rest of the disk with other files."""
     with contextlib.suppress(OSError), (folder / "others").open("ab", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
 
-def test_a_store_that_filled_the_disk_stores_again_after_its_pages_were_removed(small_disk: Path) -> None:
+def test_a_store_that_filled_the_disk_stores_again_after_pages_are_removed(small_disk: Path) -> None:
     root = small_disk / "s"
     store = open_file(root)
     chains = []
@@ -40,7 +40,7 @@ def test_a_store_that_filled_the_disk_stores_again_after_its_pages_were_removed(
         if REJECTED in store_chain(store, chains[-1]):
             break
     assert len(chains) > 50
-    # Each use is written into the index, and so is each removal.
+    # Each use and each removal is written into the index.
     for keys in chains:
         load(store, keys)
         store.backend.usage()
@@ -103,7 +103,7 @@ def test_on_a_disk_that_others_filled_pages_are_read_and_removed(
     spoil(root)
     fill_up(small_disk)
     engine = open_file(root)
-    fill_up(small_disk)  # what a damaged index took is free again
+    fill_up(small_disk)  # the room of the damaged index is free again
     assert load(engine, keys) == [HIT] * PAGES
     assert set(store_chain(engine, make_keys(3, "no room"))) == {REJECTED}
     assert sum(engine.backend.statistics().errors.values()) >= 1
@@ -129,7 +129,7 @@ def test_without_room_for_a_copy_of_the_index_last_uses_are_unknown_and_the_rest
     assert "the last use of its pages is not known" in caplog.text
     raw.close()
     assert verify(tmp_path / "s").pages == PAGES
-    assert purge(tmp_path / "s", older_than_s=0.0).pages == 0, "no page is known to be old"
+    assert purge(tmp_path / "s", older_than_s=0.0).pages == 0, "a page of unknown age was purged"
     assert purge(tmp_path / "s").pages == PAGES
 
 
@@ -193,8 +193,8 @@ def test_a_store_on_a_read_only_disk_is_read_until_it_can_be_written_again(small
     engine.backend.close()
 
 
-def test_a_transaction_without_room_does_not_have_the_store_compared_with_its_files(small_disk: Path) -> None:
-    """A comparison takes as long as an opening, which a full disk must not cost each batch."""
+def test_a_transaction_without_room_does_not_reconcile_the_store(small_disk: Path) -> None:
+    """A comparison takes as long as an opening; a full disk must not cause one per batch."""
     root = small_disk / "s"
     store = open_file(root)
     assert isinstance(store.backend, FileBackend)
@@ -216,8 +216,8 @@ def frame_of(store: Store) -> memoryview:
     return memoryview(bytearray(store.backend.codec.frame_bytes))
 
 
-def test_the_disk_of_these_tests_gets_full(small_disk: Path) -> None:
-    """The control: nothing can be written there after `fill_up`, though there is room in the directory."""
+def test_the_disk_of_these_tests_becomes_full(small_disk: Path) -> None:
+    """The control: writes fail after `fill_up`, though there is room in the directory."""
     fill_up(small_disk)
     with pytest.raises(OSError, match="No space"):
         (small_disk / "more").write_bytes(bytes(4096))

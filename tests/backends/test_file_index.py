@@ -1,4 +1,4 @@
-"""The index is a cache of the directory: bounded, and made again whenever it cannot be read as one of ours."""
+"""The index is a cache of the directory: bounded, and rebuilt whenever it is not a valid index."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def flip(path: Path, bit: int) -> None:
 
 
 def assert_tools_work(root: Path, pages: int) -> None:
-    """Every command that looks, then those that remove."""
+    """Check that the reading tools work, then the removing ones."""
     raw = open_raw(path=root)
     assert len(list(raw.pages())) == pages
-    # The one flaw that nothing contradicts is another time of last use, of one page on which others hang.
+    # The only damage that no check can detect is another last use of one page that has children.
     assert purge(root, older_than_s=3600, dry_run=True).pages <= 1
     scrubbed = verify(root)
     assert (scrubbed.pages, dict(scrubbed.damaged)) == (pages, {})
@@ -79,7 +79,7 @@ def assert_tools_work(root: Path, pages: int) -> None:
 
 
 def assert_sound(store: Store, root: Path) -> None:
-    """A store that was just opened: it stores pages, and its index agrees with the disk."""
+    """Check that a newly opened store stores pages and that its index matches the disk."""
     assert store_chain(store, make_keys(5, "new")) == [STORED] * 5
     check(store, root)
     store.backend.close()
@@ -90,11 +90,11 @@ def assert_sound(store: Store, root: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(1))
-def test_an_index_with_a_flipped_bit_does_not_keep_a_store_from_starting(tmp_path: Path, seed: int) -> None:
+def test_a_store_starts_with_a_flipped_bit_in_its_index(tmp_path: Path, seed: int) -> None:
     dice, template = rng(seed), tmp_path / "template"
     fill(template)
     bits = index_path(template).stat().st_size * 8
-    # Half of them in the header, which SQLite obeys without a doubt.
+    # Half of the flips are in the header, which SQLite trusts.
     for bit in [dice.randrange(800 if number % 2 else bits) for number in range(FLIPS)]:
         root = tmp_path / f"bit {bit}"
         shutil.copytree(template, root, dirs_exist_ok=True)
@@ -130,7 +130,7 @@ def test_an_index_with_a_bit_flipped_in_use_costs_one_batch_at_most(tmp_path: Pa
 
 
 @pytest.mark.parametrize("seed", seeds(1))
-def test_a_journal_with_flipped_bits_costs_the_index_at_most(tmp_path: Path, seed: int) -> None:
+def test_a_journal_with_flipped_bits_costs_at_most_the_index(tmp_path: Path, seed: int) -> None:
     dice, template, killing = rng(seed), tmp_path / "template", Killing()
     fill(template)
     store_chain(store := open_file(template), make_keys(200, "half"))
@@ -202,7 +202,7 @@ def test_a_page_from_the_future_is_adopted_as_one_of_today(tmp_path: Path) -> No
     check(store, root)
 
 
-def test_a_page_that_the_device_cannot_read_does_not_keep_a_store_from_opening(tmp_path: Path) -> None:
+def test_a_store_opens_although_the_device_cannot_read_one_page(tmp_path: Path) -> None:
     root, keys = tmp_path / "s", make_keys(3)
     store = open_file(root)
     store_chain(store, keys)
@@ -215,12 +215,12 @@ def test_a_page_that_the_device_cannot_read_does_not_keep_a_store_from_opening(t
             raise OSError(errno.EIO, "the device is sick")
 
     store = open_file(root, system=Faulty(before))
-    assert store.backend.usage().pages == 2, "the sick page has no row; its file stays"
+    assert store.backend.usage().pages == 2, "the unreadable page has a row"
     assert store_chain(store, make_keys(2, "new")) == [STORED] * 2
     assert page_path(root, CODEC, keys[1]).exists()
 
 
-def test_a_path_that_is_too_long_for_an_index_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_path_that_is_too_long_for_an_index_is_rejected_at_once(tmp_path: Path) -> None:
     path = tmp_path
     while len(os.fsencode(path)) < 440:
         path /= "x" * 20
@@ -229,7 +229,7 @@ def test_a_path_that_is_too_long_for_an_index_is_refused_at_once(tmp_path: Path)
         open_file(path / ("y" * 60))
 
 
-def test_a_failure_while_leftovers_are_swept_is_counted_and_raises_nothing(tmp_path: Path) -> None:
+def test_a_failure_while_leftovers_are_swept_is_counted_and_not_raised(tmp_path: Path) -> None:
     root = tmp_path / "s"
     fill(root)
     store = open_file(root)
@@ -262,12 +262,12 @@ store.backend.close()
 """
 
 
-def test_files_of_the_index_that_are_cut_short_in_use_do_not_kill_the_engine(tmp_path: Path) -> None:
+def test_index_files_truncated_in_use_do_not_kill_the_engine(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _CUT_SHORT, str(tmp_path / "s")]
     assert subprocess.run(command, cwd=REPOSITORY, check=False, timeout=60).returncode == 0
 
 
-def test_the_journal_is_allocated_ahead_and_never_stays_longer(tmp_path: Path) -> None:
+def test_the_journal_is_allocated_in_advance_and_truncated_to_its_size(tmp_path: Path) -> None:
     root = tmp_path / "s"
     store = open_file(root)
     assert isinstance(store.backend, FileBackend)
@@ -287,11 +287,11 @@ def test_the_journal_is_allocated_ahead_and_never_stays_longer(tmp_path: Path) -
     assert {path.name for path in root.glob("index-*")} == {journal.name, journal.name.removesuffix(JOURNAL)}
 
 
-# Chains that close
+# Cycles
 
 
 def plant(root: Path, key: bytes, parent: bytes) -> None:
-    """A page file whose header names any parent, as a forger writes it."""
+    """Write a forged page file whose header names any parent."""
     (frame,) = full_frames(CODEC, [key])
     mark = b"parent!!" * 4
     path = page_path(root, CODEC, key)
@@ -300,14 +300,14 @@ def plant(root: Path, key: bytes, parent: bytes) -> None:
 
 
 def cycles(length: int, pages: int) -> list[tuple[bytes, bytes]]:
-    """Keys and parents of some pages, which hang on each other in circles of `length`."""
+    """Return keys and parents of pages that form cycles of `length`."""
     keys = make_keys(pages, f"cycles of {length}")
     circles = [keys[first : first + length] for first in range(0, pages, length)]
     return [(key, parent) for circle in circles for key, parent in zip(circle, [circle[-1], *circle], strict=False)]
 
 
 @pytest.mark.parametrize("length", [2, 3])
-def test_a_store_full_of_pages_that_hang_on_each_other_takes_new_ones(tmp_path: Path, length: int) -> None:
+def test_a_store_full_of_cycles_takes_new_pages(tmp_path: Path, length: int) -> None:
     root = tmp_path / "s"
     store = open_file(root, capacity=12 * PAGE)
     for key, parent in cycles(length, 12):
@@ -319,7 +319,7 @@ def test_a_store_full_of_pages_that_hang_on_each_other_takes_new_ones(tmp_path: 
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_planted_pages_that_hang_on_each_other_are_evicted_like_others(tmp_path: Path, length: int) -> None:
+def test_forged_pages_in_a_cycle_are_evicted_like_others(tmp_path: Path, length: int) -> None:
     root = tmp_path / "s"
     open_file(root).backend.close()
     for key, parent in cycles(length, 12):
@@ -330,7 +330,7 @@ def test_planted_pages_that_hang_on_each_other_are_evicted_like_others(tmp_path:
     check(store, root)
 
 
-def test_the_walk_up_a_chain_reads_one_row_a_page_and_is_left_out_for_a_link_that_is_known(tmp_path: Path) -> None:
+def test_the_walk_up_a_chain_reads_one_row_per_page_and_is_skipped_for_known_links(tmp_path: Path) -> None:
     """Two engines that store the same chain at once reserve the same links. The control is a new link."""
     store = open_file(tmp_path / "s")
     keys = make_keys(2000)
@@ -354,11 +354,11 @@ def test_the_walk_up_a_chain_reads_one_row_a_page_and_is_left_out_for_a_link_tha
             return taken
 
         known, new = steps(keys[1989]), steps(keys[1988])
-        assert known < 50 and 4 * known < new < 2000, "hundreds of instructions of SQLite"
+        assert known < 50 and 4 * known < new < 2000, "hundreds of SQLite instructions"
         index.release_all(f"{'0' * 16}.1")
 
 
-def test_with_a_cycle_in_the_index_a_full_store_takes_nothing(tmp_path: Path) -> None:
+def test_with_a_cycle_in_the_index_a_full_store_takes_no_pages(tmp_path: Path) -> None:
     """The control of the two tests above."""
     store = open_file(tmp_path / "s", capacity=3 * PAGE)
     assert isinstance(store.backend, FileBackend)
@@ -366,13 +366,13 @@ def test_with_a_cycle_in_the_index_a_full_store_takes_nothing(tmp_path: Path) ->
         assert store_chain(store, [key]) == [STORED]
     with store.backend._store.transaction(soon()) as index:
         index._run("UPDATE pages SET parent = key, children = 1")
-        with pytest.raises(AssertionError, match="above itself"):
+        with pytest.raises(AssertionError, match="its own ancestor"):
             index.check()
     assert store_chain(store, make_keys(1, "new")) == [REJECTED]
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-def test_however_pages_hang_on_each_other_the_index_holds_no_cycle(tmp_path: Path, seed: int) -> None:
+def test_the_index_never_holds_a_cycle(tmp_path: Path, seed: int) -> None:
     dice, keys, path = rng(seed), make_keys(8), tmp_path / "index.sqlite"
     path.touch()
     index = Index.create(str(path))

@@ -34,7 +34,7 @@ OWNER = "0123456789abcdef"
 
 
 class Following(System):
-    """A system that leaves the walk to the kernel, which follows links."""
+    """A system whose walk is done by the kernel, which follows links."""
 
     def _walk(self, path: str, dir_fd: int | None, call: Callable[[str, int | None], T]) -> T:
         return call(path, dir_fd)
@@ -49,7 +49,7 @@ def link_away(root: Path, key: bytes, level: str, outside: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Names, bytes and times of the files below a directory."""
+    """Return names, bytes and times of the files below a directory."""
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -136,14 +136,14 @@ def test_a_strange_tmp_is_replaced_by_the_next_store(tmp_path: Path, kind: str) 
         (root / "tmp").write_bytes(b"mine")
     assert store_chain(store, keys[1:]) == [STORED]
     assert load(store, keys) == [HIT, HIT]
-    assert len(list((root / "tmp").glob("*.alive"))) == 1, "others see that this opening lives"
+    assert len(list((root / "tmp").glob("*.alive"))) == 1, "the owner file of this opening is missing"
     check(store, root)
     store.backend.close()
     assert list(outside.iterdir()) == []
 
 
 def put(path: Path, kind: str, outside: Path) -> None:
-    """A strange thing in place of a file."""
+    """Put a file of another kind in place of a file."""
     if path.exists():
         path.unlink()
     if kind == "link":
@@ -172,7 +172,7 @@ def test_a_strange_file_of_the_store_neither_blocks_nor_raises_an_untyped_error(
             list(raw.pages())
 
     actions: list[Callable[[], Any]] = [look]
-    if name != "index":  # what the index may be is up to the index
+    if name != "index":  # `test_file_index.py` tests what may replace the index
         actions.append(lambda: open_file(root).backend.close())  # noqa: PLW0108  it opens the store, too
     for action in actions:
         try:
@@ -184,7 +184,7 @@ def test_a_strange_file_of_the_store_neither_blocks_nor_raises_an_untyped_error(
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "socket", "directory"])
 @pytest.mark.parametrize("suffix", ["alive", "7"])
-def test_strange_files_in_tmp_do_not_keep_a_store_from_being_opened(tmp_path: Path, kind: str, suffix: str) -> None:
+def test_a_store_opens_with_strange_files_in_tmp(tmp_path: Path, kind: str, suffix: str) -> None:
     root, outside = tmp_path / "s", tmp_path / "outside"
     outside.write_bytes(b"mine")
     open_file(root).backend.close()
@@ -213,7 +213,7 @@ def test_a_reservation_below_a_file_in_place_of_a_directory_ends_with_its_owner(
 
 
 def test_a_page_in_a_directory_made_by_another_process_is_found(tmp_path: Path) -> None:
-    """A lookup keeps its list of directories only as long as the directory above has not changed."""
+    """A lookup reuses its list of directories only while the directory above is unchanged."""
     root, keys = tmp_path / "s", make_keys(30)
     ours, theirs = open_file(root), open_file(root)
     for number, key in enumerate(keys):

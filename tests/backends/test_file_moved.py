@@ -1,4 +1,4 @@
-"""A root that is moved or replaced while engines use it: nothing is written or removed but in their own directory."""
+"""A root that is moved or replaced while engines use it: they write and remove files only in their own directory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ._files import PAGE, check, open_file
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """All that is below a directory: the bytes of files, None for directories."""
+    """Return all paths below a directory with the bytes of files, None for directories."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize("instead", ["nothing", "an empty directory", "another store", "a link", "a file"])
-def test_a_store_whose_root_is_gone_from_its_path_touches_nothing_until_it_is_back(
+def test_a_store_with_a_moved_root_changes_nothing_until_it_is_back(
     tmp_path: Path, instead: str
 ) -> None:
     root, away, foreign = tmp_path / "s", tmp_path / "away", tmp_path / "foreign"
@@ -40,7 +40,7 @@ def test_a_store_whose_root_is_gone_from_its_path_touches_nothing_until_it_is_ba
     assert store_chain(store, make_keys(5, "new")) == [SET_ERROR] * 5
     assert store.backend.delete(keys, deadline=soon()) == 0
     assert (store.backend.usage(), store.backend.statistics().errors) == (usage, {"ESTALE": 7})
-    assert load(store, keys) == [HIT] * 5, "reading goes on in the directory that was opened"
+    assert load(store, keys) == [HIT] * 5, "the opened directory can no longer be read"
     assert contents(tmp_path) == before and contents(away) == ours
     if instead != "nothing":
         root.rename(foreign if instead == "another store" else tmp_path / "replaced")
@@ -50,7 +50,7 @@ def test_a_store_whose_root_is_gone_from_its_path_touches_nothing_until_it_is_ba
     store.backend.close()
 
 
-def test_closing_a_store_that_was_moved_leaves_the_directory_at_its_path_alone(tmp_path: Path) -> None:
+def test_closing_a_moved_store_does_not_change_the_directory_at_its_path(tmp_path: Path) -> None:
     root, away = tmp_path / "s", tmp_path / "away"
     store = open_file(root)
     store_chain(store, make_keys(3))

@@ -1,5 +1,5 @@
-"""Pages in parts in a file store: moved without a copy where the page cache takes them, by way of an aligned frame
-where direct I/O does not, and whole or not at all where a transfer fails in the middle of a list."""
+"""Pages in parts in a file store: moved without a copy through the page cache, through an aligned frame with direct
+I/O, and whole or not at all if a transfer fails in the middle of a list."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hicache.frame import Compression, FrameCodec, PageView, first_bytes
 from ._files import CIPHER_KEY, MAC_KEY, Faulty, check, open_file, temporary_files
 
 MIB = 1 << 20
-# Longer than a piece that is hashed while warm, and not a multiple of anything.
+# Longer than a piece that is hashed while warm, and not a round number.
 CODEC = FrameCodec(NAMESPACE, 2 * MIB + 12_345)
 CODECS = {
     "plain": CODEC,
@@ -70,7 +70,7 @@ def address(buffer: memoryview) -> int:
 
 
 class Noted:
-    """Notes the lists of buffers that are read and written; moves at most `step` bytes of each, None for all."""
+    """A system that records the buffers of reads and writes; moves at most `step` bytes per call, None for all."""
 
     def __init__(self, step: int | None = None) -> None:
         self.lists: dict[str, list[list[memoryview]]] = {"preadv": [], "pwritev": []}
@@ -109,7 +109,7 @@ def test_pages_of_any_number_of_parts_are_stored_and_read(tmp_path: Path, form: 
     check(store, tmp_path / "s")
 
 
-def test_parts_are_moved_where_they_are_and_no_list_is_longer_than_a_call_takes(tmp_path: Path) -> None:
+def test_parts_are_moved_in_place_and_lists_fit_one_call(tmp_path: Path) -> None:
     store, noted = open_noted(tmp_path / "s")
     (key,) = make_keys(1)
     for verb, name in (("batch_set", "pwritev"), ("batch_get", "preadv")):
@@ -127,7 +127,7 @@ def test_parts_are_moved_where_they_are_and_no_list_is_longer_than_a_call_takes(
             buffer for buffer in moved
             if address(buffer) != address(page.header) and not first <= address(buffer) < last
         ]  # fmt: skip
-        assert sum(buffer.nbytes for buffer in foreign) < 4096, "only the padding is not the caller's memory"
+        assert sum(buffer.nbytes for buffer in foreign) < 4096, "more than the padding is not the caller's memory"
 
 
 @pytest.mark.parametrize("step", [99_991, 255, MIB - 1])
@@ -145,7 +145,7 @@ def test_an_error_in_the_middle_of_a_list_costs_one_page(tmp_path: Path, call: s
     def fault(name: str, number: int, args: tuple[Any, ...]) -> int | None:
         if name != call:
             return None
-        if number == 6:  # of the second page: its first bytes have been moved
+        if number == 6:  # of the second page, after its first bytes were moved
             raise OSError(errno.EIO, "broken")
         return (os.preadv if call == "preadv" else os.pwritev)(args[0], first_bytes(args[1], MIB), args[2])
 
@@ -180,13 +180,13 @@ def test_a_file_that_ends_in_the_middle_of_a_list_is_corrupt(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("form", CODECS)
-def test_direct_io_moves_unaligned_parts_by_way_of_aligned_frames(disk_path: Path, form: str) -> None:
+def test_direct_io_moves_unaligned_parts_through_aligned_frames(disk_path: Path, form: str) -> None:
     store, noted = open_noted(disk_path / "s", codec=CODECS[form], direct_io=True)
     keys = make_keys(3)
     assert store_views(store, keys) == [STORED] * 3
     assert load_views(store, keys) == [HIT] * 3
     moved = [buffers for lists in noted.lists.values() for buffers in lists]
-    assert len(moved) == 6, "a page is one transfer"
+    assert len(moved) == 6, "a page took more than one transfer"
     assert all(address(buffer) % 4096 == 0 == buffer.nbytes % 4096 for buffers in moved for buffer in buffers)
     assert "EINVAL" not in store.backend.statistics().errors
     check(store, disk_path / "s")

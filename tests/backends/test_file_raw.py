@@ -1,4 +1,4 @@
-"""The file store as its operator sees it, against the contract of raw stores, and what is its own."""
+"""The raw file store against the contract of raw stores, and its own behaviour."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> Non
     check(store, root)
 
 
-def test_without_room_a_page_is_turned_away_whole(tmp_path: Path) -> None:
+def test_without_room_a_whole_page_is_rejected(tmp_path: Path) -> None:
     root = tmp_path / "store"
     make_store(root)
     raw = open_raw(path=root, capacity=PAGE)
     assert raw.write(place(0), DATA[0], None)
-    assert not raw.write(place(1), DATA[1], KEYS[0])  # the only page that could go is its parent
+    assert not raw.write(place(1), DATA[1], KEYS[0])  # the only possible victim is its parent
     raw.close()
     assert (reserved_bytes(root), temporary_files(root), page_path(root, CODEC, KEYS[1]).exists()) == (0, [], False)
 
@@ -110,7 +110,7 @@ def test_a_link_in_place_of_a_page_is_listed_as_damaged_and_not_followed(tmp_pat
     assert (tmp_path / "secret").read_text() == "secret" and set(by_key(raw.pages())) == {KEYS[0]}
 
 
-def test_a_store_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     root = tmp_path / "store"
     make_store(root)
     (root / "lock").unlink()
@@ -122,7 +122,7 @@ def test_a_store_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use", [lambda raw: list(raw.pages()), lambda raw: raw.remove([place(0)])])
-def test_a_closed_store_says_so(tmp_path: Path, use: Callable[[FileRaw], object]) -> None:
+def test_a_closed_store_reports_that_it_is_closed(tmp_path: Path, use: Callable[[FileRaw], object]) -> None:
     make_store(tmp_path / "store")
     raw = open_raw(path=tmp_path / "store")
     raw.close()
@@ -130,7 +130,7 @@ def test_a_closed_store_says_so(tmp_path: Path, use: Callable[[FileRaw], object]
         use(raw)
 
 
-def test_it_is_opened_by_the_options_of_its_backend(tmp_path: Path) -> None:
+def test_it_is_opened_with_the_options_of_its_backend(tmp_path: Path) -> None:
     make_store(tmp_path / "store")
     options = {"path": tmp_path / "store", "capacity": PAGE, "io_threads": 1}
     open_raw_of(BackendSpec("file", options)).close()
@@ -140,7 +140,7 @@ def test_it_is_opened_by_the_options_of_its_backend(tmp_path: Path) -> None:
         open_raw_of(BackendSpec("memory", {}))
 
 
-def test_what_is_no_store_is_refused_and_left(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_store_is_rejected_and_not_changed(tmp_path: Path) -> None:
     with pytest.raises(NotOurs):
         open_raw(path=tmp_path)
     with pytest.raises(BackendUnavailable):
@@ -153,7 +153,7 @@ def test_what_is_no_store_is_refused_and_left(tmp_path: Path) -> None:
     [({"pwritev"}, errno.ENOSPC, None), ({"pwritev"}, errno.EIO, "EIO"),
      ({"pwritev", "unlink"}, errno.EIO, "EIO"), ({"rename"}, errno.EIO, "EIO")],
 )  # fmt: skip
-def test_a_page_that_cannot_be_written_is_not_there_and_holds_no_room(
+def test_a_page_that_cannot_be_written_is_not_visible_and_takes_no_room(
     tmp_path: Path, failing: set[str], error: int, said: str | None
 ) -> None:
     root = tmp_path / "store"

@@ -1,4 +1,4 @@
-"""Whose directory it is, and what may lie in it: strange things are never followed, never block, and go if safe."""
+"""Ownership and content of the root: strange files are never followed, never block, and are removed if that is safe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ._files import (
 
 
 @pytest.mark.parametrize("obstacle", ["directory", "full directory", "fifo", "link", "link to nothing", "socket"])
-def test_a_strange_thing_in_place_of_a_page_is_never_followed_and_never_blocks(tmp_path: Path, obstacle: str) -> None:
+def test_a_strange_file_in_place_of_a_page_is_never_followed_and_never_blocks(tmp_path: Path, obstacle: str) -> None:
     root = tmp_path / "s"
     store = open_file(root)
     keys = make_keys(3)
@@ -62,7 +62,7 @@ def test_a_strange_thing_in_place_of_a_page_is_never_followed_and_never_blocks(t
 
 
 @pytest.mark.parametrize("obstacle", ["directory", "fifo", "link", "socket"])
-def test_storing_replaces_a_strange_thing(tmp_path: Path, obstacle: str) -> None:
+def test_storing_replaces_a_strange_file(tmp_path: Path, obstacle: str) -> None:
     root, outside = tmp_path / "s", tmp_path / "outside"
     store = open_file(root)
     keys = make_keys(2)
@@ -104,7 +104,7 @@ def test_a_linked_fan_out_directory_is_not_followed(tmp_path: Path) -> None:
     assert store.backend.usage().pages == 0
 
 
-def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_non_empty_directory_is_rejected_and_not_changed(tmp_path: Path) -> None:
     root = tmp_path / "home"
     root.mkdir(mode=0o700)
     (root / "thesis.tex").write_text("all my work")
@@ -113,7 +113,7 @@ def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path: Pa
     assert [path.name for path in root.iterdir()] == ["thesis.tex"]
 
 
-def test_an_empty_directory_of_ours_is_taken(tmp_path: Path) -> None:
+def test_an_empty_directory_of_ours_is_accepted(tmp_path: Path) -> None:
     root = tmp_path / "s"
     root.mkdir(mode=0o700)
     open_file(root).backend.close()
@@ -121,15 +121,15 @@ def test_an_empty_directory_of_ours_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
-def test_a_root_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_root_that_others_may_write_is_rejected(tmp_path: Path, mode: int) -> None:
     root = tmp_path / "s"
     open_file(root).backend.close()
     root.chmod(mode)
-    with pytest.raises(NotOurs, match="written by others"):
+    with pytest.raises(NotOurs, match="writable by others"):
         open_file(root)
 
 
-def test_below_a_shared_directory_the_root_has_to_be_private(tmp_path: Path) -> None:
+def test_below_a_shared_directory_the_root_must_be_private(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -157,7 +157,7 @@ def test_each_directory_above_is_checked_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
-def test_a_directory_above_that_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+def test_a_directory_above_owned_by_another_user_is_rejected(tmp_path: Path) -> None:
     high = tmp_path / "high"
     (high / "middle").mkdir(parents=True)
     os.chown(high, 12345, 12345)
@@ -167,12 +167,12 @@ def test_a_directory_above_that_belongs_to_another_user_is_refused(tmp_path: Pat
 
 
 def modes(folder: Path) -> set[tuple[bool, int]]:
-    """Of everything below a directory: whether it is a directory, and its mode."""
+    """Return for everything below a directory whether it is a directory, and its mode."""
     return {(path.is_dir(), path.lstat().st_mode & 0o7777) for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-def test_what_a_store_makes_is_private_with_any_umask(tmp_path: Path, umask: int) -> None:
+def test_files_of_a_store_are_private_with_any_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         store = open_file(tmp_path / "a" / "b" / "s")
@@ -184,7 +184,7 @@ def test_what_a_store_makes_is_private_with_any_umask(tmp_path: Path, umask: int
 
 
 @pytest.mark.parametrize("umask", [0o777, 0o100])
-def test_a_umask_that_takes_rights_of_the_owner_is_refused_and_leaves_nothing(tmp_path: Path, umask: int) -> None:
+def test_a_umask_that_removes_owner_rights_is_rejected_and_leaves_nothing(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         with pytest.raises(BackendUnavailable, match="umask"):
@@ -212,7 +212,7 @@ def test_a_link_above_the_root_is_resolved_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a link away")
-def test_a_link_of_another_user_above_the_root_is_refused(tmp_path: Path) -> None:
+def test_a_link_of_another_user_above_the_root_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     os.chown(tmp_path / "link", 12345, 12345, follow_symlinks=False)
@@ -221,7 +221,7 @@ def test_a_link_of_another_user_above_the_root_is_refused(tmp_path: Path) -> Non
     assert list((tmp_path / "real").iterdir()) == []
 
 
-def test_the_root_is_made_in_the_directory_that_was_checked(tmp_path: Path) -> None:
+def test_the_root_is_made_in_the_checked_directory(tmp_path: Path) -> None:
     high, moved = tmp_path / "high", tmp_path / "moved"
     high.mkdir()
 
@@ -237,7 +237,7 @@ def test_the_root_is_made_in_the_directory_that_was_checked(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
-def test_the_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_the_directory_of_another_user_is_rejected(tmp_path: Path) -> None:
     root = tmp_path / "s"
     root.mkdir(mode=0o700)
     os.chown(root, 12345, 12345)
@@ -246,7 +246,7 @@ def test_the_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_a_link_as_root_is_refused(tmp_path: Path) -> None:
+def test_a_link_as_root_is_rejected(tmp_path: Path) -> None:
     open_file(tmp_path / "s").backend.close()
     (tmp_path / "link").symlink_to(tmp_path / "s")
     with pytest.raises(NotOurs, match="symbolic link"):
@@ -261,7 +261,7 @@ def test_a_path_that_cannot_be_a_store_is_unavailable(tmp_path: Path) -> None:
         open_file(tmp_path / "file" / "below")
 
 
-def test_a_store_of_another_version_is_left_alone(tmp_path: Path) -> None:
+def test_a_store_of_another_version_is_not_changed(tmp_path: Path) -> None:
     root = tmp_path / "s"
     open_file(root).backend.close()
     (root / "HICACHE_STORE").write_text("hicache file store 9\n")
@@ -276,28 +276,28 @@ def test_a_store_of_another_version_is_left_alone(tmp_path: Path) -> None:
         {"io_threads": 65}, {"free_space_floor": -1}, {"direct_io": 2}, {"sync": "perhaps"}, {"capcity": 1},
     ],
 )  # fmt: skip
-def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
+def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         FileStorageOptions(**{"path": tmp_path / "s", **options})
 
 
-def test_a_capacity_below_one_page_is_refused(tmp_path: Path) -> None:
+def test_a_capacity_below_one_page_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="below one page"):
         open_file(tmp_path / "s", capacity=PAGE - 1)
 
 
-def test_a_store_that_another_process_makes_at_the_same_moment_is_taken(tmp_path: Path) -> None:
+def test_a_store_that_another_process_makes_at_the_same_time_is_accepted(tmp_path: Path) -> None:
     root = tmp_path / "s"
 
     def overtake(name: str, number: int, args: tuple[object, ...]) -> None:
-        if (name, number) == ("listdir", 1):  # between the look for the marker and the look at the rest
+        if (name, number) == ("listdir", 1):  # after the check for the marker, before the check of the other files
             open_file(root).backend.close()
 
     store = open_file(root, system=Faulty(overtake))
     check(store, root)
 
 
-def test_the_directory_above_a_store_is_answered_with_the_store(tmp_path: Path) -> None:
+def test_the_error_for_the_directory_above_a_store_names_the_store(tmp_path: Path) -> None:
     open_file(tmp_path / "data" / "pages").backend.close()
     (tmp_path / "data" / "notes").write_text("mine")
     with pytest.raises(NotOurs, match=f"did you mean {tmp_path / 'data' / 'pages'}\\?"):

@@ -1,4 +1,4 @@
-"""Inspect, scrub and purge: from the files alone, beside living engines, and nothing that is not ours."""
+"""Inspect, scrub and purge: from the files alone, beside live engines, without touching foreign files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_inspect_reads_a_page_from_its_file_alone(tmp_path: Path) -> None:
     assert (header.namespace, header.payload_bytes) == (NAMESPACE, PAYLOAD_BYTES)
 
 
-def test_a_page_under_a_wrong_name_is_checked_all_the_same(tmp_path: Path) -> None:
+def test_a_page_under_a_wrong_name_is_still_checked(tmp_path: Path) -> None:
     root = tmp_path / "s"
     store = open_file(root)
     (key,) = make_keys(1)
@@ -68,7 +68,7 @@ def test_a_page_under_a_wrong_name_is_checked_all_the_same(tmp_path: Path) -> No
     assert (report.damage, report.note) == ("tag", "the name of the file is not the key of the page")
 
 
-def test_inspect_names_what_is_wrong(tmp_path: Path) -> None:
+def test_inspect_names_the_damage(tmp_path: Path) -> None:
     root = tmp_path / "s"
     store = open_file(root)
     keys = make_keys(2)
@@ -112,7 +112,7 @@ def test_purge_takes_namespaces_by_prefix_and_leaves_other_files(tmp_path: Path)
     check(store, root)
 
 
-def test_tools_refuse_what_is_no_store(tmp_path: Path) -> None:
+def test_tools_reject_a_directory_that_is_not_a_store(tmp_path: Path) -> None:
     with pytest.raises(NotOurs):
         purge(tmp_path)
     with pytest.raises(BackendUnavailable):
@@ -120,13 +120,13 @@ def test_tools_refuse_what_is_no_store(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
 
 
-# Nothing is changed by looking
+# Reading changes nothing
 
 Snapshot = dict[str, tuple[int, ...]]
 
 
 def snapshot(root: Path) -> Snapshot:
-    """Everything below `root` with what would tell a change: inode, type, size, and times but that of reading."""
+    """Return everything below `root` with inode, type, size, and times except for the access time."""
     found: Snapshot = {}
     for path in [root, *root.rglob("*")]:
         state = path.lstat()
@@ -135,7 +135,7 @@ def snapshot(root: Path) -> Snapshot:
 
 
 def make_damaged(root: Path) -> tuple[Store, list[bytes]]:
-    """A store of eight pages: too short, too long, empty, changed, a directory, a link; two are sound."""
+    """Make a store of eight pages: too short, too long, empty, changed, a directory, a link; two are sound."""
     store = open_file(root)
     keys = make_keys(8)
     store_chain(store, keys)
@@ -156,7 +156,7 @@ DAMAGE = {"size": 2, "not_a_frame": 1, "tag": 1, "not_regular": 2}
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_scrub_reports_what_an_opening_would_drop_and_changes_nothing(tmp_path: Path, alive: bool) -> None:
+def test_a_scrub_reports_damage_that_an_opening_would_remove_and_changes_nothing(tmp_path: Path, alive: bool) -> None:
     root = tmp_path / "s"
     store, _ = make_damaged(root)
     if not alive:
@@ -168,7 +168,7 @@ def test_a_scrub_reports_what_an_opening_would_drop_and_changes_nothing(tmp_path
 
 
 @pytest.mark.parametrize("index", ["in use", "closed", "lost"])
-def test_what_a_scrub_removes_is_counted_though_opening_the_store_would_drop_it(tmp_path: Path, index: str) -> None:
+def test_a_scrub_counts_removals_that_an_opening_would_make_too(tmp_path: Path, index: str) -> None:
     root = tmp_path / "s"
     store, keys = make_damaged(root)
     if index != "in use":
@@ -183,8 +183,8 @@ def test_what_a_scrub_removes_is_counted_though_opening_the_store_would_drop_it(
         store.backend.close()
 
 
-def test_opening_for_engines_drops_damage_that_a_scrub_reports(tmp_path: Path) -> None:
-    """The control: what the tests above count would be gone."""
+def test_opening_for_engines_removes_damage_that_a_scrub_reports(tmp_path: Path) -> None:
+    """The control: opening the store removes the damage that the tests above count."""
     root = tmp_path / "s"
     make_damaged(root)[0].backend.close()
     open_file(root).backend.close()
@@ -229,7 +229,7 @@ def test_a_scrub_reports_a_link_in_place_of_a_directory_and_does_not_follow_it(t
 
 
 @pytest.mark.parametrize("age_s", [None, 0.0, 3600.0])
-def test_a_dry_run_changes_nothing_and_says_what_a_purge_then_does(tmp_path: Path, age_s: float | None) -> None:
+def test_a_dry_run_changes_nothing_and_predicts_the_purge(tmp_path: Path, age_s: float | None) -> None:
     root = tmp_path / "s"
     store, keys = make_damaged(root)
     store.backend.close()
@@ -238,7 +238,7 @@ def test_a_dry_run_changes_nothing_and_says_what_a_purge_then_does(tmp_path: Pat
     before = snapshot(root)
     said = purge(root, older_than_s=age_s, dry_run=True)
     assert snapshot(root) == before
-    # One of the two old files has a row that fits it, which knows when it was used.
+    # One of the two old files has a matching row with its last use.
     assert said.pages == (1 if age_s else 8)
     assert purge(root, older_than_s=age_s) == said
     assert len(list(root.glob("*/*/*"))) == 8 - said.pages
@@ -259,7 +259,7 @@ def test_a_dry_run_knows_recency_from_an_index_that_is_in_use(tmp_path: Path) ->
     assert purge(root, older_than_s=3600, dry_run=True).pages == 4
 
 
-def test_looking_works_on_a_copy_that_nobody_has_opened(tmp_path: Path) -> None:
+def test_reading_works_on_a_copy_that_was_never_opened(tmp_path: Path) -> None:
     root = tmp_path / "s"
     make_damaged(root)[0].backend.close()
     for path in [*_files.index_files(root), root / "lock"]:
@@ -281,7 +281,7 @@ print(verify(root).pages, purge(root, dry_run=True).pages, purge(root, older_tha
 """
 
 
-def test_looking_works_on_a_read_only_mount(tmp_path: Path) -> None:
+def test_reading_works_on_a_read_only_mount(tmp_path: Path) -> None:
     root = tmp_path / "s"
     make_damaged(root)[0].backend.close()
     mount = ["unshare", "--mount", "--map-root-user", "sh", "-c",

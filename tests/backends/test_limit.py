@@ -1,4 +1,4 @@
-"""A limit around a store that has none, on the file store without a capacity of its own."""
+"""`LimitedBackend` around a file store without its own capacity."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MemoryRaw(RawStore):
         return sum(self._backend(page).delete([page.key], deadline=soon()) for page in pages)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def limited_memory(codec: FrameCodec, pages: int = 0, capacity_bytes: int = LARGE) -> Store:
@@ -93,7 +93,7 @@ class TestLimitedMemory(SoleBackendContract):
         return limited_memory
 
 
-def test_clearing_makes_room_and_the_records_follow() -> None:
+def test_clearing_makes_room_and_clears_the_records() -> None:
     store, keys, more = limited_memory(CODEC, 6), make_keys(6), make_keys(6, "more")
     backend = store.backend
     assert isinstance(backend, LimitedBackend)
@@ -101,7 +101,7 @@ def test_clearing_makes_room_and_the_records_follow() -> None:
     assert backend._fresh and backend._uses
     assert backend.clear(deadline=soon()) == 6
     assert not backend._fresh and not backend._uses
-    # The interval is a minute: only a clear that asks for a listing makes this end.
+    # The interval is a minute: this ends only if `clear` requests a listing.
     wait_for(lambda: backend._ledger.used_bytes == 0)
     assert store_chain(store, more) == [STORED] * 6
     assert load(store, more) == [HIT] * 6 and load(store, keys) == [MISS] * 6
@@ -115,8 +115,8 @@ class TestLimitedBackend(BackendContract):
 
 
 def limited(root: Path, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Store:
-    """A file store at `root` that has a limit only by what is tested here. Lists much more often than one would, and
-    has done so once: a busy machine may take longer for that than a store waits."""
+    """Open a file store at `root` limited only by `LimitedBackend`. It lists much more often than usual. The first
+    listing is complete: on a busy machine it may take longer than a store waits."""
     inner = open_file(root, codec)
     backend = LimitedBackend(
         inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * codec.frame_bytes,
@@ -137,7 +137,7 @@ class Opened:
         return limited(self.root, pages, codec, interval_s=interval_s)
 
     def pages(self) -> int:
-        return len(page_files(self.root))  # which may go meanwhile
+        return len(page_files(self.root))  # files may be removed at the same time
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def evicted(store: Store) -> int:
     return store.backend.statistics().evicted_pages
 
 
-def test_what_has_no_room_is_turned_away_and_the_head_stays(opened: Opened) -> None:
+def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened) -> None:
     store, keys = opened(5), make_keys(8)
     assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
     assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
@@ -159,27 +159,27 @@ def test_what_has_no_room_is_turned_away_and_the_head_stays(opened: Opened) -> N
     assert shown.usage is not None and shown.usage.capacity_bytes == 5 * PAGE
 
 
-def test_a_store_with_room_for_few_pages_and_a_part_of_one_makes_room_too() -> None:
+def test_a_store_with_room_for_a_few_pages_and_a_fraction_makes_room_too() -> None:
     store, more = limited_memory(CODEC, capacity_bytes=6 * PAGE - 1), make_keys(1, "more")
     assert store_chain(store, make_keys(5)) == [STORED] * 5
     wait_for(lambda: store_chain(store, more) == [STORED])
     store.backend.close()
 
 
-def test_without_the_limit_all_of_it_is_stored(tmp_path: Path) -> None:
-    """The control of the test above: the store itself has none."""
+def test_without_the_limit_all_pages_are_stored(tmp_path: Path) -> None:
+    """The control of the test above: the store itself has no limit."""
     store = open_file(tmp_path / "store")
     assert store_chain(store, make_keys(8)) == [STORED] * 8
     store.backend.close()
 
 
-def test_pages_that_are_there_are_present_in_a_full_store(opened: Opened) -> None:
+def test_stored_pages_are_present_in_a_full_store(opened: Opened) -> None:
     store, keys = opened(3), make_keys(4)
     store_chain(store, keys[:3])
     assert store_chain(store, keys) == [PRESENT] * 3 + [REJECTED]
 
 
-def test_the_sweep_takes_the_tail_of_the_chain_that_was_unused_for_longest(opened: Opened) -> None:
+def test_the_sweep_removes_the_tail_of_the_least_recently_used_chain(opened: Opened) -> None:
     store, old, used = opened(20), make_keys(10, "old"), make_keys(10, "used")
     store_chain(store, old)
     store_chain(store, used)
@@ -191,7 +191,7 @@ def test_the_sweep_takes_the_tail_of_the_chain_that_was_unused_for_longest(opene
     assert (exists(store, old), exists(store, used)) == (8, 8)
 
 
-def test_what_lay_there_before_counts_and_its_chains_are_known_from_headers(tmp_path: Path, opened: Opened) -> None:
+def test_earlier_pages_count_and_their_chains_are_read_from_headers(tmp_path: Path, opened: Opened) -> None:
     keys = make_keys(10)
     first = open_file(tmp_path / "store")
     store_chain(first, keys)
@@ -204,7 +204,7 @@ def test_what_lay_there_before_counts_and_its_chains_are_known_from_headers(tmp_
     assert exists(store, keys) == 9
 
 
-def test_a_damaged_header_does_not_keep_a_page_from_being_removed(tmp_path: Path, opened: Opened) -> None:
+def test_a_page_with_a_damaged_header_can_be_removed(tmp_path: Path, opened: Opened) -> None:
     keys = make_keys(10)
     first = open_file(tmp_path / "store")
     store_chain(first, keys)
@@ -227,7 +227,7 @@ def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> No
     assert opened.pages() <= 10
 
 
-def test_engines_exceed_the_limit_by_what_others_wrote_since_their_listing_and_a_listing_ends_that(
+def test_engines_overshoot_the_limit_by_the_writes_of_others_until_they_list(
     opened: Opened,
 ) -> None:
     never_s = 3600.0
@@ -289,7 +289,8 @@ class Troubled(RawStore):
 def troubled(
     root: Path, *trouble: Exception, gate: bool = True
 ) -> Iterator[tuple[Store, list[Exception], threading.Event]]:
-    """A limited store, the trouble its sweep has until the list is empty, and the gate it waits at."""
+    """Return a limited store, the list of errors that its sweep raises until it is empty, and the gate of its listings.
+    """
     inner, troubles, opens = open_file(root), list(trouble), threading.Event()
     if gate:
         opens.set()
@@ -317,14 +318,14 @@ def test_a_store_that_cannot_be_listed_takes_no_pages_until_it_can(
         wait_for(lambda: store_chain(store, keys) == [STORED] * 2)
 
 
-def test_after_a_listing_that_failed_a_verb_has_the_next_one_made_no_sooner(tmp_path: Path) -> None:
+def test_after_a_failed_listing_verbs_do_not_cause_an_earlier_one(tmp_path: Path) -> None:
     with troubled(tmp_path / "store", BackendUnavailable("it is away")) as (store, _, _):
         assert isinstance(store.backend, LimitedBackend)
         store.backend._sweeps.close(10.0)
         assert store.backend._sweep_once() == store.backend._not_before
 
 
-def test_a_sweep_that_got_no_thread_is_made_once_there_are_threads(tmp_path: Path) -> None:
+def test_a_sweep_without_a_thread_runs_once_a_thread_can_start(tmp_path: Path) -> None:
     inner = open_file(tmp_path / "store")
     with no_threads():
         backend = LimitedBackend(
@@ -332,7 +333,7 @@ def test_a_sweep_that_got_no_thread_is_made_once_there_are_threads(tmp_path: Pat
         )
     store = Store(backend, inner.read, inner.write)
     assert store_chain(store, make_keys(5)) == [STORED] * 5
-    with no_threads():  # the thread of the sweep dies, say
+    with no_threads():  # as if the sweep's thread died
         backend._sweeps.close(10.0)
         backend._sweeps = BackgroundTask("limit", backend._sweep_once)
         backend._sweeps.wake()
@@ -366,14 +367,14 @@ def test_closing_ends_the_sweep(opened: Opened) -> None:
     assert threading.active_count() <= before
 
 
-def test_it_is_a_composite_of_what_it_limits(opened: Opened) -> None:
+def test_it_is_a_composite_of_the_limited_store(opened: Opened) -> None:
     store = opened(5)
     assert isinstance(store.backend, LimitedBackend)
     assert list(leaves(store.backend)) == list(store.backend.parts)
 
 
 @pytest.mark.parametrize("capacity_bytes", [PAGE - 1, True])
-def test_a_limit_without_sense_is_refused(tmp_path: Path, capacity_bytes: int) -> None:
+def test_an_invalid_limit_is_rejected(tmp_path: Path, capacity_bytes: int) -> None:
     inner = open_file(tmp_path / "store")
     with pytest.raises(InvalidInput, match="limit"):
         LimitedBackend(inner.backend, lambda: open_raw(path=tmp_path / "store"), capacity_bytes=capacity_bytes)
@@ -395,8 +396,8 @@ def test_a_page_to_be_read_is_a_head_until_its_header_is_known(tmp_path: Path) -
     chains.check()
 
 
-def test_what_was_read_or_stored_again_lately_stays_longer(opened: Opened) -> None:
-    """The file store would know by itself; S3 knows only when a page was stored."""
+def test_recently_read_or_stored_pages_stay_longer(opened: Opened) -> None:
+    """The file store itself knows uses; S3 knows only when a page was stored."""
     store, read, again, idle = opened(20), make_keys(6, "read"), make_keys(6, "again"), make_keys(6, "idle")
     for keys in (read, again, idle):
         assert store_chain(store, keys) == [STORED] * 6
@@ -415,7 +416,7 @@ class Blind(Troubled):
 
 
 @pytest.mark.parametrize("kind", [Troubled, Blind])
-def test_it_is_the_headers_that_keep_a_sweep_from_leaving_holes(tmp_path: Path, kind: type[Troubled]) -> None:
+def test_a_sweep_leaves_holes_only_without_headers(tmp_path: Path, kind: type[Troubled]) -> None:
     root, keys, opens = tmp_path / "store", make_keys(40), threading.Event()
     opens.set()
     first = open_file(root)

@@ -1,4 +1,4 @@
-"""The state machine finds what is wrong with a backend. These are the controls of the contract's random walk."""
+"""The state machine detects faulty backends. These are the controls of the contract's random walk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Frames = Sequence[PageBuffer]
 
 
 class _Lookup(MemoryBackend):
-    """Says a page more than there is."""
+    """Reports one page too many."""
 
     def batch_exists(self, keys: Keys, *, deadline: float) -> int:
         return min(len(keys), super().batch_exists(keys, deadline=deadline) + 1)
 
 
 class _Trust(MemoryBackend):
-    """Does not remove what is damaged."""
+    """Does not remove damaged pages."""
 
     def batch_get(self, keys: Keys, frames: Frames, *, deadline: float) -> list[GetOutcome]:
         raw = [self.peek(key) for key in keys]
@@ -37,7 +37,7 @@ class _Trust(MemoryBackend):
 
 
 class _Overwrite(MemoryBackend):
-    """Stores again what is there."""
+    """Stores pages that are already stored."""
 
     def batch_set(
         self, keys: Keys, frames: Frames, *, parent: bytes | None, deadline: float
@@ -47,14 +47,14 @@ class _Overwrite(MemoryBackend):
 
 
 class _Delete(MemoryBackend):
-    """Keeps the last page of what is to be deleted."""
+    """Does not delete the last page of a batch."""
 
     def delete(self, keys: Keys, *, deadline: float) -> int:
         return super().delete(keys[:-1], deadline=deadline)
 
 
 class _Count(MemoryBackend):
-    """Sees no more than three pages in use."""
+    """Reports three pages at most as its usage."""
 
     def usage(self) -> Usage:
         found = super().usage()

@@ -1,4 +1,4 @@
-"""The memory backend against the contract, and what is its own: eviction."""
+"""The memory backend against the contract, and its own behaviour: eviction."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class TestMemoryBackend(SoleBackendContract):
     def open_store(self) -> OpenStore:
         return open_memory
 
-    def test_a_lookup_or_removal_that_is_not_made_is_counted_by_its_reason(self, store: Store) -> None:
-        """As an empty store answers it, but for the count: a guard tells the two apart by that."""
+    def test_a_rejected_lookup_or_removal_is_counted_by_its_reason(self, store: Store) -> None:
+        """The answer is that of an empty store; a guard distinguishes the two by the count."""
         backend, keys = store.backend, make_keys(2)
         store_chain(store, keys)
         past = time.monotonic() - 1.0
@@ -73,7 +73,7 @@ def test_a_full_store_drops_the_tail_of_the_oldest_chain() -> None:
 
 
 def test_without_parents_the_head_goes_first() -> None:
-    """The control of the test above: it is the chain that saves the head."""
+    """The control of the test above: the chain protects the head."""
     backend, store = small(8)
     old, new = make_keys(5, "old"), make_keys(5, "new")
     for key in old:
@@ -83,7 +83,7 @@ def test_without_parents_the_head_goes_first() -> None:
     assert load(store, old) == [MISS, MISS, HIT, HIT, HIT]
 
 
-def test_what_was_read_lately_stays() -> None:
+def test_recently_read_pages_stay() -> None:
     backend, store = small(8)
     first, second = make_keys(4, "first"), make_keys(4, "second")
     store_chain(store, first)
@@ -101,7 +101,7 @@ def test_a_batch_larger_than_the_store_keeps_its_head() -> None:
     assert backend.batch_exists(keys, deadline=soon()) == 3
 
 
-def test_a_growing_chain_never_eats_its_own_head() -> None:
+def test_a_growing_chain_never_evicts_its_own_head() -> None:
     backend, store = small(4)
     keys = make_keys(6)
     store_chain(store, keys[:3])
@@ -151,6 +151,6 @@ def test_a_page_larger_than_the_capacity_evicts_nothing() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, -1, True, 1.5])
-def test_an_impossible_capacity_is_refused(capacity: object) -> None:
+def test_an_invalid_capacity_is_rejected(capacity: object) -> None:
     with pytest.raises(InvalidInput):
         MemoryBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES), capacity)  # type: ignore[arg-type]

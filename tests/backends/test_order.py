@@ -1,4 +1,4 @@
-"""The order of eviction: least recently used first, tails before heads, whatever comes and goes."""
+"""The order of eviction: least recently used first, tails before heads, also after random additions and removals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_shared_head_goes_after_all_its_tails() -> None:
     assert drained(order)[-2:] == [head[1], head[0]]
 
 
-def test_a_page_that_comes_back_between_its_neighbours_takes_its_place_in_the_chain() -> None:
+def test_a_page_stored_again_takes_its_place_in_the_chain() -> None:
     order, (one, two, three) = EvictionOrder(), make_keys(3)
     chain(order, [one, two, three])
     order.discard(two)
@@ -57,7 +57,7 @@ def test_a_page_that_comes_back_between_its_neighbours_takes_its_place_in_the_ch
     assert drained(order) == [three, two, one]
 
 
-def test_a_page_that_was_added_and_not_used_is_out_of_order() -> None:
+def test_an_added_page_that_was_not_used_is_out_of_order() -> None:
     """The control of `check`."""
     order, (one, two) = EvictionOrder(), make_keys(2)
     order.add(one, None)
@@ -69,7 +69,7 @@ def test_a_page_that_was_added_and_not_used_is_out_of_order() -> None:
 @pytest.mark.parametrize("with_cycles", [False, True])
 @pytest.mark.parametrize("seed", seeds(5))
 def test_random_use_keeps_the_order(seed: int, with_cycles: bool) -> None:
-    """Where pages come and go that hang on each other in a cycle, at least all of them can be evicted."""
+    """With pages in cycles, the test checks at least that all pages can be evicted."""
     dice = rng(seed)
     order, keys = EvictionOrder(), make_keys(30)
     for _ in range(1000):

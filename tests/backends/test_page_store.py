@@ -1,4 +1,4 @@
-"""What `PageStore` makes of stores that fail in the middle, say too little, or raise what they should not."""
+"""`PageStore` over stores that fail in the middle, report too few outcomes, or raise wrong exceptions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REJECTED = SetOutcome.REJECTED
 
 
 class _Failing(MemoryBackend):
-    """Does what a test put in place of a function, which gets the function itself and its arguments."""
+    """A store with functions replaced by a test; a replacement gets the original function and its arguments."""
 
     def __init__(self, codec: FrameCodec = CODEC, **instead: Callable[..., Any]) -> None:
         super().__init__(codec)
@@ -67,7 +67,7 @@ class _Failing(MemoryBackend):
 
 
 def filled(**instead: Callable[..., Any]) -> _Failing:
-    """A store with the pages of KEYS, whose functions are replaced after those were stored."""
+    """Return a store with the pages of KEYS; its functions are replaced after these are stored."""
     store = _Failing()
     assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [STORED] * 4
     store.instead = instead
@@ -79,7 +79,7 @@ def fail(*_: Any) -> Any:
 
 
 def cut_off(own: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
-    """The first answer, and no other."""
+    """Yield only the first answer."""
     yield next(iter(own(*arguments)))
 
 
@@ -89,7 +89,7 @@ def broken_off(own: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("find", "reason"), [(cut_off, "internal"), (broken_off, "away"), (fail, "away")])
-def test_what_a_lookup_was_not_told_is_not_stored_and_one_error(find: Callable[..., Any], reason: str) -> None:
+def test_a_missing_answer_of_a_lookup_is_not_stored_and_one_error(find: Callable[..., Any], reason: str) -> None:
     store = filled(find=find)
     told = 0 if find is fail else 1
     assert store.batch_has(KEYS, deadline=soon()) == [True] * told + [False] * (4 - told)
@@ -98,7 +98,7 @@ def test_what_a_lookup_was_not_told_is_not_stored_and_one_error(find: Callable[.
     assert store.statistics().errors == {reason: 2}
 
 
-def test_a_prefix_asks_no_further_than_the_hole() -> None:
+def test_a_prefix_lookup_stops_at_the_hole() -> None:
     asked: list[bool] = []
 
     def find(own: Callable[..., list[bool]], *arguments: Any) -> Iterator[bool]:
@@ -114,7 +114,7 @@ def test_a_prefix_asks_no_further_than_the_hole() -> None:
     assert store.statistics().errors == {}
 
 
-def test_a_call_that_ends_in_the_middle_fails_the_pages_that_are_left() -> None:
+def test_a_call_that_ends_early_fails_the_remaining_pages() -> None:
     def read(own: Callable[..., None], pages: PageReads[bytes]) -> None:
         pages.miss(2)
         raise StoreError("away")
@@ -131,7 +131,7 @@ def test_a_call_that_ends_in_the_middle_fails_the_pages_that_are_left() -> None:
     assert store.statistics().errors == {"away": 6}
 
 
-def test_trouble_after_the_last_page_is_counted_once() -> None:
+def test_a_failure_after_the_last_page_is_counted_once() -> None:
     def then_fail(own: Callable[..., None], pages: Any) -> None:
         own(pages)
         raise StoreError("away")
@@ -143,14 +143,14 @@ def test_trouble_after_the_last_page_is_counted_once() -> None:
     assert store.statistics().errors == {"away": 2}
 
 
-def test_a_page_of_which_nothing_is_said_is_an_internal_error() -> None:
+def test_a_page_without_a_reported_outcome_is_an_internal_error() -> None:
     store = filled(read=lambda own, pages: None, write=lambda own, pages: None)
     assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [GET_ERROR] * 4
     assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [SET_ERROR] * 4
     assert store.statistics().errors == {"internal": 8}
 
 
-def test_damage_that_cannot_be_removed_is_damage_and_one_error() -> None:
+def test_damage_that_cannot_be_removed_is_corrupt_and_counts_one_error() -> None:
     store = filled(remove_damaged=fail)
     store.poke(KEYS[1], bytes(CODEC.frame_bytes))
     assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [HIT, CORRUPT, HIT, HIT]
@@ -158,8 +158,8 @@ def test_damage_that_cannot_be_removed_is_damage_and_one_error() -> None:
     assert (found.errors, found.corrupt) == ({"away": 1}, {"not_a_frame": 1})
 
 
-def test_damage_is_removed_also_at_the_deadline() -> None:
-    """The time for it is its own: a damaged page that is found last would stay for ever."""
+def test_damage_is_removed_even_after_the_deadline() -> None:
+    """Removal has its own deadline: otherwise a damaged page found last would stay forever."""
     left_s: list[float] = []
 
     def read(own: Callable[..., None], pages: PageReads[bytes]) -> None:
@@ -178,7 +178,7 @@ def test_damage_is_removed_also_at_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("keys", [fail, broken_off])
-def test_a_listing_that_fails_is_one_error(keys: Callable[..., Any]) -> None:
+def test_a_failed_listing_counts_one_error(keys: Callable[..., Any]) -> None:
     store = filled(keys=keys)
     assert store.clear(deadline=soon()) == 0
     assert store.statistics().errors == {"away": 1}
@@ -255,7 +255,7 @@ def test_parts_may_be_empty_and_many(lengths: Sequence[int], compression: Compre
     damaging.close()
 
 
-def test_memory_of_signed_bytes_is_refused_before_anything_moves() -> None:
+def test_memory_of_signed_bytes_is_rejected_before_any_transfer() -> None:
     store, (key,) = MemoryBackend(CODEC), KEYS[:1]
     signed = PageView(memoryview(bytearray(HEADER_BYTES)), [memoryview(array.array("b", bytes(PAYLOAD_BYTES)))])
     for page in (signed, memoryview(array.array("b", bytes(CODEC.frame_bytes)))):
@@ -265,7 +265,7 @@ def test_memory_of_signed_bytes_is_refused_before_anything_moves() -> None:
             store.batch_get([key], [page], deadline=soon())
 
 
-def test_a_header_is_used_again_for_another_payload_once_it_is_unsealed() -> None:
+def test_an_unsealed_header_is_reused_for_another_payload() -> None:
     store, (key,) = MemoryBackend(CODEC), KEYS[:1]
     page = in_lengths([PAYLOAD_BYTES])
     for byte in (b"\1", b"\2"):
@@ -274,14 +274,14 @@ def test_a_header_is_used_again_for_another_payload_once_it_is_unsealed() -> Non
         assert store.batch_set([key], [page], parent=None, deadline=soon()) == [STORED]
         assert store.batch_get([key], empty_frames(CODEC, 1), deadline=soon()) == [HIT]
         store.clear(deadline=soon())
-    # A page of another key is sealed anew whatever its header says.
+    # A page with another key's header is always sealed again.
     other = make_keys(1, "other")
     page.parts[0][:] = b"\3" * PAYLOAD_BYTES
     assert store.batch_set(other, [page], parent=None, deadline=soon()) == [STORED]
     assert store.batch_get(other, empty_frames(CODEC, 1), deadline=soon()) == [HIT]
 
 
-def test_what_was_read_behind_a_payload_is_never_written() -> None:
+def test_bytes_read_behind_a_payload_are_never_written() -> None:
     store, (key,) = MemoryBackend(CODEC), KEYS[:1]
     page, end = in_lengths([PAYLOAD_BYTES]), HEADER_BYTES + PAYLOAD_BYTES
     store.batch_set([key], full_frames(CODEC, [key]), parent=None, deadline=soon())
@@ -315,7 +315,7 @@ def test_behind_the_first_page_without_room_all_are_rejected() -> None:
     assert pages.errors == ["full"]
 
 
-def test_a_store_is_shut_once_however_often_it_is_closed() -> None:
+def test_a_store_that_is_closed_twice_is_shut_once() -> None:
     store = filled()
     shut: list[int] = []
     store.shut = lambda: shut.append(1)  # type: ignore[method-assign]
@@ -324,7 +324,7 @@ def test_a_store_is_shut_once_however_often_it_is_closed() -> None:
     assert shut == [1]
 
 
-def test_what_is_not_cleared_by_the_deadline_stays_and_is_one_error() -> None:
+def test_pages_not_cleared_by_the_deadline_stay_and_count_one_error() -> None:
     def keys(own: Callable[..., Iterator[bytes]], deadline: float) -> Iterator[bytes]:
         while soon(0.0) < deadline:
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Backends by name: built in, from another module, and every way to get the name or the options wrong."""
+"""Backends by name: built-in, from another module, and with wrong names or options."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_built_in_names_are_listed() -> None:
         ("hicache.backends.registry:ENTRY_POINT_GROUP", "not a class or a function"),
     ],
 )
-def test_a_wrong_name_is_refused_with_a_hint(name: str, message: str) -> None:
+def test_a_wrong_name_is_rejected_with_a_hint(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_backend(name, CODEC, {})
 
@@ -79,7 +79,7 @@ def test_a_wrong_name_is_refused_with_a_hint(name: str, message: str) -> None:
         ({"path": "x", "io_threads": 0}, "io_threads"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_is_opened(
+def test_wrong_options_are_rejected_before_a_store_is_opened(
     tmp_path: Path, options: dict[str, object], message: str
 ) -> None:
     if "path" in options:
@@ -89,14 +89,14 @@ def test_wrong_options_are_refused_before_anything_is_opened(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_storage_trouble_keeps_its_own_error(tmp_path: Path) -> None:
+def test_a_storage_failure_keeps_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "something").write_text("")
     with pytest.raises(NotOurs):
         open_backend("file", CODEC, {"path": str(tmp_path)})
 
 
 def not_a_backend(codec: object) -> object:
-    """A factory that keeps no promise."""
+    """A factory that is not annotated to return a backend."""
     return codec
 
 
@@ -104,7 +104,7 @@ def not_a_backend(codec: object) -> object:
     "name",
     ["json:loads", "builtins:dict", "builtins:print", "pathlib:Path", "tests.backends.test_registry:not_a_backend"],
 )
-def test_what_makes_no_storage_backend_is_refused_before_it_is_called(name: str) -> None:
+def test_a_factory_that_makes_no_backend_is_rejected_before_it_is_called(name: str) -> None:
     with pytest.raises(ConfigError, match="not a StorageBackend"):
         check_backend(name, {})
     with pytest.raises(ConfigError, match="not a StorageBackend"):
@@ -112,7 +112,7 @@ def test_what_makes_no_storage_backend_is_refused_before_it_is_called(name: str)
 
 
 def makes_memory(codec: FrameCodec) -> MemoryBackend:
-    """A factory that says what it makes."""
+    """A factory annotated to return a backend."""
     return MemoryBackend(codec)
 
 
@@ -128,21 +128,21 @@ late = _Late()
 
 
 class Abstract(StorageBackend):
-    """A backend that is not finished."""
+    """A backend without the abstract methods."""
 
 
 def fails(codec: FrameCodec) -> StorageBackend:
-    """A factory whose call is refused by Python."""
+    """A factory whose call raises TypeError."""
     raise TypeError("5 is no codec")
 
 
 def lies(codec: FrameCodec) -> StorageBackend:
-    """A factory that does not return what it says."""
+    """A factory that does not return its annotated type."""
     return "a store"  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("name", ["makes_memory", "late"])
-def test_a_factory_that_says_that_it_makes_a_backend_is_taken(name: str) -> None:
+def test_a_factory_annotated_to_return_a_backend_is_accepted(name: str) -> None:
     check_backend(f"tests.backends.test_registry:{name}", {})
     assert isinstance(open_backend(f"tests.backends.test_registry:{name}", CODEC, {}), MemoryBackend)
 
@@ -150,7 +150,7 @@ def test_a_factory_that_says_that_it_makes_a_backend_is_taken(name: str) -> None
 @pytest.mark.parametrize(
     ("name", "message"), [("Abstract", "abstract"), ("fails", "5 is no codec"), ("lies", "made a str")]
 )
-def test_a_backend_that_cannot_be_made_is_a_refused_configuration(name: str, message: str) -> None:
+def test_a_backend_that_cannot_be_made_is_a_configuration_error(name: str, message: str) -> None:
     check_backend(f"tests.backends.test_registry:{name}", {})
     with pytest.raises(ConfigError, match=message):
         open_backend(f"tests.backends.test_registry:{name}", CODEC, {})
@@ -200,7 +200,7 @@ def by_keyword(codec: FrameCodec, name: str = "shelf", *, chosen: ShelfOptions |
 
 
 def needs_more(codec: FrameCodec, options: ShelfOptions, more: int) -> StorageBackend:
-    """A factory that no configuration can call."""
+    """A factory with a required parameter that no configuration can give."""
     raise NotImplementedError
 
 
@@ -212,11 +212,11 @@ def test_a_section_goes_to_the_parameter_that_is_annotated_with_it() -> None:
 
 
 def open_shelf_raw(options: ShelfOptions) -> FileRaw:
-    """The store as its operator sees it; any will do."""
+    """Return any raw store."""
     return FileRaw(FileStorageOptions(path=os.devnull))
 
 
-def test_a_store_with_a_section_is_limited_as_others_are(
+def test_a_store_with_a_section_is_limited_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "shelf-1.dist-info"
@@ -235,6 +235,6 @@ def test_a_store_with_a_section_is_limited_as_others_are(
 
 
 @pytest.mark.parametrize("kind", [FileBackend, RedisBackend, S3Backend, MooncakeBackend])
-def test_a_store_takes_its_own_section_alone(kind: type[StorageBackend]) -> None:
+def test_a_store_takes_only_its_own_section(kind: type[StorageBackend]) -> None:
     with pytest.raises(InvalidInput, match=r"options: a value of type dict is not valid; pass a \w+StorageOptions"):
         kind(CODEC, {"path": "x"})  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Looking, scrubbing, copying and removing through the view that every store has for its operator."""
+"""The operator's tools on raw stores: survey, verify, copy, purge and trim."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def raws(tmp_path: Path) -> Iterator[Raws]:
 
 
 def fill(raw: FileRaw, keys: list[bytes], *, used_s: float, codec: FrameCodec = CODEC) -> None:
-    """Write a chain."""
+    """Store a chain."""
     for key, data, parent in zip(keys, sealed(codec, keys), [None, *keys[:-1]], strict=True):
         assert raw.write(StoredPage(codec.namespace, key, len(data), used_s), data, parent)
 
 
 def replace(raw: FileRaw, key: bytes, data: bytes) -> None:
-    """Other bytes in place of a page."""
+    """Replace the bytes of a page."""
     raw.remove([StoredPage(NAMESPACE, key, 0, None)])
     assert raw.write(StoredPage(NAMESPACE, key, len(data), time.time()), data, None)
 
@@ -67,7 +67,7 @@ def last(steps: Iterator[Step]) -> Step:
     return final
 
 
-def test_a_survey_reads_few_headers_and_with_chains_all(raws: Raws) -> None:
+def test_a_survey_reads_few_headers_but_all_with_chains(raws: Raws) -> None:
     raw, keys = raws("a"), make_keys(20)
     fill(raw, keys, used_s=time.time())
     found = last(survey(raw)).namespaces[NAMESPACE]
@@ -77,7 +77,7 @@ def test_a_survey_reads_few_headers_and_with_chains_all(raws: Raws) -> None:
     assert full.namespaces[NAMESPACE].tags == {"XXH3_128": 20}
 
 
-def test_a_scrub_counts_damage_and_removes_it_only_if_told_to(raws: Raws) -> None:
+def test_a_scrub_counts_damage_and_removes_it_only_on_request(raws: Raws) -> None:
     raw, keys = raws("a"), make_keys(6)
     data = sealed(CODEC, keys)
     fill(raw, keys, used_s=time.time())
@@ -93,7 +93,7 @@ def test_a_scrub_counts_damage_and_removes_it_only_if_told_to(raws: Raws) -> Non
         assert len(list(raw.pages())) == left
 
 
-def test_a_keyed_page_is_proved_by_its_key_and_never_removed_for_want_of_it(raws: Raws) -> None:
+def test_a_keyed_page_is_proved_by_its_key_and_kept_without_it(raws: Raws) -> None:
     raw, keys = raws("a"), make_keys(2)
     fill(raw, keys, used_s=time.time(), codec=FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY]))
     right, wrong, none = PageKeys(mac=(MAC_KEY,)), PageKeys(mac=(bytes(32),)), NO_KEYS
@@ -117,14 +117,14 @@ def test_a_purge_keeps_to_namespace_and_age(raws: Raws) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda raw: purge_raw(raw, namespace="*"),  # a pattern that Redis would take for all pages
+        lambda raw: purge_raw(raw, namespace="*"),  # Redis would take this pattern for all pages
         lambda raw: trim_raw(raw, -1),
         lambda raw: purge_raw(raw, older_than_s=-1.0),
         lambda raw: verify_raw(raw, keys=NO_KEYS, rate_bytes_per_s=0),
         lambda raw: copy_raw(raw, raw, keys=NO_KEYS, namespace="?"),
     ],
 )
-def test_arguments_without_sense_are_refused_before_anything_is_done(
+def test_invalid_arguments_are_rejected_before_any_change(
     raws: Raws, wrong: Callable[[FileRaw], Iterator[object]]
 ) -> None:
     raw = raws("a")
@@ -135,7 +135,7 @@ def test_arguments_without_sense_are_refused_before_anything_is_done(
 
 
 @pytest.mark.parametrize("seed", seeds(10))
-def test_a_copy_stopped_anywhere_leaves_whole_prefixes_and_goes_on_from_there(raws: Raws, seed: int) -> None:
+def test_a_copy_stopped_anywhere_leaves_whole_prefixes_and_can_continue(raws: Raws, seed: int) -> None:
     dice, source, target = rng(seed), raws("a"), raws("b")
     chains = [make_keys(dice.randrange(1, 8), f"chain {number}") for number in range(5)]
     for keys in chains:
@@ -164,7 +164,7 @@ def test_in_the_order_of_the_listing_a_stopped_copy_would_have_holes(raws: Raws)
     assert any(set(listed[:length]) != set(keys[:length]) for length in range(1, 12))
 
 
-def test_a_copy_into_a_full_store_counts_what_was_turned_away_and_what_hangs_on_it(raws: Raws) -> None:
+def test_a_copy_into_a_full_store_counts_rejected_pages_and_their_descendants(raws: Raws) -> None:
     source, target = raws("a"), raws("b", capacity_pages=3)
     fill(source, make_keys(6), used_s=time.time())
     done = last(copy_raw(source, target, keys=NO_KEYS))

@@ -1,4 +1,4 @@
-"""Uses that a store has not seen: a touched page outlives others, and a store says which pages it has lost."""
+"""Touches: a touched page outlives others, and a store reports which pages it no longer has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OLD, HOT, MORE = make_keys(4, "old"), make_keys(4, "hot"), make_keys(4, "more")
 
 
 class OnlyMoves(MemoryBackend):
-    """A store that heeds no uses: it lacks the capability."""
+    """A store without Recency."""
 
     batch_touch = None  # type: ignore[assignment]
 
@@ -71,11 +71,11 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def crowd(store: Store) -> None:
-    """Store four pages more, for which others have to go."""
+    """Store four more pages, so that others are evicted."""
     wait_for(lambda: all(outcome.is_stored for outcome in store_chain(store, MORE)))
 
 
-def test_a_chain_that_was_touched_outlives_one_that_was_stored_later(full: Store) -> None:
+def test_a_touched_chain_outlives_a_chain_stored_later(full: Store) -> None:
     assert touch(full.backend, HOT, deadline=soon()) == []
     crowd(full)
     assert exists(full, HOT) == 4 and exists(full, OLD) < 4
@@ -88,13 +88,13 @@ def test_without_a_touch_the_chain_that_was_stored_first_goes(full: Store) -> No
 
 
 def test_a_lookup_is_not_a_touch(full: Store) -> None:
-    """The control of the test above: only what is used counts as used."""
+    """The control of the test above: a lookup does not count as a use."""
     assert exists(full, HOT) == 4
     crowd(full)
     assert exists(full, HOT) < 4
 
 
-def test_an_evicted_page_is_told_by_the_notice_and_by_the_next_touch(full: Store) -> None:
+def test_an_evicted_page_is_reported_by_the_notice_and_by_the_next_touch(full: Store) -> None:
     told: list[bytes] = []
     watch_evictions(full.backend, told.extend)
     crowd(full)
@@ -107,7 +107,7 @@ def test_an_evicted_page_is_told_by_the_notice_and_by_the_next_touch(full: Store
     assert not set(told) & set(MORE)
 
 
-def test_a_store_tells_nothing_of_another_namespace(tmp_path: Path) -> None:
+def test_eviction_notices_do_not_name_other_namespaces(tmp_path: Path) -> None:
     other = FrameCodec(bytes(31) + b"\7", CODEC.payload_bytes)
     with (
         contextlib.closing(open_file(tmp_path / "s", other, capacity=4 * PAGE).backend) as theirs,
@@ -122,7 +122,7 @@ def test_a_store_tells_nothing_of_another_namespace(tmp_path: Path) -> None:
         assert sorted(told) == sorted(HOT)
 
 
-def test_a_store_that_heeds_no_uses_is_not_asked() -> None:
+def test_a_store_without_recency_is_not_touched() -> None:
     guard = guard_of(OnlyMoves(CODEC))
     assert touch(guard, HOT, deadline=soon()) == []
     assert guard.statistics().errors == {}
@@ -142,7 +142,7 @@ class Failing(Troubled):
         raise ValueError("a bug")
 
 
-def test_a_touch_that_fails_is_made_once_and_names_no_page() -> None:
+def test_a_failed_touch_is_not_retried_and_returns_no_key() -> None:
     store = Failing()
     guard = guard_of(store)
     assert touch(guard, HOT, deadline=soon()) == []
@@ -182,7 +182,7 @@ def test_a_touch_reaches_all_levels_and_a_page_on_any_of_them_is_not_missing() -
         assert touch(LevelsBackend(CODEC, named(OnlyMoves(CODEC), upper)), OLD, deadline=soon()) == []
 
 
-def test_only_the_last_level_tells_what_it_evicts() -> None:
+def test_only_the_last_level_reports_its_evictions() -> None:
     upper, lower = MemoryBackend(CODEC, 4 * PAGE), MemoryBackend(CODEC, 8 * PAGE)
     with contextlib.closing(LevelsBackend(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
         told: list[bytes] = []
@@ -219,17 +219,17 @@ def test_a_page_of_the_pool_does_not_age_in_the_store_behind_it() -> None:
         store = store_of(shared)
         for chain in (HOT, OLD):
             store_chain(store, chain)
-        assert load(store, HOT) == [HIT] * 4  # from the pool, so the store has seen nothing of it
+        assert load(store, HOT) == [HIT] * 4  # from the pool, so the store does not see these reads
         assert touch(shared, HOT, deadline=soon()) == []
         store_chain(store, MORE)
         assert exists(store_of(inner), HOT) == 4
         inner.delete(HOT, deadline=soon())
-        assert touch(shared, HOT, deadline=soon()) == [], "the pool has them"
+        assert touch(shared, HOT, deadline=soon()) == [], "pages in the pool were reported as missing"
         assert sorted(touch(shared, make_keys(2, "none"), deadline=soon())) == sorted(make_keys(2, "none"))
         assert load(store_of(inner), HOT) == [MISS] * 4
 
 
-def test_without_a_store_the_pool_tells() -> None:
+def test_without_a_store_the_pool_reports_missing_pages() -> None:
     with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), None)) as shared:
         store_chain(store_of(shared), HOT)
         assert touch(shared, HOT + OLD[:1], deadline=soon()) == OLD[:1]

@@ -1,4 +1,4 @@
-"""A backend that wraps others answers for every verb itself: a name that is inherited would not be passed on.
+"""A backend that wraps others overrides every verb: an inherited verb would not reach the wrapped backend.
 
 To add a wrapper, add its class to `WRAPPERS`.
 """
@@ -57,7 +57,7 @@ OPENERS: dict[str, Callable[[], StorageBackend]] = {
 
 
 def inherited(wrapper: type) -> list[str]:
-    """The names of the contract that `wrapper` does not define in its own package."""
+    """Return the names of the contract that `wrapper` does not define in its own package."""
     own = [base for base in wrapper.__mro__ if base is not StorageBackend]
     return [name for name in VERBS if not any(name in vars(base) for base in own)]
 
@@ -65,7 +65,7 @@ def inherited(wrapper: type) -> list[str]:
 def test_the_contract_has_the_verbs() -> None:
     assert {"batch_exists", "batch_get", "batch_set", "delete", "usage", "statistics", "close"} <= set(VERBS)
     others = [name for name in vars(StorageBackend) if not name.startswith("_") and name not in VERBS]
-    assert others == [], "what is not abstract would be inherited silently"
+    assert others == [], "these functions are not abstract and would be inherited silently"
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -75,7 +75,7 @@ def test_every_wrapper_overrides_every_name(wrapper: type[StorageBackend]) -> No
         assert inspect.signature(getattr(wrapper, name)) == inspect.signature(getattr(StorageBackend, name)), name
 
 
-def test_what_an_envelope_calls_is_not_inherited_silently() -> None:
+def test_functions_called_by_an_envelope_are_not_inherited_silently() -> None:
     abstract = {"prefix", "has", "get", "put", "remove", "remove_all", "measure", "shut"}
     assert Envelope.__abstractmethods__ == abstract
     own = {name for name, value in vars(Envelope).items() if callable(value) and not name.startswith("_")}
@@ -83,7 +83,7 @@ def test_what_an_envelope_calls_is_not_inherited_silently() -> None:
 
 
 @pytest.mark.parametrize("opener", OPENERS)
-def test_after_close_each_call_fails_alike_and_is_counted(opener: str) -> None:
+def test_after_close_each_call_fails_identically_and_is_counted(opener: str) -> None:
     backend, keys = OPENERS[opener](), make_keys(3)
     backend.close()
     backend.close()
@@ -115,7 +115,7 @@ def test_every_wrapper_names_its_parts(wrapper: type[StorageBackend]) -> None:
     assert isinstance(inspect.getattr_static(wrapper, "parts"), property), "what a Composite has"
 
 
-def test_a_name_that_is_not_overridden_is_found() -> None:
+def test_a_name_that_is_not_overridden_is_detected() -> None:
     class Forgetful(StorageBackend):
         def batch_exists(self, keys: object, *, deadline: float) -> int:
             return 0

@@ -1,8 +1,9 @@
-"""What every storage backend has to pass, ours or another package's. It needs pytest, hypothesis and zstandard.
+"""The conformance tests for storage backends, built-in or from other packages. They need pytest, hypothesis and
+zstandard.
 
-`BackendContract` is the suite, `RawContract` the one of a store as its operator sees it; both are subclassed in a test
-module. The rest is what tests of a backend need besides. `python -m pytest -p hicache.backends.testing.table` prints
-which backend passes which test.
+`BackendContract` is the suite for backends, `RawContract` the suite for raw stores; subclass them in a test module. The
+other names are helpers for tests of backends. `python -m pytest -p hicache.backends.testing.table` prints which backend
+passes which test.
 """
 
 from .contract import DAMAGES, BackendContract, SoleBackendContract

@@ -1,4 +1,4 @@
-"""Contract tests at the bounds: large and odd pages, long batches, short deadlines, frames that others need back."""
+"""Contract tests at the limits: large and odd pages, long batches, short deadlines, frames that are reused at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .pages import (
     store_chain,
 )
 
-# More than any part of a backend holds at once: a pipeline, a page of a listing, a pool of connections.
+# More than any part of a backend handles at once: a pipeline, a page of a listing, a pool of connections.
 MANY_PAGES = 300
 _CANARY = b"\xa5" * 512
 
@@ -40,7 +40,7 @@ class BoundsContract(ContractFixtures):
 
     @pytest.mark.parametrize("payload_bytes", [1, 3840, 3841, 100_003, (1 << 20) + 1])
     def test_pages_of_any_size_come_back(self, open_store: OpenStore, payload_bytes: int) -> None:
-        """A frame of 3840 bytes of payload is full to the last byte; one byte more takes a block more."""
+        """A payload of 3840 bytes fills a frame exactly; one more byte takes one more block."""
         store = open_store(FrameCodec(NAMESPACE, payload_bytes))
         keys = make_keys(3)
         assert store_chain(store, keys) == [STORED] * 3
@@ -63,15 +63,15 @@ class BoundsContract(ContractFixtures):
             done = length
             assert exists(store, keys) == length
 
-    def test_storing_leaves_the_payloads_as_they_are(self, store: Store) -> None:
+    def test_storing_does_not_change_the_payloads(self, store: Store) -> None:
         codec, keys = store.backend.codec, make_keys(3)
         frames = full_frames(codec, keys)
         for expected in ([STORED] * 3, [PRESENT] * 3):
             assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == expected
             assert all(holds(codec, key, frame) for key, frame in zip(keys, frames, strict=True))
 
-    def test_a_page_that_was_read_can_be_stored_as_it_is(self, store: Store) -> None:
-        """What a second level does with the pages of the first one."""
+    def test_a_page_that_was_read_can_be_stored_unchanged(self, store: Store) -> None:
+        """As a second level does with pages read from the first one."""
         codec, keys = store.backend.codec, make_keys(3)
         store_chain(store, keys)
         frames = empty_frames(codec, 3)
@@ -81,8 +81,8 @@ class BoundsContract(ContractFixtures):
         assert load(store, keys) == [HIT] * 3
 
     @pytest.mark.parametrize("longer_by", [0, 1, 4096, 100_000])
-    def test_nothing_is_written_beside_a_frame(self, store: Store, longer_by: int) -> None:
-        """Frames are slices of one pool: whatever an object's length, the neighbours' bytes stay."""
+    def test_no_byte_outside_a_frame_is_written(self, store: Store, longer_by: int) -> None:
+        """Frames are slices of one pool: for any object length, the neighbours' bytes stay unchanged."""
         codec, keys = store.backend.codec, make_keys(3)
         store_chain(store, keys)
         raw = store.read(keys[1])
@@ -95,7 +95,7 @@ class BoundsContract(ContractFixtures):
         assert [bytes(pool[(at + 1) * step - len(_CANARY) : (at + 1) * step]) for at in range(3)] == [_CANARY] * 3
 
     @pytest.mark.parametrize("left_ms", [0.05, 0.5, 2, 10])
-    def test_a_read_that_ran_out_of_time_leaves_the_frames_alone(self, open_store: OpenStore, left_ms: float) -> None:
+    def test_a_late_read_no_longer_writes_the_frames(self, open_store: OpenStore, left_ms: float) -> None:
         codec = FrameCodec(NAMESPACE, 100_000)
         store = open_store(codec)
         keys = make_keys(60)
@@ -107,14 +107,14 @@ class BoundsContract(ContractFixtures):
         assert all(holds(codec, keys[at], frames[at]) for at in hits)
         for frame in frames:
             frame[:] = b"\xee" * codec.frame_bytes
-        # Bytes still in flight have arrived when another read of as many pages is through.
+        # Bytes still in flight have arrived when another read of as many pages is complete.
         assert load(store, keys) == [HIT] * len(keys)
         assert all(frame == b"\xee" * codec.frame_bytes for frame in frames)
         store.backend.close()
 
     @pytest.mark.parametrize("left_ms", [0.05, 0.5, 2, 10])
-    def test_a_store_that_ran_out_of_time_reads_the_frames_no_more(self, open_store: OpenStore, left_ms: float) -> None:
-        """What is in the frames after the return never gets into the store: each page is the right one or none."""
+    def test_a_late_store_no_longer_reads_the_frames(self, open_store: OpenStore, left_ms: float) -> None:
+        """Changes to the frames after the return never reach the store: each page is the right one or missing."""
         codec = FrameCodec(NAMESPACE, 100_000)
         store = open_store(codec)
         keys = make_keys(60)

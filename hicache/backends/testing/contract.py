@@ -1,4 +1,4 @@
-"""The conformance suite of storage backends. A backend is one if it passes.
+"""The conformance suite of storage backends. Every backend must pass it.
 
     class TestMine(BackendContract):
         @pytest.fixture
@@ -8,10 +8,9 @@
                 return Store(backend, read=..., write=...)
             return open_it
 
-`open_store` opens the same, at first empty, store again and again, each time as a given codec sees it. `read` and
-`write` are a side door to the raw stored bytes of a key, so that a store is not tested through itself. A store that
-lives and dies with one backend, as memory does, passes `SoleBackendContract`: all but what two openings see of each
-other.
+`open_store` opens the same store, initially empty, once per call, each time for a given codec. `read` and `write`
+access the raw stored bytes of a key directly, so that a store is not tested through itself. A store that exists only as
+long as one backend, such as memory, passes `SoleBackendContract`: all tests except those with two openings.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ from .pages import (
     store_chain,
 )
 
-# Where a bit of a page is flipped.
+# The offsets at which a bit of a page is flipped.
 _FLIPS = {
     "magic": 0, "tag": 10, "key": 60, "namespace": 125, "payload start": HEADER_BYTES,
     "payload end": HEADER_BYTES + PAYLOAD_BYTES - 1,
 }  # fmt: skip
-# All that can lie in the place of a page and is not that page.
+# The kinds of wrong objects in the place of a page.
 DAMAGES = (
     *_FLIPS, "empty", "cut", "one byte less", "one byte more", "doubled", "zeros", "text", "another key",
     "another namespace", "its own parent", "without a tag",
@@ -73,7 +72,7 @@ DAMAGES = (
 
 
 def damaged(codec: FrameCodec, keys: list[bytes], raw: bytes, damage: str) -> bytes:
-    """Return other bytes for the object `raw` of `keys[1]`; `damage` is one of DAMAGES."""
+    """Return the object `raw` of `keys[1]` with `damage`, one of DAMAGES."""
     if damage in _FLIPS:
         flipped = bytearray(raw)
         flipped[_FLIPS[damage]] ^= 0x10
@@ -89,9 +88,9 @@ def damaged(codec: FrameCodec, keys: list[bytes], raw: bytes, damage: str) -> by
 
 
 class SoleBackendContract(BoundsContract, EncodingsContract):
-    """What holds for every backend, also if no other one can open its store. Subclass `BackendContract` if one can."""
+    """The contract of a backend whose store no other backend can open. Subclass `BackendContract` otherwise."""
 
-    # Walks of the state machine; each takes some forty calls, so a subclass for a slow store may have fewer.
+    # Walks of the state machine, about forty calls each; a subclass for a slow store may set fewer.
     machine_examples: ClassVar[int] = 20
 
     def test_storing_again_is_present_and_changes_nothing(self, store: Store) -> None:
@@ -108,7 +107,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         assert store_chain(store, keys) == [STORED, PRESENT, STORED, STORED, PRESENT, STORED]
         assert load(store, keys) == [HIT] * 6
 
-    def test_a_key_that_comes_twice_is_stored_once_with_the_parent_of_its_first_place(self, store: Store) -> None:
+    def test_a_repeated_key_is_stored_once_with_the_parent_of_its_first_position(self, store: Store) -> None:
         one, two, three = make_keys(3)
         assert store_chain(store, [one, one, two, one, three]) == [STORED, PRESENT, STORED, PRESENT, STORED]
         assert load(store, [one, two, three]) == [HIT] * 3
@@ -129,14 +128,14 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         store_chain(store, keys[:hole] + keys[hole + 1 :])
         assert exists(store, keys) == hole
 
-    def test_single_pages_can_be_asked_for(self, store: Store) -> None:
+    def test_single_pages_can_be_looked_up(self, store: Store) -> None:
         keys = make_keys(5)
         store_chain(store, [keys[0], keys[3]])
         asked = [keys[4], keys[3], keys[1], keys[0], keys[3]]
         assert store.backend.batch_has(asked, deadline=soon()) == [False, True, False, True, True]
         assert store.backend.batch_has(asked, deadline=soon(-1)) == [False] * 5
 
-    def test_delete_removes_and_counts_what_was_there(self, store: Store) -> None:
+    def test_delete_removes_and_counts_stored_pages(self, store: Store) -> None:
         keys = make_keys(4)
         store_chain(store, keys[:3])
         assert delete(store, keys[1:]) == 2
@@ -166,7 +165,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         theirs.backend.close()
 
     @pytest.mark.parametrize("damage", DAMAGES)
-    def test_what_is_not_the_page_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
+    def test_a_wrong_object_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
         keys = make_keys(3)
         store_chain(store, keys)
         store.write(keys[1], damaged(store.backend.codec, keys, store.read(keys[1]) or b"", damage))
@@ -178,7 +177,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         assert load(store, keys) == [HIT, HIT, HIT]
 
     def test_without_a_tag_a_flipped_payload_goes_through(self, open_store: OpenStore) -> None:
-        """The control of the test above: it is the tag that finds the damage."""
+        """The control of the test above: the tag detects the damage."""
         codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE)
         store = open_store(codec)
         (key,) = make_keys(1)
@@ -205,14 +204,13 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         for is_refused in calls:
             assert is_refused()
             errors.append(sum(store.backend.statistics().errors.values()))
-        assert errors == sorted(set(errors)), "a call that was refused was not counted"
+        assert errors == sorted(set(errors)), "a rejected call was not counted"
         found = store.backend.statistics()
         assert (found.gets[GET_ERROR], found.sets[SET_ERROR]) == (3, 3)
         assert load(store, keys) == [HIT, HIT, MISS]
 
     def test_a_miss_is_not_an_error(self, store: Store) -> None:
-        """The control of the test above: a page that is not stored is told apart from one that could not be asked for.
-        """
+        """The control of the test above: a missing page differs from a failed lookup."""
         keys = make_keys(3)
         assert load(store, keys) == [MISS] * 3
         assert (exists(store, keys), delete(store, keys)) == (0, 0)
@@ -226,7 +224,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         assert store.backend.batch_get(keys, frames, deadline=math.inf) == [HIT] * 2
         assert store.backend.delete(keys, deadline=math.inf) == 2
 
-    def test_wrong_arguments_are_refused(self, store: Store) -> None:
+    def test_wrong_arguments_are_rejected(self, store: Store) -> None:
         backend, codec, keys = store.backend, store.backend.codec, make_keys(2)
         frames = full_frames(codec, keys)
         view = in_parts(codec, frames[1])
@@ -243,7 +241,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
                 backend.batch_get(keys, bad, deadline=soon())
             with pytest.raises(InvalidInput):
                 backend.batch_set(keys, bad, parent=None, deadline=soon())
-        for parent in (*keys, b"short"):  # a page would hang on itself, at once or by way of the batch
+        for parent in (*keys, b"short"):  # a page would be its own ancestor, directly or through the batch
             with pytest.raises(InvalidInput):
                 backend.batch_set(keys, frames, parent=parent, deadline=soon())
         with pytest.raises(InvalidInput):
@@ -254,18 +252,18 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
                     verb([key], deadline=soon())
         assert backend.usage().pages == 0
 
-    def test_a_touch_moves_nothing_and_names_only_pages_that_are_not_stored(self, store: Store) -> None:
+    def test_a_touch_moves_no_data_and_returns_only_missing_pages(self, store: Store) -> None:
         keys = make_keys(5)
         store_chain(store, keys[:3])
         before = store.backend.statistics()
         missing = touch(store.backend, [*keys, keys[4]], deadline=soon())
-        assert sorted(missing) in ([], sorted(keys[3:])), "a store that cannot tell names none"
+        assert sorted(missing) in ([], sorted(keys[3:])), "returned other keys than the missing ones"
         assert touch(store.backend, [], deadline=soon()) == []
         assert store.backend.statistics() == before
         assert load(store, keys) == [HIT] * 3 + [MISS] * 2
         if not isinstance(store.backend, Recency):
             return
-        assert touch(store.backend, keys, deadline=soon(-1)) == [], "what could not be asked may be stored"
+        assert touch(store.backend, keys, deadline=soon(-1)) == [], "a failed touch returned keys"
         with pytest.raises(InvalidInput):
             touch(store.backend, [b"short"], deadline=soon())
         store.backend.close()
@@ -303,7 +301,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
 
     @staticmethod
     def _closed_errors(store: Store) -> int:
-        """How often a verb was refused because the backend, or the guard before it, is closed."""
+        """Return the number of verbs rejected because the backend or its guard is closed."""
         errors = store.backend.statistics().errors
         return errors.get("closed", 0)
 
@@ -313,11 +311,11 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         delete(store, keys)
         assert store.backend.usage().pages == 0
 
-    def test_a_random_walk_goes_as_in_memory(self, open_store: OpenStore) -> None:
+    def test_a_random_walk_matches_the_memory_backend(self, open_store: OpenStore) -> None:
         run_machine(open_store, examples=self.machine_examples, reopens=False)
 
     def test_two_namespaces_in_one_store_never_see_each_other(self, open_store: OpenStore) -> None:
-        """The same keys in both: a page of one is a miss in the other, and goes without the other."""
+        """Both use the same keys: a page of one is a miss in the other, and its removal does not affect the other."""
         codecs = [FrameCodec(namespace, PAYLOAD_BYTES) for namespace in (NAMESPACE, OTHER_NAMESPACE)]
         ours, theirs = (open_store(codec) for codec in codecs)
         keys = make_keys(4)
@@ -350,12 +348,12 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
 
 
 class BackendContract(SoleBackendContract):
-    """What holds for a store that several backends have open at once, as engines do, and that outlives them. Subclass
-    it in a test module and give it the fixture `open_store`."""
+    """The contract of a store that several backends open at once, as engines do, and that outlives them. Subclass it in
+    a test module and add the fixture `open_store`."""
 
     @pytest.fixture
     def second(self, open_store: OpenStore, codec: FrameCodec) -> Iterator[Store]:
-        """The store of the fixture `store`, opened once more."""
+        """Open the store of the fixture `store` a second time."""
         second = open_store(codec)
         yield second
         second.backend.close()
@@ -396,5 +394,5 @@ class BackendContract(SoleBackendContract):
         assert (exists(second, keys), second.backend.usage().pages) == (0, 0)
         assert store.backend.statistics().corrupt == second.backend.statistics().corrupt == {}
 
-    def test_a_random_walk_goes_as_in_memory(self, open_store: OpenStore) -> None:
+    def test_a_random_walk_matches_the_memory_backend(self, open_store: OpenStore) -> None:
         run_machine(open_store, examples=self.machine_examples, reopens=True)

@@ -1,5 +1,5 @@
-"""Contract tests of how pages are stored: compressed, encrypted or both, under keys that change, and from and into
-memory in several parts."""
+"""Contract tests of encoded pages: compressed, encrypted or both, under changing keys, and from and into memory in
+several parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CODECS = {"plain": _PLAIN, "gmac": FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key
 
 
 class _WithoutZstd(FrameCodec):
-    """A codec as it is where the extra `compression` is missing."""
+    """A codec as in an installation without the extra `compression`."""
 
     def accept(
         self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
@@ -84,7 +84,7 @@ class EncodingsContract(ContractFixtures):
         parent = hashlib.sha256(b"parent").digest()
         assert store.backend.batch_set(keys, frames, parent=parent, deadline=soon()) == [STORED] * 5
         if name in _PACKED:
-            assert [bytes(frame) for frame in frames] == before, "a frame that is stored in another form stays plain"
+            assert [bytes(frame) for frame in frames] == before, "encoding a page for storage changed its frame"
         for key, frame, above in zip(keys, frames, [parent, *keys], strict=False):
             raw = store.read(key)
             assert raw is not None
@@ -99,7 +99,7 @@ class EncodingsContract(ContractFixtures):
         store.backend.close()
 
     @pytest.mark.parametrize("name", ["plain", *_PACKED])
-    def test_usage_follows_the_bytes_that_are_really_stored(self, open_store: OpenStore, name: str) -> None:
+    def test_usage_counts_the_stored_bytes(self, open_store: OpenStore, name: str) -> None:
         store, keys = open_store(_CODECS[name]), make_keys(4)
         assert (store.backend.usage().pages, store.backend.usage().bytes) == (0, 0)
         store_chain(store, keys)
@@ -124,7 +124,7 @@ class EncodingsContract(ContractFixtures):
             elif change == "grown":
                 raw += bytes(4096)
             elif change == "cut":
-                raw = raw[: max(len(raw) - 4096, HEADER_BYTES + 50)]  # not every store keeps an object without bytes
+                raw = raw[: max(len(raw) - 4096, HEADER_BYTES + 50)]  # not every store accepts an empty object
             else:
                 end = HEADER_BYTES + header.stored_bytes - 1
                 raw[offsets.get(change, HEADER_BYTES if change == "payload start" else end)] ^= 0x10
@@ -136,7 +136,7 @@ class EncodingsContract(ContractFixtures):
         assert load(store, keys) == [HIT] * 3
         store.backend.close()
 
-    def test_compressed_and_plain_pages_live_in_one_store(self, store: Store) -> None:
+    def test_one_store_holds_compressed_and_plain_pages(self, store: Store) -> None:
         keys = make_keys(4)
         store_chain(store, keys)
         for key, packed in zip(keys[2:], sealed(_PACKED["zstd"], keys[2:], keys[1]), strict=True):
@@ -156,8 +156,8 @@ class EncodingsContract(ContractFixtures):
         store.backend.close()
 
     @pytest.mark.parametrize("kind", ["mac_keys", "encryption_keys"])
-    def test_only_pages_made_with_one_of_its_keys_are_believed(self, open_store: OpenStore, kind: str) -> None:
-        """A reader of encrypted pages does not believe a page that is proved by the same key and not encrypted."""
+    def test_only_pages_made_with_one_of_its_keys_are_accepted(self, open_store: OpenStore, kind: str) -> None:
+        """A reader of encrypted pages rejects a page that is proved by the same key but not encrypted."""
 
         def codec(*keys: bytes) -> FrameCodec:
             if kind == "mac_keys":
@@ -200,7 +200,7 @@ class EncodingsContract(ContractFixtures):
         assert all(holds(codec, key, page) for key, page in zip(keys, mixed, strict=True))
 
     @pytest.mark.parametrize("where", ["header", "first part", "last part", "length"])
-    def test_damage_to_a_page_that_is_read_into_parts_is_found_and_removed(self, store: Store, where: str) -> None:
+    def test_damage_to_a_page_read_into_parts_is_found_and_removed(self, store: Store, where: str) -> None:
         codec, keys = store.backend.codec, make_keys(3)
         store_chain(store, keys)
         raw = bytearray(store.read(keys[1]) or b"")

@@ -1,5 +1,5 @@
-"""A hypothesis state machine that does the same to a backend and to the memory backend, which is assumed to be perfect,
-and compares every answer."""
+"""A hypothesis state machine that applies the same steps to a backend and to the memory backend, which is assumed to be
+correct, and compares all results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _counts = st.integers(1, 6)
 
 
 class BackendMachine(RuleBasedStateMachine):
-    """Stores, reads, looks up, deletes, damages and reopens. Each walk leaves an empty store to the next one.
+    """State machine of stores, reads, lookups, deletions, damage and reopening. Each walk ends with an empty store.
 
     Invariant: the store holds the same bytes under the same keys as the model.
     """
@@ -38,30 +38,30 @@ class BackendMachine(RuleBasedStateMachine):
 
     @rule(chain=_chains, first=_firsts, count=_counts)
     def store(self, chain: str, first: int, count: int) -> None:
-        """A run of a chain, behind the page before it."""
+        """Store a run of a chain, with the page before it as parent."""
         keys, parent = _CHAINS[chain][first : first + count], _CHAINS[chain][first - 1] if first else None
         assert store_chain(self._store, keys, parent) == store_chain(self._model, keys, parent)
 
     @rule(chain=_chains, first=_firsts, count=_counts)
     def read(self, chain: str, first: int, count: int) -> None:
-        """A run of a chain; hits are compared byte by byte."""
+        """Read a run of a chain; compare hits byte by byte."""
         keys = _CHAINS[chain][first : first + count]
         assert load(self._store, keys) == load(self._model, keys)
 
     @rule(chain=_chains, first=_firsts)
     def look_up(self, chain: str, first: int) -> None:
-        """How much of a chain is there, from somewhere on."""
+        """Look up the rest of a chain from any page on."""
         assert exists(self._store, _CHAINS[chain][first:]) == exists(self._model, _CHAINS[chain][first:])
 
     @rule(chain=_chains, positions=st.lists(_firsts, max_size=6))
     def delete(self, chain: str, positions: list[int]) -> None:
-        """Any pages of a chain, some of them twice."""
+        """Delete any pages of a chain, some of them twice."""
         keys = [_CHAINS[chain][position] for position in positions]
         assert delete(self._store, keys) == delete(self._model, keys)
 
     @rule(chain=_chains, first=_firsts, offset=st.integers(0, HEADER_BYTES + PAYLOAD_BYTES - 1), bit=st.integers(0, 7))
     def flip_a_bit(self, chain: str, first: int, offset: int, bit: int) -> None:
-        """Damage a page, for the next reader to find. No test compares a header's unused bytes."""
+        """Flip a bit of a stored page; the next reader must detect it."""
         raw = self._store.read(_CHAINS[chain][first])
         assert raw == self._model.read(_CHAINS[chain][first])
         if raw is None:
@@ -73,7 +73,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     @rule(chain=_chains, first=_firsts, length=st.integers(0, 3 * (HEADER_BYTES + PAYLOAD_BYTES)))
     def resize_and_read(self, chain: str, first: int, length: int) -> None:
-        """Cut or lengthen a page and read it at once: a store may see by the size alone that it is none."""
+        """Truncate or extend a page and read it at once: a store may detect the damage by the size alone."""
         raw = self._store.read(_CHAINS[chain][first])
         if raw is None:
             return
@@ -84,7 +84,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     @rule()
     def use(self) -> None:
-        """What is used."""
+        """Compare the usage."""
         found, model = self._store.backend.usage(), self._model.backend.usage()
         assert (found.pages, found.bytes) == (model.pages, model.bytes)
 
@@ -96,16 +96,16 @@ class BackendMachine(RuleBasedStateMachine):
         self._store = self._open_store(self._codec)
 
     def teardown(self) -> None:
-        """Leave an empty store to the next walk."""
+        """Empty the store for the next walk."""
         for keys in _CHAINS.values():
             delete(self._store, keys)
         self._store.backend.close()
 
 
 def run_machine(open_store: OpenStore, *, examples: int, reopens: bool) -> None:
-    """Walk `examples` times, SOAK_FACTOR times as often if that is set; the same walks each time if it is not.
+    """Walk `examples` times, the same walks each time; if SOAK_FACTOR is set, that many times as often, at random.
 
-    `reopens` is for stores that outlive a backend. Raises AssertionError with the shortest walk that goes wrong.
+    `reopens` is for stores that outlive a backend. Raises AssertionError with the shortest failing walk.
     """
     class Walk(BackendMachine):
         def __init__(self) -> None:

@@ -1,5 +1,4 @@
-"""What the tests of stores share: fixtures, pages whose right bytes follow from their keys, and verbs that check them.
-"""
+"""Helpers for tests of stores: fixtures, pages whose bytes follow from their keys, and verbs that check them."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ NAMESPACE = hashlib.sha256(b"a namespace").digest()
 OTHER_NAMESPACE = hashlib.sha256(b"another namespace").digest()
 HIT, MISS, CORRUPT, GET_ERROR = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT, GetOutcome.ERROR
 STORED, PRESENT, SET_ERROR = SetOutcome.STORED, SetOutcome.PRESENT, SetOutcome.ERROR
-# Longer than anything takes that a test waits for.
+# Longer than any wait in a test.
 WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A backend and the side door to what it stores."""
+    """A backend with direct access to its stored bytes."""
 
     backend: StorageBackend
     read: Callable[[bytes], bytes | None]
@@ -41,12 +40,12 @@ OpenStore: TypeAlias = Callable[[FrameCodec], Store]
 
 
 class ContractFixtures:
-    """What a contract asks of its subclass, `open_store`, and what it makes of that."""
+    """The fixture `open_store`, which a subclass must override, and the fixtures derived from it."""
 
     @pytest.fixture
     @abstractmethod
     def open_store(self) -> OpenStore:
-        """Opens the store of this test as a codec's namespace sees it."""
+        """Return a function that opens this test's store for the namespace of a codec."""
 
     @pytest.fixture
     def codec(self) -> FrameCodec:
@@ -60,31 +59,31 @@ class ContractFixtures:
 
     @pytest.fixture
     def seed(self) -> int:
-        """The seed of a random test: TEST_SEED if that is set, else a new one, which is printed."""
+        """Return the seed of a random test: TEST_SEED if set, else a new one, which is printed."""
         seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**32)))
         print(f"TEST_SEED={seed} replays this")
         return seed
 
 
 def soon(seconds: float = WAIT_S) -> float:
-    """A deadline far enough for anything a test does."""
+    """Return a deadline that is late enough for any step of a test."""
     return time.monotonic() + seconds
 
 
 def make_keys(count: int, name: str = "page") -> list[bytes]:
-    """Keys of a chain."""
+    """Return the keys of a chain."""
     return [hashlib.sha256(f"{name} {number}".encode()).digest() for number in range(count)]
 
 
 def payload_of(key: bytes, payload_bytes: int = PAYLOAD_BYTES) -> bytes:
-    """The one right payload of a key, so that a wrong page is seen. As in KV of 16 bits, one byte of two is noise."""
+    """Return the payload of a key, so that a wrong page is detected. As in 16-bit KV, every second byte is noise."""
     payload = bytearray(hashlib.shake_128(key).digest(payload_bytes))
     payload[1::2] = key[:1] * (payload_bytes // 2)
     return bytes(payload)
 
 
 def full_frames(codec: FrameCodec, keys: Sequence[bytes]) -> list[memoryview]:
-    """Unsealed frames that hold the payloads of `keys`."""
+    """Return unsealed frames with the payloads of `keys`."""
     frames = empty_frames(codec, len(keys))
     for key, frame in zip(keys, frames, strict=True):
         frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes] = payload_of(key, codec.payload_bytes)
@@ -92,12 +91,12 @@ def full_frames(codec: FrameCodec, keys: Sequence[bytes]) -> list[memoryview]:
 
 
 def empty_frames(codec: FrameCodec, count: int) -> list[memoryview]:
-    """Frames of zeros."""
+    """Return frames of zeros."""
     return [memoryview(bytearray(codec.frame_bytes)) for _ in range(count)]
 
 
 def in_parts(codec: FrameCodec, frame: memoryview, parts: int = 5) -> PageView:
-    """The page of an unsealed frame in foreign memory: `parts` parts of unequal length, and gaps between them."""
+    """Return a copy of an unsealed frame's page in `parts` parts of unequal length with gaps between them."""
     step = codec.payload_bytes // parts
     lengths = [step - 3] + [step] * (parts - 2) + [codec.payload_bytes - step * (parts - 1) + 3]
     memory, found, start = memoryview(bytearray(codec.payload_bytes + 64 * parts)), [], 0
@@ -118,13 +117,13 @@ def holds(codec: FrameCodec, key: bytes, page: PageBuffer) -> bool:
 
 
 def sealed(codec: FrameCodec, keys: Sequence[bytes], parent: bytes | None = None) -> list[bytes]:
-    """The stored bytes of a chain."""
+    """Return the stored bytes of a chain."""
     frames, parents = full_frames(codec, keys), [parent, *keys[:-1]]
     return [bytes(codec.seal(k, frame, parent=p)) for k, frame, p in zip(keys, frames, parents, strict=True)]
 
 
 def forged(codec: FrameCodec, key: bytes, parent: bytes) -> bytes:
-    """The page of `key` as any process can forge it that knows no key: with any parent, and with a right checksum.
+    """Return the page of `key` as a process without keys can forge it: with any parent and a correct checksum.
 
     REQUIRES: the tag of `codec` is XXH3-128, and it stores pages as they are.
     """
@@ -151,12 +150,12 @@ def load(store: Store, keys: Sequence[bytes]) -> list[GetOutcome]:
 
 
 def exists(store: Store, keys: Sequence[bytes]) -> int:
-    """How many of `keys` are there, up to the first that is not."""
+    """Return how many of `keys` are stored before the first missing one."""
     return store.backend.batch_exists(keys, deadline=soon())
 
 
 def delete(store: Store, keys: Sequence[bytes]) -> int:
-    """Remove pages; how many were there."""
+    """Remove pages; return how many were stored."""
     return store.backend.delete(keys, deadline=soon())
 
 
@@ -175,7 +174,7 @@ def churn(store: Store, keys: Sequence[bytes], dice: random.Random, rounds: int)
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work(0 .. count - 1)` at once, and raise what the first of them to fail raised."""
+    """Run `work(0 .. count - 1)` concurrently; raise the exception of the first call that fails."""
     failures: list[BaseException] = []
 
     def run(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The contract of raw stores: what `hicache ls`, `copy` and `purge` rely on, whatever the store is."""
+"""The contract of raw stores, on which `hicache ls`, `copy` and `purge` rely."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .pages import (
 )
 
 OpenRaw: TypeAlias = Callable[[], RawStore]
-# How far a store's clock may be from ours, with what it rounds away.
+# The tolerance for a store's clock, including its rounding.
 _CLOCK_S = 120.0
 
 
 def by_key(pages: Iterator[StoredPage]) -> dict[bytes, StoredPage]:
-    """Pages of one namespace by their keys, each seen once."""
+    """Return the pages of one namespace by key; fail if a page comes twice."""
     found = list(pages)
     keyed = {page.key: page for page in found}
     assert len(keyed) == len(found), "a page was listed twice"
@@ -42,15 +42,16 @@ def by_key(pages: Iterator[StoredPage]) -> dict[bytes, StoredPage]:
 
 
 class RawContract(ContractFixtures):
-    """Subclass it and give it the fixtures `open_store` and `open_raw`, which open the same store."""
+    """The contract of a RawStore. Subclass it and add the fixtures `open_store` and `open_raw`, which open the same
+    store."""
 
-    # False for a store whose server does not tell what was there: S3 deletes what is gone as well.
+    # False for a store whose server does not report which pages were stored: S3 also accepts to delete missing objects.
     counts_removals: ClassVar[bool] = True
 
     @pytest.fixture
     @abstractmethod
     def open_raw(self) -> OpenRaw:
-        """Opens the store of this test as its operator sees it. Called when a backend has opened it before."""
+        """Return a function that opens this test's raw store. It is called after a backend has opened the store."""
 
     @pytest.fixture
     def raw(self, store: Store, open_raw: OpenRaw) -> Iterator[RawStore]:
@@ -78,7 +79,7 @@ class RawContract(ContractFixtures):
         other.backend.close()
 
     @pytest.mark.parametrize("digits", [1, 2, 7, 64])
-    def test_a_listing_can_be_of_some_namespaces(
+    def test_a_listing_can_select_namespaces(
         self, store: Store, open_store: OpenStore, raw: RawStore, digits: int
     ) -> None:
         other = open_store(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
@@ -90,7 +91,7 @@ class RawContract(ContractFixtures):
         assert {page.namespace for page in raw.pages(prefix)} == expected
         other.backend.close()
 
-    def test_pages_are_read_as_they_lie_there(self, store: Store, raw: RawStore) -> None:
+    def test_pages_are_read_as_stored(self, store: Store, raw: RawStore) -> None:
         keys = make_keys(3)
         store_chain(store, keys)
         for key, page in by_key(raw.pages()).items():
@@ -106,7 +107,7 @@ class RawContract(ContractFixtures):
         page = by_key(raw.pages())[keys[1]]
         assert (page.bytes, raw.read(page, 256)) == (7, b"no page")
 
-    def test_what_is_gone_reads_as_none_and_is_not_removed_again(self, store: Store, raw: RawStore) -> None:
+    def test_a_missing_page_reads_as_none_and_is_not_removed_again(self, store: Store, raw: RawStore) -> None:
         store_chain(store, make_keys(3))
         pages = list(raw.pages())
         assert raw.remove(pages[:1]) == 1
@@ -135,7 +136,7 @@ class RawContract(ContractFixtures):
         assert store.backend.usage().pages == 3
         assert store_chain(store, keys) == [PRESENT] * 3
 
-    def test_what_is_there_is_not_written_over(self, store: Store, raw: RawStore) -> None:
+    def test_a_stored_page_is_not_overwritten(self, store: Store, raw: RawStore) -> None:
         (key,) = make_keys(1)
         store_chain(store, [key])
         (page,) = raw.pages()
@@ -143,7 +144,7 @@ class RawContract(ContractFixtures):
         assert not raw.write(page, bytes(page.bytes), None)
         assert store.read(key) == before
 
-    def test_a_page_can_be_written_to_a_namespace_that_nobody_has_open(self, raw: RawStore) -> None:
+    def test_a_page_can_be_written_to_a_namespace_that_is_not_open(self, raw: RawStore) -> None:
         codec = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
         (key,) = make_keys(1)
         (data,) = sealed(codec, [key])
@@ -152,7 +153,7 @@ class RawContract(ContractFixtures):
         assert (page.key, raw.read(page, page.bytes)) == (key, data)
         assert raw.remove([page]) == 1
 
-    def test_an_object_that_took_the_place_of_a_listed_one_stays_where_the_store_can_tell(
+    def test_an_object_that_replaced_a_listed_one_stays_if_the_store_can_tell(
         self, store: Store, raw: RawStore
     ) -> None:
         (key,) = make_keys(1)

@@ -2,9 +2,9 @@
 
     python -m pytest -q -p hicache.backends.testing.table tests/backends --conformance conformance.md
 
-With `--conformance` only the tests of contracts run, of all their subclasses that are collected; `-` in place of a file
-prints the table. A cell counts the cases of a test that passed; `own` marks a test that the subclass has replaced,
-because its store cannot do what the contract asks, or does it in another way.
+With `--conformance` only contract tests run, those of all collected subclasses; `-` instead of a file prints the table.
+A cell counts the cases of a test that passed. `own` marks a test that the subclass has replaced because its store
+cannot meet the contract or meets it in another way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from .pages import ContractFixtures
 
-# What pytest calls the lists of its reports, the worst last: a test that failed in any phase has failed.
+# pytest's names for its lists of reports, the worst last: a test that failed in any phase has failed.
 _OUTCOMES = {"passed": "passed", "skipped": "skipped", "failed": "failed", "error": "failed"}
 _OWN = ("own", "True")
 
@@ -25,11 +25,11 @@ _OWN = ("own", "True")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--conformance`."""
     group = parser.getgroup("hicache")
-    group.addoption("--conformance", metavar="FILE", help="run only contracts of backends, and write a table of them")
+    group.addoption("--conformance", metavar="FILE", help="run only contract tests of backends; write a table to FILE")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of contracts, and mark those that a subclass has replaced."""
+    """Keep only contract tests, and mark those that a subclass has replaced."""
     if config.getoption("--conformance") is None:
         return
     kept: list[pytest.Item] = []
@@ -62,14 +62,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _table(reports: dict[str, tuple[str, bool]]) -> Iterable[str]:
-    """Return the lines of the table; `reports` has outcomes by the names that pytest gives to cases."""
+    """Return the lines of the table; `reports` holds outcomes by pytest's names of cases."""
     cells: dict[tuple[str, str], dict[str, list[tuple[str, bool]]]] = defaultdict(lambda: defaultdict(list))
     for case, report in reports.items():
         module, cls, test = case.split("[")[0].split("::")[-3:]
         cells[module, cls][test].append(report)
     tests = list(dict.fromkeys(test for column in cells.values() for test in column))
     bad = sum(outcome != "passed" for outcome, _ in reports.values())
-    yield f"{len(cells)} backends, {len(tests)} tests, {len(reports)} cases, {bad or 'none'} of them not passed."
+    yield f"{len(cells)} backends, {len(tests)} tests, {len(reports)} cases; not passed: {bad or 'none'}."
     yield ""
     shared = Counter(cls for _, cls in cells)
     names = [

@@ -136,7 +136,7 @@ def test_each_call_is_counted_in_the_bucket_of_its_latency(seconds: list[float])
         {"read": "maybe"}, {"write": 1}, {"probe_timeout": float("nan")},
     ],
 )  # fmt: skip
-def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
+def test_options_that_cannot_work_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options)) if "min" not in str(options) else "backoff"):
         GuardConfig(**options)
 

@@ -16,8 +16,8 @@ from .store import SideDoor, open_backend
 class _MooncakeContract(BackendContract):
     # The server rejects an empty object, so the backend cannot find one.
     @pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "empty"])
-    def test_what_is_not_the_page_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
-        super().test_what_is_not_the_page_is_corrupt_and_removed(store, damage)
+    def test_a_wrong_object_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
+        super().test_a_wrong_object_is_corrupt_and_removed(store, damage)
 
     def test_the_server_rejects_an_empty_object(self, store: Store, door: SideDoor) -> None:
         assert isinstance(store.backend, MooncakeBackend)

@@ -372,7 +372,7 @@ def test_an_answer_that_is_not_a_number_for_each_key_is_an_error_of_each(answer:
      ("segment", -1), ("segment", "much"), ("staging", 0), ("timeout", 0), ("timeout", True),
      ("timeout", 61), ("timeout", "soon")],
 )  # fmt: skip
-def test_impossible_options_are_refused(option: str, value: object) -> None:
+def test_invalid_options_are_rejected(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):
         MooncakeStorageOptions(**{option: value})
 

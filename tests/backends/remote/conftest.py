@@ -1,4 +1,4 @@
-"""The daemon that the tests of a module share."""
+"""The daemon shared by the tests of a module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
-    """A daemon that runs."""
+    """A running daemon."""
     with Daemon(folder) as made:
         yield made
 
@@ -37,7 +37,7 @@ def frames() -> Iterator[Frames]:
 
 @pytest.fixture(scope="module")
 def memories() -> Iterator[dict[int, Frames]]:
-    """Shared memory by the length of a frame."""
+    """Shared memory by frame length."""
     found: dict[int, Frames] = {}
     yield found
     for frames in found.values():

@@ -1,4 +1,4 @@
-"""A daemon of its own: `hicache serve` over a file store, and the side door to the pages that it stores."""
+"""A real daemon, `hicache serve` over a file store, with direct access to its stored pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Daemon(daemons.Daemon):
 
     @property
     def store(self) -> Path:
-        """The directory of its store."""
+        """Return the directory of its store."""
         return self.folder / "store"
 
     def configure(self, daemon: Mapping[str, Any] | None = None, **sections: Any) -> None:
@@ -42,18 +42,18 @@ class Daemon(daemons.Daemon):
         super().configure(entries, **{"storage": storage, **sections})
 
     def requests(self) -> dict[str, int]:
-        """How many requests were answered with 200, by operation."""
+        """Return the number of requests answered with 200, by operation."""
         return {operation: by_status.get("200", 0) for operation, by_status in self.status()["requests"].items()}
 
     def options(self, *, tcp: bool = False, port: int | None = None, **options: Any) -> RemoteStorageOptions:
-        """Options of a backend on this daemon."""
+        """Return options of a backend for this daemon."""
         if tcp:
             url = f"http://{LOOPBACK}:{port or self.port}"
             return RemoteStorageOptions(url=url, token_file=self.folder / "token", **options)
         return RemoteStorageOptions(socket=self.socket, **options)
 
     def door(self, backend: StorageBackend, codec: FrameCodec = CODEC) -> Store:
-        """A backend and the side door to the page files of the daemon's store."""
+        """Return `backend` with direct access to the page files of the daemon's store."""
 
         def read(key: bytes) -> bytes | None:
             path = page_path(self.store, codec, key)
@@ -67,7 +67,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 class Frames:
-    """Shared memory of `count` frames of this process, and which of them are in use."""
+    """Shared memory of this process with `count` frames; tracks which frames are in use."""
 
     def __init__(self, count: int, frame_bytes: int = CODEC.frame_bytes) -> None:
         layout = Layout(0, count, frame_bytes, b"s" * 32)
@@ -77,13 +77,13 @@ class Frames:
         self._changed = threading.Condition()
 
     def frame(self, number: int) -> memoryview:
-        """One frame."""
+        """Return one frame."""
         size = self.memory.layout.frame_bytes
         return self.memory.frames[number * size : (number + 1) * size]
 
     @contextlib.contextmanager
     def lent(self, count: int) -> Iterator[list[memoryview]]:
-        """Frames that nobody else uses meanwhile."""
+        """Reserve frames for the block."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._free) >= count, WAIT_S)
             numbers = [self._free.pop() for _ in range(count)]
@@ -95,13 +95,13 @@ class Frames:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Remove the name. The memory goes with its last view."""
+        """Remove the name. The memory is freed with its last view."""
         self.memory.unlink()
 
 
 class ThroughFrames(Wrapper):
-    """A `remote` backend for callers with private frames: each page goes through a frame of shared memory. What the
-    daemon does not write in a frame is what an earlier page has left there."""
+    """A `remote` backend for callers with private frames: each page goes through a frame of shared memory. Bytes that
+    the daemon does not write are those of an earlier page."""
 
     def __init__(self, inner: RemoteBackend, frames: Frames) -> None:
         super().__init__(inner)
@@ -119,7 +119,7 @@ class ThroughFrames(Wrapper):
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope. The header that sealing has written is handed on."""
+        """See Envelope. Copies the header that sealing has written back to the page."""
         with self._frames.lent(len(pages)) as lent:
             for page, frame in zip(pages, lent, strict=True):
                 _copy(page, frame)

@@ -1,4 +1,4 @@
-"""How pages are stored is the daemon's: its MACs, encryption and compression, for engines that know none of them."""
+"""The daemon defines how pages are stored: MACs, encryption and compression, for engines without any of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMS = {
 
 @pytest.fixture(params=FORMS)
 def keyed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Daemon, FrameCodec]]:
-    """A daemon with a key, and a codec with the same one."""
+    """A daemon with a key, and a codec with the same key."""
     sections, codec = FORMS[request.param]
     (tmp_path / "key").write_bytes(KEY)
     (tmp_path / "key").chmod(0o600)
@@ -39,7 +39,7 @@ def keyed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Daem
         yield made, codec
 
 
-def test_pages_are_stored_as_the_daemon_says_and_read_by_engines_without_a_key(
+def test_pages_are_stored_as_the_daemon_defines_and_read_without_a_key(
     keyed: tuple[Daemon, FrameCodec], frames: Frames
 ) -> None:
     daemon, codec = keyed
@@ -66,13 +66,13 @@ def test_pages_are_stored_as_the_daemon_says_and_read_by_engines_without_a_key(
         door.backend.close()
 
 
-def test_an_engine_with_such_settings_of_its_own_is_refused(daemon: Daemon) -> None:
+def test_an_engine_with_its_own_encoding_settings_is_rejected(daemon: Daemon) -> None:
     for codec in (
         FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[KEY]),
         FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE),
         FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()),
     ):
-        with pytest.raises(ConfigError, match="to the daemon's"):
+        with pytest.raises(ConfigError, match="belong to the daemon; move integrity and storage_format"):
             RemoteBackend(codec, daemon.options())
 
 
@@ -87,6 +87,6 @@ def test_an_engine_with_such_settings_of_its_own_is_refused(daemon: Daemon) -> N
         ({"socket": "/run/x.sock", "ca_file": "c.pem"}, "need a url"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_that_cannot_work_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HiCacheConfig(storage={"type": "remote", "options": options})

@@ -1,4 +1,4 @@
-"""Which lock tells an engine that the daemon is dead that has mapped its memory."""
+"""The lock by which an engine detects the death of the daemon that has mapped its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hicache.shared_memory import Layout, SharedMemory
 
 
 class _Restarting:
-    """A client whose daemon is restarted, with a new directory for its socket, just before it answers."""
+    """A client whose daemon restarts, with a new directory for its socket, just before it answers."""
 
     def __init__(self, lock: Path) -> None:
         self.access = Access(cast(Any, None), {}, lock, "")
@@ -34,8 +34,8 @@ class _Restarting:
         return {"mapping": "m"}
 
 
-def test_the_lock_is_that_of_the_daemon_which_has_answered(tmp_path: Path) -> None:
-    """With the lock of the one before, the new one seemed dead while it touched frames."""
+def test_the_lock_is_the_one_of_the_daemon_that_answered(tmp_path: Path) -> None:
+    """With the previous daemon's lock, the new daemon would seem dead while it touches frames."""
     (tmp_path / "lock").touch()
     client = _Restarting(tmp_path / "lock")
     name = f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}"

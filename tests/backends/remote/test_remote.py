@@ -29,9 +29,9 @@ from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
 
 
 class _RemoteContract(BackendContract):
-    """Each test begins with an empty store, which the daemon keeps open for all of them."""
+    """Each test begins with an empty store; the daemon keeps one store open for all tests."""
 
-    machine_examples = 3  # random walks over HTTP; the store behind is the one of another contract
+    machine_examples = 3  # random walks over HTTP; another contract tests the store behind it
     opened: list[Store]
 
     @pytest.fixture(autouse=True)
@@ -47,15 +47,15 @@ class _RemoteContract(BackendContract):
         return store
 
 
-    # The settings of a codec are the daemon's: what the contract says of them is in `test_encodings.py`.
+    # The daemon has the codec's settings: `test_encodings.py` tests their part of the contract.
 
     @pytest.mark.parametrize("name", ["plain"])
     def test_the_stored_object_is_the_sealed_page(self, open_store: OpenStore, name: str) -> None:
         super().test_the_stored_object_is_the_sealed_page(open_store, name)
 
     @pytest.mark.parametrize("name", ["plain"])
-    def test_usage_follows_the_bytes_that_are_really_stored(self, open_store: OpenStore, name: str) -> None:
-        super().test_usage_follows_the_bytes_that_are_really_stored(open_store, name)
+    def test_usage_counts_the_stored_bytes(self, open_store: OpenStore, name: str) -> None:
+        super().test_usage_counts_the_stored_bytes(open_store, name)
 
     @pytest.mark.parametrize("name", ["plain"])
     def test_pages_in_parts_and_frames_are_the_same_pages(self, open_store: OpenStore, name: str) -> None:
@@ -66,7 +66,7 @@ class _RemoteContract(BackendContract):
         require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()))
 
     @pytest.mark.parametrize("kind", ["mac_keys", "encryption_keys"])
-    def test_only_pages_made_with_one_of_its_keys_are_believed(self, open_store: OpenStore, kind: str) -> None:
+    def test_only_pages_made_with_one_of_its_keys_are_accepted(self, open_store: OpenStore, kind: str) -> None:
         key = [b"k" * 32]
         if kind == "mac_keys":
             require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=key))
@@ -77,7 +77,7 @@ class _RemoteContract(BackendContract):
         require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE))
 
     def test_a_page_that_only_this_reader_cannot_use_is_a_miss_and_stays(self, open_store: OpenStore) -> None:
-        """Every daemon can use what it stores: an engine needs no codec of its own."""
+        """Every daemon can use its stored pages; an engine needs no codec for them."""
         store, keys = open_store(CODEC), make_keys(2)
         packed = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
         store_chain(store, keys)
@@ -87,7 +87,8 @@ class _RemoteContract(BackendContract):
 
 
 def of_one_size(codec: FrameCodec) -> FrameCodec:
-    """A daemon has one size of pages in a namespace; the contract uses one for several."""
+    """Return a codec with a namespace per page size: the contract uses one namespace for several sizes, a daemon
+    cannot."""
     if codec.payload_bytes == PAYLOAD_BYTES:
         return codec
     namespace = hashlib.sha256(str(codec.payload_bytes).encode()).digest()
@@ -95,7 +96,7 @@ def of_one_size(codec: FrameCodec) -> FrameCodec:
 
 
 def require_refusal(open_store: OpenStore, codec: FrameCodec) -> None:
-    with pytest.raises(ConfigError, match="belong to the daemon"):
+    with pytest.raises(ConfigError, match="belong to the daemon; move integrity and storage_format"):
         open_store(codec)
 
 

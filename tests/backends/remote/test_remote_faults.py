@@ -1,5 +1,5 @@
-"""A daemon that hangs, dies or loses connections: no late byte gets into a frame or out of one, engines go on with
-misses, and use the daemon again as soon as it is back."""
+"""A daemon that hangs, dies or loses connections: no late byte enters or leaves a frame, and engines continue with
+misses and use the daemon again as soon as it is back."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tests.proxy import Proxy
 from tests.waiting import wait_for
 
 POISON = b"\xee" * CODEC.frame_bytes
-# Long enough for a test to do something to a call that is in flight.
+# Long enough for a test to disturb a call in flight.
 LATENCY = "700ms"
 
 
 @pytest.fixture(scope="module")
 def slow(folder: Path) -> Iterator[Daemon]:
-    """A daemon whose store takes its time."""
+    """A daemon with a slow store."""
     place = folder / "slow"
     place.mkdir()
     with Daemon(place, storage_guard={"inject": {"latency": LATENCY}}) as made:
@@ -74,7 +74,7 @@ def open_it(daemon: Daemon, frames: Frames, opened: list[RemoteBackend], socket:
 
 
 class Call:
-    """A verb on a thread of its own."""
+    """A verb on its own thread."""
 
     def __init__(self, verb: Callable[[], object]) -> None:
         self.answer: object = None
@@ -98,11 +98,11 @@ def poison(frames: Frames, count: int) -> list[memoryview]:
 
 
 def operations(daemon: Daemon) -> int:
-    """Operations of the daemon that touch an engine's frames."""
+    """Return the number of the daemon's operations that touch an engine's frames."""
     return sum(client["operations"] for client in daemon.status()["clients"])
 
 
-def test_pages_in_shared_memory_go_by_their_numbers_and_others_as_bodies(
+def test_pages_in_shared_memory_travel_as_frame_numbers_and_others_as_bodies(
     daemon: Daemon, frames: Frames, opened: list[RemoteBackend]
 ) -> None:
     backend, keys = open_it(daemon, frames, opened), make_keys(4, "numbers")
@@ -123,7 +123,7 @@ def test_pages_in_shared_memory_go_by_their_numbers_and_others_as_bodies(
 def test_one_frame_for_two_pages_of_a_call_is_not_shared(
     daemon: Daemon, frames: Frames, opened: list[RemoteBackend]
 ) -> None:
-    """Two pages of one request must not move through one frame; a caller who wants that gets the last page."""
+    """Two pages of one request must not move through one frame; such a caller gets the last page."""
     backend, keys = open_it(daemon, frames, opened), make_keys(2, "twice")
     assert store_chain(daemon.door(backend), keys) == [STORED] * 2
     (view,) = poison(frames, 1)
@@ -134,11 +134,11 @@ def test_one_frame_for_two_pages_of_a_call_is_not_shared(
 
 @pytest.mark.parametrize("is_fenced", [True, False])
 @pytest.mark.parametrize("verb", ["get", "set"])
-def test_a_call_whose_connection_is_cut_returns_when_the_daemon_has_let_go_of_its_frames(
+def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frames(
     slow: Daemon, frames: Frames, opened: list[RemoteBackend], monkeypatch: pytest.MonkeyPatch, verb: str,
     is_fenced: bool,
 ) -> None:  # fmt: skip
-    """Without the fence, the control, the call returns at once, and the daemon works in frames that are used again."""
+    """Without the fence (the control) the call returns at once, while the daemon still works in reused frames."""
     if not is_fenced:
         monkeypatch.setattr(SharedFrames, "fence", lambda self, mapping: self.forget(mapping))
     with Proxy(slow.socket) as proxy:
@@ -172,14 +172,14 @@ def test_a_call_whose_connection_is_cut_returns_when_the_daemon_has_let_go_of_it
         assert exists(slow.door(backend), keys) in (0, 4)
 
 
-def test_a_call_of_a_daemon_that_hangs_waits_for_it(own: Daemon, frames: Frames, opened: list[RemoteBackend]) -> None:
-    """The daemon reads the request when it goes on, and refuses it: the memory was detached."""
+def test_a_call_waits_for_a_hanging_daemon(own: Daemon, frames: Frames, opened: list[RemoteBackend]) -> None:
+    """The daemon reads the request when it continues, and rejects it: the memory was detached."""
     backend, keys = open_it(own, frames, opened), make_keys(4)
     assert store_chain(own.door(backend), keys) == [STORED] * 4
     views = poison(frames, 4)
     own.signal(signal.SIGSTOP)
     call = Call(lambda: backend.batch_get(keys, views, deadline=soon(0.1)))
-    assert not call.has_ended(1.0), "it has returned while the daemon can still read its request"
+    assert not call.has_ended(1.0), "the call has returned while the daemon can still read its request"
     own.signal(signal.SIGCONT)
     assert call.has_ended(30.0) and call.answer in ([GET_ERROR] * 4, [HIT] * 4)
     poison(frames, 4)
@@ -212,7 +212,7 @@ def test_a_daemon_that_is_killed_costs_misses_until_it_is_back(
     def read() -> None:
         assert backend.batch_get(keys, views, deadline=soon()) == [HIT] * 4
 
-    # Pages go as bodies for a moment after the daemon could not map the memory, and by frame numbers again then.
+    # After the daemon failed to map the memory, pages travel as bodies for a moment, then by frame numbers again.
     wait_for(lambda: own.requests().get("get", 0) >= 1, read)
     assert all(holds(CODEC, key, view) for key, view in zip(keys, views, strict=True))
 
@@ -235,7 +235,7 @@ def test_a_daemon_that_was_restarted_between_two_calls_costs_nothing(
 def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
     daemon: Daemon, frames: Frames, opened: list[RemoteBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A frame that is not of the page asked for, whatever the daemon says of it."""
+    """The frame does not hold the requested page, though the daemon reports a hit."""
     backend, keys = open_it(daemon, frames, opened), make_keys(2, "damaged")
     assert store_chain(daemon.door(backend), keys) == [STORED] * 2
     call = backend._client.call
@@ -266,7 +266,7 @@ def test_a_child_of_a_fork_uses_no_connection_of_its_parent(
     assert exists(daemon.door(backend), keys) == 2
 
 
-def test_what_is_wrong_at_the_start_is_said(daemon: Daemon, tmp_path: Path) -> None:
+def test_errors_at_the_start_are_reported(daemon: Daemon, tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable, match="start the daemon with: hicache serve"):
         RemoteBackend(CODEC, daemon.options().model_copy(update={"socket": tmp_path / "none.sock"}))
     wrong = tmp_path / "token"
@@ -277,7 +277,7 @@ def test_what_is_wrong_at_the_start_is_said(daemon: Daemon, tmp_path: Path) -> N
     assert "x" * 30 not in str(refused.value)
 
 
-def test_the_outcomes_of_a_call_that_is_late_are_errors(
+def test_the_outcomes_of_a_late_call_are_errors(
     slow: Daemon, frames: Frames, opened: list[RemoteBackend]
 ) -> None:
     backend, keys = open_it(slow, frames, opened), make_keys(2, "late")
