@@ -102,7 +102,7 @@ class LimitedBackend(Wrapper):
     `open_raw` opens the same store for the sweep, on the sweep's thread and again after failures; it raises
     BackendError and ConfigError. Until the next listing, the limit counts stored pages as whole frames, and includes
     pages that may have been stored despite an ERROR. Raises InvalidInput for a capacity below one page, and then leaves
-    `inner` open. Of its errors, `listing` counts failed listings and sweeps, `unlisted` pages that came before the
+    `inner` open. Of its errors, `listing` counts failed listings and sweeps, `unlisted` pages that failed before the
     first listing ended.
     """
 
