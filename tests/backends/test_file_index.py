@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -9,6 +10,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileBackend
 from hicache.backends.file.index import JOURNAL, JOURNAL_BYTES, Index
+from hicache.backends.file.store import Store as FileStore
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,
@@ -391,3 +395,34 @@ def test_the_index_never_holds_a_cycle(tmp_path: Path, seed: int) -> None:
                 index.add(NAMESPACE, key, parent, PAGE, number)
         index.check()
     index.close()
+
+
+def test_closing_a_store_leaves_a_transaction_in_flight_its_index(tmp_path: Path) -> None:
+    """SQLite crashes the process if a connection is closed while another thread runs a statement on it."""
+    keys = make_keys(3)
+    store_chain(open_file(tmp_path / "s"), keys)
+    store = FileStore(tmp_path / "s", create=False)
+    entered, closed = threading.Event(), threading.Event()
+
+    def remove() -> None:
+        with store.transaction(soon()) as index:
+            entered.set()
+            assert closed.wait(30.0)
+            page_path(tmp_path / "s", CODEC, keys[2]).unlink()
+            index.drop(NAMESPACE, keys[2])
+
+    with ThreadPoolExecutor(1) as thread:
+        removed = thread.submit(remove)
+        assert entered.wait(30.0)
+        store.close()
+        assert store.root_fd >= 0 and store._index is not None
+        closed.set()
+        removed.result(30.0)
+    assert store.root_fd == -1 and store._index is None
+    with pytest.raises(OSError, match="the store is closed"), store.transaction(soon()):
+        pass
+    with (
+        contextlib.closing(FileStore(tmp_path / "s", create=False)) as store,
+        store.transaction(soon()) as index,
+    ):
+        assert {row.key for row in index.all_stored()} == set(keys[:2])

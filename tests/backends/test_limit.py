@@ -44,10 +44,15 @@ from tests.seeds import rng, seeds
 from tests.test_supervised import no_threads
 from tests.waiting import wait_for
 
-from ._files import CODEC, OPENED, PAGE, disk_usage, open_file, open_raw, page_files
+from ._files import CODEC, OPENED, PAGE, disk_usage, file_options, open_file, page_files
 
 REJECTED = SetOutcome.REJECTED
 LARGE = 1 << 30
+
+
+def raw_of(root: Path) -> FileRaw:
+    """Return the store that a limit opens, and closes itself."""
+    return FileRaw(file_options(root))
 
 
 class MemoryRaw(RawStore):
@@ -119,7 +124,7 @@ def limited(root: Path, pages: int, codec: FrameCodec = CODEC, *, interval_s: fl
     listing is complete: on a busy machine it may take longer than a store waits."""
     inner = open_file(root, codec)
     backend = LimitedBackend(
-        inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * codec.frame_bytes,
+        inner.backend, lambda: raw_of(root), capacity_bytes=pages * codec.frame_bytes,
         list_interval_s=interval_s,
     )  # fmt: skip
     OPENED.append(backend)
@@ -295,7 +300,7 @@ def troubled(
     if gate:
         opens.set()
     backend = LimitedBackend(
-        inner.backend, lambda: Troubled(open_raw(path=root), troubles, opens), capacity_bytes=5 * PAGE,
+        inner.backend, lambda: Troubled(raw_of(root), troubles, opens), capacity_bytes=5 * PAGE,
         list_interval_s=0.05,
     )  # fmt: skip
     yield Store(backend, inner.read, inner.write), troubles, opens
@@ -329,7 +334,7 @@ def test_a_sweep_without_a_thread_runs_once_a_thread_can_start(tmp_path: Path) -
     inner = open_file(tmp_path / "store")
     with no_threads():
         backend = LimitedBackend(
-            inner.backend, lambda: open_raw(path=tmp_path / "store"), capacity_bytes=5 * PAGE, list_interval_s=0.05
+            inner.backend, lambda: raw_of(tmp_path / "store"), capacity_bytes=5 * PAGE, list_interval_s=0.05
         )
     store = Store(backend, inner.read, inner.write)
     assert store_chain(store, make_keys(5)) == [STORED] * 5
@@ -377,7 +382,7 @@ def test_it_is_a_composite_of_the_limited_store(opened: Opened) -> None:
 def test_an_invalid_limit_is_rejected(tmp_path: Path, capacity_bytes: int) -> None:
     inner = open_file(tmp_path / "store")
     with pytest.raises(InvalidInput, match="limit"):
-        LimitedBackend(inner.backend, lambda: open_raw(path=tmp_path / "store"), capacity_bytes=capacity_bytes)
+        LimitedBackend(inner.backend, lambda: raw_of(tmp_path / "store"), capacity_bytes=capacity_bytes)
     assert store_chain(inner, make_keys(1)) == [STORED]
     inner.backend.close()
 
@@ -424,7 +429,7 @@ def test_a_sweep_leaves_holes_only_without_headers(tmp_path: Path, kind: type[Tr
     first.backend.close()
     inner = open_file(root)
     backend = LimitedBackend(
-        inner.backend, lambda: kind(open_raw(path=root), [], opens), capacity_bytes=20 * PAGE, list_interval_s=0.05
+        inner.backend, lambda: kind(raw_of(root), [], opens), capacity_bytes=20 * PAGE, list_interval_s=0.05
     )
     wait_for(lambda: backend.statistics().evicted_pages == 22)  # down to 90 %
     found = backend.batch_exists(keys, deadline=soon())

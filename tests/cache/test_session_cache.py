@@ -317,7 +317,7 @@ def test_unknown_closed_and_expired_sessions_take_no_turn() -> None:
 
 def test_what_cannot_be_opened_is_refused() -> None:
     talks = opened("s", talks=Talks(sessions_max=2))
-    with pytest.raises(InvalidInput, match="open already"):
+    with pytest.raises(InvalidInput, match="already open"):
         talks.cache.open_session("s")
     with pytest.raises(InvalidInput, match="above 0"):
         talks.cache.open_session("t", ttl_s=0)

@@ -120,7 +120,7 @@ def test_inspect_of_nothing_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_inspect_of_a_directory_asks_for_a_file_in_it(store: Store) -> None:
     result = invoke("inspect", store.page(0).parent)
     assert result.exit_code == 2
-    assert result.stderr == f"hicache: {store.page(0).parent} is a directory; name a page file in it\n"
+    assert result.stderr == f"hicache: {store.page(0).parent} is a directory; pass a page file in it\n"
 
 
 @pytest.mark.parametrize(("kind", "words"), [("fifo", "it is a FIFO"), ("link", "it is a symbolic link"), ("text", "")])
@@ -141,7 +141,7 @@ def test_a_keyed_page_is_proved_with_the_key_alone(tmp_path: Path, mac_key_file:
     keyed = make_store(tmp_path / "keyed", MAC_KEY)
     assert "sound as far as checked" in invoke("inspect", keyed.page(0)).stdout
     assert "page:        sound\n" in invoke("inspect", keyed.page(0), "--mac-key-file", mac_key_file).stdout
-    assert f"{PAGES} could not be proved" in invoke("verify", keyed.root).stdout
+    assert f"{PAGES} could not be verified" in invoke("verify", keyed.root).stdout
     assert "could not" not in invoke("verify", keyed.root, "--mac-key-file", mac_key_file).stdout
 
 
@@ -175,7 +175,7 @@ def test_pages_that_do_not_fit_the_key_are_said_to_and_stay(tmp_path: Path, stor
     keyed = make_store(tmp_path / "keyed", MAC_KEY[::-1])
     for found, words, page in (
         (keyed, "4 pages are sealed with another MAC key", "not proved: sealed with another key than the given ones"),
-        (store, "4 pages are sealed by other means", "not proved: its tag is no MAC"),
+        (store, "4 pages are sealed with another kind of tag", "not proved: its tag is not a MAC"),
     ):
         result = invoke("verify", found.root, "--remove", "--mac-key-file", mac_key_file)
         assert result.exit_code == 1 and "none damaged" in result.stdout and words in result.stdout
@@ -294,4 +294,4 @@ def test_ctrl_c_in_a_scrub_ends_it_with_130_and_what_was_found_until_then(store:
     os.close(terminal)
     assert process.returncode == 130 and b"Traceback" not in shown
     assert output.startswith(b"checked 1 page, 4.0 KiB: ")
-    assert b"interrupted; the figures are those until then" in shown
+    assert b"interrupted; the results above are incomplete" in shown

@@ -272,7 +272,7 @@ def test_a_copy_leaves_out_damage_and_what_hangs_on_it(stores: Stores) -> None:
     path.write_bytes(path.read_bytes()[:1000].ljust(PAGE, b"\xff"))
     result = invoke("copy", stores.root("a"), stores.root("b"), "--namespace", "12")
     assert (result.exit_code, result.stdout.splitlines()) == (1, [
-        "copied 1 page, 4.0 KiB", "  1 page damaged and left out", "  2 pages skipped because the page before it was",
+        "copied 1 page, 4.0 KiB", "  1 page damaged and skipped", "  2 pages skipped because the page before it was",
     ])  # fmt: skip
     assert stores.found("b", NEW, KEYS) == 1
 
@@ -285,7 +285,7 @@ def test_a_copy_into_a_small_store_keeps_whole_prefixes(stores: Stores) -> None:
     path = stores.configured(type="file", options={"path": str(stores.root("b")), "capacity": "1MiB",
                                                    "free_space_floor": 0})  # fmt: skip
     result = invoke("copy", stores.root("long"), path, "--namespace", "12")
-    assert result.exit_code == 1 and "turned away" in result.stdout
+    assert result.exit_code == 1 and "1 page rejected" in result.stdout
     assert stores.found("b", NEW, keys) == room
 
 
@@ -383,7 +383,7 @@ def test_what_is_removed_and_copied_is_told_to_programs_too(stores: Stores) -> N
 def test_without_a_store_the_configuration_is_used_that_a_variable_names(
     stores: Stores, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "give a STORE" in invoke(command).stderr
+    assert "pass a STORE" in invoke(command).stderr
     path = stores.configured(type="file", options={"path": str(stores.root("a"))})
     path = path.rename(stores.folder / "hicache.conf")
     monkeypatch.setenv("HICACHE_CONFIG_FILE", str(path))

@@ -130,7 +130,7 @@ def test_beyond_loopback_a_configuration_needs_a_token_or_tls(listen: str) -> No
     [
         ({"token_env": "T"}, {}, "not set"),
         ({"token_env": "T"}, {"T": "with\ttab"}, "printable ASCII"),
-        ({"token_env": "T", "admin_token_env": "A"}, {"T": "one", "A": "one"}, "one of their own"),
+        ({"token_env": "T", "admin_token_env": "A"}, {"T": "one", "A": "one"}, "use a different one"),
     ],
 )
 def test_tokens_that_cannot_be_used_are_refused_without_being_quoted(

@@ -36,7 +36,7 @@ def test_a_page_that_is_configured_must_be_whole_blocks(tmp_path: Path) -> None:
     assert engine_config(FLAG, extra, 96, whole_page=True).page_size == 96
     with pytest.raises(ConfigError, match=r"page_size: 96 is not a multiple of the engine's block size 64"):
         engine_config(FLAG, extra, 64)
-    with pytest.raises(ConfigError, match="configured as 96, but a page of the engine has 32 tokens"):
+    with pytest.raises(ConfigError, match="96 is configured, but a page of the engine has 32 tokens"):
         engine_config(FLAG, extra, 32, whole_page=True)
 
 
@@ -53,7 +53,7 @@ def test_variables_change_entries_and_name_the_file(tmp_path: Path, monkeypatch:
 
 
 def test_a_path_of_another_type_is_refused_with_the_flag() -> None:
-    with pytest.raises(ConfigError, match=r"--options: config: int is not a path; name a file"):
+    with pytest.raises(ConfigError, match=r"--options: config: int is not a path; set a file"):
         engine_config(FLAG, {"config": 5}, 16)
 
 

@@ -27,8 +27,8 @@ moved or replaced, and the transaction fails with ESTALE. Between that check and
 may rename the root or a directory above it can replace the directory.
 
 Locking design: `transaction` and `removing` take the thread lock, then the file lock. The thread lock guards all
-changing fields; the file lock (flock on `lock`, polled, because each wait has a deadline) orders all processes, and is
-taken before SQLite's own locks.
+changing fields; if a transaction holds it, `close` leaves its work to the end of that transaction. The file lock (flock
+on `lock`, polled, because each wait has a deadline) orders all processes, and is taken before SQLite's own locks.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ class Store:
         self._owner_fd: int | None = None
         self._owner_id: tuple[int, int] | None = None
         self._ended: tuple[int, str] | None = None
+        self._is_closed = False
         self._index: Index | None = None
         self._index_id: tuple[int, int] | None = None
         self._stale = False
@@ -254,6 +255,8 @@ class Store:
                     self.system.flock(self._lock_fd, fcntl.LOCK_UN)
         finally:
             thread_lock.release()
+            if self._is_closed:
+                self._free()
 
     def _check_root(self) -> None:
         """Raise ESTALE unless the path still refers to the open directory."""
@@ -424,8 +427,25 @@ class Store:
                 index.close()
 
     def close(self) -> None:
-        """Close the index and all descriptors, and remove the owner file. REQUIRES: no transaction is in flight."""
+        """Close the index and all descriptors, and remove the owner file; if a transaction is in flight, at its end.
+
+        Does not block. Idempotent.
+        """
         self._ended = self._ended or (errno.EBADF, "the store is closed")
+        self._is_closed = True
+        self._free()
+
+    def _free(self) -> None:
+        """Release everything, unless another thread is in a transaction: SQLite crashes if its connection is closed in
+        the middle of a statement. That thread calls this at the end of its transaction."""
+        thread_lock = self._thread_lock
+        if thread_lock.acquire(blocking=False):
+            try:
+                self._free_locked()
+            finally:
+                thread_lock.release()
+
+    def _free_locked(self) -> None:
         self._close_index()
         self._disown()
         fds, self._lock_fd, self.root_fd = (self._lock_fd, self.root_fd), None, -1
