@@ -321,7 +321,7 @@ def serve(
 ) -> AdminServer | None:
     """Serve the admin surface of `cache` at `path`. See `hicache.admin.serve_configured`."""
     if not isinstance(cache, (HiRadixCache, HostCache)):
-        logger.warning("admin.socket: this cache keeps nothing between requests, so there is no admin surface")
+        logger.warning("admin.socket: this cache keeps nothing between requests, so it has no admin surface")
         return None
     environ = os.environ if environ is None else environ
     token = read_secret("admin token", config.admin.token_env, config.admin.token_file, environ)

@@ -26,7 +26,7 @@ Seconds = Annotated[float, Field(strict=True, gt=0, le=DURATION_MAX_S, allow_inf
 
 
 class Model(BaseModel):
-    """The base of all models. Rejects unknown fields, so that a typo is an error and not a request for everything."""
+    """The base of all models. Rejects unknown fields, so that a typo is an error and does not request everything."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -173,7 +173,7 @@ def _stranger(request: Request) -> str:
     peer = request.scope.get("state", {}).get(PEER)
     if peer is not None:
         return f"uid {peer.uid}"
-    return "nobody" if request.client is None else request.client.host
+    return "unknown" if request.client is None else request.client.host
 
 
 def _answer(error: HiCacheError) -> tuple[Response, str]:

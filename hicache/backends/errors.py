@@ -1,7 +1,7 @@
 """The kinds of failures: one vocabulary for all stores.
 
 A store counts a failure under its kind, in `BackendStatistics.errors` and in the metric, so operators see the same word
-for every store. A store of another package may use its own kind, as plain text.
+for all stores. A store of another package may use its own kind, as plain text.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class HostCache(TieredCache):
     def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad | None:
         """Hold the pages `start_page ... end_page - 1` of `key` on L2 until `end_load`, and return their locations.
 
-        Return None, holding nothing, if one of them is no longer on L2: look up the request again then. Raises
+        Return None, holding nothing, if one of them has left L2: look up the request again then. Raises
         InvalidInput for pages that `key` does not have.
         """
         end_page = whole("end_page", end_page, 1, self._key_pages(key))

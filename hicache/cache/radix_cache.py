@@ -1,7 +1,7 @@
 """HiRadixCache: the tree cache for an engine. The tree decides, the controller copies, this class manages requests.
 
 The order of the calls is that of `TreeCache` (and DESIGN.md, "the life of one page"). All calls are made on the
-scheduler's thread, which owns the tree, both free lists and all request state, so there is no lock. Calls neither wait
+scheduler's thread, which owns the tree, both free lists and all request state, so no lock is needed. Calls neither wait
 for I/O nor raise storage errors.
 
 Conservation, verified by `check()`: for L1, free + held by nodes + held by requests = capacity; for L2, free + held by

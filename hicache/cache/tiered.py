@@ -5,7 +5,7 @@
 
 It contains the tree, L2, prefetching, storing, new weights, events and shutdown; a derived cache adds the copies
 between L2 and the device. All calls are made on the scheduler's thread, which owns the tree and the free lists, so
-there is no lock. Only `drain` and `close` wait for I/O. Calls do not raise storage errors.
+no lock is needed. Only `drain` and `close` wait for I/O. Calls do not raise storage errors.
 
 Conservation of L2, verified by `check()`: free + held by nodes + reserved for operations = capacity.
 """
@@ -152,7 +152,7 @@ class TieredCache:
     def clear(self) -> None:
         """Forget all pages on L1 and L2; does not block. Storage keeps its pages.
 
-        Requests and operations keep their pages until they end; these are no longer shared.
+        Requests and operations keep their pages until they end; these are not shared any more.
         """
         self._prefetcher.cancel_all()
         self._trees.retire()

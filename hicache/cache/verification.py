@@ -12,7 +12,7 @@ storage, has no tag: it is loaded without verification, and counted.
 The scrub verifies one node at a time, at its rate, and stops within a node for a request. A node that was not
 completely verified, or arrived behind the scrub's position, is verified in the next round.
 
-Locking design: the scheduler thread makes every call except `_prove` and owns all fields, so there is no lock; the
+Locking design: the scheduler thread makes every call except `_prove` and owns all fields, so no lock is needed; the
 worker reads `_closed` and the length of `_running`. It writes `sound_pages`, `untagged_pages` and `damage` of its
 proof; they are final once the proof is in `_finished`. The frames of a proof are held on L2 (`hold_host`) until it has
 ended.

@@ -200,7 +200,7 @@ class Removal:
         """Remove pages by `steps` from the chosen parts, of namespaces with a prefix each. Without --yes, first make a
         dry run and ask. End the command if nothing matches or the answer is no.
 
-        Raises UsageError, before any access, if it cannot ask because there is no terminal.
+        Raises UsageError, before any access, if it cannot ask for lack of a terminal.
         """
         if not (self._dry_run or self._yes or sys.stdin.isatty()):
             raise click.UsageError("cannot ask for confirmation without a terminal; pass --yes to remove pages")

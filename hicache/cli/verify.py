@@ -98,7 +98,7 @@ def _state(report: PageReport) -> str:
     if report.damage is not None:
         return f"damaged: {report.damage}"
     if report.unsupported is not None:
-        return f"not proved: {report.note}"
+        return f"not verified: {report.note}"
     return "sound" if report.is_proved else "sound as far as checked"
 
 

@@ -1,4 +1,4 @@
-"""Configuration: one schema for every use, read from a YAML file, `HICACHE_*` variables and flags.
+"""Configuration: one schema for all uses, read from a YAML file, `HICACHE_*` variables and flags.
 
 `schema` defines the entries, `loading` merges the sources and reports all errors at once, `secret` reads keys.
 """

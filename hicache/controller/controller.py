@@ -18,7 +18,7 @@ With ranks (see `agreement`), `poll` acknowledges operations that have ended on 
 ranks decide identically. Time, measurements and readiness of storage are also agreed on, and latched once per step.
 `gate` decides whether storage may be used; callers check it before they submit a lookup or a store.
 
-Locking design: the scheduler thread makes every call of this class and owns its counters, so there is no lock. Workers
+Locking design: the scheduler thread makes every call of this class and owns its counters, so no lock is needed. Workers
 return finished operations through one queue (`storage`). The scheduler blocks only in `close` and, with ranks, in
 `poll` until the slowest rank has reached the same step, at most until the deadline of the group.
 """
@@ -213,7 +213,7 @@ class HiCacheController:
 
     def _launch(self, operations: list[Copy]) -> Launch[Copy]:
         if self._copies is None:
-            raise InvariantError("controller: a copy was submitted, but there is no L1")
+            raise InvariantError("controller: a copy was submitted, but the controller has no L1")
         device_pages = _joined([operation.device_pages for operation in operations])
         host_pages = _joined([operation.host_pages for operation in operations])
         transfer: Transfer

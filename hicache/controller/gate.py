@@ -15,7 +15,7 @@ Opening a store may create directories, sweep an index or connect to a server; c
 supervised worker, started when first needed, does both. Until the new store is open there is no storage, which only
 costs hits. A failed attempt is repeated with growing delays.
 
-Locking design: the scheduler thread makes every call except for `_open` and owns all fields, so there is no lock. The
+Locking design: the scheduler thread makes every call except for `_open` and owns all fields, so no lock is needed. The
 opening worker returns opened stores through one `SimpleQueue`. A guard takes its own lock for a few instructions. In an
 `OpenStore`, the scheduler writes `until` and `in_flight`. `until` is one reference to an immutable value, whose times
 only move earlier. Workers set and remove the entries of `broken_chains` one by one.

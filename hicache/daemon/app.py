@@ -79,7 +79,7 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
     app = FastAPI(
         title="HiCache daemon", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json",
         summary="Batches of KV pages between the engines of a node and its stores.",
-        responses={status: {"model": ErrorAnswer} for status in (400, 422)},  # of any route, whoever adds it
+        responses={status: {"model": ErrorAnswer} for status in (400, 422)},  # of all routes, also added ones
     )  # fmt: skip
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(InvalidInput, _misused)

@@ -316,7 +316,7 @@ class Connection(PeerProtocol):
 
     def _abort(self, what: str, error: OSError) -> None:
         self._shared.calls.refuse(f"{what}_timeout" if isinstance(error, TimeoutError) else f"{what}_lost")
-        self.cycle.disconnected = True  # the loop sets it later; answers are no longer possible
+        self.cycle.disconnected = True  # the loop sets it later; answering is impossible now
         self.transport.abort()
 
     def _time_for(self, size_bytes: int) -> float:

@@ -1,6 +1,6 @@
 """Sampling of the next token: the most likely one, or one drawn with random numbers.
 
-The logits of a token have the same bits for every state of the cache and every batch (see `model`). The random numbers
+The logits of a token have the same bits for all states of the cache and every batch (see `model`). The random numbers
 are a function of seed and position. So sampled text is as reproducible as greedy text.
 """
 

@@ -10,7 +10,7 @@ in order of submission, with two exceptions: other requests overtake one that wa
 keeps its position. Optionally the request with the longest cached prefix begins first. A prefill that exceeds the
 step's budget continues in the next step.
 
-Locking design: all calls are made on one thread, which owns all fields, so there is no lock. No call does storage I/O
+Locking design: all calls are made on one thread, which owns all fields, so no lock is needed. No call does storage I/O
 or waits for it. The forward runs on this thread too, and only waits for copies from L2.
 
 A `Model` computes: the bundled Llama, or the stand-in of a replay.

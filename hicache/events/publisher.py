@@ -43,7 +43,7 @@ POLL_INTERVAL_S = 0.01
 # takes from the stream.
 BATCH_BYTES_MAX = 1 << 18
 DRAIN_EVENTS_MAX = 1024
-# Batches kept for replay, whatever their size. A client that reads one replay while another arrives loses none of them.
+# Batches kept for replay, of any size. A client that reads one replay while another arrives loses none of them.
 REPLAY_BATCHES_MAX = 10_000
 REPLAYS_QUEUED_MAX = 2
 # The share of the closing time in which events are still sent; the rest is for the sockets.

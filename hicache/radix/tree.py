@@ -1,7 +1,7 @@
 """The radix tree over pages: cached prefixes, their tiers, their locks, and the order of eviction.
 
 The tree makes decisions and moves no bytes. It takes page ids, returns page ids to be freed, and uses no stream, thread
-or socket. It belongs to the scheduler thread, so there is no lock.
+or socket. It belongs to the scheduler thread, so no lock is needed.
 
 Invariants, verified by `check_tree`:
 1. Prefix closure: a node on L1 has its parent on L1 (roots count as on L1).

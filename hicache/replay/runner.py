@@ -3,7 +3,7 @@
 The scheduler of `hicache.engine` does admission, preemption, the order of the queue, storage and copies. This module
 has the arrivals of the trace, and the counts.
 
-Locking design: all calls are made on one thread, which owns all fields, so there is no lock.
+Locking design: all calls are made on one thread, which owns all fields, so no lock is needed.
 """
 
 from __future__ import annotations

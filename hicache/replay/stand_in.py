@@ -9,7 +9,7 @@ Pages are written where a model would compute KV, and compared where it would re
 begins, layer by layer as they arrive, and all pages of the request when it ends. Prompts and outputs are those of the
 trace. A partial last page does not have a key, is never shared, and is not stamped.
 
-Locking design: all calls are made on the scheduler's thread, which owns all fields, so there is no lock.
+Locking design: all calls are made on the scheduler's thread, which owns all fields, so no lock is needed.
 
 Invariant, verified by `check()`: all whole pages of the `kv_tokens` of a running request are stamped.
 """

@@ -35,7 +35,7 @@ class EngineBlocks:
     ) -> None:
         slots = whole("blocks: slots_per_block", slots_per_block, 1)
         if not isinstance(layers, list | tuple) or not layers:
-            raise InvalidInput("blocks: there are no layers; pass a list of layers, each a list of regions")
+            raise InvalidInput("blocks: got an empty list of layers; pass a list of layers, each a list of regions")
         # uint8 [count, bytes] for each region of each layer; rows are contiguous, the stride between rows is arbitrary.
         self.layers = tuple(_regions(number, layer, slots) for number, layer in enumerate(layers))
         self.count = len(self.layers[0][0])

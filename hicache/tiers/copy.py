@@ -177,7 +177,7 @@ def _indices(name: str, ids: object, first: int, end: int) -> Indices:
         shown = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise InvalidInput(f"copy: {name}s are {shown}; pass a numpy array of integers in one dimension")
     if not len(ids):
-        raise InvalidInput(f"copy: there are no {name}s; pass at least one")
+        raise InvalidInput(f"copy: got an empty list of {name}s; pass at least one")
     indices = ids.astype(np.intp)
     if indices.min() < first or indices.max() >= end:
         outside = ids[(indices < first) | (indices >= end)]

@@ -4,7 +4,7 @@ A slot is a token's row in the layers' buffers: `page * page_size + offset`. The
 where their free list is. The kernels of `SlotKernels` compute the slots on the device. Nothing here waits for the
 device unless its docstring says so.
 
-Invariant: every allocated slot belongs to a page that the `PageSource` counts as used. There is no other state, so the
+Invariant: every allocated slot belongs to a page that the `PageSource` counts as used. It has no other state, so the
 source's `check()` covers it. Owned by the scheduler thread, like the pages.
 """
 
@@ -221,7 +221,7 @@ class PagedTokenToKVPoolAllocator:
 
 
 class TokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
-    """An allocator with pages of one token: a slot is a page id. There are no partial pages, so `alloc` suffices."""
+    """An allocator with pages of one token: a slot is a page id. Pages are never partial, so `alloc` suffices."""
 
     def __init__(self, pages: PageSource, device: torch.device | str = "cpu") -> None:
         super().__init__(pages, 1, device)

@@ -3,7 +3,7 @@
 A copy from pageable memory makes the host wait for all work queued on the stream, loads included. Pinned memory per
 upload would have to be allocated each time. So uploads use a ring of pinned memory that is allocated once.
 
-Locking design: each thread has its own rings, one per device, so there is no lock.
+Locking design: each thread has its own rings, one per device, so no lock is needed.
 """
 
 from __future__ import annotations

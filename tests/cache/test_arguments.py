@@ -158,13 +158,13 @@ def test_what_can_never_fit_into_l1_is_refused_with_the_numbers(kind: str) -> No
     side = Side(kind)
     pages = side.cache.device.pages
     side.cache.cache_finished_req(side.request, None)
-    with pytest.raises(CapacityError, match=rf"{4 * pages + 1} tokens needs {pages + 1} pages of KV, but L1 has {pages};"):
+    with pytest.raises(CapacityError, match=rf"{4 * pages + 1} tokens needs {pages + 1} pages .* but L1 has {pages};"):
         side.cache.begin_request("a", RadixKey.of(range(4 * pages + 1)))
     request = side.cache.begin_request("a", RadixKey.of(range(4 * pages)))
     while request is None:  # what idle sessions and the tree hold makes room, if need be after a copy
         side.world.settle()
         request = side.cache.begin_request("a", RadixKey.of(range(4 * pages)))
-    with pytest.raises(CapacityError, match=rf"{4 * pages + 1} tokens needs {pages + 1} pages of KV, but L1 has {pages};"):
+    with pytest.raises(CapacityError, match=rf"{4 * pages + 1} tokens needs {pages + 1} pages .* but L1 has {pages};"):
         side.cache.extend(request, 4 * pages + 1)
     assert side.cache.extend(request, 4 * pages)
     side.cache.cache_finished_req(request, None)

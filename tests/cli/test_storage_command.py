@@ -175,7 +175,7 @@ def test_pages_that_do_not_fit_the_key_are_said_to_and_stay(tmp_path: Path, stor
     keyed = make_store(tmp_path / "keyed", MAC_KEY[::-1])
     for found, words, page in (
         (keyed, "4 pages are sealed with another MAC key", "not proved: sealed with another key than the given ones"),
-        (store, "4 pages are sealed with another kind of tag", "not proved: its tag is not a MAC"),
+        (store, "4 pages are sealed with another kind of tag", "not verified: its tag is not a MAC"),
     ):
         result = invoke("verify", found.root, "--remove", "--mac-key-file", mac_key_file)
         assert result.exit_code == 1 and "none damaged" in result.stdout and words in result.stdout

@@ -252,7 +252,7 @@ def test_a_copy_reports_its_own_duration(engine: Make) -> None:
     ("blocks", "host_blocks", "words"),
     [
         (ids(1), ids(0, 1), "1 blocks for 2 host blocks"),
-        (ids(), ids(), "there are no blocks"),
+        (ids(), ids(), "empty list of blocks"),
         (ids(0, 1), ids(0, 1), r"block 0 is not one of 1 \.\. 2"),
         (ids(1, 3), ids(0, 1), r"block 3 is not one of 1 \.\. 2"),
         (ids(1, 2), ids(0, 2), r"host block 2 is not one of 0 \.\. 1"),

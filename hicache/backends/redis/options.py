@@ -49,7 +49,7 @@ class Access:
 
     `addresses` are those of the server, of some cluster nodes, or of the sentinels; `replicas` are those of a single
     server. `allowed_nodes` limits the addresses that servers may name; None allows all. `login` has the arguments of
-    AUTH; it is empty if there is no password.
+    AUTH; it is empty without a password.
     """
 
     options: RedisStorageOptions

@@ -1,6 +1,6 @@
 """A Redis store as its operator sees it: every page under the key prefix, of all namespaces.
 
-Listing uses SCAN, which costs the server time for every key that it holds, in steps of about a millisecond. A page that
+Listing uses SCAN, which costs the server time for each key that it holds, in steps of about a millisecond. A page that
 exists during the whole listing is listed once. Pages are listed and removed on the primaries. Inspection does not
 refresh recency, except on servers before 7.2, where listing or reading a page counts as a use.
 """

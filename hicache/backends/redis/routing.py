@@ -31,7 +31,7 @@ from .pool import Pools, Purpose
 # The positions of redirected pages, by target address and by reply: True for ASK, False for MOVED.
 Redirects: TypeAlias = dict[tuple[Address, bool], list[int]]
 SLOTS = 16384
-NOBODY = -1
+NO_SHARD = -1
 # A failed replica gets no reads for this long, then its share again. A failed cluster node is asked for routes last.
 _AVOID_S = 5.0
 # After one of these errors the routes may be out of date.
@@ -60,7 +60,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The shards, and per hash slot the number of its shard, NOBODY for none. Without `slots` one shard has all keys.
+    """The shards, and per hash slot the number of its shard, NO_SHARD for none. Without `slots` one shard has all keys.
 
     Invariant: no two shards have the same primary.
     """
@@ -161,7 +161,7 @@ class Router:
         for position in positions:
             by_shard.setdefault(routes.slots[_slot_of(names[position])], []).append(position)
         return {
-            None if number == NOBODY else self._server(routes.shards[number], to_replica): found
+            None if number == NO_SHARD else self._server(routes.shards[number], to_replica): found
             for number, found in by_shard.items()
         }
 
@@ -211,7 +211,7 @@ def _slot_of(name: bytes) -> int:
 def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
     """Return the routes in the reply to CLUSTER SLOTS. Raises StoreError if it is malformed, names no node or too many
     nodes, or names a node that is not allowed."""
-    slots = [NOBODY] * SLOTS
+    slots = [NO_SHARD] * SLOTS
     shards: list[Shard] = []
     numbers: dict[Address, int] = {}
     nodes_seen: set[Address] = set()
