@@ -397,6 +397,10 @@ def test_the_index_never_holds_a_cycle(tmp_path: Path, seed: int) -> None:
     index.close()
 
 
+def is_open(store: FileStore) -> bool:
+    return store.root_fd >= 0 and store._index is not None
+
+
 def test_closing_a_store_leaves_a_transaction_in_flight_its_index(tmp_path: Path) -> None:
     """SQLite crashes the process if a connection is closed while another thread runs a statement on it."""
     keys = make_keys(3)
@@ -415,10 +419,10 @@ def test_closing_a_store_leaves_a_transaction_in_flight_its_index(tmp_path: Path
         removed = thread.submit(remove)
         assert entered.wait(30.0)
         store.close()
-        assert store.root_fd >= 0 and store._index is not None
+        assert is_open(store)
         closed.set()
         removed.result(30.0)
-    assert store.root_fd == -1 and store._index is None
+    assert not is_open(store)
     with pytest.raises(OSError, match="the store is closed"), store.transaction(soon()):
         pass
     with (
