@@ -174,7 +174,7 @@ def test_verify_counts_damage_by_reason_and_removes_it_only_if_told_to(store: St
 def test_pages_that_do_not_fit_the_key_are_said_to_and_stay(tmp_path: Path, store: Store, mac_key_file: Path) -> None:
     keyed = make_store(tmp_path / "keyed", MAC_KEY[::-1])
     for found, words, page in (
-        (keyed, "4 pages are sealed with another MAC key", "not proved: sealed with another key than the given ones"),
+        (keyed, "4 pages are sealed with another MAC key", "not verified: sealed with another key than the given ones"),
         (store, "4 pages are sealed with another kind of tag", "not verified: its tag is not a MAC"),
     ):
         result = invoke("verify", found.root, "--remove", "--mac-key-file", mac_key_file)
