@@ -1,9 +1,10 @@
-"""A conversation with all that an engine can ask of the cache besides plain requests. No model: KV is only stamped.
+"""Pins, sessions, KV events, the printed tree and new weights, in one conversation.
 
     python examples/conversation.py
 
-A system prompt is pinned, two turns of a session go on to the last token, KV events say what is where, the tree is
-shown as text, and new weights put everything out of reach. docs/embedding.md explains each step.
+The program pins a system prompt, serves two turns of a session, evicts all pages from L1, finds their location from
+KV events, prints the tree and changes the weights. There is no model: `compute` writes constants as KV.
+docs/embedding.md explains each step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WAIT_S = 10.0
 
 
 def compute(cache: SessionCache, request: RequestKV, begin: int, end: int) -> None:
-    """Stands for the forward: writes KV of the tokens `begin` to `end` into their slots of the pool."""
+    """Write a constant as KV of the tokens `begin ... end - 1`, into their slots of the pool. Replaces the forward."""
     assert isinstance(cache.device, MHATokenToKVPool)
     slots = token_slots(request.pages, PAGE_SIZE)[begin:end]
     for layer in range(GEOMETRY.layers):
@@ -40,25 +41,25 @@ def compute(cache: SessionCache, request: RequestKV, begin: int, end: int) -> No
 
 
 def turn(cache: SessionCache, rid: str, session_id: str | None, prompt: list[int], output: list[int]) -> RadixKey:
-    """One request: prefill of what is not cached, decode of `output`; returns the key of all tokens that have KV."""
+    """Serve one request: prefill the missing tokens and decode `output`. Return the key of all tokens that have KV."""
     if session_id is not None:
         cache.join_session(rid, session_id)
     key = RadixKey.of(prompt, cache_salt="alice")
     request = cache.begin_request(rid, key)
     if request is None:
-        raise SystemExit("L1 has no room; a scheduler would try again in its next step")
+        raise SystemExit("L1 is full; a scheduler would retry in its next step")
     cached = request.cached_tokens
     transfer = cache.start_loading()
     if transfer is not None:
         for layer in range(GEOMETRY.layers):
-            transfer.wait_layer(layer)  # a forward does so right before it reads the layer
+            transfer.wait_layer(layer)  # a forward waits right before it reads the layer
     begin_s = time.perf_counter()
     compute(cache, request, cached, len(prompt))
     if transfer is None:
         cache.record_prefill(len(prompt) - cached, time.perf_counter() - begin_s)
-    cache.cache_unfinished_req(request, key)  # from now on others can use the prompt
+    cache.cache_unfinished_req(request, key)  # from now on, other requests can hit the prompt
     print(f"{rid}: {len(prompt)} tokens of prompt, {cached} of them cached")
-    # The last token that is sampled is not computed, so it has no KV: the next turn computes it.
+    # The last sampled token has no KV yet: the next turn computes it.
     for count in range(1, len(output)):
         if not cache.extend(request, len(prompt) + count):
             raise SystemExit("L1 is full; a scheduler would end or preempt a request")
@@ -70,7 +71,7 @@ def turn(cache: SessionCache, rid: str, session_id: str | None, prompt: list[int
 
 
 def main() -> None:
-    """Talk twice, evict, look, and change the weights."""
+    """Serve two turns, evict all pages from L1, print the location of the pages, and change the weights."""
     system, question, answer = list(range(200)), list(range(1000, 1045)), list(range(2000, 2030))
     more = list(range(3000, 3020))
     stream, index = EventStream(EVENTS_BYTES), PrefixIndex()
@@ -86,7 +87,7 @@ def main() -> None:
         last = turn(cache, "turn-2", "alice", system + question + answer + more, answer[:1])
         cache.close_session("alice")
         cache.drain(WAIT_S)
-        cache.evict(cache.device.pages)  # all that may leave L1 does
+        cache.evict(cache.device.pages)  # evicts every page that may leave L1
         cache.drain(WAIT_S)
         index.apply(reader.drain(1_000_000))
         keys = page_keys(last.tokens, PAGE_SIZE, last.seed)

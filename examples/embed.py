@@ -1,9 +1,10 @@
-"""What a scheduler calls, and in which order, with a "model" that only stamps its KV.
+"""The calls of a scheduler, in their order.
 
     python examples/embed.py DIRECTORY
 
-The first run computes every prompt; within it the second visit hits the device. A second run with the same directory
-finds the prefixes in storage. Replace `compute` by a forward over `cache.device`.
+The first run computes every prompt on its first visit; the second visit hits the device. A second run with the same
+directory finds the prefixes in storage. There is no model: `compute` writes a constant as KV. Replace it by a forward
+over `cache.device`.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ GEOMETRY = KVGeometry(layers=4, heads=2, head_dim=16, page_size=16, dtype="float
 
 
 def compute(cache: TreeCache, request: RequestKV, tokens: int) -> None:
-    """Stands for the forward: writes KV of the tokens from `request.cached_tokens` on into the request's own pages."""
+    """Write a constant as KV of the tokens from `request.cached_tokens` on, into the request's own pages."""
     for layer in range(GEOMETRY.layers):
         for region in cache.device.blocks.layers[layer]:  # rows of bytes, one per page
             region[request.pages[request.shared_pages :]] = tokens % 251
 
 
 def serve(cache: TreeCache, rid: str, prompt: list[int], tenant: str) -> RequestKV:
-    """One request from arrival to end. A real scheduler interleaves many of these."""
+    """Serve one request from its arrival to its end. A real scheduler interleaves many requests."""
     key = RadixKey.of(prompt, cache_salt=tenant)
     cache.prefetch_from_storage(rid, key)
     while not cache.check_prefetch_progress(rid):
         cache.poll()
-        time.sleep(0.0005)  # nothing to compute meanwhile: leave the interpreter to the threads that read
+        time.sleep(0.0005)  # there is nothing to compute: let the reading threads run
     request = cache.begin_request(rid, key)
     if request is None:
-        raise SystemExit("L1 has no room; a scheduler would try again in its next step")
+        raise SystemExit("L1 is full; a scheduler would retry in its next step")
     transfer = cache.start_loading()
     if transfer is not None:
         for layer in range(GEOMETRY.layers):
-            transfer.wait_layer(layer)  # a forward does so right before it reads the layer
+            transfer.wait_layer(layer)  # a forward waits right before it reads the layer
     compute(cache, request, len(prompt))
     cache.cache_finished_req(request, key)
     cache.poll()
@@ -46,7 +47,7 @@ def serve(cache: TreeCache, rid: str, prompt: list[int], tenant: str) -> Request
 
 
 def main() -> None:
-    """Serve two prompts of two tenants twice."""
+    """Serve the same prompt for two tenants, twice each."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python examples/embed.py DIRECTORY")
     config = HiCacheConfig.model_validate({

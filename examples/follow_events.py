@@ -1,9 +1,9 @@
-"""Follows the KV events of an engine and shows what its cache holds, as a router would know it.
+"""Follow the KV events of an engine and print what its cache holds. A router learns it in the same way.
 
     python examples/follow_events.py tcp://127.0.0.1:5557 tcp://127.0.0.1:5558
 
-The two addresses are `events.endpoint` and `events.replay_endpoint` of the engine's configuration. Messages that were
-missed, also those from before this program began, are fetched from the second. Needs the extra `events`.
+The two addresses are `events.endpoint` and `events.replay_endpoint` of the engine's configuration. The program fetches
+missed messages from the second address, also messages from before its start. It needs the extra `events`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLL_S = 0.1
 
 
 def describe(index: PrefixIndex) -> str:
-    """One line: how many pages are where."""
+    """Return one line with the number of pages on each tier."""
     if not index.in_sync:
         return "out of sync: waiting for a snapshot"
     pages = index.pages()
@@ -29,17 +29,17 @@ def describe(index: PrefixIndex) -> str:
 
 
 def cached_tokens(index: PrefixIndex, prompt: list[int], page_size: int, tenant: str | None) -> int:
-    """How much of a prompt the engine would find on its device: what a router compares between engines."""
+    """Return how many tokens of a prompt the engine has on its device. A router compares this between engines."""
     key = RadixKey.of(prompt, cache_salt=tenant)
     return page_size * index.prefix_pages(page_keys(key.tokens, page_size, key.seed), Medium.DEVICE)
 
 
 def main() -> None:
-    """Print a line whenever something has changed."""
+    """Print a line after each change."""
     parser = argparse.ArgumentParser(description="Follow the KV events of an engine.")
-    parser.add_argument("endpoint", help="where the events are published")
-    parser.add_argument("replay_endpoint", help="where missed events can be asked for")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="how long to follow (default: for ever)")
+    parser.add_argument("endpoint", help="address at which the engine publishes events")
+    parser.add_argument("replay_endpoint", help="address from which missed events are fetched")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="how long to follow (default: no limit)")
     parser.add_argument("--prompt", type=int, nargs="+", help="also show how many tokens of this prompt are cached")
     parser.add_argument("--page-size", type=int, default=64, help="tokens per page of the engine")
     parser.add_argument("--tenant", help="the prompt's cache_salt")
@@ -65,4 +65,4 @@ if __name__ == "__main__":
     except HiCacheError as error:
         raise SystemExit(str(error)) from error
     except KeyboardInterrupt:
-        pass  # how one ends it
+        pass  # the user ends the program in this way

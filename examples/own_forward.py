@@ -1,8 +1,9 @@
-"""A forward that does not know of HiCache: its attention reads L1, and reading waits for the load in flight.
+"""A forward over `RadixAttention`, which reads KV from L1 and waits for the load of each layer.
 
     python examples/own_forward.py
 
-A prompt is computed, leaves L1, comes back from the host while it is computed on, and leads to the same result.
+The program computes a prompt, evicts its pages from L1 and serves the prompt again. The second forward runs while the
+pages are loaded from the host, and gives the same result.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Model:
         self.attention = [RadixAttention(HEADS, HEAD_DIM, KV_HEADS, layer) for layer in range(LAYERS)]
 
     def forward(self, tokens: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Hidden states of new tokens, `[tokens, HIDDEN]`; writes their KV."""
+        """Return the hidden states of new tokens, `[tokens, HIDDEN]`, and write their KV."""
         state = self.embedding[tokens]
         for layer, attention in enumerate(self.attention):
             q, k, v = (state @ self.qkv[layer]).split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], 1)
@@ -38,15 +39,15 @@ class Model:
 
 
 def serve(cache: TreeCache, rows: RequestToTokenPool, model: Model, prompt: list[int]) -> tuple[int, torch.Tensor]:
-    """One request; how many tokens came from the cache, and the last hidden state."""
+    """Serve one request. Return how many tokens came from the cache, and the last hidden state."""
     key = RadixKey.of(prompt)
     request, row = cache.begin_request("request", key), rows.alloc()
     if request is None or row is None:
-        raise SystemExit("L1 has no room; a scheduler would try again in its next step")
+        raise SystemExit("L1 is full; a scheduler would retry in its next step")
     cache.start_loading()
     rows.write(row, request.pages, cache.page_size)
     cached = request.cached_tokens
-    # A batch has one entry for each request: prefills, and decodes with one new token.
+    # A batch has one entry per request: a prefill, or a decode with one new token.
     batch = AttentionBatch(cache.device, rows.table, [Queries(row, cached, len(prompt) - cached)])
     last = model.forward(torch.tensor(prompt[cached:]), batch)[-1]
     cache.cache_finished_req(request, key)
@@ -56,7 +57,7 @@ def serve(cache: TreeCache, rows: RequestToTokenPool, model: Model, prompt: list
 
 @torch.inference_mode()
 def main() -> None:
-    """Serve a prompt twice, the second time from the host."""
+    """Compute a prompt, then serve it from the host and compare the results."""
     config = HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size,
         "device": {"tokens": 1024},
@@ -67,7 +68,7 @@ def main() -> None:
     prompt, model, rows = list(range(500)), Model(), RequestToTokenPool(1, 1024)
     with create_cache(config, Namespace(model="random", geometry=GEOMETRY)) as cache:
         computed = serve(cache, rows, model, prompt)
-        cache.drain(timeout_s=10)  # the copies to the host have ended
+        cache.drain(timeout_s=10)  # waits for the copies to the host
         cache.evict(cache.device.pages)
         loaded = serve(cache, rows, model, prompt)
     print(f"computed: {computed[0]} of {len(prompt)} tokens from the cache")

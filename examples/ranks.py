@@ -1,9 +1,9 @@
-"""Two ranks of tensor parallelism, each a process with its own shard, that decide alike.
+"""Two tensor-parallel ranks that find the same prefixes. Each is a process with its own shard.
 
     python examples/ranks.py DIRECTORY
 
-The ranks have pools of different sizes and stores of their own; in the second run the stores of both are asked. What
-each of them found is printed, and is the same.
+The ranks have pools of different sizes and separate stores. Each rank prints its hits; they are the same on both. A
+second run with the same directory finds the prefix in both stores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REST_S = 0.0005
 
 
 def serve(cache: TreeCache, rid: str) -> str:
-    """One request. Every rank makes the same calls in the same order, so it takes the same number of steps."""
+    """Serve one request. All ranks make the same calls in the same order, so they take the same number of steps."""
     key = RadixKey.of(PROMPT)
     cache.prefetch_from_storage(rid, key)
     while not cache.check_prefetch_progress(rid):
@@ -40,7 +40,7 @@ def serve(cache: TreeCache, rid: str) -> str:
         time.sleep(REST_S)
     request = cache.begin_request(rid, key)
     if request is None:
-        raise SystemExit("L1 has no room")
+        raise SystemExit("L1 is full; a scheduler would retry in its next step")
     transfer = cache.start_loading()
     for layer in range(GEOMETRY.layers):
         if transfer is not None:
@@ -54,13 +54,13 @@ def serve(cache: TreeCache, rid: str) -> str:
 
 
 def rank_main(rank: int, folder: str, found: SimpleQueue[str]) -> None:
-    """What each process does; it puts a line for each visit into `found`."""
+    """Serve the prompt twice as one rank. Put a line for each visit into `found`."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=SIZE)
-    # A group of its own: the engine's collectives and those of the cache must not be mixed up.
+    # The cache needs its own group, so that its collectives cannot mix with those of the engine.
     group = TorchRankGroup(cast(Reducer, dist.new_group(backend="gloo")), RanksConfig(deadline=DEADLINE_S))
     config = HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size,
-        "device": {"tokens": 2048 + 512 * rank},  # the smaller one counts
+        "device": {"tokens": 2048 + 512 * rank},  # all ranks use the smallest size
         "prefetch": {"threshold_tokens": 64},
         "storage": {"type": "file", "options": {"path": f"{folder}/rank-{rank}", "capacity": "64MiB"}},
     })  # fmt: skip
@@ -71,7 +71,7 @@ def rank_main(rank: int, folder: str, found: SimpleQueue[str]) -> None:
                 hits = serve(cache, f"visit-{visit}")
                 found.put(f"rank {rank} of {SIZE}, L1 of {cache.device.allocator.capacity} pages: {hits}")
     except RankError as error:
-        raise SystemExit(f"rank {rank}: {error}") from error  # there is no way back: end, and start all ranks anew
+        raise SystemExit(f"rank {rank}: {error}") from error  # not recoverable: end and restart all ranks
     dist.destroy_process_group()
 
 

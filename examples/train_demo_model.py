@@ -1,23 +1,20 @@
 """Train the small Llama checkpoint that the demos run on.
 
-What it makes: a LlamaForCausalLM of 3.4 million parameters (hidden 256, 4 layers, 8 heads over 4 KV heads, tied
-embeddings) and a byte-level BPE tokenizer of 2,048 entries, written in the Hugging Face layout: `config.json`,
-`model.safetensors` (bfloat16, about 7 MB) and `tokenizer.json`. Any loader of Llama checkpoints reads them.
-
-From what: one plain-text file of English books. Where the file frames its books in `*** START OF ...` and
-`*** END OF ...` lines, only what lies between them is used, and `--titles` picks books by words of their start line.
-Headings, footnotes and front matter are dropped and the line wraps inside paragraphs are removed. `--clean-text FILE`
-also writes the text that remains.
-
-How long it takes: the minutes asked for, plus about half a minute to prepare the text and to measure the result.
-Half an hour on two CPU cores is enough for readable English. The first part of the run trains on windows of 512
-tokens, the last on windows of 2,048, so that the model stays readable far into a prompt. The seed fixes the weights at
-the start and the order of the windows; the schedule follows the clock, so a faster machine gets further. `--start`
-trains an earlier checkpoint further, which takes the same text and titles and a smaller `--peak-lr`.
-
-How to run it:
-
     python examples/train_demo_model.py --text BOOKS.txt --out DIR --minutes 30
+
+Output: a LlamaForCausalLM of 3.4 million parameters (hidden 256, 4 layers, 8 heads over 4 KV heads, tied embeddings)
+and a byte-level BPE tokenizer of 2,048 entries, in the Hugging Face layout: `config.json`, `model.safetensors`
+(bfloat16, about 7 MB) and `tokenizer.json`. Any loader of Llama checkpoints reads them.
+
+Input: one plain-text file of English books. If the file has `*** START OF ...` and `*** END OF ...` lines, only the
+text between them is used, and `--titles` selects books by words of their start line. The program drops headings,
+footnotes and front matter, and joins the lines of each paragraph. `--clean-text FILE` also writes the resulting text.
+
+Time: `--minutes`, plus about half a minute to prepare the text and to measure the result. Half an hour on two CPU cores
+is enough for readable English. The first part of the run trains on windows of 512 tokens, the last on windows of 2,048,
+so that the model stays readable far into a prompt. The seed determines the initial weights and the order of the
+windows. The schedule follows the clock, so a faster machine takes more steps. `--start` trains an earlier checkpoint
+further: use the same text and titles, and a smaller `--peak-lr`.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ HEADING = re.compile(r"(?m)^(?:CHAPTER .*|BOOK [A-Z]+:.*|[A-Z]+ EPILOGUE.*|(?:AD
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model; the names are those of a Llama `config.json`."""
+    """The shape of the model, with the names of a Llama `config.json`."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -59,7 +56,7 @@ class ModelConfig:
 
 
 class Phase(NamedTuple):
-    """One stretch of the run: which windows a step trains on, and until which share of the time."""
+    """One part of the run, until the share `until` of the time: a step trains on `batch` windows of `window` tokens."""
 
     until: float
     window: int
@@ -86,12 +83,12 @@ def read_chapters(text: str, titles: Sequence[str]) -> list[str]:
         books = [book for book in books if any(title.lower() in book[0].lower() for title in titles)]
     chunks = [chunk for _, body in books for chunk in HEADING.split(body)]
     chapters = ["\n\n".join(filter(None, map(unwrap, re.split(r"\n\s*\n", chunk)))) for chunk in chunks]
-    # What is shorter is no chapter but a title page, a table of contents or a bare number.
+    # A shorter text is not a chapter but a title page, a table of contents or a number.
     return [chapter for chapter in chapters if len(chapter) >= 1500]
 
 
 def unwrap(paragraph: str) -> str:
-    """Join the lines of a paragraph and drop its marks; a footnote becomes the empty string."""
+    """Join the lines of a paragraph and drop its marks. Return the empty string for a footnote."""
     line = " ".join(paragraph.split())
     return "" if line.startswith("*") else re.sub(r"\*(?:\[\d+\])?|_", "", line)
 
@@ -267,7 +264,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="plain-text file of English books")
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
     parser.add_argument("--minutes", type=float, default=30.0, help="training time")
-    parser.add_argument("--titles", nargs="*", default=[], help="use only books whose start line has one of these")
+    parser.add_argument("--titles", nargs="*", default=[], help="use only books with one of these in their start line")
     parser.add_argument("--clean-text", type=Path, help="also write the cleaned text to this file")
     parser.add_argument("--start", type=Path, help="directory of an earlier checkpoint to train further")
     parser.add_argument("--peak-lr", type=float, default=TrainConfig.peak_lr, help="highest learning rate")
@@ -281,7 +278,7 @@ def main() -> None:
     if args.clean_text:
         args.clean_text.write_text("\n\n\n".join(chapters) + "\n", encoding="utf-8")
     tokenizer = train_tokenizer(chapters, config.vocab_size)
-    # Every chapter is a text of its own: BOS before it, EOS after it.
+    # Each chapter is one text: BOS before it, EOS after it.
     stream = torch.tensor([i for item in tokenizer.encode_batch(chapters) for i in (*item.ids, EOS_ID)])
     # The held-out windows come from the middle, since the last book of a file may differ from the rest.
     cut, window = len(stream) * 3 // 5, 2048

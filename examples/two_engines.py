@@ -1,10 +1,11 @@
-"""Two engine processes share a storage daemon, which is killed and started again under them.
+"""Two engine processes share a storage daemon, which is killed and restarted while they run.
 
     python examples/two_engines.py
 
-The first engine computes the prompts. The second one starts cold and finds their pages in the daemon. Then the daemon
-is killed with SIGKILL: both engines go on, compute what they cannot fetch, and find the daemon again once it runs. All
-output tokens are compared with those of an engine without a cache. Exit code 1 if one differs.
+The first engine computes the prompts. The second engine starts cold and finds their pages in the daemon. Then the
+program kills the daemon with SIGKILL: both engines continue, compute missing pages, and use the daemon again after its
+restart. The program compares all output tokens with those of an engine without a cache; it exits with code 1 if a token
+differs or the second engine finds no pages in the daemon.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Answer:
 
 
 def daemon_config(folder: Path) -> str:
-    """Return the configuration of the daemon: a socket, a pool, and a store of files."""
+    """Return the configuration of the daemon: a socket, a pool and a file store."""
     return f"""\
 daemon:
   socket: {folder}/run/daemon.sock
@@ -54,8 +55,8 @@ storage:
 
 
 def engine_config(folder: Path, name: str) -> HiCacheConfig:
-    """Return the configuration of an engine whose storage is the daemon. Its L2 is shared with the daemon, so a page
-    goes from the daemon's store into the engine's memory without a socket in between."""
+    """Return the configuration of an engine whose storage is the daemon. The engine shares its L2 with the daemon, so
+    the daemon reads pages directly into the engine's memory."""
     return HiCacheConfig.model_validate({
         "page_size": 16,
         "device": {"tokens": 4096},
@@ -68,8 +69,7 @@ def engine_config(folder: Path, name: str) -> HiCacheConfig:
 
 
 def run_engine(config: HiCacheConfig, connection: Connection) -> None:
-    """Serve the prompts that come over `connection`, each with one Answer, until None comes. In a process of its own.
-    """
+    """Receive prompts over `connection` and send one Answer for each, until None arrives. Runs in its own process."""
     with create_engine(config) as engine:
         connection.send(None)  # it has started
         while (prompt := connection.recv()) is not None:
@@ -77,7 +77,7 @@ def run_engine(config: HiCacheConfig, connection: Connection) -> None:
 
 
 def answer(engine: Engine, prompt: Sequence[int]) -> Answer:
-    """Serve one prompt, and wait until its pages are stored or the daemon is known to be away."""
+    """Serve one prompt, and wait until its pages are stored or have failed."""
     rid = engine.submit(prompt, NEW_TOKENS, ignore_eos=True)
     while True:
         for update in engine.step():
@@ -90,7 +90,7 @@ def answer(engine: Engine, prompt: Sequence[int]) -> Answer:
 
 
 class EngineProcess:
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, config: HiCacheConfig) -> None:
         context = multiprocessing.get_context("spawn")
@@ -101,13 +101,13 @@ class EngineProcess:
         self._receive()
 
     def serve(self, prompt: Sequence[int]) -> Answer:
-        """Have the engine serve a prompt. Blocks."""
+        """Send a prompt to the engine and return its answer. Blocks."""
         self._connection.send(prompt)
         return cast(Answer, self._receive())
 
     def _receive(self) -> object:
         if not self._connection.poll(WAIT_S):
-            raise SystemExit("an engine does not answer")
+            raise SystemExit(f"an engine has not answered within {WAIT_S} s")
         return self._connection.recv()
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class EngineProcess:
 
 @contextmanager
 def started(config: HiCacheConfig) -> Iterator[EngineProcess]:
-    """An engine process that ends with the block."""
+    """Start an engine process; end it with the block."""
     engine = EngineProcess(config)
     try:
         yield engine
@@ -128,14 +128,14 @@ def started(config: HiCacheConfig) -> Iterator[EngineProcess]:
 
 def start_daemon(config_file: Path, socket: Path) -> subprocess.Popen[bytes]:
     """Start `hicache serve` and wait until it listens."""
-    socket.unlink(missing_ok=True)  # a daemon that was killed leaves it
+    socket.unlink(missing_ok=True)  # a killed daemon leaves its socket file
     daemon = subprocess.Popen([sys.executable, "-m", "hicache", "serve", "-c", str(config_file)])
-    wait_for(socket.exists, READY_S, "the daemon does not listen")
+    wait_for(socket.exists, READY_S, f"the daemon does not listen after {READY_S} s")
     return daemon
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait until `condition` holds."""
+    """Wait until `condition` is true; exit with the message `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() >= deadline:
@@ -144,13 +144,13 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 class Walk:
-    """The prompts, the tokens that are right for them, and the lines that are printed."""
+    """Serves prompts on engines, compares their tokens with those of `alone`, and prints a line for each."""
 
     def __init__(self, alone: Engine) -> None:
         self._alone = alone
         tokenizer = load_tokenizer(BUNDLED_MODEL)
         texts = [tokenizer.encode(path.read_text(encoding="utf-8")).ids for path in sorted(TEXTS.glob("*.txt"))]
-        # No two of them have their first page in common.
+        # All prompts differ in their first page.
         self._prompts = iter([text[at : at + PROMPT_TOKENS] for at in range(0, 320, 40) for text in texts])
         self.differing = 0
 
@@ -171,7 +171,7 @@ class Walk:
 
 
 def main() -> int:
-    """Walk through it; the exit code."""
+    """Run all steps. Return the exit code."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-two-engines-")))
         config_file, socket = folder / "daemon.yaml", folder / "run" / "daemon.sock"
@@ -187,11 +187,11 @@ def main() -> int:
         for prompt in prompts:
             walk.serve(one, "first", prompt)
 
-        print("The second engine starts cold and finds them in the daemon:")
+        print("The second engine starts cold and finds the pages in the daemon:")
         two = stack.enter_context(started(engine_config(folder, "two")))
         shared = [walk.serve(two, "second", prompt) for prompt in prompts]
 
-        print("The daemon is killed with SIGKILL; both go on:")
+        print("The daemon is killed with SIGKILL; both engines continue:")
         daemons[0].send_signal(signal.SIGKILL)
         daemons[0].wait()
         for _ in range(2):
@@ -199,7 +199,7 @@ def main() -> int:
             walk.serve(one, "first", prompt)
             walk.serve(two, "second", prompt)
 
-        print("The daemon is started again; the engines find it:")
+        print("The daemon is restarted; the engines use it again:")
         daemons.append(start_daemon(config_file, socket))
         deadline, again = time.monotonic() + WAIT_S, 0
         while not again and time.monotonic() < deadline:
@@ -214,7 +214,7 @@ def main() -> int:
 
 
 def stop(daemon: subprocess.Popen[bytes]) -> None:
-    """End the daemon as an operator does."""
+    """End the daemon with SIGTERM, as an operator does."""
     daemon.terminate()
     with suppress(subprocess.TimeoutExpired):
         daemon.wait(WAIT_S)

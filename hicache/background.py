@@ -1,4 +1,4 @@
-"""Recurring background work on a supervised thread of its own.
+"""Recurring background work on its own supervised thread.
 
 Locking design: one condition guards all fields and is not held while the work runs. It is taken before the lock of the
 pool, never after it: the pool calls back without holding its lock.

@@ -1,4 +1,4 @@
-"""Every exception HiCache raises on purpose.
+"""Every exception that HiCache raises on purpose.
 
     HiCacheError
     |-- InvalidInput          (also ValueError)    a caller's argument: tokens, keys, sizes
@@ -18,15 +18,15 @@
         |   `-- PageUnreadable                     one page cannot be read now; the others may be
         `-- NotOurs                                the store exists but belongs to another user or program
 
-A miss is never an exception: lookups and reads return values. Messages say what to do next and carry no tokens, salts,
-credentials or whole keys.
+A miss is never an exception: lookups and reads return values. Messages say what to do next. They do not contain tokens,
+salts, credentials or whole keys.
 """
 
 from __future__ import annotations
 
 
 class HiCacheError(Exception):
-    """Base of all exceptions raised on purpose by this package."""
+    """The base of all exceptions that this package raises on purpose."""
 
 
 class InvalidInput(HiCacheError, ValueError):
@@ -89,7 +89,7 @@ class SessionBusy(SessionError):
 
 
 class BackendError(HiCacheError, OSError):
-    """A storage backend failed in a way its caller must see: at start, at close, or in a command line tool."""
+    """A storage backend failed in a way that its caller must see: at start, at close, or in a command line tool."""
 
 
 class BackendUnavailable(BackendError):

@@ -131,4 +131,4 @@ def _write_cache(path: Path, entries: dict[str, tuple[_State, str]]) -> None:
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as file:
         file.write(json.dumps(entries).encode())
         file.flush()
-        os.replace(file.name, path)  # then the end of the block cannot remove the file, which raises OSError
+        os.replace(file.name, path)  # at its end the block then fails to remove the file; that OSError is suppressed

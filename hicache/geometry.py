@@ -38,7 +38,7 @@ class Piece:
 
     def __post_init__(self) -> None:
         encoded("piece: name", self.name)
-        # Stored as an int: sizes made of numpy integers would overflow in silence.
+        # Stored as an int: sizes made of numpy integers would overflow without an error.
         object.__setattr__(self, "bytes", whole("piece: bytes", self.bytes, 1))
 
 
@@ -73,7 +73,7 @@ class PageShape:
 
 
 class KVLayout(Enum):
-    """How attention stores its cache."""
+    """The layout in which attention stores its cache."""
 
     MHA = "mha"  # a K and a V block per layer (multi-head and grouped-query attention)
     MLA = "mla"  # one latent block per layer (multi-head latent attention)
@@ -98,7 +98,7 @@ class KVGeometry:
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "page_size"):
-            # Stored as an int: sizes made of numpy integers would overflow in silence.
+            # Stored as an int: sizes made of numpy integers would overflow without an error.
             object.__setattr__(self, name, whole(f"geometry: {name}", getattr(self, name), 1, _SIZE_MAX))
         if self.page_size > PAGE_SIZE_MAX:
             raise InvalidInput(f"geometry: page_size {self.page_size} is over {PAGE_SIZE_MAX}; 16 to 256 is usual")

@@ -189,7 +189,7 @@ class PageChain:
         return self._keys
 
     def keys(self) -> list[bytes]:
-        """The keys. Do not modify the list."""
+        """Return the keys. Do not modify the list."""
         missing: list[PageChain] = []
         chain = self
         while (keys := chain._keys) is None:
@@ -238,8 +238,8 @@ class RadixKey:
             raise InvalidInput("radix key: tokens and seed are bytes and position_bytes an int; use `RadixKey.of`")
         if len(self.seed) not in (0, PAGE_KEY_BYTES) or self.position_bytes not in _KINDS:
             raise InvalidInput(
-                f"radix key: {len(self.seed)} bytes of seed (0 or 32), "
-                f"{self.position_bytes} bytes a position (4, 8 or 32)"
+                f"radix key: the seed has {len(self.seed)} bytes and a position {self.position_bytes}; use 0 or "
+                "32 bytes for the seed, and 4, 8 or 32 for a position"
             )
         if self.seed and self.is_given:
             raise InvalidInput("radix key: given page keys have no seed; pass extra_key and cache_salt to `of_hashes`")
@@ -263,7 +263,8 @@ class RadixKey:
     def of_hashes(
         cls, hashes: Sequence[bytes], *, extra_key: str | None = None, cache_salt: str | None = None
     ) -> RadixKey:
-        """Return the key of a prompt from the engine's hashes of its whole pages: 32 bytes each, in order, maybe none.
+        """Return the key of a prompt from the engine's hashes of its whole pages: 32 bytes each, in order. The sequence
+        may be empty.
 
         Each hash must cover all tokens from the start of the prompt to the end of its page, the adapter and the tenant.
         Then the hash itself is the page key. If the engine's hashes do not cover adapter and tenant, pass them here:

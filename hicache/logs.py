@@ -113,5 +113,5 @@ class LimitedLog:
                 return
             self._kinds[kind] = (now_s, 0)
         if omitted:
-            message, values = f"{message} (and %d more like it since the last such line)", (*values, omitted)
+            message, values = f"{message} (and %d more since the last line)", (*values, omitted)
         self._logger.warning(message, *values)

@@ -68,8 +68,8 @@ def in_parts(
     """Return True if `work` returns True for all parts of a mapping. A part that fails does not stop the others.
 
     Parts end at addresses that are multiples of `part_bytes`, and `work` runs on several threads of this call if there
-    is more than one part. Blocks; a line of the log every `interval_s` seconds says how much is done. KeyboardInterrupt
-    ends the call when the parts in flight have ended. Raises what `work` raises, after all parts.
+    is more than one part. Blocks; a log line every `interval_s` seconds shows the progress. KeyboardInterrupt ends the
+    call when the parts in flight have ended. Raises what `work` raises, after all parts.
     """
     whole = memoryview(mapping)
     first_cut = part_bytes - address_of(whole) % part_bytes

@@ -225,7 +225,7 @@ class SharedMemory:
         """Claim the right to assign pages to owners, until this process ends. Raises SharedMemoryError if another
         process has it: both would write their pages into the same frames."""
         if not _lock(self._descriptor, fcntl.F_WRLCK, _CLAIMED):
-            raise _error(self.path, "is another engine's; end that one, or give each engine a name of its own")
+            raise _error(self.path, "belongs to another engine; end that engine, or give each engine its own name")
 
     def unlink(self) -> None:
         """Remove the name if it still belongs to this memory. The memory is freed when the last process has unmapped
@@ -314,7 +314,7 @@ class _Opening:
             if time.monotonic() < self.deadline:
                 self._pause(descriptor)
                 return False
-            raise _error(self.path, "is another engine's; end that one, or give each engine a name of its own")
+            raise _error(self.path, "belongs to another engine; end that engine, or give each engine its own name")
         if not has_members and self.role is not Role.GUEST and _locked(descriptor, _ATTACHED, 1):
             if time.monotonic() < self.deadline:
                 self._pause(descriptor)

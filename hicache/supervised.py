@@ -409,7 +409,7 @@ class SupervisedPool(Generic[Job]):
     def _note(self, kind: str) -> None:
         self.errors[kind] += 1
         if self.errors[kind] == 1:
-            logger.exception("worker %s: unexpected %s; counted from now on", self.name, kind)
+            logger.exception("worker %s: unexpected %s; further ones are only counted", self.name, kind)
         self._on_error()
 
     # With `_state` held
@@ -444,7 +444,8 @@ class SupervisedPool(Generic[Job]):
         except RuntimeError:
             self.errors["NoThread"] += 1
             if self.errors["NoThread"] == 1:
-                logger.exception("worker %s: the system cannot start more threads; counted from now on", self.name)
+                logger.exception("worker %s: the system cannot start more threads; further failures are only counted",
+                                 self.name)  # fmt: skip
             return False
         self._threads.append(thread)
         return True

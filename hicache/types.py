@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-# Page ids, int32, one-dimensional, in host memory. Token indices are made only if an engine asks for them.
+# Page ids, int32, one-dimensional, in host memory. Token indices are made only if an engine requests them.
 PageIds: TypeAlias = npt.NDArray[np.int32]
 # Page or block ids in the dtype that numpy uses for indexing. It converts other dtypes at each use, and releases the
 # interpreter's lock while it does.

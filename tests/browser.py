@@ -1,4 +1,4 @@
-"""A real browser without a screen, and what a page must not do in it."""
+"""A headless browser, and checks of the pages that it opens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
-# It asks its maker for nothing at start: where such requests are refused, each costs time and a line in the console.
+# No requests to the vendor at the start: without a network, each of them costs time and prints an error.
 _ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
               "--disable-component-update", "--disable-sync")  # fmt: skip
 DESK = (1280, 800)
@@ -19,7 +19,7 @@ PHONE = (360, 740)
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Debian's Chromium; skips the test without it."""
+    """Start Debian's Chromium; skip the test if it is not installed."""
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("chromium is not installed; run: sudo apt-get install chromium (make test does so as root)")
@@ -38,14 +38,14 @@ def opened(
     *,
     refused: bool = False,
 ) -> Iterator[Page]:
-    """The page at `url`. At the end: it has complained about nothing, and asked no other origin for anything. With
-    `refused`, answers of 401 are no complaint."""
+    """Open the page at `url`. At the end, check that it has logged no message and requested nothing from other origins.
+    With `refused`, ignore messages about status 401."""
     page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     complaints: list[str] = []
     requests: list[str] = []
 
     def said(message: ConsoleMessage) -> None:
-        # A daemon that is down is no fault of the page; the browser reports each attempt.
+        # The browser reports each request to a daemon that is down; ignore that.
         if "ERR_CONNECTION_REFUSED" not in message.text and not (refused and "status of 401" in message.text):
             complaints.append(f"{message.type}: {message.text}")
 

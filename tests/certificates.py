@@ -1,4 +1,4 @@
-"""An authority of the tests' own with a certificate for the loopback address and one for a client."""
+"""A certificate authority for tests, with a certificate for the loopback address and one for a client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Certificates:
     client_key_file: Path
 
     def server_context(self, *, ask_client: bool = False) -> ssl.SSLContext:
-        """For a server; with `ask_client` clients need a certificate of the same authority."""
+        """Return the context of a server. With `ask_client`, clients need a certificate of the same authority."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(self.cert_file, self.key_file)
         if ask_client:
@@ -37,7 +37,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """Make all five files in `folder`; valid for `localhost` and 127.0.0.1, from yesterday until tomorrow."""
+    """Create all five files in `folder`. The certificates are valid until tomorrow, for `localhost` and 127.0.0.1."""
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _certificate("authority of the tests", ca_key, "authority of the tests", ca_key, is_ca=True)
     made = Certificates(*(folder / name for name in ("ca.pem", "cert.pem", "key.pem", "client.pem", "client-key.pem")))

@@ -1,8 +1,8 @@
-"""What all tests share: how long random tests run, and how a failure of one is replayed.
+"""Common fixtures, and the settings of random tests.
 
 `SOAK_FACTOR` (default 1) multiplies the number of examples of hypothesis and of `tests.seeds`; `make soak` sets it. A
-failing hypothesis test prints the decorator that replays it. The usual length draws the same examples every time, so
-what passed once passes again; a longer run draws new ones.
+failing hypothesis test prints the decorator that replays it. With factor 1, hypothesis draws the same examples in each
+run; with a larger factor, it draws new ones.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hypothesis import HealthCheck, settings
 from hatch_build import LIBRARY, compile_native
 from hicache.devservers import DevService
 
-# Fixtures that are to be had everywhere.
+# Fixtures for all tests.
 pytest_plugins = ["tests.servers"]
 
-# The workers of `make test` share the cores: more threads of torch than one in each only wait for each other.
+# The workers of `make test` share the cores: more than one thread of torch in each would only wait.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A run in the background may have been started with these ignored, and commands under test would inherit that.
+# A background run may have been started with these signals ignored, and commands under test would inherit that.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _handler)
@@ -55,8 +55,8 @@ settings.load_profile("hicache")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start servers: by a fixture, or by a class of a server that their module knows. Long ones go
-    first, so that no worker is left with one of them in the end."""
+    """Mark the tests that start servers: tests with a fixture of a server, and modules that import a server class. Run
+    long tests first, so that no worker runs one alone at the end."""
     with_classes: dict[object, bool] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -74,16 +74,16 @@ def _is_server(value: object) -> bool:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The root of the source tree."""
+    """Return the root of the source tree."""
     return Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
 def native(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The native helper, compiled for these tests."""
+    """Compile the native helper and return its module."""
     library = tmp_path_factory.mktemp("native") / LIBRARY
     if not compile_native(repository, library):
-        pytest.skip("no C compiler here")
+        pytest.skip("no C compiler is installed")
     spec = importlib.util.spec_from_file_location("_native", library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -93,7 +93,7 @@ def native(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the tests and their processes out of the user's cache directory."""
+    """Give the tests and their processes a cache directory other than the user's."""
     with pytest.MonkeyPatch.context() as environ:
         environ.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -101,13 +101,13 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def soak_factor() -> int:
-    """How many times their usual length random tests should have."""
+    """Return the factor by which random tests are longer than usual."""
     return SOAK_FACTOR
 
 
 @pytest.fixture
 def threads_switch_often() -> Iterator[None]:
-    """Have the interpreter switch threads every few instructions, which brings races out."""
+    """Make the interpreter switch threads every few instructions, to provoke races."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -116,7 +116,7 @@ def threads_switch_often() -> Iterator[None]:
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """An empty directory with a short path: the path of a Unix socket has at most 107 bytes, and `tmp_path` of a worker
-    of pytest-xdist takes most of them."""
+    """Create an empty directory with a short path. The path of a Unix socket has at most 107 bytes, and `tmp_path` of a
+    pytest-xdist worker uses most of them."""
     with tempfile.TemporaryDirectory(prefix="hc-") as folder:
         yield Path(folder)

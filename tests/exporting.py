@@ -1,5 +1,8 @@
-"""An engine with an exporter, in a process of its own: `python -m tests.exporting REQUESTS`. The port is that of the
-environment's configuration. Prints the port and ends when its standard input does."""
+"""An engine with an exporter of metrics, in its own process: `python -m tests.exporting REQUESTS`.
+
+The port comes from the configuration in the environment. The process prints the port and ends when its standard input
+ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A listener on a free loopback port that serves each connection on a thread of its own, for stand-ins of servers."""
+"""A listener on a free loopback port that serves each connection on its own thread, for simulated servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hicache.devservers.ports import LOOPBACK
 
 
 class Listener:
-    """Listens until `close`; `serve` gets each connection and its number, from 1 on, and may leave it by an OSError.
+    """Listens until `close`. `serve` gets each connection and its number, from 1 on; it may end with an OSError.
 
     Locking design: `_lock` guards the sockets, the threads and the counters; no other lock is taken under it.
     """
@@ -24,7 +24,7 @@ class Listener:
         self._listener = socket.create_server((LOOPBACK, 0))
         self.port = int(self._listener.getsockname()[1])
         self.connections = 0  # accepted so far
-        self.ended = 0  # of these
+        self.ended = 0  # connections that have ended
         self._open: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -38,7 +38,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Take no more connections, end those that are open, and wait for their threads."""
+        """Accept no more connections, end the open ones, and wait for their threads."""
         self._shut(self._listener)
         self._threads[0].join()
         self._listener.close()
@@ -49,7 +49,7 @@ class Listener:
             thread.join()
 
     def also_end(self, sock: socket.socket) -> None:
-        """Have `close` end this socket too: one that was made of a connection, or belongs to it."""
+        """Make `close` end this socket too, such as a TLS socket over a connection."""
         with self._lock:
             self._open.add(sock)
 

@@ -1,4 +1,4 @@
-"""The calls of the package that write to the log, found in its source."""
+"""Find the calls in the source of the package that write to the log."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# A method of a logger or of a LimitedLog, and the level it writes at; `log` has its level as an argument.
+# The methods of loggers and of LimitedLog, with their levels. The level of `log` is an argument.
 LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "warn": "WARNING", "error": "ERROR",
           "exception": "ERROR", "critical": "CRITICAL", "log": "INFO"}  # fmt: skip
 
 
 class LogCall(NamedTuple):
-    """One call: where it is, its level, and its message with `...` for each value."""
+    """One call: its location, its level, and its message with `...` for each value."""
 
     place: str
     level: str
@@ -22,7 +22,7 @@ class LogCall(NamedTuple):
 
 
 def log_calls(package: Path) -> Iterator[LogCall]:
-    """All of them. A call whose message is not a literal has the message `?`."""
+    """Yield all calls. A call whose message is not a literal has the message `?`."""
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS):

@@ -1,4 +1,4 @@
-"""A real Prometheus on a free port, and what it says about an expression."""
+"""A real Prometheus on a free port, and its answers to queries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ANSWER_S = 10.0
 
 
 def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`; skips the test without it."""
+    """Return the path of `prometheus` or `promtool`; skip the test if it is not installed."""
     try:
         return str(prometheus_program(name))
     except MissingPackage as error:
@@ -35,7 +35,7 @@ def program(name: str) -> str:
 
 
 def checked(text: str) -> str:
-    """What promtool has to say about a scrape: nothing, if all is well."""
+    """Return the output of promtool for a scrape: empty if the scrape is valid."""
     done = subprocess.run(
         [program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, timeout=60, check=False
     )
@@ -43,8 +43,8 @@ def checked(text: str) -> str:
 
 
 class Prometheus:
-    """Scrapes `targets`, pairs of a job and `host:port`, every `interval_s` seconds and evaluates `rules` as often. A
-    context manager: it answers inside."""
+    """A Prometheus that scrapes `targets`, pairs of a job and `host:port`, and evaluates `rules` every `interval_s`
+    seconds. A context manager: it is ready inside the block."""
 
     def __init__(
         self, folder: Path, targets: Sequence[tuple[str, str]], rules: Sequence[Path] = (), interval_s: int = 1
@@ -78,12 +78,12 @@ class Prometheus:
             self._process.wait()
 
     def values(self, expression: str) -> list[float]:
-        """The values of an instant query now, without NaN."""
+        """Return the values of an instant query, without NaN."""
         found = self._ask("query", query=expression)["result"]
         return [value for sample in found if not math.isnan(value := float(sample["value"][1]))]
 
     def rules(self) -> list[dict[str, Any]]:
-        """The rules that are loaded, with the health of their last evaluation."""
+        """Return the loaded rules, with the health of their last evaluation."""
         return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
 
     def _ask(self, what: str, **query: str) -> Any:

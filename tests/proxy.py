@@ -1,4 +1,4 @@
-"""A TCP proxy that hurts what passes through it: before a real server it makes the faults that networks make.
+"""A TCP proxy that injects network faults in front of a real server.
 
     with Proxy(server.port) as proxy:
         ...use proxy.port instead of server.port...
@@ -6,11 +6,11 @@
         ...
         proxy.heal()
 
-Faults hold for connections that are open as well as for new ones. What a stall held back goes on when it is healed, as
-on a network; what was cut is gone.
+Faults apply to open and to new connections. When a stall is healed, the proxy forwards the bytes that it held back, as
+on a network. A cut connection stays closed.
 
-Locking design: all sockets belong to one thread with an event loop. Callers hand it a function and wait until it has
-run, so that a fault is in force when `set` returns; the counters are read without a lock, being single integers.
+Locking design: all sockets belong to one thread with an event loop. Callers pass it a coroutine and wait until it has
+run, so a fault is in force when `set` returns. The counters are single integers and are read without a lock.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from typing import Any, Self, TypeVar
 from hicache.devservers.ports import LOOPBACK, free_ports
 
 _CHUNK_BYTES = 64 * 1024
-# Bytes on their way through a slow or stalled proxy before it stops reading, in chunks and for each direction: enough
-# that latency alone does not limit a fast sender much, and little beside a page.
+# The chunks per direction that a slow or stalled proxy buffers before it stops reading: enough that latency alone
+# hardly limits a fast sender, and little compared with a page.
 _CHUNKS_MAX = 16
 _WAIT_S = 10.0
-# SO_LINGER with a time of zero: closing sends RST and drops what is unsent.
+# SO_LINGER with a time of zero: closing sends RST and drops unsent bytes.
 _RESET = struct.pack("ii", 1, 0)
 
 _T = TypeVar("_T")
 
 
 class Direction(enum.Flag):
-    """Which way bytes go."""
+    """A direction of bytes."""
 
     NONE = 0
     UP = enum.auto()  # from the client to the server
@@ -51,12 +51,12 @@ class Direction(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What happens to bytes; without arguments nothing. Those with a `direction` touch that way only.
+    """The faults of a proxy; without arguments there are none. `direction` limits all except `stall` and `refuse`.
 
-    `latency_s` delays each piece; `bytes_per_s` bounds each connection's flow; `slice_bytes` hands on pieces of at most
-    that many bytes, one packet each; `stall` hands on nothing, and leaves connections open; `cut_after_bytes` ends a
-    connection once so many bytes (counted from `set` on) went through, with RST if `reset`; `refuse` ends all
-    connections and takes no new ones.
+    `latency_s` delays each piece. `bytes_per_s` limits the rate of each connection. `slice_bytes` forwards pieces of at
+    most that many bytes, one packet each. `stall` forwards nothing and leaves connections open. `cut_after_bytes` ends
+    a connection after so many bytes (counted from `set` on), with RST if `reset`. `refuse` ends all connections and
+    accepts no new ones.
     """
 
     latency_s: float = 0.0
@@ -73,8 +73,8 @@ _HEALTHY = Faults()
 
 
 class Proxy:
-    """Listens on a loopback port and hands on to the port `target`; with `tls` it ends TLS before an unencrypted
-    server. Before a Unix socket `target` it listens at another one beside it, `path`."""
+    """Listens on a loopback port and forwards to the port `target`. With `tls`, it terminates TLS for an unencrypted
+    server. For a Unix socket `target`, it listens on another socket in the same directory, `path`."""
 
     def __init__(self, target: int | Path, *, tls: ssl.SSLContext | None = None) -> None:
         self._target = target
@@ -82,8 +82,8 @@ class Proxy:
         self.path = target.with_name("proxy.sock") if isinstance(target, Path) else None
         self.port = free_ports(1)[0]
         self.connections = 0  # accepted so far
-        self.bytes_up = 0  # handed to the server so far
-        self.bytes_down = 0  # handed to the client so far
+        self.bytes_up = 0  # forwarded to the server so far
+        self.bytes_down = 0  # forwarded to the client so far
         self._faults = _HEALTHY
         self._pairs: set[_Pair] = set()
         self._server: asyncio.Server | None = None
@@ -92,7 +92,7 @@ class Proxy:
 
     @property
     def open_connections(self) -> int:
-        """Connections of clients that are open now."""
+        """The number of open connections of clients."""
         return len(self._pairs)
 
     def __enter__(self) -> Self:
@@ -110,7 +110,7 @@ class Proxy:
         self._loop.close()
 
     def set(self, faults: Faults) -> None:
-        """Have `faults` and no others from now on."""
+        """Replace all faults by `faults`."""
         self._await(self._set(faults))
 
     def heal(self) -> None:
@@ -118,11 +118,11 @@ class Proxy:
         self.set(_HEALTHY)
 
     def drop(self, *, reset: bool = False) -> None:
-        """End all connections that are open now, with RST if `reset`. New ones are taken."""
+        """End all open connections, with RST if `reset`. Accept new ones."""
         self._await(self._drop(reset))
 
     def forget(self) -> None:
-        """Forget all connections that are open now, as networks do: the next request on each is answered by RST."""
+        """Forget all open connections, as networks do: the next request on each is answered by RST."""
         self._await(self._forget())
 
     def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -168,7 +168,7 @@ class Proxy:
         await self._drop(reset=False)
 
     async def _end_tasks(self) -> None:
-        """End what still runs: connections that were only being made when all were closed."""
+        """Cancel the remaining tasks: connections that were being established during the close."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -181,7 +181,7 @@ class Proxy:
         except OSError:
             writer.transport.abort()
             return
-        # Since it was accepted, the client may have gone as well.
+        # The client may have disconnected in the meantime.
         if self._faults.refuse or writer.transport.is_closing():
             writer.transport.abort()
             there_writer.close()
@@ -205,11 +205,11 @@ class Proxy:
 
 
 class _Cut(Exception):
-    """This connection is to end now."""
+    """Ends a connection now."""
 
 
 class _Pipe:
-    """One direction of one connection: reads into a bounded queue, and hands on from there as the faults allow."""
+    """One direction of one connection: reads into a bounded queue, and forwards from it as the faults allow."""
 
     def __init__(
         self,
@@ -228,13 +228,13 @@ class _Pipe:
         self._since_set_bytes = 0
 
     def set(self, faults: Faults) -> None:
-        """`faults` hold from the next piece on."""
+        """Apply `faults` from the next piece on."""
         self._faults = faults if self._direction & faults.direction else Faults(stall=faults.stall)
         self._since_set_bytes = 0
         self._changed.set()
 
     async def read(self) -> None:
-        """Fill the queue until the sender has ended; an empty piece is the end."""
+        """Fill the queue until the sender has ended. An empty piece marks the end."""
         loop = asyncio.get_running_loop()
         while True:
             piece = await self._reader.read(_CHUNK_BYTES)
@@ -243,7 +243,7 @@ class _Pipe:
                 return
 
     async def write(self) -> None:
-        """Hand on what is in the queue until its end. Raises _Cut."""
+        """Forward the pieces of the queue until its end. Raises _Cut."""
         loop = asyncio.get_running_loop()
         while True:
             arrived_s, piece = await self._queue.get()
@@ -254,15 +254,15 @@ class _Pipe:
                 return
             while piece:
                 await self._while_stalled()
-                piece = await self._hand_on(piece)
+                piece = await self._forward(piece)
 
     async def _while_stalled(self) -> None:
         while self._direction & self._faults.stall:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _hand_on(self, piece: bytes) -> bytes:
-        """Write the beginning of `piece`; what is left of it."""
+    async def _forward(self, piece: bytes) -> bytes:
+        """Write the first part of `piece`. Return the rest."""
         faults = self._faults
         now = piece[: faults.slice_bytes or len(piece)]
         if faults.cut_after_bytes is not None:
@@ -277,7 +277,7 @@ class _Pipe:
         if faults.bytes_per_s is not None:
             await asyncio.sleep(len(now) / faults.bytes_per_s)
         elif faults.slice_bytes is not None:
-            await asyncio.sleep(0)  # let other connections have their turn between small packets
+            await asyncio.sleep(0)  # let other connections run between small packets
         return piece[len(now) :]
 
     def _end_of_stream(self) -> None:
@@ -285,7 +285,7 @@ class _Pipe:
             self.writer.write_eof()
 
     def close(self, *, reset: bool) -> None:
-        """Close the socket it writes to."""
+        """Close the socket to which this pipe writes."""
         connection: socket.socket | None = self.writer.get_extra_info("socket")
         if reset and connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -295,7 +295,7 @@ class _Pipe:
 
 
 class _Pair:
-    """One connection through the proxy, both directions."""
+    """Both directions of one connection through the proxy."""
 
     def __init__(self, up: _Pipe, down: _Pipe) -> None:
         self._pipes = up, down
@@ -313,12 +313,12 @@ class _Pair:
             pipe.set(faults)
 
     def end(self, *, reset: bool) -> None:
-        """Have `run` close both sides."""
+        """Make `run` close both sides."""
         self._reset = reset
         self._ended.set()
 
     async def run(self) -> None:
-        """Until both ends have ended, one of them failed, or a fault ended them."""
+        """Forward until both sides have ended, one has failed, or a fault ends the connection. Then close both."""
         work = [flow for pipe in self._pipes for flow in (pipe.read(), pipe.write())]
         flows: asyncio.Future[Any] = asyncio.gather(*work)
         ended: asyncio.Future[Any] = asyncio.ensure_future(self._ended.wait())
@@ -327,7 +327,7 @@ class _Pair:
             if flows.done():
                 flows.result()
         except (OSError, _Cut) as error:
-            # The end of one side is the end of the other, in the same way.
+            # End the other side in the same way.
             self._reset = self._faults.reset if isinstance(error, _Cut) else isinstance(error, ConnectionResetError)
         finally:
             for task in (flows, ended):

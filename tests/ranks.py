@@ -14,7 +14,7 @@ from hicache.controller.ranks import Int64s, Reducer, TorchRankGroup
 
 
 class Exchange:
-    """The all-reduces of ranks that one thread steps in turn, whole steps at a time."""
+    """The all-reduces of ranks in one thread, which runs one step of each rank in turn."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -24,7 +24,7 @@ class Exchange:
         return [LockstepRank(rank, self) for rank in range(self.size)]
 
     def disagreements(self) -> int:
-        """In how many steps the ranks had different things to report."""
+        """Return the number of steps in which the ranks started with different values."""
         return sum(
             any(not np.array_equal(vector, vectors[0]) for vector in vectors)
             for vectors in zip(*self.started, strict=True)
@@ -32,7 +32,7 @@ class Exchange:
 
 
 class LockstepRank:
-    """A `RankGroup` whose result is there because every rank has started it by then; if not, that is a bug."""
+    """A `RankGroup` without waiting. REQUIRES: all ranks have started an all-reduce before one takes its result."""
 
     def __init__(self, rank: int, exchange: Exchange) -> None:
         self.rank = rank
@@ -59,10 +59,10 @@ class LockstepRank:
 def gloo_ranks(
     size: int, *, deadline_s: float | None = None, options: RanksConfig | None = None
 ) -> list[TorchRankGroup]:
-    """Ranks of one process over real sockets; each is used by a thread of its own, or in turn."""
+    """Return ranks of one process over real sockets. Use each on its own thread, or all in turn."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     timeout = datetime.timedelta(seconds=60)
     options = options or RanksConfig(deadline=deadline_s)
-    with ThreadPoolExecutor(size) as pool:  # each blocks until the others connect
+    with ThreadPoolExecutor(size) as pool:  # each call blocks until the others connect
         groups = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, size, timeout), range(size))
     return [TorchRankGroup(cast(Reducer, group), options) for group in groups]

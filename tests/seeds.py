@@ -7,12 +7,12 @@ import random
 
 
 def seeds(count: int) -> list[int]:
-    """`count` seeds (times SOAK_FACTOR), or the one in TEST_SEED. As parameters of tests they are printed by pytest."""
+    """Return `count` seeds (times SOAK_FACTOR), or the one in TEST_SEED. As parameters of tests, pytest prints them."""
     if "TEST_SEED" in os.environ:
         return [int(os.environ["TEST_SEED"])]
     return list(range(count * int(os.environ.get("SOAK_FACTOR", "1"))))
 
 
 def rng(seed: int) -> random.Random:
-    """The random numbers of one seed."""
+    """Return the random numbers of one seed."""
     return random.Random(seed)

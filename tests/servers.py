@@ -1,7 +1,7 @@
-"""Real servers for tests: one of each kind per session, and fresh ones for tests that hurt theirs.
+"""Real servers for tests, one of each kind per session.
 
-A shared server starts with the first test that asks for it. Tests keep apart by key prefixes (`unique_prefix`), never
-by emptying it. Who stops, fills or restarts a server makes one: `with ValkeyServer() as server`.
+A shared server starts with the first test that uses it. Tests use different key prefixes (`unique_prefix`) and never
+empty a shared server. A test that stops, fills or restarts a server starts its own: `with ValkeyServer() as server`.
 """
 
 from __future__ import annotations
@@ -27,62 +27,62 @@ _NUMBERS = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def valkey() -> Iterator[ValkeyServer]:
-    """A shared Valkey without password."""
+    """Start a shared Valkey without a password."""
     with ValkeyServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def old_redis() -> Iterator[RedisServer]:
-    """A shared Redis 6.2."""
+    """Start a shared Redis 6.2."""
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def redis_cluster() -> Iterator[RedisCluster]:
-    """Three shared nodes, each with a third of the slots."""
+    """Start a shared cluster of three nodes, each with a third of the slots."""
     with RedisCluster() as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def redis_sentinel() -> Iterator[RedisSentinel]:
-    """A shared primary with a replica and a sentinel. Failovers are for private ones."""
+    """Start a shared primary with a replica and a sentinel. Do not fail it over; start your own for that."""
     with RedisSentinel() as sentinel:
         yield sentinel
 
 
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedServer]:
-    """A shared S3 server with its bucket. Takes 5 to 15 s to start, and a bucket of its own some seconds more."""
+    """Start a shared S3 server with its bucket. The start takes 5 to 15 s; another bucket takes some seconds more."""
     with SeaweedServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def mooncake_master() -> Iterator[MooncakeMaster]:
-    """A shared master with short leases. Memory comes from its clients."""
+    """Start a shared master with short leases. Its clients provide the memory."""
     with MooncakeMaster(lease_ms=500) as master:
         yield master
 
 
 @pytest.fixture(scope="session")
 def mooncake_daemon(mooncake_master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
-    """Shared memory of `mooncake_master` in a process of its own."""
+    """Start a process that provides memory to `mooncake_master`."""
     with MooncakeClientDaemon(mooncake_master) as daemon:
         yield daemon
 
 
 @pytest.fixture
 def unique_prefix() -> str:
-    """A key prefix that no other test of this session uses."""
+    """Return a key prefix that no other test of this session uses."""
     return f"test{next(_NUMBERS)}/"
 
 
 @pytest.fixture
 def login(monkeypatch: pytest.MonkeyPatch) -> Callable[[DevService], None]:
-    """Put the credentials of a server into this test's environment."""
+    """Return a function that sets the credentials of a server in this test's environment."""
 
     def put(service: DevService) -> None:
         for name, value in service.environ().items():

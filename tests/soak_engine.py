@@ -1,8 +1,8 @@
-"""An engine of the soak of faults, in a process of its own: prompts come as lines of JSON, and answers go the same way.
+"""An engine of `soak_faults`, in its own process. It reads prompts and writes answers as lines of JSON.
 
     python -m tests.soak_engine '{"page_size": 16, ...}'
 
-Between prompts it steps now and then, as an idle engine does. Its log goes to standard error.
+Between prompts it steps from time to time, as an idle engine does. Its log goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hicache.config import HiCacheConfig
 from hicache.engine import Engine, create_engine
 from hicache.logs import set_up_logging
 
-# An idle engine steps this often.
+# The interval between steps of an idle engine.
 IDLE_S = 0.05
 
 
 def answer(engine: Engine, prompt: list[int], new_tokens: int) -> dict[str, object]:
-    """Serve one prompt: its tokens, its hits by tier, and how long it took."""
+    """Serve one prompt. Return its tokens, its hits by tier, and its duration."""
     begin_s = time.monotonic()
     engine.submit(prompt, new_tokens, ignore_eos=True)
     while True:

@@ -1,15 +1,17 @@
-"""Engines and a daemon under a schedule of faults, and the log that they write.
+"""Run engines and a daemon under a schedule of faults, and collect their log.
 
     python -m tests.soak_faults --minutes 60 --log faults.log --seed 1
 
-Two engines share a daemon over a store of files and a Valkey. One fault after the other is injected, each with a
-healthy phase after it. The tokens of each answer are compared with those of an engine without a cache. The log has the
-lines of all processes as they come, each with the name of its process, and a line of `soak` for each phase: read it as
-an operator would. The exit code is 0 if all tokens were right, each request ended, the last phase had hits in storage,
-and neither a process nor shared memory remained.
+Two engines share a daemon over a file store and a Valkey. The program injects one fault after the other, each followed
+by a healthy phase, and compares the tokens of each answer with those of an engine without a cache. The log has the
+lines of all processes in the order of their arrival, each with the name of its process, and a line of `soak` for each
+phase. Read it as an operator would.
 
-Locking design: the main thread does all but copying the lines of the processes into the log, which a thread for each
-process does under a lock.
+The exit code is 0 if all tokens were correct, each request ended, the last phase had hits in storage, and no process
+and no shared memory remained.
+
+Locking design: one thread per process copies its lines into the log, under a lock. The main thread does everything
+else.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ TIERS = ("L1", "L2", "storage")
 DOCUMENT_TOKENS = 320
 QUESTION_TOKENS = 24
 NEW_TOKENS = 8
-# More documents than the engines' own memory holds, so that storage is asked.
+# More documents than fit into the engines' memory, so that storage is read.
 DOCUMENTS = 48
-# An engine may wait for a daemon that hangs, and nothing here hangs for longer than a phase.
+# The deadline of a request. An engine may wait for a hanging daemon, but no fault here lasts longer than a phase.
 REQUEST_S = 120.0
 READY_S = 60.0
-# Lines of a log that differ in such words only are of one kind.
+# Log lines that differ only in such words are of one kind.
 _VARIABLE = re.compile(r"\b(?=\w*\d)[0-9a-f]{6,}\b|[\d.,]*\d|\[request [^]]*\]|'[^']*'|/\S+")
 _LINE = re.compile(r"\S+Z (?P<level>[A-Z]+) +(?P<logger>\S+): (?P<message>.*)")
 
@@ -69,7 +71,7 @@ class Log:
         self.kinds: Counter[tuple[str, str]] = Counter()  # by level and kind
 
     def write(self, name: str, line: str) -> None:
-        """Add a line of a process."""
+        """Add a line from a process."""
         with self._lock:
             found = _LINE.match(line)
             if found:
@@ -80,13 +82,13 @@ class Log:
             self._file.flush()
 
     def say(self, message: str) -> None:
-        """Add a line of the soak itself."""
+        """Add a line from this program."""
         now_s = time.time()
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
         self.write("soak", f"{when}.{int(now_s % 1 * 1000):03d}Z {message}")
 
     def follow(self, name: str, stream: IO[bytes]) -> None:
-        """Copy the lines of a process, until it ends."""
+        """Copy the lines of a process until it ends."""
 
         def copy() -> None:
             with stream:
@@ -97,7 +99,7 @@ class Log:
 
 
 class Program:
-    """A process whose standard error goes to the log. `restart` starts it again after its end."""
+    """A process whose standard error goes to the log."""
 
     def __init__(self, log: Log, name: str, command: list[str]) -> None:
         self.name = name
@@ -113,18 +115,18 @@ class Program:
         return process
 
     def restart(self) -> None:
-        """Start it again. REQUIRES: it has ended."""
+        """Start the process again. REQUIRES: it has ended."""
         self._close_pipes()
         self.process = self._start()
 
     def end(self, number: int) -> int:
-        """Send it a signal that ends it, and return its exit code."""
+        """End the process by a signal, and return its exit code."""
         self.process.send_signal(number)
         self.process.send_signal(signal.SIGCONT)
         return self.process.wait(READY_S)
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait(READY_S)
         self._close_pipes()
@@ -136,7 +138,7 @@ class Program:
 
 
 class EngineProgram(Program):
-    """An engine, see `soak_engine`."""
+    """An engine process; see `soak_engine`."""
 
     def __init__(self, log: Log, name: str, config: Mapping[str, Any]) -> None:
         super().__init__(log, name, [sys.executable, "-m", "tests.soak_engine", json.dumps(config)])
@@ -147,13 +149,13 @@ class EngineProgram(Program):
         self.receive()
 
     def send(self, prompt: list[int]) -> None:
-        """Give it a prompt."""
+        """Send a prompt to the engine."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompt": prompt, "new_tokens": NEW_TOKENS}).encode() + b"\n")
         self.process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Return its next answer. Raises TimeoutError if it has none in time, or has died."""
+        """Return the next answer. Raises TimeoutError if it does not arrive in time or the engine has died."""
         assert self.process.stdout is not None
         if select.select([self.process.stdout], [], [], REQUEST_S)[0]:
             line = self.process.stdout.readline()
@@ -164,7 +166,7 @@ class EngineProgram(Program):
 
 
 class DaemonProgram(Program):
-    """`hicache serve`."""
+    """A process that runs `hicache serve`."""
 
     def __init__(self, log: Log, folder: Path, config: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -173,11 +175,11 @@ class DaemonProgram(Program):
         wait_for(self.is_ready, timeout_s=READY_S, pause_s=0.1)
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """Write the configuration of the next start or reload."""
+        """Write the configuration for the next start or reload."""
         (self._folder / "daemon.yaml").write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
 
     def is_ready(self) -> bool:
-        """True if it takes requests."""
+        """True if the daemon accepts requests."""
         client = Client(self._folder / "run" / "daemon.sock")
         try:
             return bool(client.call("GET", "/readyz")[0] == 200)
@@ -189,7 +191,7 @@ class DaemonProgram(Program):
 
 @dataclass(slots=True)
 class Phase:
-    """What the requests of one kind of phase saw."""
+    """The results of the requests in all phases of one kind."""
 
     phases: int = 0
     requests: int = 0
@@ -204,7 +206,7 @@ class Phase:
 
 
 class Site:
-    """The Valkey, the daemon and the engines, and the faults that they are given. A context manager."""
+    """The Valkey, the daemon and the engines, and the faults to inject. A context manager."""
 
     def __init__(self, log: Log, folder: Path, rng: random.Random) -> None:
         self.log = log
@@ -230,7 +232,7 @@ class Site:
         self._undo.close()
 
     def faults(self, schedule: random.Random) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-        """Return each fault: how it begins, and how it ends after a phase."""
+        """Return the faults by name: the function that begins one, and the function that ends it after a phase."""
         victim = schedule.choice(ENGINES)
         return {
             "valkey hangs": (self.valkey.pause, self.valkey.resume),
@@ -242,11 +244,11 @@ class Site:
             "pages removed": (lambda: shutil.rmtree(self.folder / "pages", ignore_errors=True), self._stop_and_start),
             f"engine {victim} killed": (lambda: self.engines[victim].end(signal.SIGKILL), self.engines[victim].restart),
             "daemon reloads": (self._reload, _nothing),
-            "daemon reloads nonsense": (self._reload_nonsense, lambda: self.daemon.configure(self.config)),
+            "daemon reloads an error": (self._reload_error, lambda: self.daemon.configure(self.config)),
         }
 
     def end(self) -> list[str]:
-        """End all as an operator does; what went wrong."""
+        """End all processes as an operator does. Return the problems found."""
         wrong = []
         for engine in self.engines.values():
             assert engine.process.stdin is not None
@@ -266,7 +268,7 @@ class Site:
             raise RuntimeError(f"{program.name} has ended with code {code}")
 
     def _stop_and_start(self) -> None:
-        """What the log asks for after the store's directory has gone."""
+        """Restart the daemon, as its log recommends after the store's directory was removed."""
         self._end_well(self.daemon, signal.SIGTERM)
         self._restart_daemon()
 
@@ -290,7 +292,7 @@ class Site:
                     file.seek(self._rng.randrange(path.stat().st_size))
                     file.write(bytes([self._rng.randrange(256)]))
             except FileNotFoundError:
-                pass  # evicted at that moment
+                pass  # the page was evicted in the meantime
         self.log.say(f"damaged {len(files) // 4} of {len(files)} page files")
 
     def _reload(self) -> None:
@@ -299,13 +301,13 @@ class Site:
         self.daemon.configure(self.config)
         self.daemon.process.send_signal(signal.SIGHUP)
 
-    def _reload_nonsense(self) -> None:
+    def _reload_error(self) -> None:
         self.daemon.configure({**self.config, "storage": {"type": "tape"}})
         self.daemon.process.send_signal(signal.SIGHUP)
 
 
 def _nothing() -> None:
-    """A fault that ends by itself."""
+    """Do nothing: the fault ends by itself."""
 
 
 def daemon_config(folder: Path, port: int) -> dict[str, Any]:
@@ -320,7 +322,7 @@ def daemon_config(folder: Path, port: int) -> dict[str, Any]:
 
 
 def engine_config(folder: Path, name: str) -> dict[str, Any]:
-    """Return the configuration of an engine: little memory of its own, and the daemon."""
+    """Return the configuration of an engine with little memory, whose storage is the daemon."""
     return {
         "page_size": 16,
         "device": {"tokens": 1024},
@@ -333,7 +335,7 @@ def engine_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 class Soak:
-    """Requests to both engines, phase after phase, compared with an engine without a cache."""
+    """Sends requests to both engines in phases, and compares them with an engine without a cache."""
 
     def __init__(self, site: Site, alone: Engine, rng: random.Random, rest_s: float) -> None:
         self._site = site
@@ -352,14 +354,14 @@ class Soak:
         return self._text[at : at + tokens]
 
     def prompt(self) -> list[int]:
-        """Return a question on one of the documents; a few of them are popular, and one is replaced now and then."""
+        """Return a question about a document. A few documents are popular; sometimes one is replaced."""
         number = min(int(self._rng.expovariate(4 / DOCUMENTS)), DOCUMENTS - 1)
         if self._rng.random() < 0.05:
             self._documents[number] = self._some(DOCUMENT_TOKENS)
         return self._documents[number] + self._some(QUESTION_TOKENS)
 
     def run(self, kind: str, seconds: float) -> Phase:
-        """Serve requests for a time; what they saw is added to the phases of this kind."""
+        """Serve requests for a time. Add the results to the phases of this kind, and return them."""
         phase = self.phases.setdefault(kind, Phase())
         phase.phases += 1
         deadline_s = time.monotonic() + seconds
@@ -377,7 +379,7 @@ class Soak:
         found = engine.receive()
         wanted = answer(self._alone, prompt, NEW_TOKENS)
         if found["error"] or found["tokens"] != wanted["tokens"]:
-            self.wrong.append(f"engine {engine.name}, while {kind}: {found['error'] or 'other tokens'}")
+            self.wrong.append(f"engine {engine.name}, while {kind}: {found['error'] or 'wrong tokens'}")
             self._site.log.say(self.wrong[-1])
         phase.requests += 1
         phase.prompt_tokens += len(prompt)
@@ -386,7 +388,7 @@ class Soak:
 
 
 def soak(site: Site, work: Soak, seconds: float, schedule: random.Random) -> None:
-    """Inject the faults in a random order, again and again, each followed by a healthy phase."""
+    """Inject all faults in random order, repeatedly, each followed by a healthy phase."""
     deadline_s = time.monotonic() + seconds
     waiting: list[int] = []
     work.run("healthy", 5.0)
@@ -405,13 +407,13 @@ def soak(site: Site, work: Soak, seconds: float, schedule: random.Random) -> Non
 
 
 def resident_mib(pid: int) -> float:
-    """Return the memory of a process."""
+    """Return the resident memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def summary(work: Soak, log: Log, wrong: list[str]) -> None:
-    """Print what happened."""
+    """Print the results of all phases, the kinds of log lines and the problems."""
     for kind, phase in sorted(work.phases.items()):
         print(f"{kind:<24} {phase}")
     print("\nlines of the log, by level and kind:")
@@ -421,19 +423,19 @@ def summary(work: Soak, log: Log, wrong: list[str]) -> None:
     for line in wrong:
         print(f"WRONG: {line}")
     requests = sum(phase.requests for phase in work.phases.values())
-    print(f"{requests} requests, {len(wrong)} failures" + ("" if wrong else "; processes and shared memory are gone"))
+    print(f"{requests} requests, {len(wrong)} failures" + ("" if wrong else "; no process or shared memory remained"))
 
 
 def main() -> int:
-    """Run it; the exit code."""
+    """Run the schedule. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--log", type=Path, default=Path("faults.log"), help="where the log goes")
-    parser.add_argument("--seed", type=int, default=1, help="of the schedule and of the prompts")
+    parser.add_argument("--log", type=Path, default=Path("faults.log"), help="file for the log")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the schedule and of the prompts")
     parser.add_argument("--rest", type=float, default=0.5, metavar="S", help="pause between two rounds of requests")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    # Of their own, so that a seed gives the same schedule however many requests there was time for.
+    # Separate generators, so that the schedule of a seed does not depend on the number of requests.
     schedule, prompts, damage = (random.Random(f"{chosen.seed} {what}") for what in ("schedule", "prompts", "damage"))
     log = Log(chosen.log)
     alone_config = {"page_size": 16, "prefix_cache": False, "device": {"tokens": 1024}}

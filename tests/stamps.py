@@ -1,6 +1,6 @@
-"""The bytes that each page must have, derived from its page key and the epoch of the weights that computed it.
+"""The bytes that each page must have, derived from its page key and the epoch of its weights.
 
-So who knows which page he reads knows its bytes.
+A test that knows the key of a page therefore knows its bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hicache.types import Bytes2D, PageIds
 
 
 class Stamps:
-    """The bytes of every page that was ever named: rows of `table`, uint8 `[layers, blocks, row, block_bytes]`.
+    """The bytes of all pages so far, as rows of `table`, uint8 `[layers, blocks, row, block_bytes]`.
 
-    A run of pages is then compared with memory in one step. For one thread.
+    A run of pages can be compared with memory in one step. For one thread.
     """
 
     def __init__(self, geometry: KVGeometry) -> None:
@@ -28,7 +28,7 @@ class Stamps:
         )
 
     def rows(self, keys: Sequence[bytes], epoch: int = 0) -> PageIds:
-        """The rows of pages, made when first asked for."""
+        """Return the rows of pages; create missing rows."""
         row_of, row = self._row_of.get, self._row
         found = [row_of((epoch, key), -1) for key in keys]
         return np.array(
@@ -36,7 +36,7 @@ class Stamps:
         )
 
     def payload(self, key: bytes, epoch: int = 0) -> bytes:
-        """The bytes of one page in the order of a frame."""
+        """Return the bytes of one page in the order of a frame."""
         return hashlib.shake_128(epoch.to_bytes(4, "little") + key).digest(self._geometry.payload_bytes)
 
     def _row(self, epoch: int, key: bytes) -> int:

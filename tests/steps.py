@@ -1,4 +1,4 @@
-"""Fences of an engine that computes on the CPU in a thread of its own."""
+"""Fences of an engine that computes on the CPU in its own thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.waiting import WAIT_S
 
 
 class StepCounter:
-    """Fences of an engine that computes on the CPU: it counts the steps that the engine has finished.
+    """Counts the finished steps of an engine that computes on the CPU, and makes fences behind them.
 
     Any thread may call `advance`, and any may wait for a fence. Locking design: `steps` changes under `changed`.
     """
@@ -20,7 +20,7 @@ class StepCounter:
         self.changed = threading.Condition()
 
     def advance(self) -> None:
-        """Count one more finished step, which lets the copies that waited for it begin."""
+        """Count one more finished step. Copies that waited for it can begin."""
         with self.changed:
             self.steps += 1
             self.changed.notify_all()
@@ -41,7 +41,7 @@ class StepFence:
         return self.counter.steps >= self.steps
 
     def synchronize(self) -> None:
-        """As `Fence.synchronize`. Raises TransferError if the engine does not get there in time."""
+        """As `Fence.synchronize`. Raises TransferError if the step does not finish in time."""
         with self.counter.changed:
             if not self.counter.changed.wait_for(self.query, WAIT_S):
                 raise TransferError(f"copy: step {self.steps} did not end within {WAIT_S:.0f} s")

@@ -1,4 +1,4 @@
-"""Background work on a supervised thread: when it runs, and what replaces a thread that dies or hangs."""
+"""Background work on a supervised thread: when it runs, and the replacement of a thread that dies or hangs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hicache.backoff import Backoff
 from tests.test_supervised import WAIT_S, no_thread_is_left
 from tests.waiting import wait_for
 
-__all__ = ["no_thread_is_left"]  # a fixture, for each test here too
+__all__ = ["no_thread_is_left"]  # a fixture that each test here uses
 
 
 class Work:
-    """Work that is counted, waits at a gate, and returns when to do it again."""
+    """Work that counts its runs, waits at a gate, and returns the time of its next run."""
 
     def __init__(self, next_in_s: float = math.inf) -> None:
         self.runs = 0
@@ -35,7 +35,7 @@ class Work:
         return time.monotonic() + self.next_in_s
 
 
-def test_work_that_is_never_woken_takes_no_thread_and_runs_again_at_the_time_that_it_returned() -> None:
+def test_work_takes_no_thread_before_its_first_wake_and_then_repeats_at_the_returned_time() -> None:
     work = Work(next_in_s=0.001)
     task = BackgroundTask("test", work)
     task.tend()
@@ -45,7 +45,7 @@ def test_work_that_is_never_woken_takes_no_thread_and_runs_again_at_the_time_tha
     assert task.close(WAIT_S)
 
 
-def test_work_runs_once_for_each_wake_that_comes_after_it_began() -> None:
+def test_work_runs_again_for_wakes_that_come_after_its_start() -> None:
     work = Work()
     task = BackgroundTask("test", work)
     for runs in (1, 2, 3):
@@ -61,7 +61,7 @@ def test_work_runs_once_for_each_wake_that_comes_after_it_began() -> None:
     assert task.close(WAIT_S) and work.runs == 5 and not task.errors
 
 
-def test_a_wake_brings_work_forward_and_never_puts_it_off() -> None:
+def test_a_wake_makes_work_run_earlier_and_never_later() -> None:
     work = Work(next_in_s=3600.0)
     task = BackgroundTask("test", work)
     task.wake(time.monotonic() + 3600.0)
@@ -75,7 +75,7 @@ def test_a_wake_brings_work_forward_and_never_puts_it_off() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("error", "kind"), [(ValueError("a bug"), "ValueError"), (SystemExit(), "ThreadDied")])
-def test_work_that_raises_or_dies_is_counted_logged_once_and_done_again_after_a_back_off(
+def test_work_that_raises_or_dies_is_counted_logged_once_and_retried_after_a_back_off(
     error: BaseException, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted = list[int]()
@@ -91,7 +91,7 @@ def test_work_that_raises_or_dies_is_counted_logged_once_and_done_again_after_a_
     assert task.close(WAIT_S)
 
 
-def test_a_thread_that_hangs_is_replaced_and_what_it_returns_later_does_not_count() -> None:
+def test_a_hanging_thread_is_replaced_and_its_late_result_is_ignored() -> None:
     work = Work(next_in_s=0.0)
     gate = work.gate = threading.Event()
     task = BackgroundTask("test", work, patience_s=0.05)
@@ -107,7 +107,7 @@ def test_a_thread_that_hangs_is_replaced_and_what_it_returns_later_does_not_coun
     assert task.close(WAIT_S)
 
 
-def test_waiting_for_its_time_is_not_hanging() -> None:
+def test_waiting_for_the_next_run_does_not_count_as_hanging() -> None:
     work = Work()
     task = BackgroundTask("test", work, patience_s=0.01)
     task.wake(time.monotonic() + 0.2)
@@ -116,7 +116,7 @@ def test_waiting_for_its_time_is_not_hanging() -> None:
     assert task.close(WAIT_S)
 
 
-def test_closing_ends_the_wait_and_nothing_runs_after_it() -> None:
+def test_closing_ends_the_wait_and_no_work_runs_afterwards() -> None:
     work = Work()
     task = BackgroundTask("test", work)
     task.wake(time.monotonic() + 3600.0)

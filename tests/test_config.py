@@ -228,7 +228,7 @@ def test_a_variable_without_two_underscores_that_matches_no_entry_is_ignored_wit
 ) -> None:
     assert load("", {variable: "not a size"}) == load("")
     assert [record.getMessage() for record in caplog.records] == [
-        f"variables that match no entry of the configuration are ignored: {hint}"
+        f"environment variables that are not entries of the configuration are ignored: {hint}"
     ]
 
 

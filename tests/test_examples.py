@@ -1,4 +1,4 @@
-"""The examples run as they say."""
+"""The examples run and print the documented results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 TIMEOUT_S = 120
 
 
-def test_embedding_hits_the_device_and_after_a_restart_storage(repository: Path, tmp_path: Path) -> None:
+def test_embed_hits_the_device_and_after_a_restart_storage(repository: Path, tmp_path: Path) -> None:
     outputs = [
         subprocess.run(
             [sys.executable, str(repository / "examples" / "embed.py"), str(tmp_path)],
@@ -40,7 +40,7 @@ def test_embedding_hits_the_device_and_after_a_restart_storage(repository: Path,
     assert hits[1] == [(0, 0, 496), (0, 0, 496), (496, 0, 0), (496, 0, 0)]
 
 
-def test_two_engines_share_a_daemon_that_is_killed_under_them(repository: Path) -> None:
+def test_two_engines_share_a_daemon_that_is_killed_and_restarted(repository: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(repository / "examples" / "two_engines.py")],
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
@@ -52,7 +52,7 @@ def test_two_engines_share_a_daemon_that_is_killed_under_them(repository: Path) 
     assert "DIFFER" not in done.stdout
 
 
-def test_following_events_shows_what_an_engine_holds(repository: Path) -> None:
+def test_follow_events_shows_the_pages_of_an_engine(repository: Path) -> None:
     stream = EventStream(1 << 20)
     tree = RadixTree(16, POLICIES["lru"], observer=EventRecorder(stream))
     tree.insert(RadixKey.of(range(64), cache_salt="alice"), np.arange(4, dtype=np.int32))
@@ -67,14 +67,14 @@ def test_following_events_shows_what_an_engine_holds(repository: Path) -> None:
         last = "4 pages on the device, 0 on the host, 0 of them in storage; 32 tokens of the prompt on the device"
         code, shown = read_until(last, command)
     assert shown[-1:] == [last]
-    assert code == -signal.SIGTERM, "it ended by itself"
+    assert code == -signal.SIGTERM, "the program ended by itself"
 
 
 def read_until(last: str, command: list[str]) -> tuple[int, list[str]]:
-    """Run a program until it has printed the line `last`, for TIMEOUT_S at most; its exit code and its lines."""
+    """Run a program until it prints the line `last`, at most TIMEOUT_S. Return its exit code and its lines."""
     shown: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        limit = threading.Timer(TIMEOUT_S, process.kill)  # which ends what we read, too
+        limit = threading.Timer(TIMEOUT_S, process.kill)  # the kill also ends its output
         limit.start()
         try:
             assert process.stdout is not None
@@ -87,17 +87,17 @@ def read_until(last: str, command: list[str]) -> tuple[int, list[str]]:
 
 
 def run_example(repository: Path, name: str, *arguments: str) -> list[str]:
-    """The lines that an example prints. Warnings are errors, as in the tests."""
+    """Run an example and return its lines. Warnings are errors, as in the tests."""
     command = [sys.executable, "-W", "error", str(repository / "examples" / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout.splitlines()
 
 
-def test_a_conversation_goes_on_to_the_last_token_until_the_weights_change(repository: Path) -> None:
+def test_a_conversation_reuses_pages_up_to_the_last_token_until_the_weights_change(repository: Path) -> None:
     shown = run_example(repository, "conversation.py")
     assert [line for line in shown if "of prompt" in line] == [
         "warm-up: 200 tokens of prompt, 0 of them cached",
         "turn-1: 245 tokens of prompt, 192 of them cached",
-        "turn-2: 295 tokens of prompt, 274 of them cached",  # 245 and 29 of the answer: no whole pages
+        "turn-2: 295 tokens of prompt, 274 of them cached",  # 245 and 29 of the answer: not whole pages
         "again: 245 tokens of prompt, 240 of them cached",
         "new weights: 245 tokens of prompt, 0 of them cached",
     ]
@@ -105,7 +105,7 @@ def test_a_conversation_goes_on_to_the_last_token_until_the_weights_change(repos
     assert "pin: ended, sessions: 0" in shown
 
 
-def test_a_forward_that_does_not_know_of_the_cache_computes_the_same_from_the_host(repository: Path) -> None:
+def test_own_forward_gives_the_same_result_from_the_host(repository: Path) -> None:
     assert run_example(repository, "own_forward.py") == [
         "computed: 0 of 500 tokens from the cache",
         "loaded: 496 of 500 tokens from the cache",
@@ -113,22 +113,20 @@ def test_a_forward_that_does_not_know_of_the_cache_computes_the_same_from_the_ho
     ]
 
 
-def test_slots_are_drawn_on_the_cache_which_evicts_for_them(repository: Path) -> None:
+def test_token_slots_hits_a_cached_prompt_and_misses_an_evicted_one(repository: Path) -> None:
     cached = [int(line.split()[2]) for line in run_example(repository, "token_slots.py")]
     assert cached == [0, 48, 0, 0, 0, 0]
 
 
-def test_an_engine_with_its_own_blocks_hits_the_host_and_after_a_restart_storage(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_own_blocks_hits_the_host_and_after_a_restart_storage(repository: Path, tmp_path: Path) -> None:
     hits = ["480 of 500 tokens from the cache"] * 2
-    cold = ["0 of 500 tokens from the cache", "192 of 500 tokens from the cache"]  # 6 pages in common
+    cold = ["0 of 500 tokens from the cache", "192 of 500 tokens from the cache"]  # the prompts have 6 pages in common
     for first, sources in ((cold, "1152 tokens from the host, 0"), (hits, "1152 tokens from the host, 768")):
         shown = run_example(repository, "own_blocks.py", str(tmp_path))
         assert [line.split(": ")[1] for line in shown] == [*first, *hits, f"{sources} from storage"]
 
 
-def test_ranks_find_the_same(repository: Path, tmp_path: Path) -> None:
+def test_all_ranks_have_the_same_hits(repository: Path, tmp_path: Path) -> None:
     for first in ("0 tokens from the device, 0 from storage", "0 tokens from the device, 496 from storage"):
         shown = run_example(repository, "ranks.py", str(tmp_path))
         for rank in ("rank 0", "rank 1"):

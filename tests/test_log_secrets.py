@@ -1,5 +1,7 @@
-"""What must not be in a log: secrets, tokens, prompts, salts, whole keys. A cache and a daemon run with faults; each
-line that they write at DEBUG is searched."""
+"""A log never contains secrets, tokens, prompts, salts or whole keys.
+
+The tests run a cache and a daemon with faults, and search each line that they log at level DEBUG.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ from tests.waiting import wait_for
 
 MAC_KEY = "5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2"
 SALT = "salt-of-tenant-9"
-TOKENS = np.arange(7_654_300, 7_654_320)  # their numbers are in nothing else
+TOKENS = np.arange(7_654_300, 7_654_320)  # no other log text contains these numbers
 WHOLE_KEY = re.compile(r"[0-9a-fA-F]{64}")
 
 
 @pytest.fixture
 def written() -> Iterator[io.StringIO]:
-    """All that the package logs."""
+    """Capture all log lines of the package."""
     logger = logging.getLogger("hicache")
     state = logger.level, logger.propagate, list(logger.handlers)
     stream = io.StringIO()
@@ -52,7 +54,7 @@ def found_secrets(text: str, *secrets: str) -> list[str]:
 
 
 def damage_all(folder: Path) -> int:
-    """Overwrite the end of each page of a file store."""
+    """Overwrite some bytes of each page of a file store. Return the number of pages."""
     pages = [path for path in folder.rglob("*") if path.is_file() and WHOLE_KEY.fullmatch(path.name)]
     for path in pages:
         size = path.stat().st_size
@@ -79,16 +81,16 @@ def test_the_log_of_a_cache_with_faults_has_no_secret(tmp_path: Path, written: i
         assert damage_all(tmp_path / "pages") == 5
         world.cache.clear()
         world.serve("two", key)
-        wait_for(lambda: "reading is off: the breaker has opened (damage)" in written.getvalue(), world.step)
+        wait_for(lambda: "the breaker for reads opened (damage)" in written.getvalue(), world.step)
         log.close()
     text = written.getvalue()
-    assert "is not the page that was stored (tag)" in text and "cache started" in text
+    assert "failed verification (tag)" in text and "cache started" in text
     tokens = [str(token) for token in TOKENS]
     assert found_secrets(text, MAC_KEY, SALT, key.seed.hex(), *tokens) == []
 
 
-class Telling(MemoryBackend):
-    """Puts the whole key into its exceptions."""
+class RaisesKeys(MemoryBackend):
+    """A backend whose exceptions contain a whole key."""
 
     def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         raise KeyError(keys[0].hex())
@@ -99,15 +101,15 @@ def test_a_key_in_the_exception_of_a_backend_is_shortened(form: str, written: io
     set_up_logging("debug", form, written)
     codec = FrameCodec(NAMESPACE_DIGEST, PAYLOAD_BYTES)
     (key,) = make_keys(1)
-    with contextlib.closing(GuardedBackend(Telling(codec), name="telling")) as guard:
+    with contextlib.closing(GuardedBackend(RaisesKeys(codec), name="raises")) as guard:
         guard.batch_get([key], empty_frames(codec, 1), deadline=soon())
     assert f"KeyError: '{key.hex()[:8]}...'" in written.getvalue()
     assert found_secrets(written.getvalue()) == []
     assert found_secrets(f"KeyError: '{key.hex()}'") == [key.hex()]  # the control
-    assert shortened("ab" * 33) == "ab" * 33  # is not a key
+    assert shortened("ab" * 33) == "ab" * 33  # 66 digits are not a key
 
 
-def test_a_message_cannot_pretend_to_be_another_line(written: io.StringIO) -> None:
+def test_a_message_with_a_line_break_is_one_line(written: io.StringIO) -> None:
     logging.getLogger("hicache").warning("label %s", "x\n2026-01-01T00:00:00.000Z INFO hicache: all is well\r")
     assert len(written.getvalue().splitlines()) == 1
 
@@ -133,11 +135,11 @@ def test_the_log_of_a_daemon_with_faults_has_no_secret(scratch: Path) -> None:
             assert client.call("POST", "/v1/namespaces/" + "cd" * 32 + "/exists", {"keys": []})[0] in (404, 422)
         with contextlib.closing(daemon.tcp()) as stranger:
             usage = f"/v1/namespaces/{NAMESPACE_OF_DAEMON}/usage"
-            assert stranger.call("GET", usage, token="of-somebody-else")[0] == 401
-        wait_for(lambda: "the breaker has opened (damage)" in daemon.log)
+            assert stranger.call("GET", usage, token="a-wrong-token")[0] == 401
+        wait_for(lambda: "the breaker for reads opened (damage)" in daemon.log)
         assert daemon.stop() == 0
-        assert re.search(r"page [0-9a-f]{8} of tests is not the page .* \[request [0-9a-f-]+\]", daemon.log)
+        assert re.search(r"page [0-9a-f]{8} of tests failed verification .* \[request [0-9a-f-]+\]", daemon.log)
         assert "1 requests came without the token" in daemon.log
-        assert found_secrets(daemon.log, MAC_KEY, TOKEN, "of-somebody-else") == []
+        assert found_secrets(daemon.log, MAC_KEY, TOKEN, "a-wrong-token") == []
     finally:
         daemon.kill()

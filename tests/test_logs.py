@@ -103,7 +103,7 @@ def test_a_limited_log_counts_the_lines_that_it_leaves_out(lines: io.StringIO) -
     now_s += 10.0
     limited.warn("a", "damage %s", "size")
     messages = [line.partition(": ")[2] for line in lines.getvalue().splitlines()]
-    assert messages == ["damage tag", "other", "damage size (and 4 more like it since the last such line)"]
+    assert messages == ["damage tag", "other", "damage size (and 4 more since the last line)"]
 
 
 def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO) -> None:
@@ -114,26 +114,26 @@ def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO) -> None:
     try:
         for _ in range(200):
             guard.batch_get(keys, with_pages, deadline=soon())
-        wait_for(lambda: "is off" in lines.getvalue())
+        wait_for(lambda: "the breaker for reads opened" in lines.getvalue())
         store.fail(False)
         wait_for(lambda: guard.may_pass(Direction.READ) and not guard.batch_exists(keys, deadline=soon()))
-        wait_for(lambda: "is on again" in lines.getvalue())
+        wait_for(lambda: "are on again" in lines.getvalue())
     finally:
         guard.close()
-    off, on = [line for line in lines.getvalue().splitlines() if "reading" in line]
+    off, on = [line for line in lines.getvalue().splitlines() if "reads" in line]
     assert "WARNING" in off
-    assert "storage disk: reading is off: the breaker has opened" in off
+    assert "storage disk: the breaker for reads opened" in off
     assert "injected" in off
-    assert re.search(r"INFO .*storage disk: reading is on again after \d+\.\d s; \d+ calls were not made", on)
+    assert re.search(r"INFO .*storage disk: reads are on again after \d+\.\d s; \d+ calls were rejected", on)
 
 
 def test_an_override_is_one_log_line(lines: io.StringIO) -> None:
     guard, _ = make_guard()
     try:
         guard.override(Direction.WRITE, Override.OFF)
-        wait_for(lambda: "writing is off: the operator" in lines.getvalue())
+        wait_for(lambda: "the operator switched writes off" in lines.getvalue())
         guard.override(Direction.WRITE, Override.AUTO)
-        wait_for(lambda: "writing is on again" in lines.getvalue())
+        wait_for(lambda: "writes are on again" in lines.getvalue())
     finally:
         guard.close()
 
@@ -146,7 +146,7 @@ def test_a_damaged_page_is_named_by_its_first_digits_with_the_reason(lines: io.S
     store.poke(key, bytes(codec.frame_bytes))
     store.batch_get([key], empty_frames(codec, 1), deadline=soon())
     (line,) = lines.getvalue().splitlines()
-    assert f"page {key.hex()[:8]} of llama is not the page that was stored (not_a_frame)" in line
+    assert f"page {key.hex()[:8]} of llama failed verification (not_a_frame)" in line
     assert line.endswith("was removed")
     assert key.hex() not in line
 
@@ -221,7 +221,7 @@ def test_new_weights_and_the_end_are_one_log_line_each(lines: io.StringIO, tmp_p
     wait_for(lambda: "storage is open" in lines.getvalue(), cache.poll)
     cache.close()
     text = lines.getvalue()
-    assert "new weights: epoch 7 in place of 0" in text
+    assert "new weights: epoch 7 replaces 0" in text
     assert re.search(r"INFO .*cache closed after \d+\.\d s", text)
 
 
@@ -256,11 +256,11 @@ def test_reminders_of_a_long_outage_become_rarer(lines: io.StringIO) -> None:
     for second in range(0, 3600, 5):
         log.still_off({Direction.READ: (float(second), second)}, {"timeout": 3 + second})
     off, *recalls = lines.getvalue().splitlines()
-    assert "errors since the last such line: timeout 3;" in off
+    assert "errors since the last line: timeout 3;" in off
     assert [int(found[1]) for line in recalls if (found := re.search(r"off for (\d+) s", line))] == [
         60, 180, 420, 900, 1800, 2700,
     ]  # fmt: skip
-    assert "60 calls were not made; errors since the last such line: timeout 60" in recalls[0]
+    assert "60 calls were rejected; errors since the last line: timeout 60" in recalls[0]
 
 
 def test_a_removed_directory_says_what_to_do(lines: io.StringIO, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Chains of page keys that are hashed late, by whoever needs them first."""
+"""Chains of page keys, which the first user hashes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hicache.keys import PageChain, page_keys, token_bytes
 
 
-class ForgetsFirst(PageChain):
-    """The planted fault: it forgets the chain above before its own keys are there."""
+class DropsParentFirst(PageChain):
+    """A chain with a planted fault: it drops its parent chain before it has its own keys."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ class ForgetsFirst(PageChain):
 
 
 def one_page_chains(kind: type[PageChain], count: int) -> list[PageChain]:
-    """The chains of a prompt of `count` pages of one token, each a run of its own."""
+    """Return chains of one page each, for a prompt of `count` pages of one token."""
     tokens = token_bytes(range(count))
     chains = [kind(tokens[:4], 1, b"")]
     for begin in range(4, 4 * count, 4):
@@ -33,7 +33,7 @@ def one_page_chains(kind: type[PageChain], count: int) -> list[PageChain]:
 
 
 def wrong_rounds(kind: type[PageChain]) -> int:
-    """How often, of 50 times, four threads that hash one prompt at once find a wrong key."""
+    """Return in how many of 50 rounds one of four threads that hash a prompt at once finds a wrong key."""
     whole = page_keys(token_bytes(range(256)), 1)
     asked = [255, 150, 254, 17, 255, 200]
     wrong = 0
@@ -45,7 +45,7 @@ def wrong_rounds(kind: type[PageChain]) -> int:
     return wrong
 
 
-def test_chains_of_runs_are_the_chain_of_the_whole_prompt() -> None:
+def test_chains_of_runs_have_the_keys_of_the_whole_prompt() -> None:
     tokens, seed = token_bytes(range(600)), bytes(range(32))
     whole = page_keys(tokens, 2, seed)
     chains: list[PageChain] = []
@@ -58,7 +58,7 @@ def test_chains_of_runs_are_the_chain_of_the_whole_prompt() -> None:
     assert chains[3].keys() == whole[100:]
 
 
-def test_a_chain_of_more_runs_than_calls_may_nest_is_hashed() -> None:
+def test_a_chain_with_more_runs_than_the_recursion_limit_is_hashed() -> None:
     assert one_page_chains(PageChain, 4000)[-1].keys() == page_keys(token_bytes(range(4000)), 1)[-1:]
 
 
@@ -68,5 +68,5 @@ def test_threads_that_hash_one_chain_at_once_find_the_same_keys() -> None:
 
 
 @pytest.mark.usefixtures("threads_switch_often")
-def test_a_chain_that_forgets_too_early_is_noticed() -> None:
-    assert wrong_rounds(ForgetsFirst) > 0
+def test_a_chain_that_drops_its_parent_too_early_is_detected() -> None:
+    assert wrong_rounds(DropsParentFirst) > 0

@@ -172,7 +172,7 @@ def test_memory_of_a_running_engine_is_not_given_to_another_one(name: str, role:
     """Two engines of one configuration would write their pages into the same frames."""
     engine = open_it(name, role=Role.ALONE)
     engine.frames[:4] = b"mine"
-    with pytest.raises(SharedMemoryError, match="is another engine's; end that one"):
+    with pytest.raises(SharedMemoryError, match="belongs to another engine; end that engine"):
         open_it(name, wait_s=0.02, role=role)
     found: list[SharedMemory] = []
     opening = threading.Thread(target=lambda: found.append(open_it(name, wait_s=60.0, role=role)))

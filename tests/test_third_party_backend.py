@@ -19,7 +19,7 @@ TIMEOUT_S = 170
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
-    """A copy of the example, since building a package leaves files beside it."""
+    """Return a copy of the example, because building a package leaves files in its directory."""
     target = tmp_path_factory.mktemp("third-party") / "source"
     shutil.copytree(repository / "examples" / "third_party_backend", target)
     return target
@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the installed package. Needs no network: setuptools comes with the environment."""
+    """Install the package into a directory, without a network: the environment has setuptools."""
     target = tmp_path_factory.mktemp("installed")
     run(
         source, None, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index",
@@ -37,7 +37,7 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, installed: Path | None, *args: str | Path) -> str:
-    """Run Python in `folder`, with what is `installed` there on its path; its output."""
+    """Run Python in `folder`, with the directory `installed` on its path. Return its output."""
     repository = Path(__file__).resolve().parent.parent
     path = os.pathsep.join(map(str, filter(None, (installed, repository))))
     done = subprocess.run(
@@ -48,27 +48,27 @@ def run(folder: Path, installed: Path | None, *args: str | Path) -> str:
     return done.stdout
 
 
-def test_its_own_tests_pass_where_it_is_installed(source: Path, installed: Path, tmp_path: Path) -> None:
+def test_its_own_tests_pass_with_the_installed_package(source: Path, installed: Path, tmp_path: Path) -> None:
     shutil.copytree(source / "tests", tmp_path / "tests")
     out = run(tmp_path, installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
     assert " passed" in out and "skipped" not in out
 
 
 def test_without_the_installation_its_name_is_unknown(tmp_path: Path) -> None:
-    """The control: it is the entry point by which it is found, not something in the repository."""
+    """The control: the entry point of the installed package defines the name, not the repository."""
     code = "from hicache.backends.registry import backend_names; print(backend_names())"
     assert "sqlite" not in run(tmp_path, None, "-c", code)
 
 
-def summed_up(folder: Path, installed: Path) -> dict[str, Any]:
-    """What `hicache stat` says of the store."""
+def stat(folder: Path, installed: Path) -> dict[str, Any]:
+    """Return the output of `hicache stat` for the store."""
     out = run(folder, installed, "-m", "hicache", "stat", "sqlite.yaml", "--chains", "--json")
     (part,) = json.loads(out)["parts"]
     assert isinstance(part, dict)
     return part
 
 
-def test_it_serves_pages_and_the_tools_know_it(source: Path, installed: Path, tmp_path: Path) -> None:
+def test_the_backend_serves_pages_and_the_tools_support_it(source: Path, installed: Path, tmp_path: Path) -> None:
     shutil.copy(source / "sqlite.yaml", tmp_path)
     for _ in range(2):
         run(
@@ -77,7 +77,7 @@ def test_it_serves_pages_and_the_tools_know_it(source: Path, installed: Path, tm
         )  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["tokens"]["hits"]["storage"] > 0 and report["wrong_bytes"] == 0
-    part = summed_up(tmp_path, installed)
+    part = stat(tmp_path, installed)
     assert part["type"] == "sqlite" and part["pages"] > 0 and part["orphans"] == part["damaged"] == 0
     assert part["capacity_bytes"] == 1 << 30
     out = run(tmp_path, installed, "-m", "hicache", "copy", "sqlite.yaml", "files")
@@ -85,7 +85,7 @@ def test_it_serves_pages_and_the_tools_know_it(source: Path, installed: Path, tm
     out = run(tmp_path, installed, "-m", "hicache", "verify", "sqlite.yaml")
     assert out.startswith(f"checked {part['pages']:,} pages") and "none damaged" in out
     run(tmp_path, installed, "-m", "hicache", "trim", "sqlite.yaml", "--to", "1MiB", "--yes")
-    left = summed_up(tmp_path, installed)
+    left = stat(tmp_path, installed)
     assert left["bytes"] <= 1 << 20 and left["orphans"] == 0
     out = run(tmp_path, installed, "-m", "hicache", "purge", "sqlite.yaml", "--yes")
     assert out.startswith(f"removed {left['pages']:,} page")

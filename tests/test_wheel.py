@@ -1,7 +1,7 @@
-"""What is shipped: the wheel holds the whole package and nothing else, installs, and runs; the sdist can make it again.
+"""The packages: the wheel has exactly the files of the package, installs and runs; the sdist builds the same wheel.
 
-The build backend comes from the package index by pip's build isolation; the dependencies of the installed wheel are
-those of this environment, made visible to the new one through a .pth file.
+pip's build isolation installs the build backend from the package index. The installed wheel uses the dependencies of
+this environment through a .pth file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import pytest
 
 import hicache
 
-# Building downloads the build backend into an environment of its own.
+# A build downloads the build backend into its own environment.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 ROOT_LINKS = ("backends", "controller", "tiers")
 
-# The only file that a wheel may have beyond the sources: the helper, where there is a compiler.
+# The only additional file of a wheel: the helper, if there is a compiler.
 NATIVE = "hicache/_native.abi3.so"
 
 
@@ -51,10 +51,10 @@ def _build_wheel(source: Path, target: Path, **variables: str) -> Path:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
-    """What `make wheel` makes; it ends with `twine check --strict`."""
+    """Run `make wheel`, which ends with `twine check --strict`, and return its output directory."""
     target = tmp_path_factory.mktemp("dist")
     tools = Path(sys.executable).parent
-    # The packages are this environment's: make does not install any.
+    # Use the packages of this environment: make does not install any.
     _run("make", "-o", ".venv/.test-stamp", "wheel", f"BIN={tools}", f"DIST={target}", cwd=repository)
     return target
 
@@ -83,11 +83,11 @@ def _package_files(repository: Path) -> set[str]:
 
 
 def _shipped_files(repository: Path) -> set[str]:
-    """The package, and the ready configurations that are beside it in a clone."""
+    """Return the files of the package, and the configurations, which a clone has in `configs/`."""
     return _package_files(repository) | {f"hicache/configs/{path.name}" for path in (repository / "configs").iterdir()}
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path, repository: Path) -> None:
+def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path, repository: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert names - info - {NATIVE} == _shipped_files(repository)
@@ -103,7 +103,7 @@ def test_without_a_compiler_the_wheel_is_pure(repository: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("variables", [{"CC": "no-such-compiler"}, {"HICACHE_NATIVE": "0"}], ids=str)
-def test_a_build_without_the_helper_leaves_none_of_an_earlier_one(
+def test_a_build_without_the_helper_removes_an_earlier_one(
     repository: Path, tmp_path: Path, variables: dict[str, str]
 ) -> None:
     library = tmp_path / "earlier.so"
@@ -113,14 +113,14 @@ def test_a_build_without_the_helper_leaves_none_of_an_earlier_one(
     assert not library.exists()
 
 
-def test_the_helper_makes_a_wheel_that_names_the_systems_it_runs_on(wheel: Path, dist: Path) -> None:
-    """An index refuses `linux_x86_64`; auditwheel has checked that the library needs nothing newer."""
+def test_the_wheel_with_the_helper_has_a_manylinux_name(wheel: Path, dist: Path) -> None:
+    """An index rejects `linux_x86_64`. auditwheel verifies that the library runs on the named systems."""
     assert re.search(r"-cp311-abi3-manylinux2014_\w+\.manylinux_2_17_\w+\.whl$", wheel.name)
     assert NATIVE in zipfile.ZipFile(wheel).namelist()
     assert not [path.name for path in dist.iterdir() if "-linux_" in path.name]
 
 
-def test_a_library_that_needs_a_newer_system_is_refused(wheel: Path, tmp_path: Path) -> None:
+def test_a_library_that_needs_a_newer_system_is_rejected(wheel: Path, tmp_path: Path) -> None:
     """The control for the name: a wheel whose library needs glibc 2.34 does not become manylinux_2_17."""
     source = tmp_path / "newer.c"
     source.write_text("#include <pthread.h>\nint f(void) { return pthread_key_create(0, 0) + pthread_detach(0); }\n")
@@ -139,12 +139,12 @@ def test_a_library_that_needs_a_newer_system_is_refused(wheel: Path, tmp_path: P
     assert result.returncode != 0 and "too-recent versioned symbols" in result.stderr
 
 
-def test_the_wheel_carries_the_assets_of_the_engine(wheel: Path, repository: Path) -> None:
+def test_the_wheel_has_the_assets_of_the_engine(wheel: Path, repository: Path) -> None:
     assets = {name for name in _package_files(repository) if name.startswith("hicache/engine/assets/")}
     assert assets <= set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_sdist_carries_the_sources_once(sdist: Path, repository: Path) -> None:
+def test_the_sdist_has_each_source_once(sdist: Path, repository: Path) -> None:
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     names = [member.name.partition("/")[2] for member in members]
@@ -154,20 +154,20 @@ def test_the_sdist_carries_the_sources_once(sdist: Path, repository: Path) -> No
     assert {"Makefile", "constraints.txt", "LICENSE", ".ci/run", "configs/demo.yaml", "mkdocs.yml"} <= set(names)
 
 
-def test_the_sdist_makes_the_same_wheel(dist: Path, wheel: Path) -> None:
-    """The pure wheel was made from the source package, the other from the source tree."""
+def test_the_sdist_builds_the_same_wheel(dist: Path, wheel: Path) -> None:
+    """`make wheel` builds the pure wheel from the sdist and the other one from the source tree."""
     pure = zipfile.ZipFile(_only(dist, "hicache-*-py3-none-any.whl")).namelist()
     assert sorted([*pure, NATIVE]) == sorted(name for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/")
 
 
-def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path, repository: Path) -> None:
+def test_the_wheel_runs_in_a_new_environment(wheel: Path, tmp_path: Path, repository: Path) -> None:
     folder = tmp_path / "env"
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin/python"
     site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
     _run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
-    # After the installation: pip would otherwise see this environment's own hicache.
-    # PyTorch is not to be found: a daemon's machine has none.
+    # After the installation, because pip would otherwise find this environment's own hicache. PyTorch is hidden: the
+    # machine of a daemon does not have it.
     lines = [sysconfig.get_path("purelib"), "import sys; sys.modules['torch'] = None"]
     (site / "dependencies.pth").write_text("\n".join(lines) + "\n")
 

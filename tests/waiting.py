@@ -1,13 +1,13 @@
-"""Waiting for what another thread or process does."""
+"""Waiting for other threads and processes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Far above what anything takes that tests wait for.
+# Far longer than any expected wait in tests.
 WAIT_S = 30.0
-# Short, but long enough for others to get the processor.
+# Short, but long enough for other threads to run.
 PAUSE_S = 0.001
 
 
@@ -18,9 +18,9 @@ def wait_for(
     timeout_s: float = WAIT_S,
     pause_s: float = PAUSE_S,
 ) -> None:
-    """Until `condition` holds; `meanwhile` is called again and again, with a pause in between, and takes a moment."""
+    """Wait until `condition` is true. Call `meanwhile`, which must be short, and pause between the checks."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "waited too long"
+        assert time.monotonic() < deadline_s, f"the condition is still false after {timeout_s:g} s"
         meanwhile()
         time.sleep(pause_s)

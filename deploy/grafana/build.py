@@ -1,7 +1,6 @@
-"""Write the dashboards of this folder: `python deploy/grafana/build.py`. Grafana 11 and later.
+"""Write the dashboards in `dashboards/`, for Grafana 11 and later: `python deploy/grafana/build.py`.
 
-The files in `dashboards/` are what Grafana reads; edit the tables here, not the files. A panel is one row of a table:
-what it shows, in which unit, by which expressions, and what to look for.
+Edit the tables here, not the written files. Each entry of a table is a panel: title, description, unit and expressions.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SCHEMA_VERSION = 39  # of Grafana 11.0; later ones read it
+SCHEMA_VERSION = 39  # of Grafana 11.0; later versions read it
 COLUMNS = 24
 HERE = Path(__file__).parent
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# Which series: of the targets that the reader has chosen.
+# Selects the series of the targets that the user has chosen.
 OF = 'instance=~"$instance"'
 
 
 class Panel(NamedTuple):
-    """`queries` are pairs of an expression, in which `%s` stands for the chosen targets, and a legend. `values` names
-    numbers that stand for states."""
+    """A panel. `queries` are pairs of an expression and a legend; `%s` in an expression stands for the chosen targets.
+    `values` gives numbers that stand for states a text and a color."""
 
     title: str
     description: str
@@ -34,14 +33,14 @@ class Panel(NamedTuple):
 
 
 def rate(metric: str, *labels: str, where: str = "") -> str:
-    """The rate per second of a counter, summed but for `labels`."""
+    """Return the expression of a counter's rate per second, summed over all labels except `labels` and the instance."""
     matchers = ",".join(filter(None, ("%s", where)))
     by = ", ".join(("instance", *labels))
     return f"sum by ({by}) (rate(hicache_{metric}{{{matchers}}}[$__rate_interval]))"
 
 
 def quantile(share: float, metric: str, *labels: str) -> str:
-    """A quantile of a histogram, by `labels`."""
+    """Return the expression of a quantile of a histogram, by `labels` and instance."""
     return f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le', *labels)})"
 
 
@@ -49,90 +48,91 @@ HIT = 'outcome="hit"'
 BREAKER = ((0, "closed", "green"), (1, "half open", "yellow"), (2, "open", "red"))
 
 TIERS = (
-    Panel("Hit rate by tier", "Share of the prompt tokens whose KV was reused, by the tier it came from. What is left "
-          "was computed.", "percentunit",
+    Panel("Hit rate by tier", "Share of the prompt tokens whose KV was reused, by tier. The others were computed.",
+          "percentunit",
           (("sum by (tier) (rate(hicache_hit_tokens_total{%s}[$__rate_interval])) / on () group_left () "
             "(sum(rate(hicache_prompt_tokens_total{%s}[$__rate_interval])) > 0)", "{{tier}}"),),
           stacked=True, maximum=1),
-    Panel("Prompt tokens", "Prompt tokens of the requests that were given KV.", "short",
+    Panel("Prompt tokens", "Prompt tokens of the requests that have begun, per second.", "short",
           ((rate("prompt_tokens_total"), "{{instance}}"),)),
-    Panel("L1 and L2 in use", "Share of a tier's memory that is not free. A tier that is full evicts; that is normal "
-          "while its hit rate holds.", "percentunit",
+    Panel("L1 and L2 in use", "Share of a tier's memory that is in use. A full tier evicts, which is normal while its "
+          "hit rate is stable.", "percentunit",
           (("1 - hicache_tier_free_bytes{%s} / (hicache_tier_capacity_bytes{%s} > 0)", "{{instance}} {{tier}}"),),
           maximum=1),
-    Panel("Cached and evictable", "Memory that holds cached pages, and how much of it may leave its tier now. Little "
-          "that is evictable in a full tier means that requests wait for room.", "bytes",
+    Panel("Cached and evictable", "Memory used by cached pages, and the part of it that can be evicted now. In a full "
+          "tier with little evictable memory, requests wait for room.", "bytes",
           (("sum by (tier) (hicache_tier_cached_bytes{%s})", "{{tier}} cached"),
            ("sum by (tier) (hicache_tier_evictable_bytes{%s})", "{{tier}} evictable"))),
-    Panel("Pages moved between tiers", "Backups to the host, loads to the device, reads from and writes to storage.",
+    Panel("Pages moved between tiers", "Backups to the host, loads to the device, reads from storage and writes to it.",
           "ops", ((rate("moved_pages_total", "direction"), "{{instance}} {{direction}}"),)),
-    Panel("Pages evicted", "Pages that left a tier for lack of room. Steady eviction with a falling hit rate asks for "
-          "a larger tier.", "ops", ((rate("evicted_pages_total", "tier"), "{{instance}} {{tier}}"),)),
-    Panel("Skipped, by reason", "What the cache decided not to do or could not do; each is a slower request and no "
-          "error. docs/metrics.md explains the reasons.", "ops", ((rate("skipped_total", "reason"), "{{reason}}"),)),
-    Panel("Fetch or compute", "Decisions whether a hit is fetched, by why. `too_slow` means that computing is faster "
-          "than fetching from that tier.", "ops",
+    Panel("Pages evicted", "Pages evicted from a tier. If they rise while the hit rate falls, the tier is too small.",
+          "ops", ((rate("evicted_pages_total", "tier"), "{{instance}} {{tier}}"),)),
+    Panel("Skipped, by reason", "Work that the cache skipped. Each makes a request slower but does not fail it. "
+          "docs/metrics.md explains the reasons.", "ops", ((rate("skipped_total", "reason"), "{{reason}}"),)),
+    Panel("Fetch or compute", "Decisions to fetch a hit or store a page, by reason. `too_slow`: computing is faster.",
+          "ops",
           ((rate("break_even_decisions_total", "route", "reason"), "{{route}} {{reason}}"),)),
     Panel("Queues", "Operations of the controller that are queued or in flight.", "short",
           (("sum by (instance, queue) (hicache_queued_operations{%s})", "{{instance}} {{queue}}"),)),
-    Panel("Refused by a bound", "Operations that a full queue has refused: the cache gives up reuse to keep requests "
-          "moving. Find out what the queue waits for.", "ops",
+    Panel("Refused by a limit", "Operations that a full queue rejected; the pages are computed instead. "
+          "docs/runbooks.md has the limit of each queue.", "ops",
           ((rate("refused_operations_total", "queue"), "{{instance}} {{queue}}"),)),
-    Panel("Scheduler time per step, p99", "What the cache takes of the scheduler's thread in a step: `poll`.", "s",
+    Panel("Scheduler time per step, p99", "Time that `poll` takes on the scheduler's thread in each step.", "s",
           ((quantile(0.99, "scheduler_step_seconds"), "{{instance}}"),)),
     Panel("Prefetch wait, p90", "How long requests waited for pages from storage.", "s",
           ((quantile(0.9, "prefetch_wait_seconds"), "{{instance}}"),)),
     Panel("Copies, p99", "Time of copies between L1 and L2, by direction.", "s",
           ((quantile(0.99, "copy_seconds", "direction"), "{{instance}} {{direction}}"),)),
-    Panel("Lookups, by outcome", "What storage lookups came to.", "ops",
+    Panel("Lookups, by outcome", "Lookups in storage: did they find all, some or none of the missing pages?", "ops",
           ((rate("lookups_total", "outcome"), "{{instance}} {{outcome}}"),)),
-    Panel("Sessions", "Sessions that are open, that hold KV on the device, that run a turn. Empty where "
-          "sessions are off.", "short",
+    Panel("Sessions", "Sessions that are open, hold KV on the device, or run a turn. Empty without sessions.", "short",
           (("sum by (instance, state) (hicache_sessions{%s})", "{{instance}} {{state}}"),)),
-    Panel("Turns", "Turns of sessions, and those that went on exactly where the last one had ended.", "ops",
+    Panel("Turns", "Turns of sessions, and turns that continued the previous turn exactly.", "ops",
           ((rate("session_turns_total"), "{{instance}} turns"),
            (rate("session_continued_turns_total"), "{{instance}} continued"))),
 )  # fmt: skip
 
 STORAGE = (
-    Panel("Hit rate", "Share of the pages asked of a store that it had, and that were proved to be right.",
+    Panel("Hit rate", "Share of the requested pages that the store returned and that passed verification.",
           "percentunit",
           ((f"{rate('backend_get_pages_total', 'backend', where=HIT)} / "
             f"({rate('backend_get_pages_total', 'backend')} > 0)", "{{instance}} {{backend}}"),), maximum=1),
-    Panel("Transfers", "Bytes of whole frames that were read and written.", "Bps",
+    Panel("Transfers", "Bytes of whole frames, read and written.", "Bps",
           ((rate("backend_transferred_bytes_total", "backend", "direction"),
             "{{instance}} {{backend}} {{direction}}"),)),
     Panel("Call time, p50", "Median time of a call, by verb. A call is a batch of pages.", "s",
           ((quantile(0.5, "backend_call_seconds", "backend", "verb"), "{{instance}} {{backend}} {{verb}}"),)),
-    Panel("Call time, p99", "The slowest of a hundred calls, by verb. Near the deadline (transfer.storage_deadline) "
+    Panel("Call time, p99", "99th percentile of call times, by verb. Near the deadline (transfer.storage_deadline) "
           "calls fail.", "s",
           ((quantile(0.99, "backend_call_seconds", "backend", "verb"), "{{instance}} {{backend}} {{verb}}"),)),
-    Panel("Stored", "Bytes stored, by all processes that share the store, and its limit. A store at its limit evicts "
-          "its least recently used pages.", "bytes",
+    Panel("Stored", "Bytes stored by all processes that share the store, and its limit. At the limit the store evicts "
+          "the least recently used pages.", "bytes",
           (("max by (instance, backend) (hicache_backend_stored_bytes{%s})", "{{instance}} {{backend}} stored"),
            ("max by (instance, backend) (hicache_backend_capacity_bytes{%s})", "{{instance}} {{backend}} limit"))),
-    Panel("Breakers", "Closed: calls are made. Half open: the next call decides. Open: no call is made, and the store "
-          "costs hits and nothing else.", "short",
+    Panel("Breakers", "Closed: calls are made. Half open: the next call decides. Open: no calls are made; hits are "
+          "lost, but requests succeed.", "short",
           (("max by (instance, backend, direction) (hicache_backend_breaker_state{%s})",
             "{{instance}} {{backend}} {{direction}}"),), kind="state-timeline", values=BREAKER),
-    Panel("Pages read, by outcome", "`corrupt` pages were refused and removed, `error` pages could not be read in "
+    Panel("Pages read, by outcome", "`corrupt`: failed verification and removed. `error`: could not be read, or not in "
           "time.", "ops",
           ((rate("backend_get_pages_total", "backend", "outcome"), "{{instance}} {{backend}} {{outcome}}"),)),
-    Panel("Pages written, by outcome", "`rejected` pages found no room, `present` ones were there already.", "ops",
+    Panel("Pages written, by outcome", "`rejected`: the store has no room. `present`: the page is already stored.",
+          "ops",
           ((rate("backend_set_pages_total", "backend", "outcome"), "{{instance}} {{backend}} {{outcome}}"),)),
     Panel("In flight", "Bytes of pages that are being read or written. At the limit (storage.guard.in_flight) calls "
           "wait.", "bytes",
           (("sum by (instance, backend) (hicache_backend_in_flight_bytes{%s})", "{{instance}} {{backend}}"),)),
-    Panel("Calls in flight", "Calls that have not returned, and those of them that hang past their deadline.", "short",
+    Panel("Calls in flight", "Calls that have not returned, and calls that hang past their deadline (overdue).",
+          "short",
           (("sum by (instance, backend) (hicache_backend_in_flight_calls{%s})", "{{instance}} {{backend}}"),
            ("sum by (instance, backend) (hicache_backend_overdue_calls{%s})", "{{instance}} {{backend}} overdue"))),
-    Panel("Copies between levels", "Pages that are copied to a part of a composition in the background, by outcome.",
+    Panel("Copies between levels", "Pages copied to a part of a composition in the background, by outcome.",
           "ops", ((rate("backend_copies_total", "backend", "outcome"), "{{instance}} {{backend}} {{outcome}}"),)),
-    Panel("Waiting copies", "Pages that wait to be copied to a part. A number that only rises ends in dropped copies.",
+    Panel("Waiting copies", "Pages waiting to be copied to a part. If the number keeps rising, copies will be dropped.",
           "short", (("sum by (instance, backend) (hicache_backend_waiting_copies{%s})", "{{instance}} {{backend}}"),)),
-    Panel("Evicted by the store", "Pages that the store has removed to make room.", "ops",
+    Panel("Evicted by the store", "Pages that the store removed to make room.", "ops",
           ((rate("backend_evicted_pages_total", "backend"), "{{instance}} {{backend}}"),)),
-    Panel("Retries", "Calls that were tried a second time; the budget is storage.guard.retry_share.", "ops",
+    Panel("Retries", "Calls that were retried; storage.guard.retry_share limits them.", "ops",
           ((rate("backend_retried_calls_total", "backend", "direction"), "{{instance}} {{backend}} {{direction}}"),)),
 )  # fmt: skip
 
@@ -140,92 +140,92 @@ HEALTH = (
     Panel("Targets", "1 while Prometheus reads the metrics of an engine or a daemon.", "short",
           (("up{%s}", "{{instance}}"),), kind="state-timeline", width=24,
           values=((0, "down", "red"), (1, "up", "green"))),
-    Panel("Breakers opened in an hour", "How often the guard of a store has stopped its calls. More than a few an "
-          "hour: the store stumbles.", "short",
+    Panel("Breakers opened in an hour", "Times that a guard stopped the calls to its store. More than a few per "
+          "hour: the store answers probes but fails under load.", "short",
           (("sum by (instance, backend, direction) (increase(hicache_backend_breaker_opens_total{%s}[1h]))",
             "{{instance}} {{backend}} {{direction}}"),)),
-    Panel("Damaged pages in an hour", "Pages that were read and refused, by what was wrong. They cost hits, never a "
-          "wrong token; a rising number is a disk, a cable or a key.", "short",
+    Panel("Damaged pages in an hour", "Pages that failed verification, by reason. They cost hits but are never used. "
+          "Many: check the disk, the memory, the network and the keys.", "short",
           (("sum by (instance, backend, reason) (increase(hicache_backend_corrupt_pages_total{%s}[1h]))",
             "{{instance}} {{backend}} {{reason}}"),)),
-    Panel("Errors of stores", "Operations that failed, by class of error.", "ops",
+    Panel("Errors of stores", "Failed operations, by class of error.", "ops",
           ((rate("backend_errors_total", "backend", "reason"), "{{instance}} {{backend}} {{reason}}"),)),
     Panel("Failed calls", "Calls that count as failed for the breaker, by reason.", "ops",
           ((rate("backend_failed_calls_total", "backend", "direction", "reason"),
             "{{instance}} {{backend}} {{direction}} {{reason}}"),)),
-    Panel("Refused calls", "Calls that the guard did not make: the breaker was open, or other calls had all the bytes "
-          "in flight.", "ops",
+    Panel("Refused calls", "Calls that the guard did not make. `open`: the breaker was open. `busy`: the limit of "
+          "bytes in flight was reached until the deadline.", "ops",
           ((rate("backend_refused_calls_total", "backend", "direction", "reason"),
             "{{instance}} {{backend}} {{direction}} {{reason}}"),)),
-    Panel("Probes", "Pages that the guard writes and reads to find out whether a store works again.", "ops",
+    Panel("Probes", "Test pages that the guard writes and reads to detect whether a store works.", "ops",
           ((rate("backend_probes_total", "backend", "direction", "outcome"),
             "{{instance}} {{backend}} {{direction}} {{outcome}}"),)),
-    Panel("Overrides", "1 while an operator has switched a direction of a store on or off; the breaker decides "
-          "nothing then.", "short",
+    Panel("Overrides", "1 while a direction of a store is forced on or off. The breaker has no effect then.", "short",
           (("max by (instance, backend, direction) (hicache_backend_override{%s})",
             "{{instance}} {{backend}} {{direction}}"),)),
-    Panel("Workers", "Threads of the controller that run and are not stuck.", "short",
+    Panel("Workers", "Threads of the controller that run and do not hang.", "short",
           (("hicache_workers_alive{%s}", "{{instance}}"),)),
-    Panel("Workers restarted or failing", "Restarts of threads that died, and exceptions in threads, in an hour. Both "
-          "are faults of HiCache or of a library: the log names them.", "short",
+    Panel("Workers restarted or failing", "Threads that died and were replaced, and exceptions in threads, in an "
+          "hour. Both are bugs in HiCache, a backend or a library; see the log.", "short",
           (("increase(hicache_worker_restarts_total{%s}[1h])", "{{instance}} restarts"),
            ("sum by (instance, worker) (increase(hicache_worker_errors_total{%s}[1h]))", "{{instance}} {{worker}}"))),
-    Panel("Storage that did not open", "Attempts to open storage for new weights that failed, in an hour.", "short",
+    Panel("Storage that did not open", "Failed attempts to open storage, in an hour.", "short",
           (("increase(hicache_storage_open_failures_total{%s}[1h])", "{{instance}}"),)),
-    Panel("KV events", "Events recorded, snapshots made for readers that missed some, and batches that a subscriber "
-          "was too slow for.", "ops",
+    Panel("KV events", "Events recorded, snapshots for readers that missed events, and batches missed by slow "
+          "subscribers.", "ops",
           ((rate("events_total"), "{{instance}} events"), (rate("event_snapshots_total"), "{{instance}} snapshots"),
            (rate("event_slow_batches_total"), "{{instance}} slow batches"))),
 )  # fmt: skip
 
 DAEMON = (
-    Panel("Pages, by source", "Where the pages came from that engines asked for: the host pool, a store, the read of "
-          "another engine that was in flight, or nowhere.", "ops", ((rate("daemon_pages_total", "source"),
+    Panel("Pages, by source", "Pages that engines requested, by source: the host pool, a store, another engine's read "
+          "in flight, or a miss.", "ops", ((rate("daemon_pages_total", "source"),
           "{{instance}} {{source}}"),), stacked=True),
-    Panel("Transfers with engines", "Bytes of frames that went to engines and came from them.", "Bps",
+    Panel("Transfers with engines", "Bytes of frames sent to engines and received from them.", "Bps",
           ((rate("daemon_transferred_bytes_total", "direction"), "{{instance}} {{direction}}"),)),
-    Panel("Requests", "Answers by operation and class of status. 503 is back-pressure.", "reqps",
+    Panel("Requests", "Answers by operation and class of status. 5xx: back-pressure, or a store that cannot be "
+          "opened.", "reqps",
           ((rate("daemon_requests_total", "operation", "status") + " > 0", "{{instance}} {{operation}} {{status}}"),)),
-    Panel("Request time, p50", "The median time of answers, from the head of a request on.", "s",
+    Panel("Request time, p50", "Median time of answers, from the head of the request on.", "s",
           ((quantile(0.5, "daemon_request_seconds", "operation"), "{{instance}} {{operation}}"),)),
-    Panel("Request time, p99", "The slowest of a hundred answers. `get` and `set` wait for the store.", "s",
+    Panel("Request time, p99", "99th percentile of answer times. `get` and `set` include the time of the store.", "s",
           ((quantile(0.99, "daemon_request_seconds", "operation"), "{{instance}} {{operation}}"),)),
-    Panel("Memory of engines", "What the daemon has mapped of the memory of engines. At daemon.memory_max further "
-          "engines are refused and send their pages through the socket.", "bytes",
+    Panel("Memory of engines", "Memory of engines that the daemon has mapped. At daemon.memory_max it maps no more; "
+          "further engines send their pages through the socket.", "bytes",
           (("hicache_daemon_client_memory_bytes{%s}", "{{instance}}"),)),
-    Panel("Pool", "Memory of hot pages: what there is, what is used, what pins hold.", "bytes",
+    Panel("Pool", "Memory of the pool of hot pages: its capacity, the used part, and the part used by pins.", "bytes",
           tuple((f"hicache_daemon_pool_{what}_bytes{{%s}}", f"{{{{instance}}}} {what}")
                 for what in ("capacity", "used", "pinned"))),
-    Panel("Pool, pages in and out", "Pages that entered the pool, and pages that left it for lack of room. Both high "
-          "with few hits in the pool: it is too small for the load.", "ops",
+    Panel("Pool, pages in and out", "Pages that entered the pool, and pages evicted from it. If both are high and "
+          "pool hits are rare, the pool is too small for the load.", "ops",
           ((rate("daemon_pool_admitted_pages_total"), "{{instance}} in"),
            (rate("daemon_pool_evicted_pages_total"), "{{instance}} out"))),
-    Panel("Clients", "Engines whose memory is mapped, those of them that have ended, and connections by listener with "
-          "their limit.", "short",
+    Panel("Clients", "Engines whose memory is mapped, ended engines whose memory is still mapped, and connections by "
+          "listener with their limit.", "short",
           (("hicache_daemon_clients{%s}", "{{instance}} engines"),
-           ("hicache_daemon_gone_clients{%s}", "{{instance}} engines that are gone"),
+           ("hicache_daemon_gone_clients{%s}", "{{instance}} ended engines"),
            ("hicache_daemon_connections{%s}", "{{instance}} connections, {{listener}}"),
-           ("hicache_daemon_connections_max{%s}", "{{instance}} connections at most, each"))),
-    Panel("In flight", "Requests without an answer, and operations that touch memory of engines. Above 0 without load: "
-          "a store hangs.", "short",
+           ("hicache_daemon_connections_max{%s}", "{{instance}} limit of connections, each"))),
+    Panel("In flight", "Requests without an answer, and operations on memory of engines. If they stay above 0 without "
+          "load, a store hangs.", "short",
           (("hicache_daemon_in_flight_requests{%s}", "{{instance}} requests"),
            ("hicache_daemon_client_operations{%s}", "{{instance}} operations on memory"))),
-    Panel("Refused, by limit", "Requests and connections that a limit refused or ended. docs/daemon.md has the limits.",
+    Panel("Refused, by limit", "Requests and connections that a limit rejected or ended, by the name of the limit.",
           "ops", ((rate("daemon_refused_requests_total", "reason"), "{{instance}} {{reason}}"),)),
     Panel("Saved writes", "Pages that were not written because another engine was writing them.", "ops",
           ((rate("daemon_shared_writes_total"), "{{instance}}"),)),
 )  # fmt: skip
 
 DASHBOARDS = {
-    "tiers": ("HiCache: tiers", "Where KV comes from, how full L1 and L2 are, what moves between the tiers.", TIERS),
-    "storage": ("HiCache: storage", "Each store: hit rate, speed, fill, breakers, and what waits for it.", STORAGE),
-    "daemon": ("HiCache: daemon", "A storage daemon: its engines, its pool, its requests and what it refuses.", DAEMON),
-    "health": ("HiCache: health", "What is wrong now, and what went wrong. docs/runbooks.md says what to do.", HEALTH),
+    "tiers": ("HiCache: tiers", "Where KV comes from, how full L1 and L2 are, and transfers between the tiers.", TIERS),
+    "storage": ("HiCache: storage", "Each store: hit rate, speed, fill, breakers and waiting copies.", STORAGE),
+    "daemon": ("HiCache: daemon", "A storage daemon: its engines, pool, requests and refusals.", DAEMON),
+    "health": ("HiCache: health", "Current and recent faults. docs/runbooks.md says what to do.", HEALTH),
 }
 
 
 def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
-    """One panel in Grafana's schema."""
+    """Return one panel in Grafana's schema."""
     is_states = panel.kind == "state-timeline"
     custom: dict[str, Any] = {"fillOpacity": 80, "lineWidth": 0} if is_states else {
         "lineWidth": 1, "fillOpacity": 40 if panel.stacked else 8, "showPoints": "never",
@@ -253,7 +253,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 
 
 def dashboard_json(name: str) -> dict[str, Any]:
-    """One dashboard: its panels in rows from left to right, with a choice of data source and of targets."""
+    """Return one dashboard: its panels in rows from left to right, and the choice of data source and targets."""
     title, description, panels = DASHBOARDS[name]
     placed, x, y = [], 0, 0
     for number, panel in enumerate(panels, 1):
@@ -279,7 +279,7 @@ def dashboard_json(name: str) -> dict[str, Any]:
 
 
 def text_of(name: str) -> str:
-    """The file of one dashboard."""
+    """Return the file of one dashboard."""
     return json.dumps(dashboard_json(name), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -1,11 +1,11 @@
-"""Pages of HiCache in one SQLite file: a small store, complete in every promise of the storage contract.
+"""A store that keeps pages of HiCache in one SQLite file. It is small and implements the whole storage contract.
 
     pages  id, namespace, key, used (Unix time), frame (the encoded page)
 
-Good for a few gigabytes on one machine, where one file is easier to keep than many. Several processes may share it.
+Use it for a few gigabytes on one machine. Several processes may share the file.
 
-Locking design: a backend has one connection, and `_lock` is held for all of a verb that uses it: SQLite orders the
-writers anyway. A verb waits for the lock, and SQLite for other processes, no longer than the verb's deadline.
+Locking design: a backend has one connection, and `_lock` is held during each use of it; SQLite orders the writers in
+any case. A verb waits until its deadline for the lock, and SQLite for other processes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CREATE TABLE IF NOT EXISTS pages(id INTEGER PRIMARY KEY, namespace BLOB NOT NULL
     used REAL NOT NULL, frame BLOB NOT NULL, UNIQUE(namespace, key))
 """
 _INSERT = "INSERT OR IGNORE INTO pages(namespace, key, used, frame) VALUES(?, ?, ?, ?)"
-# What an operator's command waits for a store that others use.
+# How long an operator's command waits for other processes.
 _TOOL_WAIT_S = 30.0
 _LISTED_AT_ONCE = 500
-# An infinite deadline still has to be a number for a lock and for SQLite.
+# The longest wait: locks and SQLite do not accept an infinite one.
 _WAIT_S_MAX = 86_400.0
 
 
@@ -54,9 +54,9 @@ def _connect(path: str | os.PathLike[str]) -> sqlite3.Connection:
 
 
 class SqliteBackend(PageStore[int]):
-    """See the module's docstring, and `PageStore` for each verb. A stored object is known by the number of its row.
+    """See the module's docstring, and `PageStore` for each verb. The number of its row identifies a stored object.
 
-    Raises BackendUnavailable for a file that cannot be opened.
+    Raises BackendUnavailable if the file cannot be opened.
     """
 
     def __init__(self, codec: FrameCodec, path: str | os.PathLike[str]) -> None:
@@ -66,14 +66,14 @@ class SqliteBackend(PageStore[int]):
 
     @contextlib.contextmanager
     def _locked(self, deadline: float, *, writing: bool = False) -> Iterator[sqlite3.Connection]:
-        """The connection, which waits for others up to the deadline; `writing` makes the block a transaction."""
+        """Lock the connection; it waits for other processes until the deadline. `writing` begins a transaction."""
         wait_s = min(max(0.0, deadline - time.monotonic()), _WAIT_S_MAX)
         if not self._lock.acquire(timeout=wait_s):
             raise StoreError(ErrorKind.DEADLINE)
         try:
             left_s = min(max(0.0, deadline - time.monotonic()), _WAIT_S_MAX)
             self._db.execute(f"PRAGMA busy_timeout = {math.ceil(left_s * 1000)}")
-            with self._db:  # commits, or undoes all of the block on an exception
+            with self._db:  # commits; rolls back on an exception
                 if writing:
                     self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
@@ -94,11 +94,11 @@ class SqliteBackend(PageStore[int]):
         return db.execute("SELECT 1 FROM pages WHERE namespace = ? AND key = ?", where).fetchone() is not None
 
     def read(self, pages: PageReads[int]) -> None:
-        """See PageStore. Takes the lock for a page at a time, so that a long batch lets others in between."""
+        """See PageStore. Takes the lock for one page at a time, so that other calls can run during a long batch."""
         hits: list[tuple[float, int]] = []
         for position in pages:
             with self._locked(pages.deadline) as db:
-                # No object that is larger than a page is read.
+                # Do not read an object that is larger than a page.
                 found = db.execute(
                     "SELECT id, length(frame), CASE WHEN length(frame) <= ? THEN frame END FROM pages"
                     " WHERE namespace = ? AND key = ?",
@@ -121,7 +121,7 @@ class SqliteBackend(PageStore[int]):
             db.executemany("DELETE FROM pages WHERE id = ? AND key = ?", [(one.found, one.key) for one in damaged])
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. One transaction for the pages that fit into the deadline."""
+        """See PageStore. All pages written before the deadline are one transaction."""
         new: list[int] = []
         try:
             with self._locked(pages.deadline, writing=True) as db:
@@ -135,7 +135,7 @@ class SqliteBackend(PageStore[int]):
         except StoreError as error:
             if error.kind != "SQLITE_FULL" or not new:
                 raise
-            pages.reject(new[0])  # the transaction is undone: of the pages behind it none was stored
+            pages.reject(new[0])  # the transaction was rolled back, so later pages are not stored either
             return
         for position in new:
             pages.stored(position)
@@ -153,7 +153,7 @@ class SqliteBackend(PageStore[int]):
         return (key for (key,) in rows)
 
     def measure(self) -> Usage:
-        """See PageStore. All namespaces of the file."""
+        """See PageStore. Counts all namespaces of the file."""
         with self._locked(time.monotonic() + 1.0) as db:
             pages, size = db.execute("SELECT count(*), coalesce(sum(length(frame)), 0) FROM pages").fetchone()
         return Usage(pages, size, None)
@@ -164,8 +164,8 @@ class SqliteBackend(PageStore[int]):
 
 
 class SqliteRawStore(RawStore):
-    """The file as its operator sees it: what makes `hicache ls`, `stat`, `copy`, `purge`, `trim` and `verify` work, and
-    what a limit (`capacity_bytes`) sweeps with. Raises BackendUnavailable."""
+    """The operator's view of the file. The commands `hicache ls`, `stat`, `copy`, `purge`, `trim` and `verify` use it,
+    and the sweeps of a limit (`capacity_bytes`). All methods raise BackendUnavailable."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._db = _connect(path)
@@ -203,7 +203,7 @@ class SqliteRawStore(RawStore):
         return None if found is None else bytes(found[0])
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        """See RawStore. The parent is in the header of `data`; no column repeats it."""
+        """See RawStore. `parent` has no column: it is in the header of `data`."""
         used = time.time() if page.used_s is None else page.used_s
         try:
             return self._db.execute(_INSERT, (page.namespace, page.key, used, data)).rowcount > 0
@@ -214,7 +214,7 @@ class SqliteRawStore(RawStore):
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
         """See RawStore."""
-        with self._translated(), self._db:  # which ends the transaction, one way or the other
+        with self._translated(), self._db:  # `self._db` commits or rolls back the transaction
             self._db.execute("BEGIN IMMEDIATE")
             removed = self._db.executemany(
                 "DELETE FROM pages WHERE namespace = ? AND key = ?", [(page.namespace, page.key) for page in pages]

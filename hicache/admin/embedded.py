@@ -256,7 +256,7 @@ class EmbeddedCache:
         if self._cache.controller.has_ranks:
             raise AdminError(
                 "unsupported", f"{what}: all ranks of this engine must do this in the same step, which only the engine "
-                "itself can do (`bypass` and `breaker` work: one rank that is switched off closes all)",
+                "itself can do (`bypass` and `breaker` work: a direction that is off on one rank is off on all)",
             )  # fmt: skip
 
     def _key(self, tokens: Tokens) -> RadixKey:
@@ -321,7 +321,7 @@ def serve(
 ) -> AdminServer | None:
     """Serve the admin surface of `cache` at `path`. See `hicache.admin.serve_configured`."""
     if not isinstance(cache, (HiRadixCache, HostCache)):
-        logger.warning("admin.socket: this cache keeps nothing between requests, so it has no admin surface")
+        logger.warning("admin.socket is ignored: a cache with prefix_cache off does not have an admin surface")
         return None
     environ = os.environ if environ is None else environ
     token = read_secret("admin token", config.admin.token_env, config.admin.token_file, environ)

@@ -260,7 +260,7 @@ class PinRequest(Model):
 
 
 class PinStatus(Model):
-    """A pin, and the pages that it keeps; of the `asked_pages`, the others were not in memory."""
+    """A pin. It keeps `pages` of the `asked_pages`: those that were in memory and within the limit of pins."""
 
     id: str
     namespace: Hex

@@ -183,7 +183,7 @@ def _answer(error: HiCacheError) -> tuple[Response, str]:
 
 
 def _problems(error: RequestValidationError) -> str:
-    """What is wrong, without the values: token ids and salts are among them."""
+    """Return the problems without the values, which include token ids and salts."""
     found = [f"{'.'.join(map(str, one['loc'][1:])) or 'body'}: {one['msg']}" for one in error.errors()]
     return "; ".join(found[:5])
 

@@ -85,7 +85,7 @@ def scrub(target: AdminTarget, request: ScrubRequest) -> Steps:
 def clear(target: AdminTarget, request: ClearRequest) -> Steps:
     """Remove pages; yield the progress after each. Raises AdminError at once for an invalid request."""
     if (request.where == "store") is not (request.store is not None):
-        raise AdminError("invalid", "pass `store` with where: store, and only then")
+        raise AdminError("invalid", "pass `store` if `where` is `store`, and leave it out otherwise")
     target.stores.require(request.store)
     return _clear(target, request)
 

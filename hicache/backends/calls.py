@@ -185,7 +185,7 @@ class Calls:
 
     def close(self, wait_s: float | None = None) -> bool:
         """Reject further verbs and wait for those in flight, at most `wait_s` (None: until all have ended). Return
-        False if that was done before."""
+        False if the backend was already closed."""
         with self._lock:
             first = not self._closed
             self._closed = True

@@ -107,15 +107,16 @@ class Chains:
             self.discard(gone)
 
     def heads(self) -> int:
-        """Pages that begin a chain."""
+        """Return the number of pages that begin a chain."""
         return sum(link.parent is None for link in self._links.values())
 
     def orphans(self) -> int:
-        """Pages with an unknown parent: lookups cannot reach them until that is stored again."""
+        """Return the number of pages with an unknown parent. Lookups cannot reach them until the parent is stored
+        again."""
         return sum(link.parent is not None and link.parent not in self._links for link in self._links.values())
 
     def tails(self) -> int:
-        """Pages without children."""
+        """Return the number of pages without children."""
         return sum(where not in self._children for where in self._links)
 
     def tails_first(self) -> Iterator[StoredPage]:

@@ -60,9 +60,9 @@ _FIELD = re.compile("[0-9a-z-]+: [\t -~]*")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The peer of connections: the store, or a proxy, which connects those with TLS to `tunnel`. `tls` None means plain
-    HTTP; `name` is the one in the store's certificate. With `socket`, the path of a Unix socket, host and port are
-    ignored. Times are seconds."""
+    """The peer of connections: the store, or a proxy, which passes TLS connections on to `tunnel`. `tls` None means
+    plain HTTP; `name` is the name in the store's certificate. With `socket`, the path of a Unix socket, host and port
+    are ignored. Times are seconds."""
 
     host: str
     port: int
@@ -128,7 +128,7 @@ def request_head(method: str, target: str, headers: Mapping[str, str], origin: s
     fields = [f"{name}: {value}" for name, value in headers.items()]
     if not _TARGET.fullmatch(target) or not all(map(_FIELD.fullmatch, fields)):
         wrong = next((name for name, field in zip(headers, fields, strict=True) if not _FIELD.fullmatch(field)), "path")
-        raise StoreError(ErrorKind.BAD_REQUEST, f"not sent: {wrong!r} would hold a character that HTTP forbids")
+        raise StoreError(ErrorKind.BAD_REQUEST, f"not sent: {wrong!r} contains a character that HTTP forbids")
     return "\r\n".join([f"{method} {origin}{target} HTTP/1.1", *fields, "", ""]).encode("ascii")
 
 
@@ -216,7 +216,7 @@ class Connection:
             piece = first_bytes(left[: 1 if self._is_tls else _BUFFERS_AT_ONCE], PIECE_BYTES)
             count = self._take_ahead(piece) or self._receive(piece, deadline)
             if not count:
-                raise StoreError(ErrorKind.SHORT_BODY, f"{done} of {size} bytes came")
+                raise StoreError(ErrorKind.SHORT_BODY, f"{done} of {size} bytes arrived")
             if arrived is not None:
                 for buffer in first_bytes(piece, count):
                     arrived.add(buffer)
@@ -249,7 +249,7 @@ class Connection:
         if length is None:
             return self._read_to_end(bytes_max, deadline)
         if length > bytes_max:
-            raise StoreError(ErrorKind.PROTOCOL, f"a reply of {length} bytes, where {bytes_max} are plenty")
+            raise StoreError(ErrorKind.PROTOCOL, f"a reply of {length} bytes, more than the limit of {bytes_max}")
         return self.read_exactly(length, deadline)
 
     def read_exactly(self, size: int, deadline: float) -> bytes:
@@ -302,13 +302,13 @@ def read_chunks(read_line: Callable[[], bytes], read_exactly: Callable[[int], by
         found = _CHUNK_SIZE.fullmatch(line)
         size = int(found[1], 16) if found else -1
         if not 0 <= size <= bytes_max - len(body):
-            raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has no proper size")
+            raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has an invalid size")
         is_trailer = not size
         if size:
             body += read_exactly(size)
             if read_exactly(2) != b"\r\n":
                 break
-    raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply make no sense")
+    raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply are not valid")
 
 
 def read_small(connection: Connection, head: Head, bytes_max: int, deadline: float) -> bytes:
@@ -319,8 +319,8 @@ def read_small(connection: Connection, head: Head, bytes_max: int, deadline: flo
 
 
 def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
-    """Return the reply of a server that rejected a body and closed before reading it all. Raises `error` without
-    one."""
+    """Return the reply of a server that rejected a body and closed before reading it all. Raises StaleConnection if
+    there is no reply."""
     try:
         return connection.read_head(deadline)
     except ConnectionError:
@@ -335,7 +335,7 @@ def _require_own_peer(sock: socket.socket) -> None:
     """Raise StoreError unless the process that listens on a Unix socket is this user's or root's."""
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user not in (os.geteuid(), 0):
-        raise StoreError(ErrorKind.ACCESS_DENIED, f"the socket belongs to a process of user {user}, not of this one")
+        raise StoreError(ErrorKind.ACCESS_DENIED, f"the socket belongs to a process of user {user}, not of this user")
 
 
 def resolve(server: Server) -> Sequence[Address]:

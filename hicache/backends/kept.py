@@ -29,7 +29,8 @@ from .store import PageStore
 
 
 class KeptFrames:
-    """The frames of `pages` pages that `codec` may be able to verify; `frame` returns one by its number.
+    """The kept frames, among `pages` frames, whose pages `codec` may be able to verify. `frame` returns a frame by its
+    number.
 
     Invariant: each page is in `_pages`, under its key, or is being read, or waits in `_unused` to be freed. `held` is
     their number.
@@ -110,7 +111,7 @@ class KeptFrames:
                 self._read.add(key)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Forget pages; return how many there were."""
+        """Forget pages; return how many were kept."""
         with self._lock:
             there = [key for key in keys if key in self._pages]
             for key in there:

@@ -41,7 +41,7 @@ from .raw import PageId, RawStore
 
 _log = logging.getLogger(__name__)
 
-# The interval of listings. Shorter detects others' writes sooner, but costs more requests.
+# The interval of listings. A shorter interval detects others' writes sooner, but costs more requests.
 LIST_INTERVAL_S = 60.0
 # The shortest time between the starts of two listings, even if the store is full. It doubles after each failure.
 PAUSE_S = 1.0
@@ -252,7 +252,7 @@ class LimitedBackend(Wrapper):
                 self._close_raw()
             else:
                 self.count("sweep_left")
-                _log.warning("limit: a request of the sweep hangs; its thread is left to end by itself")
+                _log.warning("limit: a request of the sweep still hangs; its thread ends when the request returns")
 
     # On the thread of the task
 

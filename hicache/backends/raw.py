@@ -24,7 +24,7 @@ class StoredPage:
     """One stored object at a page's location; its content was not checked.
 
     `namespace` and `key` are 32 raw bytes; a shorter key means an object at the location of all pages whose keys begin
-    with it. `used_s` is the Unix time of the last use, or of the store if the store does not record uses, or None.
+    with it. `used_s` is the Unix time of the last use, or of the write if the store does not record uses, or None.
     `identity` distinguishes the object from a later one at its location; None if the store cannot. `damage` is the
     reason why the object cannot be a page, if the listing shows one.
     """
@@ -43,8 +43,8 @@ class RawStore(ABC):
     @abstractmethod
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
         """Yield every page whose namespace digest starts with `namespace` (lower-case hexadecimal), by namespace if the
-        store can list in that order. Changes nothing. Pages stored or removed at the same time may be missing or
-        not."""
+        store can list in that order. Changes nothing. Pages stored or removed at the same time may or may not be
+        listed."""
 
     @abstractmethod
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:

@@ -248,7 +248,7 @@ def open_raw(spec: BackendSpec) -> RawStore:
     place = _raw_place(spec.type)
     if place is None:
         known = sorted({*_RAW, *(point.name for point in entry_points(group=RAW_ENTRY_POINT_GROUP))})
-        raise ConfigError(f"backend {spec.type}: cannot be listed; {', '.join(known)} can")
+        raise ConfigError(f"backend {spec.type}: cannot be listed; use one of {', '.join(known)}")
     factory = cast(Callable[..., RawStore], _load(spec.type, place))
     is_built_in = spec.type in STORAGE_SECTIONS
     own = spec.options if is_built_in else _without_capacity(factory, spec.options)  # only engines keep the limit

@@ -121,8 +121,8 @@ class PageStore(Envelope, Generic[Found]):
                 failure = f"not removed ({error.kind})"
             for one in reads.damaged:
                 self._damage_log.warn(
-                    one.reason, "storage %s: page %s of %s is not the page that was stored (%s); it "
-                    "counts as a miss and was %s", self.name, one.key.hex()[:8], self.codec.label or "no label",
+                    one.reason, "storage %s: page %s of %s failed verification (%s); it counts as a miss and "
+                    "was %s", self.name, one.key.hex()[:8], self.codec.label or "no label",
                     one.reason, failure or "removed",
                 )  # fmt: skip
         return outcomes

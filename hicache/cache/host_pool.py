@@ -85,7 +85,7 @@ def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
         raise InvalidInput(f"host: {pool.allocator.used_pages} pages are in use; each cache needs its own pool")
     pool.allocator.free(np.setdiff1d(pages, np.array(kept.pages, np.int32))[::-1].copy())
     if kept.held:
-        logger.info("L2 was left by an earlier process: %d of %d pages wait to be asked for", kept.held, pool.pages)
+        logger.info("L2 memory of an earlier process is reused: %d of %d pages can be hits", kept.held, pool.pages)
     return kept
 
 

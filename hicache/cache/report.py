@@ -76,10 +76,10 @@ def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistic
 def log_end(*, everything_ended: bool, took_s: float) -> None:
     """Log that a cache was closed."""
     if everything_ended:
-        logger.info("cache closed after %.1f s; all that was queued has ended", took_s)
+        logger.info("cache closed after %.1f s; all queued work has ended", took_s)
     else:
-        logger.warning("cache closed after %.1f s with operations left: pages that waited to be stored are lost, or a "
-                       "call hangs (transfer.shutdown_deadline)", took_s)  # fmt: skip
+        logger.warning("cache closed after %.1f s with unfinished operations: queued pages were not stored, or a call "
+                       "hangs (transfer.shutdown_deadline)", took_s)  # fmt: skip
 
 
 def dropped(state: CacheStatistics) -> Counter[str]:
@@ -158,7 +158,7 @@ class CacheLog:
     def _look(self) -> None:
         before, self._state = self._state, self._statistics()
         if self._state.weights_epoch != before.weights_epoch:
-            logger.info("new weights: epoch %d in place of %d; the cache began empty, and storage is opened again",
+            logger.info("new weights: epoch %d replaces %d; the cache starts empty, and storage is reopened",
                         self._state.weights_epoch, before.weights_epoch)  # fmt: skip
 
     def close(self) -> None:

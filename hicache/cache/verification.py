@@ -260,7 +260,7 @@ class LoadVerifier:
             counted["damaged"] += 1
             key = proof.pages[proof.sound_pages][1] or b""
             self._log.warn(
-                proof.damage, "L2: page %s of %s is not the page that was sealed (%s); it leaves L2 and is computed "
-                "again", key.hex()[:8], proof.codec.label or "no label", proof.damage.value,
+                proof.damage, "L2: page %s of %s failed verification (%s); it is removed and computed again",
+                key.hex()[:8], proof.codec.label or "no label", proof.damage.value,
             )  # fmt: skip
             self._host.drop(tree, damaged)

@@ -32,21 +32,23 @@ This page is generated from the schema: `hicache config schema --markdown > docs
 A configuration is a YAML file. The names below are paths in it: `host.size` is the entry `size` of the section `host`.
 
 **Sources.** Each entry can also be a variable, in capitals and with two underscores for each dot
-(`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or a flag (`--set host.size=4GiB`). A flag overrides a variable, a variable the
-file. An alternative (`size`, `tokens`, `ratio`) replaces the others of a weaker source, and another `storage.type`
-replaces the options of the old one. `null` unsets an entry; an empty variable or flag is empty text, which most entries
-reject. A file has at most 10,000 names and values. If no file is given, `{FILE_VARIABLE}` names it; `hicache demo` and
+(`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or a flag (`--set host.size=4GiB`). Flags override variables, and variables the
+file. An alternative (`size`, `tokens`, `ratio`) replaces the others of a weaker source; another `storage.type` replaces
+the options of the old one. `null` unsets an entry. An empty variable or flag is empty text, which most entries reject.
+A file has at most 10,000 names and values. If no file is given, `{FILE_VARIABLE}` names it; `hicache demo` and
 `hicache replay` have default files instead.
 
 **Units.** Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required,
 except for 0; a program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. `~` in a path is the
 home directory.
 
-**Errors.** Unknown, invalid and duplicate entries are rejected, with the nearest valid name, or with HiCache's name for
-one of SGLang, LMCache or vLLM. An unknown variable with the prefix `{ENVIRON_PREFIX}` is rejected too if it contains
-two underscores after it, unless an entry whose name ends in `_env`, such as `integrity.mac_key_env`, names it for a
-secret. Without two underscores it is ignored with a warning, because Kubernetes sets `{ENVIRON_PREFIX}PORT` and others
-in each container beside a service named `hicache`.
+**Secrets.** A secret is in a file of mode 0600, or in an environment variable that an `..._env` entry names. A file is
+safer, because child processes inherit variables.
+
+**Errors.** Unknown, invalid and duplicate entries are rejected. The error suggests the nearest valid name, or HiCache's
+name for an entry of SGLang, LMCache or vLLM. An unknown `{ENVIRON_PREFIX}` variable is rejected if two underscores
+follow in its name, unless an `..._env` entry names it. Others are ignored with a warning, because Kubernetes sets
+`{ENVIRON_PREFIX}PORT` and more beside a service named `hicache`.
 
 """
 _TABLE_HEAD = """\
@@ -54,8 +56,8 @@ _TABLE_HEAD = """\
 |---|---|---|---|
 """
 _MARKDOWN_TAIL = """
-The entries `storage.options.*` are those of the `file` backend; see below for other backends. Their required entries
-are required only with a `storage` section. Compositions (`levels`, `sharded`) do not have a guard; each of their parts
+The entries `storage.options.*` above are those of the `file` backend; the other backends follow. Required entries are
+required only in a configuration with `storage`. Compositions (`levels`, `sharded`) have no guard; each of their parts
 has one. Entries inside a list, such as parts, can only be set in a file.
 """
 
@@ -106,9 +108,9 @@ def _first_sentence(text: str) -> str:
 def check(file: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Check FILE together with HICACHE_* variables, and print the effective configuration as YAML.
 
-    FILE is -, for standard input, or by default the value of HICACHE_CONFIG_FILE. Also imports the storage backend,
-    reads the key files and checks the addresses of events, but does not open a store or a port. Exit code 1 if it is
-    rejected.
+    FILE may be -, for standard input; the default is the value of HICACHE_CONFIG_FILE. The check also imports the
+    storage backend, reads the key files and checks the addresses of events. It does not open a store or a port. Exit
+    code 1 if the configuration is rejected.
     """
     if file is None and FILE_VARIABLE not in os.environ:
         raise click.UsageError(f"pass a FILE, or set the variable {FILE_VARIABLE}")

@@ -44,7 +44,7 @@ from .main import FOUND_EXIT_CODE
 Command = TypeVar("Command", bound=Callable[..., Any])
 _TOKENS_FILE_BYTES_MAX = 32 << 20
 _STORE = click.argument("store", required=False)
-_YES = click.option("--yes", is_flag=True, help="Do not ask.")
+_YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 _NAMESPACE = click.option(
     "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
     help="Only namespaces whose digest starts with these digits; `namespaces` lists them.",
@@ -86,7 +86,7 @@ def _plain(answer: object) -> object:
 @click.option("--token-file", type=FILE, help="File with the admin token, mode 0600.")
 @click.option("--ca-file", type=FILE, help="Authority of the daemon's certificate, PEM.")
 @click.option("--certificate", type=FILE, help="Certificate of this client, PEM, for mutual TLS.")
-@click.option("--key", type=FILE, help="Its private key.")
+@click.option("--key", type=FILE, help="Private key of --certificate, PEM.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, with whole digests and plain numbers.")
 @click.pass_context
 def ctl(context: click.Context, /, *, as_json: bool, **address: Any) -> None:
@@ -123,7 +123,7 @@ def _confirm(yes: bool, question: str) -> None:
     click.confirm(question, abort=True, err=True)
 
 
-# Asking
+# Show
 
 
 @ctl.command()
@@ -288,7 +288,7 @@ def detach(session: Session, store: str | None, yes: bool) -> None:
 @click.option("--end", is_flag=True, help="End the bypass; the breaker decides again.")
 @_with_session
 def bypass(session: Session, store: str | None, end: bool) -> None:
-    """Make no reads and writes to STORE, or to all stores. It stays open."""
+    """Stop reads and writes of STORE, or of all stores. The stores stay open."""
     mode = Override.AUTO if end else Override.OFF
     session.client.put("/breakers", BreakerRequest(store=store, mode=mode))
     session.done(f"{store or 'all stores'}: {'in use again' if end else 'bypassed; `bypass --end` uses it again'}")

@@ -99,7 +99,7 @@ def summary(job: Job) -> Iterator[str]:
         if progress.unsupported:
             yield f"  not ours  {counted(progress.unsupported, 'page')} that the configured keys do not verify"
         if progress.unverifiable:
-            yield f"  unproved  {counted(progress.unverifiable, 'page')} without a tag, or for which the key is missing"
+            yield f"  unchecked {counted(progress.unverifiable, 'page')} without a tag, or for which the key is missing"
         if progress.skipped:
             yield f"  skipped   {', '.join(progress.skipped)}: cannot be listed"
     if progress.removed or job.kind is JobKind.CLEAR:

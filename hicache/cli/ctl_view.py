@@ -34,7 +34,7 @@ def status_lines(status: Status) -> Iterator[str]:
 
 
 def tier_lines(status: Status) -> Iterator[str]:
-    """One line for each tier."""
+    """Yield one line for each tier."""
     rows = [
         (tier.name, format_size(tier.capacity_bytes), format_size(tier.used_bytes),
          format_share(tier.used_bytes, tier.capacity_bytes), format_size(tier.pinned_bytes), f"{tier.pages:,}")
@@ -44,7 +44,7 @@ def tier_lines(status: Status) -> Iterator[str]:
 
 
 def namespace_lines(status: Status) -> Iterator[str]:
-    """One line for each namespace, the one with most memory first."""
+    """Yield one line for each namespace, the one with the most memory first."""
     rows = []
     for one in sorted(status.namespaces, key=lambda one: -one.pool_bytes):
         asked = one.pool_hits + one.store_hits + one.misses
@@ -60,7 +60,7 @@ def namespace_lines(status: Status) -> Iterator[str]:
 
 
 def store_lines(status: Status) -> Iterator[str]:
-    """One line for each store of each namespace."""
+    """Yield one line for each store of each namespace."""
     if not status.stores:
         yield "no stores are open" if status.configured_stores else "no stores are configured"
         return
@@ -85,7 +85,7 @@ def _breaker(found: BreakerStatus | None) -> str:
 
 
 def client_lines(status: Status) -> Iterator[str]:
-    """One line for each engine on this host."""
+    """Yield one line for each engine on this host."""
     if not status.clients:
         yield "no clients with shared memory"
         return
@@ -97,7 +97,7 @@ def client_lines(status: Status) -> Iterator[str]:
 
 
 def lookup_lines(found: Lookup) -> Iterator[str]:
-    """One line for each page."""
+    """Yield one line for each page."""
     rows = [
         (page.key[:_KEY_HEX], page.namespace[:_SPACE_HEX] or "-", ", ".join(page.places) or "nowhere")
         for page in found.pages
@@ -113,7 +113,7 @@ def lookup_lines(found: Lookup) -> Iterator[str]:
 
 
 def pin_lines(pins: Sequence[PinStatus]) -> Iterator[str]:
-    """One line for each pin."""
+    """Yield one line for each pin."""
     if not pins:
         yield "no pins"
         return
@@ -124,11 +124,11 @@ def pin_lines(pins: Sequence[PinStatus]) -> Iterator[str]:
         (one.id, one.namespace[:_SPACE_HEX], f"{one.pages:,}", f"{one.asked_pages:,}", format_age(one.expires_in_s))
         for one in pins
     ]
-    yield from table(["pin", "namespace", "pages>", "asked for>", "ends in>"], rows)
+    yield from table(["pin", "namespace", "pages>", "requested>", "ends in>"], rows)
 
 
 def quota_lines(quotas: Sequence[Quota]) -> Iterator[str]:
-    """One line for each quota."""
+    """Yield one line for each quota."""
     if not quotas:
         yield "no quotas"
         return
@@ -146,7 +146,7 @@ def jobs_of(client: AdminClient) -> list[Job]:
 
 
 def job_lines(jobs: Sequence[Job]) -> Iterator[str]:
-    """One line for each job."""
+    """Yield one line for each job."""
     if not jobs:
         yield "no jobs"
         return

@@ -153,8 +153,8 @@ class Demo:
         self._console.print(time_table(cold, cached, restarted), highlight=False)
         if not any(answer.document and answer.tier == "storage" for answer in restarted):
             self._console.print(
-                "no prefix came from storage after the restart: the store kept nothing (is the disk full, is the "
-                "daemon or server running, or does this backend end with its process?)",
+                "no prefix came from storage after the restart: the store did not keep any page; check that the disk "
+                "is not full, that the daemon or server runs, and that this backend outlives its process",
                 style="yellow",
             )
         self.gains = gains(cold, cached, restarted)
@@ -242,7 +242,7 @@ def settle(engine: Engine) -> None:
 
 
 def answer_again(settings: Settings) -> None:
-    """The second process: requests as JSON from standard input, answers as JSON to standard output."""
+    """Run the second process: read requests as JSON from standard input, write answers as JSON to standard output."""
     given = json.load(sys.stdin)
     asks = [Ask(**ask) for ask in given]
     checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)

@@ -91,7 +91,7 @@ def queue_table(state: CacheStatistics) -> str:
     """Return operations that are queued or in flight, by direction, and the pages of L2 that they hold."""
     queues = state.controller.queues
     ways = {"L1>L2": queues.write, "L2>L1": queues.load, "lookups": queues.prefetch, "L3>L2": queues.reads,
-            "L2>L3": queues.backup, "pages lent": queues.host_pages_reserved}  # fmt: skip
+            "L2>L3": queues.backup, "pages reserved": queues.host_pages_reserved}  # fmt: skip
     return "in flight: " + ", ".join(f"{way} {depth:,}" for way, depth in ways.items())
 
 

@@ -71,7 +71,8 @@ class Workload:
         return cls(documents * rounds, [encode(q) for q in QUESTIONS], [encode(t) for t in TURNS], talks)
 
     def waves(self) -> Iterator[list[Ask]]:
-        """Requests that are submitted together: one question about a document, or one turn of every conversation."""
+        """Yield the requests that are submitted together: one question about a document, or one turn of every
+        conversation."""
         for number in range(len(self.documents)):
             for visit, distance in enumerate(REVISITS):
                 if number >= distance:

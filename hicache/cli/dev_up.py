@@ -43,7 +43,7 @@ def dev_up(kind: str, port: int | None, data: Path | None) -> None:
                 no_more_interrupts()
                 click.echo(f"ending {kind}", err=True)
             else:
-                raise BackendUnavailable(f"{kind}: has ended by itself; start it again")
+                raise BackendUnavailable(f"{kind}: the server has ended; start it again")
 
 
 def _tell(kind: str, service: DevService) -> None:

@@ -53,7 +53,7 @@ class Failure(click.ClickException):
     exit_code = USAGE_EXIT_CODE
 
     def show(self, file: Any = None) -> None:
-        """One line `hicache: ...` on stderr (a configuration with several problems: one line for each)."""
+        """Print one line `hicache: ...` to stderr; one line per problem for a configuration with several problems."""
         click.echo(f"hicache: {printable(self.format_message())}", file=file, err=file is None)
 
 
@@ -74,7 +74,7 @@ class LazyGroup(click.Group):
     """A group whose subcommands are named in `COMMANDS` and imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, sorted."""
+        """Return the names, sorted."""
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -110,7 +110,7 @@ class LazyGroup(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """As in click; --help and --version print here."""
+        """Make the context as click does, which prints --help and --version."""
         with output_failures():
             return super().make_context(info_name, args, parent, **extra)
 
@@ -180,7 +180,7 @@ def output_failures() -> Iterator[None]:
         if error.errno not in _OUTPUT_ERRNOS or error.filename is not None:
             raise
         _abandon_stdout()
-        if error.errno == errno.EPIPE:  # `hicache ls | head`: the reader has enough
+        if error.errno == errno.EPIPE:  # `hicache ls | head`: the reader has ended
             raise click.exceptions.Exit(BROKEN_PIPE_EXIT_CODE) from error
         raise Failure(f"cannot write to standard output: {error.strerror}") from error
 

@@ -147,7 +147,7 @@ def replay_config(
 
 
 def check_reports(*paths: Path | None) -> None:
-    """Raises ConfigError for files that cannot be written, or are the same."""
+    """Raise ConfigError for report files whose directory does not exist, and for two names of one file."""
     files = [file for file in paths if file is not None]
     for file in files:
         if not is_dash(file) and not file.parent.is_dir():
@@ -157,9 +157,8 @@ def check_reports(*paths: Path | None) -> None:
 
 
 def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
-    """Write the reports and print the summary, as many as possible. Raises the error for the exit code, WrongBytes
-    first.
-    """
+    """Write the reports and print the summary, even if some of them fail. Then raise the error for the exit code;
+    WrongBytes comes first."""
     problems, written = [], []
     for file, text in ((json_file, ReplayResult.to_json), (html_file, html_report)):
         if file is not None:

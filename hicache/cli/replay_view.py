@@ -46,12 +46,12 @@ def print_summary(console: Console, result: ReplayResult) -> None:
     drops = [(REASONS.get(reason, reason), f"{count:,}") for reason, count in flattened_drops(result)]
     moved = [(WAY_NAMES[way], format_size(count)) for way, count in result.moved_bytes.items()]
     costs = ("call", "count>", "p50>", "p90>", "p99>", "p99.9>", "max>")
-    _print_table(console, "where prompt tokens came from", ("source", "tokens>", "share>", "pages evicted>"),
+    _print_table(console, "sources of prompt tokens", ("source", "tokens>", "share>", "pages evicted>"),
                  _source_rows(result))  # fmt: skip
     _print_table(console, "bytes moved", ("way", "bytes>"), moved)
     if drops:
         _print_table(console, "work refused, skipped or failed", ("what", "count>"), drops)
-    _print_table(console, "what the cache costs the scheduler's thread, in ms", costs, _time_rows(result.scheduler))
+    _print_table(console, "cost of the cache on the scheduler's thread, in ms", costs, _time_rows(result.scheduler))
 
 
 def _print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -49,7 +49,7 @@ from .stores import (
 )
 @click.option("--older-than", type=DURATION, help="Only pages unused for this long, such as 7d.")
 @DRY_RUN
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @JSON
 def purge(
     *,
@@ -86,7 +86,7 @@ def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
 @click.option("--to", "target_bytes", type=SIZE, required=True, help="Remaining size of each part, such as 100GiB.")
 @NAMESPACE
 @DRY_RUN
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @JSON
 def trim(store: Path, part: str | None, target_bytes: int, namespace: str, **how: bool) -> None:
     """Remove pages from STORE until it has at most a given size: tails of the least recently used chains first.
@@ -173,7 +173,7 @@ def _copy_lines(last: CopyProgress, dry_run: bool) -> list[str]:
     lines = [f"{'to copy: ' if dry_run else 'copied '}{amount(last.copied, last.bytes)}"]
     for number, what in (
         (last.present, "there already"),
-        (last.unproved, "copied without proof: no tag, or a key is needed (--mac-key-file, --encryption-key-file)"),
+        (last.unproved, "copied unverified: no tag, or a key is needed (--mac-key-file, --encryption-key-file)"),
         (last.damaged, "damaged and skipped"),
         (last.refused, "rejected: the target is full, or another process has just stored the page"),
         (last.behind, "skipped because the page before it was"),

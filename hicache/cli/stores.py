@@ -47,7 +47,7 @@ NAMESPACE = click.option(
     "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
     help="Only namespaces whose digest starts with these digits; `ls` lists them.",
 )  # fmt: skip
-DRY_RUN = click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the pages and bytes, and change nothing.")
 _MAC_KEYS = click.option(
     "--mac-key-file", "mac",
     type=PATH,
@@ -160,7 +160,7 @@ def page_keys(mac: tuple[Path, ...], encryption: tuple[Path, ...]) -> PageKeys:
 
 
 def amount(pages: int, size_bytes: int) -> str:
-    """`4 pages, 16.0 KiB`."""
+    """Return an amount as text: `4 pages, 16.0 KiB`."""
     return f"{counted(pages, 'page')}, {format_size(size_bytes)}"
 
 

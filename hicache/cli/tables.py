@@ -14,7 +14,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, width: int |
     """Yield the lines of a table. A column whose name ends in `>` is aligned to the right.
 
     `width` is that of the terminal by default, or of the variable COLUMNS. A table that is wider becomes blocks:
-    the first column as a heading, and below it each other column on a line of its own.
+    the first column as a heading, and below it each other column on its own line.
     """
     names = [name.removesuffix(">") for name in columns]
     right = [name.endswith(">") for name in columns]

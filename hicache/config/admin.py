@@ -17,7 +17,7 @@ class AdminConfig(Section):
     socket: FileSystemPath | None = Field(
         default=None,
         description="Unix socket that serves `/v1/admin`, in a private directory, such as "
-        "`/run/user/1000/hicache/engine.sock`. Each engine needs its own. Not set: no admin surface.",
+        "`/run/user/1000/hicache/engine.sock`; one per engine. Not set: no admin surface.",
     )
     token_file: FileSystemPath | None = Field(
         default=None,
@@ -25,7 +25,7 @@ class AdminConfig(Section):
         "access, as reported by the kernel.",
     )
     token_env: Annotated[str, Field(pattern=VARIABLE_PATTERN)] | None = Field(
-        default=None, description="Environment variable with that token, instead of a file."
+        default=None, description="Name of the variable with that token, instead of a file."
     )
 
     @model_validator(mode="after")

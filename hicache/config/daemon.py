@@ -31,8 +31,8 @@ class TlsConfig(Section):
     )
     client_ca: FileSystemPath | None = Field(
         default=None,
-        description="PEM file with the authorities of clients. With it a client needs a certificate (mutual TLS), "
-        "and a token is optional.",
+        description="PEM file with the authorities of clients. Clients then need a certificate (mutual TLS), and a "
+        "token is optional.",
     )
 
     @model_validator(mode="after")
@@ -51,8 +51,8 @@ class DaemonConfig(Section):
 
     socket: FileSystemPath | None = Field(
         default=None,
-        description="Unix socket for engines on this host, in a directory of mode 0700 that HiCache creates. Only "
-        "processes of this user and root have access. Not set: `$XDG_RUNTIME_DIR/hicache/daemon.sock`, for root "
+        description="Unix socket for engines on this host, in a directory of mode 0700 that HiCache creates. Only this "
+        "user and root have access. Not set: `$XDG_RUNTIME_DIR/hicache/daemon.sock`, for root "
         "`/run/hicache/daemon.sock`.",
     )
     listen: Annotated[str, Field(max_length=300), AfterValidator(_check_listen)] | None = Field(
@@ -62,37 +62,37 @@ class DaemonConfig(Section):
     )
     token_file: FileSystemPath | None = Field(
         default=None,
-        description="File whose first line is the token of clients over TCP (`Authorization: Bearer`), mode 0600. "
-        "SIGHUP reloads it. The Unix socket does not need a token.",
+        description="File whose first line is the token of TCP clients (`Authorization: Bearer`), mode 0600. SIGHUP "
+        "reloads it. The Unix socket does not need a token.",
     )
     token_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN, description="Name of the environment variable with the token."
+        default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the token."
     )
     admin_token_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the token of admin calls, different from that of clients. Without it, admin calls are "
-        "accepted only over the Unix socket, where the kernel reports the caller.",
+        description="File with the token of admin calls, different from the clients' token. Without it, admin calls "
+        "are accepted only over the Unix socket, where the kernel reports the caller.",
     )
     admin_token_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN, description="Name of the environment variable with the admin token."
+        default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the admin token."
     )
     tls: TlsConfig = TlsConfig()
     pool: Size = Field(
         default=GIB,
         description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. More "
-        "serves more pages without the store; engines have their own memory. 0: none.",
+        "serves more pages without the store. Engines' memory is separate. 0: none.",
     )
     staging: PositiveSize = Field(
         default=256 * MIB,
-        description="Host memory for pages that are sent over a socket; allocated at start. More serves more clients "
-        "on other hosts at once; a call without room waits. One call uses at most a quarter of it.",
+        description="Host memory for pages sent over a socket; allocated at start. More serves more clients on other "
+        "hosts at once; further calls wait. One call uses at most a quarter of it.",
     )
     memory_max: PositiveSize = Field(
         default=1024 * GIB,
-        description="Limit of engines' shared memory that is mapped at once. It costs the daemon only page tables.",
+        description="Limit of engines' shared memory mapped at once. It costs the daemon only page tables.",
     )
     memories_max: Count = Field(
-        default=64, ge=1, le=4096, description="Limit of engines' shared memories that are mapped at once."
+        default=64, ge=1, le=4096, description="Limit of engines' shared memories mapped at once."
     )
     namespaces_max: Count = Field(
         default=64, ge=1, le=4096,
@@ -101,19 +101,19 @@ class DaemonConfig(Section):
     )
     connections_max: Count = Field(
         default=512, ge=1, le=65536,
-        description="Limit of connections, for the Unix socket and for TCP each. Further ones are closed.",
+        description="Limit of connections, each for the Unix socket and for TCP. Further ones are closed.",
     )
     requests_max: Count = Field(
         default=512, ge=1, le=65536,
         description="Limit of requests in progress. Further ones get 503 with `Retry-After`.",
     )
     namespace_requests_max: Count = Field(
-        default=128, ge=1, le=65536, description="Limit of a namespace's requests, in progress or waiting for a thread."
+        default=128, ge=1, le=65536, description="Limit of a namespace's requests in progress or waiting for a thread."
     )
     threads: Count = Field(
         default=16, ge=1, le=256,
-        description="Threads that call the stores of one namespace. A store that hangs blocks only the threads of its "
-        "namespace. More serves more engines at once from a slow store.",
+        description="Threads that call the stores of one namespace. More serves more engines at once from a slow "
+        "store. A store that hangs blocks only its namespace's threads.",
     )
     request_timeout: PositiveDuration = Field(
         default=60.0, description="The longest deadline of a request; longer ones are shortened."
@@ -123,7 +123,7 @@ class DaemonConfig(Section):
     )
     body_timeout: PositiveDuration = Field(
         default=10.0,
-        description="Time for the body of a request, and for a client to read a reply; each 64 MiB add as much.",
+        description="Time for the body of a request, and for a client to read a reply; each 64 MiB adds the same time.",
     )
     idle_timeout: PositiveDuration = Field(
         default=600.0, description="Time after which an idle connection is closed."

@@ -27,7 +27,7 @@ class InjectConfig(Section):
 
     latency: Duration = Field(default=0.0, description="Time added to each call.")
     jitter: Duration = Field(default=0.0, description="Random time added to each call, between 0 and this.")
-    bandwidth: Size = Field(default=0, description="Bytes per second for all calls together; 0 for no limit.")
+    bandwidth: Size = Field(default=0, description="Bytes per second for all calls together; 0: no limit.")
     error_share: Number = Field(default=0.0, ge=0, le=1, description="Share of the calls that fail.")
     damage_share: Number = Field(
         default=0.0, ge=0, le=1, description="Share of the read pages that are damaged in flight, and then removed."
@@ -45,25 +45,25 @@ class GuardConfig(Section):
 
     in_flight: PositiveSize = Field(
         default=4 * GIB,
-        description="Limit of bytes being read and written at once. Further calls wait until their deadline; a larger "
-        "call runs alone. Less keeps a small server responsive, more keeps a fast one busy.",
+        description="Limit of bytes in flight. Further calls wait until their deadline; a larger call runs alone. Less "
+        "keeps a small server responsive, more keeps a fast one busy.",
     )
     failures: Count = Field(
         default=3, ge=1, le=1000,
-        description="Failed calls in a row that open the breaker of their direction (read or write). Fewer detect an "
-        "outage sooner, more tolerate a store with occasional errors.",
+        description="Failed calls in a row that open the breaker of their direction (read or write). Fewer detects an "
+        "outage sooner; more tolerates occasional errors.",
     )
     failure_share: Number = Field(
         default=0.5, gt=0, le=1,
-        description="Share of failures among the last 20 calls that opens the breaker.",
+        description="Share of failures in the last 20 calls that opens the breaker.",
     )
     backoff_min: PositiveDuration = Field(
         default=0.5,
-        description="Back-off before a failed store is probed. It doubles with each failed probe. Shorter recovers "
-        "sooner, but loads a struggling store more.",
+        description="Back-off before a failed store is probed; each failed probe doubles it. Shorter recovers sooner, "
+        "but loads a struggling store more.",
     )
     backoff_max: PositiveDuration = Field(
-        default=5.0, description="Longest back-off; a store that works again is used after about this time."
+        default=5.0, description="Longest back-off; a recovered store is used after about this time."
     )
     probe_timeout: PositiveDuration = Field(
         default=2.0,
@@ -71,24 +71,24 @@ class GuardConfig(Section):
         "stores with large pages.",
     )
     grace: PositiveDuration = Field(
-        default=0.5, description="Time after its deadline when a call that has not returned counts as failed."
+        default=0.5, description="Time after its deadline at which a call that has not returned counts as failed."
     )
     damage_pages: Count = Field(
         default=16, ge=1, le=1_000_000,
-        description="Consecutive damaged pages that stop all use of the store: then the reader is more likely wrong "
-        "(another MAC key) than the pages, and would remove them all.",
+        description="Consecutive damaged pages that stop all use of the store: the reader then more likely has a wrong "
+        "key, and would remove all pages.",
     )
     damage_backoff: PositiveDuration = Field(
-        default=30.0, description="Pause after that. Each further pause is four times as long, up to an hour."
+        default=30.0, description="Length of that stop. Each further one is four times as long, up to an hour."
     )
     retry_share: Number = Field(
         default=0.1, ge=0, le=1,
-        description="Share of all calls and pages that may be retried once after an error; 0 for never. More hides "
-        "more failed requests, but adds load to an overloaded store.",
+        description="Share of calls and pages that may be retried once after an error; 0: none. More hides more "
+        "failures, but adds load to an overloaded store.",
     )
     read: _Switch = Field(
         default=Override.AUTO,
-        description="`off` never reads from this store, `on` always reads, `auto` lets the breaker decide.",
+        description="`off`: never read from this store. `on`: always. `auto`: the breaker decides.",
     )
     write: _Switch = Field(default=Override.AUTO, description="The same for writes to this store.")
     inject: InjectConfig = InjectConfig()

@@ -53,40 +53,39 @@ class IntegrityConfig(_KeySection):
 
     tag: Literal["xxh3_128", "none"] = Field(
         default="xxh3_128",
-        description="Checksum of every page. `none` serves unverified data: only for measurements. With a MAC key "
-        "the tag is always AES-256-GMAC, with an encryption key AES-256-GCM.",
+        description="Checksum of every page. `none` serves unverified data: only for measurements. With a MAC key the "
+        "tag is AES-256-GMAC, with an encryption key AES-256-GCM.",
     )
     verify: Literal["read", "load"] = Field(
         default="read",
-        description="When pages are verified. `read`: when they are read from storage. `load`: also before they are "
-        "loaded from host memory to the device, which detects damaged memory; a damaged page is computed again. Loads "
-        "then take longer, see docs/benchmarks.md. Pages without a tag, such as those not stored yet, are not covered. "
-        "Not for several ranks with a cache each.",
+        description="When pages are verified. `read`: when read from storage. `load`: also before a load from host to "
+        "device, which detects damaged host memory, but takes longer (docs/benchmarks.md); damaged pages are computed "
+        "again. Pages without a tag, such as those not yet stored, are not covered. `load` does not support several "
+        "ranks with a cache each.",
     )
     scrub_rate: PositiveSize | None = Field(
         default=None,
-        description="Bytes per second of host memory that are verified while the engine is idle; damaged pages are "
-        "evicted. It detects faulty memory before a request needs the page, and uses a core and memory bandwidth at "
-        "that rate. Covers the same pages as `verify: load`. Not set: none.",
+        description="Bytes per second of host memory verified while the engine is idle, as by `verify: load`; damaged "
+        "pages are evicted. It detects faulty memory before a request needs the page, but uses a core and memory "
+        "bandwidth. Not set: none.",
     )
     mac_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. With a key, others who "
-        "can write to the store cannot forge pages. Every engine that shares the store needs the same key.",
+        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. It prevents forgery by "
+        "others who can write to the store. All engines that share the store need the same key.",
     )
     mac_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable with the MAC key as 64 hexadecimal digits. A file is safer: "
-        "child processes inherit variables.",
+        description="Name of the variable with the MAC key as 64 hexadecimal digits.",
     )
     previous_mac_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the previous MAC key, whose pages are still accepted during a key change; new pages get "
-        "the current key. docs/formats/frame.md has the steps. Remove it afterwards: its pages are then misses.",
+        description="File with the previous MAC key, whose pages are still accepted during a key change (steps: "
+        "docs/formats/frame.md). Remove it afterwards; its pages are then misses.",
     )
     previous_mac_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable with the previous MAC key.",
+        description="Name of the variable with the previous MAC key.",
     )
 
     @property
@@ -107,9 +106,9 @@ class StorageFormatConfig(_KeySection):
 
     compression: Literal["none", "zstd"] = Field(
         default="none",
-        description="`zstd` stores pages in fewer bytes, so that more fit and less is transferred. It takes about one "
-        "second of a core per GB stored, and a third of that per GB read. Use it if storage or network is slower than "
-        "that. Needs the extra `compression`, also for reading such pages.",
+        description="`zstd` stores pages in fewer bytes, for about one second of a core per GB stored and a third of "
+        "that per GB read. Use it if storage or network is slower. Storing and reading such pages needs the extra "
+        "`compression`.",
     )
     compression_level: Count = Field(
         default=1, ge=1, le=12,
@@ -117,21 +116,20 @@ class StorageFormatConfig(_KeySection):
     )
     encryption_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the encryption key: 64 hexadecimal digits or 32 raw bytes, mode 0600. With a key, pages "
-        "are encrypted and authenticated by AES-256-GCM, and only such pages are accepted. It replaces the MAC key. "
-        "Every engine that shares the store needs the same key.",
+        description="File with the encryption key, in the format of `integrity.mac_key_file`, which it replaces. Pages "
+        "are encrypted and authenticated by AES-256-GCM, and only such pages are accepted. All engines that share the "
+        "store need the same key.",
     )
     encryption_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable with the encryption key as 64 hexadecimal digits. A file is "
-        "safer: child processes inherit variables.",
+        description="Name of the variable with the encryption key as 64 hexadecimal digits.",
     )
     previous_encryption_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the previous encryption key, whose pages are still read during a key change; new pages "
-        "get the current key. docs/formats/frame.md has the steps.",
+        description="File with the previous encryption key, whose pages are still read during a key change (steps: "
+        "docs/formats/frame.md).",
     )
     previous_encryption_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable with the previous encryption key.",
+        description="Name of the variable with the previous encryption key.",
     )

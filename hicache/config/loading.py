@@ -415,7 +415,7 @@ def _warn_of_ignored(variables: tuple[str, ...]) -> None:
         shown_names.append(shown(variable) + (f" ({meant})" if meant else ""))
     more = len(variables) - len(shown_names)
     _log.warning(
-        "variables that match no entry of the configuration are ignored: %s%s",
+        "environment variables that are not entries of the configuration are ignored: %s%s",
         ", ".join(shown_names), f" and {more} more" if more else "",
     )  # fmt: skip
 

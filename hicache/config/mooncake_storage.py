@@ -44,17 +44,17 @@ class MooncakeStorageOptions(Section):
     daemon: Address | None = Field(
         default=None,
         description="Address of a `mooncake_client` daemon on this machine that provides memory and transfers pages. "
-        "With it pages outlive the engine, and each is copied once more. Without it this process does both itself, and "
-        "pages are transferred directly from and to the host tier's memory.",
+        "With it pages outlive the engine, but are copied once more. Not set: this process does both, and pages are "
+        "transferred directly from and to L2.",
     )
     segment: Size = Field(
         default=GIB,
-        description="Memory of this process for pages of all nodes; these pages are lost when it ends. `0`: none. "
-        "Ignored with `daemon`, which has its own memory.",
+        description="Memory of this process for pages of all nodes; these pages are lost when it ends. 0: none. "
+        "Ignored with `daemon`.",
     )
     prefix: str = Field(
         default="hicache/", pattern=r"^[A-Za-z0-9._:/-]*$", max_length=128,
-        description="Prefix of the keys of all pages, which separates them from others in the same store.",
+        description="Prefix of all page keys, which separates them from other keys in the store.",
     )
     admin: Address | None = Field(
         default=None,
@@ -64,7 +64,7 @@ class MooncakeStorageOptions(Section):
     host: Annotated[str, AfterValidator(check_host)] = Field(
         default="127.0.0.1",
         description="Name or IP address by which other nodes reach this process. The library listens on all interfaces "
-        "without authentication: only trusted nodes may have access.",
+        "without authentication: give access to trusted nodes only.",
     )
     metadata: Annotated[str, AfterValidator(_check_metadata)] = Field(
         default="P2PHANDSHAKE", max_length=256,
@@ -84,9 +84,9 @@ class MooncakeStorageOptions(Section):
     )
     timeout: Duration = Field(
         default=2.0, gt=0, le=60,
-        description="How long the library waits for a reply or for progress of a transfer. Shorter detects a node that "
-        "hangs sooner, longer tolerates a busy one. Rounded up to seconds for transfers; the first Mooncake store of a "
-        "process sets it for all.",
+        description="How long the library waits for a reply or for progress of a transfer (there rounded up to "
+        "seconds). Shorter detects a node that hangs sooner; longer tolerates a busy one. The first Mooncake store of "
+        "a process sets it.",
     )
 
 

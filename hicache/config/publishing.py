@@ -33,8 +33,8 @@ class MetricsConfig(Section):
     )
     allow_remote: bool = Field(
         default=False,
-        description="Allow any address for `host`. The exporter has no authentication. Metrics do not contain prompts, "
-        "keys or tenants, but they show the load of the engine.",
+        description="Allow any address for `host`. The exporter has no authentication; metrics do not contain prompts, "
+        "keys or tenants, but show the engine's load.",
     )
 
     @model_validator(mode="after")
@@ -63,24 +63,24 @@ class EventsConfig(Section):
     )
     token_ids: bool = Field(
         default=True,
-        description="Publish the token ids of stored pages, which are the prompts, to all subscribers. Off, "
-        "consumers can only match page keys.",
+        description="Publish the token ids of stored pages, which are the prompts. Off, consumers can only match page "
+        "keys.",
     )
     tenants: bool = Field(
         default=False,
-        description="Publish `cache_salt` and `session_id` in clear text, as vLLM and SGLang do. A salt is a secret of "
-        "its tenant: with it others can find out which prompts the tenant has cached.",
+        description="Publish `cache_salt` and `session_id` in clear text, as vLLM and SGLang do. With a tenant's salt, "
+        "others can find out which prompts the tenant has cached.",
     )
     data_parallel_rank: Annotated[int, Field(ge=0, le=65535)] | None = Field(
         default=None,
-        description="Data-parallel rank of this engine, published in events. As in vLLM and SGLang, it is added to "
-        "the TCP ports of the endpoints, so that all ranks can share one configuration; the name of a Unix socket "
-        "gets `_dp` and the rank.",
+        description="Data-parallel rank of this engine, published in events and, as in vLLM and SGLang, added to the "
+        "endpoints' TCP ports, so that all ranks can share one configuration. A Unix socket's name gets `_dp` and the "
+        "rank.",
     )
     buffer: PositiveSize = Field(
         default=32 * MIB,
-        description="Bytes of events kept in this process. More tolerates longer stalls of the publisher; beyond the "
-        "limit the oldest are dropped and a snapshot of the tree is published.",
+        description="Bytes of events kept in this process. More tolerates longer stalls of the publisher; beyond it "
+        "the oldest are dropped and a snapshot of the tree is published.",
     )
     replay_buffer: PositiveSize = Field(
         default=64 * MIB,
@@ -91,8 +91,8 @@ class EventsConfig(Section):
         default=1000,
         ge=1,
         le=65536,
-        description="Batches queued for a slow subscriber, each of about 256 KiB and at most one tree node more. "
-        "Further batches are missed and counted.",
+        description="Batches queued for a slow subscriber, each of about 256 KiB plus at most one tree node. Further "
+        "batches are missed and counted.",
     )
     snapshot_interval: PositiveDuration = Field(
         default=10.0,
@@ -101,8 +101,8 @@ class EventsConfig(Section):
     )
     curve_secret_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the publisher's CURVE secret key: 40 characters of Z85, mode 0600. With it TCP "
-        "endpoints are encrypted, may be on any address, and admit only the keys in `curve_client_keys_file`.",
+        description="File with the publisher's CURVE secret key: 40 characters of Z85, mode 0600. TCP endpoints are "
+        "then encrypted, may be on any address, and admit only the keys in `curve_client_keys_file`.",
     )
     curve_client_keys_file: FileSystemPath | None = Field(
         default=None,

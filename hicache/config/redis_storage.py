@@ -32,7 +32,7 @@ class RedisStorageOptions(Section):
     )
     unix_socket: FileSystemPath | None = Field(
         default=None,
-        description="Path of the Unix socket of a server on this machine: about a third faster than TCP.",
+        description="Unix socket of a server on this machine; about a third faster than TCP.",
     )
     cluster: _Servers | None = Field(
         default=None, description="Some nodes of a cluster, each `host:port`; they report the others.",
@@ -50,9 +50,9 @@ class RedisStorageOptions(Section):
     )
     allowed_nodes: _Servers | None = Field(
         default=None,
-        description="The nodes that sentinels and cluster nodes may report: networks (`10.0.0.0/8`), IP addresses, "
-        "host names and domains (`.cache.example`), compared as reported. Not set: each reported node gets the "
-        "password and the pages, so a compromised server can redirect them.",
+        description="Nodes that sentinels and cluster nodes may report, compared as reported: networks (`10.0.0.0/8`), "
+        "IP addresses, host names and domains (`.cache.example`). Not set: each reported node gets the password and "
+        "the pages, so a compromised server can redirect them.",
     )
     db: Count = Field(
         default=0, ge=0, le=DB_MAX, description="Number of the database, if not in `url`; a cluster only has 0.",
@@ -62,7 +62,7 @@ class RedisStorageOptions(Section):
     )
     password_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the environment variable with the password.",
+        description="Name of the variable with the password.",
     )
     password_file: FileSystemPath | None = Field(
         default=None,
@@ -78,7 +78,7 @@ class RedisStorageOptions(Section):
         default=None, description="As `password_file`, for the sentinels.",
     )
     tls: bool = Field(
-        default=False, description="Use TLS with all servers. Much slower: openssl copies every byte.",
+        default=False, description="Use TLS with all servers. Much slower, because openssl copies every byte.",
     )
     tls_ca_file: FileSystemPath | None = Field(
         default=None, description="Certificates (PEM) of the trusted authorities; not set: those of the system.",
@@ -91,8 +91,8 @@ class RedisStorageOptions(Section):
     )
     tls_check_hostname: bool = Field(
         default=True,
-        description="Whether a certificate must contain the host name. Off for nodes that report addresses that are "
-        "not in their certificates; then any server with a certificate of that authority is trusted.",
+        description="Require the host name in certificates. Turn it off for nodes that report addresses that are not "
+        "in their certificates; any server with a certificate of that authority is then trusted.",
     )
     key_prefix: str = Field(
         default="hicache:", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$",
@@ -100,23 +100,23 @@ class RedisStorageOptions(Section):
     )
     capacity: TierSize | None = Field(
         default=None,
-        description="Limit of the bytes of pages under `key_prefix`, for a server without maxmemory. Beyond it the "
-        "least recently used ends of chains are removed. The server's own memory is not included. The store is "
-        "listed once a minute. Not set: the server's limit.",
+        description="Limit of the bytes of pages under `key_prefix`, without the server's own memory, for a server "
+        "without maxmemory. Beyond it the least recently used ends of chains are removed. The store is listed once a "
+        "minute. Not set: the server's limit.",
     )
     ttl: PositiveDuration | None = Field(
         default=None, ge=0.001,
-        description="Lifetime of a page after its last use; not set: until the server evicts it. With it every read is "
-        "also a write (GETEX), which goes to replicas and append-only files.",
+        description="Lifetime of a page after its last use. Every read is then also a write (GETEX), which goes to "
+        "replicas and append-only files. Not set: until the server evicts it.",
     )
     read_from: Literal["primary", "replica"] = Field(
         default="primary",
-        description="The servers for lookups and reads. Replicas take load off the primary, but they lag, so new pages "
-        "are misses for a moment, and reads refresh neither `ttl` nor the primary's recency.",
+        description="The servers for lookups and reads. Replicas take load off the primary, but lag: new pages are "
+        "misses for a moment, and reads refresh neither `ttl` nor the primary's recency.",
     )
     connections: Count = Field(
         default=2, ge=1, le=64,
-        description="Connections to each server for one batch. A server uses one core, so two keep it busy; more help "
+        description="Connections to each server for one batch. A server uses one core, so two keep it busy; more helps "
         "over long distances.",
     )
     pipeline: PositiveSize = Field(
@@ -127,7 +127,7 @@ class RedisStorageOptions(Section):
     timeout: PositiveDuration = Field(
         default=1.0, ge=0.001,
         description="Time without a byte after which a server has failed. Shorter detects failures sooner; longer "
-        "tolerates pauses, for example to fork for a snapshot.",
+        "tolerates pauses, such as a fork for a snapshot.",
     )
 
     @model_validator(mode="after")

@@ -25,18 +25,18 @@ class RemoteStorageOptions(Section):
     )
     url: str | None = Field(
         default=None,
-        description="Daemon on another host, `https://host:port`. With plain `http` beyond loopback, others on the "
-        "network can read the pages, from which prompts can be computed, and the token.",
+        description="Daemon on another host, `https://host:port`. Plain `http` beyond loopback lets others on the "
+        "network read the pages, from which prompts can be computed; it is rejected with a token.",
     )
     token_file: FileSystemPath | None = Field(
         default=None, description="File whose first line is the daemon's token, mode 0600. Not for the Unix socket.",
     )
     token_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN, description="Name of the environment variable with the token.",
+        default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the token.",
     )
     ca_file: FileSystemPath | None = Field(
         default=None,
-        description="Certificates (PEM) that replace the system's trusted ones. Certificates are always checked.",
+        description="Certificates (PEM) that replace the system's. Certificates are always checked.",
     )
     certificate: FileSystemPath | None = Field(
         default=None, description="PEM file with this client's certificate, for a daemon that requests one.",
@@ -44,16 +44,16 @@ class RemoteStorageOptions(Section):
     key: FileSystemPath | None = Field(default=None, description="PEM file with its private key, mode 0600.")
     connections: Count = Field(
         default=4, ge=1, le=64,
-        description="Connections for the page bodies of one call, each with a thread. More hides the latency of a "
-        "network. Shared memory needs only one.",
+        description="Connections for the page bodies of one call, each with a thread. More hides network latency. "
+        "Shared memory needs only one.",
     )
     timeout: PositiveDuration = Field(
         default=10.0, ge=0.01, le=3600,
-        description="Time without a byte after which a TCP request fails, in addition to the daemon's own deadline. "
-        "Shorter detects a lost network sooner.",
+        description="Time without a byte after which a TCP request fails, beyond the daemon's own deadline. Shorter "
+        "detects a lost network sooner.",
     )
     connect_timeout: PositiveDuration = Field(
-        default=2.0, ge=0.01, le=3600, description="Time limit for opening a connection, in seconds.",
+        default=2.0, ge=0.01, le=3600, description="Time limit for opening a connection.",
     )
 
     @model_validator(mode="after")

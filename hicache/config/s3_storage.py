@@ -40,17 +40,16 @@ class S3StorageOptions(Section):
 
     bucket: str = Field(
         min_length=3, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]$",
-        description="Name of the bucket. It must exist; HiCache does not create it or change its settings.",
+        description="Name of the bucket. It must exist; HiCache does not create or configure it.",
     )
     prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
         default="hicache/", max_length=1024,
-        description="Prefix of all object names, so that the bucket can also contain other objects, and a lifecycle "
-        "rule can apply only to pages.",
+        description="Prefix of all object names. It separates pages from other objects, also for lifecycle rules.",
     )
     capacity: TierSize | None = Field(
         default=None,
         description="Limit of the bytes of pages below `prefix`. Beyond it the least recently used ends of chains are "
-        "removed. The store is listed once a minute, with one request per thousand pages. Not set: no limit.",
+        "removed. The store is listed once a minute, one request per thousand pages. Not set: no limit.",
     )
     endpoint_url: str | None = Field(
         default=None,
@@ -68,18 +67,17 @@ class S3StorageOptions(Section):
     )
     access_key_env: str | None = Field(
         default=None,
-        description="Name of the environment variable with the access key, not the key itself. Needs `secret_key_env`. "
-        "Without these and `credentials_file`, boto3's usual credentials are used.",
+        description="Name of the variable with the access key. Needs `secret_key_env`. Without these and "
+        "`credentials_file`, boto3's usual credentials are used.",
     )
     secret_key_env: str | None = Field(
         default=None,
-        description="Name of the environment variable with the secret key. A file is safer: child processes inherit "
-        "variables.",
+        description="Name of the variable with the secret key.",
     )
     session_token_env: str | None = Field(
         default=None,
-        description="Name of the environment variable with the session token of temporary credentials. These are not "
-        "renewed, unlike boto3's.",
+        description="Name of the variable with the session token of temporary credentials. Unlike boto3's, these are "
+        "not renewed.",
     )
     credentials_file: FileSystemPath | None = Field(
         default=None,
@@ -92,7 +90,7 @@ class S3StorageOptions(Section):
     )
     ca_file: FileSystemPath | None = Field(
         default=None,
-        description="Certificates (PEM) that replace the system's trusted ones. Certificates are always checked.",
+        description="Certificates (PEM) that replace the system's. Certificates are always checked.",
     )
     client: Literal["direct", "boto3"] = Field(
         default="direct",
@@ -106,17 +104,17 @@ class S3StorageOptions(Section):
     )
     connections: Count = Field(
         default=8, ge=1, le=256,
-        description="Requests in flight, each with a thread and a connection. More hides the latency of a remote "
-        "store; one core transfers 3 to 4 GB/s. While the store throttles, fewer are used.",
+        description="Requests in flight, each with a thread and a connection; fewer while the store throttles. More "
+        "hides the latency of a remote store; one core transfers 3 to 4 GB/s.",
     )
     timeout: PositiveDuration = Field(
         default=5.0, ge=0.01, le=3600,
-        description="Time without a byte after which a request fails, in seconds. Shorter detects a store that hangs "
-        "sooner; too short turns its slow moments into misses.",
+        description="Time without a byte after which a request fails. Shorter detects a store that hangs sooner; too "
+        "short turns slow moments into misses.",
     )
     connect_timeout: PositiveDuration = Field(
         default=2.0, ge=0.01, le=3600,
-        description="Time limit for opening a connection, in seconds.",
+        description="Time limit for opening a connection.",
     )
 
     @model_validator(mode="after")

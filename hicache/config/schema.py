@@ -31,24 +31,23 @@ class DeviceConfig(Section):
 
     size: TierSize | None = Field(
         default=None,
-        description="Device memory for KV pages, per rank. More keeps more prefixes without load time, but leaves less "
-        "for weights and activations.",
+        description="Device memory for KV pages, per rank. More holds more prefixes, but leaves less for weights and "
+        "activations.",
     )
     tokens: Tokens | None = Field(
         default=None,
-        description="The same in tokens, rounded down to whole pages.",
+        description="`size` in tokens, rounded down to whole pages.",
     )
     memory_fraction: Annotated[float, Field(gt=0, lt=1), BeforeValidator(refuse_bool)] | None = Field(
         default=None,
-        description="The same as this fraction of a CUDA device's memory minus the weights; the rest stays free for "
-        "activations. More keeps more prefixes; with too much, a long prompt runs out of memory. 0.8 to 0.9 is "
-        "usual. On other devices set `size` or `tokens`.",
+        description="`size` as a fraction of a CUDA device's memory minus the weights; the rest is for activations. "
+        "With too much, long prompts run out of memory; 0.8 to 0.9 is usual. CUDA only.",
     )
 
     ascending_pages: bool = Field(
         default=False,
         description="Allocate free pages in ascending order, so that a request's pages are close together, which helps "
-        "some attention kernels. Off, the pages freed last are used first.",
+        "some attention kernels. Off: the pages freed last are used first.",
     )
 
     @property
@@ -64,19 +63,18 @@ class SharedHostConfig(Section):
     name: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9.-]{1,120}$",
         description="Name of the memory, `/dev/shm/hicache.NAME`, one per engine; each rank appends its number. A "
-        "daemon on this host then reads and writes pages in place (`storage.type: remote`). Not set: L2 is private.",
+        "daemon on this host then accesses pages in place (`storage.type: remote`). Not set: L2 is private.",
     )
     owner: Literal["engine", "daemon"] = Field(
         default="engine",
-        description="The process that creates the memory; its memory limit (cgroup) must cover it. `daemon`: that of "
-        "`storage.options.socket`, which must run when the engine starts.",
+        description="The process that creates the memory; its cgroup memory limit must cover it. `daemon`: the daemon "
+        "at `storage.options.socket`, which must run when the engine starts.",
     )
     keep: bool = Field(
         default=False,
-        description="Keep the memory when the engine ends or dies. The next engine with this name reads its verified "
-        "pages like those of a fast store. Until then the memory stays in use; `rm /dev/shm/hicache.NAME` frees it. "
-        "It contains the stored pages, or without `storage` those that would have been stored, which a worker "
-        "hashes. Not for several ranks, vLLM, `owner: daemon`, compressed or encrypted pages.",
+        description="Keep the memory when the engine ends or dies (docs/operations.md). The next engine with this name "
+        "reads its verified pages like those of a fast store. Until then the memory stays in use; `rm "
+        "/dev/shm/hicache.NAME` frees it. Not for several ranks, vLLM, `owner: daemon`, compressed or encrypted pages.",
     )
 
 
@@ -87,23 +85,22 @@ class HostConfig(Section):
 
     size: TierSize | None = Field(
         default=None,
-        description="Host memory for KV pages, per rank, allocated at start. More keeps more prefixes one copy away "
-        "from the device. It must fit into the machine's free memory: pinned memory is not swapped.",
+        description="Host memory for KV pages, per rank, allocated at start. More holds more prefixes one copy away "
+        "from the device. It must fit into free memory: pinned memory is not swapped.",
     )
     tokens: Tokens | None = Field(
         default=None,
-        description="The same in tokens, rounded down to whole pages.",
+        description="`size` in tokens, rounded down to whole pages.",
     )
     ratio: Annotated[float, Field(gt=0, le=1024), BeforeValidator(refuse_bool)] | None = Field(
         default=2.0,
-        description="The same as a multiple of L1, if neither `size` nor `tokens` is set. Below 1 the host tier is "
-        "smaller than L1, so it adds few prefixes.",
+        description="`size` as a multiple of L1, if neither `size` nor `tokens` is set. Below 1, L2 adds few prefixes.",
     )
     pin: Annotated[Literal["auto", "on", "off"], BeforeValidator(yaml_switch)] = Field(
         default="auto",
         description="Page-lock the host memory. Pinned copies run at bus speed and overlap with compute; pinning takes "
-        "seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device. `on` needs a CUDA device. `off` is for "
-        "machines without a GPU; it is rejected for L1 on a CUDA device, where copies would block.",
+        "seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device; `on` requires one. `off` is rejected for "
+        "L1 on a CUDA device, where copies would block.",
     )
     shared: SharedHostConfig = SharedHostConfig()
 
@@ -127,34 +124,34 @@ class PrefetchConfig(Section):
 
     policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
         default="timeout",
-        description="How long a request waits for its pages from storage. `best_effort`: never; it uses the pages "
-        "that have arrived when it is scheduled. `wait_complete`: for all pages, at most a minute. `timeout`: for a "
-        "time that grows with the length, see below.",
+        description="How long a request waits for its pages from storage. `best_effort`: not at all; it uses the pages "
+        "that have arrived. `wait_complete`: for all pages, at most a minute. `timeout`: for `timeout_base` plus "
+        "`timeout_per_1024_tokens`.",
     )
     threshold_tokens: Count = Field(
         default=256, ge=1, le=1 << 30,
-        description="The shortest stored prefix that is read, in tokens. Lower finds more hits; below a few hundred "
-        "tokens computing is faster than a lookup.",
+        description="The shortest stored prefix that is read. Lower finds more hits; below a few hundred tokens "
+        "computing is faster than a lookup.",
     )
     timeout_base: PositiveDuration = Field(
         default=1.0,
-        description="Time limit of a read, of any length, in seconds. After it, the request uses the pages that have "
-        "arrived. Longer gains hits on slow stores and costs time to first token.",
+        description="Time limit of a read; after it, the request uses the pages that have arrived. Longer gains hits "
+        "on slow stores, but costs time to first token.",
     )
     timeout_per_1024_tokens: Duration = Field(
         default=0.25,
-        description="Seconds added to `timeout_base` for each 1024 tokens of a read.",
+        description="Time added to `timeout_base` for each 1024 tokens of a read.",
     )
     operations_max: Count = Field(
         default=64, ge=1, le=65536,
-        description="Limit of prefetches in flight. Others wait for their turn, and are cancelled and counted if their "
-        "request begins before.",
+        description="Limit of prefetches in flight. Others wait for their turn; if their request begins before, they "
+        "are cancelled and counted.",
     )
     host_share: Number = Field(
         default=0.5, ge=0, le=1,
-        description="Share of the host pages that prefetches may hold before their requests run. More helps bursts "
-        "of long prompts, but evicts pages that are known to be useful. A prefetch that does not fit waits for "
-        "others to end. 0 disables prefetching.",
+        description="Share of the host pages that prefetches may hold before their requests run; further prefetches "
+        "wait. More helps bursts of long prompts, but evicts pages that are known to be useful. 0 disables "
+        "prefetching.",
     )
 
 
@@ -163,8 +160,8 @@ class BreakEvenConfig(Section):
 
     mode: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: a hit on the host or in storage is fetched if that takes less time than computing "
-        "it, by the speeds measured since the start; an unknown speed counts as fast. `always`: every hit is fetched.",
+        description="`measure`: fetch a hit from host or storage if that takes less time than computing it, by the "
+        "speeds measured since the start; an unknown speed counts as fast. `always`: fetch every hit.",
     )
     margin: Number = Field(
         default=1.0, gt=0, le=1024,
@@ -173,14 +170,13 @@ class BreakEvenConfig(Section):
     )
     writes: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: a page is not stored while reading it back would take longer than computing it, in a "
-        "prefix of any length, by the speeds measured since the start; one page in sixteen is, to detect a store "
-        "that became faster. `always`: all pages are stored, for other engines that share the store and compute more "
-        "slowly or are nearer to it. `mode: always` has the same effect.",
+        description="`measure`: do not store a page that is slower to read back than to compute, in a prefix of any "
+        "length; but store one such page in sixteen, to detect a faster store. `always`, also implied by `mode: "
+        "always`: store all pages, for other engines that share the store and compute more slowly or are nearer to it.",
     )
     prefill_tokens_per_second: Tokens | None = Field(
         default=None,
-        description="Speed of computing a prompt, instead of the measured one.",
+        description="Speed of computing a prompt, instead of the measured speed.",
     )
     host_bandwidth: PositiveSize | None = Field(
         default=None,
@@ -189,7 +185,7 @@ class BreakEvenConfig(Section):
     storage_bandwidth: PositiveSize | None = Field(
         default=None,
         description="Bytes per second from storage to host memory, instead of the measured speed. A prefetch also "
-        "needs the speed of the host.",
+        "needs the host's speed.",
     )
 
 
@@ -207,26 +203,25 @@ class TransferConfig(Section):
     )
     store_host_share: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] | None = Field(
         default=None,
-        description="Share of the host pages that may wait to be stored; further stores are dropped. Not set: all of "
-        "them, or a quarter with several ranks. When the host is full, waiting stores are dropped, the newest first; "
-        "several ranks cannot do that, so there this limit protects the other pages.",
+        description="Share of the host pages that may wait to be stored; further stores are dropped. Not set: all, "
+        "because a full host drops waiting stores, newest first; or a quarter with several ranks, which cannot do "
+        "that.",
     )
     path: Literal["auto", "direct", "staged"] = Field(
         default="auto",
-        description="The path of copies between host and a CUDA device. `direct`: one piece for each page and layer, "
-        "only by copy engines; fast for long pieces. `staged`: several layers of a page at once to a buffer on the "
-        "device, and from there by a kernel; fast for short pieces. `auto` measures both at start and uses the "
-        "faster one.",
+        description="How pages are copied between host and a CUDA device. `direct`: copy engines copy each page and "
+        "layer separately; fast for long pieces. `staged`: several layers at once, through a device buffer and a "
+        "kernel; fast for short pieces. `auto` measures both at start and uses the faster one.",
     )
     multiprocessors: Count = Field(
         default=8, ge=1, le=1024,
-        description="Multiprocessors of a CUDA device for a kernel of the `staged` path. More makes copies faster, "
-        "fewer leaves more for compute.",
+        description="Multiprocessors of a CUDA device for a kernel of the `staged` path. More copies faster; fewer "
+        "leaves more for compute.",
     )
     storage_batch_pages: Count = Field(
         default=128, ge=1, le=65536,
-        description="Pages per call of a storage backend. More needs fewer round trips; with fewer, deadlines and "
-        "shutdown take effect sooner.",
+        description="Pages per call of a backend. More needs fewer round trips; with fewer, deadlines and shutdown "
+        "take effect sooner.",
     )
     lookup_workers: Count = Field(
         default=1, ge=1, le=64,
@@ -244,13 +239,12 @@ class TransferConfig(Section):
     )
     storage_deadline: PositiveDuration = Field(
         default=10.0,
-        description="Deadline of one call of a storage backend, in seconds. Shorter frees the worker sooner from a "
-        "store that hangs; too short turns slow hits into misses.",
+        description="Deadline of one call of a backend. Shorter frees the worker sooner from a store that hangs; too "
+        "short turns slow hits into misses.",
     )
     shutdown_deadline: PositiveDuration = Field(
         default=5.0,
-        description="Time limit of closing, in seconds. Pages that are not stored by then are dropped, never half "
-        "written.",
+        description="Time limit of closing. Pages not stored by then are dropped, never half written.",
     )
 
 
@@ -260,13 +254,13 @@ class ScheduleConfig(Section):
 
     policy: Literal["fcfs", "longest_prefix"] = Field(
         default="fcfs",
-        description="`fcfs`: in order of arrival. `longest_prefix`: the longest cached prefix first, which serves "
-        "requests with a common prefix together, before it is evicted, and computes it once.",
+        description="`fcfs`: in order of arrival. `longest_prefix`: longest cached prefix first, which serves requests "
+        "with a common prefix together, before it is evicted, and computes it once.",
     )
     queue_max: Count = Field(
         default=128, ge=0, le=65536,
         description="The longest queue that `longest_prefix` sorts; longer ones are served in order of arrival. More "
-        "finds more hits in long queues; each request costs the scheduler a lookup per step.",
+        "finds more hits in long queues, but costs the scheduler a lookup per request and step.",
     )
     age_max: Duration = Field(
         default=5.0,
@@ -275,8 +269,8 @@ class ScheduleConfig(Section):
     )
     defer_tokens: Count = Field(
         default=64, ge=1, le=1 << 30,
-        description="The uncached tokens that two requests must share so that one waits until the other has computed "
-        "them. Fewer means more waits for smaller gains.",
+        description="Uncached tokens that two requests must share so that one waits until the other has computed them. "
+        "Fewer means more waits for smaller gains.",
     )
 
 
@@ -286,7 +280,7 @@ class SessionsConfig(Section):
     enabled: bool = Field(
         default=False,
         description="Use a `SessionCache`; needs `prefix_cache`. A session saves at most a page of compute per turn, "
-        "and locks its pages on L1 until other requests need them. Requests without a session are not affected.",
+        "and locks its pages on L1 until other requests need them.",
     )
     ttl: PositiveDuration = Field(
         default=600.0,
@@ -303,9 +297,9 @@ class RanksConfig(Section):
 
     deadline: PositiveDuration = Field(
         default=30.0,
-        description="How long a rank waits for the others in one step; then the engine ends with an error on all "
-        "ranks. Must be longer than the longest forward and the longest pause of the machine; shorter detects a "
-        "stuck rank sooner. A dead rank is detected at once.",
+        description="How long a rank waits for the others in one step before the engine ends with an error on all "
+        "ranks. Must exceed the longest forward and the longest pause of the machine; shorter detects a stuck rank "
+        "sooner. Dead ranks are detected at once.",
     )
 
 
@@ -314,48 +308,46 @@ class HiCacheConfig(Section):
 
     page_size: Count = Field(
         default=64, ge=1, le=PAGE_SIZE_MAX,
-        description="Tokens per page, the unit of transfer and storage. 16 to 256 is usual: larger pages transfer "
-        "faster, smaller ones lose less of a prefix that ends inside a page. Engines share stored pages only with "
-        "the same value.",
+        description="Tokens per page, the unit of transfer and storage; usually 16 to 256. Larger pages transfer "
+        "faster; smaller ones lose less of a prefix that ends inside a page. Engines with different values do not "
+        "share stored pages.",
     )
     prefix_cache: bool = Field(
         default=True,
-        description="Reuse KV between requests. Off, every request computes its whole prompt, and neither host "
-        "memory nor storage is used: for comparisons.",
+        description="Reuse KV between requests. Off, for comparisons: every request computes its whole prompt, without "
+        "host memory and storage.",
     )
     bigram_keys: bool = Field(
         default=False,
-        description="Key pages by pairs of tokens, for speculative decoding with EAGLE, whose draft KV also depends "
-        "on the next token. The engine must make its keys in this way. Stored pages of the two kinds are not shared.",
+        description="Key pages by pairs of tokens, for EAGLE, whose draft KV also depends on the next token. The "
+        "engine must make its keys in this way. The two kinds do not share stored pages.",
     )
     device: DeviceConfig = DeviceConfig()
     host: HostConfig = HostConfig()
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         default="write_through",
-        description="When a page is copied to the host and stored. `write_through`: as soon as it is computed (for a "
-        "prompt that is computed in chunks, every 32,768 tokens), so that evicting it from the device is free. "
-        "`write_through_selective`: once `selective_hits` requests have used it, which avoids copies and writes of "
-        "pages that are used once. `write_back`: when the device evicts it, which copies least, but freeing device "
-        "memory then takes a step longer.",
+        description="When a page is copied to the host and stored. `write_through`: as soon as it is computed (in "
+        "chunked prompts every 32,768 tokens); evicting it from the device is then free. `write_through_selective`: "
+        "after `selective_hits` uses; pages that are used once are not written. `write_back`: when the device evicts "
+        "it; copies least, but freeing device memory takes a step longer.",
     )
     selective_hits: Count = Field(
         default=2, ge=1, le=1 << 30,
-        description="Requests that must use a page before `write_through_selective` copies it. Uses count even after "
-        "the page was evicted, for about the last million pages; a request that is preempted and runs again is one "
-        "use.",
+        description="Requests that must use a page before `write_through_selective` copies it. Uses before an eviction "
+        "count too, for about the last million pages. A request that is preempted and runs again is one use.",
     )
     selective_first_share: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = Field(
         default=0.0,
-        description="Share of the prompts whose new pages `write_through_selective` copies at their first use. "
-        "Otherwise a page is computed twice before it is copied, which can lose half of the hits; this trades writes "
-        "for hits. Engines that share a store choose the same prompts.",
+        description="Share of the prompts whose new pages `write_through_selective` copies at their first use. At 0 a "
+        "page is computed twice before it is copied, which can lose half of the hits; more costs writes. Engines that "
+        "share a store choose the same prompts.",
     )
     eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
         default="lru",
         description="The page that a full tier evicts first. `lru`: least recently used. `lfu`: used by the fewest "
-        "requests. `slru`: as `lru`, but pages that `slru_protected_hits` requests have used come last. `priority`: "
-        "lowest request priority. `fifo`, `filo`: the oldest, the newest. `mru`: most recently used, for scans over "
-        "more than fits. `module:Class`: your own policy.",
+        "requests. `slru`: as `lru`, but pages used by `slru_protected_hits` requests last. `priority`: lowest request "
+        "priority. `fifo`: oldest. `filo`: newest. `mru`: most recently used, for scans over more than fits. "
+        "`module:Class`: your own policy.",
     )
     slru_protected_hits: Count = Field(
         default=SLRU_PROTECTED_HITS, ge=1, le=1 << 30,
@@ -363,12 +355,12 @@ class HiCacheConfig(Section):
     )
     pin_host_share: Number = Field(
         default=0.5, ge=0, le=1,
-        description="Share of the host pages for pinned prefixes. Further pins are rejected; 0 rejects all.",
+        description="Share of the host pages for pinned prefixes; further pins are rejected.",
     )
     load_back_threshold_tokens: Count = Field(
         default=10, ge=0, le=1 << 30,
-        description="The shortest prefix that is copied back from the host to the device, in tokens. Shorter ones are "
-        "computed, which is faster than waiting for a copy.",
+        description="The shortest prefix that is copied from host to device. Shorter ones are computed, which is "
+        "faster than waiting for a copy.",
     )
     prefetch: PrefetchConfig = PrefetchConfig()
     break_even: BreakEvenConfig = BreakEvenConfig()

@@ -36,16 +36,16 @@ class FileStorageOptions(Section):
 
     path: FileSystemPath = Field(
         description="Directory of the store, on a local disk. It must belong to this user and be closed to others; "
-        "HiCache creates it if it is missing.",
+        "HiCache creates a missing one.",
     )
     capacity: TierSize | None = Field(
         default=10 * GIB,
-        description="Limit of the store's size on disk. Beyond it the least recently used pages are removed. `null`: "
-        "only `free_space_floor` limits it.",
+        description="Limit of the store's size; beyond it the least recently used pages are removed. `null`: only "
+        "`free_space_floor` limits it.",
     )
     free_space_floor: Size = Field(
         default=GIB,
-        description="Bytes of the file system that stay free for others, even if `capacity` allows more pages.",
+        description="Space of the file system that stays free for others, even if `capacity` allows more pages.",
     )
     io_threads: Count = Field(
         default=4, ge=1, le=64,
@@ -53,13 +53,13 @@ class FileStorageOptions(Section):
     )
     direct_io: bool = Field(
         default=False,
-        description="Bypass the system's page cache. Off is faster while the store fits into free memory; on leaves "
-        "that memory to others and makes the speed predictable.",
+        description="Bypass the page cache. Off is faster while the store fits into free memory; on leaves that memory "
+        "to others and makes the speed predictable.",
     )
     sync: bool = Field(
         default=False,
-        description="Wait for the disk after each page. Off, a power failure may lose the newest pages (it never makes "
-        "wrong ones); on halves the write speed.",
+        description="Wait for the disk after each page. Off, a power failure may lose the newest pages, but never "
+        "makes wrong ones; on halves the write speed.",
     )
 
 
@@ -68,7 +68,7 @@ class FileStorage(Section):
 
     type: Literal["file"] = Field(
         description="The backend: `file`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a composition (`levels`, "
-        "`sharded`), `memory` (this process only, for tests), the name of an installed entry point of the group "
+        "`sharded`), `memory` (this process only, for tests), an installed entry point of the group "
         "`hicache.backends`, or `module:Class`.",
     )
     options: FileStorageOptions = Field(description="Options of the backend; they depend on `type`.")
@@ -88,8 +88,8 @@ class PartConfig(Section):
 
     name: str | None = Field(
         default=None, min_length=1, max_length=64,
-        description="Name of the part in metrics and messages. Not set: its type, with a number from the second of a "
-        "type on. Required in a `sharded` set, where it determines the pages of the part.",
+        description="Name of the part in metrics and messages. Required in a `sharded` set, where it determines the "
+        "part's pages. Not set: its type, with a number from the second of a type on.",
     )
     storage: AnyStorage
 
@@ -124,14 +124,14 @@ class LevelsOptions(Section):
     levels: _Parts = Field(description="The stores, from the fastest to the largest; each as a `storage` section.")
     promote: bool = Field(
         default=True,
-        description="Copy pages that were read from a lower level to the levels above. Off, the first level only has "
-        "pages stored by this engine, and other pages are read from below each time.",
+        description="Copy pages read from a lower level to the levels above. Off, the first level only has pages "
+        "stored by this engine, and others are read from below each time.",
     )
     cascade_bytes_max: PositiveSize = Field(
         default=256 * MIB,
-        description="Limit of bytes waiting to be copied to a level in the background, for each level. Promoted "
-        "pages wait in host memory, stored ones in the level that has them. More tolerates bursts and slow moments; "
-        "further copies are dropped and counted.",
+        description="Limit, for each level, of bytes waiting to be copied to it; further copies are dropped and "
+        "counted. Promoted pages wait in host memory, stored ones in the level that has them. More tolerates bursts "
+        "and slow moments.",
     )
 
     @model_validator(mode="after")
@@ -144,8 +144,8 @@ class ShardedOptions(Section):
     """Options of a `sharded` set: stores with a share of the pages each."""
 
     parts: _Parts = Field(
-        description="The stores, each as a `storage` section with a `name`. A new part gets an even share of the "
-        "pages, which are stored again; all engines must list the same names.",
+        description="The stores, each as a `storage` section with a `name`. All engines must list the same names. A "
+        "new part gets an even share of the pages, which are stored again.",
     )
 
     @model_validator(mode="after")

@@ -74,7 +74,7 @@ MemoryPath = Annotated[MemoryName, Path(description="The name of the memory.")]
 
 
 def create_app(node: Node, staging: Staging, history: History, access: AdminAccess) -> FastAPI:
-    """Return the application of `node`: `/v1`, the probes, and what other modules add. Its threads end with the
+    """Return the application of `node`: `/v1`, the probes, and the routes of other modules. Its threads end with the
     process."""
     app = FastAPI(
         title="HiCache daemon", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json",
@@ -105,7 +105,8 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _misused(_: Request, error: Exception) -> Response:
     """Replace the message of a backend's check of arguments, which may contain a whole key."""
-    return Refused(422, ErrorKind.BAD_REQUEST, "keys: a key or parent cannot be where it is in the batch").answer()
+    reason = "keys: the batch is not valid; the parent must not be one of its keys"
+    return Refused(422, ErrorKind.BAD_REQUEST, reason).answer()
 
 
 async def _invalid(_: Request, error: Exception) -> Response:

@@ -144,4 +144,4 @@ def _close(store: StorageBackend | None) -> None:
         if store is not None:
             store.close()
     except BackendError as error:
-        logger.warning("a detached store does not close: %s", error)
+        logger.warning("a detached store failed to close: %s", error)

@@ -44,7 +44,7 @@ class PagesAnswer(Response):
         self._keys, self._deadline = keys, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises Refused before anything was sent."""
+        """Send the answer. Raises Refused before anything was sent."""
         found, keys = self._namespace, self._keys
         size = found.wire.frame_bytes
         async with self._staging.piece(len(keys) * size, self._deadline) as piece:

@@ -102,7 +102,8 @@ class Connection(PeerProtocol):
         self._count(1)
         peer: Peer | None = self.app_state[PEER]
         if peer is not None and peer.uid not in (os.geteuid(), 0):
-            self._refuse("peer", Refused(403, ErrorKind.ACCESS_DENIED, "socket: belongs to another user"))
+            reason = "socket: this daemon belongs to another user; use a daemon of your own"
+            self._refuse("peer", Refused(403, ErrorKind.ACCESS_DENIED, reason))
         elif self.listener.connections > self._shared.config.connections_max:
             self._refuse("connections", Refused(503, ErrorKind.BUSY, "daemon: too many connections; try again", 1))
         else:
@@ -275,7 +276,8 @@ class Connection(PeerProtocol):
                 await self.loop.run_in_executor(self._shared.threads, _receive, sock, filler, timeout_s)
         except OSError as error:
             self._abort("body", error)
-            raise Refused(400, ErrorKind.CONNECTION_LOST, "body: did not come in time, or at all") from error
+            reason = "body: did not arrive completely in time; send it again"
+            raise Refused(400, ErrorKind.CONNECTION_LOST, reason) from error
         if not self.transport.is_closing():
             # The parser has not seen the rest of the body, so the next request gets a new parser.
             self.parser = httptools.HttpRequestParser(self)

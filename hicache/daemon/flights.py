@@ -52,7 +52,7 @@ class Waiter(Generic[Answer]):
             self._missing += 1
 
     def give(self, position: int, answer: Answer) -> bool:
-        """Answer for one page. Return False, without effect, if the call no longer waits."""
+        """Give the answer for one page. Return False, without effect, if the call no longer waits."""
         with self._state:
             if self._is_over:
                 return False

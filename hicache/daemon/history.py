@@ -40,7 +40,7 @@ class FaultKind(enum.StrEnum):
 class Sample(NamedTuple):
     """The counts of the `seconds` before `time` (wall clock), and the state at its end.
 
-    Pages by the source of their readers; bytes between daemon and engines, then between daemon and stores.
+    It counts pages by their source, and bytes between daemon and engines, then between daemon and stores.
     """
 
     time: float

@@ -1,6 +1,6 @@
 """The memory of engines on this host that the daemon has mapped, and the operations on its frames.
 
-While a call of the daemon reads or writes frames, they must not be used otherwise, even if the engine has lost its
+While a call of the daemon reads or writes frames, other code must not use them, even if the engine has lost its
 connection or has died. So each call counts as an operation of its mapping, and a mapping is only removed without
 operations:
 
@@ -213,7 +213,7 @@ class Memories:
         """Remove a mapping. REQUIRES: `_changed` is held, by `_table`; it is released while this waits."""
         mapping.is_leaving = True
         if not self._changed.wait_for(lambda: not mapping.operations, max(0.0, deadline - time.monotonic())):
-            raise Refused(503, ErrorKind.LEASED, "memory: operations touch its frames; try again", 1)
+            raise Refused(503, ErrorKind.LEASED, "memory: operations on its frames are in flight; try again", 1)
         name = mapping.request.name
         if self._mappings.get(name) is not mapping:
             return  # another thread was faster

@@ -158,7 +158,8 @@ class Node:
         )
 
     def reconfigure(self, config: HiCacheConfig) -> None:
-        """Apply new limits and overrides. Raises ConfigError, changing nothing."""
+        """Apply new limits now, and new overrides and keys to stores that are opened later. Raises ConfigError and then
+        changes nothing."""
         opener = StorageOpener(config, self.environ)
         self.config, self.storage.opener = config, opener
         self.memories.bytes_max, self.memories.count_max = config.daemon.memory_max, config.daemon.memories_max
@@ -209,7 +210,7 @@ class Node:
         try:
             namespace.close()
         except BackendError as error:
-            logger.warning("namespace %s: its store does not close: %s", namespace.digest[:8], error)
+            logger.warning("namespace %s: its store failed to close: %s", namespace.digest[:8], error)
 
     def _statistics(self, namespace: Namespace) -> NamespaceStatistics:
         store = namespace.store

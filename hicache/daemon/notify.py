@@ -40,7 +40,7 @@ class ServiceManager:
     def _send(self, state: str) -> None:
         if not self._address:
             return
-        # The service manager is being restarted; its successor keeps its records.
+        # An error means that the service manager is being restarted; its successor keeps its records.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as out:
             out.sendto(state.encode(), self._address)

@@ -39,7 +39,7 @@ class ProvedPages:
         return entry if self.pool.publish(self.space, entry, holders=1) else None
 
     def fill(self, entry: PooledPage, page: PageBuffer, parent: bytes | None) -> bool:
-        """Copy a page to its memory in the pool and verify it there. If it is damaged, free the memory, return
+        """Copy a page to its memory in the pool and verify it there. If it is damaged, free the memory and return
         False."""
         is_proved = False
         try:

@@ -69,4 +69,4 @@ def load_certificate(context: ssl.SSLContext, config: TlsConfig) -> None:
 
 
 def _no_password() -> str:
-    return ""  # otherwise OpenSSL would ask on the terminal
+    return ""  # otherwise OpenSSL would prompt on the terminal

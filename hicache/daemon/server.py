@@ -123,10 +123,10 @@ class Server:
                 await self._until_stopped()
             finally:  # also after an error: the lock is released only after the last access to engines' memory
                 if not self._stopping.is_set():
-                    logger.critical("daemon: ends after an error that should not happen", exc_info=True)
+                    logger.critical("daemon: stopping after an unexpected error", exc_info=True)
                 self._manager.stopping()
                 self._node.state = NodeState.DRAINING
-                logger.info("daemon: draining, for %s s at most", self._shared.config.drain_timeout)
+                logger.info("daemon: draining for at most %s s", self._shared.config.drain_timeout)
                 for listener in listeners:
                     listener.close()
                 await self._drain()
@@ -192,7 +192,8 @@ class Server:
         sampled_s = 0.0
         while True:
             for name in await loop.run_in_executor(None, self._node.memories.tend):
-                logger.warning("memory %s: its engine has died; it was unmapped, its file removed unless kept", name)
+                logger.warning("memory %s: its engine died; the memory was unmapped, and its file removed unless "
+                               "host.shared.keep is set", name)  # fmt: skip
                 self._history.note(FaultKind.CLIENT, name)
             if time.monotonic() - sampled_s >= SAMPLE_S:
                 sampled_s = time.monotonic()
@@ -209,7 +210,7 @@ class Server:
             connection.transport.abort()
         late = len(self._state.tasks)
         if late:
-            logger.warning("daemon: %s requests have not ended in time; their clients lost the connection", late)
+            logger.warning("daemon: %s requests did not end in time; their connections were closed", late)
         closing = asyncio.get_running_loop().run_in_executor(None, self._node.close, deadline)
         done, _ = await asyncio.wait([closing], timeout=max(0.5, deadline - time.monotonic()))
         if late or not done:

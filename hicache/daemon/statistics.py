@@ -45,7 +45,7 @@ class HotPrefix:
 
 @dataclass(frozen=True, slots=True)
 class SharingStatistics:
-    """Pages of one namespace by the source of their readers, and pages that two clients shared.
+    """Pages of one namespace by their source, and pages that two clients shared.
 
     `pool_hits` came from the host pool, `store_hits` from a store, `shared_reads` from another client's read in flight.
     `shared_writes` were not written because another client was writing them.

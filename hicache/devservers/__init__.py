@@ -39,10 +39,10 @@ KINDS = ("redis", "valkey", "s3", "mooncake")
 def make_service(kind: str, *, port: int | None = None, data: Path | None = None) -> DevService:
     """Return a service of one of the `KINDS`, not started, on `port` and with permanent files in `data` if given.
 
-    Raises ConfigError for an unknown kind, and for `data` if the service keeps nothing on disk.
+    Raises ConfigError for an unknown kind, and for `data` if the service does not use a disk.
     """
     if kind == "mooncake" and data is not None:
-        raise ConfigError("mooncake: keeps pages in memory only; remove the data directory")
+        raise ConfigError("mooncake: it keeps pages only in memory; leave out --data")
     match kind:
         case "redis":
             return RedisServer(port=port, data=data)

@@ -21,7 +21,7 @@ _BECOME = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the process that wanted this server is gone")
+    sys.exit("the parent process has ended")
 os.execv(sys.argv[2], sys.argv[2:])
 """
 

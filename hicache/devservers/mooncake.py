@@ -34,7 +34,7 @@ class MooncakeMaster(DevServer):
 
     name: ClassVar[str] = "mooncake master"
     port_names: ClassVar[tuple[str, ...]] = ("port", "metrics")
-    grace_s: ClassVar[float] = 0.0  # it keeps nothing, and takes almost a second to end by itself
+    grace_s: ClassVar[float] = 0.0  # it has no data on disk, and an orderly end takes almost a second
 
     def __init__(self, *, lease_ms: int | None = None, flags: tuple[str, ...] = (), port: int | None = None) -> None:
         super().__init__(port=port)

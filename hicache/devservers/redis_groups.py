@@ -34,7 +34,7 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
 
 
 class GroupMember(ValkeyServer):
-    """A server of a group. It is killed at the end: it keeps nothing, and the grace periods would add up."""
+    """A server of a group. It is killed at the end: it has no data on disk, and the grace periods would add up."""
 
     grace_s: ClassVar[float] = 0.0
 

@@ -59,7 +59,7 @@ class LlamaConfig:
         if self.heads % self.kv_heads:
             raise ConfigError(f"model: {self.heads} heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
-            raise ConfigError(f"model: head_dim {self.head_dim} is odd; rotary embedding turns pairs")
+            raise ConfigError(f"model: head_dim {self.head_dim} is odd; rotary embedding needs an even number")
         if not (self.rms_norm_eps > 0 and self.rope_theta > 0):
             raise ConfigError("model: rms_norm_eps and rope_theta must be positive")
 
@@ -219,7 +219,7 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ConfigError(f"{folder}: {WEIGHTS_FILE} and {INDEX_FILE} are missing; other formats are not supported")
     shard_of = _read_json(index_path).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
-        raise ConfigError(f"{index_path}: no weight_map")
+        raise ConfigError(f"{index_path}: has no weight_map; download the file again")
     files = []
     for name in sorted({str(name) for name in shard_of.values()}):
         # The index is untrusted: it may only name files in its own folder.
@@ -234,7 +234,9 @@ def _weight_files(folder: Path) -> list[Path]:
 def _check_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
     missing = sorted(set(wanted) - set(tensors))
     if missing:
-        raise ConfigError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+        raise ConfigError(
+            f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}; download it again"
+        )
     for name, shape in wanted.items():
         found = tensors[name]
         if tuple(found.shape) != shape or not found.dtype.is_floating_point:

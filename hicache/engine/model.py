@@ -165,7 +165,7 @@ class LlamaModel:
         """The stream of the work of `forward`, or None on the CPU."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
-    # What the scheduler calls; see `Model`
+    # Called by the scheduler; see `Model`
 
     @property
     def requests_max(self) -> int:

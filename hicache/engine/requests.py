@@ -123,7 +123,7 @@ class Request:
         return self.kv_tokens < self.prefill_end
 
     def held_kv(self) -> RequestKV:
-        """The `kv` of a running request. Raises InvariantError for a waiting one."""
+        """Return the `kv` of a running request. Raises InvariantError for a waiting one."""
         if self.kv is None:
             raise InvariantError(f"engine: {self.rid} runs without KV")
         return self.kv

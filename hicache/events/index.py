@@ -116,7 +116,7 @@ class PrefixIndex:
             return True
         return page is not None and (Medium.DEVICE in page.media or (medium is Medium.HOST and medium in page.media))
 
-    # Asking
+    # Queries
 
     @property
     def in_sync(self) -> bool:
@@ -147,7 +147,7 @@ class PrefixIndex:
         return Counter(medium for page in self._pages.values() for medium in page.media)
 
     def check(self) -> None:
-        """Raises InvariantError if an invariant of the module does not hold."""
+        """Raise InvariantError if an invariant of the module does not hold."""
         if self._contradictions:
             raise InvariantError(f"prefix index: {self._contradictions} events contradict the index")
         for key, page in self._pages.items():

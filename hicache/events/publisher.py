@@ -133,7 +133,7 @@ class EventPublisher:
     def close(self, timeout_s: float = 5.0) -> bool:
         """Send the remaining events, then stop. Idempotent. Blocks for up to `timeout_s`.
 
-        Return False if the thread did not end in time; it goes on as a daemon thread.
+        Return False if the thread did not end in time; it continues as a daemon thread.
         """
         if not self._closing.is_set():
             self._close_deadline_s = time.monotonic() + SENDING_SHARE * timeout_s
@@ -186,7 +186,7 @@ class EventPublisher:
             kind = type(error).__name__
             self._errors[kind] += 1
             if self._errors[kind] == 1:
-                logger.exception("event publisher: unexpected %s; counted from now on", kind)
+                logger.exception("event publisher: unexpected %s; further ones are only counted", kind)
             # The events being sent are lost, so the subscribers' indexes may be wrong.
             self._reader.request_snapshot()
             self._closing.wait(ERROR_BACKOFF_S)

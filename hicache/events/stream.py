@@ -98,7 +98,7 @@ class EventStream:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raises InvariantError if the invariant of the module does not hold. Scheduler thread."""
+        """Raise InvariantError if the invariant of the module does not hold. Scheduler thread."""
         if list(self._events) != list(range(self._oldest, self._next)):
             raise InvariantError("event stream: the kept events are not the newest, or have a hole")
         if self._held_bytes != sum(event.size_bytes for event in self._events.values()):

@@ -20,7 +20,7 @@ _KEY_OBJECT_BYTES = PAGE_KEY_BYTES + 41
 
 
 class Medium(enum.Enum):
-    """Where pages are stored."""
+    """A medium on which pages are stored."""
 
     DEVICE = "device"
     HOST = "host"

@@ -26,8 +26,9 @@ _HASHES_PER_KEY = PAGE_KEY_BYTES // 8
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """What a publisher includes: `token_ids` tokens and seeds, `tenants` salts and sessions. `given_keys`: page keys
-    are the engine's own hashes, as in vLLM. `data_parallel_rank` is the engine's rank, or None.
+    """The optional content of events: `token_ids` adds tokens and seeds, `tenants` adds salts and sessions.
+
+    `given_keys`: page keys are the engine's own hashes, as in vLLM. `data_parallel_rank` is the engine's rank, or None.
     """
 
     token_ids: bool = True

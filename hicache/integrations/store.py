@@ -43,10 +43,9 @@ _NOT_REGISTERED = memoryview(bytearray(4096))
 class EngineStorage:
     """See the module's docstring. Thread-safe. The store is that of `config`, with the pages of `namespace`.
 
-    The constructor opens it, which blocks; if it is unavailable, a thread opens it later, at a next call. Serves
-    metrics as the section `metrics` configures them, on the first free port of `processes`, because an engine has
-    several processes with one configuration. The deadline of a call is `transfer.storage_deadline`, at most
-    `deadline_s_max`.
+    The constructor opens it, which blocks; if it is unavailable, a thread opens it during a later call. Serves metrics
+    as the section `metrics` configures them, on the first free port of `processes`, because an engine has several
+    processes with one configuration. The deadline of a call is `transfer.storage_deadline`, at most `deadline_s_max`.
 
     Raises ConfigError for a configuration without storage or with errors, and BackendError if the store fails to open.
     """

@@ -86,29 +86,29 @@ def store_families(stores: Iterable[LeafStatistics]) -> Iterator[Metric]:
 STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
     MetricSpec("backend_get_pages_total", "Pages requested from the backend, by outcome.", ("outcome",),
                lambda b: outcomes(GetOutcome, b.statistics.gets),
-               "hit over all outcomes is the hit rate of the store. Many misses after successful lookups: pages are "
-               "evicted before they are read, so the store is too small. error: see backend_errors_total."),
+               "hit divided by all outcomes is the store's hit rate. Many misses after successful lookups: the store "
+               "is too small, so pages are evicted before they are read. error: see backend_errors_total."),
     MetricSpec("backend_set_pages_total", "Pages given to the backend, by outcome.", ("outcome",),
                lambda b: outcomes(SetOutcome, b.statistics.sets),
-               "rejected: the store is full and cannot evict; see its limit. present: another engine, or this one, has "
-               "stored the page before."),
-    MetricSpec("backend_corrupt_pages_total", "Stored pages that were rejected as damaged, by reason.",
+               "rejected: the store is full and cannot evict; see its limit. present: the page was already stored, by "
+               "this or another engine."),
+    MetricSpec("backend_corrupt_pages_total", "Stored pages rejected as damaged, by reason.",
                ("reason",), lambda b: with_zeros(_DAMAGE, b.statistics.corrupt),
                "Should stay at 0. tag and size: damage by disk, memory or network. mac_key and encryption_key: a "
                "writer has another key. namespace and page_key: another program wrote to the store. Such pages are "
                "never served."),
-    MetricSpec("backend_errors_total", "Failures of the backend, by kind; guard_... are calls that the guard rejected.",
+    MetricSpec("backend_errors_total", "Failures of the backend, by kind; guard_...: calls that the guard rejected.",
                ("reason",), lambda b: _errors(b.statistics.errors),
-               "The page of each store in docs/backends explains its kinds. raised is an exception of the backend; the "
+               "The page of each store in docs/backends explains its kinds. raised: an exception of the backend; the "
                "log has its class."),
-    MetricSpec("backend_transferred_bytes_total", "Bytes of whole frames moved.", ("direction",),
+    MetricSpec("backend_transferred_bytes_total", "Bytes of whole frames read and written.", ("direction",),
                lambda b: {"read": b.statistics.read_bytes, "write": b.statistics.written_bytes},
                "The rate is the used bandwidth; compare it with that of the network or disk."),
     MetricSpec("backend_evicted_pages_total", "Pages removed to make room.", (), lambda b: b.statistics.evicted_pages,
                "Normal for a full store. If the hit rate falls while this rises, the store is too small."),
     MetricSpec("backend_stored_pages", "Pages stored now, by all processes that share the store.", (),
                lambda b: None if b.usage is None else b.usage.pages,
-               "A sample: it may be minutes old for a store that counts slowly. Absent before the first one."),
+               "A sample, which may be minutes old for a store that counts slowly; absent before the first."),
     MetricSpec("backend_stored_bytes", "Bytes stored now, by all processes that share the store.", (),
                lambda b: None if b.usage is None else b.usage.bytes,
                "Compare it with backend_capacity_bytes, or with the limit of the server."),
@@ -117,22 +117,22 @@ STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
                "The entry `capacity` of the store."),
     MetricSpec("backend_breaker_state", "0: closed, calls are made; 1: the next call decides; 2: open, no calls.",
                ("direction",), _guarded(lambda g: {way: b.state for way, b in g.breakers.items()}),
-               "2 for minutes is an outage of the store: the log has the reason. It costs hits and nothing else."),
+               "2 for minutes: an outage of the store; the log has the reason. It costs only hits."),
     MetricSpec("backend_override", "1 if an operator has forced a direction on or off.", ("direction",),
                _guarded(lambda g: {way: b.override is not Override.AUTO for way, b in g.breakers.items()}),
                "1 after the end of maintenance: return the direction to its breaker with `hicache ctl`."),
-    MetricSpec("backend_breaker_opens_total", "Times that the breaker has opened.", ("direction",),
+    MetricSpec("backend_breaker_opens_total", "Times when the breaker opened.", ("direction",),
                _guarded(lambda g: {way: b.opens for way, b in g.breakers.items()}),
                "More than a few per hour: the store answers probes but fails under load."),
     MetricSpec("backend_probes_total", "Probes of the store, by outcome.", ("direction", "outcome"),
                _guarded(lambda g: {(way, outcome): count for way, b in g.breakers.items()
                                    for outcome, count in (("good", b.good_probes), ("failed", b.failed_probes))}),
-               "failed probes without an open breaker are single failures; successful ones with an open breaker mean "
-               "that calls fail but probes do not."),
+               "failed with a closed breaker: single failures. good with an open breaker: calls fail but probes do "
+               "not."),
     MetricSpec("backend_refused_calls_total", "Calls that the guard rejected, by reason.", ("direction", "reason"),
                _guarded(lambda g: _by_direction(Refusal, g.refused)),
-               "open: the breaker. busy: storage.guard.in_flight was full until the deadline; raise it, or the store "
-               "is too slow."),
+               "open: the breaker. busy: storage.guard.in_flight was full until the deadline; the store is too slow, "
+               "or the entry too small."),
     MetricSpec("backend_failed_calls_total", "Calls that count as failed, by reason.", ("direction", "reason"),
                _guarded(lambda g: _by_direction(_FAILURES, g.failures)),
                "error: at least half of the pages failed. lookup: an error in a lookup. raised: an exception. overdue: "
@@ -140,18 +140,18 @@ STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
     MetricSpec("backend_retried_calls_total", "Calls that were retried.", ("direction",),
                _guarded(lambda g: {way: g.retried_calls.get(way, 0) for way in g.breakers}),
                "At most storage.guard.retry_share of the calls. Steadily near it: the store loses requests."),
-    MetricSpec("backend_in_flight_bytes", "Bytes of the frames that are being read or written.", (),
+    MetricSpec("backend_in_flight_bytes", "Bytes of frames being read or written.", (),
                _guarded(lambda g: g.in_flight_bytes),
                "At storage.guard.in_flight calls wait for each other."),
     MetricSpec("backend_in_flight_calls", "Calls in flight.", (), _guarded(lambda g: g.in_flight_calls),
-               "As many as there are workers: more transfer.io_workers may help, if the store is not the limit."),
+               "Equal to the number of workers: more transfer.io_workers may help, if the store is not the limit."),
     MetricSpec("backend_overdue_calls", "Calls that hang past their deadline.", (),
                _guarded(lambda g: g.overdue_calls),
-               "Should be 0. Each holds a thread and its frames until it returns: check the server and the network."),
+               "Should be 0. Each holds a thread and its frames until it returns. Check the server and the network."),
     MetricSpec("backend_call_seconds", "Time of calls; a call is a batch of pages.", ("verb",),
                _guarded(lambda g: {verb: g.latency[verb] for verb in Verb}),
                "The slowest calls determine which prefetches are in time; compare with prefetch.timeout_base.", True),
     MetricSpec("backend_call_bytes", "Bytes of the frames of a call.", ("verb",), _guarded(lambda g: g.call_bytes),
-               "Small batches are slow on networks: raise transfer.storage_batch_pages, or the prompts are short.",
+               "Small batches are slow on networks: the prompts are short, or transfer.storage_batch_pages is small.",
                True),
 )  # fmt: skip

@@ -198,7 +198,7 @@ class PrefixTree:
         else:
             hint = "bigram and plain keys do not mix"
         raise InvalidInput(
-            f"radix key: {key.position_bytes} bytes a position, the tree has {self.position_bytes}; {hint}"
+            f"radix key: {key.position_bytes} bytes per position, the tree has {self.position_bytes}; {hint}"
         )
 
     # Inside

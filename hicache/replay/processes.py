@@ -67,7 +67,7 @@ class _Child:
 
     def tell(self, job: ReplayJob | None) -> None:
         """Send the child its job, or with None request the result now."""
-        with suppress(ConnectionError):  # it has ended already; `read` says so
+        with suppress(ConnectionError):  # it has already ended; `read` reports that
             self.pipe.send(job)
 
     def read(self) -> None:

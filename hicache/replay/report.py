@@ -23,7 +23,7 @@ REASONS: Mapping[str, str] = {
     "skipped load_does_not_pay": "no load from L2: computing was faster",
     "skipped prefetch_does_not_pay": "nothing read: computing was faster, or had to be measured",
     "skipped write_back_dropped": "pages dropped: no room on L2 to write them back",
-    "skipped pin_share": "a pin was refused: pins have their share of L2",
+    "skipped pin_share": "a pin was refused: pins already use their share of L2",
     "skipped backup_no_host_room": "no backup to L2: no room",
     "skipped backup_prefix_not_on_host": "no backup to L2: the prefix is not there",
     "skipped backup_failed": "a backup to L2 failed",
@@ -95,16 +95,16 @@ def html_report(result: ReplayResult) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">{escape(_subtitle(result))}</p>',
         _tiles(result),
-        "<h2>Where prompt tokens came from</h2>",
+        "<h2>Sources of prompt tokens</h2>",
         "<p>Prompt tokens over time: found on a tier, or computed. The table also has the tokens seen before in the "
         "trace, which an unlimited cache would have, and the hits of ideal caches as large as all tiers together: the "
         "optimum, which knows the future, and an LRU.</p>",
         _sources(result),
-        "<h2>How full the tiers were</h2>",
+        "<h2>Occupancy of the tiers</h2>",
         _occupancy(result),
         "<h2>Bytes moved, pages evicted</h2>",
         _moves(result),
-        "<h2>What the cache costs the scheduler's thread</h2>",
+        "<h2>Cost of the cache on the scheduler's thread</h2>",
         "<p>Time inside the cache's calls, for each request and for each step with work. Processor time is that of the "
         "thread; elapsed time also includes waiting for the interpreter's lock and for a core. Both exclude the time "
         "in which this replay writes and compares pages.</p>",
@@ -121,7 +121,7 @@ def html_report(result: ReplayResult) -> str:
 
 
 def flattened_drops(result: ReplayResult) -> list[tuple[str, int]]:
-    """All that was refused, skipped, damaged or failed, by kind and reason, the most frequent first."""
+    """Return the counts of refused, skipped, damaged and failed work, by kind and reason, the most frequent first."""
     groups = {"skipped": result.skipped, "refused": result.refused, "damaged": result.damaged,
               "failed": result.storage_errors}  # fmt: skip
     drops = [
@@ -276,7 +276,8 @@ def _percentile_figure(cpu: Latency, elapsed: Latency) -> str:
 
 
 def _distance(percent: float) -> float:
-    """How far from the maximum, in powers of ten, so that 90, 99 and 99.9 are evenly spaced; the maximum comes next."""
+    """Return the distance from the maximum, in powers of ten, so that 90, 99 and 99.9 are evenly spaced. The maximum
+    comes next."""
     return -4.0 if percent == 100.0 else math.log10(1 - percent / 100)
 
 

@@ -130,7 +130,7 @@ class StandIn:
         """Remove all requests, so that their pages are no longer compared."""
         self._known.clear()
 
-    # What the scheduler calls; see `Model`
+    # Called by the scheduler; see `Model`
 
     def begin(self, request: Request) -> None:
         known, counts, kv = self._known[request.rid], self.counts, request.held_kv()

@@ -244,7 +244,7 @@ class SchedulerClock:
 
 
 class _Watched:
-    """What `SchedulerClock.watch` returns."""
+    """The cache with timed calls; `SchedulerClock.watch` returns it."""
 
     def __init__(self, cache: TreeCache, clock: SchedulerClock) -> None:
         self._cache = cache

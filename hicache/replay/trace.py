@@ -117,7 +117,8 @@ def _bounded(lines: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
         line = lines.readline(LINE_BYTES_MAX + 1)
         if len(line) > LINE_BYTES_MAX:
             raise InvalidInput(
-                f"trace {path}, line {number}: is longer than {LINE_BYTES_MAX} bytes; is this a request trace?"
+                f"trace {path}, line {number}: is longer than {LINE_BYTES_MAX} bytes; check that the file is a "
+                "request trace"
             )
         if not line:
             return

@@ -184,7 +184,7 @@ class Direction:
         try:
             self.path.synchronize()
         except TransferError as error:
-            logger.warning("the device cannot say whether its copies have ended: %s", error)
+            logger.warning("waiting for the copies of the device failed: %s", error)
 
     def close(self, deadline: float) -> bool:
         """End the thread and wait for the copies. Return False if the deadline passes first."""
@@ -250,7 +250,7 @@ class CudaCopyEngine(CopyEngine):
         try:
             self._runtime.close()
         except TransferError as error:
-            logger.warning("streams of a device that has failed could not be released: %s", error)
+            logger.warning("the streams of a failed device could not be released: %s", error)
         return True
 
     def _submit(self, direction: Direction, host_blocks: Indices, blocks: Indices, after: Fence | None) -> Transfer:

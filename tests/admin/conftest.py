@@ -1,4 +1,4 @@
-"""An engine that runs, with a store of files and an admin socket."""
+"""A running engine with a file store and an admin socket."""
 
 from __future__ import annotations
 

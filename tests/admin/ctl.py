@@ -1,4 +1,4 @@
-"""`hicache ctl` as a user runs it, a process of its own; and, for variants of a command, within this process."""
+"""`hicache ctl` in a separate process, as a user runs it, or, for variants of a command, within this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command has ended."""
+    """The exit code and the output of a command that has ended."""
 
     code: int
     out: str
@@ -28,25 +28,25 @@ class Ended:
 
     @property
     def json(self) -> Any:
-        """Its standard output, which is one document."""
+        """Return its standard output, parsed as one JSON document."""
         return json.loads(self.out)
 
 
 @dataclass(frozen=True)
 class Ctl:
-    """Commands with the options `address`."""
+    """Runs commands with the options `address`."""
 
     address: tuple[str, ...]
 
     def start(self, *arguments: str, columns: int = 120, **pipes: Any) -> subprocess.Popen[str]:
-        """A command that runs."""
+        """Start a command in a separate process."""
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
         command = [sys.executable, "-m", "hicache", "ctl", *self.address, *arguments]
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
         return subprocess.Popen(command, text=True, env=environ, **streams)
 
     def __call__(self, *arguments: str, columns: int = 120, code: int = 0, **pipes: Any) -> Ended:
-        """A command to its end, which has to be that exit code."""
+        """Run a command to its end. Fails if its exit code is not `code`."""
         with self.start(*arguments, columns=columns, **pipes) as process:
             try:
                 out, err = process.communicate(timeout=TIMEOUT_S)
@@ -57,7 +57,7 @@ class Ctl:
         return ended
 
     def quick(self, *arguments: str, columns: int = 120, code: int = 0) -> Ended:
-        """The same within this process, which saves half a second."""
+        """Run a command within this process, which saves half a second. Fails if its exit code is not `code`."""
         result = CliRunner(env={"COLUMNS": str(columns)}).invoke(main, ["ctl", *self.address, *arguments])
         ended = Ended(result.exit_code, result.stdout, result.stderr)
         assert ended.code == code, ended

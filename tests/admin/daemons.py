@@ -1,4 +1,4 @@
-"""A daemon with two stores, its admin surface, and engines' side of it."""
+"""A daemon with two stores, its admin surface, and its engines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ADMIN_TOKEN, DATA_TOKEN = "for-operators-" + "1" * 20, "for-engines-" + "2" * 20
 
 
 def keys_of(count: int, first: int = 0) -> list[bytes]:
-    """Page keys of a chain."""
+    """Return page keys of a chain."""
     return [hashlib.sha256(bytes([number])).digest() for number in range(first, first + count)]
 
 
 class Daemon(daemons.Daemon):
-    """`hicache serve` with two stores, `ram` and `disk`, and a pool; `section` adds to `daemon`."""
+    """`hicache serve` with a pool and two stores, `ram` and `disk`. `section` adds entries to the section `daemon`."""
 
     def __init__(self, folder: Path, **section: Any) -> None:
         folder.mkdir(exist_ok=True)
@@ -45,24 +45,24 @@ class Daemon(daemons.Daemon):
             self.kill()
 
     def admin(self, method: str, target: str, body: object = None, code: int = 200, token: str | None = None) -> Any:
-        """One request to its admin surface, which is answered with `code`; the document."""
+        """Make one request to its admin surface. Return the document. Fails if the status is not `code`."""
         status, answer = self.ask(method, f"/v1/admin{target}", body, token)
         assert status == code, (answer, self.log)
         return answer
 
     def job(self, target: str, body: object) -> Any:
-        """A job, to its end."""
+        """Start a job, wait for its end, and return its description."""
         job = self.admin("POST", target, body, 202)
         wait_for(lambda: self.admin("GET", f"/jobs/{job['id']}")["state"] in ("done", "failed", "cancelled"))
         return self.admin("GET", f"/jobs/{job['id']}")
 
     def places(self, keys: list[bytes], **body: Any) -> list[list[str]]:
-        """Where pages are."""
-        asked = {"keys": [key.hex() for key in keys], **body}
-        return [page["places"] for page in self.admin("POST", "/lookup", asked)["pages"]]
+        """Return for each page where it is."""
+        fields = {"keys": [key.hex() for key in keys], **body}
+        return [page["places"] for page in self.admin("POST", "/lookup", fields)["pages"]]
 
     def engine(self, namespace: int) -> Engine:
-        """An engine of the namespace whose digest is 32 of these bytes."""
+        """Return an engine in the namespace whose digest is this byte 32 times."""
         codec = FrameCodec(bytes([namespace]) * 32, PAYLOAD_BYTES, label=f"model-{namespace:02x}")
         backend = open_spec(BackendSpec("remote", {"socket": self.socket}), codec)
         self._backends.append(backend)
@@ -70,19 +70,19 @@ class Daemon(daemons.Daemon):
 
 
 class Engine:
-    """Stores and reads pages whose bytes derive from their keys."""
+    """An engine that stores and reads pages whose bytes derive from their keys."""
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
 
     def store(self, keys: list[bytes]) -> None:
-        """Store a chain, all of it."""
+        """Store a chain. Fails unless every page is stored."""
         frames = full_frames(self.backend.codec, keys)
         outcomes = self.backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + WAIT_S)
         assert all(outcome.is_stored for outcome in outcomes), outcomes
 
     def read(self, keys: list[bytes]) -> int:
-        """Read a chain; how many pages of it were hits, all of which are right."""
+        """Read a chain and return the number of hits. Fails if a hit has wrong bytes."""
         frames = empty_frames(self.backend.codec, len(keys))
         outcomes = self.backend.batch_get(keys, frames, deadline=time.monotonic() + WAIT_S)
         for key, frame, outcome in zip(keys, frames, outcomes, strict=True):

@@ -1,4 +1,4 @@
-"""A real embedded cache with the loop of an engine around it, on a thread of this process, and its admin surface."""
+"""A real embedded cache with the loop of an engine on a thread of this process, and its admin surface."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 def ask(path: Path, method: str, target: str, body: object = None, token: str | None = None) -> tuple[int, Any]:
-    """One request to `/v1/admin`; the status code and the JSON document of the answer."""
+    """Make one request to `/v1/admin`. Return the status code and the JSON document of the answer."""
     with contextlib.closing(Client(path)) as client:
         return client.call(method, f"/v1/admin{target}", body, token)
 
 
 def file_config(folder: Path, **entries: Any) -> HiCacheConfig:
-    """Small pages in a file store, and an admin socket in a directory of its own."""
+    """Return a configuration with small pages, a file store and an admin socket in a separate directory."""
     return HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size, "device": {"tokens": 256}, "host": {"tokens": 512},
         "load_back_threshold_tokens": 4, "prefetch": {"threshold_tokens": 4}, "break_even": {"mode": "always"},
@@ -39,7 +39,7 @@ def file_config(folder: Path, **entries: Any) -> HiCacheConfig:
     } | entries)  # fmt: skip
 
 
-# The namespace of what these engines compute, and a prompt of four pages, its token ids and its page keys.
+# The namespace of these engines, and a prompt of four pages with its token ids and its page keys.
 DIGEST = NAMESPACE.digest.hex()
 PROMPT = prompt(1, 2, 3, 4)
 IDS = [page for page in (1, 2, 3, 4) for _ in range(GEOMETRY.page_size)]
@@ -47,7 +47,7 @@ KEYS = [key.hex() for key in PROMPT.page_keys(GEOMETRY.page_size, PROMPT.seed, 0
 
 
 class RunningEngine:
-    """Steps of a scheduler until `close`; `call` does something in one of them. `admin` serves its cache."""
+    """A scheduler thread that runs steps until `close`, and the admin surface of its cache."""
 
     def __init__(self, config: HiCacheConfig) -> None:
         cache = create_cache(config, NAMESPACE)
@@ -56,39 +56,39 @@ class RunningEngine:
         self.config = config
         self.admin: AdminServer | None = serve_configured(config, cache, NAMESPACE)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._goes_on = threading.Event()
-        self._goes_on.set()
-        self._ends = False
+        self._is_running = threading.Event()
+        self._is_running.set()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._loop)
         self._thread.start()
 
     def _loop(self) -> None:
-        while not self._ends:
-            self._goes_on.wait()
+        while not self._is_closing:
+            self._is_running.wait()
             self.cache.poll()
             while not self._calls.empty():
                 work, answer = self._calls.get()
                 answer.set_result(work())
                 self.cache.check()
-            time.sleep(0.001)  # as an engine between steps
+            time.sleep(0.001)  # the time between two steps of an engine
         self.cache.check()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Have the scheduler thread do something."""
+        """Run `work` on the scheduler thread and return its result."""
         answer: Future[T] = Future()
         self._calls.put((work, answer))
         return answer.result(30)
 
     def pause(self) -> None:
-        """Let no step begin any more."""
-        self._goes_on.clear()
+        """Stop the scheduler before its next step."""
+        self._is_running.clear()
 
     def resume(self) -> None:
-        """Go on."""
-        self._goes_on.set()
+        """Continue after `pause`."""
+        self._is_running.set()
 
     def serve(self, rid: str, key: RadixKey) -> int:
-        """A whole request; how many tokens of it were cached."""
+        """Serve a whole request. Return the number of its cached tokens."""
         self.call(lambda: self.cache.prefetch_from_storage(rid, key))
         wait_for(lambda: self.call(lambda: self.cache.check_prefetch_progress(rid)))
         return self.call(lambda: self._run(rid, key))
@@ -102,13 +102,13 @@ class RunningEngine:
         return cached
 
     def ask(self, method: str, target: str, body: object = None, code: int = 200) -> Any:
-        """One request to its admin surface, which is answered with `code`; the document."""
+        """Make one request to its admin surface. Return the document. Fails if the status is not `code`."""
         status, answer = ask(self.config.admin.socket or Path(), method, target, body)
         assert status == code, answer
         return answer
 
     def job(self, target: str, body: object) -> Any:
-        """A job, to its end."""
+        """Start a job, wait for its end, and return its description."""
         started = self.ask("POST", target, body, 202)
         found: list[Any] = []
 
@@ -120,19 +120,19 @@ class RunningEngine:
         return found[0]
 
     def places(self, **body: Any) -> list[list[str]]:
-        """Where the pages of a lookup are."""
+        """Return for each page of a lookup where it is."""
         return [page["places"] for page in self.ask("POST", "/lookup", body)["pages"]]
 
     def settle(self) -> None:
-        """Until nothing is in flight."""
+        """Wait until no transfer is in flight."""
         wait_for(lambda: self.call(lambda: self.cache.controller.idle))
 
     def close(self) -> None:
-        """End it as an engine does."""
-        self._goes_on.set()
+        """Stop the thread and close the cache, as an engine does at its end."""
+        self._is_running.set()
         if self.admin is not None:
             self.admin.close()
-        self._ends = True
+        self._is_closing = True
         self._thread.join(30)
         assert self.cache.close()
 

@@ -1,4 +1,4 @@
-"""Every command of `hicache ctl` as a process, against the cache of a running engine."""
+"""Every command of `hicache ctl`, run against the cache of a running engine."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def ctl(levels: RunningEngine) -> Iterator[Ctl]:
-    """Commands for an engine whose stores `ram` and `disk` both have PROMPT."""
+    """Runs commands for an engine whose stores `ram` and `disk` both have PROMPT."""
     levels.serve("a", PROMPT)
     wait_for(lambda: levels.places(keys=KEYS) == [["device", "host", "ram", "disk"]] * 4)
     yield Ctl(("--socket", str(levels.config.admin.socket)))
     logging.getLogger("hicache").setLevel(logging.NOTSET)
 
 
-def test_status_at_two_widths(ctl: Ctl) -> None:
+def test_the_status_fits_wide_and_narrow_terminals(ctl: Ctl) -> None:
     wide, narrow = ctl("status").out, ctl.quick("status", columns=60).out
     assert "embedded 0.1.0, ready" in wide and "storage attached" in wide
     (line,) = [line for line in wide.splitlines() if line.startswith("disk")]
     assert line.split() == ["disk", DIGEST[:12], "4", "16.0", "KiB", "10.0", "GiB", "ok", "ok", "0", "0"]
     assert max(map(len, wide.splitlines())) <= 120
-    # Narrow, no figure is cut: what does not fit beside the others gets a line of its own.
+    # The narrow output has all figures: a value that does not fit into the row gets a separate line.
     assert max(map(len, narrow.splitlines())) <= 60
     lines = [line.split() for line in narrow.splitlines()]
     assert ["store", "disk"] in lines and ["capacity", "10.0", "GiB"] in lines and ["pages", "4"] in lines
 
 
-def test_lists_and_their_documents(ctl: Ctl) -> None:
+def test_lists_are_printed_as_tables_and_as_documents(ctl: Ctl) -> None:
     stores = ctl("--json", "stores").json
     assert [(one["name"], one["namespace"], one["bytes"]) for one in stores] == [
         ("ram", DIGEST, 16384), ("disk", DIGEST, 16384)
@@ -53,7 +53,7 @@ def test_lists_and_their_documents(ctl: Ctl) -> None:
     assert "a size too" in ctl.quick("quota", "ab", code=2).err
 
 
-def test_lookup(ctl: Ctl, tmp_path: Path) -> None:
+def test_lookup_takes_keys_prefixes_and_tokens(ctl: Ctl, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps(IDS))
     lines = ctl("lookup", "--tokens", str(tokens)).out.splitlines()[1:]
@@ -67,7 +67,7 @@ def test_lookup(ctl: Ctl, tmp_path: Path) -> None:
     assert "secret" not in ctl.quick("lookup", "--tokens", str(tokens), code=2).err
 
 
-def test_pins(ctl: Ctl, tmp_path: Path) -> None:
+def test_a_prefix_is_pinned_listed_and_unpinned(ctl: Ctl, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({"ids": IDS}))
     with tokens.open() as stdin:
@@ -99,24 +99,24 @@ def test_stores_are_bypassed_forced_detached_and_attached(ctl: Ctl, levels: Runn
     assert "the stores are: ram, disk" in ctl.quick("attach", "tape", code=2).err
 
 
-def test_clear_asks_on_a_terminal_and_refuses_without_one(ctl: Ctl, levels: RunningEngine) -> None:
+def test_clear_asks_for_confirmation_on_a_terminal_and_needs_yes_without_one(ctl: Ctl, levels: RunningEngine) -> None:
     assert "pass --yes" in ctl("clear", "--all", code=2).err
     assert "one of --pool" in ctl.quick("clear", "--yes", code=2).err
-    ours, theirs = pty.openpty()
-    os.write(ours, b"n\n")
-    ended = ctl("clear", "--all", code=1, stdin=theirs)
+    controller, terminal = pty.openpty()
+    os.write(controller, b"n\n")
+    ended = ctl("clear", "--all", code=1, stdin=terminal)
     assert "Remove all pages of ALL namespaces" in ended.err
     assert len(levels.places(keys=KEYS)[0]) == 4
-    os.write(ours, b"y\n")
-    ended = ctl("clear", "--store", "disk", "--namespace", DIGEST[:8], stdin=theirs)
+    os.write(controller, b"y\n")
+    ended = ctl("clear", "--store", "disk", "--namespace", DIGEST[:8], stdin=terminal)
     assert "4 pages" in ended.out and levels.places(keys=KEYS) == [["device", "host", "ram"]] * 4
-    os.close(ours)
-    os.close(theirs)
+    os.close(controller)
+    os.close(terminal)
     assert "done" in ctl.quick("clear", "--pool", "--yes").out
     assert levels.places(keys=KEYS) == [["ram"]] * 4
 
 
-def test_scrub_finds_damage_and_its_exit_code_says_so(ctl: Ctl, tmp_path: Path) -> None:
+def test_a_scrub_that_finds_damage_ends_with_exit_code_1(ctl: Ctl, tmp_path: Path) -> None:
     assert "damaged   none" in ctl("scrub").out
     damage_one(tmp_path)
     ended = ctl.quick("scrub", "disk", "--remove", code=1)
@@ -127,7 +127,7 @@ def test_scrub_finds_damage_and_its_exit_code_says_so(ctl: Ctl, tmp_path: Path) 
     assert [line.split()[1] for line in ctl("jobs").out.splitlines()[1:]] == ["done"] * 3
 
 
-def test_ctrl_c_cancels_a_scrub_and_sums_it_up(ctl: Ctl, levels: RunningEngine) -> None:
+def test_ctrl_c_cancels_a_scrub_and_prints_its_result(ctl: Ctl, levels: RunningEngine) -> None:
     process = ctl.start("scrub", "disk", "--rate", "4KiB")
     wait_for(lambda: any(job["progress"]["pages"] for job in levels.ask("GET", "/jobs")))
     process.send_signal(signal.SIGINT)
@@ -137,26 +137,26 @@ def test_ctrl_c_cancels_a_scrub_and_sums_it_up(ctl: Ctl, levels: RunningEngine) 
     assert [job["state"] for job in levels.ask("GET", "/jobs")] == ["cancelled"]
 
 
-def test_a_job_is_left_running_watched_and_cancelled(ctl: Ctl) -> None:
+def test_a_background_job_is_watched_and_cancelled(ctl: Ctl) -> None:
     started = ctl.quick("--json", "scrub", "disk", "--rate", "1KiB", "--background").json
     assert started["state"] in ("queued", "running")
     assert "cancelled" in ctl.quick("jobs", started["id"], "--cancel", code=130).out
     assert "list the jobs" in ctl.quick("jobs", "none", code=2).err
 
 
-def test_the_log_level(ctl: Ctl) -> None:
+def test_the_log_level_is_shown_and_set(ctl: Ctl) -> None:
     assert ctl("logs", "error").out == "error\n"
     assert ctl.quick("--json", "logs").json == {"level": "error"}
 
 
-def test_where_nothing_listens_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_server_the_error_says_what_to_do(tmp_path: Path) -> None:
     for address in (("--socket", str(tmp_path / "none")), ("--url", "http://localhost:1")):
         assert "hicache serve" in Ctl(address).quick("status", code=2).err
     assert "not a valid address" in Ctl(("--url", "ftp://host")).quick("status", code=2).err
     assert "one of --socket and --url" in Ctl(("--url", "http://h:1", "--socket", "x")).quick("status", code=2).err
 
 
-def test_the_configuration_names_socket_and_token(levels: RunningEngine, tmp_path: Path) -> None:
+def test_the_address_is_read_from_the_configuration(levels: RunningEngine, tmp_path: Path) -> None:
     config = tmp_path / "engine.yaml"
     config.write_text(f"admin: {{socket: {levels.config.admin.socket}}}\n")
     assert Ctl(("-c", str(config))).quick("--json", "status").json["kind"] == "embedded"

@@ -1,4 +1,4 @@
-"""The admin surface of a real daemon, with engines at work."""
+"""The admin surface of a real daemon with engines."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def daemon(running: Daemon) -> Iterator[Daemon]:
-    """A daemon that is as new at the end of each test."""
+    """The shared daemon. After each test, pins, quotas, overrides and pages are removed."""
     yield running
     for pin in running.admin("GET", "/pins"):
         running.admin("DELETE", f"/pins/{pin['id']}", code=204)
     for quota in running.admin("GET", "/quotas"):
         running.admin("PUT", "/quotas", {"namespace": quota["namespace"], "quota_bytes": None}, 204)
     running.admin("PUT", "/breakers", {"mode": "auto"}, 204)
-    running.admin("POST", "/detach", {}, 204)  # and with it what the memory stores have
+    running.admin("POST", "/detach", {}, 204)  # this also empties the memory stores
     wait_for(lambda: running.admin("GET", "/status")["stores"] == [])
     running.admin("POST", "/attach", {}, 204)
     wait_for(lambda: all(stores_of(running, one) == {"ram", "disk"} for one in namespaces_of(running)))
@@ -42,17 +42,17 @@ def daemon(running: Daemon) -> Iterator[Daemon]:
 
 
 def namespaces_of(daemon: Daemon) -> list[str]:
-    """The namespaces that are open."""
+    """Return the open namespaces."""
     return [one["namespace"] for one in daemon.admin("GET", "/status")["namespaces"]]
 
 
 def stores_of(daemon: Daemon, namespace: str) -> set[str]:
-    """The open stores of a namespace."""
+    """Return the open stores of a namespace."""
     return {one["name"] for one in daemon.admin("GET", "/status")["stores"] if one["namespace"] == namespace}
 
 
 def filled(daemon: Daemon, namespace: int, pages: int = 4) -> list[bytes]:
-    """A chain of a namespace, which is in the pool and in both stores."""
+    """Store a chain of a namespace in the pool and in both stores. Return its keys."""
     keys = keys_of(pages)
     daemon.engine(namespace).store(keys)
     space = f"{namespace:02x}" * 32
@@ -82,7 +82,7 @@ def test_a_lookup_tells_namespaces_apart(daemon: Daemon) -> None:
         ({"where": "all"}, [], []),
     ],
 )  # fmt: skip
-def test_clearing_takes_the_pages_that_were_named(
+def test_clearing_removes_only_the_named_pages(
     daemon: Daemon, where: dict[str, str], left_a: list[str], left_b: list[str]
 ) -> None:
     keys = filled(daemon, 0xAA, 2)
@@ -92,7 +92,7 @@ def test_clearing_takes_the_pages_that_were_named(
     assert daemon.places(keys, namespace="bb") == [left_b] * 2
 
 
-def test_stores_are_detached_and_attached_under_engines(daemon: Daemon) -> None:
+def test_stores_are_detached_and_attached_while_engines_are_connected(daemon: Daemon) -> None:
     engine, keys = daemon.engine(0xAA), filled(daemon, 0xAA)
     daemon.admin("POST", "/detach", {}, 204)
     wait_for(lambda: not stores_of(daemon, A))
@@ -100,7 +100,7 @@ def test_stores_are_detached_and_attached_under_engines(daemon: Daemon) -> None:
     daemon.job("/clear", {"where": "pool"})
     assert engine.read(keys) == 0
     filled_later = daemon.engine(0xCC)
-    filled_later.store(keys)  # a namespace that is opened now has none either
+    filled_later.store(keys)  # a namespace that is opened now has no store either
     assert daemon.places(keys, namespace="cc") == [["pool"]] * 4
     daemon.admin("POST", "/attach", {"store": "disk"}, 204)
     wait_for(lambda: stores_of(daemon, A) == stores_of(daemon, "cc" * 32) == {"disk"})
@@ -109,7 +109,7 @@ def test_stores_are_detached_and_attached_under_engines(daemon: Daemon) -> None:
     wait_for(lambda: stores_of(daemon, A) == {"ram", "disk"})
 
 
-def test_a_forced_breaker_holds_for_namespaces_that_are_opened_later(daemon: Daemon) -> None:
+def test_a_forced_breaker_applies_to_namespaces_that_are_opened_later(daemon: Daemon) -> None:
     filled(daemon, 0xAA)
     daemon.admin("PUT", "/breakers", {"store": "disk", "mode": "off"}, 204)
     keys = keys_of(3, first=50)
@@ -126,7 +126,7 @@ def pool_bytes(daemon: Daemon, namespace: str) -> int:
                 if one["namespace"] == namespace)  # fmt: skip
 
 
-def test_a_quota_bounds_what_one_namespace_takes_of_the_pool(daemon: Daemon) -> None:
+def test_a_quota_limits_the_pool_bytes_of_one_namespace(daemon: Daemon) -> None:
     filled(daemon, 0xAA, 6)
     filled(daemon, 0xBB, 6)
     daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": 2 * PAGE_POOL_BYTES}, 204)
@@ -144,10 +144,10 @@ def test_a_quota_bounds_what_one_namespace_takes_of_the_pool(daemon: Daemon) -> 
     assert daemon.admin("PUT", "/quotas", {"namespace": "12", "quota_bytes": 1}, 404)["error"] == "unknown_namespace"
 
 
-def test_pinned_pages_stay_while_others_are_evicted(daemon: Daemon) -> None:
+def test_pinned_pages_are_not_evicted(daemon: Daemon) -> None:
     keys = filled(daemon, 0xAA, 4)
-    asked = {"namespace": "aa", "keys": [key.hex() for key in keys[:2]]}
-    first, second = (daemon.admin("POST", "/pins", asked, 201) for _ in range(2))
+    pin = {"namespace": "aa", "keys": [key.hex() for key in keys[:2]]}
+    first, second = (daemon.admin("POST", "/pins", pin, 201) for _ in range(2))
     assert (first["pages"], first["asked_pages"]) == (2, 2)
     daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
     assert daemon.places(keys) == [["pool", "ram", "disk"]] * 2 + [["ram", "disk"]] * 2
@@ -159,7 +159,7 @@ def test_pinned_pages_stay_while_others_are_evicted(daemon: Daemon) -> None:
     assert [page for page in daemon.places(keys) if "pool" in page] == [["pool", "ram", "disk"]]
 
 
-def test_a_pin_ends_by_itself(daemon: Daemon) -> None:
+def test_a_pin_expires(daemon: Daemon) -> None:
     keys = filled(daemon, 0xAA, 2)
     daemon.admin("POST", "/pins", {"namespace": "aa", "keys": [keys[0].hex()], "ttl_s": 0.05}, 201)
     wait_for(lambda: daemon.admin("GET", "/pins") == [])
@@ -176,7 +176,7 @@ def test_a_scrub_reads_every_namespace(daemon: Daemon) -> None:
     assert (progress["pages"], progress["damaged"], progress["skipped"]) == (5, {}, ["ram"])
 
 
-def test_ctl_finds_a_daemon_by_its_configuration(daemon: Daemon) -> None:
+def test_ctl_finds_the_daemon_by_its_configuration(daemon: Daemon) -> None:
     filled(daemon, 0xAA, 2)
     ctl = Ctl(("-c", str(daemon.config_file)))
     out = ctl("status", columns=60).out
@@ -190,11 +190,11 @@ def test_ctl_finds_a_daemon_by_its_configuration(daemon: Daemon) -> None:
     assert "begins with these digits" in ctl.quick("quota", "12", "1MiB", code=2).err
 
 
-# Who
+# Access rights
 
 
 def over_tcp(daemon: Daemon, method: str, target: str, token: str | None) -> int:
-    """The status of one request over TCP."""
+    """Make one request over TCP. Return its status."""
     with contextlib.closing(daemon.tcp()) as client:
         return client.call(method, target, None, token)[0]
 
@@ -207,12 +207,12 @@ def with_tokens(tmp_path: Path) -> Iterator[Daemon]:
         yield running
 
 
-def test_over_tcp_the_admin_token_alone_opens_admin(with_tokens: Daemon) -> None:
+def test_over_tcp_only_the_admin_token_gives_access_to_the_admin_surface(with_tokens: Daemon) -> None:
     daemon = with_tokens
     for token, code in ((None, 403), (DATA_TOKEN, 403), ("wrong", 403), (ADMIN_TOKEN, 200)):
         assert over_tcp(daemon, "GET", "/v1/admin/status", token) == code
     assert over_tcp(daemon, "POST", "/v1/admin/detach", DATA_TOKEN) == 403
-    # The other way round: the admin token is not one for data.
+    # The admin token gives no access to pages.
     usage = f"/v1/namespaces/{A}/usage"
     assert over_tcp(daemon, "GET", usage, ADMIN_TOKEN) in (401, 403)
     assert over_tcp(daemon, "GET", usage, DATA_TOKEN) == 404
@@ -236,7 +236,7 @@ def test_with_an_admin_token_the_socket_needs_it_too_and_actions_are_logged(with
     assert ADMIN_TOKEN not in log and DATA_TOKEN not in log
 
 
-def test_without_an_admin_token_tcp_has_no_admin(tmp_path: Path) -> None:
+def test_without_an_admin_token_there_is_no_admin_surface_over_tcp(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         for token in (None, ADMIN_TOKEN, ""):
             assert over_tcp(daemon, "GET", "/v1/admin/status", token) == 403

@@ -26,19 +26,19 @@ TOKENS = {"ids": IDS}
 
 @pytest.fixture
 def served(engine: RunningEngine) -> RunningEngine:
-    """It has served PROMPT, which is on every tier."""
+    """An engine that has served PROMPT, so that PROMPT is on every tier."""
     engine.serve("a", PROMPT)
     engine.settle()
     return engine
 
 
-def stored(folder: Path) -> int:
-    """Pages in the file store."""
+def stored_pages(folder: Path) -> int:
+    """Return the number of pages in the file store."""
     return sum(1 for _ in FileRaw(FileStorageOptions(path=folder / "store")).pages())
 
 
 def pages_shown(engine: RunningEngine) -> int | None:
-    """Pages of the store by its last measurement, which may be a tenth of a second old."""
+    """Return the store's number of pages, from a measurement that may be a tenth of a second old."""
     pages: int | None = engine.ask("GET", "/status")["stores"][0]["pages"]
     return pages
 
@@ -58,7 +58,7 @@ def test_status_shows_tiers_stores_and_the_namespace(served: RunningEngine) -> N
     assert space["namespace"] == DIGEST and space["pool_hits"] == 4
 
 
-def test_status_needs_no_scheduler(served: RunningEngine) -> None:
+def test_the_status_does_not_need_the_scheduler(served: RunningEngine) -> None:
     served.pause()
     wait_for(lambda: pages_shown(served) == 4)
 
@@ -66,7 +66,7 @@ def test_status_needs_no_scheduler(served: RunningEngine) -> None:
 def test_a_lookup_says_where_each_page_is(served: RunningEngine) -> None:
     unknown = "0" * 64
     assert served.places(keys=[KEYS[3], unknown]) == [["device", "host", "file"], []]
-    assert served.places(tokens=TOKENS) == [["device", "file"]] * 4  # by tokens: the faster tier of both
+    assert served.places(tokens=TOKENS) == [["device", "file"]] * 4  # a lookup by tokens names the fastest tier only
     assert served.places(keys=KEYS, namespace="ff" if DIGEST[0] != "f" else "00") == [[]] * 4
     served.call(lambda: served.cache.evict(4))
     assert served.places(tokens=TOKENS) == [["host", "file"]] * 4
@@ -83,7 +83,7 @@ def test_a_lookup_by_the_first_digits_finds_pages_in_memory_and_in_stores(served
     assert served.places(prefix="00000000") == []
 
 
-def test_a_lookup_refreshes_nothing(served: RunningEngine) -> None:
+def test_a_lookup_does_not_refresh_recency(served: RunningEngine) -> None:
     used = served.call(lambda: [node.last_access for node in served.cache.tree.nodes()])
     served.places(keys=KEYS)
     served.places(tokens=TOKENS)
@@ -99,7 +99,7 @@ def test_a_lookup_names_the_stores_that_did_not_answer(served: RunningEngine) ->
 # Memory
 
 
-def test_a_pinned_prefix_outlives_eviction_and_another_does_not(served: RunningEngine) -> None:
+def test_a_pinned_prefix_is_not_evicted_and_another_one_is(served: RunningEngine) -> None:
     served.serve("b", prompt(5, 6))
     served.settle()
     pin = served.ask("POST", "/pins", {"tokens": TOKENS, "ttl_s": 60}, 201)
@@ -116,33 +116,33 @@ def test_a_pinned_prefix_outlives_eviction_and_another_does_not(served: RunningE
     assert served.places(tokens=TOKENS) == [["file"]] * 4
 
 
-def test_pins_beyond_their_share_are_refused(tmp_path: Path) -> None:
+def test_pins_over_their_share_are_rejected(tmp_path: Path) -> None:
     with RunningEngine(file_config(tmp_path, pin_host_share=0)) as engine:
         engine.serve("a", PROMPT)
         answer = engine.ask("POST", "/pins", {"tokens": TOKENS}, 409)
         assert answer["error"] == "too_many" and "pin_host_share" in answer["detail"]
 
 
-def test_a_prefix_of_another_tenant_is_another_prefix(served: RunningEngine) -> None:
+def test_tokens_with_another_cache_salt_are_another_prefix(served: RunningEngine) -> None:
     assert served.ask("POST", "/pins", {"tokens": TOKENS | {"cache_salt": "other"}}, 201)["pages"] == 0
     served.serve("b", prompt(1, 2, salt="other"))
     assert served.ask("POST", "/pins", {"tokens": TOKENS | {"cache_salt": "other"}}, 201)["pages"] == 2
 
 
-def test_clearing_memory_leaves_the_store(served: RunningEngine, tmp_path: Path) -> None:
+def test_clearing_the_pool_does_not_clear_the_store(served: RunningEngine, tmp_path: Path) -> None:
     other = "0" if DIGEST[0] != "0" else "1"
     assert served.job("/clear", {"where": "pool", "namespace": other})["progress"]["removed"] == 0
     assert served.places(tokens=TOKENS)[0] == ["device", "file"]
     assert served.job("/clear", {"where": "pool", "namespace": DIGEST[:8]})["progress"]["removed"] == 8  # on two tiers
-    assert served.places(tokens=TOKENS)[0] == ["file"] and stored(tmp_path) == 4
+    assert served.places(tokens=TOKENS)[0] == ["file"] and stored_pages(tmp_path) == 4
 
 
-def test_a_store_that_was_cleared_is_filled_again(served: RunningEngine, tmp_path: Path) -> None:
+def test_a_cleared_store_is_filled_again(served: RunningEngine, tmp_path: Path) -> None:
     assert served.job("/clear", {"where": "store", "store": "file"})["progress"]["removed"] == 4
-    assert stored(tmp_path) == 0
+    assert stored_pages(tmp_path) == 0
     assert served.serve("b", PROMPT) == 16
     served.settle()
-    assert stored(tmp_path) == 4
+    assert stored_pages(tmp_path) == 4
 
 
 def test_clearing_all_covers_every_store(levels: RunningEngine, tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ def test_clearing_all_covers_every_store(levels: RunningEngine, tmp_path: Path) 
     wait_for(lambda: levels.places(tokens=TOKENS) == [["device", "ram", "disk"]] * 4)
     job = levels.job("/clear", {"where": "all", "namespace": DIGEST[:6]})
     assert job["state"] == "done" and job["progress"]["removed"] == 16
-    assert levels.places(tokens=TOKENS) == [[]] * 4 and stored(tmp_path) == 0
+    assert levels.places(tokens=TOKENS) == [[]] * 4 and stored_pages(tmp_path) == 0
 
 
 # Stores
 
 
-def test_a_store_is_detached_and_attached_under_a_running_engine(served: RunningEngine) -> None:
+def test_a_store_is_detached_and_attached_while_the_engine_runs(served: RunningEngine) -> None:
     served.ask("POST", "/detach", {}, 204)
     assert not served.ask("GET", "/status")["attached"]
     served.call(served.cache.clear)
@@ -179,12 +179,12 @@ def test_one_store_of_several_is_attached_alone(levels: RunningEngine) -> None:
 
 
 def overrides(engine: RunningEngine) -> list[tuple[str, str, str]]:
-    """The forced breakers of each store."""
+    """Return the overrides of the breakers of each store."""
     found = engine.ask("GET", "/status")["stores"]
     return [(one["name"], one["read"]["override"], one["write"]["override"]) for one in found]
 
 
-def test_a_breaker_is_forced_for_one_store_and_later_openings(levels: RunningEngine) -> None:
+def test_a_forced_breaker_stays_forced_when_its_store_is_opened_again(levels: RunningEngine) -> None:
     levels.ask("PUT", "/breakers", {"store": "disk", "direction": "write", "mode": "off"}, 204)
     assert overrides(levels) == [("ram", "auto", "auto"), ("disk", "auto", "off")]
     levels.serve("a", PROMPT)
@@ -232,10 +232,10 @@ def test_a_job_is_cancelled_between_two_pages_and_jobs_are_bounded(served: Runni
     assert served.job("/scrub", {})["state"] == "done"
 
 
-# What cannot be done
+# Rejected requests
 
 
-def test_a_scheduler_that_stands_is_said_and_nothing_is_done_later(
+def test_with_a_stopped_scheduler_a_request_fails_and_is_not_run_later(
     served: RunningEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded, "SCHEDULER_TIMEOUT_S", 0.1)
@@ -246,7 +246,7 @@ def test_a_scheduler_that_stands_is_said_and_nothing_is_done_later(
     assert served.ask("GET", "/status")["attached"]
 
 
-def test_with_several_ranks_one_of_them_cannot_act_alone(
+def test_with_several_ranks_changes_that_all_ranks_must_make_are_rejected(
     served: RunningEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(served.cache.controller), "has_ranks", property(lambda _: True))
@@ -258,7 +258,7 @@ def test_with_several_ranks_one_of_them_cannot_act_alone(
 
 @pytest.fixture(scope="module")
 def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """An engine that refuses."""
+    """An engine without requests, shared by the tests of rejected calls."""
     with RunningEngine(file_config(tmp_path_factory.mktemp("idle"))) as running:
         yield running
 
@@ -284,7 +284,7 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
         ("GET", "/jobs/none", None, 404, "list the jobs"),
     ],
 )  # fmt: skip
-def test_a_refusal_says_what_to_do_and_quotes_nothing(
+def test_a_rejection_says_what_to_do_and_does_not_quote_keys_or_tokens(
     idle: RunningEngine, method: str, target: str, body: object, code: int, says: str
 ) -> None:
     answer = idle.ask(method, target, body, code)
@@ -292,10 +292,10 @@ def test_a_refusal_says_what_to_do_and_quotes_nothing(
     assert "secret-key" not in answer["detail"] and "-5" not in answer["detail"]
 
 
-# Who, and what is logged
+# Access rights and the log
 
 
-def test_each_change_is_one_line_of_the_log_without_prompt_or_salt(
+def test_each_change_is_logged_in_one_line_without_prompt_or_salt(
     served: RunningEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="hicache.admin")
@@ -312,7 +312,7 @@ def test_each_change_is_one_line_of_the_log_without_prompt_or_salt(
     assert "tenant-7" not in caplog.text and KEYS[0] not in caplog.text
 
 
-def test_with_a_token_nobody_gets_in_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_an_admin_token_every_request_needs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hicache.admin")
     token_file = tmp_path / "token"
     token_file.write_text("open-sesame\n")
@@ -335,10 +335,10 @@ def test_the_log_level_is_shown_and_set(engine: RunningEngine) -> None:
         logging.getLogger("hicache").setLevel(logging.NOTSET)
 
 
-# Beginning and end
+# Start and end
 
 
-def test_without_a_socket_there_is_no_surface_and_without_a_cache_neither(tmp_path: Path) -> None:
+def test_without_a_socket_or_without_a_prefix_cache_there_is_no_admin_surface(tmp_path: Path) -> None:
     config = file_config(tmp_path, storage=None, admin={})
     with create_cache(config, NAMESPACE) as cache:
         assert serve_configured(config, cache, NAMESPACE) is None
@@ -347,7 +347,7 @@ def test_without_a_socket_there_is_no_surface_and_without_a_cache_neither(tmp_pa
         assert serve_configured(plain, cache, NAMESPACE) is None
 
 
-def test_a_cache_without_an_l1_is_served_too(tmp_path: Path) -> None:
+def test_a_cache_without_l1_has_an_admin_surface_too(tmp_path: Path) -> None:
     config = file_config(tmp_path)
     with create_host_cache(config, NAMESPACE) as cache, ThreadPoolExecutor() as pool:
         server = serve_configured(config, cache, NAMESPACE)
@@ -356,17 +356,17 @@ def test_a_cache_without_an_l1_is_served_too(tmp_path: Path) -> None:
             assert [tier["name"] for tier in ask(server.path, "GET", "/status")[1]["tiers"]] == ["host"]
             code, answer = ask(server.path, "POST", "/pins", {"tokens": TOKENS})
             assert (code, answer["error"]) == (409, "unsupported")
-            asked = pool.submit(ask, server.path, "POST", "/lookup", {"tokens": TOKENS})
-            wait_for(asked.done, cache.poll)
-            assert [page["places"] for page in asked.result()[1]["pages"]] == [[]] * 4
+            lookup = pool.submit(ask, server.path, "POST", "/lookup", {"tokens": TOKENS})
+            wait_for(lookup.done, cache.poll)
+            assert [page["places"] for page in lookup.result()[1]["pages"]] == [[]] * 4
 
 
-def test_two_engines_need_two_sockets(engine: RunningEngine) -> None:
+def test_a_second_engine_on_the_same_socket_is_rejected(engine: RunningEngine) -> None:
     with pytest.raises(ConfigError, match="another process holds"):
         serve_configured(engine.config, engine.cache, NAMESPACE)
 
 
-def test_the_end_cancels_jobs_and_leaves_nothing(tmp_path: Path) -> None:
+def test_closing_cancels_jobs_and_removes_the_socket(tmp_path: Path) -> None:
     with RunningEngine(file_config(tmp_path)) as engine:
         engine.serve("a", PROMPT)
         engine.settle()

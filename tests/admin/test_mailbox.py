@@ -1,4 +1,4 @@
-"""The mailbox: what operators ask of a scheduler thread, which serves it a little in each step."""
+"""The mailbox: requests of operators to a scheduler thread, which serves a few of them in each step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hicache.errors import AdminError
 from tests.waiting import wait_for
 
 
-def asked(mailbox: Mailbox, pool: ThreadPoolExecutor, *answers: int, timeout_s: float = 30.0) -> list[Future[int]]:
-    """Requests that return these numbers, each of which waits in the mailbox."""
+def posted(mailbox: Mailbox, pool: ThreadPoolExecutor, *answers: int, timeout_s: float = 30.0) -> list[Future[int]]:
+    """Post requests that return these numbers, and wait until each is in the mailbox."""
 
     def answering(answer: int) -> int:
         return mailbox.ask(lambda: answer, timeout_s)
@@ -27,20 +27,20 @@ def asked(mailbox: Mailbox, pool: ThreadPoolExecutor, *answers: int, timeout_s: 
     return futures
 
 
-def test_a_request_runs_on_the_thread_that_serves() -> None:
+def test_a_request_runs_on_the_thread_that_serves_the_mailbox() -> None:
     mailbox = Mailbox()
     with ThreadPoolExecutor() as pool:
-        asker = pool.submit(mailbox.ask, threading.get_ident, 30.0)
+        requester = pool.submit(mailbox.ask, threading.get_ident, 30.0)
         wait_for(lambda: mailbox.pending)
         mailbox.serve()
-        assert asker.result(30) == threading.get_ident()
+        assert requester.result(30) == threading.get_ident()
     assert not mailbox.pending
 
 
 def test_one_step_serves_a_few_requests_in_order() -> None:
     mailbox = Mailbox()
     with ThreadPoolExecutor(ITEMS_MAX) as pool:
-        futures = asked(mailbox, pool, *range(ITEMS_PER_POLL + 2))
+        futures = posted(mailbox, pool, *range(ITEMS_PER_POLL + 2))
         mailbox.serve()
         assert [future.result(30) for future in futures[:ITEMS_PER_POLL]] == list(range(ITEMS_PER_POLL))
         assert len(mailbox._items) == 2
@@ -48,13 +48,13 @@ def test_one_step_serves_a_few_requests_in_order() -> None:
         assert [future.result(30) for future in futures[ITEMS_PER_POLL:]] == [ITEMS_PER_POLL, ITEMS_PER_POLL + 1]
 
 
-def test_work_in_steps_goes_on_over_several_polls() -> None:
+def test_long_work_is_divided_over_several_polls() -> None:
     mailbox, seen = Mailbox(), []
 
     def visit() -> Generator[None, None, str]:
         for number in range(3):
             seen.append(number)
-            threading.Event().wait(0.001)  # more than the slice of one poll
+            threading.Event().wait(0.001)  # longer than the time slice of one poll
             yield
         return "all"
 
@@ -68,7 +68,7 @@ def test_work_in_steps_goes_on_over_several_polls() -> None:
         assert answer.result(30) == "all"
 
 
-def test_an_error_of_the_work_is_the_askers() -> None:
+def test_an_error_of_the_work_is_raised_in_the_requester() -> None:
     mailbox = Mailbox()
 
     def fail() -> None:
@@ -82,7 +82,7 @@ def test_an_error_of_the_work_is_the_askers() -> None:
             answer.result(30)
 
 
-def test_without_a_scheduler_the_asker_is_told_and_the_work_is_never_done() -> None:
+def test_without_a_scheduler_a_request_fails_and_its_work_never_runs() -> None:
     mailbox, done = Mailbox(), []
     with pytest.raises(AdminError, match="scheduler did not serve") as caught:
         mailbox.ask(lambda: done.append(1), 0.01)
@@ -91,7 +91,7 @@ def test_without_a_scheduler_the_asker_is_told_and_the_work_is_never_done() -> N
     assert not done and not mailbox.pending
 
 
-def test_abandoned_steps_end() -> None:
+def test_abandoned_work_ends() -> None:
     mailbox, began, closed = Mailbox(), threading.Event(), []
 
     def endless() -> Generator[None, None, None]:
@@ -112,10 +112,10 @@ def test_abandoned_steps_end() -> None:
     assert not mailbox.pending
 
 
-def test_requests_that_wait_are_bounded() -> None:
+def test_the_number_of_waiting_requests_is_limited() -> None:
     mailbox = Mailbox()
     with ThreadPoolExecutor(ITEMS_MAX) as pool:
-        futures = asked(mailbox, pool, *range(ITEMS_MAX))
+        futures = posted(mailbox, pool, *range(ITEMS_MAX))
         with pytest.raises(AdminError) as caught:
             mailbox.ask(lambda: 1, 30.0)
         assert caught.value.kind == "busy"
@@ -124,10 +124,10 @@ def test_requests_that_wait_are_bounded() -> None:
         assert [future.result(30) for future in futures] == list(range(ITEMS_MAX))
 
 
-def test_closing_refuses_what_waits_and_what_comes() -> None:
+def test_closing_rejects_waiting_and_later_requests() -> None:
     mailbox = Mailbox()
     with ThreadPoolExecutor() as pool:
-        (waiting,) = asked(mailbox, pool, 1)
+        (waiting,) = posted(mailbox, pool, 1)
         mailbox.close()
         with pytest.raises(AdminError, match="closed"):
             waiting.result(30)

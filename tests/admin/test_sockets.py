@@ -1,4 +1,4 @@
-"""A Unix socket that only its owner reaches, and who is at the other end."""
+"""A Unix socket that only its owner can open, and the identity of its peer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_socket_and_its_directory_are_closed_to_others(tmp_path: Path) -> No
     assert not path.exists()
 
 
-def test_a_socket_in_use_is_refused_and_one_left_over_is_replaced(tmp_path: Path) -> None:
+def test_a_socket_in_use_is_rejected_and_one_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "own" / "admin.sock"
     with PrivateSocket(path, "admin.socket"):
         with pytest.raises(ConfigError, match="another process holds"):
@@ -39,7 +39,7 @@ def test_a_socket_in_use_is_refused_and_one_left_over_is_replaced(tmp_path: Path
         client.connect(str(path))
 
 
-def test_an_open_directory_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_others_can_enter_or_a_link_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o755)
@@ -52,7 +52,7 @@ def test_an_open_directory_is_refused(tmp_path: Path) -> None:
         PrivateSocket(link / "admin.sock", "admin.socket")
 
 
-def test_another_file_in_its_place_stays(tmp_path: Path) -> None:
+def test_another_file_at_the_path_of_the_socket_is_not_changed(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     folder.mkdir(mode=0o700)
     (folder / "notes").write_text("mine")
@@ -61,7 +61,7 @@ def test_another_file_in_its_place_stays(tmp_path: Path) -> None:
     assert (folder / "notes").read_text() == "mine"
 
 
-def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_too_long_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose a shorter path"):
         PrivateSocket(tmp_path / ("x" * PATH_BYTES_MAX), "admin.socket")
 
@@ -80,14 +80,16 @@ SENT = {"authorization": "Bearer right"}
         (None, None, SENT, None),
         ("right", None, SENT, "token"),
         ("right", STRANGER, SENT, "token"),
-        ("right", OWN, {}, None),  # an engine of the same user is not an administrator
+        ("right", OWN, {}, None),  # with an admin token, the user of the engine needs it too
         ("right", None, {"authorization": "Bearer wrong"}, None),
         ("right", None, {"authorization": "Basic right"}, None),
         ("right", None, {"authorization": "Bearer "}, None),
         ("right", None, {"authorization": "Bearer r\xefght"}, None),
     ],
 )
-def test_who_may(token: str | None, peer: Peer | None, headers: dict[str, str], who: str | None) -> None:
+def test_access_is_by_user_without_a_token_and_by_token_with_one(
+    token: str | None, peer: Peer | None, headers: dict[str, str], who: str | None
+) -> None:
     assert AdminAccess(token).who(peer, headers) == who
 
 

@@ -1,6 +1,6 @@
-"""One rank in a process of its own: `python -m tests.cache._rank_child JSON`, see `Task`.
+"""One rank in its own process: `python -m tests.cache._rank_child JSON`, see `Task`.
 
-Writes what it decided after each step, and how it ended, to `rank-N.json` in the folder of the task.
+It writes a digest of its decisions after each step, and its result, to `rank-N.json` in the folder of the task.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.cache.ranked import LONG_S, SHORT_S, UnevenCopies, UnreliableBackend,
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one rank is to do. `signal` is sent by the last rank to itself, in the middle of the first seed."""
+    """The task of one rank. The last rank sends `signal` to itself in the middle of the first seed."""
 
     folder: str
     rank: int
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass(slots=True)
 class Outcome:
-    """`digests` has one entry per step; `error` is the RankError that ended it, if one did."""
+    """The result of a rank. `digests` has one entry per step; `error` is the RankError that ended the rank, if any."""
 
     digests: list[str]
     wrong_pages: int = 0
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def steps(engine: RandomEngine) -> Iterator[None]:
-    """Run an engine from beginning to end, a step at a time; copies and stores may still be under way then."""
+    """Run an engine to its end, and yield after each step. Copies and stores may still be in flight at the end."""
     for _ in range(STEPS):
         engine.next_action()()
         yield
@@ -59,8 +59,8 @@ def steps(engine: RandomEngine) -> Iterator[None]:
 
 
 def run_engine(task: Task, seed: int, backend: UnreliableBackend, timeout_s: float, outcome: Outcome) -> None:
-    """One engine over `backend`. Ranks have pools of different sizes and use what the smallest has."""
-    # The group of an engine ends with it.
+    """Run one engine over `backend`. The pools of the ranks differ in size; all ranks use the smallest size."""
+    # Each engine has its own group.
     ranks: RankGroup = TorchRankGroup(cast(Reducer, dist.group.WORLD), RanksConfig(deadline=task.deadline_s))
     device_pages, host_pages = ranks.agree(np.array([24 + 2 * task.rank, 44 - task.rank], dtype=np.int64)).tolist()
     world = small_world(
@@ -92,7 +92,7 @@ def main() -> None:
         run_engine(task, seed, backend, SHORT_S, outcome)
         if outcome.error is not None:
             break
-        # The second engine serves the same prompts, and finds in storage what the first has left there, which differs.
+        # The second engine serves the same prompts. Storage has the pages of the first, which differ between ranks.
         backend.failures = backend.misses = 0.0
         run_engine(task, seed, backend, LONG_S, outcome)
     Path(task.folder, f"rank-{task.rank}.json").write_text(json.dumps(asdict(outcome)))
@@ -100,5 +100,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.alarm(120)  # whatever happens to the test, no process stays behind
+    signal.alarm(120)  # the process ends even if the test fails
     main()

@@ -1,4 +1,4 @@
-"""What holds at the end of every test of a cache."""
+"""Checks at the end of every test of a cache."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cache.world import Ending
+from tests.cache.world import AutoClosed
 
 
 @pytest.fixture(autouse=True)
-def worlds_end() -> Iterator[None]:
-    """Each world that a test has not closed itself ends as an engine does, which checks its books and its bytes."""
-    Ending.alive.clear()
+def close_worlds() -> Iterator[None]:
+    """Close all worlds that the test has left open, which checks their page counts and their bytes."""
+    AutoClosed.alive.clear()
     yield
-    while Ending.alive:
-        Ending.alive[0].close()
+    while AutoClosed.alive:
+        AutoClosed.alive[0].close()

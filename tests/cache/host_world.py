@@ -1,6 +1,6 @@
-"""A small HostCache, and the engine's side of every call: its workers write the bytes that each page must have.
+"""A small HostCache, and an engine that calls it. The workers of the engine write the expected bytes of each page.
 
-The bytes derive from the page key and the epoch, and what the cache offers or shows is compared with them.
+The bytes derive from the page key and the epoch, and all pages from the cache are compared with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hicache.frame import FrameCodec
 from hicache.keys import TOKEN_BYTES, RadixKey
 from hicache.radix import RadixTree
 from hicache.tiers import HostPool
-from tests.cache.world import GEOMETRY, NAMESPACE, Ending, configured, every_hit, memory_backend, prompt
+from tests.cache.world import GEOMETRY, NAMESPACE, AutoClosed, configured, every_hit, memory_backend, prompt
 from tests.stamps import Stamps
 from tests.waiting import wait_for
 
@@ -26,10 +26,10 @@ __all__ = ["GEOMETRY", "NAMESPACE", "HostWorld", "every_hit", "memory_backend", 
 PAGE_TOKENS = GEOMETRY.page_size
 
 
-class HostWorld(Ending):
-    """A cache of `host_pages` over `backend`. `kind` is the class of the cache, for tests that break one on purpose."""
+class HostWorld(AutoClosed):
+    """A cache of `host_pages` over `backend`. `kind` is its class, for tests that break one on purpose."""
 
-    def __init__(  # noqa: PLR0913 - the parts that tests exchange
+    def __init__(  # noqa: PLR0913 - the parts that tests replace
         self,
         *,
         host_pages: int = 32,
@@ -62,34 +62,34 @@ class HostWorld(Ending):
         super().__init__()
 
     def stamp(self, key: RadixKey, page: int, epoch: int | None = None) -> bytes:
-        """What one page of a prompt must hold."""
+        """Return the expected bytes of a page of a prompt."""
         keys = key.page_keys(PAGE_TOKENS, key.seed, 0, page + 1)
         return self.stamps.payload(keys[page], self.cache.weights_epoch if epoch is None else epoch)
 
     def copy(self, key: RadixKey, write: HostWrite, *, epoch: int | None = None) -> None:
-        """What the workers do between `begin_write` and `end_write`."""
+        """Write the pages of `write`, as the workers do between `begin_write` and `end_write`."""
         for number, page in enumerate(write.host_pages.tolist(), write.start_page):
             self.host.payload(page)[:] = self.stamp(key, number, epoch)
 
     def compare(self, key: RadixKey, load: HostLoad, *, epoch: int | None = None) -> None:
-        """What the workers do between `begin_load` and `end_load`: the pages must be the right ones."""
+        """Read the pages of `load`, as the workers do between `begin_load` and `end_load`, and compare their bytes."""
         for number, page in enumerate(load.host_pages.tolist(), load.start_page):
             assert self.host.payload(page) == self.stamp(key, number, epoch), f"page {number} of {load.rid} is wrong"
 
     def begin_write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite:
-        """Begin a write for which there is something to do, and room."""
+        """Begin a write. REQUIRES: L2 lacks pages of `key` and has room."""
         write = self.cache.begin_write(rid, key, start_page)
         assert write is not None
         return write
 
     def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad:
-        """Begin a load of pages that are on L2."""
+        """Begin a load. REQUIRES: the pages are on L2."""
         load = self.cache.begin_load(rid, key, start_page, end_page)
         assert load is not None
         return load
 
     def write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite:
-        """A whole write of all pages that L2 lacks."""
+        """Write all pages that L2 lacks."""
         write = self.begin_write(rid, key, start_page)
         self.copy(key, write)
         self.cache.end_write(write, complete=True)
@@ -97,7 +97,7 @@ class HostWorld(Ending):
         return write
 
     def load(self, rid: str, key: RadixKey, *, seconds: float = 0.001) -> int:
-        """A whole load of all that is on L2, and the end of the request; how many pages."""
+        """Load all pages that are on L2, and end the request. Return the number of pages."""
         found = self.cache.lookup(rid, key)
         assert not found.loading
         if found.pages:
@@ -109,13 +109,13 @@ class HostWorld(Ending):
         return found.pages
 
     def prefetch(self, rid: str, key: RadixKey) -> bool:
-        """Prefetch, and wait for it; whether it was started."""
+        """Prefetch, and wait for it. Return True if it was started."""
         started = self.cache.prefetch(rid, key)
         self.until(lambda: self.cache.check_prefetch(rid))
         return started
 
     def audit(self) -> None:
-        """Every page that a tree shows has the right bytes, in retired trees too."""
+        """Assert that all pages of all trees, also of retired ones, have the right bytes."""
         for tree in self.cache._trees.all():
             epoch = self._epochs.setdefault(tree, self.cache.weights_epoch)
             for node in tree.nodes():
@@ -132,7 +132,7 @@ class HostWorld(Ending):
         wait_for(condition, self.step, pause_s=0)
 
     def step(self) -> None:
-        """One scheduler step with nothing else to do."""
+        """Run one scheduler step."""
         if not self.cache.poll():
             time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
         self.cache.check()
@@ -143,7 +143,7 @@ class HostWorld(Ending):
         self.cache.poll()
 
     def close(self) -> None:
-        """End the cache. Nothing is lent or held any more."""
+        """Close the cache, and assert that no page is reserved or held."""
         self.leave()
         self.settle()
         assert len(self.cache._trees.all()) == 1

@@ -1,9 +1,9 @@
-"""Engines whose L2 outlives them (`host.shared.keep`), and as a program one that serves prompts until it is killed:
+"""Engines whose L2 stays after their end (`host.shared.keep`). As a program, an engine that runs until it is killed:
 
     python -m tests.cache.keeping KIND CONFIGURATION
 
-KIND is `radix` or `host`. It serves PROMPTS, waits until their pages are sealed, leaves a write half done, says "ready"
-and waits for its end.
+KIND is `radix` or `host`. The program serves PROMPTS, waits until their pages are sealed, leaves a write incomplete,
+prints "ready" and waits for a signal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGE_TOKENS = GEOMETRY.page_size
 
 
 def options(name: str, *, keep: bool = True, host_pages: int = 32, **sections: Any) -> dict[str, Any]:
-    """The configuration of an engine with its L2 under `name`."""
+    """Return the configuration of an engine with its L2 under `name`."""
     return {
         "page_size": PAGE_TOKENS,
         "host": {"tokens": host_pages * PAGE_TOKENS, "shared": {"name": name, "keep": keep}},
@@ -41,14 +41,14 @@ def options(name: str, *, keep: bool = True, host_pages: int = 32, **sections: A
 
 
 def expected(key: RadixKey, page: int) -> npt.NDArray[np.uint8]:
-    """The bytes that a page of a prompt must have, uint8 `[layers, layer_bytes]`."""
+    """Return the expected bytes of a page of a prompt, uint8 `[layers, layer_bytes]`."""
     page_key = key.page_keys(PAGE_TOKENS, key.seed, 0, page + 1)[page]
     stream = hashlib.shake_128(page_key).digest(GEOMETRY.payload_bytes)
     return np.frombuffer(stream, np.uint8).reshape(GEOMETRY.layers, GEOMETRY.layer_bytes)
 
 
 class Engine:
-    """The engine's side of a cache. `wrong` counts the pages that came from the cache with other bytes."""
+    """An engine that calls a cache. `wrong` counts the pages that came from the cache with wrong bytes."""
 
     cache: HiRadixCache | HostCache
     wrong: int
@@ -58,7 +58,7 @@ class Engine:
         raise NotImplementedError
 
     def step(self) -> None:
-        """One step with nothing else to do."""
+        """Run one scheduler step."""
         self.cache.poll()
         self.cache.check()
 
@@ -101,7 +101,7 @@ class RadixEngine(Engine):
 
 
 class HostEngine(Engine):
-    """An engine with a device cache of its own, over a HostCache."""
+    """An engine that has its own device cache, over a HostCache."""
 
     cache: HostCache
 
@@ -140,7 +140,7 @@ def main(kind: str, config: str) -> None:
         engine.settle()
     page = engine.cache.host.alloc(1)
     assert page is not None
-    engine.cache.host.payload(int(page[0]))[:100] = bytes(range(100))  # a copy that the end cuts short
+    engine.cache.host.payload(int(page[0]))[:100] = bytes(range(100))  # an incomplete copy
     print("ready", flush=True)
     signal.pause()
 

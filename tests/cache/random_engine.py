@@ -1,4 +1,4 @@
-"""An engine that does random things to a cache whose tiers are far too small, on real threads."""
+"""An engine that calls a cache in random order, on real threads. The tiers of the cache are much too small."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_POLICIES: Mapping[str, Any] = {}
 
 
 class StampedWorld(World):
-    """A world that writes and compares whole runs of pages at once, ten times as fast as page by page."""
+    """A world that writes and compares whole runs of pages at once, ten times faster than page by page."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -60,9 +60,7 @@ def small_world(
     prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout",
     **changes: Any,
 ) -> World:
-    """A world whose every bound is hit all the time. `scale` multiplies them; `changes` are further arguments of
-    World.
-    """
+    """Return a world that reaches all its limits often. `scale` multiplies the limits; `changes` go to World."""
     return StampedWorld(
         device_pages=device_pages * scale, host_pages=host_pages * scale, backend=backend,
         config=HiCacheConfig(
@@ -82,7 +80,7 @@ def small_world(
 
 
 class RandomEngine:
-    """Keeps a few requests running and does the next random thing to one of them. Prompts grow with `scale`."""
+    """An engine that runs a few requests and chooses each next action at random. Prompts grow with `scale`."""
 
     def __init__(self, numbers: random.Random, world: World, scale: int = 1) -> None:
         self.random = numbers
@@ -132,14 +130,14 @@ class RandomEngine:
         self.world.cache.evict(self._scale * self.random.randint(1, 12))
 
     def pin(self) -> None:
-        """Pin what is cached of some prompt for a moment, seldom; some pins are released before their time."""
+        """Rarely: pin the cached pages of a prompt for a short time. Some pins are released before they expire."""
         if self.random.random() < 0.3:
             pin = self.world.cache.pin(self.prompt(), ttl_s=0.02)
             if pin is not None and self.random.random() < 0.3:
                 pin.release()
 
     def clear(self) -> None:
-        """Empty the cache, seldom."""
+        """Rarely: empty the cache."""
         if self.random.random() < 0.05:
             self.world.cache.clear()
 
@@ -149,7 +147,7 @@ class RandomEngine:
         return self.random.choice(actions)
 
     def act(self) -> None:
-        """The next random thing."""
+        """Take the next random action."""
         self.next_action()()
         self.world.cache.check()
 
@@ -159,13 +157,13 @@ class RandomEngine:
         self.settle()
 
     def settle(self) -> None:
-        """Serve who waits, end all requests, and let everything come to rest."""
+        """Serve the waiting requests, end all requests, and wait for all operations."""
         while self.waiting or self.running:
             self.wind_down()
         self.world.settle()
 
     def wind_down(self) -> None:
-        """Bring the requests nearer to their end."""
+        """Finish one request, admit waiting ones, and run a step."""
         self.finish()
         self.admit()
         self.world.step()

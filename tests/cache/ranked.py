@@ -1,4 +1,4 @@
-"""Ranks that differ in everything that may differ: what storage has, what fails, and how long anything takes."""
+"""Ranks that differ in all that may differ between ranks: content of storage, failures, and delays."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from hicache.types import Indices
 from tests.cache.world import World, codec
 
 CAPACITY_PAGES = 100
-# Prefetches that often run out of time, and such that never do.
+# Timeouts of prefetches: with the first they often expire, with the second never.
 SHORT_S = 0.05
 LONG_S = 30.0
-# How many times a delay hashes a kilobyte: from nothing to a few milliseconds.
+# The largest delay, in hashed kilobytes: a few milliseconds.
 WORK_MAX = 1500
 _KILOBYTE = bytes(1024)
 
 
 def work(numbers: random.Random) -> None:
-    """Take a random while, mostly a short one."""
+    """Work for a random time, which is mostly short."""
     for _ in range(int(WORK_MAX * numbers.random() ** 8)):
         hashlib.sha256(_KILOBYTE).digest()
 
 
 class UnreliableBackend(MemoryBackend):
-    """Storage that works at a random speed, loses and misses pages (`misses` of its calls) and fails (`failures`)."""
+    """Storage of random speed. It misses or loses pages in a share `misses` of its calls, and fails in `failures`."""
 
     def __init__(self, seed: int, *, misses: float = 0.2, failures: float = 0.01) -> None:
         super().__init__(codec(), CAPACITY_PAGES * codec().frame_bytes)
@@ -50,7 +50,7 @@ class UnreliableBackend(MemoryBackend):
             raise RuntimeError("driver bug")
 
     def close(self) -> None:
-        """Stay open: the next engine finds what this one has stored."""
+        """Stay open, so that the next engine finds the stored pages."""
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         self._delay()
@@ -76,7 +76,7 @@ class UnreliableBackend(MemoryBackend):
 
 
 class UnevenCopies(CpuCopyEngine):
-    """Copies that take a random while per layer."""
+    """A copy engine that takes a random time per layer."""
 
     numbers = random.Random(0)
 
@@ -90,7 +90,7 @@ class UnevenCopies(CpuCopyEngine):
 
 
 def decisions(world: World, requests: Sequence[RequestKV]) -> str:
-    """A digest of all that was decided so far: tree, pools, and the pages and hits of the running requests."""
+    """Return a digest of all decisions so far: tree, pools, and the pages and hits of the running requests."""
     parts: list[object] = [world.host.allocator.free_pages, world.device.allocator.free_pages]
     for node in _nodes(world):
         pages = [None if run is None else run.tolist() for run in (node.device, node.host)]
@@ -102,7 +102,7 @@ def decisions(world: World, requests: Sequence[RequestKV]) -> str:
 
 
 def _nodes(world: World) -> Iterator[Node]:
-    """All nodes, in an order that depends on their tokens alone."""
+    """Yield all nodes in an order that depends only on their tokens."""
     waiting = deque(root for _, root in sorted(world.cache.tree._roots.items()))
     while waiting:
         node = waiting.popleft()

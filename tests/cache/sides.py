@@ -1,4 +1,4 @@
-"""A cache of each kind with something in it, and an image of all that a refused call must leave alone."""
+"""A cache of each kind with content, and an image of all state that a rejected call must not change."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from hicache.cache import ChunkCache, HiRadixCache, RequestKV, SessionCache, TreeCache
 from hicache.keys import RadixKey
-from tests.cache.world import GEOMETRY, Ending, World, prompt
+from tests.cache.world import GEOMETRY, AutoClosed, World, prompt
 from tests.radix.machine import image
 
 KINDS = ("tiered", "chunk", "session")
 SERVED, RUNNING = prompt(1, 2), prompt(3, 4)
 
 
-class Side(Ending):
+class Side(AutoClosed):
     """A cache that has served one prompt and runs a request of another, whose KV is written.
 
     In a session cache the request is a turn of the session `s`.
@@ -35,7 +35,7 @@ class Side(Ending):
 
     @property
     def tiered(self) -> HiRadixCache:
-        """The cache with tiers, for calls that only it has."""
+        """Return the cache with tiers, for calls that other kinds do not have."""
         assert isinstance(self.cache, HiRadixCache)
         return self.cache
 
@@ -58,7 +58,7 @@ class Side(Ending):
         return request
 
     def image(self) -> dict[str, Any]:
-        """Books, tree, requests, and every byte of L1 and L2."""
+        """Return counters, tree, requests, and all bytes of L1 and L2."""
         self.cache.check()
         tree, request = self.world.cache.tree, self.request
         return {
@@ -75,7 +75,7 @@ class Side(Ending):
         }
 
     def close(self) -> None:
-        """End what runs as usual; then every page is free or the tree's."""
+        """End the running request as usual, and assert that every used page belongs to the tree."""
         self.leave()
         if not self.request.ended:
             self.world.compare(self.key, self.request.pages[: len(self.key) // GEOMETRY.page_size])

@@ -1,7 +1,7 @@
-"""An engine's side of conversations, token by token.
+"""An engine that serves conversations token by token.
 
-The KV of a token is bytes derived from the weights and all tokens up to it, with bigram keys from the next one too, so
-every single token of a partial page can be compared.
+The KV of a token is bytes that derive from the weights and all tokens up to it; with bigram keys also from the next
+token. So each token of a partial page can be compared.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hicache.cache import RequestKV, SessionCache
 from hicache.config import HiCacheConfig
 from hicache.config.schema import SessionsConfig
 from hicache.keys import BIGRAM_BYTES, RadixKey
-from tests.cache.world import GEOMETRY, Ending, World, every_hit
+from tests.cache.world import GEOMETRY, AutoClosed, World, every_hit
 
 PAGE = GEOMETRY.page_size
 _TOKEN_BYTES = GEOMETRY.heads * GEOMETRY.head_dim * 4
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -36,9 +36,7 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Talk:
-    """A request that runs under the weights of `epoch`: its tokens so far, the KV of the first `computed` of which is
-    written.
-    """
+    """A request that runs under the weights of `epoch`. The KV of the first `computed` of its `tokens` is written."""
 
     rid: str
     tokens: list[int]
@@ -47,8 +45,8 @@ class Talk:
     epoch: int
 
 
-class Talks(Ending):
-    """A session cache in a small world of `parts`, and requests whose every cached token is compared."""
+class Talks(AutoClosed):
+    """A session cache in a small world of `parts`. All cached tokens of its requests are compared."""
 
     def __init__(
         self,
@@ -75,17 +73,17 @@ class Talks(Ending):
         return self.world.device.allocator.free_pages
 
     def key(self, tokens: Sequence[int]) -> RadixKey:
-        """The key of `tokens`, of the kind the cache takes."""
+        """Return the key of `tokens`, of the kind that the cache uses."""
         return RadixKey.of(tokens, bigram=self.bigram)
 
     def begin(self, tokens: Sequence[int], session_id: str | None = None, *, rid: str | None = None) -> Talk:
-        """`try_begin` where there is room."""
+        """As `try_begin`. REQUIRES: there is room."""
         talk = self.try_begin(tokens, session_id, rid=rid)
         assert talk is not None, "no room"
         return talk
 
     def try_begin(self, tokens: Sequence[int], session_id: str | None = None, *, rid: str | None = None) -> Talk | None:
-        """Admit a request, compare the KV of its cached tokens and compute the others of its prompt."""
+        """Admit a request, compare the KV of its cached tokens, compute the others. Return None without room."""
         self._requests += 1
         rid = rid or f"r{self._requests}"
         if session_id is not None:
@@ -104,7 +102,7 @@ class Talks(Ending):
         return talk
 
     def decode(self, talk: Talk, tokens: Sequence[int]) -> bool:
-        """Generate `tokens`, with KV of all of them; False if there was no room for one."""
+        """Generate `tokens` and compute the KV of each. Return False if there is no room for one."""
         for token in tokens:
             if not self.cache.extend(talk.kv, len(talk.tokens) + 1):
                 return False
@@ -115,12 +113,12 @@ class Talks(Ending):
         return True
 
     def share(self, talk: Talk) -> None:
-        """Hand what is computed to the tree while the request runs."""
+        """Hand the computed tokens to the tree while the request runs."""
         self.cache.cache_unfinished_req(talk.kv, self.key(talk.tokens[: talk.computed]))
         self.cache.check()
 
     def finish(self, talk: Talk) -> None:
-        """End a request that went well, its KV compared to the last token."""
+        """Compare the KV of all computed tokens, and end the request with success."""
         self.compare(talk)
         self.cache.cache_finished_req(talk.kv, self.key(talk.tokens[: talk.computed]))
         self.cache.check()
@@ -130,21 +128,21 @@ class Talks(Ending):
         self.cache.check()
 
     def turn(self, session_id: str, tokens: Sequence[int], answer: Sequence[int] = ()) -> Talk:
-        """A whole turn; the returned talk keeps its hit counts."""
+        """Run a whole turn. The returned talk keeps its hit counts."""
         talk = self.begin(tokens, session_id)
         assert self.decode(talk, answer)
         self.finish(talk)
         return talk
 
     def compute(self, talk: Talk) -> None:
-        """Write the KV of the tokens that have none."""
+        """Write the KV of the tokens that are not computed."""
         for position, content in self._contents(talk)[talk.computed :]:
             for tensor, expected in zip(self._rows(talk, position), content, strict=True):
                 tensor.copy_(torch.from_numpy(expected))
         talk.computed = len(talk.tokens)
 
     def compare(self, talk: Talk) -> None:
-        """Compare the KV of the tokens that have some."""
+        """Compare the KV of the computed tokens; count differences in `wrong_tokens`."""
         for position, content in self._contents(talk)[: talk.computed]:
             self.compared_tokens += 1
             rows = self._rows(talk, position)
@@ -152,13 +150,13 @@ class Talks(Ending):
                 self.wrong_tokens += 1
 
     def _rows(self, talk: Talk, position: int) -> list[torch.Tensor]:
-        """The KV bytes of one token, K and then V of each layer, uint8."""
+        """Return the KV bytes of one token, uint8: K, then V of each layer."""
         page, offset = int(talk.kv.pages[position // PAGE]), position % PAGE
         layers = self.world.device.blocks.layers
         return [part[offset] for (region,) in layers for part in region[page].view(2, PAGE, _TOKEN_BYTES)]
 
     def _contents(self, talk: Talk) -> list[tuple[int, list[np.ndarray[tuple[int], np.dtype[np.uint8]]]]]:
-        """Position and KV of each token: bytes per layer and buffer, from a hash chained over the tokens before."""
+        """Return the position and the KV of each token: bytes per layer and buffer, from a hash over the prefix."""
         found, chain = [], talk.epoch.to_bytes(4, "little")
         parts = GEOMETRY.layers * 2
         for position, token in enumerate(talk.tokens):
@@ -170,11 +168,11 @@ class Talks(Ending):
         return found
 
     def settle(self) -> None:
-        """Step until no operation is under way."""
+        """Step until no operation is in flight."""
         self.world.until(lambda: not self.cache.poll() and self.world.controller.idle)
 
     def close(self) -> None:
-        """Close everything, and find that nothing is locked and nothing but the tree holds a page."""
+        """Close the cache. Assert that no page is locked, only the tree holds pages, and no token was wrong."""
         self.leave()
         self.settle()
         assert self.cache.close()

@@ -1,4 +1,4 @@
-"""Each public call of each cache refuses each bad argument with a typed error, and has changed nothing then."""
+"""All public calls of all caches reject invalid arguments with a typed error, and change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hicache.keys import RadixKey
 from tests.cache.sides import KINDS, RUNNING, Side
 from tests.cache.world import World, memory_backend, prompt
 
-HUGE = 10**5000  # an int that cannot even be printed
+HUGE = 10**5000  # `str` rejects an int of this length
 NAN, INF = math.nan, math.inf
 NAMES: list[Any] = [None, 5, 1.5, b"a", ["a"], {}]
 KEYS: list[Any] = [None, "abcd", b"abcd", 7, [1, 2, 3], object()]
@@ -34,7 +34,7 @@ PAGES: list[Any] = [None, 3, [1, 2], np.array([1.0, 2.0]), np.array([1, 2]), np.
 
 Call = Callable[[Side, Any], object]
 
-# Of every cache: what is called, and which arguments it must refuse.
+# Calls of all caches, each with the arguments that it must reject.
 CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "match_prefix key": (lambda side, bad: side.cache.match_prefix(bad), KEYS),
     "peek key": (lambda side, bad: side.cache.peek(bad), KEYS),
@@ -66,7 +66,7 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "close timeout_s": (lambda side, bad: side.cache.close(bad), [bad for bad in LIMITED_TIMES if bad is not None]),
 }  # fmt: skip
 BIGRAM = RadixKey.of([1, 2, 3], bigram=True)
-# Of a cache with tiers, and where a session cache has the call, of that too.
+# Calls of a cache with tiers, and of a session cache.
 TIERED: dict[str, tuple[Call, Sequence[Any]]] = {
     "match_prefix of a bigram key": (lambda side, bad: side.cache.match_prefix(bad), [BIGRAM]),
     "peek of a bigram key": (lambda side, bad: side.cache.peek(bad), [BIGRAM]),
@@ -107,7 +107,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("kind", "name"), TABLE, ids=lambda value: str(value).replace(" ", "-"))
-def test_a_bad_argument_is_a_typed_error_and_changes_nothing(kind: str, name: str) -> None:
+def test_an_invalid_argument_is_a_typed_error_and_changes_nothing(kind: str, name: str) -> None:
     call, arguments = {**CALLS, **TIERED, **SESSION}[name]
     side = Side(kind)
     before = side.image()
@@ -117,8 +117,8 @@ def test_a_bad_argument_is_a_typed_error_and_changes_nothing(kind: str, name: st
         assert side.image() == before, type(bad)
 
 
-def test_the_image_shows_what_a_call_has_changed() -> None:
-    """Negative control: calls that are not refused are seen."""
+def test_the_image_shows_the_changes_of_a_call() -> None:
+    """The control: accepted calls change the image."""
     side = Side("tiered")
     before = side.image()
     side.tiered.match_prefix(prompt(1))
@@ -128,40 +128,40 @@ def test_the_image_shows_what_a_call_has_changed() -> None:
 
 
 class Two:
-    """An integer by `__index__` alone."""
+    """An integer that has only `__index__`."""
 
     def __index__(self) -> int:
         return 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_increment_where_the_total_is_meant_is_refused_with_both_numbers(kind: str) -> None:
-    """A caller that passed the tokens to add got True, and wrote beyond its pages."""
+def test_an_increment_instead_of_the_total_is_rejected_with_both_numbers(kind: str) -> None:
+    """Otherwise a caller that passes the tokens to add would get True, and write beyond its pages."""
     side = Side(kind)
     assert side.key.prompt_tokens == 9 and side.cache.extend(side.request, 9)
     with pytest.raises(InvalidInput, match="total_tokens: 1 is less than the 9 tokens"):
         side.cache.extend(side.request, 1)
     assert side.cache.extend(side.request, 13) and len(side.request.pages) == 4
-    assert side.cache.extend(side.request, 10), "what is not computed yet may be fewer tokens than before"
+    assert side.cache.extend(side.request, 10), "the tokens that are not computed yet may become fewer"
     longer = side.key.extended([1, 2, 3, 4])
     side.world.fill(longer, side.request.pages, 2)
     side.cache.cache_unfinished_req(side.request, longer)
-    if kind != "chunk":  # which shares nothing, so the request stays what it began with
+    if kind != "chunk":  # a ChunkCache shares nothing, so only the first 9 tokens count
         with pytest.raises(InvalidInput, match="total_tokens: 11 is less than the 12 tokens"):
             side.cache.extend(side.request, 11)
     side.cache.cache_finished_req(side.request, longer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_can_never_fit_into_l1_is_refused_with_the_numbers(kind: str) -> None:
-    """It was None, as for a cache that is full now, and a scheduler that tries again tried until it was stopped."""
+def test_a_request_larger_than_l1_is_rejected_with_the_numbers(kind: str) -> None:
+    """None would mean that the cache is full now, and a scheduler would retry without end."""
     side = Side(kind)
     pages = side.cache.device.pages
     side.cache.cache_finished_req(side.request, None)
     with pytest.raises(CapacityError, match=rf"{4 * pages + 1} tokens needs {pages + 1} pages .* but L1 has {pages};"):
         side.cache.begin_request("a", RadixKey.of(range(4 * pages + 1)))
     request = side.cache.begin_request("a", RadixKey.of(range(4 * pages)))
-    while request is None:  # what idle sessions and the tree hold makes room, if need be after a copy
+    while request is None:  # idle sessions and the tree make room, perhaps after a copy
         side.world.settle()
         request = side.cache.begin_request("a", RadixKey.of(range(4 * pages)))
     with pytest.raises(CapacityError, match=rf"{4 * pages + 1} tokens needs {pages + 1} pages .* but L1 has {pages};"):
@@ -171,7 +171,7 @@ def test_what_can_never_fit_into_l1_is_refused_with_the_numbers(kind: str) -> No
 
 
 @pytest.mark.parametrize("integer", [np.int64(2), np.uint8(2), 2, Two()], ids=lambda value: type(value).__name__)
-def test_integers_of_numpy_are_integers(integer: Any) -> None:
+def test_integers_of_numpy_are_accepted(integer: Any) -> None:
     side = Side("tiered")
     request = side.cache.begin_request("a", RadixKey.of([5]), priority=integer)
     assert request is not None and type(request.priority) is int
@@ -181,13 +181,13 @@ def test_integers_of_numpy_are_integers(integer: Any) -> None:
     assert type(side.tiered.weights_epoch) is int and side.tiered.weights_epoch == 2
 
 
-def test_a_session_cache_refuses_a_time_beyond_the_range_of_float() -> None:
+def test_a_session_cache_rejects_a_time_beyond_the_range_of_float() -> None:
     side = Side("session")
     with pytest.raises(InvalidInput, match="ttl_s"):
         side.sessions.open_session("t", ttl_s=10**400)
 
 
-def test_a_cache_begins_with_an_epoch_that_a_frame_can_carry() -> None:
+def test_a_cache_rejects_an_epoch_that_a_frame_cannot_store() -> None:
     world = World()
     for epoch in (bad for bad in EPOCHS if bad != 0):
         with pytest.raises(InvalidInput, match="weights epoch"):
@@ -196,7 +196,7 @@ def test_a_cache_begins_with_an_epoch_that_a_frame_can_carry() -> None:
             ChunkCache(world.device, weights_epoch=epoch)
 
 
-def test_the_shortest_and_the_longest_prefill_are_taken_in() -> None:
+def test_the_shortest_and_the_longest_prefills_are_accepted() -> None:
     side = Side("tiered")
     for seconds in (5e-324, 5e-324, 5e-324, 0, 9e9, 1e-300, 9e9):
         side.cache.record_prefill(1000, seconds)
@@ -205,8 +205,8 @@ def test_the_shortest_and_the_longest_prefill_are_taken_in() -> None:
         side.cache.check()
 
 
-def test_a_refused_turn_leaves_its_session_what_it_holds() -> None:
-    """The session would have given up its KV for a prompt that goes on differently."""
+def test_a_rejected_turn_does_not_change_its_session() -> None:
+    """An accepted turn with this prompt would release the KV of the session."""
     side = Side("session")
     side.cache.cache_finished_req(side.request, RUNNING)
     side.sessions.join_session("b", "s")

@@ -1,4 +1,4 @@
-"""Does it pay: what is believed of measurements, what is decided by them, and what a cache then fetches or computes."""
+"""Break-even: how speeds are estimated, how hits are decided by them, and what a cache fetches or computes then."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def measured(
     config: BreakEvenConfig | None = None,
     probe_every: int = PROBE_EVERY,
 ) -> BreakEven:
-    """A break_even that has measured the given speeds, in operations of several sizes."""
+    """Return a `BreakEven` that has measured the given speeds with operations of several sizes."""
     break_even = BreakEven(config, probe_every=probe_every)
     for size in (1, 2, 4, 8, 16):
         break_even.observe_transfer(Route.LOAD, size * MIB, size * MIB / host)
@@ -65,7 +65,7 @@ def decide(break_even: BreakEven, route: Route, tokens: int = 1024) -> Decision:
     return decision
 
 
-# What is decided
+# Decisions
 
 
 def test_a_tier_above_the_break_even_bandwidth_pays_and_one_below_does_not() -> None:
@@ -75,12 +75,12 @@ def test_a_tier_above_the_break_even_bandwidth_pays_and_one_below_does_not() -> 
     assert decide(measured(host=SLOW), Route.LOAD) is Decision.TOO_SLOW
 
 
-def test_what_is_prefetched_must_also_be_loaded() -> None:
+def test_the_cost_of_a_prefetch_includes_the_load_that_follows() -> None:
     assert decide(measured(host=4 * GIB, storage=4 * GIB), Route.LOAD) is Decision.PAYS
     assert decide(measured(host=4 * GIB, storage=4 * GIB), Route.PREFETCH) is Decision.TOO_SLOW
 
 
-def test_a_load_does_not_depend_on_storage() -> None:
+def test_the_decision_on_a_load_does_not_depend_on_storage() -> None:
     assert decide(measured(storage=1), Route.LOAD) is Decision.PAYS
 
 
@@ -93,7 +93,7 @@ def test_a_hit_is_fetched_while_a_speed_it_depends_on_is_unknown(unknown: str) -
     assert decide(break_even, Route.LOAD) is expected
 
 
-def test_a_short_hit_is_not_worth_a_round_trip_that_a_long_one_is() -> None:
+def test_a_round_trip_pays_for_a_long_hit_but_not_for_a_short_one() -> None:
     break_even = BreakEven()
     for size in (1, 4, 16, 64, 256):
         break_even.observe_transfer(Route.LOAD, size * MIB, size * MIB / (50 * GIB))
@@ -104,18 +104,18 @@ def test_a_short_hit_is_not_worth_a_round_trip_that_a_long_one_is() -> None:
     assert decide(break_even, Route.PREFETCH, 8192) is Decision.PAYS
 
 
-def test_a_margin_above_one_takes_what_is_slower_and_one_below_asks_for_a_gain() -> None:
+def test_a_margin_above_one_accepts_slower_fetches_and_one_below_requires_a_gain() -> None:
     assert decide(measured(storage=SLOW, config=BreakEvenConfig(margin=4)), Route.PREFETCH) is Decision.PAYS
     assert decide(measured(storage=FAST, config=BreakEvenConfig(margin=0.25)), Route.PREFETCH) is Decision.TOO_SLOW
 
 
-def test_always_fetches_whatever_was_measured() -> None:
+def test_mode_always_ignores_measurements() -> None:
     break_even = measured(host=1, storage=1, config=BreakEvenConfig(mode="always"))
     for route in Route:
         assert {decide(break_even, route) for _ in range(3 * PROBE_EVERY)} == {Decision.OVERRIDDEN}
 
 
-def test_given_speeds_take_the_place_of_measured_ones_from_the_first_decision_on() -> None:
+def test_configured_speeds_replace_measured_ones_from_the_first_decision_on() -> None:
     slow = BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=50 * GIB, storage_bandwidth=SLOW)
     assert decide(BreakEven(slow), Route.LOAD) is Decision.PAYS
     assert decide(BreakEven(slow), Route.PREFETCH) is Decision.TOO_SLOW
@@ -124,14 +124,14 @@ def test_given_speeds_take_the_place_of_measured_ones_from_the_first_decision_on
     assert decide(measured(storage=SLOW, config=fast), Route.PREFETCH) is Decision.PAYS
 
 
-def test_a_route_whose_speeds_are_all_given_is_not_probed() -> None:
+def test_a_route_whose_speeds_are_all_configured_is_not_probed() -> None:
     break_even = BreakEven(BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=1, storage_bandwidth=1))
     for route in Route:
         assert {decide(break_even, route) for _ in range(3 * PROBE_EVERY)} == {Decision.TOO_SLOW}
 
 
 @given(rates, speeds, st.sampled_from(Rates._fields), hits, st.integers(1, 1 << 30), routes)
-def test_a_hit_that_pays_pays_no_less_with_a_faster_tier_or_a_slower_prefill(
+def test_a_hit_that_pays_also_pays_with_a_faster_tier_or_a_slower_prefill(
     speed: Rates, other: int, changed: str, tokens: int, bytes_: int, route: Route
 ) -> None:
     slow, fast = sorted((getattr(speed, changed), other), reverse=changed == "prefill_tokens_per_s")
@@ -147,7 +147,7 @@ def test_a_hit_that_pays_pays_no_less_with_a_faster_tier_or_a_slower_prefill(
     st.lists(st.tuples(some_rates, routes, hits, st.integers(1, 1 << 30)), min_size=1, max_size=100),
     st.integers(1, 9),
 )
-def test_no_route_is_refused_for_ever(steps: list[tuple[Rates, Route, int, int]], probe_every: int) -> None:
+def test_a_route_is_probed_after_some_refusals(steps: list[tuple[Rates, Route, int, int]], probe_every: int) -> None:
     break_even = BreakEven(probe_every=probe_every)
     refused = dict.fromkeys(Route, 0)
     for speed, route, tokens, bytes_ in steps:
@@ -159,7 +159,7 @@ def test_no_route_is_refused_for_ever(steps: list[tuple[Rates, Route, int, int]]
 
 
 @given(st.lists(st.tuples(rates, rates, routes, hits), min_size=1, max_size=60), st.data())
-def test_ranks_that_agree_on_rates_decide_alike_whatever_each_has_measured(
+def test_ranks_that_agree_on_rates_decide_identically_although_their_measurements_differ(
     steps: list[tuple[Rates, Rates, Route, int]], data: st.DataObject
 ) -> None:
     ranks = [BreakEven(), BreakEven()]
@@ -177,11 +177,11 @@ def test_ranks_that_agree_on_rates_decide_alike_whatever_each_has_measured(
 
 
 def test_ranks_that_do_not_agree_on_rates_decide_differently() -> None:
-    # The negative control of the test above.
+    # The control of the test above.
     assert decide(measured(storage=FAST), Route.PREFETCH) is not decide(measured(storage=SLOW), Route.PREFETCH)
 
 
-def test_decisions_read_only_rates_that_were_agreed_on() -> None:
+def test_decisions_use_only_agreed_rates() -> None:
     break_even = measured(storage=FAST)
     for _ in range(WINDOW):
         break_even.observe_transfer(Route.PREFETCH, MIB, 60.0)
@@ -190,7 +190,7 @@ def test_decisions_read_only_rates_that_were_agreed_on() -> None:
     assert decide(break_even, Route.PREFETCH) is Decision.TOO_SLOW
 
 
-def test_every_decision_is_counted_with_its_route_and_reason_and_others_are_zero() -> None:
+def test_decisions_are_counted_by_route_and_reason() -> None:
     break_even = measured(storage=SLOW)
     for _ in range(PROBE_EVERY + 1):
         decide(break_even, Route.PREFETCH)
@@ -202,7 +202,7 @@ def test_every_decision_is_counted_with_its_route_and_reason_and_others_are_zero
     }  # fmt: skip
 
 
-def test_where_all_requests_are_hits_a_few_are_computed_to_measure_prefill() -> None:
+def test_if_all_requests_are_hits_a_few_are_computed_to_measure_prefill() -> None:
     break_even = measured(prefill=10**12)
     break_even.use_rates(break_even.rates()._replace(prefill_tokens_per_s=0))
     decisions = [decide(break_even, route) for _ in range(10 * PROBE_EVERY) for route in (Route.LOAD, Route.PREFETCH)]
@@ -212,14 +212,14 @@ def test_where_all_requests_are_hits_a_few_are_computed_to_measure_prefill() -> 
     assert CALIBRATIONS_MAX >= OBSERVATIONS_MIN
 
 
-# What is believed
+# Estimates of speed
 
 
 @given(
     st.integers(0, 10**9), st.integers(1, 10**9),
     st.lists(st.integers(1, 10**9), min_size=OBSERVATIONS_MIN, max_size=20),
 )  # fmt: skip
-def test_the_line_through_undisturbed_operations_is_never_below_the_fastest_or_above_the_slowest(
+def test_the_line_through_undisturbed_operations_is_not_slower_than_the_slowest(
     fixed_ns: int, bytes_per_s: int, sizes: list[int]
 ) -> None:
     estimator = RateEstimator()
@@ -233,7 +233,7 @@ def test_the_line_through_undisturbed_operations_is_never_below_the_fastest_or_a
 
 @pytest.mark.parametrize("fixed_s", [0.0, 0.001, 0.03])
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 8, 16, 32, 64), (64, 3, 1, 9, 30), (1, 1, 1, 64, 64, 64, 64)])
-def test_fixed_part_and_speed_are_told_apart_by_operations_of_several_sizes(
+def test_operations_of_several_sizes_separate_the_fixed_time_from_the_speed(
     fixed_s: float, sizes: tuple[int, ...]
 ) -> None:
     estimator = RateEstimator()
@@ -245,7 +245,7 @@ def test_fixed_part_and_speed_are_told_apart_by_operations_of_several_sizes(
     assert line.per_unit_s == pytest.approx(1 / GIB)
 
 
-def test_operations_of_one_size_are_all_speed_and_no_fixed_part() -> None:
+def test_for_operations_of_one_size_the_fixed_time_is_zero() -> None:
     estimator = RateEstimator()
     for extra in range(WINDOW):
         estimator.observe(MIB + extra, 0.5)
@@ -254,16 +254,16 @@ def test_operations_of_one_size_are_all_speed_and_no_fixed_part() -> None:
     assert line.per_unit_s == pytest.approx(0.5 / MIB, rel=1e-3)
 
 
-def test_what_a_much_larger_hit_is_promised_is_bounded() -> None:
+def test_the_estimated_speed_of_a_much_larger_hit_is_bounded() -> None:
     estimator = RateEstimator()
     for size in (1, 2, 4, 8):
-        estimator.observe(size, 1.0)  # as if all of it were fixed
+        estimator.observe(size, 1.0)  # as if the whole time were fixed
     line = estimator.line
     assert line is not None and line.fixed_s + 10**6 * line.per_unit_s > 10**6 / 32
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_three_stalls_of_thirty_seconds_among_seven_operations_do_not_close_a_tier(seed: int) -> None:
+def test_three_stalls_of_thirty_seconds_among_seven_operations_do_not_change_a_decision(seed: int) -> None:
     random = rng(seed)
     sizes = [random.choice((8, 16, 32, 64, 128)) * MIB for _ in range(WINDOW)]
     stalls = random.sample(range(WINDOW), 3)
@@ -275,9 +275,9 @@ def test_three_stalls_of_thirty_seconds_among_seven_operations_do_not_close_a_ti
         assert decide(break_even, Route.PREFETCH) is decision
 
 
-def test_the_first_operation_alone_decides_nothing() -> None:
+def test_the_first_operation_alone_does_not_count_as_a_measurement() -> None:
     break_even = BreakEven(BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=50 * GIB))
-    break_even.observe_transfer(Route.PREFETCH, MIB, 5.0)  # warms up
+    break_even.observe_transfer(Route.PREFETCH, MIB, 5.0)  # the warm-up
     for _ in range(OBSERVATIONS_MIN - 1):
         break_even.use_rates(break_even.rates())
         assert decide(break_even, Route.PREFETCH) is Decision.UNMEASURED
@@ -286,7 +286,7 @@ def test_the_first_operation_alone_decides_nothing() -> None:
     assert decide(break_even, Route.PREFETCH) is Decision.PAYS
 
 
-def test_prefills_of_a_few_tokens_say_nothing_about_speed() -> None:
+def test_prefills_of_a_few_tokens_are_not_measured() -> None:
     break_even = measured()
     before = break_even.rates()
     for _ in range(2 * WINDOW):
@@ -297,7 +297,7 @@ def test_prefills_of_a_few_tokens_say_nothing_about_speed() -> None:
     assert break_even.rates() != before
 
 
-def test_the_fixed_part_of_a_forward_is_no_speed() -> None:
+def test_the_fixed_time_of_a_forward_does_not_lower_the_prefill_speed() -> None:
     break_even = BreakEven()
     for tokens in (128, 256, 512, 1024):
         break_even.observe_prefill(tokens, 0.02 + tokens / PREFILL_TOKENS_PER_S)
@@ -315,7 +315,7 @@ def test_operations_without_size_or_time_are_ignored(bytes_: int, seconds: float
 
 
 @given(st.integers(1, 1 << 62), st.floats(1e-9, 1e9))
-def test_a_rate_that_is_known_is_never_zero_and_fits_into_64_bits(units: int, seconds: float) -> None:
+def test_a_known_rate_is_not_zero_and_fits_into_64_bits(units: int, seconds: float) -> None:
     break_even = BreakEven()
     for _ in range(OBSERVATIONS_MIN):
         break_even.observe_transfer(Route.LOAD, units, seconds)
@@ -324,7 +324,7 @@ def test_a_rate_that_is_known_is_never_zero_and_fits_into_64_bits(units: int, se
     assert all(type(rate) is int and 0 < rate < 1 << 63 for rate in break_even.rates())
 
 
-def test_a_run_of_refusals_without_a_probe_is_noticed() -> None:
+def test_the_check_finds_a_run_of_refusals_without_a_probe() -> None:
     break_even = measured(storage=SLOW)
     break_even._refused[Route.PREFETCH] = PROBE_EVERY
     with pytest.raises(InvariantError, match="refused"):
@@ -339,7 +339,7 @@ USUAL_PROBES = WINDOW // 2 + 1
 def requests_until_used_again(
     break_even: BreakEven, slow: int, fast: int, size: Callable[[], int]
 ) -> Iterable[Decision]:
-    """Decisions of requests to a store that was slow for long and is fast from now on, until one pays."""
+    """Yield the decisions of requests to a store that was slow for a long time and is fast from now on."""
     for _ in range(3 * WINDOW):
         bytes_ = size()
         break_even.observe_transfer(Route.PREFETCH, bytes_, bytes_ / slow)
@@ -353,7 +353,7 @@ def requests_until_used_again(
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_a_store_that_was_slow_is_used_again_after_seven_probes_at_most_once_it_is_fast(seed: int) -> None:
+def test_a_store_that_becomes_fast_is_used_again_after_at_most_seven_probes(seed: int) -> None:
     random = rng(seed)
     decisions: list[Decision] = []
     break_even = measured()
@@ -367,7 +367,7 @@ def test_a_store_that_was_slow_is_used_again_after_seven_probes_at_most_once_it_
     assert decisions.count(Decision.PROBE) <= WINDOW
 
 
-def test_without_probes_a_store_that_was_slow_is_never_used_again() -> None:
+def test_without_probes_a_store_that_becomes_fast_is_not_used_again() -> None:
     break_even = measured(probe_every=1 << 30)
     requests = requests_until_used_again(break_even, SLOW, FAST, lambda: 64 * MIB)
     assert set(itertools.islice(requests, 100 * PROBE_EVERY)) == {Decision.TOO_SLOW}
@@ -376,32 +376,32 @@ def test_without_probes_a_store_that_was_slow_is_never_used_again() -> None:
 # Configuration
 
 
-def test_a_run_of_refusals_has_a_length() -> None:
+def test_an_invalid_length_of_a_run_of_refusals_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="probe_every"):
         BreakEven(probe_every=0)
 
 
-def test_speeds_that_the_configuration_gives_are_those_decided_by() -> None:
+def test_decisions_use_the_speeds_of_the_configuration() -> None:
     section = {"prefill_tokens_per_second": 5000, "host_bandwidth": "50GB", "storage_bandwidth": "2GiB"}
     rates = measured(config=HiCacheConfig.model_validate({"break_even": section}).break_even).rates()
     assert rates.prefill_tokens_per_s == 5000
     assert (rates.host_bytes_per_s, rates.storage_bytes_per_s) == (50 * 10**9, 2 * GIB)
 
 
-# A whole cache: the test says how long prefills took, the copies and reads are measured for real
+# A whole cache: the test reports the times of prefills; the times of copies and reads are real
 
 KEY = prompt(*range(1, 9))
 INSTANT_S, AGES_S = 1e-12, 1e6
 
 
-def computing_takes(world: World, seconds: float) -> None:
-    """Have the engine report prefills that took `seconds` each."""
+def report_prefill_time(world: World, seconds: float) -> None:
+    """Report prefills that took `seconds` each, as an engine does."""
     for _ in range(WINDOW):
         world.cache.record_prefill(PREFILL_TOKENS_MIN, seconds)
 
 
 def forget(world: World, *, host: bool = True) -> None:
-    """Empty L1, and L2 as well; what was stored stays in storage."""
+    """Empty L1, and with `host` also L2. Stored pages stay in storage."""
     world.settle()
     world.cache.evict(world.device.pages)
     while host and len(freed := world.cache.tree.evict_host(world.host.pages)):
@@ -409,7 +409,7 @@ def forget(world: World, *, host: bool = True) -> None:
 
 
 def measured_world(*, always: bool = False) -> World:
-    """A cache that has stored KEY and has measured both tiers with it."""
+    """Return a cache that has stored KEY and has measured both tiers with it."""
     config = BreakEvenConfig(mode="always" if always else "measure")
     world = World(backend=memory_backend(), break_even=BreakEven(config))
     world.serve("store", KEY)
@@ -421,37 +421,37 @@ def measured_world(*, always: bool = False) -> World:
     return world
 
 
-def test_a_hit_in_storage_that_does_not_pay_is_not_read_and_one_that_pays_is() -> None:
+def test_a_hit_in_storage_is_read_only_if_it_pays() -> None:
     world = measured_world()
-    computing_takes(world, INSTANT_S)
+    report_prefill_time(world, INSTANT_S)
     forget(world)
     reads = world.controller.statistics().prefetched_pages
     assert world.serve("a", KEY).cached_tokens == 0
     assert world.controller.statistics().prefetched_pages == reads
     assert world.cache.statistics().skipped["prefetch_does_not_pay"] == 1
-    computing_takes(world, AGES_S)
+    report_prefill_time(world, AGES_S)
     forget(world)
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     assert world.cache.statistics().break_even.decisions["prefetch", "pays"] == 1
 
 
-def test_a_hit_on_the_host_that_does_not_pay_is_computed_and_one_that_pays_is_loaded() -> None:
+def test_a_hit_on_l2_is_loaded_only_if_it_pays() -> None:
     world = measured_world()
-    computing_takes(world, INSTANT_S)
+    report_prefill_time(world, INSTANT_S)
     world.step()
     assert world.serve("a", KEY).cached_tokens == 0
     assert world.cache.statistics().skipped["load_does_not_pay"] == 1
     forget(world, host=False)
-    computing_takes(world, AGES_S)
+    report_prefill_time(world, AGES_S)
     world.step()
     assert world.serve("b", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
     assert world.cache.statistics().break_even.decisions["load", "pays"] == 1
 
 
-def test_in_mode_always_the_same_hits_are_fetched() -> None:
-    # The negative control of the two tests above.
+def test_in_mode_always_hits_that_do_not_pay_are_fetched() -> None:
+    # The control of the two tests above.
     world = measured_world(always=True)
-    computing_takes(world, INSTANT_S)
+    report_prefill_time(world, INSTANT_S)
     world.step()
     assert world.serve("a", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
     forget(world)
@@ -460,8 +460,8 @@ def test_in_mode_always_the_same_hits_are_fetched() -> None:
     assert skipped["load_does_not_pay"] == skipped["prefetch_does_not_pay"] == 0
 
 
-class Throttle(BreakEven):
-    """Measures a store as if it had the speed that the test says."""
+class SimulatedStorageSpeed(BreakEven):
+    """A `BreakEven` that measures storage as if it had the speed `storage_bytes_per_s`."""
 
     storage_bytes_per_s = FAST
 
@@ -471,9 +471,9 @@ class Throttle(BreakEven):
         super().observe_transfer(route, bytes_, seconds)
 
 
-def test_requests_stop_waiting_for_a_store_that_turns_slow_and_use_it_again_when_it_is_fast() -> None:
+def test_requests_stop_waiting_for_a_store_that_becomes_slow_and_use_it_again_when_it_is_fast() -> None:
     given_speeds = BreakEvenConfig(prefill_tokens_per_second=10**7, host_bandwidth=1 << 50)
-    break_even = Throttle(given_speeds, probe_every=4)
+    break_even = SimulatedStorageSpeed(given_speeds, probe_every=4)
     world = World(backend=memory_backend(), break_even=break_even)
     world.serve("store", KEY)
     rids = itertools.count()
@@ -484,7 +484,7 @@ def test_requests_stop_waiting_for_a_store_that_turns_slow_and_use_it_again_when
 
     assert all(used() for _ in range(WINDOW))
     break_even.storage_bytes_per_s = 1
-    assert [used() for _ in range(WINDOW)].count(True) == USUAL_PROBES, "four slow reads are believed"
+    assert [used() for _ in range(WINDOW)].count(True) == USUAL_PROBES, "four slow reads change the decision"
     assert [used() for _ in range(4 * 4)].count(True) == 4, "only probes"
     break_even.storage_bytes_per_s = FAST
     for _ in range(USUAL_PROBES * 4):
@@ -492,7 +492,7 @@ def test_requests_stop_waiting_for_a_store_that_turns_slow_and_use_it_again_when
     assert all(used() for _ in range(WINDOW))
 
 
-def test_an_engine_that_says_nothing_about_prefills_has_every_hit_fetched() -> None:
+def test_if_an_engine_does_not_report_prefills_every_hit_is_fetched() -> None:
     world = measured_world()
     assert world.cache.break_even.rates().prefill_tokens_per_s == 0
     assert world.serve("a", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
@@ -501,10 +501,10 @@ def test_an_engine_that_says_nothing_about_prefills_has_every_hit_fetched() -> N
     assert {key for key, count in decisions.items() if count} == expected
 
 
-# What is stored
+# Stores
 
 
-def test_what_could_be_read_at_a_gain_is_stored_and_else_one_run_in_sixteen_is() -> None:
+def test_a_run_is_stored_if_reading_it_could_pay_and_otherwise_once_in_sixteen_runs() -> None:
     assert decide(measured(storage=FAST), Route.STORE) is Decision.PAYS
     assert decide(measured(host=4 * GIB, storage=4 * GIB), Route.STORE) is Decision.TOO_SLOW
     slow = measured(storage=SLOW)
@@ -512,7 +512,7 @@ def test_what_could_be_read_at_a_gain_is_stored_and_else_one_run_in_sixteen_is()
     assert decisions == 2 * [*[Decision.TOO_SLOW] * (PROBE_EVERY - 1), Decision.PROBE]
 
 
-def test_a_run_is_stored_as_part_of_a_prefix_that_may_be_long() -> None:
+def test_the_decision_to_store_ignores_the_fixed_times_because_the_prefix_may_be_long() -> None:
     break_even = measured()
     break_even.use_rates(break_even.rates()._replace(storage_operations_per_s=10, host_operations_per_s=10))
     assert decide(break_even, Route.PREFETCH, 64) is Decision.TOO_SLOW
@@ -520,7 +520,7 @@ def test_a_run_is_stored_as_part_of_a_prefix_that_may_be_long() -> None:
 
 
 @given(rates, hits, st.integers(1, 1 << 30), st.floats(1 / 64, 64))
-def test_no_hit_that_pays_has_been_refused_when_it_was_stored(
+def test_a_run_whose_prefetch_pays_is_also_stored(
     speeds: Rates, tokens: int, bytes_: int, margin: float
 ) -> None:
     break_even = BreakEven(BreakEvenConfig(margin=margin))
@@ -530,13 +530,13 @@ def test_no_hit_that_pays_has_been_refused_when_it_was_stored(
 
 
 @pytest.mark.parametrize("unknown", [name for name in Rates._fields if not name.endswith("operations_per_s")])
-def test_while_a_speed_is_unknown_everything_is_stored(unknown: str) -> None:
+def test_while_a_speed_is_unknown_all_runs_are_stored(unknown: str) -> None:
     break_even = measured(host=1, storage=1)
     break_even.use_rates(break_even.rates()._replace(**{unknown: 0}))
     assert {decide(break_even, Route.STORE) for _ in range(3 * PROBE_EVERY)} == {Decision.UNMEASURED}
 
 
-def test_an_engine_may_store_for_others_what_does_not_pay_here() -> None:
+def test_with_writes_always_an_engine_stores_runs_for_others_that_do_not_pay_here() -> None:
     break_even = measured(storage=SLOW, config=BreakEvenConfig(writes="always"))
     assert decide(break_even, Route.STORE) is Decision.OVERRIDDEN
     assert decide(break_even, Route.PREFETCH) is Decision.TOO_SLOW
@@ -545,8 +545,8 @@ def test_an_engine_may_store_for_others_what_does_not_pay_here() -> None:
 SLOW_CALLS = InjectConfig(latency="100ms")
 
 
-class Stored:
-    """A cache that computes a token in a millisecond, and has measured a store that is faster."""
+class MeasuredStore:
+    """A cache with a prefill of one token per millisecond, which has measured a store that is faster."""
 
     def __init__(self, *, probe_every: int = 4, writes: Literal["measure", "always"] = "measure") -> None:
         config = BreakEvenConfig(prefill_tokens_per_second=1000, host_bandwidth=1 << 50, writes=writes)
@@ -562,7 +562,7 @@ class Stored:
         return self.world.serve(f"r{next(self.prompts)}", KEY).storage_hit_tokens > 0
 
     def stores(self, count: int) -> int:
-        """How many of so many new prompts go to storage. Two pages each, shared one after the other."""
+        """Serve `count` new prompts of two pages, handed over one by one; return how many of them were stored."""
         before = self.backend.usage().pages
         for _ in range(count):
             number = next(self.prompts)
@@ -578,10 +578,10 @@ class Stored:
 
 
 @pytest.mark.parametrize("probe_every", [4, 1 << 30])
-def test_a_store_that_turns_slow_is_written_to_now_and_then_and_again_when_it_is_fast(probe_every: int) -> None:
-    """Without probes nobody would find out."""
+def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe_every: int) -> None:
+    """The control, without probes, does not notice that the store is fast again."""
     probes = probe_every == 4
-    s = Stored(probe_every=probe_every)
+    s = MeasuredStore(probe_every=probe_every)
     assert s.stores(8) == 8 and s.refused == 0
     s.backend.options = SLOW_CALLS
     for _ in range(USUAL_PROBES):
@@ -595,8 +595,8 @@ def test_a_store_that_turns_slow_is_written_to_now_and_then_and_again_when_it_is
     assert s.stores(8) == (8 if probes else 0)
 
 
-def test_a_store_that_is_slow_here_is_written_to_for_others_if_so_configured() -> None:
-    s = Stored(writes="always")
+def test_with_writes_always_a_store_that_is_slow_here_is_written_to_for_others() -> None:
+    s = MeasuredStore(writes="always")
     s.backend.options = SLOW_CALLS
     for _ in range(USUAL_PROBES):
         assert s.is_read()

@@ -1,4 +1,4 @@
-"""What an engine can rely on: hits from each tier, right bytes, exact books, and no exception for a storage reason."""
+"""The guarantees for an engine: hits from each tier, right bytes, exact counts, and no exceptions from storage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_last_token_is_always_computed(world: World) -> None:
     assert again.device_hit_tokens == 4
 
 
-def test_salts_do_not_share(world: World) -> None:
+def test_prompts_with_different_salts_share_no_pages(world: World) -> None:
     world.serve("a", prompt(1, 2, 3, salt="tenant a"))
     world.settle()
     assert world.serve("b", prompt(1, 2, 3, salt="tenant b")).cached_tokens == 0
@@ -117,18 +117,18 @@ def test_short_prompts_are_not_looked_up_in_storage() -> None:
     assert world.cache.statistics().skipped["prefetch_too_short"] == 1
 
 
-def test_a_full_write_queue_means_no_backup_and_a_later_try() -> None:
+def test_pages_that_a_full_write_queue_rejects_are_backed_up_at_their_next_use() -> None:
     world = World(transfer=TransferConfig(write_pages_max=2))
     world.serve("a", prompt(1, 2, 3))
     assert world.controller.statistics().refused == {"write": 1}
     world.settle()
-    assert world.cache.tree.host_pages == 2, "a long prompt is backed up piece by piece"
+    assert world.cache.tree.host_pages == 2, "a long prompt is backed up in parts"
     world.serve("b", prompt(1, 2, 3))
     world.settle()
     assert world.cache.tree.host_pages == 3
 
 
-def test_a_prefix_longer_than_the_load_queue_is_loaded_as_far_as_it_fits() -> None:
+def test_of_a_prefix_longer_than_the_load_queue_the_pages_that_fit_are_loaded() -> None:
     world = World(transfer=TransferConfig(load_pages_max=2))
     world.serve("a", prompt(1, 2, 3, 4, 5))
     world.settle()
@@ -141,12 +141,12 @@ def test_a_prefix_longer_than_the_load_queue_is_loaded_as_far_as_it_fits() -> No
     assert world.serve("c", prompt(1, 2, 3, 4, 5)).device_hit_tokens == 20
 
 
-def test_a_host_tier_that_is_full_of_pages_in_use_refuses_backups() -> None:
+def test_a_host_tier_full_of_pages_in_use_rejects_backups() -> None:
     world = World(device_pages=16, host_pages=3)
     world.serve("a", prompt(1, 2, 3))
     world.settle()
     used = world.cache.match_prefix(prompt(1, 2, 3)).node
-    world.cache.tree.hold_host(used)  # as an operation does
+    world.cache.tree.hold_host(used)  # like an operation
     world.serve("b", prompt(4, 5))
     world.settle()
     assert world.cache.statistics().skipped["backup_no_host_room"] == 1
@@ -156,20 +156,20 @@ def test_a_host_tier_that_is_full_of_pages_in_use_refuses_backups() -> None:
     assert world.cache.statistics().evicted_pages["host"] >= 2
 
 
-def test_a_key_that_goes_on_otherwise_than_what_was_shared_is_refused(world: World) -> None:
+def test_a_key_that_differs_from_the_shared_pages_is_rejected(world: World) -> None:
     request = world.begin("a", prompt(1, 2, 3).head(9))
     assert world.cache.extend(request, 16)
     world.cache.cache_unfinished_req(request, prompt(1, 2, 3))
     with pytest.raises(InvalidInput):
         world.cache.cache_unfinished_req(request, prompt(1, 2, 9))
     world.cache.check()
-    # What has not made a whole page yet may still change.
+    # Tokens of an incomplete page may still change.
     world.cache.cache_unfinished_req(request, prompt(1, 2, 3).head(12).extended([77]))
     world.cache.cache_finished_req(request, prompt(1, 2, 3))
     assert world.cache.match_prefix(prompt(1, 2, 3)).pages == 3
 
 
-def test_an_engine_may_bring_pages_of_its_own(world: World) -> None:
+def test_an_engine_may_insert_pages_that_it_has_allocated_itself(world: World) -> None:
     pages = world.cache.page_source.alloc(2)
     assert pages is not None
     key = prompt(1, 2, tail=0)
@@ -184,7 +184,7 @@ def test_an_engine_may_bring_pages_of_its_own(world: World) -> None:
 
 
 class _UnstartableCopies(CpuCopyEngine):
-    """A device that has no memory left for staging when asked to load, or to back up."""
+    """A copy engine that has no memory for loads or for backups, as `broken` says."""
 
     broken = ""
 
@@ -200,7 +200,7 @@ class _UnstartableCopies(CpuCopyEngine):
 
 
 @pytest.mark.parametrize("direction", ["load", "backup"])
-def test_a_copy_that_cannot_be_started_ends_service_with_a_typed_error(direction: str) -> None:
+def test_after_a_copy_that_cannot_start_the_cache_raises_transfer_errors(direction: str) -> None:
     backend = memory_backend()
     world = World(copies=_UnstartableCopies, backend=backend)
     world.serve("a", prompt(1, 2, 3))
@@ -223,10 +223,10 @@ def test_a_copy_that_cannot_be_started_ends_service_with_a_typed_error(direction
     with pytest.raises(TransferError):
         world.cache.begin_request("c", prompt(1, 2, 3))
     assert not world.cache.prefetch_from_storage("d", prompt(1, 2, 3, 4, 5, 6, 7))
-    assert backend.usage().pages == 3, "nothing is stored once the device cannot be trusted"
+    assert backend.usage().pages == 3, "after a fault of the device no pages are stored"
 
 
-def test_a_loan_that_cannot_be_met_evicts_nothing() -> None:
+def test_a_reservation_without_enough_room_evicts_nothing() -> None:
     world = World(device_pages=16, host_pages=8)
     world.serve("a", prompt(1, 2))
     world.settle()
@@ -243,14 +243,14 @@ def test_a_loan_that_cannot_be_met_evicts_nothing() -> None:
     world.cache.tree.release_host(used)
 
 
-def test_a_closed_cache_refuses_service_and_closing_gives_up_what_was_not_started() -> None:
+def test_a_closed_cache_rejects_requests_and_closing_drops_loads_that_were_not_started() -> None:
     world = World()
     world.serve("a", prompt(1, 2, 3))
     world.settle()
     world.cache.evict(100)
     request = world.admit("b", prompt(1, 2, 3))
     world.cache.cache_finished_req(request, None)
-    assert world.cache.close(), "a load that was queued but never started must not hold the close up"
+    assert world.cache.close(), "a queued load that was not started must not delay closing"
     world.cache.check()
     with pytest.raises(InvalidInput, match="closed"):
         world.cache.begin_request("c", prompt(1, 2, 3))
@@ -258,7 +258,7 @@ def test_a_closed_cache_refuses_service_and_closing_gives_up_what_was_not_starte
 
 
 class _HeldCopies(CpuCopyEngine):
-    """Loads that begin when the test says so."""
+    """A copy engine whose loads wait while `gate` is not set."""
 
     gate: threading.Event
 
@@ -267,7 +267,7 @@ class _HeldCopies(CpuCopyEngine):
         super()._load_layer(layer, host_blocks, blocks)
 
 
-def test_a_request_that_shares_pages_still_being_loaded_waits_for_them_too() -> None:
+def test_a_request_that_shares_pages_in_flight_waits_for_their_load_too() -> None:
     _HeldCopies.gate = threading.Event()
     world = World(copies=_HeldCopies)
     world.serve("a", prompt(1, 2, 3))
@@ -289,8 +289,8 @@ def test_a_request_that_shares_pages_still_being_loaded_waits_for_them_too() -> 
     world.cache.cache_finished_req(second, None)
 
 
-def test_a_token_allocator_over_the_cache_evicts_and_keeps_the_books() -> None:
-    """An engine that asks for slots: it computes into them, and hands the whole pages to the tree."""
+def test_a_token_allocator_over_the_cache_evicts_pages_and_all_pages_are_accounted_for() -> None:
+    """The engine allocates slots, computes into them, and hands the whole pages to the tree."""
     world = World(device_pages=6)
     world.serve("a", prompt(1, 2, 3))
     world.settle()

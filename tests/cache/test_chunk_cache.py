@@ -1,4 +1,4 @@
-"""With the cache off, requests work and nothing is reused."""
+"""ChunkCache: without a prefix cache requests work, and no pages are reused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_request_keeps_its_pages_from_chunk_to_chunk() -> None:
     cache.check()
 
 
-def test_nothing_is_left_of_a_request_that_ended() -> None:
+def test_a_request_that_ends_frees_all_its_pages() -> None:
     cache, key = chunk_cache(), prompt(1, 2)
     for shared in (key, None):
         request = begin(cache, key)
@@ -60,7 +60,7 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
         cache.cache_finished_req(request, None)
 
 
-def test_two_requests_of_one_prompt_share_no_page() -> None:
+def test_two_requests_of_one_prompt_share_no_pages() -> None:
     cache, key = chunk_cache(), prompt(1, 2)
     first, second = begin(cache, key), begin(cache, key, "b")
     assert not np.intersect1d(first.pages, second.pages).size
@@ -68,7 +68,7 @@ def test_two_requests_of_one_prompt_share_no_page() -> None:
     assert begin(cache, prompt(1), "c").cached_tokens == 0
 
 
-def test_a_full_l1_refuses_and_changes_nothing() -> None:
+def test_a_full_l1_rejects_requests_and_changes_nothing() -> None:
     cache = chunk_cache(4)
     request = begin(cache, prompt(1))
     other = begin(cache, RadixKey.of([7]), "b")
@@ -80,7 +80,7 @@ def test_a_full_l1_refuses_and_changes_nothing() -> None:
     assert cache.statistics().skipped["no_device_room"] == 2
 
 
-def test_a_closed_cache_begins_nothing() -> None:
+def test_a_closed_cache_rejects_requests() -> None:
     with chunk_cache() as cache:
         assert cache.drain(0) and not cache.poll()
         cache.abort_prefetch("a")
@@ -96,7 +96,7 @@ def test_a_bigram_key_gets_pages_for_its_last_token_too() -> None:
     assert cache.statistics().prompt_tokens == 9
 
 
-def test_there_is_nothing_to_evict_to_clear_or_to_wait_for() -> None:
+def test_evict_clear_and_record_prefill_do_nothing() -> None:
     cache, key = chunk_cache(), prompt(1, 2)
     request = begin(cache, key)
     assert cache.evict(2) == Eviction(freed_pages=0, writeback_pages=0, short_pages=2) and cache.writeback_pages == 0
@@ -107,7 +107,7 @@ def test_there_is_nothing_to_evict_to_clear_or_to_wait_for() -> None:
     cache.check()
 
 
-def test_weights_count_upwards() -> None:
+def test_the_weights_epoch_must_increase() -> None:
     cache = ChunkCache(create_device_pool(GEOMETRY, 8), weights_epoch=3)
     with pytest.raises(InvalidInput, match="not above 3"):
         cache.update_weights(3)
@@ -115,8 +115,7 @@ def test_weights_count_upwards() -> None:
     assert cache.statistics().weights_epoch == 5
 
 
-def test_the_books_find_a_page_that_nobody_holds() -> None:
-    """Negative control of `check`."""
+def test_the_check_finds_a_page_without_an_owner() -> None:
     cache = chunk_cache()
     begin(cache, prompt(1))
     cache.device.allocator.alloc(1)
@@ -124,7 +123,7 @@ def test_the_books_find_a_page_that_nobody_holds() -> None:
         cache.check()
 
 
-def test_statistics_have_l1_and_zeros_and_can_be_exported() -> None:
+def test_statistics_of_other_tiers_are_zero_and_can_be_exported() -> None:
     cache = chunk_cache()
     begin(cache, prompt(1, 2))
     state = cache.statistics()
@@ -134,7 +133,7 @@ def test_statistics_have_l1_and_zeros_and_can_be_exported() -> None:
         spec.collect([((), state)])
 
 
-def test_a_configuration_chooses_the_cache_and_opens_no_storage_for_none(tmp_path: Path) -> None:
+def test_the_configuration_selects_the_kind_of_cache_and_a_chunk_cache_opens_no_storage(tmp_path: Path) -> None:
     storage = {"type": "file", "options": {"path": str(tmp_path / "pages")}}
     entries = {"page_size": 4, "device": {"tokens": 32}, "prefix_cache": False, "storage": storage}
     with create_cache(HiCacheConfig.model_validate(entries), NAMESPACE) as cache:

@@ -1,4 +1,4 @@
-"""What storage has for a prompt, and L2 has no room for at once, comes by way of L1, part by part."""
+"""Climbs: stored pages that do not fit on L2 at once are loaded to L1 in parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOST_PAGES = 8  # of which prefetches may hold four
 
 @pytest.fixture
 def backend() -> MemoryBackend:
-    """KEY is stored in it."""
+    """Return a store that has KEY."""
     backend = memory_backend()
     world = World(device_pages=64, host_pages=64, backend=backend)
     world.serve("store", KEY)
@@ -37,13 +37,13 @@ def pages_from_storage(world: World, rid: str) -> int:
 
 
 def climb(world: World, rid: str) -> None:
-    """Ask for KEY, and step until its first part goes up."""
+    """Prefetch KEY, and step until its first part is on L1."""
     assert world.cache.prefetch_from_storage(rid, KEY)
     world.until(lambda: world.cache.tree.device_pages_total > 0)
     assert not world.cache.check_prefetch_progress(rid)
 
 
-def test_a_prompt_three_times_as_long_as_l2_comes_whole_from_storage(backend: MemoryBackend) -> None:
+def test_a_prompt_three_times_as_long_as_l2_is_read_completely_from_storage(backend: MemoryBackend) -> None:
     world = small_l2(backend)
     request = world.serve("a", KEY)
     hits = (request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens)
@@ -51,7 +51,7 @@ def test_a_prompt_three_times_as_long_as_l2_comes_whole_from_storage(backend: Me
     assert world.compared_pages == PAGES and world.wrong_pages == 0
 
 
-def test_where_l1_is_not_ours_what_fits_is_read(backend: MemoryBackend) -> None:
+def test_if_the_engine_owns_l1_only_the_pages_that_fit_on_l2_are_read(backend: MemoryBackend) -> None:
     world = small_l2(backend)
     world.cache._prefetcher.promote_with(None)
     assert world.cache.prefetch_from_storage("a", KEY)
@@ -60,19 +60,19 @@ def test_where_l1_is_not_ours_what_fits_is_read(backend: MemoryBackend) -> None:
     assert world.attempt("a", KEY).storage_hit_tokens == HOST_PAGES // 2 * GEOMETRY.page_size
 
 
-def test_pages_go_up_as_soon_as_l1_has_room(backend: MemoryBackend) -> None:
+def test_arrived_pages_are_loaded_as_soon_as_l1_has_room(backend: MemoryBackend) -> None:
     world = small_l2(backend, device_pages=PAGES + 8)
     others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
     for _ in range(20):
         world.step()
-    assert not world.cache.check_prefetch_progress("a"), "it waits for room on L1"
+    assert not world.cache.check_prefetch_progress("a"), "the request waits for room on L1"
     world.cache.cache_finished_req(others, None)
     assert pages_from_storage(world, "a") == PAGES
 
 
-def test_a_request_that_begins_meanwhile_has_what_has_come_by_then(backend: MemoryBackend) -> None:
+def test_a_request_that_begins_early_gets_the_pages_that_have_arrived(backend: MemoryBackend) -> None:
     world = small_l2(backend)
     climb(world, "a")
     request = world.begin("a", KEY)
@@ -82,7 +82,7 @@ def test_a_request_that_begins_meanwhile_has_what_has_come_by_then(backend: Memo
 
 
 @pytest.mark.parametrize("end", ["abort", "clear", "detach"])
-def test_a_request_that_ends_meanwhile_leaves_nothing_behind(backend: MemoryBackend, end: str) -> None:
+def test_a_climb_that_is_stopped_holds_no_pages(backend: MemoryBackend, end: str) -> None:
     world = small_l2(backend)
     climb(world, "a")
     if end == "abort":
@@ -98,7 +98,7 @@ def test_a_request_that_ends_meanwhile_leaves_nothing_behind(backend: MemoryBack
     assert world.cache._prefetcher.take_promoted("a") == 0
 
 
-def test_several_long_prompts_take_turns(backend: MemoryBackend) -> None:
+def test_several_long_prompts_climb_in_turn(backend: MemoryBackend) -> None:
     world = small_l2(backend, device_pages=128)
     other = prompt(*range(1, 9), *range(50, 66))
     helper = World(device_pages=64, host_pages=64, backend=backend)
@@ -112,7 +112,7 @@ def test_several_long_prompts_take_turns(backend: MemoryBackend) -> None:
         assert world.attempt(rid, key).cached_tokens == PAGES * GEOMETRY.page_size
 
 
-def test_pages_that_others_have_loaded_need_not_go_up(backend: MemoryBackend) -> None:
+def test_pages_that_other_requests_have_loaded_are_not_loaded_again(backend: MemoryBackend) -> None:
     world = small_l2(backend, device_pages=PAGES + 8)
     others = world.begin("others", prompt(*range(100, 100 + PAGES + 2)))
     assert world.cache.prefetch_from_storage("a", KEY)

@@ -1,4 +1,4 @@
-"""After a copy of the device has failed: pages of the tree may be unfilled, and nobody may be given them."""
+"""After a failed copy on the device, requests do not get pages of the tree that may be unfilled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS = HiCacheConfig(load_back_threshold_tokens=12, prefetch=PrefetchConfig(t
 
 
 class _BrokenLoads(CpuCopyEngine):
-    """Loads that fail on the device."""
+    """A copy engine whose loads fail on the device."""
 
     def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
         raise OSError("device lost")
@@ -23,7 +23,7 @@ class _BrokenLoads(CpuCopyEngine):
 
 @pytest.fixture
 def world() -> World:
-    """A world whose L2 holds a prompt and whose loads fail."""
+    """Return a world whose L2 has a prompt and whose loads fail."""
     world = World(copies=_BrokenLoads, config=OPTIONS)
     world.serve("first", prompt(1, 2, 3, 4))
     world.settle()
@@ -31,13 +31,13 @@ def world() -> World:
     return world
 
 
-def test_a_request_that_began_before_a_load_failed_hears_of_it_at_its_forward(world: World) -> None:
+def test_a_request_that_began_before_a_load_failed_gets_the_error_at_its_forward(world: World) -> None:
     aborted = world.admit("aborted", prompt(1, 2, 3, 4))
     load = world.cache.start_loading()
     assert load is not None
     world.cache.cache_finished_req(aborted, None)
     request = world.admit("late", prompt(1, 2, 3, 4))
-    assert request.shared_pages == 4, "the pages count as being on L1"
+    assert request.shared_pages == 4, "the pages count as present on L1"
     world.settle()
     transfer = world.cache.start_loading()
     assert transfer is not None
@@ -50,7 +50,7 @@ def test_a_request_that_began_before_a_load_failed_hears_of_it_at_its_forward(wo
     world.device.wait_layer(0)
 
 
-def test_a_running_request_keeps_its_own_pages_once_a_load_has_failed(world: World) -> None:
+def test_a_running_request_keeps_its_own_pages_after_a_failed_load(world: World) -> None:
     running = world.begin("running", prompt(1, 2, 9))
     assert running.shared_pages == 0, "the prefix on L2 is too short to load"
     loading = world.admit("loading", prompt(1, 2, 3, 4))
@@ -66,7 +66,7 @@ def test_a_running_request_keeps_its_own_pages_once_a_load_has_failed(world: Wor
 
 
 class _BrokenBackups(CpuCopyEngine):
-    """Copies to L2 that fail on the device."""
+    """A copy engine whose copies to L2 fail on the device."""
 
     def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
         raise OSError("device lost")

@@ -1,4 +1,4 @@
-"""A `HiRadixCache` whose L1 is an engine's own tensors, in SGLang's layout."""
+"""A `HiRadixCache` whose L1 consists of the tensors of an engine, in the layout of SGLang."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Engine:
         self.cache = cache
 
     def kv(self, pages: list[int]) -> torch.Tensor:
-        """What attention reads of these pages, `[layers, 2, tokens, heads, dim]`."""
+        """Return the KV of `pages` as attention reads it, `[layers, 2, tokens, heads, dim]`."""
         size = GEOMETRY.page_size
         slots = torch.tensor([page * size + offset for page in pages for offset in range(size)])
         return torch.stack([torch.stack((k[slots], v[slots])) for k, v in zip(self.k, self.v, strict=True)])
 
 
-def test_a_hit_from_l2_comes_back_into_the_engine_s_tensors_byte_for_byte() -> None:
+def test_a_hit_on_l2_is_loaded_into_the_tensors_of_the_engine_byte_for_byte() -> None:
     engine = Engine()
     cache, key = engine.cache, RadixKey.of(list(range(3 * GEOMETRY.page_size + 1)))
     request = cache.begin_request("a", key)
@@ -55,13 +55,13 @@ def test_a_hit_from_l2_comes_back_into_the_engine_s_tensors_byte_for_byte() -> N
     for layer in range(GEOMETRY.layers):
         transfer.wait_layer(layer)
     assert torch.equal(engine.kv(again.pages[:3].tolist()), computed)
-    assert not engine.kv([0]).any(), "the padding page is left alone"
+    assert not engine.kv([0]).any(), "the padding page has not changed"
     cache.cache_finished_req(again, None)
     assert cache.drain(10) and cache.close()
     cache.check()
 
 
-def test_l1_has_one_size_and_one_device() -> None:
+def test_settings_that_contradict_the_tensors_are_rejected() -> None:
     blocks = EngineBlocks([[torch.zeros(4, GEOMETRY.layer_bytes, dtype=torch.uint8)]] * GEOMETRY.layers)
     sized = HiCacheConfig.model_validate({**CONFIG, "device": {"tokens": 64}})
     plain = HiCacheConfig.model_validate(CONFIG)

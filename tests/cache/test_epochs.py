@@ -1,4 +1,4 @@
-"""New weights, at any moment: nothing of an earlier epoch is served or stored afterwards."""
+"""After new weights, pages of earlier epochs are neither served nor stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = prompt(1, 2, 3)
 
 
 class Stores:
-    """The stores of all epochs, as one server would hold them."""
+    """The stores of all epochs, like those of one server."""
 
     def __init__(self, kind: type[MemoryBackend] = LastingBackend) -> None:
         self.kind = kind
@@ -40,7 +40,7 @@ def until_open(world: World) -> None:
     world.until(lambda: world.controller.backend is not None)
 
 
-def test_after_an_update_no_tier_knows_the_old_pages() -> None:
+def test_after_an_update_no_tier_has_the_old_pages() -> None:
     stores = Stores()
     world = world_of(stores)
     world.serve("a", KEY)
@@ -54,7 +54,7 @@ def test_after_an_update_no_tier_knows_the_old_pages() -> None:
     assert world.cache.statistics().weights_epoch == 1
 
 
-def test_storage_that_cannot_be_opened_anew_refuses_the_update() -> None:
+def test_an_update_is_rejected_if_storage_cannot_be_reopened() -> None:
     world = World(backend=Stores().open(0))
     world.serve("a", KEY)
     with pytest.raises(InvalidInput, match="open_storage"):
@@ -62,7 +62,7 @@ def test_storage_that_cannot_be_opened_anew_refuses_the_update() -> None:
     assert len(world.cache.match_prefix(KEY).device_pages) == 3
 
 
-def test_a_store_that_does_not_open_costs_hits_only_and_is_tried_again() -> None:
+def test_a_store_that_does_not_open_costs_only_hits_and_is_retried() -> None:
     stores = Stores()
     failures = [BackendError("not yet"), BackendError("not yet")]
 
@@ -82,7 +82,7 @@ def test_a_store_that_does_not_open_costs_hits_only_and_is_tried_again() -> None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_opening_that_ends_its_thread_is_tried_again() -> None:
+def test_an_opening_that_ends_its_thread_is_retried() -> None:
     stores = Stores()
     ends: list[BaseException] = [SystemExit()]
 
@@ -97,7 +97,7 @@ def test_an_opening_that_ends_its_thread_is_tried_again() -> None:
     assert world.cache.statistics().controller.open_failures == 1
 
 
-def test_only_the_newest_of_several_updates_counts() -> None:
+def test_of_several_updates_only_the_newest_counts() -> None:
     stores = Stores()
     world = world_of(stores)
     for epoch in (1, 2, 3):
@@ -106,7 +106,7 @@ def test_only_the_newest_of_several_updates_counts() -> None:
     assert world.controller.backend is stores.open(3)
 
 
-def test_the_old_backend_is_closed_once_it_is_idle() -> None:
+def test_the_old_backend_is_closed_when_it_is_idle() -> None:
     closed: list[int] = []
 
     class Closing(MemoryBackend):

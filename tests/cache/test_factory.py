@@ -1,4 +1,4 @@
-"""From a configuration to a cache that works, or a typed error."""
+"""`create_cache` returns a working cache for a configuration, or raises a typed error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def file_storage(path: Path) -> dict[str, object]:
     return {"type": "file", "options": {"path": str(path), "capacity": "1MiB", "free_space_floor": 0}}
 
 
-def test_the_configured_sizes_policies_and_bounds_arrive() -> None:
+def test_the_sizes_and_limits_of_the_configuration_are_used() -> None:
     with create_cache(config(host={"ratio": 3}, transfer={"write_pages_max": 7}), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache)
         assert (cache.device.pages, cache.host.pages) == (16, 48)
@@ -51,7 +51,7 @@ def key_file(path: Path, digits: str) -> str:
 
 
 def store_two_pages(settings: HiCacheConfig, namespace: Namespace, root: Path) -> list[FrameHeader]:
-    """What the headers of two stored pages say."""
+    """Store two pages; return their headers."""
     with create_cache(settings, namespace) as cache:
         assert isinstance(cache, HiRadixCache)
         pages = cache.page_source.alloc(2)
@@ -64,7 +64,7 @@ def store_two_pages(settings: HiCacheConfig, namespace: Namespace, root: Path) -
     return [header for header in headers if header is not None]
 
 
-def test_a_mac_key_makes_stored_pages_keyed(tmp_path: Path) -> None:
+def test_with_a_mac_key_stored_pages_have_a_keyed_tag(tmp_path: Path) -> None:
     root, new = tmp_path / "pages", key_file(tmp_path / "mac.key", "ab")
     settings = config(storage=file_storage(root), integrity={
         "mac_key_file": new, "previous_mac_key_file": key_file(tmp_path / "old.key", "cd"),
@@ -74,7 +74,7 @@ def test_a_mac_key_makes_stored_pages_keyed(tmp_path: Path) -> None:
         assert header.key_id == key_id(TagKind.AES_256_GMAC, bytes.fromhex("ab" * 32)), "the current key seals"
 
 
-def test_a_storage_format_makes_stored_pages_short_and_secret(tmp_path: Path) -> None:
+def test_with_a_storage_format_stored_pages_are_compressed_and_encrypted(tmp_path: Path) -> None:
     root = tmp_path / "pages"
     settings = config(storage=file_storage(root), storage_format={
         "compression": "zstd", "encryption_key_file": key_file(tmp_path / "key", "ab"),
@@ -86,13 +86,13 @@ def test_a_storage_format_makes_stored_pages_short_and_secret(tmp_path: Path) ->
         assert bool(header.encoding & Encoding.BYTE_PLANES) is (DTYPE_BYTES[wide.dtype] == 2)
 
 
-def test_stored_pages_carry_the_card_of_their_namespace(tmp_path: Path) -> None:
+def test_stored_pages_have_the_metadata_of_their_namespace(tmp_path: Path) -> None:
     named = replace(NAMESPACE, model="a model", weights_epoch=5)
     for header in store_two_pages(config(storage=file_storage(tmp_path / "pages")), named, tmp_path / "pages"):
         assert (header.label, header.weights_epoch) == ("a model", 5)
 
 
-def test_a_label_names_the_model_for_people_and_changes_nothing_else(tmp_path: Path) -> None:
+def test_a_label_changes_only_the_name_of_the_model_in_the_metadata(tmp_path: Path) -> None:
     named = replace(NAMESPACE, label="a name")
     assert (named.digest, named) == (NAMESPACE.digest, NAMESPACE)
     for header in store_two_pages(config(storage=file_storage(tmp_path / "pages")), named, tmp_path / "pages"):
@@ -100,12 +100,12 @@ def test_a_label_names_the_model_for_people_and_changes_nothing_else(tmp_path: P
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_page_shape_is_refused_where_l1_is_made_from_the_geometry(prefix_cache: bool) -> None:
+def test_a_page_shape_is_rejected_because_l1_needs_a_geometry(prefix_cache: bool) -> None:
     with pytest.raises(InvalidInput, match="an engine with its own device cache"):
         create_cache(config(prefix_cache=prefix_cache), replace(NAMESPACE, geometry=GEOMETRY.shape))
 
 
-def test_an_engine_may_size_l1_itself() -> None:
+def test_an_engine_may_set_the_size_of_l1() -> None:
     with create_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 5
     with pytest.raises(ConfigError, match="L1 has no size"):
@@ -114,10 +114,10 @@ def test_an_engine_may_size_l1_itself() -> None:
         with pytest.raises(InvalidInput, match="pass a EngineBlocks"):
             create_cache(config(device={}), NAMESPACE, device_blocks=bad)  # type: ignore[arg-type]
     with create_cache(config(device={"tokens": 24}), NAMESPACE, device_pages=5) as cache:
-        assert cache.device.pages == 6, "the configuration decides where it says something"
+        assert cache.device.pages == 6, "the configuration has precedence"
 
 
-def test_the_memory_that_the_caller_names_is_what_l1_has_to_fit_into() -> None:
+def test_l1_must_fit_into_the_memory_that_the_caller_names() -> None:
     tight = DeviceMemory(available_bytes=3 * NAMESPACE.geometry.payload_bytes, total_bytes=1 << 40)
     with create_cache(config(device={"tokens": 8}), NAMESPACE, device_memory=tight) as cache:
         assert cache.device.pages == 2
@@ -137,14 +137,14 @@ def test_the_memory_that_the_caller_names_is_what_l1_has_to_fit_into() -> None:
         ({"storage": {"type": "memory", "options": {"nonsense": 1}}}, ConfigError, "nonsense"),
     ],
 )
-def test_what_cannot_work_is_refused_at_start(
+def test_an_invalid_configuration_is_rejected_at_the_start(
     sections: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         create_cache(config(**sections), NAMESPACE)
 
 
-def test_memory_that_is_not_pinned_is_refused_beside_a_cuda_device_alone() -> None:
+def test_memory_that_is_not_pinned_is_rejected_only_with_a_cuda_device() -> None:
     with pytest.raises(ConfigError, match=r"host\.pin: 'off' .* cuda; use auto or on"):
         host_is_pinned(HostConfig(pin="off"), "cuda")
     assert host_is_pinned(HostConfig(), "cuda")
@@ -152,7 +152,7 @@ def test_memory_that_is_not_pinned_is_refused_beside_a_cuda_device_alone() -> No
         assert isinstance(cache, HiRadixCache) and not cache.host.pinned
 
 
-def test_a_directory_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_the_directory_of_another_program_is_rejected_and_not_changed(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o700)
     (theirs / "thesis.txt").write_text("important")
@@ -161,7 +161,7 @@ def test_a_directory_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) 
     assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
 
 
-def test_a_store_too_small_for_one_page_is_refused(tmp_path: Path) -> None:
+def test_a_store_too_small_for_one_page_is_rejected(tmp_path: Path) -> None:
     storage = {"type": "file", "options": {"path": str(tmp_path / "pages"), "capacity": 100, "free_space_floor": 0}}
     with pytest.raises((InvalidInput, ConfigError)):
         create_cache(config(storage=storage), NAMESPACE)
@@ -173,7 +173,7 @@ DEADLINE_S = 60.0
 
 
 def started(*rank_configs: HiCacheConfig) -> list[TreeCache | BaseException]:
-    """What `create_cache` gave or raised on each rank, all started at once."""
+    """Start all ranks at once; return the cache or the error of each."""
     groups = gloo_ranks(len(rank_configs), deadline_s=DEADLINE_S)
     size = len(groups)
     with ThreadPoolExecutor(size) as pool:
@@ -184,7 +184,7 @@ def started(*rank_configs: HiCacheConfig) -> list[TreeCache | BaseException]:
     return [start.exception() or start.result() for start in starts]
 
 
-def test_ranks_with_different_pools_use_as_much_as_the_smallest_has() -> None:
+def test_ranks_with_different_pools_use_the_smallest_size() -> None:
     caches = started(
         config(device={"tokens": 64}, host={"tokens": 400}),
         config(device={"tokens": 80}, host={"tokens": 120}),
@@ -195,12 +195,12 @@ def test_ranks_with_different_pools_use_as_much_as_the_smallest_has() -> None:
         cache.close()
 
 
-def test_ranks_that_would_decide_by_different_thresholds_do_not_start() -> None:
+def test_ranks_with_different_thresholds_do_not_start() -> None:
     for error in started(config(), config(load_back_threshold_tokens=99)):
         assert isinstance(error, RankError)
 
 
-def test_caches_without_reuse_start_on_all_ranks_or_on_none() -> None:
+def test_caches_without_reuse_start_only_if_all_ranks_have_them() -> None:
     caches = started(
         config(prefix_cache=False, device={"tokens": 80}), config(prefix_cache=False, device={"tokens": 64})
     )
@@ -209,7 +209,7 @@ def test_caches_without_reuse_start_on_all_ranks_or_on_none() -> None:
         assert isinstance(error, RankError) and "differ" in str(error)
 
 
-def test_a_rank_without_memory_for_l1_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_a_rank_has_no_memory_for_l1_the_others_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     created = itertools.count()
 
     def short_of_memory(*arguments: Any, **options: Any) -> KVPool:
@@ -223,7 +223,7 @@ def test_a_rank_without_memory_for_l1_is_told_to_the_others(monkeypatch: pytest.
     assert any("another rank could not start" in str(error) for error in errors)
 
 
-def test_ranks_publish_once_and_an_address_in_use_is_its_own_error() -> None:
+def test_only_one_rank_publishes_and_an_address_in_use_is_an_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -240,8 +240,8 @@ def test_ranks_publish_once_and_an_address_in_use_is_its_own_error() -> None:
         cache.close()
 
 
-def test_a_cache_without_reuse_publishes_that_it_holds_nothing() -> None:
-    """A router that follows it finds an engine without pages, and not an address where nothing answers."""
+def test_a_cache_without_reuse_publishes_an_empty_cache() -> None:
+    """A router that subscribes finds an engine without pages, not an address that does not answer."""
     settings = config(prefix_cache=False, events={"endpoint": "tcp://127.0.0.1:*"})
     with create_cache(settings, NAMESPACE) as cache:
         publisher = cache.statistics().publisher
@@ -251,19 +251,19 @@ def test_a_cache_without_reuse_publishes_that_it_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["config", "namespace", "device_pages", "device"])
-def test_an_argument_of_another_type_is_refused(name: str) -> None:
+def test_an_argument_of_a_wrong_type_is_rejected(name: str) -> None:
     arguments: dict[str, Any] = {"config": config(device={}), "namespace": NAMESPACE, "device_pages": 5}
     for bad in ("5", [5], 1.5, -1, object()):
         with pytest.raises((InvalidInput, ConfigError)):
             create_cache(**{**arguments, name: bad})
 
 
-def test_a_namespace_of_given_keys_is_refused_since_this_cache_hashes_tokens() -> None:
+def test_a_namespace_of_given_keys_is_rejected_because_this_cache_hashes_tokens() -> None:
     with pytest.raises(InvalidInput, match="create_host_cache"):
         create_cache(config(), replace(NAMESPACE, key_hash="sha256"))
 
 
-def test_if_one_rank_cannot_start_none_does_and_none_waits_for_it() -> None:
+def test_if_one_rank_cannot_start_no_rank_does_and_no_rank_waits() -> None:
     first, second = started(
         config(storage={"type": "memory"}), config(storage={"type": "memory", "options": {"nonsense": 1}})
     )

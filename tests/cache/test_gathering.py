@@ -1,4 +1,4 @@
-"""A prompt that is computed in chunks becomes few nodes, and is copied and stored in few pieces."""
+"""A prompt that is computed in many chunks becomes few nodes, which are copied and stored in few operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicache.policies import POLICIES
 from hicache.radix import RadixTree
 from tests.cache.world import GEOMETRY, World, codec, prompt
 
-KEY = prompt(*range(1, 13))  # 12 pages: copied 4 at a time, a sixteenth of L2
+KEY = prompt(*range(1, 13))  # 12 pages, copied four at a time: a sixteenth of L2
 PAGE = GEOMETRY.page_size
 
 
@@ -28,7 +28,7 @@ def share(w: World, request: RequestKV, pages: int, key: RadixKey = KEY) -> None
     w.cache.cache_unfinished_req(request, key.head(pages * PAGE))
 
 
-def test_chunks_are_copied_and_stored_together() -> None:
+def test_chunks_are_copied_and_stored_in_groups() -> None:
     w = world()
     request = w.begin("a", KEY)
     copied = []
@@ -43,7 +43,7 @@ def test_chunks_are_copied_and_stored_together() -> None:
     assert w.wrong_pages == 0 and w.compared_pages
 
 
-def test_the_last_chunk_does_not_wait() -> None:
+def test_the_last_chunk_is_copied_at_once() -> None:
     w = world()
     request = w.begin("a", prompt(1, 2))
     share(w, request, 1)
@@ -55,7 +55,7 @@ def test_the_last_chunk_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_a_request_that_ends_before_its_prompt_leaves_its_chunks_to_l2_and_storage(shares: bool) -> None:
+def test_the_chunks_of_a_request_that_ends_early_are_copied_and_stored(shares: bool) -> None:
     w = world()
     request = w.begin("a", KEY)
     share(w, request, 2)
@@ -74,14 +74,14 @@ def test_chunks_that_another_request_reuses_are_copied_at_once() -> None:
     w.cache.cache_finished_req(w.begin("b", KEY.head(2 * PAGE + 1)), None)
     w.settle()
     assert w.cache.tree.host_pages == 2
-    share(w, request, 3)  # behind a run that is on L2: a node of its own
+    share(w, request, 3)  # a new node, because the run before is on L2
     w.cache.cache_finished_req(request, KEY)
     w.settle()
     assert w.cache.tree.host_pages == 12 and w.cache.tree.node_count == 2
 
 
-def test_chunks_that_two_requests_compute_are_copied_as_often() -> None:
-    """Their nodes cannot grow, but count together."""
+def test_chunks_that_two_requests_compute_are_copied_in_groups_too() -> None:
+    """Their nodes cannot grow, but their pages count together."""
     w = world()
     requests = w.begin("a", KEY), w.begin("b", KEY)
     copied = []
@@ -96,7 +96,7 @@ def test_chunks_that_two_requests_compute_are_copied_as_often() -> None:
     w.cache.check()
 
 
-def test_a_run_does_not_grow_under_another_request() -> None:
+def test_a_run_that_another_request_uses_does_not_grow() -> None:
     w = world("write_back")
     first = w.begin("a", KEY)
     share(w, first, 2)
@@ -110,7 +110,7 @@ def test_a_run_does_not_grow_under_another_request() -> None:
     assert w.serve("c", KEY).cached_tokens == 12 * PAGE and w.wrong_pages == 0
 
 
-def test_chunks_that_wait_are_forgotten_with_the_weights() -> None:
+def test_waiting_chunks_are_dropped_when_the_cache_is_cleared() -> None:
     w = world()
     request = w.begin("a", KEY)
     share(w, request, 2)
@@ -121,8 +121,8 @@ def test_chunks_that_wait_are_forgotten_with_the_weights() -> None:
     w.cache.check()
 
 
-def test_a_request_does_not_wait_for_another_ones_pages_behind_a_run_that_has_grown() -> None:
-    """Each lacks a page of the same content behind the same node, but one of them further down."""
+def test_a_request_does_not_follow_another_one_behind_a_run_that_has_grown() -> None:
+    """Both lack a page with the same tokens behind the same node, but at different positions."""
     tree, wanted = RadixTree(PAGE, POLICIES["lru"]), []
     node = tree.insert(prompt(1).head(PAGE), np.array([1], np.int32)).node
     tree.lock(node)
@@ -135,8 +135,8 @@ def test_a_request_does_not_wait_for_another_ones_pages_behind_a_run_that_has_gr
     assert wanted[0] != wanted[1]
 
 
-def test_a_run_that_was_copied_and_has_left_l2_does_not_grow() -> None:
-    """Its copy would not be made again, and that of what follows never."""
+def test_a_run_whose_copy_was_evicted_from_l2_does_not_grow() -> None:
+    """A grown run would not be copied again, so its new pages would not be copied at all."""
     tree = RadixTree(PAGE, POLICIES["lru"])
     node = tree.insert(prompt(1).head(PAGE), np.array([1], np.int32)).node
     tree.lock(node)

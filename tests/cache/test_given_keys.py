@@ -1,4 +1,4 @@
-"""Page keys that the engine gives: their events, and the caches that need tokens and refuse them. See HostCache."""
+"""Page keys from the engine: their events, and the caches that reject them because they hash tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HASHES = [hashlib.sha256(bytes([number])).digest() for number in range(6)]
 KEY = RadixKey.of_hashes(HASHES)
 
 
-def test_events_of_given_keys_have_the_keys_and_no_tokens() -> None:
+def test_events_of_given_keys_contain_the_keys_and_no_tokens() -> None:
     stream = EventStream(1 << 20)
     tree = RadixTree(4, make_policy("lru"), position_bytes=PAGE_KEY_BYTES, observer=EventRecorder(stream))
     tree.insert(KEY.head(2), np.arange(1, 3, dtype=np.int32))
@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("sessions", [False, True], ids=["tree", "sessions"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_cache_that_hashes_tokens_refuses_given_keys_and_says_what_to_use(
+def test_a_cache_that_hashes_tokens_rejects_given_keys_and_names_the_alternative(
     tmp_path: Path, call: str, sessions: bool
 ) -> None:
     kind = SessionCache if sessions else HiRadixCache
@@ -65,7 +65,7 @@ def test_a_cache_that_hashes_tokens_refuses_given_keys_and_says_what_to_use(
     engine.close()
 
 
-def test_a_cache_without_a_tree_refuses_a_request_with_given_keys() -> None:
+def test_a_cache_without_a_tree_rejects_given_keys() -> None:
     with ChunkCache(create_device_pool(GEOMETRY, 4)) as cache:
         with pytest.raises(InvalidInput, match="a cache that takes given page keys"):
             cache.begin_request("r", KEY)

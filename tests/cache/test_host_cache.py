@@ -38,7 +38,7 @@ def decisions(world: HostWorld) -> int:
 # Writes
 
 
-def test_pages_are_offered_once_all_workers_have_copied() -> None:
+def test_pages_are_offered_when_all_workers_have_copied_them() -> None:
     world = HostWorld()
     write = world.begin_write("a", KEY)
     assert (write.start_page, len(write.host_pages)) == (0, 4)
@@ -57,7 +57,7 @@ def test_a_partial_last_page_is_not_written() -> None:
     assert world.cache.begin_write("a", prompt(1, 2, tail=2)) is None
 
 
-def test_pages_of_a_failed_write_are_free_again_and_so_is_what_waits_for_them() -> None:
+def test_a_failed_write_frees_its_pages_and_those_of_writes_that_follow_it() -> None:
     world = HostWorld()
     first = world.begin_write("a", prompt(1, 2, tail=0))
     second = world.begin_write("a", KEY)
@@ -70,8 +70,8 @@ def test_pages_of_a_failed_write_are_free_again_and_so_is_what_waits_for_them() 
     assert len(world.write("c", KEY).host_pages) == 4
 
 
-def test_what_a_write_has_brought_stays_for_those_that_follow_it() -> None:
-    """Else the pages of `last`, which is complete, could not be shown any more, and the copies were in vain."""
+def test_the_pages_of_a_write_stay_while_a_later_write_needs_them_as_prefix() -> None:
+    """Otherwise the complete pages of `last` could not be shown, and their copies would be wasted."""
     world = HostWorld(host_pages=4)
     first, second, last = (world.cache.begin_write("a", prompt(*range(pages), tail=0)) for pages in (2, 3, 4))
     assert first is not None and second is not None and last is not None
@@ -87,34 +87,34 @@ def test_what_a_write_has_brought_stays_for_those_that_follow_it() -> None:
     assert world.load("c", key) == 4
 
 
-class _Counting(HostCache):
-    """Counts what the end of a write looks at."""
+class _CountingCache(HostCache):
+    """A HostCache that counts its calls of `_reach`."""
 
-    looks = 0
+    calls = 0
 
     def _reach(self, key: RadixKey, pages: int) -> int:
-        self.looks += 1
+        self.calls += 1
         return super()._reach(key, pages)
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_the_end_of_a_write_does_not_cost_more_because_others_wait(complete: bool) -> None:
+def test_the_cost_of_ending_a_write_does_not_grow_with_the_number_of_waiting_writes(complete: bool) -> None:
     count = 40
-    world = HostWorld(host_pages=count, kind=_Counting)
+    world = HostWorld(host_pages=count, kind=_CountingCache)
     cache = world.cache
-    assert isinstance(cache, _Counting)
+    assert isinstance(cache, _CountingCache)
     key = prompt(*range(count), tail=0)
     writes = [cache.begin_write("a", prompt(*range(pages), tail=0)) for pages in range(1, count + 1)]
-    cache.looks = 0
+    cache.calls = 0
     for write in reversed(writes):
         assert write is not None
         world.copy(key, write)
         cache.end_write(write, complete=complete or write is not writes[0])
-    assert cache.looks <= 2 * count
+    assert cache.calls <= 2 * count
     assert world.load("b", key) == (count if complete else 0)
 
 
-def test_a_page_before_those_that_the_workers_have_is_not_written() -> None:
+def test_a_write_is_rejected_if_pages_before_its_first_one_are_missing() -> None:
     world = HostWorld()
     assert world.cache.begin_write("a", KEY, 1) is None
     assert skipped(world, "backup_prefix_not_on_host") == 1 and world.free_pages == 32
@@ -122,16 +122,16 @@ def test_a_page_before_those_that_the_workers_have_is_not_written() -> None:
     assert world.write("a", KEY, 1).start_page == 1
 
 
-def test_eviction_makes_room_for_a_write_but_does_not_take_its_prefix() -> None:
+def test_eviction_makes_room_for_a_write_and_keeps_its_prefix() -> None:
     world = HostWorld(host_pages=4, config=every_hit(eviction_policy="mru"))
     world.write("a", prompt(1, 2, tail=0))
     world.write("b", prompt(8, 9, tail=0))
-    write = world.write("a", KEY)  # its own prefix was used last, and the policy evicts that first
+    write = world.write("a", KEY)  # its own prefix was used last, so the policy would evict it first
     assert write.start_page == 2 and world.load("c", KEY) == 4
     assert world.cache.lookup("d", prompt(8, 9, tail=0)).pages == 0
 
 
-def test_without_room_nothing_is_written_and_nothing_changes() -> None:
+def test_a_write_without_room_changes_nothing() -> None:
     world = HostWorld(host_pages=4)
     world.write("a", prompt(1, 2, tail=0))
     load = world.begin_load("b", prompt(1, 2, tail=0), 0, 2)
@@ -145,7 +145,7 @@ def test_without_room_nothing_is_written_and_nothing_changes() -> None:
 # Loads
 
 
-def test_a_request_whose_load_failed_is_offered_nothing_more_and_others_are() -> None:
+def test_after_a_failed_load_pages_are_offered_only_to_other_requests() -> None:
     world = HostWorld()
     world.write("a", KEY)
     load = world.begin_load("b", KEY, 0, 4)
@@ -171,10 +171,10 @@ def test_failed_loads_are_not_measured() -> None:
     assert world.cache.statistics().break_even.rates.host_bytes_per_s == 2 * 4 * GEOMETRY.payload_bytes
 
 
-# Does it pay
+# Break-even
 
 
-def test_it_is_decided_once_per_length_until_the_load_begins_or_the_request_ends() -> None:
+def test_break_even_decides_once_per_length_until_the_load_begins_or_the_request_ends() -> None:
     world = HostWorld()
     world.write("a", KEY)
     for _ in range(5):
@@ -202,16 +202,13 @@ def test_a_load_that_does_not_pay_is_not_offered() -> None:
     assert skipped(world, "load_does_not_pay") == 1 and skipped(world, "load_too_short") == 1
 
 
-def test_nothing_is_decided_while_another_request_loads_the_pages() -> None:
+def test_break_even_does_not_decide_while_another_request_loads_the_pages() -> None:
     world = HostWorld()
     world.write("a", KEY)
     load = world.begin_load("b", KEY, 0, 4)
     assert world.cache.lookup("c", KEY).loading and decisions(world) == 0
     world.cache.end_load(load, 0.1)
     assert not world.cache.lookup("c", KEY).loading and decisions(world) == 1
-
-
-# Emptying
 
 
 # Storage
@@ -231,7 +228,7 @@ def test_written_pages_are_read_back_from_a_file_store_after_a_restart(tmp_path:
             world.audit()
 
 
-def test_a_request_waits_for_what_another_one_reads() -> None:
+def test_a_request_waits_for_the_pages_that_another_one_reads() -> None:
     store = memory_backend()
     world = HostWorld(backend=store)
     world.write("a", KEY)
@@ -243,7 +240,7 @@ def test_a_request_waits_for_what_another_one_reads() -> None:
     assert store.statistics().gets[GetOutcome.HIT] == 4
 
 
-def test_pages_from_storage_are_kept_for_their_request_until_it_ends() -> None:
+def test_pages_from_storage_are_held_for_their_request_until_it_ends() -> None:
     world = HostWorld(host_pages=8, backend=memory_backend())
     world.write("a", KEY)
     world.settle()
@@ -256,7 +253,7 @@ def test_pages_from_storage_are_kept_for_their_request_until_it_ends() -> None:
     world.settle()
 
 
-def test_write_through_selective_stores_what_a_second_request_uses() -> None:
+def test_write_through_selective_stores_pages_that_a_second_request_uses() -> None:
     store = memory_backend()
     options = HiCacheConfig(
         write_policy="write_through_selective",
@@ -265,7 +262,7 @@ def test_write_through_selective_stores_what_a_second_request_uses() -> None:
     )
     world = HostWorld(backend=store, config=options)
     world.write("a", KEY)
-    world.load("a", KEY)  # as after a preemption: the one that wrote them counts once
+    world.load("a", KEY)  # as after a preemption: the request that wrote them counts once
     world.settle()
     assert store.usage().pages == 0
     world.cache.lookup("b", prompt(1, 2, tail=0))
@@ -277,7 +274,7 @@ def test_write_through_selective_stores_what_a_second_request_uses() -> None:
     assert store.usage().pages == 4
 
 
-def test_the_second_use_of_a_page_counts_after_it_has_left_the_host() -> None:
+def test_the_second_use_of_a_page_counts_after_it_was_evicted_from_l2() -> None:
     store = memory_backend()
     options = every_hit(write_policy="write_through_selective")
     world = HostWorld(backend=store, config=options, host_pages=4)
@@ -290,11 +287,11 @@ def test_the_second_use_of_a_page_counts_after_it_has_left_the_host() -> None:
     assert store.usage().pages == 2
 
 
-def test_pages_that_two_requests_compute_at_once_are_used_twice() -> None:
+def test_pages_that_two_requests_compute_at_once_count_two_uses() -> None:
     store = memory_backend()
     world = HostWorld(backend=store, config=every_hit(write_policy="write_through_selective"))
     write = world.begin_write("a", KEY)
-    assert world.cache.begin_write("b", prompt(1, 2, tail=0)) is None  # the other one brings them
+    assert world.cache.begin_write("b", prompt(1, 2, tail=0)) is None  # the first write adds them
     assert world.cache.begin_write("a", KEY) is None
     world.copy(KEY, write)
     world.cache.end_write(write, complete=True)
@@ -302,19 +299,19 @@ def test_pages_that_two_requests_compute_at_once_are_used_twice() -> None:
     assert store.usage().pages == 2
 
 
-def test_pages_on_the_device_of_the_engine_are_used_too() -> None:
+def test_hits_on_the_device_of_the_engine_count_as_uses() -> None:
     store = memory_backend()
     world = HostWorld(backend=store, config=every_hit(write_policy="write_through_selective"), host_pages=4)
     world.write("a", KEY)
     world.write("b", prompt(5, 6, 7, 8, tail=0))
     world.cache.lookup("c", KEY, 3)
     world.cache.abort("c")
-    world.write("c", KEY)  # evicted from the device while it ran, and computed again
+    world.write("c", KEY)  # evicted from the device during the request, and computed again
     world.settle()
     assert store.usage().pages == 4
 
 
-def test_what_storage_could_not_take_is_stored_when_a_request_finds_it() -> None:
+def test_pages_that_were_not_stored_are_stored_when_a_request_finds_them() -> None:
     store = memory_backend()
     world = HostWorld(backend=store, open_storage=lambda _: store)
     world.cache.storage.detach()
@@ -328,10 +325,10 @@ def test_what_storage_could_not_take_is_stored_when_a_request_finds_it() -> None
     assert store.usage().pages == 4
 
 
-# Keys, events, figures
+# Keys, events, statistics
 
 
-def test_keys_given_by_the_engine_are_the_page_keys_on_both_tiers() -> None:
+def test_keys_from_the_engine_are_the_page_keys_on_both_tiers() -> None:
     hashes = [hashlib.sha256(bytes([n])).digest() for n in range(4)]
     key = RadixKey.of_hashes(hashes)
     world = HostWorld(position_bytes=PAGE_KEY_BYTES, backend=memory_backend())
@@ -356,7 +353,7 @@ def test_keys_given_by_the_engine_are_the_page_keys_on_both_tiers() -> None:
         world.cache.lookup("d", KEY)
 
 
-def test_statistics_show_l2_storage_and_the_engines_copies() -> None:
+def test_statistics_include_l2_storage_and_the_copies_of_the_engine() -> None:
     world = HostWorld(backend=memory_backend())
     world.write("a", KEY)
     load = world.begin_load("b", KEY, 1, 4)
@@ -383,7 +380,7 @@ def test_statistics_show_l2_storage_and_the_engines_copies() -> None:
 # Errors
 
 
-def test_a_handle_is_ended_once_and_by_its_own_cache() -> None:
+def test_a_handle_can_be_ended_only_once_and_only_by_its_own_cache() -> None:
     world, other = HostWorld(), HostWorld()
     world.write("a", KEY)
     load = world.begin_load("b", KEY, 0, 4)
@@ -423,7 +420,7 @@ def test_a_handle_is_ended_once_and_by_its_own_cache() -> None:
         lambda cache: cache.record_prefill(-1, 1.0),
     ],
 )
-def test_bad_arguments_are_invalid_input_and_change_nothing(call: Callable[[Any], object]) -> None:
+def test_invalid_arguments_are_rejected_and_change_nothing(call: Callable[[Any], object]) -> None:
     world = HostWorld()
     world.write("a", KEY)
     before = world.cache.statistics()
@@ -433,7 +430,7 @@ def test_bad_arguments_are_invalid_input_and_change_nothing(call: Callable[[Any]
 
 
 @pytest.mark.parametrize("seconds", ["1", -1, float("nan"), True])
-def test_a_load_is_not_ended_with_a_time_that_cannot_be(seconds: Any) -> None:
+def test_an_invalid_time_of_a_load_is_rejected(seconds: Any) -> None:
     world = HostWorld()
     world.write("a", KEY)
     load = world.cache.begin_load("b", KEY, 0, 4)
@@ -443,7 +440,7 @@ def test_a_load_is_not_ended_with_a_time_that_cannot_be(seconds: Any) -> None:
     world.cache.end_load(load, 0.1)
 
 
-def test_a_closed_cache_begins_nothing_and_ends_what_was_begun() -> None:
+def test_a_closed_cache_rejects_new_operations_and_ends_running_ones() -> None:
     world = HostWorld(backend=memory_backend())
     world.write("a", KEY)
     load = world.begin_load("b", KEY, 0, 4)
@@ -460,7 +457,7 @@ def test_a_closed_cache_begins_nothing_and_ends_what_was_begun() -> None:
     assert world.host.allocator.used_pages == world.cache.tree.host_evictable_pages == 4
 
 
-def test_write_back_is_refused() -> None:
+def test_write_back_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="use write_through or write_through_selective"):
         HostWorld(config=HiCacheConfig(write_policy="write_back"))
 
@@ -478,13 +475,13 @@ def file_storage(path: Path) -> dict[str, object]:
     return {"type": "file", "options": {"path": str(path), "capacity": "1MiB", "free_space_floor": 0}}
 
 
-def test_the_configured_pool_and_policies_arrive() -> None:
+def test_the_pool_and_the_options_of_the_configuration_are_used() -> None:
     with create_host_cache(config(), NAMESPACE) as cache:
         assert cache.host.pages == 16 and cache.page_size == 4
         assert cache.config.prefetch.threshold_tokens == 4 and not cache.storage.attached
 
 
-def test_a_pool_of_the_engine_is_used_with_keys_of_the_engine() -> None:
+def test_a_pool_and_keys_of_the_engine_are_used() -> None:
     shape = PageShape(4, (Piece("rank0", 96), Piece("rank1", 32)))
     namespace = Namespace(model="m", geometry=shape, key_hash="sha256")
     host = HostPool(shape, 8)
@@ -504,14 +501,14 @@ def test_a_pool_of_the_engine_is_used_with_keys_of_the_engine() -> None:
         ({}, NAMESPACE, PageShape(4, (Piece("kv", 8),)), InvalidInput, "one page shape"),
     ],
 )
-def test_a_configuration_that_cannot_work_is_refused(
+def test_an_invalid_configuration_is_rejected(
     sections: dict[str, object], namespace: Namespace, host: PageShape | None, error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
         create_host_cache(config(**sections), namespace, host=None if host is None else HostPool(host, 2))
 
 
-def test_a_pool_that_is_in_use_is_refused() -> None:
+def test_a_pool_that_is_in_use_is_rejected() -> None:
     host = HostPool(GEOMETRY, 4)
     assert host.alloc(1) is not None
     with pytest.raises(ConfigError, match="in use"):

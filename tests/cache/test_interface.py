@@ -1,4 +1,4 @@
-"""Every cache is a TreeCache: the same names, the same signatures."""
+"""All caches have the methods and signatures of TreeCache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHODS = [name for name in NAMES if name not in PROPERTIES]
 
 
 def differences(cache: type, names: list[str] = METHODS) -> list[str]:
-    """The methods of TreeCache that `cache` lacks or declares otherwise. What `with` binds may be its own class."""
+    """Return the methods that `cache` lacks or declares differently. `__enter__` may return its own class."""
     found = []
     for name in names:
         expected, actual = inspect.signature(getattr(TreeCache, name)), getattr(cache, name, None)
@@ -31,7 +31,7 @@ def differences(cache: type, names: list[str] = METHODS) -> list[str]:
     return found
 
 
-def test_the_interface_has_what_an_engine_calls() -> None:
+def test_the_interface_has_the_methods_that_an_engine_calls() -> None:
     assert PROPERTIES == ["device", "page_size", "writeback_pages"]
     expected = {
         "begin_request", "cache_finished_req", "cache_unfinished_req", "extend", "peek", "pin", "poll", "record_events",
@@ -40,11 +40,11 @@ def test_the_interface_has_what_an_engine_calls() -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_every_cache_has_every_method_with_the_same_signature(cache: type) -> None:
+def test_each_cache_has_all_methods_with_the_same_signatures(cache: type) -> None:
     assert differences(cache) == []
 
 
-def test_the_comparison_finds_a_missing_method_and_another_signature() -> None:
+def test_the_comparison_finds_a_missing_method_and_a_different_signature() -> None:
     class Other:
         def extend(self, request: object) -> bool:
             return True
@@ -64,7 +64,7 @@ def made(kind: type) -> tuple[World, TreeCache]:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_every_cache_tells_its_pool_and_page_size(kind: type) -> None:
+def test_each_cache_has_its_pool_and_page_size(kind: type) -> None:
     world, cache = made(kind)
     assert cache.device is world.device and cache.page_size == world.device.geometry.page_size
     with cache as entered:
@@ -72,7 +72,7 @@ def test_every_cache_tells_its_pool_and_page_size(kind: type) -> None:
 
 
 class Publisher:
-    """Notes how long it may take to close."""
+    """A publisher that records the timeout of its close."""
 
     def __init__(self) -> None:
         self.closed: list[float] = []
@@ -87,8 +87,8 @@ class Publisher:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_every_cache_records_its_events_and_pins_what_it_keeps(kind: type) -> None:
-    """The same calls of an engine; a cache that keeps nothing has no event and nothing to pin."""
+def test_each_cache_publishes_events_and_pins_for_the_pages_that_it_keeps(kind: type) -> None:
+    """The calls are the same for all caches. A cache that keeps no pages publishes no events and has nothing to pin."""
     (world, cache), key, stream = made(kind), prompt(1, 2), EventStream(1 << 20)
     publisher, reader, index = Publisher(), stream.subscribe(), PrefixIndex()
     cache.record_events(stream, publisher)

@@ -1,4 +1,4 @@
-"""`host.shared.keep`: an engine that was killed leaves its L2, and the next one reads from it what it can prove."""
+"""`host.shared.keep`: the L2 of a killed engine stays, and the next engine uses the pages that it can verify."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def left_by(kind: str, sections: str) -> bytes:
-    """Run an engine over PROMPTS, kill it, and return what it has left."""
+def memory_of_killed(kind: str, sections: str) -> bytes:
+    """Run an engine over PROMPTS, kill it, and return the content of its memory."""
     name = f"test-kept-{os.getpid()}"
     config = json.dumps(options(name, **json.loads(sections)))
     command = [sys.executable, "-m", "tests.cache.keeping", kind, config]
@@ -57,28 +57,28 @@ def left_by(kind: str, sections: str) -> bytes:
             assert child.stdout.readline() == "ready\n"
         finally:
             child.send_signal(signal.SIGKILL)
-    left = path_of(name).read_bytes()
+    memory = path_of(name).read_bytes()
     path_of(name).unlink()
-    return left
+    return memory
 
 
 def killed(kind: str, name: str, **sections: Any) -> None:
-    """Leave the memory of an engine that has served PROMPTS and was killed."""
-    left = left_by(kind, json.dumps(sections))
+    """Create the memory of an engine that has served PROMPTS and was killed."""
+    memory = memory_of_killed(kind, json.dumps(sections))
     path_of(name).touch(0o600)
-    path_of(name).write_bytes(left)
+    path_of(name).write_bytes(memory)
 
 
 @contextmanager
 def started(
     kind: str, name: str, namespace: Namespace = NAMESPACE, **sections: Any
 ) -> Iterator[Engine]:
-    """The next engine under that name."""
+    """Run the next engine under `name`."""
     engine = KINDS[kind](HiCacheConfig.model_validate(options(name, **sections)), namespace)
     with closing(engine.cache):
         yield engine
     del engine.cache
-    gc.collect()  # as if the process had ended: its memory is unmapped
+    gc.collect()  # unmaps the memory, like the end of a process
 
 
 def kept_statistics(engine: Engine) -> BackendStatistics:
@@ -87,7 +87,7 @@ def kept_statistics(engine: Engine) -> BackendStatistics:
 
 
 def served(engine: Engine) -> list[int]:
-    """Serve PROMPTS; return how many pages of each came from the cache. All of them had the right bytes."""
+    """Serve PROMPTS; return how many pages of each came from the cache. Assert that they had the right bytes."""
     found = []
     for key in PROMPTS:
         found.append(engine.serve(key))
@@ -97,7 +97,7 @@ def served(engine: Engine) -> list[int]:
 
 
 def flip(name: str, key: RadixKey, page: int, at: int) -> None:
-    """Change a bit of a frame in the memory of a dead engine."""
+    """Change a bit of a frame in the memory of a killed engine."""
     page_key = key.page_keys(GEOMETRY.page_size, b"", 0, page + 1)[page]
     data = bytearray(path_of(name).read_bytes())
     (place,) = [at for at in range(CONTROL_BYTES, len(data), FRAME_BYTES) if data[at + 56 : at + 88] == page_key]
@@ -106,14 +106,14 @@ def flip(name: str, key: RadixKey, page: int, at: int) -> None:
 
 
 @both
-def test_an_engine_finds_what_a_killed_one_had_without_any_storage(kind: str, name: str) -> None:
+def test_an_engine_without_storage_finds_the_pages_of_a_killed_one(kind: str, name: str) -> None:
     killed(kind, name)
     with started(kind, name) as engine:
         assert served(engine) == [5, 5, 5]
         assert engine.cache.statistics().hit_tokens["storage"] == PAGES * GEOMETRY.page_size
         assert kept_statistics(engine).gets[GetOutcome.HIT] == PAGES
-        assert served(engine) == [5, 5, 5]  # on L1 or L2 now
-    with started(kind, name) as engine:  # after an orderly end too
+        assert served(engine) == [5, 5, 5]  # from L1 or L2 now
+    with started(kind, name) as engine:  # the engine before was closed
         assert served(engine) == [5, 5, 5]
     path_of(name).unlink()
     with started(kind, name) as engine:
@@ -121,7 +121,7 @@ def test_an_engine_finds_what_a_killed_one_had_without_any_storage(kind: str, na
 
 
 @both
-def test_without_keep_nothing_is_found_and_nothing_is_left(kind: str, name: str) -> None:
+def test_without_keep_an_engine_finds_no_pages_and_removes_its_memory(kind: str, name: str) -> None:
     killed(kind, name)
     with started(kind, name, keep=False) as engine:
         assert served(engine) == [0, 0, 0]
@@ -130,18 +130,18 @@ def test_without_keep_nothing_is_found_and_nothing_is_left(kind: str, name: str)
 
 @both
 @pytest.mark.parametrize("at", [60, 130, 190, 256, 256 + GEOMETRY.payload_bytes - 1])
-def test_a_page_that_was_changed_is_computed_again(kind: str, name: str, at: int) -> None:
+def test_a_changed_page_is_computed_again(kind: str, name: str, at: int) -> None:
     killed(kind, name)
     flip(name, PROMPTS[1], 2, at)
     with started(kind, name) as engine:
         assert served(engine) == [5, 2, 5]
-        # A header that names another page or namespace is not even looked at.
+        # A frame with another page or namespace in its header is not read.
         assert kept_statistics(engine).corrupt == ({} if at in (60, 130) else {"tag": 1})
 
 
 @both
 @pytest.mark.parametrize("field", [{"model": "another"}, {"weights_epoch": 1}, {"tp_size": 2}])
-def test_pages_of_another_model_or_epoch_are_free(kind: str, name: str, field: dict[str, Any]) -> None:
+def test_the_pages_of_another_namespace_are_free(kind: str, name: str, field: dict[str, Any]) -> None:
     killed(kind, name)
     with started(kind, name, dataclasses.replace(NAMESPACE, **field)) as engine:
         assert engine.cache.host.allocator.used_pages == 0
@@ -149,7 +149,7 @@ def test_pages_of_another_model_or_epoch_are_free(kind: str, name: str, field: d
 
 
 @both
-def test_mac_keys_decide_what_is_proved(kind: str, name: str) -> None:
+def test_only_pages_with_the_tag_of_a_configured_mac_key_are_used(kind: str, name: str) -> None:
     for section, hits in (
         ({}, 0),
         ({"mac_key_env": "OTHER_MAC"}, 0),
@@ -162,18 +162,18 @@ def test_mac_keys_decide_what_is_proved(kind: str, name: str) -> None:
 
 
 @both
-def test_a_page_without_a_mac_is_not_believed_where_there_is_a_key(kind: str, name: str) -> None:
+def test_with_a_mac_key_pages_without_a_mac_are_not_used(kind: str, name: str) -> None:
     killed(kind, name)
     with started(kind, name, integrity={"mac_key_env": "TEST_MAC"}) as engine:
         assert served(engine) == [0, 0, 0]
 
 
 @both
-def test_kept_pages_give_way_to_new_ones_the_oldest_first(kind: str, name: str) -> None:
+def test_new_pages_replace_kept_ones_oldest_first(kind: str, name: str) -> None:
     killed(kind, name, host_pages=16)
     with started(kind, name, host_pages=16) as engine:
         assert engine.cache.host.allocator.used_pages == PAGES
-        assert engine.serve(PROMPTS[1]) == 5  # its copies need room: four pages of others
+        assert engine.serve(PROMPTS[1]) == 5  # its copies need the room of four other pages
         engine.settle()
         for first in (50, 60):
             assert engine.serve(prompt(*range(first, first + 5))) == 0
@@ -185,14 +185,14 @@ def test_kept_pages_give_way_to_new_ones_the_oldest_first(kind: str, name: str) 
 
 
 @both
-def test_a_write_that_was_cut_short_leaves_nothing(kind: str, name: str) -> None:
+def test_an_incomplete_write_counts_as_free(kind: str, name: str) -> None:
     killed(kind, name)
     with started(kind, name) as engine:
         assert engine.cache.host.allocator.used_pages == PAGES
 
 
 @both
-def test_clear_and_new_weights_forget_kept_pages(kind: str, name: str) -> None:
+def test_clear_and_new_weights_drop_kept_pages(kind: str, name: str) -> None:
     killed(kind, name)
     with started(kind, name) as engine:
         engine.cache.clear()
@@ -206,7 +206,7 @@ def test_clear_and_new_weights_forget_kept_pages(kind: str, name: str) -> None:
 
 
 @both
-def test_storage_serves_what_was_not_kept_and_gets_what_it_lacks(kind: str, name: str, tmp_path: Path) -> None:
+def test_storage_serves_pages_that_were_not_kept_and_gets_missing_ones(kind: str, name: str, tmp_path: Path) -> None:
     storage = {"type": "file", "options": {"path": str(tmp_path), "capacity": "1MiB"}}
     killed(kind, name, storage=storage)
     flip(name, PROMPTS[0], 1, 300)
@@ -217,14 +217,14 @@ def test_storage_serves_what_was_not_kept_and_gets_what_it_lacks(kind: str, name
         assert served(engine) == [5, 5, 5]
         assert kept_statistics(engine).gets[GetOutcome.HIT] == PAGES - 1
         assert SetOutcome.REJECTED not in {o for o, n in kept_statistics(engine).sets.items() if n}
-    assert path.exists()  # it was kept, but not in storage
+    assert path.exists()  # the page was kept, and storage lacked it
     path_of(name).unlink()
     with started(kind, name, storage=storage) as engine:
         assert served(engine) == [5, 5, 5]
 
 
 @pytest.mark.parametrize("has_storage", [False, True])
-def test_a_page_whose_sealed_frame_is_gone_is_not_stored(name: str, tmp_path: Path, has_storage: bool) -> None:
+def test_a_page_without_a_frame_counts_as_stored_only_in_storage(name: str, tmp_path: Path, has_storage: bool) -> None:
     storage = {"type": "file", "options": {"path": str(tmp_path), "capacity": "1MiB"}}
     with started("radix", name, storage=storage if has_storage else None) as engine:
         assert isinstance(engine, RadixEngine)
@@ -235,12 +235,12 @@ def test_a_page_whose_sealed_frame_is_gone_is_not_stored(name: str, tmp_path: Pa
             assert node.stored
             engine.cache.host.free(tree.leave_host(node))
             assert node.stored is has_storage
-        engine.serve(PROMPTS[0])  # is not copied to L2 once more, only to seal it
+        engine.serve(PROMPTS[0])  # does not copy the pages to L2 again only to seal them
         engine.settle()
         assert tree.host_pages == 0
         engine.cache.evict(100)
         engine.settle()
-        # What is in storage may leave; anything else is written back first.
+        # Pages in storage can be evicted at once; other pages are written back first.
         assert engine.cache.peek(PROMPTS[0]).host_pages == (0 if has_storage else 5)
 
 
@@ -254,6 +254,6 @@ def test_a_page_whose_sealed_frame_is_gone_is_not_stored(name: str, tmp_path: Pa
         ({"host": {"tokens": 128, "shared": {"name": "a", "keep": True, "owner": "daemon"}}}, "use owner engine"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(sections: dict[str, Any], reason: str) -> None:
+def test_options_that_do_not_allow_keep_are_rejected(sections: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         HiCacheConfig.model_validate({**options("a"), **sections})

@@ -1,4 +1,4 @@
-"""Load back: what is loaded, and what is taken back."""
+"""Loads from L2 to L1: their length, their cancellation, and their grouping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def on_host_only(*prompts: tuple[int, ...], device_pages: int = 64, host_pages: 
     return world
 
 
-def test_a_long_run_is_cut_where_the_load_queue_is_full() -> None:
+def test_a_long_load_is_cut_where_the_load_queue_is_full() -> None:
     short, long = tuple(range(50, 62)), tuple(range(1, 33))
     world = World(device_pages=60, host_pages=60, transfer=TransferConfig(load_pages_max=32))
     for pages in (short, long):
@@ -34,7 +34,7 @@ def test_a_long_run_is_cut_where_the_load_queue_is_full() -> None:
         world.cache.cache_finished_req(request, None)
 
 
-def test_an_abort_before_the_copy_started_takes_the_load_back() -> None:
+def test_an_abort_before_the_copy_starts_cancels_the_load() -> None:
     world = on_host_only((1, 2, 3))
     request = world.admit("a", prompt(1, 2, 3))
     assert request.host_hit_tokens == 12

@@ -1,4 +1,4 @@
-"""A store of a configuration, opened without a cache."""
+"""`open_storage` opens the store of a configuration without a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = page_keys(KEY.tokens, 4)
 
 
 def stored_pages(settings: Any, namespace: Namespace, environ: dict[str, str] | None = None) -> int:
-    """How many of the two pages an opened store finds."""
+    """Open the store; return how many of the two pages it finds."""
     store = open_storage(settings, namespace, environ=environ)
     try:
         return store.batch_exists(KEYS, deadline=soon())
@@ -39,7 +39,7 @@ def store_two_pages(settings: Any, environ: dict[str, str] | None = None) -> Non
         assert cache.drain(20)
 
 
-def test_it_has_the_pages_of_a_cache_of_the_same_namespace_and_of_no_other(tmp_path: Path) -> None:
+def test_an_opened_store_has_only_the_pages_of_its_namespace(tmp_path: Path) -> None:
     settings = config(storage=file_storage(tmp_path / "s"))
     store_two_pages(settings)
     assert stored_pages(settings, NAMESPACE) == 2
@@ -55,13 +55,13 @@ def test_keys_are_read_from_the_given_environment(tmp_path: Path) -> None:
         open_storage(settings, NAMESPACE, environ={})
 
 
-def test_a_configuration_without_storage_is_refused() -> None:
+def test_a_configuration_without_storage_is_rejected() -> None:
     with pytest.raises(ConfigError, match="add the section `storage`"):
         open_storage(config(), NAMESPACE)
 
 
 @pytest.mark.parametrize("geometry", [KVGeometry(1, 1, 8, 16), PageShape(16, (Piece("kv", 64),))])
-def test_another_page_size_is_refused_before_the_store_is_opened(
+def test_a_different_page_size_is_rejected_before_the_store_is_opened(
     tmp_path: Path, geometry: KVGeometry | PageShape
 ) -> None:
     with pytest.raises(ConfigError, match="page_size: 4 is configured, but the engine uses 16"):
@@ -70,7 +70,7 @@ def test_another_page_size_is_refused_before_the_store_is_opened(
 
 
 @pytest.mark.parametrize("bad", [None, {}, "m"])
-def test_arguments_of_another_type_are_refused(bad: Any) -> None:
+def test_arguments_of_a_wrong_type_are_rejected(bad: Any) -> None:
     with pytest.raises(InvalidInput, match="pass a HiCacheConfig"):
         open_storage(bad, NAMESPACE)
     with pytest.raises(InvalidInput, match="pass a Namespace"):

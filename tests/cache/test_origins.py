@@ -1,4 +1,4 @@
-"""Events say whose pages they are: the names that an engine has told, and the session of a turn."""
+"""Events name the origin of their pages: adapter and tenant as named by the engine, and the session of a turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def recorded(world: World | Talks) -> EventReader:
     return stream.subscribe()
 
 
-def test_the_pages_of_an_adapter_and_a_tenant_are_named_on_each_medium_and_no_others() -> None:
+def test_events_name_the_adapter_and_the_tenant_of_pages_on_each_medium() -> None:
     world = World()
     reader = recorded(world)
     world.cache.name_origin(extra_key="adapter-7", cache_salt="salt", lora_id=7, lora_name="adapter")
@@ -37,7 +37,7 @@ def test_the_pages_of_an_adapter_and_a_tenant_are_named_on_each_medium_and_no_ot
     assert {origin for _, origin in read(reader)} == {Origin()}
 
 
-def test_a_snapshot_names_them_too() -> None:
+def test_a_snapshot_names_the_origins_too() -> None:
     world = World()
     reader = recorded(world)
     world.cache.name_origin(extra_key="adapter-7", lora_name="adapter")
@@ -48,7 +48,7 @@ def test_a_snapshot_names_them_too() -> None:
     assert {origin for _, origin in read(reader)} == {Origin(lora_name="adapter")}
 
 
-def test_what_a_turn_computes_names_its_session_and_what_it_finds_does_not() -> None:
+def test_events_of_pages_that_a_turn_computes_name_its_session() -> None:
     talks = Talks()
     reader = recorded(talks)
     talks.cache.open_session("s")
@@ -60,7 +60,7 @@ def test_what_a_turn_computes_names_its_session_and_what_it_finds_does_not() -> 
     assert {origin for medium, origin in events if medium is Medium.DEVICE} == {Origin(session_id="t")}
 
 
-def test_no_more_names_are_kept_than_allowed_and_the_first_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_names_is_limited_and_the_oldest_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "ORIGINS_MAX", 2)
     names = EventRecorder(EventStream(1 << 20))
     for number in range(3):
@@ -68,7 +68,7 @@ def test_no_more_names_are_kept_than_allowed_and_the_first_goes_first(monkeypatc
     assert [origin.lora_id for origin in names._origins.values()] == [1, 2]
 
 
-def test_a_name_of_another_type_is_refused_and_the_repr_shows_no_secret() -> None:
+def test_a_name_of_a_wrong_type_is_rejected_and_the_repr_shows_no_secret() -> None:
     world = World()
     recorded(world)
     for bad in ({"lora_id": "7"}, {"lora_name": 7}, {"extra_key": ""}):

@@ -1,6 +1,6 @@
-"""A request belongs to the cache that began it: every other cache refuses it, and so does its own once it has ended.
+"""A request belongs to the cache that began it. Other caches reject it, and its own cache rejects it after its end.
 
-The cache knows the object that it returned: it refuses a copy.
+The cache accepts only the object that it returned, and rejects copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.cache.sides import KINDS, Side
 from tests.cache.world import prompt
 
 Verb = Callable[[TreeCache, Any, RadixKey], object]
-# Every call that takes a request.
+# All calls that take a request.
 VERBS: dict[str, Verb] = {
     "extend": lambda cache, request, key: cache.extend(request, 24),
     "extend to what it has": lambda cache, request, key: cache.extend(request, 9),
@@ -37,8 +37,8 @@ def ended(side: Side) -> Any:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("theirs", KINDS)
 @pytest.mark.parametrize("mine", KINDS)
-def test_a_request_of_another_cache_is_refused_and_changes_neither(mine: str, theirs: str, verb: str) -> None:
-    """Both caches have the same shape, the same prompt and a request of the same name in the same pages."""
+def test_a_request_of_another_cache_is_rejected_and_changes_neither_cache(mine: str, theirs: str, verb: str) -> None:
+    """Both caches have the same shape, the same prompt, and a request of the same id in the same pages."""
     side, other = Side(mine), Side(theirs)
     assert np.intersect1d(side.request.pages, other.request.pages).size
     before = side.image(), other.image()
@@ -49,7 +49,7 @@ def test_a_request_of_another_cache_is_refused_and_changes_neither(mine: str, th
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_that_has_ended_and_what_is_not_a_request_change_nothing(kind: str, verb: str) -> None:
+def test_ended_requests_and_other_objects_are_rejected_and_change_nothing(kind: str, verb: str) -> None:
     side = Side(kind)
     stale = ended(side)
     aborted = side.begin("aborted", prompt(8))
@@ -63,7 +63,7 @@ def test_a_request_that_has_ended_and_what_is_not_a_request_change_nothing(kind:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_of_a_running_request_is_refused_and_changes_nothing(kind: str, verb: str) -> None:
+def test_a_copy_of_a_running_request_is_rejected_and_changes_nothing(kind: str, verb: str) -> None:
     side = Side(kind)
     copies = [copy.copy(side.request), dataclasses.replace(side.request)]
     before = side.image()
@@ -81,15 +81,15 @@ def test_a_copy_does_not_free_the_pages_of_the_request_again(kind: str) -> None:
     other = side.begin("other", prompt(5, 6, 7))
     with pytest.raises(InvalidInput, match="is a copy"):
         side.cache.cache_finished_req(duplicate, None)
-    thief = side.begin("thief", prompt(8, 9, 10))
-    assert not np.intersect1d(other.pages, thief.pages).size
+    third = side.begin("third", prompt(8, 9, 10))
+    assert not np.intersect1d(other.pages, third.pages).size
     side.cache.cache_finished_req(other, None)
-    side.cache.cache_finished_req(thief, None)
+    side.cache.cache_finished_req(third, None)
 
 
 @pytest.mark.parametrize("kind", ["tiered", "chunk"])
-def test_of_a_copy_taken_for_a_request_pages_would_have_two_owners_which_the_check_finds(kind: str) -> None:
-    """Negative control: what happened before caches knew their requests by identity."""
+def test_the_check_finds_pages_with_two_owners_if_a_copy_is_accepted(kind: str) -> None:
+    """The control: the cache accepts the copy, as without a comparison by identity."""
     side = Side(kind)
     side.leave()
     duplicate = copy.copy(side.request)
@@ -97,8 +97,8 @@ def test_of_a_copy_taken_for_a_request_pages_would_have_two_owners_which_the_che
     side.cache.cache_finished_req(side.request, None)
     other = side.begin("other", prompt(5, 6, 7))
     side.cache.cache_finished_req(duplicate, None)
-    thief = side.begin("thief", prompt(8, 9, 10))
-    assert np.intersect1d(other.pages, thief.pages).size
+    third = side.begin("third", prompt(8, 9, 10))
+    assert np.intersect1d(other.pages, third.pages).size
     with pytest.raises(InvariantError, match="two requests own"):
         side.cache.check()
 
@@ -115,7 +115,7 @@ def test_the_check_finds_shared_pages_of_a_request_that_are_not_locked() -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_new_weights_leave_requests_to_their_cache(kind: str) -> None:
+def test_after_new_weights_requests_still_belong_to_their_cache(kind: str) -> None:
     side, other = Side(kind), Side(kind)
     side.cache.update_weights(1)
     with pytest.raises(InvalidInput, match="another cache"):
@@ -126,7 +126,7 @@ def test_new_weights_leave_requests_to_their_cache(kind: str) -> None:
     side.cache.cache_finished_req(side.request, side.key)
 
 
-def test_a_pin_that_has_ended_ends_no_other() -> None:
+def test_releasing_an_ended_pin_does_not_end_another_pin() -> None:
     side = Side("tiered")
     cache = side.cache
     assert isinstance(cache, HiRadixCache)
@@ -139,7 +139,7 @@ def test_a_pin_that_has_ended_ends_no_other() -> None:
     assert cache.tree.pinned_pages == 0
 
 
-def test_a_copy_of_a_pin_is_not_active_and_ends_no_other() -> None:
+def test_a_copy_of_a_pin_is_not_active_and_does_not_end_another_pin() -> None:
     side = Side("tiered")
     cache = side.tiered
     first, second = cache.pin(prompt(1, 2), 60), cache.pin(prompt(1, 2), 60)

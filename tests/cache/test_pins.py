@@ -1,4 +1,4 @@
-"""Pins: what stays, for how long, and what they may not take."""
+"""Pins: which pages stay, for how long, and the share of L2 that pins may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cache.world import ShiftedClock, World, prompt
 
 
 def pinned_world() -> tuple[World, Pin, ShiftedClock]:
-    """A cache that has served two pages, a pin of a minute on them, and the cache's clock."""
+    """Return a cache that has served two pages, a pin of a minute on them, and the clock of the cache."""
     clock = ShiftedClock()
     world = World(clock=clock)
     world.serve("a", prompt(1, 2))
@@ -25,14 +25,14 @@ def is_active(pin: Pin) -> bool:
 
 
 def evict_all(world: World) -> None:
-    """Take off both tiers whatever may leave."""
+    """Evict all pages from L1 and L2 that can be evicted."""
     world.cache.evict(100)
     world.settle()
     world.host.free(world.cache.tree.evict_host(100))
     world.cache.check()
 
 
-def test_a_pinned_prefix_is_demoted_and_never_dropped() -> None:
+def test_a_pinned_prefix_is_evicted_from_l1_but_not_from_l2() -> None:
     world, pin, _ = pinned_world()
     assert pin.pages == 2
     world.serve("b", prompt(3, 4))
@@ -43,7 +43,7 @@ def test_a_pinned_prefix_is_demoted_and_never_dropped() -> None:
     pin.release()
 
 
-def test_without_a_pin_the_same_prefix_is_gone() -> None:
+def test_the_same_prefix_without_a_pin_is_evicted() -> None:
     world = World()
     world.serve("a", prompt(1, 2))
     world.settle()
@@ -52,7 +52,7 @@ def test_without_a_pin_the_same_prefix_is_gone() -> None:
 
 
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
-def test_a_pinned_page_is_copied_whatever_the_write_policy(policy: str) -> None:
+def test_a_pinned_page_is_copied_to_l2_with_any_write_policy(policy: str) -> None:
     world = World(config=HiCacheConfig(write_policy=policy, load_back_threshold_tokens=4))
     world.serve("a", prompt(1, 2))
     world.settle()
@@ -62,7 +62,7 @@ def test_a_pinned_page_is_copied_whatever_the_write_policy(policy: str) -> None:
     assert world.cache.tree.host_pages == 2
 
 
-def test_a_pinned_page_that_l2_has_no_room_for_stays_on_l1() -> None:
+def test_if_l2_has_no_room_a_pinned_page_stays_on_l1() -> None:
     world = World(host_pages=4, config=HiCacheConfig(write_policy="write_back", pin_host_share=1))
     blocker = world.host.alloc(3)
     assert blocker is not None
@@ -74,7 +74,7 @@ def test_a_pinned_page_that_l2_has_no_room_for_stays_on_l1() -> None:
     world.host.free(blocker)
 
 
-def test_a_pin_ends_when_its_time_is_over() -> None:
+def test_a_pin_ends_after_its_ttl() -> None:
     world, pin, clock = pinned_world()
     clock.shift_s = 59
     world.cache.poll()
@@ -87,7 +87,7 @@ def test_a_pin_ends_when_its_time_is_over() -> None:
     assert world.serve("b", prompt(1, 2)).cached_tokens == 0
 
 
-def test_a_request_that_uses_the_whole_prefix_starts_its_time_anew() -> None:
+def test_a_request_that_uses_the_whole_prefix_restarts_the_ttl_of_its_pin() -> None:
     world, pin, clock = pinned_world()
     clock.shift_s = 50
     world.serve("b", prompt(1, 2, 3))
@@ -99,7 +99,7 @@ def test_a_request_that_uses_the_whole_prefix_starts_its_time_anew() -> None:
     assert not is_active(pin)
 
 
-def test_a_request_that_uses_only_a_part_of_the_prefix_does_not() -> None:
+def test_a_request_that_uses_only_a_part_of_the_prefix_does_not_restart_the_ttl() -> None:
     world, pin, clock = pinned_world()
     clock.shift_s = 50
     world.serve("b", prompt(1, 3))
@@ -123,7 +123,7 @@ def test_pins_of_one_prefix_count_its_pages_once_and_end_one_by_one() -> None:
     assert world.cache.tree.pinned_pages == 0
 
 
-def test_pins_beyond_their_share_of_l2_are_refused() -> None:
+def test_pins_above_their_share_of_l2_are_rejected() -> None:
     world = World(host_pages=8, config=HiCacheConfig(pin_host_share=0.25))
     world.serve("a", prompt(1, 2, 3))
     assert world.cache.pin(prompt(1, 2, 3), ttl_s=60) is None
@@ -131,14 +131,14 @@ def test_pins_beyond_their_share_of_l2_are_refused() -> None:
     assert world.cache.statistics().skipped["pin_share"] == 1
 
 
-def test_a_pin_on_nothing_has_ended() -> None:
+def test_a_pin_without_pages_is_not_active() -> None:
     world = World()
     pin = world.cache.pin(prompt(1, 2), ttl_s=60)
     assert pin is not None and not pin.active
     pin.release()
 
 
-def test_a_time_that_is_not_positive_is_refused() -> None:
+def test_a_ttl_that_is_not_positive_is_rejected() -> None:
     world = World()
     for ttl_s in (0, -1, float("nan")):
         with pytest.raises(InvalidInput, match="ttl_s"):

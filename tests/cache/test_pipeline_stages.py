@@ -23,7 +23,7 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.long
 
 PAGE_SIZE = 4
-# Layers of each stage: the pages of the first have almost twice the bytes of those of the second.
+# Layers of each stage: a page of the first stage has almost twice the bytes of a page of the second.
 STAGE_LAYERS = (9, 5)
 TP_SIZE = 2
 PAGES = 6
@@ -50,7 +50,7 @@ class Shard(World):
 
 
 class Ranks:
-    """All ranks of one engine, stepped in turn; after each step they have decided alike."""
+    """All ranks of one engine, stepped in turn. Asserts after each step that they have decided identically."""
 
     def __init__(self, folder: Path, break_even: dict[str, Any]) -> None:
         config = HiCacheConfig.model_validate({
@@ -78,7 +78,7 @@ class Ranks:
         wait_for(lambda: all([condition(shard) for shard in self.shards]), self.step, timeout_s=WAIT_S)
 
     def serve(self, rid: str, key: RadixKey) -> tuple[int, int, int]:
-        """Serve a prompt on all ranks, every page compared. Return its hits on device, host and storage, in tokens."""
+        """Serve a prompt on all ranks and compare all pages. Return its hits on L1, L2 and storage, in tokens."""
         for shard in self.shards:
             shard.cache.prefetch_from_storage(rid, key)
         self.until(lambda shard: shard.cache.check_prefetch_progress(rid))
@@ -90,8 +90,8 @@ class Ranks:
             hits.add((request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens))
         self.compare()
         self.until(lambda shard: shard.controller.idle)
-        (alike,) = hits
-        return alike
+        (same,) = hits
+        return same
 
     def close(self) -> None:
         for shard in self.shards:
@@ -105,7 +105,7 @@ Start = Callable[..., Ranks]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an engine; the one before it is closed."""
+    """Return a function that closes the running engine and starts another one."""
     running: list[Ranks] = []
 
     def start(break_even: dict[str, Any] | None = None) -> Ranks:
@@ -119,18 +119,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
         running.pop().close()
 
 
-def push_out(ranks: Ranks) -> None:
-    """Fill L1 with other prompts."""
+def fill_l1(ranks: Ranks) -> None:
+    """Fill L1 with other prompts, so that the earlier ones are evicted."""
     for number in range(4):
         ranks.serve(f"other{number}", prompt(*range(100 + 10 * number, 105 + 10 * number)))
 
 
-def test_pages_of_unequal_stages_come_back_from_host_and_storage(start: Start) -> None:
+def test_pages_of_unequal_stages_are_loaded_from_l2_and_storage(start: Start) -> None:
     ranks = start()
     assert len({shard.host.payload_bytes for shard in ranks.shards}) == 2
     assert len({shard.device.allocator.capacity for shard in ranks.shards}) == 1
     assert ranks.serve("first", PROMPT) == (0, 0, 0)
-    push_out(ranks)
+    fill_l1(ranks)
     assert ranks.serve("again", PROMPT) == (0, PAGES * PAGE_SIZE, 0)
     ranks = start()
     assert ranks.serve("restarted", PROMPT)[2] == PAGES * PAGE_SIZE
@@ -138,7 +138,7 @@ def test_pages_of_unequal_stages_come_back_from_host_and_storage(start: Start) -
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_page_that_one_stage_lacks_shortens_the_prefix_on_all(start: Start, rank: int) -> None:
+def test_a_page_that_one_rank_lacks_shortens_the_prefix_on_all_ranks(start: Start, rank: int) -> None:
     ranks = start()
     ranks.serve("first", PROMPT)
     store = ranks.shards[rank].controller.backend
@@ -151,14 +151,14 @@ def test_a_page_that_one_stage_lacks_shortens_the_prefix_on_all(start: Start, ra
     assert ranks.serve("stored again", PROMPT)[2] == PAGES * PAGE_SIZE
 
 
-def test_stages_of_unequal_pages_agree_on_what_pays(start: Start) -> None:
-    """Loading a page of the shorter stage alone would pay, of the longer one it does not."""
+def test_stages_of_unequal_pages_agree_on_the_break_even(start: Start) -> None:
+    """A load pays for a page of the shorter stage, but not for a page of the longer one."""
     slow = {"prefill_tokens_per_second": 1000, "storage_bandwidth": 1 << 40, "writes": "always"}
     page_s = PAGE_SIZE / 1000
     between = sum(STAGE_LAYERS) / 2 * 2 * PAGE_SIZE * 2 * 16 * 4 / page_s
     ranks = start({"host_bandwidth": int(between), **slow})
     ranks.serve("first", PROMPT)
-    push_out(ranks)
+    fill_l1(ranks)
     assert ranks.serve("again", PROMPT) == (0, 0, 0)
     ranks = start({"host_bandwidth": 4 * int(between), **slow})
     assert ranks.serve("restarted", PROMPT)[2] == PAGES * PAGE_SIZE

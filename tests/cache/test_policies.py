@@ -1,4 +1,4 @@
-"""Write policies, and what eviction does under each of them."""
+"""Write policies, and evictions with each of them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def world(
 
 
 def insert(w: World, key: RadixKey) -> None:
-    """As a request that computes all of `key` and shares it at once."""
+    """Insert all pages of `key`, like a request that computes and shares them at once."""
     pages = w.cache.page_source.alloc(key.pages(w.cache.page_size))
     assert pages is not None
     w.cache.page_source.free(pages[: w.cache.insert(key, pages).present_pages])
 
 
 def full_on_l2(host_pages: int) -> World:
-    """Two pages of L2 are in use."""
+    """Return a world with two pages of L2 in use."""
     w = world("write_back", host_pages=host_pages)
     insert(w, prompt(9, 10))
     w.cache.evict(2)
@@ -53,7 +53,7 @@ def full_on_l2(host_pages: int) -> World:
     [("write_through", 2, (2, 3, 4)), ("write_through_selective", 2, (0, 1, 1)),
      ("write_through_selective", 3, (0, 0, 1))],
 )  # fmt: skip
-def test_a_page_is_copied_once_as_many_requests_have_used_it_as_the_policy_says(
+def test_a_page_is_copied_when_as_many_requests_have_used_it_as_the_policy_requires(
     policy: str, selective_hits: int, expected: tuple[int, ...]
 ) -> None:
     w = world(policy, selective_hits=selective_hits)
@@ -63,7 +63,7 @@ def test_a_page_is_copied_once_as_many_requests_have_used_it_as_the_policy_says(
         assert w.cache.tree.host_pages == pages
 
 
-def test_chunked_prefill_counts_one_request() -> None:
+def test_a_chunked_prefill_counts_as_one_use() -> None:
     w = world("write_through_selective")
     key = prompt(1, 2, 3, 4)
     request = w.begin("a", key)
@@ -75,7 +75,7 @@ def test_chunked_prefill_counts_one_request() -> None:
     assert w.cache.tree.host_pages == 0
 
 
-def test_two_requests_that_computed_the_same_count_as_two() -> None:
+def test_two_requests_that_computed_the_same_pages_count_as_two_uses() -> None:
     w = world("write_through_selective")
     first, second = w.begin("a", prompt(1, 2)), w.begin("b", prompt(1, 2))
     w.cache.cache_finished_req(first, prompt(1, 2))
@@ -84,7 +84,7 @@ def test_two_requests_that_computed_the_same_count_as_two() -> None:
     assert w.cache.tree.host_pages == 2
 
 
-def test_an_aborted_request_that_reused_a_prefix_counts() -> None:
+def test_an_aborted_request_that_reused_a_prefix_counts_as_a_use() -> None:
     w = world("write_through_selective")
     w.serve("a", prompt(1, 2))
     request = w.begin("b", prompt(1, 2, 3))
@@ -93,7 +93,7 @@ def test_an_aborted_request_that_reused_a_prefix_counts() -> None:
     assert w.cache.tree.host_pages == 2
 
 
-def test_the_second_use_of_a_page_counts_after_it_has_left_the_device() -> None:
+def test_the_second_use_of_a_page_counts_after_it_was_evicted_from_l1() -> None:
     backend = memory_backend()
     w = world("write_through_selective", backend=backend)
     w.serve("a", prompt(1, 2))
@@ -101,7 +101,7 @@ def test_the_second_use_of_a_page_counts_after_it_has_left_the_device() -> None:
     assert w.cache.tree.node_count == 0
     w.serve("b", prompt(1, 2, 3))
     w.settle()
-    assert w.cache.tree.host_pages == 2 == backend.usage().pages  # not the third, which is new
+    assert w.cache.tree.host_pages == 2 == backend.usage().pages  # the third page is new
     w.cache.evict(3)
     assert w.serve("c", prompt(1, 2, 3)).host_hit_tokens == 8
     w.settle()
@@ -120,7 +120,7 @@ def test_a_share_of_new_prompts_is_copied_at_once() -> None:
     assert 20 < w.cache.tree.host_pages < 60
 
 
-def test_what_is_cleared_has_not_been_used() -> None:
+def test_clearing_the_cache_resets_the_uses() -> None:
     w = world("write_through_selective")
     w.serve("a", prompt(1, 2))
     w.cache.clear()
@@ -129,8 +129,8 @@ def test_what_is_cleared_has_not_been_used() -> None:
     assert w.cache.tree.host_pages == 0
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_request_that_is_preempted_and_runs_again_is_one_use(leaves: bool) -> None:
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_request_that_is_preempted_and_runs_again_counts_as_one_use(evicted: bool) -> None:
     w = world("write_through_selective")
     longer = prompt(1, 2, 3, 4)
     for rid in ("a", "a", "b"):
@@ -138,14 +138,14 @@ def test_a_request_that_is_preempted_and_runs_again_is_one_use(leaves: bool) -> 
         w.cache.cache_unfinished_req(request, prompt(1, 2, 3, tail=0))
         assert w.cache.extend(request, len(longer))
         w.fill(longer, request.pages, request.shared_pages)
-        w.cache.cache_finished_req(request, longer)  # what it has generated is shared too, then and now
+        w.cache.cache_finished_req(request, longer)  # generated tokens are shared too
         w.settle()
         assert w.cache.tree.host_pages == (4 if rid == "b" else 0)
-        if leaves:
+        if evicted:
             w.cache.evict(16)
 
 
-def test_each_call_of_insert_is_a_use() -> None:
+def test_each_call_of_insert_counts_as_a_use() -> None:
     w = world("write_through_selective")
     for uses in (1, 2):
         insert(w, prompt(1, 2, tail=0))
@@ -154,7 +154,7 @@ def test_each_call_of_insert_is_a_use() -> None:
         w.cache.evict(2)
 
 
-def test_write_back_copies_a_page_when_it_is_evicted_and_frees_it_when_the_copy_has_arrived() -> None:
+def test_with_write_back_a_victim_is_copied_and_then_freed() -> None:
     w = world("write_back")
     w.serve("a", prompt(1, 2))
     w.settle()
@@ -168,7 +168,7 @@ def test_write_back_copies_a_page_when_it_is_evicted_and_frees_it_when_the_copy_
     assert w.compared_pages == 2
 
 
-def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> None:
+def test_a_request_without_room_waits_for_write_back_without_blocking() -> None:
     w = world("write_back", device_pages=4)
     w.serve("a", prompt(1, 2, 3))
     w.settle()
@@ -179,14 +179,14 @@ def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> No
     w.cache.cache_finished_req(request, prompt(4, 5, 6))
 
 
-def test_write_back_drops_a_victim_that_l2_has_no_room_for() -> None:
+def test_write_back_drops_a_victim_if_l2_has_no_room() -> None:
     w = full_on_l2(host_pages=2)
     insert(w, prompt(1, 2))
     assert w.cache.evict(2) == Eviction(freed_pages=2, writeback_pages=0, short_pages=0)
     assert w.cache.statistics().skipped["write_back_dropped"] == 2
 
 
-def test_what_is_on_l2_behind_a_victim_that_is_dropped_leaves_with_it() -> None:
+def test_pages_on_l2_behind_a_dropped_victim_are_evicted_too() -> None:
     w = full_on_l2(host_pages=3)
     insert(w, prompt(1, 2))
     insert(w, prompt(1, 2, 3))
@@ -199,7 +199,7 @@ def test_what_is_on_l2_behind_a_victim_that_is_dropped_leaves_with_it() -> None:
     assert w.cache.statistics().evicted_pages["host"] == 1
 
 
-def test_write_back_reaches_storage() -> None:
+def test_write_back_stores_victims_in_storage() -> None:
     backend = memory_backend()
     w = World(
         backend=backend,
@@ -215,7 +215,7 @@ def test_write_back_reaches_storage() -> None:
     assert backend.usage().pages == 2
 
 
-def test_eviction_says_what_it_could_not_free() -> None:
+def test_eviction_reports_the_pages_that_it_could_not_free() -> None:
     w = world("write_through")
     request = w.begin("a", prompt(1, 2))
     w.cache.cache_unfinished_req(request, prompt(1, 2))
@@ -225,7 +225,7 @@ def test_eviction_says_what_it_could_not_free() -> None:
     assert w.cache.evict(5) == Eviction(freed_pages=2, writeback_pages=0, short_pages=3)
 
 
-def test_a_write_queue_that_is_full_turns_a_victim_away() -> None:
+def test_a_victim_that_a_full_write_queue_rejects_is_dropped() -> None:
     w = World(
         config=HiCacheConfig(write_policy="write_back"), transfer=TransferConfig(write_pages_max=1)
     )
@@ -249,8 +249,8 @@ def test_a_higher_priority_keeps_the_whole_prefix_longer() -> None:
     assert len(w.cache.match_prefix(prompt(1, 2)).device_pages) == 0
 
 
-def test_bigram_keys_share_what_pairs_agree_on() -> None:
-    """Four pairs a page: the page that ends before a differing token is not shared, since its last pair differs."""
+def test_with_bigram_keys_requests_share_pages_with_equal_pairs() -> None:
+    """A page has four pairs. A page that ends before a different token is not shared, because its last pair differs."""
     w = World(position_bytes=8)
     first = RadixKey.of([1, 2, 3, 4, 5, 6, 7, 8, 9], bigram=True)
     request = w.begin("a", first)

@@ -1,4 +1,4 @@
-"""Prefetch under every kind of trouble a backend can make: late, stuck, failing, dying, holding half of the chain."""
+"""Prefetch from a backend that is late, hangs, fails, ends its thread, or has only a part of the chain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = prompt(*range(1, 9))
 
 
 class TroubledBackend(LastingBackend):
-    """A memory backend whose reads can be held, made to fail, or made to kill their thread."""
+    """A memory backend whose reads can wait, raise an error, or end their thread."""
 
     def __init__(self) -> None:
         super().__init__(codec())
@@ -43,25 +43,25 @@ class TroubledBackend(LastingBackend):
         return super().batch_get(keys, pages, deadline=deadline)
 
 
-class RefusingBackend(LastingBackend):
-    """A store that answers so many of the next writes with `refusal`. A tail that it takes must have its head."""
+class RejectingBackend(LastingBackend):
+    """A store that answers `rejections` writes with `rejection`. It asserts that it has the parent of a later write."""
 
-    refusals: float = 1
-    refusal = SetOutcome.ERROR
+    rejections: float = 1
+    rejection = SetOutcome.ERROR
 
     def batch_set(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        if self.refusals > 0:
-            self.refusals -= 1
-            return [self.refusal] * len(keys)
+        if self.rejections > 0:
+            self.rejections -= 1
+            return [self.rejection] * len(keys)
         outcomes = super().batch_set(keys, pages, parent=parent, deadline=deadline)
-        assert parent is None or self.batch_exists([parent], deadline=deadline) == 1, "its head is not stored"
+        assert parent is None or self.batch_exists([parent], deadline=deadline) == 1, "the parent is not stored"
         return outcomes
 
 
 def stored(backend: MemoryBackend) -> None:
-    """Have an engine store KEY."""
+    """Store KEY in `backend` with an engine."""
     world = World(backend=backend)
     world.serve("store", KEY)
     world.settle()
@@ -69,7 +69,7 @@ def stored(backend: MemoryBackend) -> None:
 
 
 def held_backend(from_call: int = 0) -> TroubledBackend:
-    """A backend that holds KEY and hangs in every read after the first `from_call`."""
+    """Return a backend that has KEY and hangs in each read after the first `from_call`."""
     backend = TroubledBackend()
     stored(backend)
     backend.calls, backend.hold_from_call = 0, from_call
@@ -78,7 +78,7 @@ def held_backend(from_call: int = 0) -> TroubledBackend:
 
 
 def forget(world: World) -> None:
-    """Take everything off L1 and L2."""
+    """Evict all pages from L1 and L2."""
     world.settle()
     world.cache.evict(100)
     while len(freed := world.cache.tree.evict_host(100)):
@@ -90,7 +90,7 @@ def timeout(seconds: float) -> HiCacheConfig:
     return HiCacheConfig(load_back_threshold_tokens=4, prefetch=prefetch)
 
 
-def test_a_late_prefetch_gives_what_has_arrived_and_keeps_its_buffers_until_it_ends() -> None:
+def test_a_late_prefetch_gives_the_arrived_pages_and_keeps_its_buffers_until_the_read_ends() -> None:
     backend = held_backend(from_call=2)
     world = World(backend=backend, config=timeout(0.3), transfer=TransferConfig(storage_batch_pages=2))
     assert world.cache.prefetch_from_storage("a", KEY)
@@ -98,14 +98,14 @@ def test_a_late_prefetch_gives_what_has_arrived_and_keeps_its_buffers_until_it_e
     request = world.begin("a", KEY)
     assert request.storage_hit_tokens == 4 * GEOMETRY.page_size
     world.cache.cache_finished_req(request, KEY)
-    lent = world.controller.statistics().queues.host_pages_reserved
-    assert lent >= 8, "the stuck read must keep its pages"
+    reserved = world.controller.statistics().queues.host_pages_reserved
+    assert reserved >= 8, "the read that hangs must keep its pages"
     backend.gate.set()
     world.settle()
     assert world.controller.statistics().queues.host_pages_reserved == 0
 
 
-def test_a_hole_in_the_chain_ends_the_hit_there() -> None:
+def test_a_hit_ends_at_a_hole_in_the_chain() -> None:
     backend = memory_backend()
     stored(backend)
     keys = page_keys(KEY.tokens, GEOMETRY.page_size)
@@ -114,15 +114,15 @@ def test_a_hole_in_the_chain_ends_the_hit_there() -> None:
     assert world.serve("a", KEY).storage_hit_tokens == 5 * GEOMETRY.page_size
 
 
-def test_a_page_that_vanishes_between_lookup_and_read_ends_the_hit_there() -> None:
-    class Vanishing(LastingBackend):
+def test_a_hit_ends_at_a_page_that_is_removed_between_lookup_and_read() -> None:
+    class LosesPage(LastingBackend):
         def batch_get(
             self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
         ) -> list[GetOutcome]:
             self.delete([page_keys(KEY.tokens, GEOMETRY.page_size)[3]], deadline=deadline)
             return super().batch_get(keys, pages, deadline=deadline)
 
-    backend = Vanishing(codec())
+    backend = LosesPage(codec())
     stored(backend)
     world = World(backend=backend)
     assert world.serve("a", KEY).storage_hit_tokens == 3 * GEOMETRY.page_size
@@ -132,9 +132,9 @@ def test_a_page_that_vanishes_between_lookup_and_read_ends_the_hit_there() -> No
 @pytest.mark.parametrize(
     ("trouble", "errors", "restarts"),
     [(RuntimeError("driver bug"), {"io:RuntimeError": 1}, 0), (SystemExit("not even an Exception"), None, 1)],
-    ids=["it lives on", "it is replaced"],
+    ids=["the worker continues", "the worker is replaced"],
 )
-def test_an_exception_in_a_backend_is_a_miss_and_there_is_a_worker_for_the_next_request(
+def test_an_exception_in_a_backend_is_a_miss_and_the_next_request_has_a_worker(
     trouble: BaseException, errors: dict[str, int] | None, restarts: int
 ) -> None:
     backend = TroubledBackend()
@@ -152,7 +152,7 @@ def test_an_exception_in_a_backend_is_a_miss_and_there_is_a_worker_for_the_next_
     assert errors is None or statistics.worker_errors == errors
 
 
-def test_a_stuck_worker_gets_a_substitute() -> None:
+def test_a_worker_that_hangs_is_replaced() -> None:
     backend = held_backend()
     world = World(
         backend=backend, config=timeout(0.2),
@@ -164,14 +164,14 @@ def test_a_stuck_worker_gets_a_substitute() -> None:
     backend.gate.set()
 
 
-def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() -> None:
+def test_only_the_first_request_waits_for_a_store_that_hangs() -> None:
     backend = held_backend()
     world = World(backend=backend, device_pages=32, config=timeout(0.1))
     assert world.serve("a", KEY).storage_hit_tokens == 0
     world.step()
     other = prompt(*range(20, 28))
     assert world.cache.prefetch_from_storage("b", other)
-    assert world.cache.check_prefetch_progress("b"), "it need not wait"
+    assert world.cache.check_prefetch_progress("b"), "the request need not wait"
     world.attempt("b", other)
     assert world.cache.statistics().skipped["prefetch_paused"] == 1
     backend.gate.set()
@@ -179,7 +179,7 @@ def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() 
     assert world.serve("c", KEY).cached_tokens == 32
 
 
-def test_a_request_that_finds_no_room_keeps_what_was_read_for_it() -> None:
+def test_a_request_without_room_on_l1_keeps_the_pages_that_were_read_for_it() -> None:
     backend = memory_backend()
     stored(backend)
     world = World(backend=backend, device_pages=16)
@@ -193,7 +193,7 @@ def test_a_request_that_finds_no_room_keeps_what_was_read_for_it() -> None:
     world.cache.cache_finished_req(request, KEY)
 
 
-def test_an_aborted_prefetch_gives_its_pages_back() -> None:
+def test_an_aborted_prefetch_frees_its_pages() -> None:
     backend = held_backend()
     world = World(backend=backend)
     assert world.cache.prefetch_from_storage("a", KEY)
@@ -205,7 +205,7 @@ def test_an_aborted_prefetch_gives_its_pages_back() -> None:
     assert world.host.allocator.used_pages == world.cache.tree.host_pages
 
 
-def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
+def test_a_prefetch_uses_at_most_its_share_of_the_host_pool() -> None:
     backend = memory_backend()
     stored(backend)
     world = World(backend=backend, host_pages=8, config=HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4)))
@@ -213,9 +213,9 @@ def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
     assert world.serve("a", KEY).storage_hit_tokens == 4 * GEOMETRY.page_size
 
 
-def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
-    backend = RefusingBackend(codec())
-    backend.refusal, backend.refusals = SetOutcome.REJECTED, math.inf
+def test_after_a_back_off_a_request_retries_a_failed_store() -> None:
+    backend = RejectingBackend(codec())
+    backend.rejection, backend.rejections = SetOutcome.REJECTED, math.inf
     world = World(backend=backend)
     world.serve("a", KEY)
     world.settle()
@@ -224,7 +224,7 @@ def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
     world.serve("b", KEY)
     world.settle()
     assert world.cache.statistics().skipped["store_paused"] > 0
-    backend.refusals = 0
+    backend.rejections = 0
     rids = itertools.count()
 
     def stored_after_another_request() -> bool:
@@ -235,14 +235,14 @@ def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
     world.until(stored_after_another_request)
 
 
-def test_a_tail_is_never_stored_before_its_head() -> None:
-    backend = RefusingBackend(codec())
+def test_a_page_is_not_stored_before_its_parent() -> None:
+    backend = RejectingBackend(codec())
     world = World(backend=backend)
     rids = itertools.count()
 
     def whole_chain_stored() -> bool:
         request = world.begin(f"r{next(rids)}", KEY)
-        for pages in range(max(1, request.shared_pages), 9):  # shared page by page, as a chunked prefill does
+        for pages in range(max(1, request.shared_pages), 9):  # handed over page by page, like a chunked prefill
             world.cache.cache_unfinished_req(request, RadixKey(KEY.tokens[: pages * 16], KEY.seed))
             world.step()
         world.cache.cache_finished_req(request, KEY)
@@ -254,10 +254,10 @@ def test_a_tail_is_never_stored_before_its_head() -> None:
     assert world.controller.statistics().worker_errors == {}
 
 
-def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
-    """The memory of a failed store must not outlive the fact: what is stored now decides."""
+def test_an_engine_continues_a_chain_whose_head_another_engine_has_stored() -> None:
+    """The present content of the store counts, not the earlier failed write."""
 
-    backend = RefusingBackend(codec())
+    backend = RejectingBackend(codec())
     world = World(backend=backend)
     world.serve("a", prompt(1, 2))
     world.settle()
@@ -272,26 +272,26 @@ def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
     assert backend.batch_exists(page_keys(prompt(1, 2, 3).tokens, 4), deadline=time.monotonic() + 10) == 3
 
 
-@pytest.mark.parametrize("nonsense", [None, 2.5, -1, 10**6, "8", True])
-def test_a_backend_that_answers_nonsense_to_a_lookup_is_a_miss(nonsense: object) -> None:
-    class Liar(LastingBackend):
+@pytest.mark.parametrize("reply", [None, 2.5, -1, 10**6, "8", True])
+def test_an_invalid_reply_to_a_lookup_is_a_miss(reply: object) -> None:
+    class InvalidReplies(LastingBackend):
         def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-            return nonsense  # type: ignore[return-value]
+            return reply  # type: ignore[return-value]
 
-    world = World(backend=Liar(codec()))
+    world = World(backend=InvalidReplies(codec()))
     assert world.serve("a", KEY).cached_tokens == 0
     assert world.controller.statistics().worker_errors == {"prefetch:BackendError": 1}
 
 
-@pytest.mark.parametrize("nonsense", [[GetOutcome.HIT] * 20, [GetOutcome.HIT], ["hit"] * 8, None, [GetOutcome.HIT] * 8])
-def test_a_backend_that_claims_hits_it_did_not_read_is_not_believed(nonsense: object) -> None:
-    class Liar(LastingBackend):
+@pytest.mark.parametrize("reply", [[GetOutcome.HIT] * 20, [GetOutcome.HIT], ["hit"] * 8, None, [GetOutcome.HIT] * 8])
+def test_invalid_replies_and_hits_without_data_are_misses(reply: object) -> None:
+    class InvalidReplies(LastingBackend):
         def batch_get(
             self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
         ) -> list[GetOutcome]:
-            return nonsense  # type: ignore[return-value]
+            return reply  # type: ignore[return-value]
 
-    backend = Liar(codec())
+    backend = InvalidReplies(codec())
     stored(backend)
     world = World(backend=backend)
     assert world.serve("a", KEY).cached_tokens == 0
@@ -300,22 +300,22 @@ def test_a_backend_that_claims_hits_it_did_not_read_is_not_believed(nonsense: ob
     assert world.host.allocator.used_pages == world.cache.tree.host_pages
 
 
-@pytest.mark.parametrize("nonsense", [["stored"] * 8, [SetOutcome.STORED], None])
-def test_a_backend_that_answers_nonsense_to_a_store_is_a_failed_store(nonsense: object) -> None:
-    class Liar(LastingBackend):
+@pytest.mark.parametrize("reply", [["stored"] * 8, [SetOutcome.STORED], None])
+def test_an_invalid_reply_to_a_write_is_a_failed_store(reply: object) -> None:
+    class InvalidReplies(LastingBackend):
         def batch_set(
             self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
         ) -> list[SetOutcome]:
-            return nonsense  # type: ignore[return-value]
+            return reply  # type: ignore[return-value]
 
-    world = World(backend=Liar(codec()))
+    world = World(backend=InvalidReplies(codec()))
     world.serve("a", KEY)
     world.settle()
     assert world.cache.statistics().skipped["store_incomplete"] == 1
     assert world.controller.statistics().worker_errors == {"backup:BackendError": 1}
 
 
-def test_a_request_that_does_not_wait_for_its_prefetch_ends_it() -> None:
+def test_a_request_that_begins_before_its_prefetch_ends_stops_the_prefetch() -> None:
     backend = held_backend()
     world = World(backend=backend)
     assert world.cache.prefetch_from_storage("a", KEY)
@@ -328,7 +328,7 @@ def test_a_request_that_does_not_wait_for_its_prefetch_ends_it() -> None:
     assert not world.cache._prefetcher._share.arrived_pages
 
 
-def test_a_full_backup_queue_drops_the_newest_store() -> None:
+def test_a_full_backup_queue_rejects_new_stores() -> None:
     class Slow(LastingBackend):
         gate = threading.Event()
 
@@ -349,7 +349,7 @@ def test_a_full_backup_queue_drops_the_newest_store() -> None:
     assert backend.usage().pages == 2
 
 
-def test_closing_with_a_hung_store_ends_in_time_and_says_so() -> None:
+def test_closing_with_a_store_that_hangs_returns_false_at_the_timeout() -> None:
     backend = held_backend()
     world = World(backend=backend)
     assert world.cache.prefetch_from_storage("a", KEY)

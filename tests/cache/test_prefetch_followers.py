@@ -1,4 +1,4 @@
-"""What a request learns from the prefetch of another one that it waited for, and what it has to find out by itself."""
+"""Followers: which results of a leader's prefetch apply to a follower, and which pages it looks up itself."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from tests.seeds import rng, seeds
 KEY = prompt(*range(1, 9))
 
 
-class LookupsWait(GatedBackend):
-    """A store whose lookups wait too, all but the first `free_lookups`; whose next lookups and reads may fail; and
-    which may claim to have all pages.
+class GatedLookups(GatedBackend):
+    """A store whose lookups wait too, except for the first `free_lookups`.
+
+    The next `failures` lookups and reads fail. With `claims`, lookups find all pages.
     """
 
     def __init__(self) -> None:
@@ -48,8 +49,8 @@ class LookupsWait(GatedBackend):
             raise RuntimeError("driver bug")
 
 
-def store_of(*keys: RadixKey) -> LookupsWait:
-    backend = LookupsWait()
+def store_of(*keys: RadixKey) -> GatedLookups:
+    backend = GatedLookups()
     world = World(device_pages=1000, host_pages=1000, backend=backend)
     for number, key in enumerate(keys):
         world.serve(f"store {number}", key)
@@ -72,30 +73,30 @@ def world_of(
 
 
 def arrive(world: World, backend: GatedBackend, keys: dict[str, RadixKey]) -> None:
-    """Let all arrive while the first lookup waits, then let it go on."""
+    """Start the prefetches of all `keys` while the first lookup waits, then let it continue."""
     backend.reads.clear()
     for rid, key in keys.items():
         world.cache.prefetch_from_storage(rid, key)
-    assert len(world.cache._prefetcher._active) == 1, "the others follow"
+    assert len(world.cache._prefetcher._active) == 1, "the other requests follow"
     backend.reads.set()
 
 
 def hits(world: World, keys: dict[str, RadixKey]) -> dict[str, int]:
-    """Pages that each request finds in the cache, once it need not wait any more."""
+    """Begin each request when it need not wait any more; return how many pages it finds in the cache."""
     for rid in keys:
         world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
     return {rid: world.attempt(rid, key).cached_tokens // 4 for rid, key in keys.items()}
 
 
-def test_a_follower_of_a_fruitless_leader_asks_for_what_the_leader_did_not_have() -> None:
+def test_a_follower_of_a_fruitless_leader_looks_up_its_other_pages() -> None:
     backend = store_of(KEY)
     world = world_of(backend)
-    keys = {"leader": prompt(1, 701, 702, 703), "follower": KEY}  # they share a page, which is stored
+    keys = {"leader": prompt(1, 701, 702, 703), "follower": KEY}  # they share one page, which is stored
     arrive(world, backend, keys)
     assert hits(world, keys) == {"leader": 1, "follower": 8}
 
 
-def test_a_follower_that_shares_the_page_which_storage_lacks_does_not_ask() -> None:
+def test_a_follower_that_shares_the_page_that_storage_lacks_makes_no_lookup() -> None:
     backend = store_of(prompt(1))
     world = world_of(backend)
     keys = {"leader": prompt(1, 2, 701, 702), "follower": prompt(1, 2, 801, 802)}
@@ -114,8 +115,8 @@ def test_100_followers_that_agree_with_a_fruitless_leader_make_no_lookup() -> No
     assert backend.lookups == 1
 
 
-def test_100_followers_that_part_from_a_fruitless_leader_at_the_same_page_ask_together() -> None:
-    """One lookup and one read for what they share, and not 100, nor one after the other."""
+def test_100_followers_that_diverge_from_a_fruitless_leader_at_the_same_page_share_one_read() -> None:
+    """Their common pages are looked up and read once, not 100 times."""
     shared = prompt(1, *range(2, 30))
     backend = store_of(shared)
     world = world_of(backend)
@@ -125,11 +126,11 @@ def test_100_followers_that_part_from_a_fruitless_leader_at_the_same_page_ask_to
     for rid in keys:
         world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
     assert backend.pages_read == 29
-    assert backend.lookups == 1 + 1 + 99  # the leader; the first, for what they share too; what the others have behind
+    assert backend.lookups == 1 + 1 + 99  # leader; first follower, with the common pages; ends of the others
     assert {world.attempt(rid, key).cached_tokens // 4 for rid, key in list(keys.items())[1:]} == {29}
 
 
-def test_followers_that_part_from_a_fruitless_leader_at_different_pages_do_not_wait_for_each_other() -> None:
+def test_followers_that_diverge_from_a_fruitless_leader_at_different_pages_look_up_at_once() -> None:
     backend = store_of(prompt(1))
     world = world_of(backend)
     keys = {str(number): prompt(1, 500 + number, 2, 3) for number in range(20)}
@@ -143,7 +144,7 @@ def test_followers_that_part_from_a_fruitless_leader_at_different_pages_do_not_w
     assert sum(hits(world, keys).values()) == 0
 
 
-def test_a_follower_whose_prompt_goes_on_where_that_of_its_leader_ends_asks_for_the_rest() -> None:
+def test_a_follower_with_a_longer_prompt_than_its_leader_looks_up_the_rest() -> None:
     backend = store_of(prompt(*range(1, 21)))
     world = world_of(backend, host_share=8 / 400)
     keys = {"leader": prompt(*range(1, 5)), "follower": prompt(*range(1, 9))}
@@ -155,7 +156,7 @@ def test_a_follower_whose_prompt_goes_on_where_that_of_its_leader_ends_asks_for_
 
 
 @pytest.mark.parametrize("end", ["abort", "begin"])
-def test_followers_of_a_leader_that_goes_away_look_themselves(end: str) -> None:
+def test_followers_look_up_themselves_after_their_leader_is_aborted_or_begins(end: str) -> None:
     backend = store_of(KEY)
     world = world_of(backend)
     keys = dict.fromkeys(("leader", "one", "two"), KEY)
@@ -170,7 +171,7 @@ def test_followers_of_a_leader_that_goes_away_look_themselves(end: str) -> None:
     assert backend.pages_read == 8
 
 
-def test_a_follower_that_waits_longer_than_its_leader_looks_itself_when_that_is_late() -> None:
+def test_a_follower_with_a_longer_timeout_than_its_late_leader_looks_up_itself() -> None:
     backend, clock = store_of(prompt(*range(1, 90))), ShiftedClock()
     world = world_of(backend, policy="timeout", timeout_base=5, timeout_per_1024_tokens=100, clock=clock)
     keys = {"leader": prompt(*range(1, 9)), "follower": prompt(*range(1, 90))}
@@ -187,7 +188,7 @@ def test_a_follower_that_waits_longer_than_its_leader_looks_itself_when_that_is_
     world.cache.abort_prefetch("leader")
 
 
-def test_a_follower_waits_no_longer_than_its_own_time() -> None:
+def test_a_follower_does_not_wait_longer_than_its_own_timeout() -> None:
     backend, clock = store_of(prompt(*range(1, 90))), ShiftedClock()
     world = world_of(backend, policy="timeout", timeout_base=5, timeout_per_1024_tokens=100, clock=clock)
     keys = {"leader": prompt(*range(1, 90)), "follower": prompt(*range(1, 9))}
@@ -205,7 +206,7 @@ def test_a_follower_waits_no_longer_than_its_own_time() -> None:
 
 
 @pytest.mark.parametrize("what", ["lookup", "read"])
-def test_followers_of_a_leader_that_fails_look_themselves_after_the_pause(what: str) -> None:
+def test_followers_of_a_leader_that_fails_look_up_themselves_after_the_back_off(what: str) -> None:
     backend = store_of(KEY)
     backend.failures[what] = 1
     world = world_of(backend)
@@ -216,9 +217,9 @@ def test_followers_of_a_leader_that_fails_look_themselves_after_the_pause(what: 
     assert hits(world, keys) == dict.fromkeys(keys, 8)
 
 
-def test_followers_of_a_leader_whose_read_brings_nothing_do_not_all_try_the_same() -> None:
+def test_if_the_read_of_a_leader_finds_nothing_its_followers_do_not_repeat_it() -> None:
     backend = store_of(prompt(1))
-    backend.claims = True  # lookups find what no read brings
+    backend.claims = True  # lookups find pages that reads do not find
     world = world_of(backend)
     backend.delete([KEY.page_keys(4, b"", 0, 1)[0]], deadline=float("inf"))
     keys = {str(number): KEY for number in range(100)}
@@ -227,7 +228,7 @@ def test_followers_of_a_leader_whose_read_brings_nothing_do_not_all_try_the_same
     assert backend.lookups == 1
 
 
-def test_followers_of_a_store_that_fails_do_not_all_ask_it_in_a_pause() -> None:
+def test_followers_make_no_lookups_while_a_failed_store_is_paused() -> None:
     backend = store_of(KEY)
     backend.failures["lookup"] = 1
     world = world_of(backend)
@@ -241,7 +242,7 @@ def test_followers_of_a_store_that_fails_do_not_all_ask_it_in_a_pause() -> None:
 
 
 @pytest.mark.parametrize("end", ["clear", "detach", "attach another"])
-def test_followers_of_a_leader_that_is_revoked_wait_no_more(end: str) -> None:
+def test_followers_stop_waiting_when_the_prefetch_of_their_leader_is_cancelled(end: str) -> None:
     backend = store_of(KEY)
     world = world_of(backend)
     keys = dict.fromkeys(("leader", "one", "two"), KEY)
@@ -263,8 +264,8 @@ def test_followers_of_a_leader_that_is_revoked_wait_no_more(end: str) -> None:
         assert world.serve("later", KEY).storage_hit_tokens == 32
 
 
-def test_a_request_whose_prefix_leaves_each_time_that_it_waits_for_room_gives_up() -> None:
-    """The bound on lookups: without it, a request could ask for ever."""
+def test_a_prefetch_whose_prefix_is_evicted_each_time_it_waits_for_room_is_dropped() -> None:
+    """Without the limit, a request could repeat its lookup without end."""
     backend = store_of(KEY, prompt(*range(11, 15)))
     world = world_of(backend, threshold_pages=1, host_share=4 / 400)
     world.cache._prefetcher.promote_with(None)
@@ -283,12 +284,12 @@ def test_a_request_whose_prefix_leaves_each_time_that_it_waits_for_room_gives_up
     world.cache.abort_prefetch("other")
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     assert world.cache.statistics().skipped["prefetch_no_host_room"] == 1
-    assert backend.lookups == 3  # of the prefix, of the other one, and of this one once
+    assert backend.lookups == 3  # one each for the prefix, `other`, and `a`
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_many_requests_with_random_prompts_all_come_to_an_end_and_find_what_they_would_alone(seed: int) -> None:
-    """Whatever the others ask for, each finds all that is stored of its prompt, but for a rest below the threshold."""
+def test_many_requests_with_random_prompts_all_end_and_find_as_many_pages_as_alone(seed: int) -> None:
+    """Each request finds all stored pages of its prompt, except for a rest that is shorter than the threshold."""
     numbers = rng(seed)
     stored = [random_prompt(numbers) for _ in range(6)]
     backend = store_of(*stored)
@@ -296,7 +297,7 @@ def test_many_requests_with_random_prompts_all_come_to_an_end_and_find_what_they
     world = world_of(backend, threshold_pages=threshold_pages, operations_max=numbers.choice([1, 3, 64]))
     waiting = {str(number): random_prompt(numbers) for number in range(60)}
     alone = {rid: stored_pages(backend, key) for rid, key in waiting.items()}
-    asked = len(waiting)
+    requests = len(waiting)
     for rid, key in waiting.items():
         world.cache.prefetch_from_storage(rid, key)
         if numbers.random() < 0.2:
@@ -311,12 +312,12 @@ def test_many_requests_with_random_prompts_all_come_to_an_end_and_find_what_they
         return not waiting
 
     world.until(all_begun)
-    assert backend.lookups - asked <= asked  # `stored_pages` asked once for each too
+    assert backend.lookups - requests <= requests  # `stored_pages` made one lookup for each request
     assert world.cache.statistics().prefetches_waiting == 0
 
 
 def random_prompt(numbers: random.Random) -> RadixKey:
-    """One of few beginnings, and ends that often agree for a while."""
+    """Return a prompt whose first pages often equal those of other prompts."""
     return prompt(*(10 * depth + numbers.choice([1, 1, 1, 2]) for depth in range(numbers.randint(2, 12))))
 
 

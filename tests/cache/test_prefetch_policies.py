@@ -1,4 +1,4 @@
-"""How long a request waits for storage, and for what another request is fetching already."""
+"""How long a request waits for storage, and for the prefetch of another request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def world_of(
     return World(device_pages=64, host_pages=64, backend=backend, config=options, clock=clock or ShiftedClock())
 
 
-def test_best_effort_never_waits_and_takes_what_has_arrived() -> None:
+def test_with_best_effort_a_request_does_not_wait() -> None:
     backend = stored()
     world = world_of(backend, "best_effort")
     backend.reads.clear()
@@ -41,15 +41,15 @@ def test_best_effort_never_waits_and_takes_what_has_arrived() -> None:
     backend.reads.set()
 
 
-def test_best_effort_uses_a_read_that_ended_before_the_request_begins() -> None:
+def test_with_best_effort_a_read_that_ends_before_the_request_begins_is_used() -> None:
     world = world_of(stored(), "best_effort")
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.controller.statistics().prefetched_pages == 8)
     assert world.attempt("a", KEY).storage_hit_tokens == 32
 
 
-def test_wait_complete_waits_where_a_timeout_goes_on() -> None:
-    for policy, goes_on in (("timeout", True), ("wait_complete", False)):
+def test_a_request_waits_longer_with_wait_complete_than_with_timeout() -> None:
+    for policy, continues in (("timeout", True), ("wait_complete", False)):
         backend, clock = stored(), ShiftedClock()
         world = world_of(backend, policy, clock)
         backend.reads.clear()
@@ -58,14 +58,14 @@ def test_wait_complete_waits_where_a_timeout_goes_on() -> None:
         assert not world.cache.check_prefetch_progress("a")
         clock.shift_s += 5
         world.step()
-        assert world.cache.check_prefetch_progress("a") == goes_on
+        assert world.cache.check_prefetch_progress("a") == continues
         backend.reads.set()
         world.until(lambda w=world: w.cache.check_prefetch_progress("a"))  # type: ignore[misc]
         world.cache.abort_prefetch("a")
         world.close()
 
 
-def test_wait_complete_is_bounded_all_the_same() -> None:
+def test_the_wait_of_wait_complete_is_bounded_too() -> None:
     backend, clock = stored(), ShiftedClock()
     world = world_of(backend, "wait_complete", clock)
     backend.reads.clear()
@@ -77,7 +77,7 @@ def test_wait_complete_is_bounded_all_the_same() -> None:
     backend.reads.set()
 
 
-def test_equal_prompts_that_wait_together_are_read_once() -> None:
+def test_equal_prompts_that_arrive_together_are_read_once() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
     backend.reads.clear()
@@ -120,7 +120,7 @@ def test_a_follower_with_a_longer_prompt_fetches_the_rest_itself() -> None:
     world.cache.cache_finished_req(request, None)
 
 
-def test_an_aborted_follower_waits_for_nothing() -> None:
+def test_an_aborted_follower_stops_waiting() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
     backend.reads.clear()
@@ -131,7 +131,7 @@ def test_an_aborted_follower_waits_for_nothing() -> None:
     backend.reads.set()
 
 
-def test_a_prefix_on_its_way_to_l2_is_waited_for() -> None:
+def test_a_prefetch_continues_behind_a_prefix_that_is_being_copied_to_l2() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
     request = world.begin("a", prompt(1, 2))
@@ -144,7 +144,7 @@ def test_a_prefix_on_its_way_to_l2_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
-def test_storage_is_within_reach_behind_a_prefix_that_is_on_l1_alone(write_policy: str) -> None:
+def test_a_prefetch_continues_behind_a_prefix_that_is_only_on_l1(write_policy: str) -> None:
     world = world_of(stored(), "timeout", write_policy=write_policy)
     world.cache.cache_finished_req(world.begin("a", prompt(1, 2)), prompt(1, 2))
     assert world.cache.tree.host_pages == 0
@@ -156,7 +156,7 @@ def test_storage_is_within_reach_behind_a_prefix_that_is_on_l1_alone(write_polic
     assert (request.device_hit_tokens, request.storage_hit_tokens) == (8, 24)
 
 
-def test_l1_keeps_the_prefix_that_a_prefetch_goes_on_behind() -> None:
+def test_l1_keeps_the_prefix_of_a_prefetch_in_flight() -> None:
     world = world_of(stored(), "timeout", write_policy="write_through_selective")
     world.cache.cache_finished_req(world.begin("a", prompt(1, 2)), prompt(1, 2))
     assert world.cache.prefetch_from_storage("b", KEY)
@@ -169,7 +169,7 @@ def test_l1_keeps_the_prefix_that_a_prefetch_goes_on_behind() -> None:
     world.cache.check()
 
 
-def test_what_has_arrived_stays_until_its_request_begins() -> None:
+def test_arrived_pages_stay_on_l2_until_their_request_begins() -> None:
     world = world_of(stored(), "timeout")
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
@@ -177,7 +177,7 @@ def test_what_has_arrived_stays_until_its_request_begins() -> None:
     assert world.attempt("a", KEY).storage_hit_tokens == 32
 
 
-def test_what_has_arrived_for_a_request_that_will_not_begin_may_leave() -> None:
+def test_pages_that_arrived_for_an_aborted_request_can_be_evicted() -> None:
     world = world_of(stored(), "timeout")
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
@@ -187,7 +187,7 @@ def test_what_has_arrived_for_a_request_that_will_not_begin_may_leave() -> None:
     world.host.free(freed)
 
 
-def test_a_share_without_a_page_asks_storage_for_nothing() -> None:
+def test_with_a_share_of_zero_pages_storage_is_not_looked_up() -> None:
     options = HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4, host_share=0))
     world = World(backend=stored(), config=options)
     assert not world.cache.prefetch_from_storage("a", KEY)

@@ -1,4 +1,4 @@
-"""Prefetches that cannot start at once, or whose pages have no room yet, wait instead of being given up."""
+"""Prefetches wait, and are not dropped, if they cannot start at once or if L2 has no room for their pages yet."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.cache.host_world import HostWorld
 from tests.cache.world import GatedBackend, ShiftedClock, World, codec, prompt
 
 PROMPTS = [prompt(*range(10 * number + 1, 10 * number + 9)) for number in range(100)]
-HOST_PAGES = 40  # room for two prompts, because half of it is the share of prefetches
+HOST_PAGES = 40  # prefetches may use half of them: room for two prompts
 
 
 def configuration(**changes: object) -> HiCacheConfig:
-    """Every hit is fetched, and a request waits long for it."""
+    """Return a configuration that fetches every hit, and lets a request wait for it for a long time."""
     entries = {"policy": "wait_complete", "threshold_tokens": 4, **changes}
     return HiCacheConfig(
         load_back_threshold_tokens=4,
@@ -31,7 +31,7 @@ def configuration(**changes: object) -> HiCacheConfig:
 
 
 def store_of(*keys: RadixKey) -> GatedBackend:
-    """A store that has the pages of `keys`."""
+    """Return a store that has the pages of `keys`."""
     backend = GatedBackend()
     fill(World(device_pages=1000, host_pages=1000, backend=backend), *keys)
     backend.lookups = 0
@@ -58,11 +58,11 @@ def skipped(world: World | HostWorld) -> dict[str, int]:
     return {reason: count for reason, count in world.cache.statistics().skipped.items() if count}
 
 
-# 100 at once
+# 100 requests at once
 
 
 def stored_pages_of_radix_cache(path: Path) -> list[int]:
-    """How many pages of each prompt came from storage, in an engine that embeds the cache."""
+    """Serve all prompts with an engine that embeds the cache; return how many pages of each came from storage."""
     fill(World(device_pages=1000, host_pages=1000, backend=file_store(path)), *PROMPTS)
     world = World(device_pages=32, host_pages=HOST_PAGES, backend=file_store(path), config=configuration())
 
@@ -77,7 +77,7 @@ def stored_pages_of_radix_cache(path: Path) -> list[int]:
 
 
 def stored_pages_of_host_cache(path: Path) -> list[int]:
-    """The same in an engine that has a device cache of its own."""
+    """As `stored_pages_of_radix_cache`, with an engine that has its own device cache."""
     filler = HostWorld(host_pages=1000, backend=file_store(path))
     for number, key in enumerate(PROMPTS):
         filler.write(f"store {number}", key)
@@ -94,7 +94,7 @@ def stored_pages_of_host_cache(path: Path) -> list[int]:
 def all_at_once(
     world: World | HostWorld, prefetch: Callable[[str, RadixKey], bool], serve: Callable[[str, RadixKey], int | None]
 ) -> list[int]:
-    """Let all prompts arrive, and serve each once it need not wait."""
+    """Start the prefetches of all prompts, and serve each prompt as soon as it need not wait."""
     waiting = {str(number): key for number, key in enumerate(PROMPTS)}
     assert all(prefetch(rid, key) for rid, key in waiting.items())
     pages: list[int] = []
@@ -122,7 +122,7 @@ def test_100_stored_prompts_that_arrive_at_once_are_served_from_storage(
 # Turns
 
 
-def test_a_prefetch_over_the_bound_starts_when_another_one_ends() -> None:
+def test_a_prefetch_above_the_limit_starts_when_another_one_ends() -> None:
     backend = store_of(*PROMPTS[:3])
     world = world_of(backend, operations_max=1)
     backend.reads.clear()
@@ -138,7 +138,7 @@ def test_a_prefetch_over_the_bound_starts_when_another_one_ends() -> None:
     assert world.cache.statistics().prefetches_waiting == 0
 
 
-def test_turns_come_in_order_of_arrival_also_for_requests_that_followed_first() -> None:
+def test_requests_take_turns_in_order_of_arrival_even_if_they_were_followers() -> None:
     backend = store_of(PROMPTS[0], PROMPTS[1])
     world = world_of(backend, operations_max=1)
     backend.reads.clear()
@@ -180,7 +180,7 @@ def test_an_aborted_request_leaves_the_queue_and_is_not_counted() -> None:
     world.cache.abort_prefetch("a")
 
 
-def test_the_queue_is_bounded_and_counts_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded_and_rejected_prefetches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hicache.cache.prefetch, "WAITING_MAX", 1)
     backend = store_of(*PROMPTS[:3])
     world = world_of(backend, operations_max=1)
@@ -196,7 +196,7 @@ def test_the_queue_is_bounded_and_counts_what_it_refuses(monkeypatch: pytest.Mon
         world.cache.abort_prefetch(rid)
 
 
-def test_the_time_of_a_request_runs_from_its_arrival_and_its_prefetch_stays_in_the_queue() -> None:
+def test_a_request_waits_from_its_arrival_and_its_prefetch_stays_queued_after_the_timeout() -> None:
     backend, clock = store_of(*PROMPTS[:2]), ShiftedClock()
     options = configuration(policy="timeout", operations_max=1, timeout_base=5, timeout_per_1024_tokens=0)
     world = World(device_pages=32, host_pages=32, backend=backend, config=options, clock=clock)
@@ -213,7 +213,7 @@ def test_the_time_of_a_request_runs_from_its_arrival_and_its_prefetch_stays_in_t
     world.cache.abort_prefetch("a")
 
 
-def test_best_effort_waits_for_no_turn_and_uses_it_if_it_comes() -> None:
+def test_with_best_effort_a_request_does_not_wait_for_its_turn_but_uses_it_if_it_comes() -> None:
     backend = store_of(*PROMPTS[:2])
     world = world_of(backend, policy="best_effort", operations_max=1)
     world.cache.prefetch_from_storage("a", PROMPTS[0])
@@ -239,10 +239,10 @@ def test_a_request_that_finds_no_room_on_l1_keeps_its_turn() -> None:
     world.cache.abort_prefetch("a")
 
 
-# A pause of storage
+# While storage is paused
 
 
-def test_a_prefetch_waits_out_a_pause_of_storage_but_its_request_does_not() -> None:
+def test_a_prefetch_waits_until_storage_works_again_but_its_request_does_not() -> None:
     backend = store_of(PROMPTS[0])
     world = world_of(backend)
     world.controller.gate.failed(Direction.READ)
@@ -254,7 +254,7 @@ def test_a_prefetch_waits_out_a_pause_of_storage_but_its_request_does_not() -> N
     assert skipped(world) == {}
 
 
-def test_a_request_that_begins_in_a_pause_is_computed_and_counted() -> None:
+def test_a_request_that_begins_while_storage_is_paused_is_computed_and_counted() -> None:
     world = world_of(store_of(PROMPTS[0]))
     world.controller.gate.failed(Direction.READ)
     world.step()
@@ -264,16 +264,16 @@ def test_a_request_that_begins_in_a_pause_is_computed_and_counted() -> None:
 
 
 @pytest.mark.parametrize("end", ["clear", "detach"])
-def test_waiting_prefetches_end_with_the_tree_and_with_their_store(end: str) -> None:
+def test_waiting_prefetches_end_when_the_cache_is_cleared_or_the_store_detached(end: str) -> None:
     backend = store_of(*PROMPTS[:4])
     world = world_of(backend, operations_max=2, host_share=0.25)
-    for rid, key in zip("abcd", PROMPTS[:4], strict=True):  # one arrives, one waits for room, two for their turn
+    for rid, key in zip("abcd", PROMPTS[:4], strict=True):  # one arrives, one waits for room, two wait for their turn
         world.cache.prefetch_from_storage(rid, key)
     world.until(lambda: world.controller.statistics().prefetched_pages == 8 and bool(for_room(world)))
     world.cache.clear() if end == "clear" else world.cache.storage.detach()
     assert all(world.cache.check_prefetch_progress(rid) for rid in "abcd")
     assert world.cache.statistics().prefetches_waiting == 0
-    prefetcher = world.cache._prefetcher  # an operation on its way when the store went may end after the next step
+    prefetcher = world.cache._prefetcher  # an operation in flight may end after the next step
     world.until(lambda: not prefetcher._active and not prefetcher._share.arrived_pages)
 
 
@@ -281,11 +281,11 @@ def test_waiting_prefetches_end_with_the_tree_and_with_their_store(end: str) -> 
 
 
 def for_room(world: World) -> list[str]:
-    """The requests whose prefetch waits for room."""
+    """Return the ids of the requests whose prefetch waits for room."""
     return [prefetch.rid for prefetch in world.cache._prefetcher._for_room]
 
 
-def test_what_was_found_is_read_when_what_arrived_for_another_request_is_used() -> None:
+def test_found_pages_are_read_when_another_request_uses_its_arrived_pages() -> None:
     world = world_of(store_of(*PROMPTS[:2]), host_share=0.25)
     for rid, key in zip("ab", PROMPTS[:2], strict=True):
         world.cache.prefetch_from_storage(rid, key)
@@ -299,7 +299,7 @@ def test_what_was_found_is_read_when_what_arrived_for_another_request_is_used() 
     assert skipped(world) == {}
 
 
-def test_a_request_that_begins_before_there_is_room_is_computed_and_counted() -> None:
+def test_a_request_that_begins_before_its_prefetch_has_room_is_computed_and_counted() -> None:
     world = world_of(store_of(*PROMPTS[:2]), host_share=0.25)
     for rid, key in zip("ab", PROMPTS[:2], strict=True):
         world.cache.prefetch_from_storage(rid, key)
@@ -310,7 +310,7 @@ def test_a_request_that_begins_before_there_is_room_is_computed_and_counted() ->
     world.cache.abort_prefetch("a")
 
 
-def test_a_short_prefetch_does_not_take_the_room_that_a_longer_one_waits_for() -> None:
+def test_a_short_prefetch_does_not_overtake_a_longer_one_that_waits_for_room() -> None:
     short = prompt(901, 902)
     world = world_of(store_of(*PROMPTS[:2], short), host_share=0.375)
     for rid, key in zip("abc", (*PROMPTS[:2], short), strict=True):  # 8 of 12 pages arrive; 8 and 2 wait
@@ -322,8 +322,8 @@ def test_a_short_prefetch_does_not_take_the_room_that_a_longer_one_waits_for() -
     assert world.attempt("c", short).storage_hit_tokens == 8
 
 
-def test_what_waits_for_room_holds_nothing_itself() -> None:
-    """Prefixes that waiting prefetches held could be all of L2; then none of them would ever go on."""
+def test_a_prefetch_that_waits_for_room_holds_no_pages() -> None:
+    """If waiting prefetches held their prefixes, these could fill L2, and no prefetch could continue."""
     heads = [prompt(*range(10 * n + 1, 10 * n + 5)) for n in range(6)]
     world = World(device_pages=64, host_pages=32, backend=store_of(*PROMPTS[:6]), config=configuration(host_share=0.5))
     for number, head in enumerate(heads):  # 24 pages of L2 are heads of the prompts
@@ -340,14 +340,14 @@ def test_what_waits_for_room_holds_nothing_itself() -> None:
     assert skipped(world) == {}
 
 
-def test_of_a_stored_prefix_that_is_longer_than_the_share_as_much_as_fits_is_read() -> None:
+def test_of_a_stored_prefix_longer_than_the_share_the_pages_that_fit_are_read() -> None:
     long = prompt(*range(1, 25))
     world = world_of(store_of(long), host_share=0.25)
-    world.cache._prefetcher.promote_with(None)  # or the rest would come by way of L1
+    world.cache._prefetcher.promote_with(None)  # otherwise the other pages would follow through L1
     assert world.serve("a", long).storage_hit_tokens == 32
 
 
-def test_what_fits_is_read_where_no_other_prefetch_will_give_room_back() -> None:
+def test_if_no_other_prefetch_will_free_room_the_pages_that_fit_are_read() -> None:
     long = prompt(*range(1, 17))
     world = world_of(store_of(long), host_share=1.0)
     world.cache._prefetcher.promote_with(None)
@@ -362,7 +362,7 @@ def test_what_fits_is_read_where_no_other_prefetch_will_give_room_back() -> None
     world.cache.tree.release_host(held)
 
 
-def test_a_prefetch_is_dropped_where_nothing_fits_and_no_other_one_will_give_room_back() -> None:
+def test_if_no_other_prefetch_will_free_room_and_no_page_fits_the_prefetch_is_dropped() -> None:
     world = world_of(store_of(PROMPTS[0]), host_share=1.0)
     held = world.cache.controller.host.alloc(32)
     assert held is not None
@@ -373,7 +373,7 @@ def test_a_prefetch_is_dropped_where_nothing_fits_and_no_other_one_will_give_roo
     world.cache._l2.release(held)
 
 
-def test_no_prefetch_waits_for_pages_that_arrived_for_its_own_request() -> None:
+def test_a_prefetch_does_not_wait_for_pages_that_arrived_for_its_own_request() -> None:
     world = world_of(store_of(prompt(*range(1, 17))), host_share=0.25)
     world.cache.prefetch_from_storage("a", prompt(*range(1, 9)))
     world.until(lambda: world.cache.check_prefetch_progress("a"))
@@ -383,7 +383,7 @@ def test_no_prefetch_waits_for_pages_that_arrived_for_its_own_request() -> None:
     assert world.attempt("a", prompt(*range(1, 17))).storage_hit_tokens == 32
 
 
-def test_what_others_bring_while_a_prefetch_waits_for_room_is_not_read_again() -> None:
+def test_pages_that_others_compute_while_a_prefetch_waits_for_room_are_not_read() -> None:
     backend = store_of(*PROMPTS[:2])
     world = world_of(backend, host_share=0.25)
     for rid, key in zip("ab", PROMPTS[:2], strict=True):

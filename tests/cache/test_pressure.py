@@ -1,4 +1,4 @@
-"""What repeated attempts, pins, long lives and failed starts may not do: grow, evict in vain, or hide a failure."""
+"""Repeated attempts, many pins, long runs and failures neither leak memory nor evict pages without need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_back(**entries: Any) -> HiCacheConfig:
 
 
 @pytest.mark.parametrize("policy", ["lru", "filo", "mru"])
-def test_eviction_queues_do_not_grow_with_the_runs_that_have_left(policy: str) -> None:
+def test_eviction_queues_do_not_grow_with_the_number_of_evicted_runs(policy: str) -> None:
     world = World(device_pages=8, host_pages=8, config=write_back(eviction_policy=policy))
     for number in range(600):
         world.serve(f"r{number}", prompt(1000 + number))
@@ -30,7 +30,7 @@ def test_eviction_queues_do_not_grow_with_the_runs_that_have_left(policy: str) -
     assert all(len(queue._heap) < 300 for queue in (world.cache.tree.device_queue, world.cache.tree.host_queue))
 
 
-def test_pins_that_were_released_are_forgotten() -> None:
+def test_released_pins_do_not_use_memory() -> None:
     world = World()
     world.serve("a", prompt(1))
     for _ in range(2000):
@@ -40,17 +40,17 @@ def test_pins_that_were_released_are_forgotten() -> None:
     assert len(world.cache._pins._expiry) < 200
 
 
-def test_waiting_for_write_back_does_not_evict_more_at_each_attempt() -> None:
+def test_repeated_attempts_during_a_write_back_do_not_evict_more() -> None:
     world = World(device_pages=31, host_pages=64, config=write_back())
     for number in range(10):
         world.serve(f"r{number}", prompt(*range(100 * number + 1, 100 * number + 4)))
-    for _ in range(9):  # without a poll in between nothing arrives
+    for _ in range(9):  # without a poll no copy is acknowledged
         assert world.cache.begin_request("next", prompt(1001, 1002, 1003)) is None
     assert world.cache.writeback_pages == 3
     world.settle()
 
 
-def test_equal_prompts_that_storage_does_not_have_are_looked_up_once() -> None:
+def test_equal_prompts_that_storage_lacks_are_looked_up_once() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
     unknown = prompt(*range(50, 60))
@@ -61,7 +61,7 @@ def test_equal_prompts_that_storage_does_not_have_are_looked_up_once() -> None:
     assert backend.lookups == 1
 
 
-def test_a_request_that_finds_no_room_keeps_its_prefetch() -> None:
+def test_a_request_without_room_keeps_its_prefetch() -> None:
     backend = stored()
     world = world_of(backend, "best_effort")
     blocked = world.cache.page_source.alloc(60)
@@ -76,7 +76,7 @@ def test_a_request_that_finds_no_room_keeps_its_prefetch() -> None:
     assert world.attempt("a", KEY).storage_hit_tokens == 32
 
 
-def test_nothing_is_evicted_for_an_allocation_inside_a_free_group() -> None:
+def test_an_allocation_inside_a_free_group_evicts_nothing() -> None:
     world = World(device_pages=8)
     world.serve("a", prompt(*range(1, 8)))
     world.settle()
@@ -87,7 +87,7 @@ def test_nothing_is_evicted_for_an_allocation_inside_a_free_group() -> None:
 
 
 class NoMemory:
-    """Kernels on a device that is full."""
+    """Kernels of a device without free memory."""
 
     def extend_slots(self, *_: object) -> None:
         raise torch.OutOfMemoryError("full")
@@ -107,12 +107,12 @@ def test_pages_are_not_lost_when_the_device_has_no_memory_for_their_slots() -> N
     assert world.device.allocator.used_pages == 0
 
 
-def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> None:
+def test_a_request_does_not_exchange_its_pages_for_pages_that_are_being_loaded() -> None:
     world = World(device_pages=32, config=HiCacheConfig(load_back_threshold_tokens=12, break_even=ALWAYS))
     world.serve("store", prompt(1, 2, 3))
     world.settle()
     world.cache.evict(100)
-    own = world.begin("a", prompt(1, 2))  # too short to be loaded, so it computes
+    own = world.begin("a", prompt(1, 2))  # the hit is too short to be loaded, so it is computed
     assert own.cached_tokens == 0
     pages = own.pages.copy()
     loading = world.admit("b", prompt(1, 2, 3))
@@ -127,7 +127,7 @@ def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> 
         world.cache.cache_finished_req(request, None)
 
 
-def test_a_head_whose_store_failed_is_stored_again_though_what_follows_came_from_storage() -> None:
+def test_a_head_whose_store_failed_is_stored_again_although_its_descendants_are_stored() -> None:
     backend = LastingBackend(codec())
     other = World(backend=backend)
     other.serve("a", prompt(1, 2, 3))
@@ -145,7 +145,7 @@ def test_a_head_whose_store_failed_is_stored_again_though_what_follows_came_from
 
 
 class Observer:
-    """Notes which nodes were stored."""
+    """Records which nodes were stored."""
 
     def __init__(self, stored_nodes: list[int]) -> None:
         self.stored_nodes = stored_nodes
@@ -155,13 +155,13 @@ class Observer:
             self.stored_nodes.append(node.id)  # type: ignore[attr-defined]
 
     def grown(self, tree: object, node: object, pages: int, prior: object) -> None:
-        """Not looked at."""
+        """Ignore the event."""
 
     def removed(self, medium: object, tree: object, node: object) -> None:
-        """Not looked at."""
+        """Ignore the event."""
 
     def lost(self, keys: list[bytes]) -> None:
-        """Not looked at."""
+        """Ignore the event."""
 
     def storage_replaced(self) -> None:
-        """Not looked at."""
+        """Ignore the event."""

@@ -1,4 +1,4 @@
-"""Random requests on real threads over three tiers that are far too small; every page served is compared bytewise."""
+"""Random requests on real threads over three tiers that are much too small. All served pages are compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.seeds import rng, seeds
 
 pytestmark = [pytest.mark.usefixtures("threads_switch_often"), pytest.mark.long]
 
-# 20 seeds of these make the 100,000 pages that a change has to be served right; SOAK_FACTOR=100 makes ten million.
+# 20 seeds compare 100,000 pages, the minimum for a change; with SOAK_FACTOR=100, ten million.
 PAGES_PER_SEED = 5_000
 SCALE = 6  # prompts of up to 60 pages
 
@@ -28,7 +28,7 @@ def large_engine(seed: int, **changes: Any) -> RandomEngine:
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_thousands_of_pages_are_served_right_bytes_while_threads_switch_all_the_time(seed: int) -> None:
+def test_thousands_of_served_pages_have_the_right_bytes_while_threads_switch_often(seed: int) -> None:
     engine = large_engine(seed)
     while engine.world.compared_pages < PAGES_PER_SEED:
         engine.act()
@@ -40,7 +40,7 @@ def test_thousands_of_pages_are_served_right_bytes_while_threads_switch_all_the_
 
 
 class _FlipsOneBit(CpuCopyEngine):
-    """Damages one bit of one page in one load, once in its life."""
+    """A copy engine that changes one bit in one of its loads."""
 
     def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
         super().__init__(blocks, window)
@@ -53,8 +53,8 @@ class _FlipsOneBit(CpuCopyEngine):
             self.flipped = True
 
 
-def test_the_comparison_finds_one_bit_that_one_copy_of_many_has_changed() -> None:
-    """Negative control: the same engine over copies that go wrong once."""
+def test_the_comparison_finds_one_bit_that_one_of_many_copies_has_changed() -> None:
+    """The control: the same engine with one wrong copy."""
     engine = large_engine(0, copies=_FlipsOneBit)
     while engine.world.compared_pages < PAGES_PER_SEED:
         engine.act()
@@ -64,8 +64,8 @@ def test_the_comparison_finds_one_bit_that_one_copy_of_many_has_changed() -> Non
     engine.world.close()
 
 
-def test_the_comparison_finds_a_byte_that_changed_on_l2() -> None:
-    """Negative control: with one payload byte of a host page changed, the engine counts a wrong page."""
+def test_the_comparison_finds_a_changed_byte_on_l2() -> None:
+    """The control: with one changed payload byte on L2, the engine counts a wrong page."""
     world = World(backend=None)
     world.serve("a", prompt(1, 2))
     world.settle()

@@ -1,4 +1,4 @@
-"""Random conversations over three tiers that are far too small; every token that is served is compared bytewise."""
+"""Random conversations over three tiers that are much too small. All served tokens are compared byte by byte."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _store(epoch: int) -> StorageBackend:
 
 
 class RandomTalks:
-    """Keeps a few requests running, most of them turns, and does the next random thing to one of them."""
+    """An engine that runs a few requests, mostly turns, and chooses each next action at random."""
 
     def __init__(self, numbers: random.Random, kind: type[SessionCache] = SessionCache) -> None:
         self.random = numbers
@@ -46,7 +46,7 @@ class RandomTalks:
             position_bytes=numbers.choice([TOKEN_BYTES, BIGRAM_BYTES]),
         )  # fmt: skip
         self.talks.leave()  # the tests close it
-        self.history: dict[str, list[int]] = {}  # what each conversation said last, as its client knows it
+        self.history: dict[str, list[int]] = {}  # the tokens of each conversation, as its client knows them
         self.running: list[tuple[Talk, str | None]] = []
         self.seen: Counter[str] = Counter()
         self.count = 0
@@ -55,7 +55,7 @@ class RandomTalks:
         return [self.random.randrange(3) for _ in range(self.random.randint(1, most))]
 
     def prompt(self, session_id: str) -> list[int]:
-        """Mostly what the conversation said and something new; sometimes a part of it, or something else."""
+        """Return mostly the conversation with new tokens; sometimes only a part of it, or other tokens."""
         said, choice = self.history.get(session_id, []), self.random.random()
         if choice < 0.15:
             said = said[: self.random.randint(0, len(said))]
@@ -102,7 +102,7 @@ class RandomTalks:
     def finish(self) -> None:
         if self.running:
             talk, session_id = self.running.pop(self.random.randrange(len(self.running)))
-            if self.random.random() < 0.2:  # ends with fewer tokens than it computed
+            if self.random.random() < 0.2:  # it ends with fewer tokens than it has computed
                 least = talk.kv.shared_pages * PAGE + self.talks.bigram
                 talk.computed = self.random.randint(max(1, least), talk.computed)
             self.talks.finish(talk)
@@ -158,14 +158,14 @@ class RandomTalks:
 
 
 @pytest.mark.parametrize("seed", seeds(30))
-def test_random_turns_are_served_right_bytes_and_the_books_balance(seed: int) -> None:
+def test_random_turns_get_the_right_bytes_and_all_checks_pass(seed: int) -> None:
     engine = RandomTalks(rng(seed))
     engine.run()
     engine.talks.close()
     assert engine.talks.compared_tokens > 0
 
 
-def test_the_random_turns_meet_every_way_to_end() -> None:
+def test_the_random_turns_reach_all_ends_of_sessions_and_turns() -> None:
     seen: Counter[str] = Counter()
     for seed in range(8):
         engine = RandomTalks(rng(seed))
@@ -178,14 +178,14 @@ def test_the_random_turns_meet_every_way_to_end() -> None:
 
 
 class ForgetsTheTail(SessionCache):
-    """Counts the partial page's tokens as cached, and leaves the page where it was."""
+    """Counts the tokens of the partial page as cached, but does not move the page to the turn."""
 
     def _continue(self, session: module._Session, held: RequestKV, request: RequestKV) -> None:
         request.device_hit_tokens += len(held.key) % self.page_size
 
 
 class ComparesWholePages(SessionCache):
-    """Goes on from the session's tokens whatever the turn says in place of those of the partial page."""
+    """Does not compare the tokens of the partial page with those of the turn."""
 
     def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
         session = self._turns.get(rid)
@@ -197,8 +197,8 @@ class ComparesWholePages(SessionCache):
 
 
 @pytest.mark.parametrize("kind", [ForgetsTheTail, ComparesWholePages])
-def test_a_session_cache_that_serves_other_tokens_is_found(kind: type[SessionCache]) -> None:
-    """Negative control: without the partial page itself, or without comparing tokens, wrong bytes are served."""
+def test_the_random_turns_find_a_session_cache_that_serves_wrong_tokens(kind: type[SessionCache]) -> None:
+    """The control: without the partial page, or without comparing its tokens, the cache serves wrong bytes."""
     engines = [RandomTalks(rng(seed), kind) for seed in range(4)]
     for engine in engines:
         engine.run()

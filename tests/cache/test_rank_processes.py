@@ -1,4 +1,4 @@
-"""Ranks as processes over gloo: the same decisions, and an end instead of a hang when one of them is lost."""
+"""Ranks as processes over gloo decide identically, and end with an error when a rank is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 3.0
 
 
 class Processes:
-    """The ranks of one run. `stop` ends them all, stopped ones too."""
+    """The ranks of one run. `stop` ends all processes, also those stopped by a signal."""
 
     def __init__(self) -> None:
         self.children: list[subprocess.Popen[bytes]] = []
@@ -35,7 +35,7 @@ class Processes:
             self.children.append(subprocess.Popen(command, cwd=ROOT))
 
     def wait(self, *ranks: int) -> list[int]:
-        """The exit codes of some ranks."""
+        """Wait for some ranks; return their exit codes."""
         deadline = time.monotonic() + WAIT_S
         return [self.children[rank].wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
 
@@ -57,7 +57,7 @@ def outcome(folder: Path, rank: int) -> Outcome:
 
 
 @pytest.mark.parametrize(("size", "seeds"), [(2, [1, 2]), (4, [5, 6])])
-def test_processes_with_different_hits_speeds_pools_and_faults_decide_the_same(
+def test_processes_with_different_hits_speeds_pools_and_faults_decide_identically(
     tmp_path: Path, processes: Processes, size: int, seeds: list[int]
 ) -> None:
     processes.start(Task(str(tmp_path), 0, size, seeds, deadline_s=60.0))
@@ -72,7 +72,7 @@ def test_processes_with_different_hits_speeds_pools_and_faults_decide_the_same(
 
 
 @pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_others_get_an_error_and_end_when_a_rank_dies_or_stops(
+def test_when_a_rank_dies_or_stops_the_others_end_with_an_error(
     tmp_path: Path, processes: Processes, lost: signal.Signals
 ) -> None:
     processes.start(Task(str(tmp_path), 0, 3, [1], deadline_s=DEADLINE_S, signal=lost))
@@ -80,5 +80,5 @@ def test_the_others_get_an_error_and_end_when_a_rank_dies_or_stops(
     for rank in range(2):
         end = outcome(tmp_path, rank)
         assert end.error is not None and "another rank is gone or did not answer" in end.error
-        assert end.closed, "what was under way on this rank has ended all the same"
+        assert end.closed, "the operations of this rank have ended"
         assert end.wrong_pages == 0

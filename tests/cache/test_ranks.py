@@ -1,4 +1,4 @@
-"""Ranks with different hits, speeds and faults make the same decisions. One thread steps them all in turn."""
+"""Ranks with different hits, speeds and faults decide identically. One thread steps all ranks in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cache.world import WAIT_S, World, memory_backend, prompt
 from tests.ranks import Exchange
 from tests.seeds import rng, seeds
 
-# So that ends fall at every point of a step.
+# Operations end at all points of a step.
 pytestmark = [pytest.mark.usefixtures("threads_switch_often"), pytest.mark.long]
 
 
@@ -30,7 +30,7 @@ PREFETCH_POLICIES: tuple[Literal["timeout", "best_effort", "wait_complete"], ...
 
 
 def policies(seed: int) -> dict[str, str]:
-    """Each seed has a combination of its own, the same on all ranks."""
+    """Return the policies of a seed, which are the same on all ranks."""
     return {
         "write_policy": ("write_through", "write_through_selective", "write_back")[seed % 3],
         "eviction_policy": tuple(POLICIES)[seed % len(POLICIES)],
@@ -38,7 +38,7 @@ def policies(seed: int) -> dict[str, str]:
 
 
 class Engines:
-    """One random engine per rank, all drawing the same random numbers."""
+    """One random engine per rank. All draw the same random numbers."""
 
     def __init__(
         self,
@@ -92,19 +92,19 @@ class Engines:
 
 
 @pytest.mark.parametrize(("size", "seed"), [(size, seed) for size in (2, 4, 8) for seed in seeds(24 // size)])
-def test_ranks_with_different_hits_speeds_and_faults_decide_the_same_after_every_step(size: int, seed: int) -> None:
+def test_ranks_with_different_hits_speeds_and_faults_decide_identically_in_each_step(size: int, seed: int) -> None:
     backends = [UnreliableBackend(100 * seed + rank, misses=0.4 / size) for rank in range(size)]
-    # The second engine serves the same prompts, and finds in storage what the first has left there.
+    # The second engine serves the same prompts, and finds the stored pages of the first.
     for _ in range(2):
         exchange = Exchange(size)
         engines = Engines(seed, backends, exchange.ranks())
         engines.run()
         engines.close()
-        assert exchange.disagreements() > 0, "the ranks never differed, so nothing was tested"
+        assert exchange.disagreements() > 0, "the ranks did not differ, so the test has tested nothing"
 
 
 def test_without_agreement_the_same_ranks_decide_differently() -> None:
-    """Negative control: with each rank acting on what has ended there, the digests differ in one run of a few."""
+    """The control: if each rank acts on its own ended operations, the digests differ in some runs."""
     differed = 0
     for seed in range(5):
         engines = Engines(seed, [UnreliableBackend(100 * seed + rank) for rank in range(2)], [None, None])
@@ -118,11 +118,11 @@ def test_without_agreement_the_same_ranks_decide_differently() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_ranks_that_hold_the_same_bytes_let_the_first_one_store_them(seed: int) -> None:
-    """As with the latent of MLA: one store for all ranks; what rank 0 has written the others read."""
+def test_of_ranks_with_the_same_bytes_only_the_first_one_stores(seed: int) -> None:
+    """As with the latent of MLA: all ranks share one store, and read the pages that rank 0 has written."""
 
     class View(UnreliableBackend):
-        """One rank's way to the store that all share."""
+        """The view of one rank on the shared store."""
 
         def __init__(self, number: int, shared: UnreliableBackend | None) -> None:
             super().__init__(number, misses=0, failures=0)
@@ -142,13 +142,13 @@ def test_ranks_that_hold_the_same_bytes_let_the_first_one_store_them(seed: int) 
 
 
 class FailingCopies(UnevenCopies):
-    """Fails every copy to L2."""
+    """A copy engine whose copies to L2 fail."""
 
     def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
         raise OSError("device lost")
 
 
-def test_a_failed_copy_on_one_rank_ends_the_service_of_all_in_the_same_step() -> None:
+def test_after_a_failed_copy_on_one_rank_all_ranks_reject_requests_in_the_same_step() -> None:
     groups = Exchange(2).ranks()
     worlds = [
         World(backend=memory_backend(), ranks=group, copies=copies)
@@ -157,15 +157,15 @@ def test_a_failed_copy_on_one_rank_ends_the_service_of_all_in_the_same_step() ->
     for world in worlds:
         request = world.begin("a", prompt(1, 2))
         world.cache.cache_finished_req(request, prompt(1, 2))
-    refused = [False, False]
+    rejected = [False, False]
     for _ in range(int(WAIT_S * 1000)):
         for world in worlds:
             world.step()
-        refused = [_refuses(world) for world in worlds]
-        assert refused[0] == refused[1]
-        if all(refused):
+        rejected = [_rejects(world) for world in worlds]
+        assert rejected[0] == rejected[1]
+        if all(rejected):
             break
-    assert all(refused)
+    assert all(rejected)
     for world in worlds:
         while not world.controller.idle:
             for each in worlds:
@@ -173,7 +173,7 @@ def test_a_failed_copy_on_one_rank_ends_the_service_of_all_in_the_same_step() ->
         world.close()
 
 
-def _refuses(world: World) -> bool:
+def _rejects(world: World) -> bool:
     try:
         request = world.admit("b", prompt(7))
     except TransferError:

@@ -1,4 +1,4 @@
-"""Storage learns what is hot, and the cache learns what storage has lost."""
+"""Storage is notified of reused pages, and the cache of pages that storage has lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.waiting import wait_for
 
 PAGE = codec().frame_bytes
 HOT = prompt(1, 2, 3)
-# Rounds in which all of a store of twelve pages is replaced several times.
+# Enough rounds to replace the content of a store of twelve pages several times.
 ROUNDS = 8
 
 
@@ -43,7 +43,7 @@ def file_store(path: Path, pages: int) -> FileBackend:
 
 
 def other(number: int) -> RadixKey:
-    """A prompt of three pages that no other one shares."""
+    """Return a prompt of three pages that shares no page with any other prompt."""
     return prompt(100 + number, 200 + number, 300 + number)
 
 
@@ -59,30 +59,30 @@ def node_of(world: World, key: RadixKey) -> Node:
     return world.cache.tree.match(key).node
 
 
-def told(world: World) -> None:
-    """Until storage has been told all that is to be told."""
+def send_uses(world: World) -> None:
+    """Step until storage has been notified of all uses."""
     world.until(lambda: not world.cache._l2._used and world.controller._storage._touch is None)
 
 
-class Listening(LastingBackend):
-    """A store that notes what it is told, and on which threads."""
+class RecordingStore(LastingBackend):
+    """A store that records the pages that it is notified of, and the threads of these calls."""
 
     def __init__(self, capacity_pages: int | None = None) -> None:
         super().__init__(codec(), None if capacity_pages is None else capacity_pages * PAGE)
-        self.told: list[bytes] = []
+        self.touched: list[bytes] = []
         self.threads: set[str] = set()
         self.may_answer = threading.Event()
         self.may_answer.set()
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        self.told += keys
+        self.touched += keys
         self.threads.add(threading.current_thread().name)
         assert self.may_answer.wait(20)
         return super().use(keys, deadline)
 
 
-class Deaf(Wrapper):
-    """A store that is told of no use, and tells of no eviction."""
+class WithoutUsesOrNotices(Wrapper):
+    """A store that ignores uses and does not report its evictions."""
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
         return []
@@ -91,15 +91,15 @@ class Deaf(Wrapper):
         pass
 
 
-class Mute(Deaf):
-    """A store that answers touches, and tells of no eviction: as one on a server."""
+class WithoutNotices(WithoutUsesOrNotices):
+    """A store that answers touches and does not report its evictions, like a store on a server."""
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
         return touch(self._inner, keys, deadline=deadline)
 
 
 class Rounds:
-    """An engine whose users ask for HOT in each round, a minute apart, and for something new each time."""
+    """An engine that serves HOT and a new prompt in each round. Rounds are more than a minute apart."""
 
     def __init__(self, backend: StorageBackend, *, policy: str = "write_through") -> None:
         self.clock = ShiftedClock()
@@ -111,27 +111,27 @@ class Rounds:
         world = self.world
         for number in range(rounds):
             request = world.serve(f"hot {number}", HOT)
-            assert number == 0 or request.device_hit_tokens == 12, "it never leaves L1"
+            assert number == 0 or request.device_hit_tokens == 12, "HOT stays on L1"
             world.serve(f"other {number}", other(number))
             world.settle()
             self.clock.shift_s += host_tier.TOUCH_EVERY_S + 1
-            told(world)
+            send_uses(world)
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
-def test_a_prompt_that_hits_on_l1_each_round_is_in_the_file_store_after_a_restart(tmp_path: Path, policy: str) -> None:
+def test_a_prompt_that_often_hits_on_l1_is_in_the_file_store_after_a_restart(tmp_path: Path, policy: str) -> None:
     engine = Rounds(file_store(tmp_path, 12), policy=policy)
     engine.run()
     assert engine.world.controller.statistics().touched_pages >= 3 * (ROUNDS - 2)
     engine.world.close()
     again = World(device_pages=20, host_pages=40, backend=file_store(tmp_path, 12))
     assert again.serve("hot", HOT).storage_hit_tokens == 12
-    assert again.serve("other", other(0)).storage_hit_tokens == 0, "the store is too small for all"
+    assert again.serve("other", other(0)).storage_hit_tokens == 0, "the store is too small for all prompts"
 
 
-def test_a_store_that_is_told_nothing_evicts_it(tmp_path: Path) -> None:
+def test_a_store_that_is_not_notified_of_uses_evicts_the_hot_prompt(tmp_path: Path) -> None:
     """The control of the test above."""
-    engine = Rounds(Deaf(file_store(tmp_path, 12)))
+    engine = Rounds(WithoutUsesOrNotices(file_store(tmp_path, 12)))
     engine.run()
     engine.world.close()
     again = World(device_pages=20, host_pages=40, backend=file_store(tmp_path, 12))
@@ -139,8 +139,8 @@ def test_a_store_that_is_told_nothing_evicts_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uses", [True, False])
-def test_a_prompt_that_hits_on_l1_outlives_others_on_a_server_that_evicts_what_is_unused(uses: bool) -> None:
-    """And does not without being used, which is the control. A server of keys knows no chains."""
+def test_a_server_keeps_a_prompt_that_hits_on_l1_longer_than_unused_pages(uses: bool) -> None:
+    """Without uses, the control, the server evicts it. The server does not know the chains of its keys."""
     hot = prompt(*range(1, 13))
     more = [key for number in range(30) for key in keys_of(other(number))]
     with ValkeyServer() as server, server.client() as client:
@@ -154,7 +154,7 @@ def test_a_prompt_that_hits_on_l1_outlives_others_on_a_server_that_evicts_what_i
             grow_old(client, client.keys("hot:*"))
             if uses:
                 assert world.serve("hit", hot).device_hit_tokens == 48
-                told(world)
+                send_uses(world)
             client.config_set("maxmemory-policy", "allkeys-lru")
             client.config_set("maxmemory-samples", 64)
             client.config_set("maxmemory", client.info("memory")["used_memory"] + PAGE)
@@ -165,98 +165,98 @@ def test_a_prompt_that_hits_on_l1_outlives_others_on_a_server_that_evicts_what_i
         world.close()
 
 
-# What is told, and when
+# Notifications of uses
 
 
-def test_uses_are_told_on_a_worker_heads_first_and_once_a_minute() -> None:
-    store, clock = Listening(), ShiftedClock()
+def test_a_worker_notifies_storage_heads_first_and_once_a_minute_for_each_run() -> None:
+    store, clock = RecordingStore(), ShiftedClock()
     world = World(backend=store, clock=clock)
     world.serve("first", prompt(1, 2))
     world.serve("longer", prompt(1, 2, 3))
     world.settle()
     for number in range(5):
         world.serve(f"hit {number}", prompt(1, 2, 3))
-        told(world)
-    assert store.told == keys_of(prompt(1, 2, 3))
+        send_uses(world)
+    assert store.touched == keys_of(prompt(1, 2, 3))
     assert store.threads and all(name.startswith("hicache-backup") for name in store.threads)
     clock.shift_s += host_tier.TOUCH_EVERY_S
     world.serve("later", prompt(1, 2, 3))
-    told(world)
-    assert store.told == 2 * keys_of(prompt(1, 2, 3))
+    send_uses(world)
+    assert store.touched == 2 * keys_of(prompt(1, 2, 3))
     assert world.controller.statistics().touched_pages == 6
 
 
-def test_uses_of_one_second_are_told_together() -> None:
-    store, clock = Listening(), ShiftedClock()
+def test_uses_within_one_second_are_sent_together() -> None:
+    store, clock = RecordingStore(), ShiftedClock()
     world = World(device_pages=24, backend=store, clock=clock)
     for number in range(4):
         world.serve(f"first {number}", other(number))
     world.settle()
     world.serve("hit 0", other(0))
-    told(world)
+    send_uses(world)
     for number in range(1, 4):
         world.serve(f"hit {number}", other(number))
         world.step()
-    assert store.told == keys_of(other(0))
+    assert store.touched == keys_of(other(0))
     clock.shift_s += host_tier.TOUCH_PAUSE_S
-    told(world)
-    assert sorted(store.told) == sorted(key for number in range(4) for key in keys_of(other(number)))
+    send_uses(world)
+    assert sorted(store.touched) == sorted(key for number in range(4) for key in keys_of(other(number)))
 
 
-def test_a_run_that_was_split_is_told_in_both_its_parts() -> None:
-    store, clock = Listening(), ShiftedClock()
+def test_both_parts_of_a_split_run_are_touched() -> None:
+    store, clock = RecordingStore(), ShiftedClock()
     world = World(backend=store, clock=clock)
     world.serve("whole", prompt(1, 2, 3, 4))
     world.settle()
     world.serve("head", prompt(1, 2))
-    told(world)
-    assert store.told == keys_of(prompt(1, 2))
+    send_uses(world)
+    assert store.touched == keys_of(prompt(1, 2))
     clock.shift_s += host_tier.TOUCH_PAUSE_S
     world.serve("whole again", prompt(1, 2, 3, 4))
-    told(world)
-    assert store.told == keys_of(prompt(1, 2, 3, 4))
+    send_uses(world)
+    assert store.touched == keys_of(prompt(1, 2, 3, 4))
 
 
-def test_what_is_not_stored_is_not_told() -> None:
-    store = Listening()
+def test_uses_of_pages_that_are_not_stored_are_not_sent() -> None:
+    store = RecordingStore()
     world = World(backend=store)
     world.cache.storage.override(Direction.WRITE, Override.OFF)
     world.step()
     for rid in "abc":
         world.serve(rid, HOT)
-    told(world)
-    assert store.told == []
+    send_uses(world)
+    assert store.touched == []
 
 
-def test_uses_wait_for_a_store_that_hangs_up_to_a_bound_and_are_counted_beyond(
+def test_a_bounded_number_of_uses_waits_for_a_store_that_hangs_and_dropped_uses_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_tier, "TOUCH_BYTES_MAX", 6 * 32)
-    store, clock = Listening(), ShiftedClock()
+    store, clock = RecordingStore(), ShiftedClock()
     world = World(device_pages=30, host_pages=40, backend=store, clock=clock)
     for number in range(5):
         world.serve(f"first {number}", other(number))
     world.settle()
     store.may_answer.clear()
     world.serve("hit 0", other(0))
-    wait_for(lambda: bool(store.told), world.step)
+    wait_for(lambda: bool(store.touched), world.step)
     clock.shift_s += host_tier.TOUCH_PAUSE_S
     for number in range(1, 5):
         request = world.serve(f"hit {number}", other(number))
         assert request.device_hit_tokens == 12
     assert world.cache.statistics().skipped["touch_dropped"] > 0
-    assert store.told == keys_of(other(0))
+    assert store.touched == keys_of(other(0))
     store.may_answer.set()
-    told(world)
-    assert sorted(store.told) == sorted(key for number in range(3) for key in keys_of(other(number)))
+    send_uses(world)
+    assert sorted(store.touched) == sorted(key for number in range(3) for key in keys_of(other(number)))
     world.serve("hit 4 again", other(4))
     clock.shift_s += host_tier.TOUCH_PAUSE_S
-    told(world)
-    assert set(keys_of(other(4))) <= set(store.told)
+    send_uses(world)
+    assert set(keys_of(other(4))) <= set(store.touched)
 
 
-def test_a_store_that_is_replaced_while_it_hangs_is_told_no_more() -> None:
-    old, new = Listening(), Listening()
+def test_a_store_that_is_replaced_while_it_hangs_is_not_notified_any_more() -> None:
+    old, new = RecordingStore(), RecordingStore()
     clock = ShiftedClock()
     world = World(
         backend=old, clock=clock, open_storage=lambda epoch: new, transfer=TransferConfig(backup_workers=2)
@@ -265,34 +265,34 @@ def test_a_store_that_is_replaced_while_it_hangs_is_told_no_more() -> None:
     world.settle()
     old.may_answer.clear()
     world.serve("hit", HOT)
-    wait_for(lambda: bool(old.told), world.step)
+    wait_for(lambda: bool(old.touched), world.step)
     world.cache.storage.attach()
     world.until(lambda: world.controller.backend is new)
     for rid in "abc":
         clock.shift_s += host_tier.TOUCH_EVERY_S
         world.serve(rid, HOT)
         world.settle()
-    wait_for(lambda: bool(new.told), world.step)
-    assert (old.told, new.told[:3]) == (keys_of(HOT), keys_of(HOT))
+    wait_for(lambda: bool(new.touched), world.step)
+    assert (old.touched, new.touched[:3]) == (keys_of(HOT), keys_of(HOT))
     old.may_answer.set()
 
 
-def test_a_cache_without_an_l1_tells_too() -> None:
-    store = Listening()
+def test_a_cache_without_an_l1_notifies_storage_too() -> None:
+    store = RecordingStore()
     world = HostWorld(backend=store)
     world.write("a", prompt(1, 2))
     world.settle()
     assert world.cache.lookup("b", prompt(1, 2)).pages == 2
     world.cache.abort("b")
-    wait_for(lambda: bool(store.told), world.step)
-    assert store.told == keys_of(prompt(1, 2))
+    wait_for(lambda: bool(store.touched), world.step)
+    assert store.touched == keys_of(prompt(1, 2))
 
 
-# What storage has lost
+# Pages that storage has lost
 
 
 def test_an_evicted_prompt_is_stored_again_at_its_next_use() -> None:
-    store = Listening(6)
+    store = RecordingStore(6)
     world = World(backend=store)
     world.serve("hot", HOT)
     world.settle()
@@ -306,26 +306,26 @@ def test_an_evicted_prompt_is_stored_again_at_its_next_use() -> None:
     assert has(store, HOT) == 3 and node_of(world, HOT).stored
 
 
-def test_without_notices_it_is_found_out_by_telling_the_use() -> None:
-    inner = Listening(6)
-    world = World(backend=Mute(inner))
+def test_without_eviction_notices_the_reply_to_a_touch_shows_that_pages_are_lost() -> None:
+    inner = RecordingStore(6)
+    world = World(backend=WithoutNotices(inner))
     world.serve("hot", HOT)
     world.settle()
     for number in range(2):
         world.serve(f"other {number}", other(number))
     world.settle()
     assert has(inner, HOT) == 0 and node_of(world, HOT).stored
-    world.serve("hot, told", HOT)
+    world.serve("hot, touched", HOT)
     world.until(lambda: not node_of(world, HOT).stored)
     world.serve("hot, stored", HOT)
     world.settle()
     assert has(inner, HOT) == 3
 
 
-def test_a_store_that_neither_hears_nor_tells_keeps_its_mark_for_good() -> None:
+def test_pages_stay_marked_as_stored_if_the_store_neither_answers_touches_nor_reports_evictions() -> None:
     """The control of the two tests above."""
-    inner = Listening(6)
-    world = World(backend=Deaf(inner))
+    inner = RecordingStore(6)
+    world = World(backend=WithoutUsesOrNotices(inner))
     world.serve("hot", HOT)
     for number in range(2):
         world.serve(f"other {number}", other(number))
@@ -336,8 +336,8 @@ def test_a_store_that_neither_hears_nor_tells_keeps_its_mark_for_good() -> None:
     assert node_of(world, HOT).stored and has(inner, HOT) == 0
 
 
-def test_a_prompt_that_is_on_l1_alone_is_copied_and_stored_again() -> None:
-    store = Listening(6)
+def test_a_prompt_that_is_only_on_l1_is_copied_to_l2_and_stored_again() -> None:
+    store = RecordingStore(6)
     world = World(device_pages=24, host_pages=6, backend=store)
     for number, key in enumerate([other(0), HOT, other(1), other(2)]):  # the newest copy leaves L2 first
         world.serve(f"{number}", key)
@@ -349,8 +349,8 @@ def test_a_prompt_that_is_on_l1_alone_is_copied_and_stored_again() -> None:
     assert has(store, HOT) == 3
 
 
-def test_a_page_that_is_lost_from_the_middle_takes_the_tail_of_its_run() -> None:
-    store = Listening()
+def test_a_page_lost_from_the_middle_of_a_run_marks_the_tail_as_not_stored() -> None:
+    store = RecordingStore()
     world = World(backend=store)
     world.serve("long", prompt(1, 2, 3, 4))
     world.serve("head", prompt(1, 2))
@@ -362,9 +362,9 @@ def test_a_page_that_is_lost_from_the_middle_takes_the_tail_of_its_run() -> None
     assert head.stored and world.cache.statistics().lost_pages == 2
 
 
-def test_what_a_read_does_not_find_is_not_stored() -> None:
-    """The node of the page came back by being computed while the read was under way."""
-    store = Gated()
+def test_a_page_that_a_read_does_not_find_is_marked_as_not_stored() -> None:
+    """The page was computed, and its node added, while the read was in flight."""
+    store = GatedReads()
     first = World(backend=store)
     first.serve("a", prompt(1, 2, 3, 4))
     first.close()
@@ -380,8 +380,8 @@ def test_what_a_read_does_not_find_is_not_stored() -> None:
     world.cache.abort_prefetch("slow")
 
 
-class Gated(Listening):
-    """A store whose reads wait."""
+class GatedReads(RecordingStore):
+    """A store whose reads wait while `may_read` is not set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,11 +394,11 @@ class Gated(Listening):
         super().read(pages)
 
 
-def test_losses_are_taken_in_some_at_a_time_and_beyond_a_bound_the_oldest_are_dropped(
+def test_each_step_handles_a_few_losses_and_above_a_limit_the_oldest_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(storage_workers, "_LOST_PER_STEP", 2)
-    store = Listening()
+    store = RecordingStore()
     world = World(backend=store)
     world.serve("hot", HOT)
     world.settle()
@@ -414,8 +414,8 @@ def test_losses_are_taken_in_some_at_a_time_and_beyond_a_bound_the_oldest_are_dr
     world.controller._storage._lost.clear()
 
 
-def test_evictions_of_storage_are_events() -> None:
-    store, stream = Listening(6), EventStream(1 << 20)
+def test_evictions_in_storage_are_published_as_events() -> None:
+    store, stream = RecordingStore(6), EventStream(1 << 20)
     world = World(backend=store)
     world.cache.record_events(stream)
     reader, index = stream.subscribe(), PrefixIndex()
@@ -435,9 +435,9 @@ def test_evictions_of_storage_are_events() -> None:
 # Ranks
 
 
-def test_ranks_tell_storage_of_uses_and_take_in_no_losses() -> None:
-    """Only one of them has lost the prompt: with the mark gone there alone, they would decide differently."""
-    stores, exchange, clock = [Listening(6), Listening()], Exchange(2), ShiftedClock()
+def test_ranks_notify_storage_of_uses_and_ignore_losses() -> None:
+    """Only one rank has lost the prompt. If it alone unmarked the prompt, the ranks would decide differently."""
+    stores, exchange, clock = [RecordingStore(6), RecordingStore()], Exchange(2), ShiftedClock()
     worlds = [
         World(backend=store, ranks=rank, clock=clock) for store, rank in zip(stores, exchange.ranks(), strict=True)
     ]
@@ -453,7 +453,7 @@ def test_ranks_tell_storage_of_uses_and_take_in_no_losses() -> None:
 
     for number, key in enumerate([HOT, other(0), other(1), HOT]):
         serve(f"{number}", key)
-    wait_for(lambda: all(keys_of(HOT)[0] in store.told for store in stores), step)
+    wait_for(lambda: all(keys_of(HOT)[0] in store.touched for store in stores), step)
     for _ in range(4):
         step()
     assert [has(store, HOT) for store in stores] == [0, 3]

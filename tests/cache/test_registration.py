@@ -1,4 +1,4 @@
-"""Each store that wants to know the host pool's memory is told before its first verb, on no scheduler's time."""
+"""Stores get the memory of the host pool before their first call, and not on the scheduler thread."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ KEY = prompt(1, 2, 3)
 
 
 class Registering(LastingBackend):
-    """A store that can move registered memory: who registered what, and how many verbs came before."""
+    """A store that records registrations of memory, their threads, and the calls before the first one."""
 
-    def __init__(self, epoch: int = 0, refusal: Exception | None = None) -> None:
+    def __init__(self, epoch: int = 0, error: Exception | None = None) -> None:
         super().__init__(codec(epoch))
         self.registered: list[memoryview] = []
         self.threads: list[threading.Thread] = []
         self.unregistered_calls = 0
         self.closes = 0
-        self._refusal = refusal
+        self._error = error
 
     def register_memory(self, memory: memoryview) -> None:
-        if self._refusal is not None:
-            raise self._refusal
+        if self._error is not None:
+            raise self._error
         self.registered.append(memory)
         self.threads.append(threading.current_thread())
 
@@ -68,27 +68,27 @@ def until_open(world: World) -> None:
 
 
 def store_and_load(world: World) -> int:
-    """Store a prompt and read it back; how many of its tokens come from storage."""
+    """Store a prompt and read it back; return how many of its tokens come from storage."""
     world.serve("first", KEY)
     world.settle()
     world.cache.clear()
     return world.serve("second", KEY).storage_hit_tokens
 
 
-def assert_knows(store: Registering, world: World, times: int = 1) -> None:
+def assert_registered(store: Registering, world: World, times: int = 1) -> None:
     assert store.registered == [world.host.memory] * times and store.unregistered_calls == 0
     assert len(world.host.memory) == world.host.capacity_bytes
 
 
-def test_the_first_store_knows_the_host_memory_before_its_first_verb() -> None:
+def test_the_first_store_gets_the_host_memory_before_its_first_call() -> None:
     store = Registering()
     world = World(backend=store)
-    assert_knows(store, world)
+    assert_registered(store, world)
     assert store_and_load(world) > 0
-    assert_knows(store, world)
+    assert_registered(store, world)
 
 
-def test_the_store_of_each_epoch_knows_it_and_is_told_off_the_scheduler_thread() -> None:
+def test_the_store_of_each_epoch_gets_it_from_another_thread_than_the_scheduler() -> None:
     stores: dict[int, Registering] = {}
 
     def open_storage(epoch: int) -> StorageBackend:
@@ -100,24 +100,24 @@ def test_the_store_of_each_epoch_knows_it_and_is_told_off_the_scheduler_thread()
         world.cache.update_weights(epoch)
         until_open(world)
         assert store_and_load(world) > 0
-        assert_knows(stores[epoch], world)
+        assert_registered(stores[epoch], world)
         assert stores[epoch].threads != [threading.current_thread()]
 
 
-def test_an_attached_store_knows_it() -> None:
+def test_an_attached_store_gets_the_host_memory() -> None:
     store, world = Registering(), World()
     world.cache.storage.attach(lambda epoch: store)
     until_open(world)
     assert store_and_load(world) > 0
-    assert_knows(store, world)
+    assert_registered(store, world)
     assert store.threads != [threading.current_thread()]
 
 
 def behind_a_limit(store: StorageBackend) -> StorageBackend:
-    def no_raw() -> Any:
+    def raise_unlistable() -> Any:
         raise BackendError("this store cannot be listed")
 
-    return LimitedBackend(store, no_raw, capacity_bytes=1 << 30)
+    return LimitedBackend(store, raise_unlistable, capacity_bytes=1 << 30)
 
 
 @pytest.mark.parametrize(
@@ -132,30 +132,30 @@ def behind_a_limit(store: StorageBackend) -> StorageBackend:
     ],
     ids=["limit", "guard and limit", "levels"],
 )
-def test_a_store_knows_it_through_whatever_is_around_it(wrap: Callable[[Registering], StorageBackend]) -> None:
+def test_a_store_gets_the_host_memory_through_its_wrappers(wrap: Callable[[Registering], StorageBackend]) -> None:
     store = Registering()
     world = World(backend=wrap(store))
-    assert_knows(store, world)
+    assert_registered(store, world)
 
 
-@pytest.mark.parametrize("refusal", [BackendError("too little memory may be locked; raise ulimit -l"), KeyError("bug")])
-def test_a_store_that_cannot_register_is_used_all_the_same_and_the_guard_counts_it(
-    refusal: Exception, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("error", [BackendError("too little memory may be locked; raise ulimit -l"), KeyError("bug")])
+def test_a_guarded_store_that_cannot_register_is_used_and_the_error_is_counted(
+    error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Registering(refusal=refusal)
+    store = Registering(error=error)
     guard = GuardedBackend(store, GuardConfig(), name="fast")
     world = World(backend=guard)
     assert store_and_load(world) > 0
-    kind = "registration" if isinstance(refusal, BackendError) else "KeyError"
+    kind = "registration" if isinstance(error, BackendError) else "KeyError"
     assert guard.statistics().errors == {f"raised_{kind}": 1}
-    assert "storage fast" in caplog.text and str(refusal) in caplog.text
+    assert "storage fast" in caplog.text and str(error) in caplog.text
 
 
-def test_a_store_without_a_guard_that_cannot_register_is_not_opened_and_closed_again() -> None:
-    stores = [Registering(refusal=BackendError("no"))]
+def test_a_store_without_a_guard_that_cannot_register_is_closed_and_opened_again() -> None:
+    stores = [Registering(error=BackendError("no"))]
 
     def open_storage(epoch: int) -> StorageBackend:
-        stores.append(Registering(epoch, refusal=BackendError("no") if len(stores) == 1 else None))
+        stores.append(Registering(epoch, error=BackendError("no") if len(stores) == 1 else None))
         return stores[-1]
 
     with pytest.raises(BackendError, match="no"):
@@ -165,7 +165,7 @@ def test_a_store_without_a_guard_that_cannot_register_is_not_opened_and_closed_a
     until_open(world)
     assert world.controller.statistics().open_failures == 1
     assert stores[1].closes == 1 and world.controller.backend is stores[2]
-    assert_knows(stores[2], world)
+    assert_registered(stores[2], world)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def master() -> Iterator[MooncakeMaster]:
 
 
 def exhausted(master: MooncakeMaster, epoch: int) -> MooncakeBackend:
-    """A backend without staging memory to spare: frames go as they lie, or not at all."""
+    """Return a backend without free staging memory: it can move only frames in registered memory."""
     backend = open_backend(master, codec(epoch), staging=codec(epoch).frame_bytes)
     assert len(backend._sessions.current.paths.take(1, 0.0)) == 1
     return backend
@@ -188,7 +188,7 @@ def release(backend: StorageBackend | None) -> None:
     leaf._sessions.current.paths.give_back([0])
 
 
-def test_mooncake_moves_the_pages_of_the_host_pool_as_they_lie(master: MooncakeMaster) -> None:
+def test_mooncake_moves_the_pages_of_the_host_pool_without_staging(master: MooncakeMaster) -> None:
     def open_storage(epoch: int) -> StorageBackend:
         return GuardedBackend(exhausted(master, epoch), GuardConfig(read="on", write="on"))
 
@@ -201,7 +201,7 @@ def test_mooncake_moves_the_pages_of_the_host_pool_as_they_lie(master: MooncakeM
     release(world.controller.backend)
 
 
-def test_mooncake_could_not_move_them_unregistered(master: MooncakeMaster) -> None:
+def test_mooncake_cannot_move_unregistered_pages_without_staging(master: MooncakeMaster) -> None:
     """The control of the test above."""
     backend = exhausted(master, 0)
     frames = [memoryview(bytearray(backend.codec.frame_bytes))]

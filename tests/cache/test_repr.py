@@ -1,4 +1,4 @@
-"""What is printed, logged or raised names lengths and never tokens: tokens are prompts."""
+"""Printed, logged and raised texts contain lengths and no tokens, because tokens are prompts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SECRET = RadixKey.of([TOKEN] * 9, cache_salt="a secret")
 
 
 def shows_tokens(text: str) -> bool:
-    """True if `text` has the token, as a number or as the bytes of a key."""
+    """Return True if `text` contains the token, as a number or as the bytes of a key."""
     return str(TOKEN) in text or repr(TOKEN.to_bytes(4, "little"))[2:-1] in text
 
 
-def test_tokens_are_found_either_way() -> None:
-    """Negative control."""
+def test_the_comparison_finds_tokens_in_both_forms() -> None:
+    """The control of the tests below."""
     assert shows_tokens(repr([TOKEN])) and shows_tokens(repr(SECRET.tokens)) and not shows_tokens(repr(b"abc"))
 
 
@@ -57,8 +57,8 @@ def test_pins_matches_and_events_show_lengths() -> None:
         assert not shows_tokens(repr(shown))
 
 
-def test_the_place_of_a_prefetch_shows_lengths() -> None:
-    """It is a key of a table, so an error would name it."""
+def test_the_first_pages_of_a_prefetch_show_lengths() -> None:
+    """They are the key of a table, so an error would show them."""
     assert repr(FirstPages(SECRET.seed, 3, 8, SECRET.tokens[:16])) == "FirstPages(below node 3, 16 bytes)"
     assert not shows_tokens(repr(PrefetchRequest(1, "a", SECRET, 1.0)))
 

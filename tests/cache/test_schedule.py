@@ -1,4 +1,4 @@
-"""Who begins first: the longest cached prefix, but nobody twice for the same prefix, and nobody never."""
+"""The order of waiting requests: longest cached prefix first, one request per new prefix, and a bounded wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFER = ScheduleConfig(defer_tokens=2 * PAGE)
 
 
 class Queue:
-    """Requests named a, b, c, ... in order of arrival, a second apart, and what is cached of them."""
+    """Requests a, b, c, ... that arrive one second apart. `cached` has their pages on L1 and on other tiers."""
 
     def __init__(self, *keys: RadixKey, cached: dict[RadixKey, tuple[int, int]] | None = None) -> None:
         self.waiting = [Candidate(chr(ord("a") + i), key, float(i)) for i, key in enumerate(keys)]
@@ -39,13 +39,13 @@ def test_an_empty_queue_stays_empty() -> None:
     assert longest_prefix_first([], lambda key: (0, 0), page_size=PAGE, now_s=0.0) == Order([], [])
 
 
-def test_the_longest_prefix_on_l1_begins_first_then_the_longest_elsewhere_then_the_oldest() -> None:
+def test_requests_are_sorted_by_pages_on_l1_then_pages_on_other_tiers_then_arrival() -> None:
     keys = [prompt(number) for number in range(6)]
     cached = dict(zip(keys, [(0, 0), (0, 3), (1, 0), (2, 0), (1, 5), (0, 0)], strict=True))
     assert Queue(*keys, cached=cached).order() == Order(list("decbaf"), [])
 
 
-def test_the_order_does_not_depend_on_that_of_the_queue() -> None:
+def test_the_order_does_not_depend_on_the_order_of_the_queue() -> None:
     queue = Queue(prompt(1), prompt(2), prompt(3))
     queue.waiting.reverse()
     assert queue.order().now == ["a", "b", "c"]
@@ -56,13 +56,13 @@ def test_of_requests_with_the_same_new_prefix_only_the_first_begins() -> None:
     assert queue.order() == Order(["a", "b"], ["c", "d"])
 
 
-def test_a_short_common_prefix_defers_nobody() -> None:
+def test_a_short_common_prefix_defers_no_request() -> None:
     queue = Queue(prompt(1, 2, 3), prompt(1, 4, 5), prompt(1, 4))
     assert queue.order().deferred == ["c"]  # shares two pages with b; b shares one with a
     assert Queue(prompt(1, 2), prompt(1, tail=PAGE - 1)).order().deferred == []
 
 
-def test_bigrams_are_compared_as_pairs_behind_what_is_cached() -> None:
+def test_bigrams_are_compared_as_pairs_behind_the_cached_pages() -> None:
     prompts = [[1] * 8 + [2] * 9, [1] * 8 + [2] * 8 + [3], [1] * 8 + [2] * 9 + [3]]
     keys = [RadixKey.of(tokens, bigram=True) for tokens in prompts]
     cached = {key: (1, 0) for key in keys}
@@ -72,18 +72,18 @@ def test_bigrams_are_compared_as_pairs_behind_what_is_cached() -> None:
     assert Queue(*keys, cached=cached).order(ScheduleConfig(defer_tokens=13)) == Order(["a", "b", "c"], [])
 
 
-def test_once_the_prefix_is_cached_all_begin() -> None:
+def test_when_the_common_prefix_is_cached_all_requests_begin() -> None:
     keys = [prompt(1, 2, 3), prompt(1, 2, 4), prompt(1, 2, 5, 6)]
     queue = Queue(*keys, cached={key: (2, 0) for key in keys})
     assert queue.order() == Order(["a", "b", "c"], [])
 
 
-def test_a_prefix_that_is_being_computed_defers_those_who_share_it() -> None:
+def test_requests_that_share_a_prefix_being_computed_are_deferred() -> None:
     queue = Queue(prompt(1, 2, 3), prompt(4, 5, 6))
     assert queue.order(computing=(prompt(1, 2, 9),)) == Order(["b"], ["a"])
 
 
-def test_equal_tokens_of_two_tenants_defer_nobody() -> None:
+def test_equal_tokens_of_two_tenants_defer_no_request() -> None:
     assert Queue(prompt(1, 2, 3), prompt(1, 2, 3, salt="b")).order().deferred == []
 
 
@@ -92,7 +92,7 @@ def test_new_tokens_behind_different_cached_lengths_are_not_the_same_prefix() ->
     assert Queue(*keys, cached={keys[0]: (1, 0)}).order() == Order(["a", "b"], [])
 
 
-def test_a_request_that_has_waited_long_enough_is_overtaken_no_more() -> None:
+def test_a_request_that_has_waited_for_age_max_is_not_overtaken() -> None:
     cached = {prompt(3): (1, 0)}
     queue = Queue(prompt(1, 2, 8), prompt(1, 2, 9), prompt(3), cached=cached)
     options = ScheduleConfig(defer_tokens=2 * PAGE, age_max=5.0)
@@ -101,7 +101,7 @@ def test_a_request_that_has_waited_long_enough_is_overtaken_no_more() -> None:
     assert queue.order(options, now_s=6.0) == Order(["a", "b", "c"], [])
 
 
-def test_a_long_queue_is_served_by_arrival_and_not_measured() -> None:
+def test_a_long_queue_is_served_in_order_of_arrival_without_lookups() -> None:
     queue = Queue(prompt(1, 2, 3), prompt(1, 2, 3), prompt(4), cached={prompt(4): (1, 0)})
     assert queue.order(ScheduleConfig(queue_max=2)) == Order(["a", "b", "c"], [])
     assert queue.measured == []
@@ -115,13 +115,13 @@ def test_each_request_is_measured_once() -> None:
 
 
 @pytest.mark.parametrize("options", [{"queue_max": -1}, {"age_max": -1.0}, {"defer_tokens": 0}])
-def test_bounds_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
+def test_invalid_limits_are_rejected(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         ScheduleConfig(**options)
 
 
-def test_looking_changes_nothing_in_the_cache() -> None:
-    """Neither a node nor the order of eviction: what was served last stays, however often another is looked up."""
+def test_peek_changes_neither_nodes_nor_the_order_of_eviction() -> None:
+    """The prompt that was served last stays, although the other one was looked up later."""
     world = World(device_pages=16, backend=None)
     world.serve("old", prompt(1, 2, 3))
     world.serve("new", prompt(4, 5, 6))
@@ -135,8 +135,8 @@ def test_looking_changes_nothing_in_the_cache() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_everybody_begins_within_the_age_bound_whatever_arrives(seed: int) -> None:
-    """A server that begins one request a second, while longer prefixes keep arriving."""
+def test_no_request_is_overtaken_for_longer_than_age_max(seed: int) -> None:
+    """The server begins one request per second, while requests with longer prefixes arrive."""
     random, options = rng(seed), ScheduleConfig(age_max=10.0, defer_tokens=PAGE)
     waiting: list[Candidate[float]] = []
     cached: dict[RadixKey, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Sessions, keys, ranks and workers as configured: each value acts where it is meant to."""
+"""The settings of sessions, keys, ranks and workers take effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def configured(**sections: Any) -> HiCacheConfig:
     )
 
 
-def test_sessions_are_kept_if_the_configuration_says_so() -> None:
+def test_a_session_cache_is_created_if_configured() -> None:
     with create_cache(configured(), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache)
     with create_cache(configured(sessions={"enabled": True, "sessions_max": 1}), NAMESPACE) as cache:
@@ -34,7 +34,7 @@ def test_sessions_are_kept_if_the_configuration_says_so() -> None:
             cache.open_session("b")
 
 
-def test_a_session_lives_as_long_as_the_configuration_says() -> None:
+def test_a_session_expires_after_the_configured_ttl() -> None:
     with create_cache(configured(sessions={"enabled": True, "ttl": "10ms"}), NAMESPACE) as cache:
         assert isinstance(cache, SessionCache)
         cache.open_session("a")
@@ -43,12 +43,12 @@ def test_a_session_lives_as_long_as_the_configuration_says() -> None:
             cache.join_session("r", "a")
 
 
-def test_sessions_without_a_prefix_cache_are_refused() -> None:
+def test_sessions_without_a_prefix_cache_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"sessions\.enabled: needs prefix_cache: true"):
         HiCacheConfig(sessions={"enabled": True}, prefix_cache=False)
 
 
-def test_keys_are_pairs_if_the_configuration_says_so() -> None:
+def test_keys_are_bigrams_if_configured() -> None:
     with create_cache(configured(bigram_keys=True), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache) and cache.tree.position_bytes == BIGRAM_BYTES
         cache.match_prefix(RadixKey.of(range(9), bigram=True))
@@ -59,12 +59,12 @@ def test_keys_are_pairs_if_the_configuration_says_so() -> None:
 
 
 @pytest.mark.parametrize(("entry", "value"), [("bigram_keys", True), ("sessions", {"enabled": True})])
-def test_a_host_cache_refuses_what_it_has_not(entry: str, value: object) -> None:
+def test_a_host_cache_rejects_settings_that_it_does_not_support(entry: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{entry}"):
         create_host_cache(configured(**{entry: value}), NAMESPACE)
 
 
-def test_options_of_another_type_are_refused_when_they_are_given() -> None:
+def test_options_of_a_wrong_type_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="pass a ScheduleConfig"):
         longest_prefix_first([], lambda _key: (0, 0), page_size=4, now_s=0, options=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="pass a RanksConfig"):
@@ -72,7 +72,7 @@ def test_options_of_another_type_are_refused_when_they_are_given() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_as_many_threads_look_up_as_the_configuration_says(workers: int) -> None:
+def test_the_configured_number_of_threads_makes_lookups(workers: int) -> None:
     before = set(threading.enumerate())
     config = configured(transfer={"lookup_workers": workers}, storage={"type": "memory"})
     with create_cache(config, NAMESPACE):
@@ -80,7 +80,7 @@ def test_as_many_threads_look_up_as_the_configuration_says(workers: int) -> None
         assert sum(thread.name.startswith("hicache-prefetch-") for thread in begun) == workers
 
 
-def test_a_rank_waits_for_the_others_as_long_as_the_configuration_says() -> None:
+def test_a_rank_waits_for_the_others_until_the_configured_deadline() -> None:
     config = configured(ranks={"deadline": "50ms"})
     first, _ = gloo_ranks(2, options=config.ranks)
     with pytest.raises(RankError, match=r"within 0\.05 s"):

@@ -1,4 +1,4 @@
-"""Sessions: what a turn finds of the turn before, and who gets the room when there is none."""
+"""Sessions: the hits of a turn on the turn before, and eviction of sessions when L1 is full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokens(count: int, first: int = 1) -> list[int]:
     return list(range(first, first + count))
 
 
-# What a turn finds
+# Hits of a turn
 
 
 def bigram_talks() -> Talks:
@@ -44,7 +44,7 @@ def bigram_talks() -> Talks:
 
 
 @pytest.mark.parametrize("held", range(1, 3 * PAGE + 1))
-def test_a_turn_goes_on_at_the_very_token_where_the_last_one_ended(held: int) -> None:
+def test_a_turn_continues_at_the_token_where_the_last_turn_ended(held: int) -> None:
     talks = opened("s")
     first = talks.turn("s", tokens(held))
     assert first.kv.cached_tokens == 0
@@ -56,18 +56,18 @@ def test_a_turn_goes_on_at_the_very_token_where_the_last_one_ended(held: int) ->
 
 
 @pytest.mark.parametrize("held", range(1, 3 * PAGE + 1))
-def test_with_bigrams_a_turn_goes_on_at_the_last_token_which_had_no_successor(held: int) -> None:
+def test_with_bigrams_a_turn_computes_the_last_token_again(held: int) -> None:
     talks = opened("s", talks=bigram_talks())
     assert talks.turn("s", tokens(held)).kv.cached_tokens == 0
     second = talks.turn("s", tokens(held + 3), answer=[70, 71])
     assert second.kv.device_hit_tokens == second.kv.cached_tokens == held - 1
     assert talks.turn("s", [*second.tokens, 80]).kv.cached_tokens == held + 4
-    assert talks.turn("s", [*second.tokens, 80]).kv.cached_tokens == held + 5  # the same again, for its last token
+    assert talks.turn("s", [*second.tokens, 80]).kv.cached_tokens == held + 5  # again, for its last token
     assert talks.cache.session_statistics().released == {}
 
 
-def test_with_bigrams_a_turn_that_goes_on_with_another_token_diverges_one_token_earlier() -> None:
-    """The KV of the token before depends on it."""
+def test_with_bigrams_a_turn_diverges_one_token_before_the_first_different_token() -> None:
+    """The KV of the token before depends on the different token."""
     talks = opened("s", talks=bigram_talks())
     talks.turn("s", tokens(10))
     assert talks.turn("s", [*tokens(9), 99, 98]).kv.cached_tokens == 8
@@ -79,18 +79,18 @@ def test_with_bigrams_a_turn_that_goes_on_with_another_token_diverges_one_token_
     assert talks.turn("s", [*tokens(9), 99, 98, 97, 95]).kv.cached_tokens == 11
 
 
-def test_a_key_of_the_other_kind_is_refused_and_the_books_still_balance() -> None:
+def test_a_key_of_the_other_kind_is_rejected_and_changes_nothing() -> None:
     talks = opened("s", talks=bigram_talks())
     talks.turn("s", tokens(10))
     talks.cache.join_session("a", "s")
-    with pytest.raises(InvalidInput, match="bytes a position"):
+    with pytest.raises(InvalidInput, match="the tree has 8"):
         talks.cache.begin_request("a", RadixKey.of(tokens(12)))
     talks.cache.abort_prefetch("a")
     talks.cache.check()
 
 
 def test_without_a_session_the_partial_page_is_computed_again() -> None:
-    """Negative control: the same turns as ordinary requests find whole pages only."""
+    """The control: the same turns as ordinary requests hit only whole pages."""
     talks = opened("s")
     for count, cached in ((6, 0), (9, 4)):
         talk = talks.begin(tokens(count))
@@ -98,20 +98,20 @@ def test_without_a_session_the_partial_page_is_computed_again() -> None:
         talks.finish(talk)
 
 
-def test_the_comparison_finds_a_token_of_the_partial_page_that_changed() -> None:
-    """Negative control: with one byte of the session's own page changed, a token counts as wrong."""
+def test_the_comparison_finds_a_changed_token_of_the_partial_page() -> None:
+    """The control: with one changed byte in the page of the session, a token counts as wrong."""
     talks = opened("s")
     talk = talks.begin(tokens(PAGE + 2), "s")
     partial_page = int(talk.kv.pages[1])
     talks.finish(talk)
     talks.world.device.blocks.layers[0][0][partial_page][0] ^= 1
     talks.turn("s", tokens(PAGE + 5))
-    # Once when the turn begins, once when it ends.
+    # Counted once when the turn begins and once when it ends.
     assert talks.wrong_tokens == 2
     talks.wrong_tokens = 0
 
 
-def test_whole_pages_of_a_turn_are_shared_with_others_at_once() -> None:
+def test_other_requests_hit_the_whole_pages_of_a_turn_at_once() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12))
@@ -119,8 +119,8 @@ def test_whole_pages_of_a_turn_are_shared_with_others_at_once() -> None:
     talks.finish(other)
 
 
-def test_a_turn_that_another_request_has_run_ahead_of_takes_its_pages() -> None:
-    """The other request has computed the rest of the partial page and more; then the tree knows better."""
+def test_a_turn_uses_the_pages_of_another_request_that_has_computed_more() -> None:
+    """The other request has completed the partial page and more, so the tree has the longer prefix."""
     talks = opened("s")
     talks.turn("s", tokens(6))
     other = talks.begin(tokens(14))
@@ -134,12 +134,12 @@ def test_a_turn_that_another_request_has_run_ahead_of_takes_its_pages() -> None:
         ([*tokens(9), 99, 98], 8),  # other tokens within the partial page
         ([*tokens(5), 99, 98, 97], 4),  # other tokens within a whole page
         ([99, *tokens(9)], 0),
-        (tokens(10), 8),  # the same prompt once more
+        (tokens(10), 8),  # the same prompt again
         (tokens(9), 8),
         (tokens(3), 0),
     ],
 )
-def test_a_turn_that_diverges_finds_the_common_whole_pages_of_the_tree(turn: list[int], cached: int) -> None:
+def test_a_turn_that_diverges_hits_the_common_whole_pages_in_the_tree(turn: list[int], cached: int) -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     talk = talks.turn("s", turn)
@@ -148,7 +148,7 @@ def test_a_turn_that_diverges_finds_the_common_whole_pages_of_the_tree(turn: lis
     assert talks.turn("s", [*turn, 50]).kv.cached_tokens == len(turn)
 
 
-def test_a_turn_of_another_tenant_finds_nothing() -> None:
+def test_a_turn_of_another_tenant_has_no_hits() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     talks.cache.join_session("other", "s")
@@ -157,7 +157,7 @@ def test_a_turn_of_another_tenant_finds_nothing() -> None:
     talks.cache.cache_finished_req(request, None)
 
 
-def test_a_session_survives_the_eviction_of_everything_else() -> None:
+def test_a_session_keeps_its_pages_when_all_others_are_evicted() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     talks.settle()
@@ -165,7 +165,7 @@ def test_a_session_survives_the_eviction_of_everything_else() -> None:
     assert talks.turn("s", tokens(12)).kv.device_hit_tokens == 10
 
 
-def test_hits_of_the_partial_page_are_in_the_statistics_of_the_cache() -> None:
+def test_hits_of_the_partial_page_count_in_the_statistics() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     talks.turn("s", tokens(12))
@@ -176,14 +176,14 @@ def test_hits_of_the_partial_page_are_in_the_statistics_of_the_cache() -> None:
 
 
 class FailingLoads(CpuCopyEngine):
-    """Starts no copy to the device."""
+    """A copy engine whose loads fail."""
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         raise TransferError("no load today")
 
 
-def test_after_a_failed_device_copy_no_session_is_served_any_more() -> None:
-    """What the device holds is unknown then, the partial page of a session included."""
+def test_after_a_failed_device_copy_turns_are_rejected() -> None:
+    """The content of the device is unknown then, also that of the partial page of a session."""
     talks = opened("s", talks=Talks(backend=memory_backend(), copies=FailingLoads))
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12, first=50))
@@ -206,7 +206,7 @@ def test_after_a_failed_device_copy_no_session_is_served_any_more() -> None:
 
 
 def abort_at(talks: Talks, point: str) -> None:
-    """A turn of session s, held up to token 10, that is aborted at some point."""
+    """Begin a turn of session `s`, which holds ten tokens, and abort it at `point`."""
     if point == "waiting":
         talks.cache.join_session("late", "s")
         talks.cache.abort_prefetch("late")
@@ -220,7 +220,7 @@ def abort_at(talks: Talks, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", ["waiting", "computed", "before the page is full", "decoding"])
-def test_an_aborted_turn_leaves_the_session_as_it_was(point: str) -> None:
+def test_an_aborted_turn_does_not_change_its_session(point: str) -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     before, free = talks.cache.session_statistics().held_pages, talks.free_pages
@@ -229,15 +229,15 @@ def test_an_aborted_turn_leaves_the_session_as_it_was(point: str) -> None:
     assert talks.turn("s", [*tokens(10), 90, 91, 92]).kv.cached_tokens == 10
 
 
-def test_an_aborted_turn_that_has_shared_the_partial_page_costs_the_tokens_of_that_page() -> None:
+def test_an_aborted_turn_that_has_shared_the_partial_page_loses_the_tokens_of_that_page() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     abort_at(talks, "shared")
     assert talks.turn("s", [*tokens(10), 90, 91, 92]).kv.cached_tokens == 8
 
 
-class TakesThePageBackAnyway(SessionCache):
-    """Gives the partial page back to the session even if the tree has it."""
+class TakesBackSharedPages(SessionCache):
+    """Returns the partial page to the session even if the tree has it."""
 
     def _roll_back(self, session: module._Session, request: RequestKV) -> None:
         held = session.held
@@ -247,16 +247,16 @@ class TakesThePageBackAnyway(SessionCache):
         HiRadixCache.cache_finished_req(self, request, None)
 
 
-def test_taking_a_shared_page_back_would_be_found() -> None:
-    """Negative control: the page would have two owners, and the next turn would write into what others read."""
-    talks = opened("s", talks=Talks(kind=TakesThePageBackAnyway))
+def test_the_check_finds_a_session_that_takes_back_a_shared_page() -> None:
+    """The control: the page would have two owners, and the next turn would write to a page that others read."""
+    talks = opened("s", talks=Talks(kind=TakesBackSharedPages))
     talks.leave()
     talks.turn("s", tokens(10))
     with pytest.raises(InvariantError):
         abort_at(talks, "shared")
 
 
-def test_an_aborted_first_turn_and_an_aborted_divergent_one_leave_an_empty_session() -> None:
+def test_a_session_is_empty_after_an_aborted_first_or_diverging_turn() -> None:
     talks = opened("s")
     for prompt in (tokens(10), tokens(10, first=50)):
         talk = talks.begin(prompt, "s")
@@ -265,7 +265,7 @@ def test_an_aborted_first_turn_and_an_aborted_divergent_one_leave_an_empty_sessi
         talks.turn("s", tokens(10))
 
 
-def test_a_preempted_turn_goes_on_where_it_was_when_it_joins_again() -> None:
+def test_a_preempted_turn_that_joins_again_continues_where_it_was() -> None:
     talks = opened("s")
     talk = talks.begin(tokens(10), "s", rid="turn")
     assert talks.decode(talk, [60])
@@ -275,7 +275,7 @@ def test_a_preempted_turn_goes_on_where_it_was_when_it_joins_again() -> None:
     talks.finish(again)
 
 
-def test_a_turn_that_ends_with_an_impossible_key_goes_on() -> None:
+def test_a_turn_continues_after_its_end_was_rejected_for_a_wrong_key() -> None:
     talks = opened("s")
     talk = talks.begin(tokens(10), "s")
     for key in (RadixKey.of(tokens(13)), RadixKey.of(tokens(10), cache_salt="b")):
@@ -289,7 +289,7 @@ def test_a_turn_that_ends_with_an_impossible_key_goes_on() -> None:
         talks.cache.extend(talk.kv, 40)
 
 
-# Which turns there are
+# Opening sessions and joining turns
 
 
 def test_a_session_has_one_turn_at_a_time() -> None:
@@ -305,7 +305,7 @@ def test_a_session_has_one_turn_at_a_time() -> None:
     talks.turn("s", tokens(6))
 
 
-def test_unknown_closed_and_expired_sessions_take_no_turn() -> None:
+def test_unknown_closed_and_expired_sessions_reject_turns() -> None:
     talks = opened("s", "t")
     assert talks.cache.close_session("s") and not talks.cache.close_session("s")
     talks.clock.now_s = 60.0
@@ -315,7 +315,7 @@ def test_unknown_closed_and_expired_sessions_take_no_turn() -> None:
         assert isinstance(caught.value, SessionError)
 
 
-def test_what_cannot_be_opened_is_refused() -> None:
+def test_invalid_sessions_and_sessions_above_the_limit_are_rejected() -> None:
     talks = opened("s", talks=Talks(sessions_max=2))
     with pytest.raises(InvalidInput, match="already open"):
         talks.cache.open_session("s")
@@ -325,14 +325,14 @@ def test_what_cannot_be_opened_is_refused() -> None:
     with pytest.raises(CapacityError, match="2 are open"):
         talks.cache.open_session("u")
     talks.clock.now_s = 60.0
-    talks.cache.open_session("u")  # the time of the others is over
+    talks.cache.open_session("u")  # the others have expired
     assert talks.cache.session_statistics().open == 1
 
 
 # Closing and expiry
 
 
-def test_closing_leaves_all_whole_pages_to_the_tree() -> None:
+def test_after_closing_a_session_the_tree_keeps_its_whole_pages() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     talks.settle()
@@ -344,20 +344,20 @@ def test_closing_leaves_all_whole_pages_to_the_tree() -> None:
     talks.finish(other)
 
 
-def test_a_session_expires_when_it_had_no_turn_for_its_time() -> None:
+def test_a_session_without_a_turn_expires_after_its_ttl() -> None:
     talks = opened("s")
     talks.cache.open_session("long", ttl_s=1000.0)
     talks.turn("s", tokens(6))
     talks.turn("long", tokens(6, first=50))
-    for now_s, left in ((59.9, 2), (60.0, 1), (999.0, 1), (1000.0, 0)):
+    for now_s, still_open in ((59.9, 2), (60.0, 1), (999.0, 1), (1000.0, 0)):
         talks.clock.now_s = now_s
         talks.cache.poll()
         talks.cache.check()
-        assert talks.cache.session_statistics().open == left
+        assert talks.cache.session_statistics().open == still_open
     assert talks.cache.session_statistics().released == {"expired": 2}
 
 
-def test_a_turn_that_waits_or_runs_keeps_its_session_and_its_end_starts_the_time_again() -> None:
+def test_a_waiting_or_running_turn_keeps_its_session_open_and_its_end_restarts_the_ttl() -> None:
     talks = opened("s")
     talks.cache.join_session("a", "s")
     talks.clock.now_s = 100.0
@@ -377,8 +377,8 @@ def test_a_turn_that_waits_or_runs_keeps_its_session_and_its_end_starts_the_time
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("aborted", [False, True])
-def test_dropping_all_leaves_nothing_to_any_session(shared: bool, aborted: bool) -> None:
-    """Nor does what a turn computes that runs meanwhile: it may be of the old weights."""
+def test_after_drop_all_sessions_hold_no_pages(shared: bool, aborted: bool) -> None:
+    """They do not get the pages of a running turn either, because these may be of the old weights."""
     talks = opened("s", "t")
     talks.turn("s", tokens(10))
     talk = talks.begin(tokens(15), "s")
@@ -393,10 +393,11 @@ def test_dropping_all_leaves_nothing_to_any_session(shared: bool, aborted: bool)
     talks.turn("t", tokens(12, first=50))
 
 
-# Emptying and new weights
+# Clearing and new weights
 
 
-def emptied(talks: Talks, how: str) -> None:
+def empty(talks: Talks, how: str) -> None:
+    """Clear the cache, or change its weights."""
     if how == "weights":
         talks.cache.update_weights(talks.cache.weights_epoch + 1)
     else:
@@ -408,11 +409,11 @@ WAYS = ["clear", "weights"]
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_after_emptying_an_idle_session_is_open_and_has_nothing(how: str) -> None:
+def test_after_clearing_an_idle_session_is_open_and_empty(how: str) -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     talks.settle()
-    emptied(talks, how)
+    empty(talks, how)
     assert talks.free_pages == talks.world.device.pages
     talk = talks.turn("s", tokens(12))
     assert talk.kv.cached_tokens == 0
@@ -423,20 +424,20 @@ def test_after_emptying_an_idle_session_is_open_and_has_nothing(how: str) -> Non
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("aborted", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_a_turn_computed_before_does_not_come_back_to_its_session(how: str, aborted: bool, shared: bool) -> None:
+def test_after_clearing_a_session_gets_no_pages_of_its_running_turn(how: str, aborted: bool, shared: bool) -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     talk = talks.begin(tokens(15), "s")
     if shared:
         talks.share(talk)
-    emptied(talks, how)
+    empty(talks, how)
     assert talks.decode(talk, [60, 61])
     (talks.abort if aborted else talks.finish)(talk)
     assert talks.turn("s", [*tokens(15), 60, 61, 62]).kv.cached_tokens == 0
     assert talks.turn("s", [*tokens(15), 60, 61, 62, 63]).kv.cached_tokens == 18
 
 
-def test_weights_that_are_refused_cost_no_session_its_kv() -> None:
+def test_sessions_keep_their_kv_if_new_weights_are_rejected() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     with pytest.raises(InvalidInput, match="not above"):
@@ -444,8 +445,8 @@ def test_weights_that_are_refused_cost_no_session_its_kv() -> None:
     assert talks.turn("s", tokens(12)).kv.cached_tokens == 10
 
 
-class KeepsWhatIsOld(SessionCache):
-    """Goes on from what a session holds whatever has become of its tree."""
+class KeepsOldPages(SessionCache):
+    """Continues a session with its old pages after its tree was replaced."""
 
     def drop_all(self) -> None:
         pass
@@ -457,21 +458,21 @@ class KeepsWhatIsOld(SessionCache):
         return super().begin_request(rid, key, priority=priority)
 
 
-def test_going_on_from_old_weights_would_be_found() -> None:
-    """Negative control."""
-    talks = opened("s", talks=Talks(kind=KeepsWhatIsOld))
+def test_the_tests_find_a_session_that_continues_with_old_weights() -> None:
+    """The control of the test above."""
+    talks = opened("s", talks=Talks(kind=KeepsOldPages))
     talks.leave()
     talks.turn("s", tokens(10))
-    emptied(talks, "weights")
+    empty(talks, "weights")
     talks.cache.join_session("a", "s")
     request = talks.cache.begin_request("a", RadixKey.of(tokens(12)))
-    assert request is not None and request.cached_tokens == 2  # of the partial page, which is of the old weights
+    assert request is not None and request.cached_tokens == 2  # from the partial page, which is of the old weights
 
 
 # Memory pressure
 
 
-def test_idle_sessions_give_their_kv_up_least_recently_used_first() -> None:
+def test_idle_sessions_are_evicted_least_recently_used_first() -> None:
     talks = opened("a", "b", "c", talks=Talks(device_pages=12))
     for number, session_id in enumerate("abc"):
         talks.turn(session_id, tokens(10, first=100 * number + 1))  # 3 pages each
@@ -482,23 +483,23 @@ def test_idle_sessions_give_their_kv_up_least_recently_used_first() -> None:
     assert (state.released, state.holding, state.open) == ({"pressure": 1}, 2, 3)
     talks.finish(other)
     assert talks.turn("a", tokens(12)).kv.cached_tokens == 11
-    assert talks.turn("b", tokens(12, first=101)).kv.cached_tokens in (0, 8)  # what the tree still has
+    assert talks.turn("b", tokens(12, first=101)).kv.cached_tokens in (0, 8)  # the pages that the tree still has
 
 
-def test_a_request_that_needs_the_room_of_many_sessions_tries_once_before_and_once_after() -> None:
+def test_a_request_that_needs_the_room_of_many_sessions_tries_only_twice() -> None:
     talks = opened(*"abcdefgh", talks=Talks(device_pages=24))
     for number, session_id in enumerate("abcdefgh"):
         talks.turn(session_id, tokens(10, first=100 * number + 1))  # 3 pages each
     talks.settle()
-    refused = talks.cache.statistics().skipped["no_device_room"]
+    rejected = talks.cache.statistics().skipped["no_device_room"]
     other = talks.begin(tokens(18 * PAGE, first=900))
     state = talks.cache.session_statistics()
-    assert talks.cache.statistics().skipped["no_device_room"] == refused + 1
+    assert talks.cache.statistics().skipped["no_device_room"] == rejected + 1
     assert (state.released, state.holding) == ({"pressure": 6}, 2)
     talks.finish(other)
 
 
-def test_a_request_that_needs_more_room_as_it_grows_gets_it_from_idle_sessions() -> None:
+def test_a_growing_request_gets_the_room_of_idle_sessions() -> None:
     talks = opened("a", talks=Talks(device_pages=6))
     talks.turn("a", tokens(10))
     talks.settle()
@@ -509,7 +510,7 @@ def test_a_request_that_needs_more_room_as_it_grows_gets_it_from_idle_sessions()
 
 
 def write_back_talks(kind: type[SessionCache] = SessionCache) -> Talks:
-    """A session has half of L1, another request had the other half, and a third finds no room yet."""
+    """Return talks where a session has one half of L1, and a request waits for the write-back of the other half."""
     config = every_hit(write_policy="write_back")
     talks = opened("s", talks=Talks(device_pages=6, config=config, kind=kind))
     talks.turn("s", tokens(10))
@@ -519,8 +520,8 @@ def write_back_talks(kind: type[SessionCache] = SessionCache) -> Talks:
     return talks
 
 
-def test_room_that_is_on_its_way_to_l2_costs_no_session_its_kv() -> None:
-    """With write_back: what was evicted is still being copied, so a request finds no room now, but soon will."""
+def test_sessions_keep_their_kv_while_a_write_back_frees_enough_room() -> None:
+    """The victims are still being copied, so the request has no room now, but will have it soon."""
     talks = write_back_talks()
     assert talks.cache.writeback_pages == 3 and talks.cache.session_statistics().released == {}
     talks.settle()
@@ -529,30 +530,30 @@ def test_room_that_is_on_its_way_to_l2_costs_no_session_its_kv() -> None:
     talks.finish(talk)
 
 
-class OverlooksWhatIsSaved(SessionCache):
-    """Does not know that eviction may take time."""
+class IgnoresWriteBack(SessionCache):
+    """Ignores pages that are being written back."""
 
     @property
     def writeback_pages(self) -> int:
         return 0
 
 
-def test_a_session_would_give_way_for_room_that_is_on_its_way() -> None:
-    """Negative control."""
-    talks = write_back_talks(OverlooksWhatIsSaved)
+def test_a_cache_that_ignores_write_back_evicts_a_session() -> None:
+    """The control of the test above."""
+    talks = write_back_talks(IgnoresWriteBack)
     assert talks.cache.session_statistics().released == {"pressure": 1}
 
 
-class KeepsAll(SessionCache):
-    """Lets no session give way."""
+class KeepsSessions(SessionCache):
+    """Does not evict sessions."""
 
     def _give_way(self, least_pages: int, enough_pages: int, own: module._Session | None) -> bool:
         return False
 
 
-def test_sessions_that_give_nothing_up_would_keep_requests_out() -> None:
-    """Negative control of the two above."""
-    talks = opened("a", talks=Talks(device_pages=6, kind=KeepsAll))
+def test_without_eviction_of_sessions_requests_find_no_room() -> None:
+    """The control of the tests of eviction above."""
+    talks = opened("a", talks=Talks(device_pages=6, kind=KeepsSessions))
     talks.turn("a", tokens(10))
     talks.settle()
     assert talks.try_begin(tokens(16, first=50)) is None
@@ -561,7 +562,7 @@ def test_sessions_that_give_nothing_up_would_keep_requests_out() -> None:
     talks.abort(talk)
 
 
-def test_a_session_with_a_running_turn_gives_nothing_up() -> None:
+def test_a_session_with_a_running_turn_is_not_evicted() -> None:
     talks = opened("a", talks=Talks(device_pages=6))
     talks.turn("a", tokens(10))
     talk = talks.begin(tokens(11), "a")
@@ -574,7 +575,7 @@ def test_a_session_with_a_running_turn_gives_nothing_up() -> None:
     talks.abort(other)
 
 
-def test_sessions_keep_their_kv_if_giving_it_up_would_not_make_enough_room() -> None:
+def test_sessions_are_not_evicted_if_that_does_not_make_enough_room() -> None:
     talks = opened("a", talks=Talks(device_pages=8))
     talks.turn("a", tokens(10))
     running = talks.begin(tokens(16, first=50))
@@ -584,8 +585,8 @@ def test_sessions_keep_their_kv_if_giving_it_up_would_not_make_enough_room() -> 
     talks.finish(running)
 
 
-def test_a_turn_that_needs_all_of_l1_gets_it_from_its_own_session_last() -> None:
-    """Its page beside the session's partial one would not fit; it computes the tokens of that page again."""
+def test_a_turn_that_needs_all_of_l1_evicts_its_own_session_last() -> None:
+    """A copy of the partial page would not fit beside it, so the turn computes the tokens of that page again."""
     talks = opened("a", "b", talks=Talks(device_pages=6))
     talks.turn("a", tokens(10))
     talks.turn("b", tokens(5, first=50))
@@ -594,7 +595,7 @@ def test_a_turn_that_needs_all_of_l1_gets_it_from_its_own_session_last() -> None
     assert talks.cache.session_statistics().released == {"pressure": 2}
 
 
-def test_the_priority_of_a_turn_holds_for_its_request() -> None:
+def test_the_request_of_a_turn_has_the_given_priority() -> None:
     talks = opened("s", talks=Talks(backend=memory_backend()))
     for count in (8, 12):
         earlier = talks.begin(tokens(count))
@@ -608,11 +609,11 @@ def test_the_priority_of_a_turn_holds_for_its_request() -> None:
     talks.cache.cache_finished_req(request, None)
 
 
-# The books
+# Checks
 
 
-def test_the_books_account_for_every_page() -> None:
-    """Negative control of `check`: a page that no request or session has is found, by this class alone."""
+def test_the_check_finds_a_page_without_an_owner() -> None:
+    """Only the check of the session cache counts the pages of requests and sessions."""
     talks = opened("s")
     talks.leave()
     talks.turn("s", tokens(6))
@@ -623,8 +624,7 @@ def test_the_books_account_for_every_page() -> None:
 
 
 @pytest.mark.parametrize("damage", ["pages", "tokens", "tree", "turn"])
-def test_the_check_finds_a_session_that_is_damaged(damage: str) -> None:
-    """Negative control of `check`."""
+def test_the_check_finds_a_damaged_session(damage: str) -> None:
     talks = opened("s")
     talks.leave()
     talks.turn("s", tokens(6))
@@ -637,6 +637,6 @@ def test_the_check_finds_a_session_that_is_damaged(damage: str) -> None:
     elif damage == "tree":
         session.held.key = RadixKey.of(tokens(6, first=7))
     else:
-        session.turn = "nobody"
+        session.turn = "unknown"
     with pytest.raises(InvariantError, match="session"):
         talks.cache.check()

@@ -1,4 +1,4 @@
-"""L2 under a name (`host.shared`): who creates it, that nothing is left of it, and who takes it over after a crash."""
+"""L2 under a name (`host.shared`): its creation, its removal, and its reuse after a crash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = list(range(32))
 REUSABLE = 28  # the last page is computed, for the first new token
-# Starts an engine, stores the pages of TOKENS, says so, and waits to be killed.
+# Starts an engine, stores the pages of TOKENS, prints "stored", and waits to be killed.
 ENGINE = """
 import json, sys
 from hicache.cache import create_cache
@@ -46,9 +46,9 @@ sys.stdin.read()
 def name() -> Iterator[str]:
     chosen = f"test-engine-{os.getpid()}"
     yield chosen
-    left = path_of(chosen).exists()
+    was_removed = not path_of(chosen).exists()
     path_of(chosen).unlink(missing_ok=True)
-    assert not left
+    assert was_removed
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def start(settings: dict[str, Any]) -> HiRadixCache:
 
 
 def crash(settings: dict[str, Any]) -> None:
-    """An engine that stores pages and is killed."""
+    """Run an engine that stores pages, and kill it."""
     engine = subprocess.Popen(
         [sys.executable, "-c", ENGINE, json.dumps(settings)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -87,9 +87,9 @@ def crash(settings: dict[str, Any]) -> None:
 
 
 def stored_tokens(cache: HiRadixCache) -> int:
-    """Read what storage has of TOKENS into L2; return how many tokens that are."""
+    """Read the stored pages of TOKENS into L2; return the number of their tokens."""
     key = RadixKey.of(TOKENS)
-    wait_for(lambda: cache.controller.gate.may(Direction.READ), cache.poll)  # once storage is open
+    wait_for(lambda: cache.controller.gate.may(Direction.READ), cache.poll)  # when storage is open
     assert cache.prefetch_from_storage("r", key)
     wait_for(lambda: cache.check_prefetch_progress("r"), cache.poll)
     return cache.peek(key).host_pages * 4
@@ -109,24 +109,24 @@ def test_the_pool_has_its_name_until_the_cache_is_closed(name: str) -> None:
     assert not path_of(name).exists()
 
 
-def test_a_start_that_fails_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_a_start_that_fails_removes_its_memory(name: str, tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     with pytest.raises(Exception, match="store"):
         start(sections(name, storage=file_storage(tmp_path / "store")))
     assert not path_of(name).exists()
 
 
-def test_another_engine_of_this_name_is_refused(name: str) -> None:
+def test_a_second_engine_of_the_same_name_is_rejected(name: str) -> None:
     with start(sections(name)), pytest.raises(SharedMemoryError, match="it has 16 pages, not 8"):
         start(sections(name, tokens=32))
 
 
-def test_what_a_crash_has_left_is_taken_over(name: str, tmp_path: Path) -> None:
+def test_an_engine_takes_over_the_memory_of_a_crashed_one(name: str, tmp_path: Path) -> None:
     settings = sections(name, storage=file_storage(tmp_path / "pages"))
     crash(settings)
-    left = identity(name)
+    before = identity(name)
     with start(settings) as cache:
-        assert identity(name) == left
+        assert identity(name) == before
         cache.check()
 
 
@@ -136,9 +136,9 @@ def test_an_engine_that_crashed_beside_a_daemon_starts_again_and_finds_its_pages
 ) -> None:
     settings = sections(name, owner=owner, **on(daemon))
     crash(settings)
-    if owner == "daemon":  # the other one starts while the daemon still has the memory of the one that died
+    if owner == "daemon":  # owner `engine`: starts while the daemon still has the memory
         wait_for(lambda: not daemon.status()["clients"])
-        assert not path_of(name).exists(), "the daemon sees that the engine has died, and removes its memory"
+        assert not path_of(name).exists(), "the daemon finds that the engine has died, and removes its memory"
     with start(settings) as cache:
         (client,) = daemon.status()["clients"]
         assert (client["name"], client["pages"], client["is_alive"]) == (name, 16, True)
@@ -150,7 +150,7 @@ def test_an_engine_that_crashed_beside_a_daemon_starts_again_and_finds_its_pages
     assert not path_of(name).exists()
 
 
-def test_a_daemon_restarted_under_its_own_memory_goes_on_with_it(name: str, daemon: Daemon) -> None:
+def test_a_restarted_daemon_continues_to_use_its_memory(name: str, daemon: Daemon) -> None:
     settings = sections(name, owner="daemon", **on(daemon))
     crash(settings)
     with start(settings) as cache:
@@ -161,7 +161,7 @@ def test_a_daemon_restarted_under_its_own_memory_goes_on_with_it(name: str, daem
         assert identity(name) == before and daemon.requests()["get"] > 0
 
 
-def test_an_engine_starts_without_its_daemon_and_finds_it_later(name: str, daemon: Daemon) -> None:
+def test_an_engine_that_starts_without_its_daemon_connects_later(name: str, daemon: Daemon) -> None:
     settings = sections(name, **on(daemon))
     crash(settings)
     daemon.kill()

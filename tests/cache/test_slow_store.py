@@ -1,4 +1,4 @@
-"""A store that is slower than the engine computes: what waits for it must not cost hits on L2."""
+"""A store that is slower than the engine: waiting stores must not cost hits on L2."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from tests.cache.host_world import HostWorld
 from tests.cache.world import GatedBackend, World, memory_backend, prompt
 from tests.ranks import gloo_ranks
 
-# All of L2 may wait, so that it does.
+# All of L2 may wait to be stored.
 ALL = TransferConfig(store_host_share=1.0)
 HOST_PAGES = 12
 
 
 class Gated(GatedBackend):
-    """Stores wait from the first on."""
+    """A store whose writes wait until the test sets `writes`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.writes.clear()
 
     def holds(self, key: RadixKey) -> int:
-        """How many leading pages are stored."""
+        """Return how many leading pages are stored."""
         return self.batch_exists(key.page_keys(4, b"", 0, key.pages(4)), deadline=1e12)
 
 
 def pair(number: int) -> RadixKey:
-    """A prompt of two pages."""
+    """Return a prompt of two pages."""
     return prompt(number, 100 + number)
 
 
 def compute(world: World, key: RadixKey, *, leaves_l1: bool = True) -> None:
-    """Serve a prompt, and wait until it is on L2, and on L2 alone."""
-    lent = world.controller.statistics().written_pages + key.pages(4) - world.cache.tree.peek(key).host_pages
+    """Serve a prompt and wait until it is on L2; with `leaves_l1`, evict it from L1."""
+    written = world.controller.statistics().written_pages + key.pages(4) - world.cache.tree.peek(key).host_pages
     world.serve(f"compute-{key.tokens[0]}", key)
-    world.until(lambda: world.controller.statistics().written_pages >= lent)
+    world.until(lambda: world.controller.statistics().written_pages >= written)
     if leaves_l1:
         world.cache.evict(100)
 
 
 def full_world(backend: Gated, *, leaves_l1: bool = True, ranks: RankGroup | None = None) -> World:
-    """L2 is full of six runs of two pages: a worker has begun to store the first, the others wait."""
+    """Return a world whose L2 is full with six runs of two pages. A worker stores the first; the others wait."""
     world = World(backend=backend, host_pages=HOST_PAGES, transfer=ALL, ranks=ranks)
     for number in range(1, 7):
         compute(world, pair(number), leaves_l1=leaves_l1)
@@ -61,7 +61,7 @@ def skipped(world: World | HostWorld) -> dict[str, int]:
     return {reason: count for reason, count in world.cache.statistics().skipped.items() if count}
 
 
-def test_the_newest_store_that_waits_gives_way_to_a_backup() -> None:
+def test_a_backup_without_room_cancels_the_newest_waiting_store() -> None:
     backend = Gated()
     world = full_world(backend)
     compute(world, pair(7))
@@ -76,12 +76,12 @@ def test_the_newest_store_that_waits_gives_way_to_a_backup() -> None:
     assert backend.holds(pair(6)) == 2
 
 
-def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
+def test_a_page_whose_store_was_cancelled_is_stored_at_its_next_use() -> None:
     backend = Gated()
     world = World(backend=backend, host_pages=6, transfer=ALL)
     compute(world, pair(1))
     compute(world, prompt(2, 3, 4, 5))
-    world.cache.match_prefix(prompt(2, 3, tail=0))  # its run is two nodes now, and one store
+    world.cache.match_prefix(prompt(2, 3, tail=0))  # splits its run into two nodes of one store
     world.until(backend.entered.is_set)
     compute(world, pair(6))
     assert on_l2(world.cache, prompt(2, 3, 4, 5)) == 2
@@ -94,7 +94,7 @@ def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
     assert backend.holds(prompt(2, 3)) == 2
 
 
-def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
+def test_a_store_is_cancelled_after_all_stores_that_continue_its_chain() -> None:
     backend = Gated()
     world = World(backend=backend, host_pages=10, transfer=ALL)
     compute(world, pair(1))
@@ -103,7 +103,7 @@ def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
     compute(world, prompt(2, 3, 4, 5, 6, 7))
     world.until(backend.entered.is_set)
     assert world.controller.store_pages == 8
-    compute(world, prompt(11, 12, 13, 14, 15, 16))  # two pages are free, so it needs the last two runs of the chain
+    compute(world, prompt(11, 12, 13, 14, 15, 16))  # two pages are free; needs those of two more runs
     assert skipped(world)["store_gave_way"] == 2
     assert on_l2(world.cache, prompt(2, 3, 4, 5, 6, 7)) == 2
     backend.writes.set()
@@ -112,7 +112,7 @@ def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
     assert backend.usage().pages == 10
 
 
-def test_a_store_of_what_is_on_l1_too_gives_way_and_is_asked_for_again() -> None:
+def test_a_cancelled_store_of_pages_on_l1_is_repeated_at_their_next_use() -> None:
     backend = Gated()
     world = full_world(backend, leaves_l1=False)
     compute(world, pair(7), leaves_l1=False)
@@ -125,7 +125,7 @@ def test_a_store_of_what_is_on_l1_too_gives_way_and_is_asked_for_again() -> None
     assert backend.holds(pair(6)) == 2
 
 
-def test_a_store_gives_way_to_a_prefetch() -> None:
+def test_a_prefetch_without_room_cancels_a_store() -> None:
     backend = Gated()
     backend.writes.set()
     other = World(backend=backend)
@@ -139,7 +139,7 @@ def test_a_store_gives_way_to_a_prefetch() -> None:
     backend.writes.set()
 
 
-def test_a_store_gives_way_to_a_write_of_an_engine_with_its_own_device_cache() -> None:
+def test_a_write_of_a_host_cache_without_room_cancels_a_store() -> None:
     backend = Gated()
     world = HostWorld(backend=backend, host_pages=HOST_PAGES, transfer=ALL)
     for number in range(1, 7):
@@ -151,7 +151,7 @@ def test_a_store_gives_way_to_a_write_of_an_engine_with_its_own_device_cache() -
     backend.writes.set()
 
 
-def test_a_store_of_a_run_that_stays_on_l2_does_not_give_way() -> None:
+def test_the_store_of_a_pinned_run_is_not_cancelled() -> None:
     backend = Gated()
     world = full_world(backend)
     pin = world.cache.pin(pair(6), ttl_s=1000.0)
@@ -165,7 +165,7 @@ def test_a_store_of_a_run_that_stays_on_l2_does_not_give_way() -> None:
     pin.release()
 
 
-def test_no_store_gives_way_where_that_makes_too_little_room() -> None:
+def test_stores_are_not_cancelled_if_that_does_not_make_enough_room() -> None:
     backend = Gated()
     world = full_world(backend)
     pins = [world.cache.pin(pair(number), ttl_s=1000.0) for number in (4, 5, 6)]
@@ -178,7 +178,7 @@ def test_no_store_gives_way_where_that_makes_too_little_room() -> None:
     assert [backend.holds(pair(number)) for number in range(1, 7)] == [2] * 6
 
 
-def test_with_ranks_no_store_gives_way() -> None:
+def test_with_ranks_stores_are_not_cancelled() -> None:
     backend = Gated()
     world = full_world(backend, ranks=gloo_ranks(1, deadline_s=30.0)[0])
     world.serve("more", pair(7))
@@ -188,7 +188,7 @@ def test_with_ranks_no_store_gives_way() -> None:
     backend.writes.set()
 
 
-def test_stores_that_give_way_leave_nothing_in_the_queue_of_a_store_that_hangs() -> None:
+def test_cancelled_stores_leave_the_queue_of_a_store_that_hangs() -> None:
     backend = Gated()
     world = full_world(backend)
     for number in range(10, 60):
@@ -198,7 +198,7 @@ def test_stores_that_give_way_leave_nothing_in_the_queue_of_a_store_that_hangs()
     backend.writes.set()
 
 
-def test_no_more_than_the_configured_share_of_l2_waits_to_be_stored() -> None:
+def test_at_most_the_configured_share_of_l2_waits_to_be_stored() -> None:
     backend = Gated()
     world = World(backend=backend, host_pages=32, transfer=TransferConfig(store_host_share=0.25))
     for number in range(1, 11):
@@ -208,7 +208,7 @@ def test_no_more_than_the_configured_share_of_l2_waits_to_be_stored() -> None:
     backend.writes.set()
 
 
-def test_all_of_l2_may_wait_to_be_stored_but_a_quarter_where_ranks_keep_stores_from_giving_way() -> None:
+def test_all_of_l2_may_wait_to_be_stored_but_only_a_quarter_with_ranks() -> None:
     (rank,) = gloo_ranks(1, deadline_s=30.0)
     for transfer, ranks, pages in ((None, None, 32), (None, rank, 8), (TransferConfig(store_host_share=0.5), rank, 16)):
         world = World(backend=memory_backend(), host_pages=32, transfer=transfer, ranks=ranks)
@@ -219,7 +219,7 @@ def test_all_of_l2_may_wait_to_be_stored_but_a_quarter_where_ranks_keep_stores_f
     rank.close()
 
 
-def test_a_backend_whose_last_store_gave_way_is_closed() -> None:
+def test_a_detached_backend_whose_store_was_cancelled_is_closed() -> None:
     closed = threading.Event()
 
     class Closing(Gated):

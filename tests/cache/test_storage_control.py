@@ -1,4 +1,4 @@
-"""Storage is detached, attached and switched at run time, with work under way."""
+"""Storage is detached, attached and replaced at run time, with operations in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READ, WRITE = Direction.READ, Direction.WRITE
 
 
 class Server:
-    """Stores of all epochs that outlive the engines; each opening is behind a guard of its own."""
+    """The stores of all epochs. They stay open when an engine closes them; each call of `open` adds a new guard."""
 
     def __init__(self, kind: type[MemoryBackend] = LastingBackend, options: GuardConfig | None = None) -> None:
         self._kind = kind
@@ -43,7 +43,7 @@ class Server:
 
     def open(self, epoch: int) -> StorageBackend:
         if self.down:
-            raise BackendError("the server is away")
+            raise BackendError("the server is down")
         self.faults.append(FaultyBackend(self.store(epoch)))
         self.guards.append(GuardedBackend(self.faults[-1], self._options))
         return self.guards[-1]
@@ -62,13 +62,13 @@ def until_open(world: World) -> None:
 
 
 def forget_l1_and_l2(world: World) -> None:
-    """As after a restart: only storage has anything."""
+    """Clear L1 and L2, so that only storage has pages, as after a restart."""
     world.settle()
     world.cache.clear()
 
 
 def hits_from_storage(world: World, rid: str, key: RadixKey = KEY) -> int:
-    """How many tokens of a new request come from storage."""
+    """Serve a request; return how many of its tokens come from storage."""
     if world.cache.prefetch_from_storage(rid, key):
         world.until(lambda: world.cache.check_prefetch_progress(rid))
     request = world.begin(rid, key)
@@ -77,21 +77,21 @@ def hits_from_storage(world: World, rid: str, key: RadixKey = KEY) -> int:
     return tokens
 
 
-def test_after_a_detach_nothing_is_read_or_stored_and_the_rest_goes_on() -> None:
+def test_a_cache_with_detached_storage_works_without_reads_and_stores() -> None:
     server = Server()
     world = world_of(server)
     world.serve("a", KEY)
     world.settle()
     world.cache.storage.detach()
     assert not world.cache.storage.attached
-    assert world.serve("b", KEY).cached_tokens == 12, "L1 is as it was"
+    assert world.serve("b", KEY).cached_tokens == 12, "L1 has not changed"
     world.serve("c", prompt(4, 5))
     forget_l1_and_l2(world)
     assert hits_from_storage(world, "d") == 0
     assert server.pages() == 3
 
 
-def test_what_is_attached_again_is_used_again() -> None:
+def test_storage_that_is_attached_again_is_used_again() -> None:
     server = Server()
     world = world_of(server)
     world.serve("a", KEY)
@@ -103,11 +103,11 @@ def test_what_is_attached_again_is_used_again() -> None:
     until_open(world)
     world.serve("c", prompt(4, 5))
     forget_l1_and_l2(world)
-    assert server.pages() == 5, "what came meanwhile was stored when it was used next"
+    assert server.pages() == 5, "pages that were computed without storage are stored at their next use"
     assert hits_from_storage(world, "d") == 12
 
 
-def test_another_store_gets_what_the_first_one_had() -> None:
+def test_another_store_gets_the_pages_of_the_first_one() -> None:
     first, second = Server(), Server()
     world = world_of(first)
     world.serve("a", KEY)
@@ -121,10 +121,10 @@ def test_another_store_gets_what_the_first_one_had() -> None:
     until_open(world)
     world.serve("c", KEY)
     world.settle()
-    assert (first.pages(1), second.pages(1)) == (0, 3), "later epochs are opened where it was attached"
+    assert (first.pages(1), second.pages(1)) == (0, 3), "later epochs are opened with the attached opener"
 
 
-def test_storage_can_be_attached_to_a_cache_that_began_without() -> None:
+def test_storage_can_be_attached_to_a_cache_that_started_without_it() -> None:
     server = Server()
     world = World()
     with pytest.raises(InvalidInput, match="without storage"):
@@ -154,7 +154,7 @@ def test_new_weights_leave_a_detached_store_detached() -> None:
     assert server.pages(1) == 3
 
 
-def test_a_detach_while_a_store_is_being_opened_leaves_none_open() -> None:
+def test_a_store_that_opens_after_a_detach_is_closed() -> None:
     server = Server()
     world = world_of(server)
     gate, opened = threading.Event(), threading.Event()
@@ -174,7 +174,7 @@ def test_a_detach_while_a_store_is_being_opened_leaves_none_open() -> None:
     assert world.controller.backend is None
 
 
-def test_a_bad_opener_is_refused_before_the_store_is_detached() -> None:
+def test_an_invalid_opener_is_rejected_before_the_store_is_detached() -> None:
     server = Server()
     world = world_of(server)
     backend = world.controller.backend
@@ -191,22 +191,22 @@ def _raises(epoch: int) -> StorageBackend:
     raise RuntimeError("a bug of the factory")
 
 
-def _gives_nothing(epoch: int) -> StorageBackend:
+def _returns_none(epoch: int) -> StorageBackend:
     return None  # type: ignore[return-value]
 
 
-def _gives_a_number(epoch: int) -> StorageBackend:
+def _returns_a_number(epoch: int) -> StorageBackend:
     return 5  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("opener", [_raises, _gives_nothing, _gives_a_number, lambda: 5, int])
-def test_after_an_opener_that_opens_nothing_the_configured_store_can_be_attached(opener: Any) -> None:
+@pytest.mark.parametrize("opener", [_raises, _returns_none, _returns_a_number, lambda: 5, int])
+def test_after_an_opener_that_fails_the_configured_store_can_be_attached(opener: Any) -> None:
     server = Server()
     world = world_of(server)
     world.cache.storage.attach(opener)
     world.until(lambda: world.cache.statistics().controller.open_failures > 0)
     assert world.cache.storage.attached and world.controller.backend is None
-    assert world.serve("a", prompt(7, 8)).cached_tokens == 0, "requests go on without storage"
+    assert world.serve("a", prompt(7, 8)).cached_tokens == 0, "requests work without storage"
     world.cache.storage.attach()
     until_open(world)
     world.serve("b", KEY)
@@ -218,12 +218,12 @@ def test_after_an_opener_that_opens_nothing_the_configured_store_can_be_attached
 
 
 @pytest.mark.parametrize("opener", [5, "file"])
-def test_a_cache_is_not_built_with_something_that_cannot_be_called(opener: Any) -> None:
+def test_an_opener_that_is_not_callable_is_rejected(opener: Any) -> None:
     with pytest.raises(InvalidInput, match="open_storage"):
         World(open_storage=opener)
 
 
-def test_new_weights_of_an_impossible_epoch_leave_the_store_open() -> None:
+def test_an_invalid_weights_epoch_leaves_the_store_open() -> None:
     server = Server()
     world = world_of(server)
     for epoch in (0, 2**64):
@@ -236,10 +236,10 @@ def test_new_weights_of_an_impossible_epoch_leave_the_store_open() -> None:
     assert (server.pages(0), server.pages(2**64 - 1)) == (0, 3)
 
 
-# Work under way
+# Operations in flight
 
 
-def test_a_prefetch_under_way_at_a_detach_brings_nothing_and_keeps_nothing() -> None:
+def test_a_prefetch_in_flight_at_a_detach_adds_no_pages_and_holds_none() -> None:
     server = Server()
     world = world_of(server)
     world.serve("a", KEY)
@@ -249,19 +249,19 @@ def test_a_prefetch_under_way_at_a_detach_brings_nothing_and_keeps_nothing() -> 
     assert world.cache.prefetch_from_storage("b", KEY)
     wait_for(lambda: server.faults[0].hung_calls == 1)
     world.cache.storage.detach()
-    assert world.cache.check_prefetch_progress("b"), "nobody waits for it any more"
+    assert world.cache.check_prefetch_progress("b"), "the request does not wait any more"
     assert world.attempt("b", KEY).cached_tokens == 0
-    assert not server.guards[0]._closing.is_set(), "it is not closed while somebody is in it"
+    assert not server.guards[0]._closing.is_set(), "it is not closed during a call"
     server.faults[0].release()
     world.settle()
     world.until(server.guards[0]._closing.is_set)
     assert world.host.allocator.used_pages == 0
 
 
-# The breaker and the operator
+# Breaker and overrides
 
 
-def test_while_the_breaker_is_open_nothing_is_submitted_and_it_heals_by_itself() -> None:
+def test_while_the_breaker_is_open_nothing_is_submitted_and_it_closes_by_itself() -> None:
     server = Server(options=GuardConfig(backoff_min=0.1, backoff_max=0.2, retry_share=0.0))
     world = world_of(server)
     world.serve("a", KEY)
@@ -283,7 +283,7 @@ def test_while_the_breaker_is_open_nothing_is_submitted_and_it_heals_by_itself()
     assert hits_from_storage(world, "d") == 12
 
 
-def test_the_operator_switches_writing_off_and_on() -> None:
+def test_an_override_switches_writes_off_and_on() -> None:
     server = Server()
     world = world_of(server)
     world.cache.storage.override(WRITE, Override.OFF)
@@ -299,7 +299,7 @@ def test_the_operator_switches_writing_off_and_on() -> None:
     assert server.pages() == 3
 
 
-def test_what_the_operator_has_switched_off_stays_off_under_new_weights() -> None:
+def test_an_override_stays_in_force_after_new_weights() -> None:
     server = Server()
     world = world_of(server)
     world.cache.storage.override(READ, Override.OFF)
@@ -322,7 +322,7 @@ def test_statistics_have_an_entry_for_each_store_and_do_not_wait_for_it() -> Non
     assert world.cache.statistics().controller.backends == ()
 
 
-def test_one_rank_whose_breaker_is_open_keeps_all_from_asking() -> None:
+def test_if_the_breaker_of_one_rank_is_open_no_rank_reads() -> None:
     servers = [Server(), Server()]
     worlds = [
         World(backend=server.open(0), open_storage=server.open, ranks=group)
@@ -353,7 +353,7 @@ def test_one_rank_whose_breaker_is_open_keeps_all_from_asking() -> None:
         assert world.cache.close()
 
 
-def test_a_closed_cache_opens_no_storage() -> None:
+def test_a_closed_cache_does_not_open_storage() -> None:
     server = Server()
     for world in (world_of(server), World(open_storage=server.open)):
         world.close()

@@ -1,4 +1,4 @@
-"""UseMemory: which pages were used before, by how many requests, wherever they were."""
+"""UseMemory: how many requests have used a page, even after the page was evicted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def memory(uses_max: int = 4) -> UseMemory:
 
 
 def counts(memory: UseMemory, rid: str | None, key: RadixKey, pages: int | None = None) -> list[int]:
-    """The uses of each page after request `rid` has used `pages` of them, by default all."""
+    """Let request `rid` use `pages` pages of `key`, by default all; return the uses of each."""
     pages = key.pages(GEOMETRY.page_size) if pages is None else pages
     found = memory.note(rid, key, pages)
     return [found.of_run(page, pages)[0] for page in range(pages)]
@@ -34,17 +34,17 @@ def test_each_request_counts_once_for_each_page() -> None:
     assert counts(m, "b", prompt(1, 2, 3)) == [2, 2, 1]
     assert counts(m, "c", prompt(1)) == [3]
     assert counts(m, None, prompt(1, 2, 3, 4)) == [4, 3, 2, 1]
-    assert counts(m, None, prompt(1, 2)) == [4, 4]  # as far as it was asked to count
+    assert counts(m, None, prompt(1, 2)) == [4, 4]  # uses above the maximum are not counted
 
 
-def test_a_run_of_pages_with_equal_uses_is_one_step() -> None:
+def test_pages_with_equal_uses_are_one_step() -> None:
     m = memory()
     m.note("a", prompt(1, 2, 3), 3)
     assert m.note("b", prompt(1, 2, 3, 4, 5), 5) == Uses(0, ((3, 2), (5, 1)))
     assert m.note("c", prompt(9), 0) == Uses(0)
 
 
-def test_a_page_is_known_by_all_that_comes_before_it() -> None:
+def test_a_page_is_identified_by_all_tokens_up_to_its_end() -> None:
     m = memory()
     m.note("a", prompt(1, 2, 3), 3)
     others = [(7, 2, 3), (2, 1, 3), (2, 3), (1, 1, 1), (1, 0, 0), (0, 0, 0)]
@@ -53,25 +53,25 @@ def test_a_page_is_known_by_all_that_comes_before_it() -> None:
         assert counts(m, None, other)[-1] == 2
 
 
-def test_a_request_that_begins_again_is_no_second_use() -> None:
+def test_a_request_that_begins_again_does_not_count_twice() -> None:
     m = memory()
     assert m.note("a", prompt(1, 2, tail=0), 0, begins=True) == Uses(0)
-    assert m.note("a", prompt(1, tail=0), 1) == Uses(0, ((1, 1),))  # chunk by chunk
+    assert m.note("a", prompt(1, tail=0), 1) == Uses(0, ((1, 1),))  # in chunks
     assert m.note("a", prompt(1, 2, 3), 3) == Uses(1, ((3, 1),))
-    assert m.note("a", prompt(1, 2, 3), 1, begins=True) == Uses(3, ((1, 1),))  # preempted, it finds less than it had
+    assert m.note("a", prompt(1, 2, 3), 1, begins=True) == Uses(3, ((1, 1),))  # preempted: fewer hits than before
     assert m.note("a", prompt(1, 2, 3, 4), 4) == Uses(3, ((4, 1),))
-    assert m.note("a", prompt(1, 2), 1, begins=True).known_pages == 4  # without what it has generated
+    assert m.note("a", prompt(1, 2), 1, begins=True).known_pages == 4  # without its generated tokens
     assert counts(m, "b", prompt(1, 2, 3)) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("other", [prompt(5, 6), prompt(1), prompt(1, 3), prompt(1, 2, salt="tenant")])
-def test_a_request_that_begins_under_the_name_of_another_is_one_of_its_own(other: RadixKey) -> None:
+def test_another_request_with_the_same_id_counts_by_itself(other: RadixKey) -> None:
     m = memory()
     m.note("a", prompt(1, 2), 2, begins=True)
     assert m.note("a", other, 1, begins=True).known_pages == 0
 
 
-def test_a_page_whose_place_was_taken_is_known_by_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_whose_slot_was_taken_counts_if_pages_after_it_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     key = RadixKey.of(list(range(4 * 4000)))
     m = memory()
     m.note("a", key, 4000)
@@ -80,7 +80,7 @@ def test_a_page_whose_place_was_taken_is_known_by_those_behind_it(monkeypatch: p
     assert known[:3980] == [2] * 3980
 
 
-def test_memory_is_bounded() -> None:
+def test_the_memory_is_bounded() -> None:
     m = memory()
     slots = m._slots.nbytes
     for number in range(uses.REQUESTS_MAX + 100):
@@ -90,37 +90,37 @@ def test_memory_is_bounded() -> None:
     assert m.note(f"r{uses.REQUESTS_MAX}", prompt(uses.REQUESTS_MAX), 1).known_pages == 1
 
 
-def test_few_new_pages_are_taken_for_known_ones() -> None:
+def test_collisions_of_new_pages_with_known_ones_are_rare() -> None:
     m = memory()
     m.note("a", RadixKey.of(list(range(4 * 200_000))), 200_000)
     wrong = sum(counts(m, None, RadixKey.of(list(range(start, start + 400))))[0] - 1 for start in range(1, 4000, 4))
     assert wrong <= 1
 
 
-def test_a_share_of_the_requests_is_wanted_at_once_with_all_its_pages() -> None:
+def test_with_first_share_all_new_pages_of_some_requests_have_enough_uses_at_once() -> None:
     m = UseMemory(PAGE_BYTES, 3, first_share=0.25)
     chosen = []
     for number in range(1000):
         key = prompt(1, number + 2, number, number)
         m.note(f"r{number}", key, 2)
-        found = m.note(f"r{number}", key, 4)  # piece by piece
+        found = m.note(f"r{number}", key, 4)  # in parts
         assert found.steps in (((4, 3),), ((1, min(number + 1, 3)), (4, 1)), ((4, 1),)), number
         chosen.append(found.steps == ((4, 3),))
     assert 200 < sum(chosen) < 300
     again = UseMemory(PAGE_BYTES, 3, first_share=0.25)
     again.note("first", prompt(1), 1)
     others = [again.note(None, prompt(1, number + 2), 2).steps == ((2, 3),) for number in range(1, 1000)]
-    assert others == chosen[1:]  # in another process as well, in any order
+    assert others == chosen[1:]  # the choice depends neither on the process nor on the order
 
 
-def test_what_was_wanted_at_once_has_been_used_once_all_the_same() -> None:
+def test_pages_chosen_by_first_share_still_count_one_use() -> None:
     m = UseMemory(PAGE_BYTES, 3, first_share=1.0)
     assert m.note("a", prompt(1, 2), 2).steps == ((2, 3),)
     m._first_below = 0
     assert m.note("b", prompt(1, 2), 2).steps == ((2, 2),)
 
 
-def test_what_is_cleared_is_forgotten() -> None:
+def test_clear_forgets_all_uses() -> None:
     m = memory()
     m.note("a", prompt(1), 1)
     m.clear()
@@ -142,8 +142,8 @@ def test_bigrams_and_given_page_keys_are_counted_too(position_bytes: int) -> Non
     assert found.steps == (((pages, 2),) if bigram else ((2, 2), (3, 1)))
 
 
-def test_the_same_pages_take_the_same_places_in_every_process() -> None:
-    """Else ranks would take other pages for known ones."""
+def test_the_same_pages_have_the_same_hashes_in_each_process() -> None:
+    """Otherwise ranks would count the uses of different pages."""
     program = (
         "from hicache.cache.uses import UseMemory\nfrom hicache.keys import RadixKey\n"
         "print(UseMemory(256, 2)._hashes(RadixKey.of(range(640), cache_salt='a'), 10).tolist())"

@@ -1,4 +1,4 @@
-"""`integrity.verify: load`: what is damaged on L2 is not loaded to L1, but computed again."""
+"""`integrity.verify: load`: damaged pages of L2 are computed again, and not loaded to L1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAYLOAD = 256  # where the payload of a frame begins
 
 
 def on_host(config: HiCacheConfig | None = None, **parts: Any) -> World:
-    """A world that has KEY sealed on L2, and on L2 alone."""
+    """Return a world that has KEY, sealed, only on L2."""
     config = config or every_hit(integrity=VERIFIES)
     world = World(config=config, backend=memory_backend(), host_codec=codec, **parts)
     leave(world, KEY)
@@ -29,14 +29,14 @@ def on_host(config: HiCacheConfig | None = None, **parts: Any) -> World:
 
 
 def leave(world: World, key: RadixKey) -> None:
-    """Serve a prompt, whose pages are then on L2 alone."""
+    """Serve a prompt and evict it from L1, so that its pages are only on L2."""
     world.serve(f"leave {key.tokens[:4]!r}", key)
     world.settle()
     world.cache.evict(100)
 
 
 def flip(world: World | HostWorld, key: RadixKey, page: int, at: int = PAYLOAD) -> None:
-    """Change a bit of a page on L2, without a trace in the tree."""
+    """Change a bit of a page on L2."""
     (node,) = [node for node in world.cache.tree.nodes() if not node.children and key.tokens.startswith(node.key)]
     assert node.host is not None
     world.host.frame(int(node.host[page]))[at] ^= 4
@@ -46,13 +46,13 @@ def verified(world: World | HostWorld) -> dict[str, int]:
     return {outcome: count for outcome, count in world.cache.statistics().verified_pages.items() if count}
 
 
-def test_sound_frames_are_verified_and_loaded() -> None:
+def test_undamaged_frames_are_verified_and_loaded() -> None:
     world = on_host()
     assert world.serve("again", KEY).host_hit_tokens == 16
     assert verified(world) == {"sound": 4} and world.compared_pages == 4
 
 
-def test_a_damaged_frame_is_not_loaded_but_computed_and_the_pages_behind_it_leave_l2(
+def test_a_damaged_page_and_its_descendants_are_evicted_from_l2_and_computed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = on_host()
@@ -60,13 +60,13 @@ def test_a_damaged_frame_is_not_loaded_but_computed_and_the_pages_behind_it_leav
     assert world.serve("again", KEY).host_hit_tokens == 8
     assert verified(world) == {"sound": 2, "damaged": 1} and world.wrong_pages == 0
     world.settle()
-    assert "is not the page that was sealed (tag); it leaves L2" in caplog.text
-    world.cache.evict(100)  # what was computed again took its place
+    assert "failed verification (tag); it is removed" in caplog.text
+    world.cache.evict(100)  # the computed pages have replaced the damaged ones
     assert world.serve("third", KEY).host_hit_tokens == 16
     assert verified(world)["damaged"] == 1
 
 
-def test_without_the_option_the_damaged_frame_is_loaded() -> None:
+def test_without_the_option_a_damaged_frame_is_loaded() -> None:
     world = on_host(every_hit())
     flip(world, KEY, 2)
     assert world.serve("again", KEY).host_hit_tokens == 16
@@ -75,14 +75,14 @@ def test_without_the_option_the_damaged_frame_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("at", [60, 100, 200, PAYLOAD + 8])
-def test_a_damaged_header_is_damage_too(at: int) -> None:
+def test_a_damaged_header_is_found_too(at: int) -> None:
     world = on_host()
     flip(world, KEY, 0, at)
     assert world.serve("again", KEY).host_hit_tokens == 0
     assert verified(world) == {"damaged": 1}
 
 
-def test_a_frame_in_the_place_of_another_one_is_damage() -> None:
+def test_the_frame_of_another_page_counts_as_damaged() -> None:
     world = on_host()
     leave(world, prompt(5, 6, 7, 8))
     nodes = [node for node in world.cache.tree.nodes() if node.host is not None]
@@ -93,14 +93,14 @@ def test_a_frame_in_the_place_of_another_one_is_damage() -> None:
     assert verified(world) == {"sound": 5, "damaged": 1} and world.wrong_pages == 0
 
 
-def test_a_request_that_was_not_verified_computes_instead() -> None:
+def test_a_request_without_a_verification_computes_its_pages() -> None:
     world = on_host()
     flip(world, KEY, 0)
-    assert world.attempt("unasked", KEY).host_hit_tokens == 0
+    assert world.attempt("not verified", KEY).host_hit_tokens == 0
     assert world.cache.statistics().skipped["load_not_verified"] == 1
 
 
-def test_a_proof_holds_for_some_seconds_and_no_longer() -> None:
+def test_a_verification_is_valid_for_ten_seconds() -> None:
     clock = ShiftedClock()
     world = on_host(clock=clock)
     world.cache.prefetch_from_storage("a", KEY)
@@ -119,7 +119,7 @@ def test_pages_that_are_not_sealed_are_loaded_and_counted() -> None:
     assert verified(world) == {"untagged": 4}
 
 
-def test_requests_that_need_the_same_frames_share_one_proof() -> None:
+def test_requests_that_need_the_same_frames_share_one_verification() -> None:
     world = on_host()
     for rid in "abc":
         world.cache.prefetch_from_storage(rid, KEY)
@@ -127,7 +127,7 @@ def test_requests_that_need_the_same_frames_share_one_proof() -> None:
     assert verified(world) == {"sound": 4}
 
 
-def test_a_proof_that_outlives_its_tree_changes_nothing_in_the_new_one() -> None:
+def test_a_verification_of_a_cleared_tree_does_not_change_the_new_one() -> None:
     world = on_host()
     flip(world, KEY, 0)
     world.cache.prefetch_from_storage("a", KEY)
@@ -138,7 +138,7 @@ def test_a_proof_that_outlives_its_tree_changes_nothing_in_the_new_one() -> None
     assert world.serve("a", KEY).storage_hit_tokens == 16
 
 
-def test_new_weights_have_a_codec_of_their_own() -> None:
+def test_frames_of_new_weights_are_verified_with_their_own_codec() -> None:
     world = on_host(open_storage=lambda epoch: memory_backend(epoch=epoch))
     world.cache.update_weights(3)
     world.until(lambda: world.controller.gate.storage is not None)
@@ -147,7 +147,7 @@ def test_new_weights_have_a_codec_of_their_own() -> None:
     assert verified(world) == {"sound": 4}
 
 
-def test_an_engine_with_a_device_cache_of_its_own_is_not_offered_a_damaged_page() -> None:
+def test_a_host_cache_does_not_offer_a_damaged_page() -> None:
     world = HostWorld(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec)
     key = prompt(1, 2, 3, 4, tail=0)
     world.cache.lookup("w", key)
@@ -166,7 +166,7 @@ def test_an_engine_with_a_device_cache_of_its_own_is_not_offered_a_damaged_page(
     world.cache.abort("a")
 
 
-def test_an_engine_with_a_device_cache_of_its_own_loads_nothing_that_was_not_verified() -> None:
+def test_a_host_cache_rejects_a_load_that_was_not_verified() -> None:
     world = HostWorld(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec)
     key = prompt(1, 2, tail=0)
     world.write("w", key)
@@ -176,7 +176,7 @@ def test_an_engine_with_a_device_cache_of_its_own_loads_nothing_that_was_not_ver
     world.cache.abort("a")
 
 
-def test_a_mac_proves_frames_on_the_host_too() -> None:
+def test_frames_on_l2_with_a_mac_are_verified_too() -> None:
     def keyed(epoch: int) -> FrameCodec:
         return FrameCodec(NAMESPACE.digest, GEOMETRY.payload_bytes, mac_keys=[bytes(32)])
 
@@ -191,18 +191,18 @@ def scrubbed(rate: int, **parts: Any) -> World:
     return on_host(every_hit(integrity=IntegrityConfig(scrub_rate=rate)), **parts)
 
 
-def test_an_idle_scrub_finds_damage_before_a_request_does() -> None:
+def test_a_scrub_of_an_idle_cache_finds_damage_before_a_request() -> None:
     world = scrubbed(1 << 40)
     flip(world, KEY, 2)
     world.until(lambda: verified(world).get("damaged", 0) == 1)
     assert world.cache.peek(KEY).host_pages == 2
-    assert world.serve("again", KEY).host_hit_tokens == 8  # which waits for no proof
+    assert world.serve("again", KEY).host_hit_tokens == 8  # without `verify: load` it does not wait for a verification
     assert world.wrong_pages == 0
 
 
-def test_a_scrub_goes_round_at_its_rate() -> None:
+def test_a_scrub_repeats_its_rounds_at_its_rate() -> None:
     clock = ShiftedClock()
-    world = scrubbed(codec().frame_bytes, clock=clock)  # a page a second
+    world = scrubbed(codec().frame_bytes, clock=clock)  # one page per second
     leave(world, prompt(5, 6, 7, 8))
     for turn in range(1, 6):
         sound = 4 * turn
@@ -213,7 +213,7 @@ def test_a_scrub_goes_round_at_its_rate() -> None:
         clock.shift_s += 4.1
 
 
-def test_a_damaged_copy_of_what_is_on_l1_leaves_l2_alone() -> None:
+def test_if_a_page_is_also_on_l1_only_its_damaged_copy_is_evicted() -> None:
     world = World(
         config=every_hit(integrity=IntegrityConfig(scrub_rate=1 << 40)), backend=memory_backend(), host_codec=codec
     )
@@ -228,7 +228,7 @@ def test_a_damaged_copy_of_what_is_on_l1_leaves_l2_alone() -> None:
     assert world.serve("again", KEY).device_hit_tokens == 16
 
 
-def test_a_scrub_makes_way_for_a_request() -> None:
+def test_a_scrub_stops_for_a_request() -> None:
     clock = ShiftedClock()
     world = on_host(every_hit(integrity=IntegrityConfig(verify="load", scrub_rate=1 << 40)), clock=clock)
     verifier = world.cache._verifier
@@ -242,7 +242,7 @@ def test_a_scrub_makes_way_for_a_request() -> None:
     assert proofs[1].sound_pages == 4
 
 
-def test_what_cannot_be_verified_is_refused_at_the_start() -> None:
+def test_configurations_that_cannot_be_verified_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="pass host_codec"):
         World(config=every_hit(integrity=VERIFIES))
     (group,) = Exchange(1).ranks()

@@ -1,6 +1,6 @@
-"""A small cache with an engine that computes nothing.
+"""A small cache, and an engine without a model.
 
-Pages are filled with bytes derived from their page keys, and every page the cache hands out is compared with them.
+The engine fills pages with bytes derived from their page keys, and compares all pages from the cache with them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def codec(epoch: int = 0) -> FrameCodec:
 
 
 class ShiftedClock:
-    """The clock of the machine, `shift_s` seconds ahead."""
+    """The monotonic clock, `shift_s` seconds ahead."""
 
     shift_s = 0.0
 
@@ -57,14 +57,14 @@ class ShiftedClock:
 
 
 class LastingBackend(MemoryBackend):
-    """A store that outlives the engines that close it, as a server would."""
+    """A store that stays open after its engine closes it, like a server."""
 
     def close(self) -> None:
-        """Stays open for the next engine."""
+        """Stay open for the next engine."""
 
 
 class GatedBackend(LastingBackend):
-    """A store whose reads and writes wait while their gate is not set; both are set at first. It counts its reads."""
+    """A store that counts its reads. Reads wait while `reads` is not set, writes while `writes` is not set."""
 
     def __init__(self, codec_: FrameCodec | None = None) -> None:
         super().__init__(codec_ or codec())
@@ -91,16 +91,16 @@ class GatedBackend(LastingBackend):
         return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
 
 
-class Ending:
-    """What a test makes and need not close: the fixture `worlds_end` does, if the test has not."""
+class AutoClosed:
+    """An object that the fixture `close_worlds` closes after the test, unless the test has closed it."""
 
-    alive: ClassVar[list[Ending]] = []
+    alive: ClassVar[list[AutoClosed]] = []
 
     def __init__(self) -> None:
         self.alive.append(self)
 
     def leave(self) -> None:
-        """Do not have it closed any more: it is closed, broken on purpose, or a part of something else."""
+        """Do not close this object after the test: it is closed, broken on purpose, or a part of another object."""
         if self in self.alive:
             self.alive.remove(self)
 
@@ -108,15 +108,15 @@ class Ending:
         raise NotImplementedError
 
 
-class World(Ending):
-    """A cache of `device_pages` and `host_pages` over `backend`, and the engine's side of every call.
+class World(AutoClosed):
+    """A cache of `device_pages` and `host_pages` over `backend`, with an engine that calls it.
 
-    `shard` makes the bytes of one rank's pages differ from those of another.
+    `shard` makes the bytes of a page differ between ranks.
     """
 
     shard = b""
 
-    def __init__(  # noqa: PLR0913 - the parts that tests exchange
+    def __init__(  # noqa: PLR0913 - the parts that tests replace
         self,
         *,
         device_pages: int = 16,
@@ -158,7 +158,7 @@ class World(Ending):
         super().__init__()
 
     def fill(self, key: RadixKey, pages: PageIds, first: int) -> None:
-        """Write the bytes of pages `first ...` of `key` into L1, as a forward would."""
+        """Write the bytes of the pages of `key` from `first` on into L1, as a forward does."""
         for number, page in list(zip(range(len(pages)), pages.tolist(), strict=True))[first:]:
             expected = self.expected(key, number)
             if expected is None:
@@ -167,7 +167,7 @@ class World(Ending):
                 region.numpy()[page] = content
 
     def compare(self, key: RadixKey, pages: PageIds) -> None:
-        """Compare L1 with the bytes that the pages of `key` must have."""
+        """Compare pages of L1 with the expected bytes of `key`; count differences in `wrong_pages`."""
         for number, page in enumerate(pages.tolist()):
             expected = self.expected(key, number)
             assert expected is not None
@@ -177,7 +177,7 @@ class World(Ending):
                     self.wrong_pages += 1
 
     def expected(self, key: RadixKey, number: int) -> npt.NDArray[np.uint8] | None:
-        """uint8 [layers, layer_bytes] of one page, None for a partial one."""
+        """Return the bytes of a page, uint8 `[layers, layer_bytes]`; None for a partial page."""
         shape = self.geometry
         keys = key.page_keys(shape.page_size, key.seed, 0, key.pages(shape.page_size))
         if number >= len(keys):
@@ -186,19 +186,19 @@ class World(Ending):
         return np.frombuffer(stream, dtype=np.uint8).reshape(shape.layers, shape.layer_bytes)
 
     def admit(self, rid: str, key: RadixKey) -> RequestKV:
-        """Admit a request, for which there is room; its loads are not started."""
+        """Admit a request without starting its loads. REQUIRES: there is room."""
         request = self.cache.begin_request(rid, key)
         assert request is not None, "no room"
         return request
 
     def begin(self, rid: str, key: RadixKey) -> RequestKV:
-        """`try_begin` where there is room."""
+        """As `try_begin`. REQUIRES: there is room."""
         request = self.try_begin(rid, key)
         assert request is not None, "no room"
         return request
 
     def try_begin(self, rid: str, key: RadixKey) -> RequestKV | None:
-        """Admit a request, wait for its loads, compare what came from the cache and compute the rest."""
+        """Admit a request, wait for its loads, compare its cached pages, compute the others. None without room."""
         request = self.cache.begin_request(rid, key)
         transfer = self.cache.start_loading()
         if request is None:
@@ -212,7 +212,7 @@ class World(Ending):
         return request
 
     def serve(self, rid: str, key: RadixKey) -> RequestKV:
-        """A whole request, prefetch included; the returned object keeps its hit counts."""
+        """Run a whole request with its prefetch. The returned object keeps its hit counts."""
         self.cache.prefetch_from_storage(rid, key)
         self.until(lambda: self.cache.check_prefetch_progress(rid))
         request = self.begin(rid, key)
@@ -220,7 +220,7 @@ class World(Ending):
         return request
 
     def attempt(self, rid: str, key: RadixKey) -> RequestKV:
-        """Begin a request and abort it; the returned object keeps its hit counts."""
+        """Begin a request and abort it. The returned object keeps its hit counts."""
         request = self.begin(rid, key)
         self.cache.cache_finished_req(request, None)
         return request
@@ -230,17 +230,17 @@ class World(Ending):
         wait_for(condition, self.step, timeout_s=WAIT_S, pause_s=0)
 
     def step(self) -> None:
-        """One scheduler step with nothing else to do."""
+        """Run one scheduler step."""
         if not self.cache.poll():
             time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
         self.cache.check()
 
     def settle(self) -> None:
-        """Step until no operation is under way."""
+        """Step until no operation is in flight."""
         self.until(lambda: self.controller.idle)
 
     def close(self) -> None:
-        """End it. Nothing is under way any more, and no wrong page was handed out."""
+        """Wait for all operations, close the cache, and assert that no page was wrong."""
         self.leave()
         self.settle()
         assert self.cache.close()
@@ -249,13 +249,13 @@ class World(Ending):
 
 
 def configured(config: HiCacheConfig | None, transfer: TransferConfig | None) -> HiCacheConfig:
-    """`config`, by default `every_hit`, with `transfer` as its section of that name."""
+    """Return `config`, by default `every_hit()`, with `transfer` as its section `transfer`."""
     config = config or every_hit()
     return config if transfer is None else config.model_copy(update={"transfer": transfer})
 
 
 def every_hit(**entries: Any) -> HiCacheConfig:
-    """Configuration of a cache that fetches every hit, however short and slow; `entries` are further ones."""
+    """Return a configuration, with further `entries`, that fetches every hit, even if it is short or slow."""
     return HiCacheConfig(
         load_back_threshold_tokens=4,
         break_even=BreakEvenConfig(mode="always"),
@@ -269,6 +269,6 @@ def memory_backend(capacity_bytes: int | None = None, epoch: int = 0) -> MemoryB
 
 
 def prompt(*pages: int, tail: int = 1, salt: str | None = None) -> RadixKey:
-    """A prompt of whole pages, each made of one number, and `tail` tokens more."""
+    """Return a prompt of whole pages, each filled with one number, and `tail` more tokens."""
     tokens = [page for page in pages for _ in range(GEOMETRY.page_size)] + [999] * tail
     return RadixKey.of(tokens, cache_salt=salt)

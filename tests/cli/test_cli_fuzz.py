@@ -1,4 +1,4 @@
-"""Every command with hostile arguments: the exit code is 0, 1 with a finding or 2, and stderr has no traceback."""
+"""Every command with hostile arguments: the exit code is 0, 1 (a finding) or 2, and stderr has no traceback."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ VALUES = [
     "a=b", "page_size=", "host.size=1e400GiB", "host.tokens=1125899906842624", "1PiB", "-5GiB", "366d", "cuda:999",
     "ff", "storage.type=memory", "storage.options.path=", "storage=null", "device.tokens=1", "storage.type=nosuch",
 ]  # fmt: skip
-# What keeps a command short that would otherwise have work to do.
+# Arguments that make long commands short.
 EXTRA = {
     ("replay",): ["--requests", "2", "--prefill-rate", "0"], ("trace", "generate"): ["--requests", "2"],
     ("demo",): ["--set", "no.entry=1"], ("serve",): ["--set", "no.entry=1"], ("dev-up",): ["--port", "0"],
 }  # fmt: skip
-# Options of a group. No command may reach a daemon that runs on this machine.
+# Options of a group, so that no command reaches a daemon on this machine.
 GROUPS = {"ctl": ["--socket", "none.sock"]}
-# Their finding is that the file is not what it should be.
+# Commands that exit with 1 if a file is invalid.
 FINDS = {("config", "check"), ("inspect",)}
 COMMANDS_OF_EACH = 12
 
 
 @pytest.fixture(scope="module", autouse=True)
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The working directory has one of everything that a path can lead to."""
+    """Create one file of each kind in the working directory."""
     folder = tmp_path_factory.mktemp("strange")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -74,12 +74,12 @@ LEAVES = dict(leaves(main))
 
 
 def drawn(path: tuple[str, ...], numbers: random.Random) -> list[str]:
-    """A command line with up to two options, and hostile values."""
+    """Return a random command line with up to two options and hostile values."""
     options = [one for one in LEAVES[path].params if isinstance(one, click.Option) and not one.hidden]
     arguments = [one for one in LEAVES[path].params if isinstance(one, click.Argument)]
     line = [path[0], *GROUPS.get(path[0], []), *path[1:], *EXTRA.get(path, [])]
     for option in numbers.sample(options, min(len(options), numbers.randrange(3))):
-        # The last of equal ones counts, so those that keep a command short are left alone.
+        # The last of equal options counts, so do not repeat those of EXTRA.
         if option.opts[-1] not in ("--help", "--processes", *line):
             line += [option.opts[-1]] if option.is_flag else [option.opts[-1], numbers.choice(VALUES)]
     return [*line, *(numbers.choice(VALUES) for one in arguments if one.required or numbers.random() < 0.3)]
@@ -87,7 +87,7 @@ def drawn(path: tuple[str, ...], numbers: random.Random) -> list[str]:
 
 @pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("path", LEAVES, ids=" ".join)
-def test_hostile_arguments_end_with_a_message_and_an_exit_code_that_is_documented(
+def test_hostile_arguments_end_with_a_message_and_a_documented_exit_code(
     path: tuple[str, ...], seed: int
 ) -> None:
     numbers = rng(seed)
@@ -110,7 +110,7 @@ def test_hostile_arguments_end_with_a_message_and_an_exit_code_that_is_documente
      "demo -c pipe.yaml --storage file", "demo -c link.yaml", "inspect --mac-key-file pipe empty",
      "verify --encryption-key-file /dev/zero dir", "dev-up redis --port 65536", "purge --yes link.yaml"],
 )  # fmt: skip
-def test_what_hung_or_ended_with_a_traceback_is_exit_code_2(line: str) -> None:
+def test_arguments_that_once_hung_or_raised_give_exit_code_2(line: str) -> None:
     result = CliRunner().invoke(main, line.split(), input="")
     assert result.exit_code == 2 and result.stderr.strip(), result.output
 
@@ -118,7 +118,7 @@ def test_what_hung_or_ended_with_a_traceback_is_exit_code_2(line: str) -> None:
 @pytest.mark.parametrize(
     "line", ["replay --store @ --requests 1", "replay --json @", "copy @ dir", "ls @", "trace show @"]
 )
-def test_an_empty_path_is_a_usage_error_that_says_so(line: str) -> None:
+def test_an_empty_path_is_a_usage_error(line: str) -> None:
     result = CliRunner().invoke(main, line.replace("@", "").split(" "))
     assert result.exit_code == 2 and "the path is empty; write . for the working directory" in result.stderr
 
@@ -136,10 +136,10 @@ def test_a_real_process_with_hostile_bytes_ends_with_one_message(arguments: list
     assert b"Traceback" not in done.stderr and b"\x1b" not in done.stderr and done.stderr.strip()
 
 
-def test_a_process_substitution_is_refused_with_the_reason() -> None:
+def test_a_process_substitution_is_rejected_with_the_reason() -> None:
     bash = shutil.which("bash")
     if bash is None:
-        pytest.skip("there is no bash")
+        pytest.skip("bash is not installed")
     line = f"{sys.executable} -m hicache config check <(echo page_size: 16)"
     done = subprocess.run([bash, "-c", line], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "cannot be read: it is a pipe, not a regular file" in done.stderr

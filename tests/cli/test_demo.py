@@ -1,4 +1,4 @@
-"""`hicache demo` as a user runs it: a process of its own, its output, its exit code, its metrics."""
+"""`hicache demo` in its own process, as a user runs it: output, exit code and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hits(output: str, tier: str) -> int:
 
 
 @demo_timeout
-def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_one_starts_from_storage(
+def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_demo_starts_with_hits(
     repository: Path, tmp_path: Path
 ) -> None:
     store = f"storage.options.path={tmp_path / 'pages'}"
@@ -51,12 +51,12 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_one_starts_from
     assert code == 0, output
     figures = json.loads(output[output.index("\n{") : output.rindex("\n}") + 2])
     assert figures["tokens_not_computed"]["storage"] > 0 and figures["differences"] == []
-    assert hits(output, "L3 storage") > first, "the second demo found no more in storage than the first"
+    assert hits(output, "L3 storage") > first, "the second demo has no more hits in storage than the first"
 
 
 @demo_timeout
-def test_zeroed_kv_changes_the_tokens_and_the_demo_says_so(repository: Path, tmp_path: Path) -> None:
-    """Negative control of the comparison: KV that is wrong, but passes every check, is found by its tokens."""
+def test_zeroed_kv_changes_the_tokens_and_the_demo_reports_it(repository: Path, tmp_path: Path) -> None:
+    """Negative control of the comparison: wrong KV that passes every check changes the tokens."""
     code, output = hicache(
         repository, *DEMO, "--set", "storage.type=tests.cli.zeroing:ZeroingBackend",
         "--set", f"storage.options.path={tmp_path / 'pages'}", timeout_s=DEMO_TIMEOUT_S,
@@ -73,7 +73,7 @@ def test_differences_name_the_first_token_the_prompt_and_the_bytes() -> None:
     assert "KV bytes differ" in differences([one], [replace(one, kv_digest="other")])[0]
 
 
-def test_a_demo_without_storage_is_refused(repository: Path, tmp_path: Path) -> None:
+def test_a_demo_without_storage_is_rejected(repository: Path, tmp_path: Path) -> None:
     config = tmp_path / "no-storage.yaml"
     config.write_text("device: {tokens: 4096}\n", encoding="utf-8")
     code, output = hicache(repository, *DEMO, "-c", str(config))
@@ -81,7 +81,7 @@ def test_a_demo_without_storage_is_refused(repository: Path, tmp_path: Path) -> 
     assert "storage" in output
 
 
-def test_the_tables_fit_into_60_columns_with_their_figures_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_fit_into_60_columns_and_no_figure_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     one = Answer("a", "a", [1] * 99_999, [5], {"device": 99_999, "host": 0, "storage": 0}, 12.345, None)
     cold = replace(one, hit_tokens=dict.fromkeys(one.hit_tokens, 0), time_to_first_token_s=123.456)

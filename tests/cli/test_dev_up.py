@@ -1,4 +1,4 @@
-"""`hicache dev-up` as a user runs it: what it prints works, and nothing is left when it ends."""
+"""`hicache dev-up` as a user runs it: its printed configuration works, and it leaves nothing at its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 60
 
 @contextmanager
 def running(repository: Path, directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, with its own directory for whatever servers make."""
+    """Run the command, with `directory` for temporary files of servers."""
     process = subprocess.Popen(
         [sys.executable, "-m", "hicache", "dev-up", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -41,8 +41,8 @@ def running(repository: Path, directory: Path, *arguments: str) -> Iterator[subp
             process.kill()
 
 
-def told(process: subprocess.Popen[str]) -> str:
-    """What it says until the server serves."""
+def output_of_start(process: subprocess.Popen[str]) -> str:
+    """Return the output of the command up to the line that the server serves."""
     assert process.stderr is not None
     lines: list[str] = []
     while not lines or "serves" not in lines[-1]:
@@ -53,7 +53,7 @@ def told(process: subprocess.Popen[str]) -> str:
 
 
 def ended(process: subprocess.Popen[str], by: signal.Signals) -> tuple[int, str]:
-    """Its exit code and its whole standard output."""
+    """End the command by a signal. Return its exit code and its standard output."""
     process.send_signal(by)
     output, _ = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, output
@@ -65,7 +65,7 @@ def test_a_server_runs_until_it_is_interrupted_and_leaves_nothing(
 ) -> None:
     port = free_ports(1)[0]
     with running(repository, scratch, "valkey", "--port", str(port)) as process:
-        told(process)
+        output_of_start(process)
         assert len(list(scratch.iterdir())) == 1 and not is_free(port)
         code, output = ended(process, by)
     assert code == 0
@@ -76,15 +76,15 @@ def test_a_server_runs_until_it_is_interrupted_and_leaves_nothing(
 @pytest.mark.parametrize("kind", ["redis", "mooncake"])
 def test_each_kind_runs(repository: Path, scratch: Path, kind: str) -> None:
     with running(repository, scratch, kind) as process:
-        told(process)
+        output_of_start(process)
         code, output = ended(process, signal.SIGTERM)
     assert code == 0 and list(scratch.iterdir()) == []
     assert yaml.safe_load(output)["storage"]["type"] == kind
 
 
-def test_credentials_are_told_apart_from_the_section(repository: Path, scratch: Path) -> None:
+def test_credentials_are_printed_apart_from_the_section(repository: Path, scratch: Path) -> None:
     with running(repository, scratch, "s3") as process:
-        exports = dict(re.findall(r"^export (\w+)=(\S+)$", told(process), flags=re.MULTILINE))
+        exports = dict(re.findall(r"^export (\w+)=(\S+)$", output_of_start(process), flags=re.MULTILINE))
         code, output = ended(process, signal.SIGINT)
     options: dict[str, Any] = yaml.safe_load(output)["storage"]["options"]
     assert code == 0 and list(scratch.iterdir()) == []
@@ -92,12 +92,12 @@ def test_credentials_are_told_apart_from_the_section(repository: Path, scratch: 
     assert not any(value in output for value in exports.values())
 
 
-def test_data_stays_in_the_directory_that_was_given(repository: Path, tmp_path: Path, scratch: Path) -> None:
+def test_data_stays_in_the_given_directory(repository: Path, tmp_path: Path, scratch: Path) -> None:
     data = tmp_path / "data"
     for expected in (None, b"1"):
         port = free_ports(1)[0]
         with running(repository, scratch, "valkey", "--data", str(data), "--port", str(port)) as process:
-            told(process)
+            output_of_start(process)
             with make_client(port) as client:
                 assert client.get("key") == expected
                 client.set("key", "1")
@@ -113,12 +113,12 @@ def make_client(port: int) -> Any:
 
 def test_a_server_that_dies_ends_the_command_with_an_error(repository: Path, scratch: Path) -> None:
     with running(repository, scratch, "valkey") as process:
-        told(process)
+        output_of_start(process)
         pids = [child for task in Path(f"/proc/{process.pid}/task").iterdir() for child in task_children(task)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2 and "valkey: has ended by itself" in errors
+    assert process.returncode == 2 and "valkey: the server has ended" in errors
     assert list(scratch.iterdir()) == []
 
 
@@ -126,7 +126,7 @@ def task_children(task: Path) -> list[int]:
     return [int(child) for child in (task / "children").read_text().split()]
 
 
-def test_interrupted_while_it_starts_it_leaves_nothing(repository: Path, scratch: Path) -> None:
+def test_an_interrupt_during_the_start_leaves_nothing(repository: Path, scratch: Path) -> None:
     with running(repository, scratch, "s3") as process:
         wait_for(lambda: any(scratch.glob("hicache-dev-*/logs")))
         code, output = ended(process, signal.SIGTERM)
@@ -139,12 +139,12 @@ def test_interrupted_while_it_starts_it_leaves_nothing(repository: Path, scratch
     [(["nonsense"], "'redis', 'valkey', 's3', 'mooncake'"), (["mooncake", "--data", "x"], "keeps pages in memory"),
      (["valkey", "--port", "0"], "1<=x<=65535")],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(main, ["dev-up", *arguments])
     assert result.exit_code == 2 and words in result.output
 
 
-def test_there_is_a_service_for_every_kind_and_for_no_other() -> None:
+def test_every_kind_has_a_service_and_other_kinds_are_rejected() -> None:
     for kind in KINDS:
         assert not make_service(kind).running
     with pytest.raises(ConfigError, match="there are redis, valkey, s3, mooncake"):

@@ -120,7 +120,7 @@ def test_one_report_that_cannot_be_written_does_not_cost_the_other(
     assert code == 2, output
     assert "hicache: /dev/full: cannot be written: No space left on device" in output
     assert file.stat().st_size > 0
-    assert f"report: {file}" in output and "where prompt tokens came from" in output
+    assert f"report: {file}" in output and "sources of prompt tokens" in output
 
 
 def test_wrong_bytes_are_exit_code_1_also_without_a_report_or_a_reader(repository: Path, trace: Path) -> None:

@@ -1,4 +1,4 @@
-"""What commands that take long show: a replay within 80 columns, also with large numbers, and lines of progress."""
+"""Output of long commands: the summary of a replay within 80 columns, and lines of progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shown(result: ReplayResult, width: int) -> str:
 
 
 def long() -> ReplayResult:
-    """As of a day on large tiers."""
+    """Return a result with large numbers, as after a day on large tiers."""
     slow: Latency = replace(latency(1234, 12_345, 123_456, 98_765_432), count=2 * MILLION)
     times = replace(example().scheduler, step_cpu=slow, step_elapsed=slow, request_cpu=slow, request_elapsed=slow)
     tokens = replace(
@@ -42,23 +42,23 @@ def long() -> ReplayResult:
 
 
 @pytest.mark.parametrize("width", [80, 60])
-def test_nothing_of_the_summary_is_cut_or_broken(width: int) -> None:
+def test_no_number_of_the_summary_is_cut(width: int) -> None:
     text = shown(long(), width)
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
-    # A reason in words may be longer: it is wrapped and loses nothing.
+    # A reason in words may be longer: it is wrapped, not cut.
     assert max(len(line) for line in text.splitlines() if re.search("[0-9]", line)) <= width
     for number in ("27,441,774,000", "1,042,787,000", "420,796,000", "123,000,000", "2,000,000", "98,765"):
         assert number in text, number
 
 
-def test_progress_names_the_shares_of_the_tiers_and_wrong_bytes(tmp_path: Path) -> None:
+def test_progress_shows_the_shares_of_the_tiers_and_wrong_bytes(tmp_path: Path) -> None:
     one = job(tmp_path, [], small_config(storage=None), requests=20, processes=2, whole_trace_each=True)
     now = sample(9.0, 1000, device=100, host=200, storage=50)
     assert progress_of(now, one) == Told(9, 40, "L1 10.0 %, L2 20.0 %, L3 5.0 %, 0 wrong bytes", "requests")
     assert "7 WRONG BYTES" in progress_of(replace(now, wrong_bytes=7), one).found
 
 
-def test_times_are_as_exact_as_their_length_permits() -> None:
+def test_longer_times_have_fewer_decimals() -> None:
     assert [milliseconds(time_us) for time_us in (12, 12_345, 123_450, 1_234_000)] == [
         "0.012", "12.35", "123.5", "1,234",
     ]  # fmt: skip
@@ -68,7 +68,7 @@ def tell(step: int) -> Told:
     return Told(step, 3 if step else None, f"{step} found")
 
 
-def test_a_line_now_and_then_goes_to_stderr(
+def test_lines_of_progress_go_to_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
@@ -81,6 +81,6 @@ def test_a_line_now_and_then_goes_to_stderr(
     ]  # fmt: skip
 
 
-def test_what_is_done_soon_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_task_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert follow(iter([0, 1, 2]), "counting", tell) == 2
     assert capsys.readouterr().err == ""

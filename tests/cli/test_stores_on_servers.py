@@ -1,4 +1,4 @@
-"""`hicache copy`, `stat`, `verify`, `trim` and `purge` where the stores are servers."""
+"""`hicache copy`, `stat`, `verify`, `trim` and `purge` with stores on servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def opened(storage: Storage) -> Store:
 
 
 def found(storage: Storage) -> list[int]:
-    """How much of each chain a store has; every page of that is read and compared."""
+    """Return how many pages of each chain a store has. Read and compare each of them."""
     store = opened(storage)
     lengths = [exists(store, keys) for keys in CHAINS]
     for keys, length in zip(CHAINS, lengths, strict=True):
@@ -36,7 +36,7 @@ def found(storage: Storage) -> list[int]:
 
 
 def configured(path: Path, storage: Storage) -> Path:
-    """A configuration of the store. Only entries that are called as the backend's options are."""
+    """Write a configuration of the store, and return its path."""
     path.write_text(yaml.safe_dump({"storage": {"type": storage[0], "options": storage[1]}}))
     return path
 
@@ -52,12 +52,12 @@ def summed_up(path: Path) -> dict[str, Any]:
 def servers(
     valkey: ValkeyServer, seaweed: SeaweedServer, login: Callable[[DevService], None], unique_prefix: str
 ) -> dict[str, Storage]:
-    """A Redis and an S3 store of this test's own."""
+    """Return a Redis and an S3 store for this test."""
     login(seaweed)
     return {"redis": valkey.storage(key_prefix=unique_prefix), "s3": seaweed.storage(prefix=unique_prefix)}
 
 
-def test_pages_go_from_a_directory_over_one_server_to_another_and_are_looked_after_there(
+def test_pages_are_copied_from_a_directory_to_two_servers_and_managed_there(
     servers: dict[str, Storage], tmp_path: Path
 ) -> None:
     file: Storage = ("file", {"path": str(tmp_path / "pages")})
@@ -76,7 +76,7 @@ def test_pages_go_from_a_directory_over_one_server_to_another_and_are_looked_aft
         whole = {"type": name, "pages": 18, "bytes": 18 * PAGE, "heads": 3, "orphans": 0, "damaged": 0}
         assert summed_up(path) == whole
         assert invoke("trim", path, "--to", f"{10 * PAGE}B", "--yes").exit_code == 0
-        assert sum(found(servers[name])) == 10, "what is left are whole prefixes"
+        assert sum(found(servers[name])) == 10, "only whole prefixes are left"
         assert invoke("purge", path, "--epoch", "4", "--yes").stdout == "removed 0 pages, 0 B\n"
         assert invoke("purge", path, "--epoch", "3", "--yes").stdout == "removed 10 pages, 80.0 KiB\n"
         assert found(servers[name]) == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Operators' commands in an environment without PyTorch, which only caches, replays and the demo need."""
+"""Operators' commands without PyTorch. Only caches, replays and the demo need it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 from hicache.keys import page_keys, token_bytes
 
+# With this line, `import torch` raises the same error as without the package.
 WITHOUT = "import sys; sys.modules['torch'] = None\n"
-# What `import torch` raises then is what it raises where there is none.
 NEED_TORCH = {"demo", "replay"}
 CODEC = FrameCodec(b"\x11" * 32, 3000, label="a model")
 
@@ -31,7 +31,7 @@ def hicache(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    """The file of one page, in the store `store` beside a configuration that names it."""
+    """Store one page in `store`, write a configuration of the store, and return the page's file."""
     (key,) = page_keys(token_bytes(range(16)), 16)
     backend = FileBackend(CODEC, FileStorageOptions(path=tmp_path / "store", free_space_floor=0))
     try:
@@ -67,7 +67,7 @@ def test_a_command_that_needs_torch_names_the_extra(name: str, tmp_path: Path) -
     assert "needs the package torch; install the extra" in result.stderr
 
 
-def test_a_cache_without_torch_is_an_import_error_that_names_the_extra(tmp_path: Path) -> None:
+def test_importing_a_cache_without_torch_raises_an_error_that_names_the_extra(tmp_path: Path) -> None:
     code = f"{WITHOUT}from hicache.errors import MissingPackage\nimport hicache, hicache.metrics, hicache.daemon\n"
     code += "try:\n    from hicache import create_cache\nexcept ImportError as error:\n    print(repr(error))\n"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -1,4 +1,4 @@
-"""A storage backend that lies: what it reads is replaced by zeros under a valid seal."""
+"""A storage backend that returns zeros under a valid seal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 
 
 class ZeroingBackend(FileBackend):
-    """For negative controls: no tag can find this, so only the comparison of tokens can."""
+    """A backend for negative controls. No tag can detect its zeros; only the comparison of tokens can."""
 
     def __init__(self, codec: FrameCodec, path: str) -> None:
         super().__init__(codec, FileStorageOptions(path=Path(path), capacity=1 << 30, free_space_floor=0))

@@ -1,5 +1,5 @@
-"""What a hostile client does to a daemon. Each attack takes a running daemon, counts the answers that it got, and fails
-for an answer that is not a refusal. The daemon is started with `BOUNDS`.
+"""The attacks of hostile clients on a daemon. Each takes a running daemon, counts the answers by status, and fails for
+an unexpected one. The daemon is started with `BOUNDS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hicache.shared_memory import Layout, SharedMemory, path_of
 from .daemons import NAMESPACE
 from .process import Daemon, answer_of, request
 
-# Short times, so that slow clients are seen to be hung up on; few connections, so that they can be exhausted.
+# Short timeouts, so that the attacks reach them soon; few connections, so that an attack can use them all.
 BOUNDS: dict[str, Any] = {
     "head_timeout": "500ms", "body_timeout": "500ms", "idle_timeout": "2s", "request_timeout": "5s",
     "connections_max": 100, "memory_max": "1GiB", "drain_timeout": "2s",
@@ -38,8 +38,8 @@ def keys_of(count: int, dice: random.Random) -> list[str]:
     return [dice.randbytes(32).hex() for _ in range(count)]
 
 
-def shouted(daemon: Daemon, *pieces: bytes, pause_s: float = 0.0) -> int:
-    """Send `pieces` and return the status of the answer, 0 for none."""
+def send_raw(daemon: Daemon, *pieces: bytes, pause_s: float = 0.0) -> int:
+    """Send `pieces`. Return the status of the answer, 0 if there is none."""
     with daemon.connect() as sock:
         for piece in pieces:
             with contextlib.suppress(ConnectionError):
@@ -51,20 +51,20 @@ def shouted(daemon: Daemon, *pieces: bytes, pause_s: float = 0.0) -> int:
 
 @contextlib.contextmanager
 def memory(name: str, pages: int = 8) -> Iterator[SharedMemory]:
-    """Memory of this process, as an engine has it."""
+    """Yield shared memory of this process, like that of an engine."""
     layout = Layout(0, pages, FRAME_BYTES, bytes(32))
-    made = SharedMemory.open(name, layout, deadline=time.monotonic() + 10.0)
+    shared = SharedMemory.open(name, layout, deadline=time.monotonic() + 10.0)
     try:
-        yield made
+        yield shared
     finally:
-        made.unlink()
-        made.close()
+        shared.unlink()
+        shared.close()
 
 
-def attach(daemon: Daemon, made: SharedMemory, **other: Any) -> tuple[int, dict[str, Any]]:
-    device, inode = made.identity
-    body = {"frame_bytes": FRAME_BYTES, "pages": made.layout.pages, "device": device, "inode": inode, **other}
-    return daemon.call("PUT", f"/v1/memory/{made.name}", body)
+def attach(daemon: Daemon, shared: SharedMemory, **other: Any) -> tuple[int, dict[str, Any]]:
+    device, inode = shared.identity
+    body = {"frame_bytes": FRAME_BYTES, "pages": shared.layout.pages, "device": device, "inode": inode, **other}
+    return daemon.call("PUT", f"/v1/memory/{shared.name}", body)
 
 
 def open_namespace(daemon: Daemon) -> None:
@@ -75,25 +75,25 @@ def open_namespace(daemon: Daemon) -> None:
 
 
 def absurd_lengths(daemon: Daemon, dice: random.Random) -> Answers:
-    """Lengths that are too large, negative, no numbers, or two; chunks without an end."""
+    """Send lengths that are too large, negative, invalid or repeated, and endless chunks."""
     found: Answers = Counter()
     post = f"POST {OPEN}/exists HTTP/1.1\r\nhost: x\r\n".encode()
     lengths = [b"999999999999", b"18446744073709551615", b"99999999999999999999999", b"-1", b"0x10", b"1e9", b"4, 4",
                b"4\r\ncontent-length: 5", b" ", b"4\r\ntransfer-encoding: chunked"]  # fmt: skip
     for length in lengths:
-        found[shouted(daemon, post + b"content-length: " + length + b"\r\n\r\n{}")] += 1
+        found[send_raw(daemon, post + b"content-length: " + length + b"\r\n\r\n{}")] += 1
     write = f"POST {OPEN}/write?count=1 HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n".encode()
-    found[shouted(daemon, write)] += 1
+    found[send_raw(daemon, write)] += 1
     chunked = post + b"transfer-encoding: chunked\r\n\r\n"
-    found[shouted(daemon, chunked, b"ffffffffffffffff\r\n")] += 1
-    found[shouted(daemon, chunked, b"7fffffff\r\n", *[b"x" * 65536] * 64)] += 1
-    found[shouted(daemon, chunked, *[b"10000\r\n" + b" " * 65536 + b"\r\n"] * 64)] += 1
+    found[send_raw(daemon, chunked, b"ffffffffffffffff\r\n")] += 1
+    found[send_raw(daemon, chunked, b"7fffffff\r\n", *[b"x" * 65536] * 64)] += 1
+    found[send_raw(daemon, chunked, *[b"10000\r\n" + b" " * 65536 + b"\r\n"] * 64)] += 1
     assert set(found) <= {0, 400, 413, 422, 431}, found
     return found
 
 
 def heads(daemon: Daemon, dice: random.Random) -> Answers:
-    """Heads that are too long, that never end, or are noise."""
+    """Send heads that are too long, that never end, or that are noise."""
     found: Answers = Counter()
     for piece in (
         b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * (1 << 20),
@@ -104,13 +104,13 @@ def heads(daemon: Daemon, dice: random.Random) -> Answers:
         b"GET / HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
         b"\0" * 100_000,
     ):  # fmt: skip
-        found[shouted(daemon, piece)] += 1
+        found[send_raw(daemon, piece)] += 1
     assert set(found) <= {0, 200, 400, 404, 405, 431}, found
     return found
 
 
 def slow_clients(daemon: Daemon, dice: random.Random) -> Answers:
-    """Heads and bodies that come byte by byte or stop, and answers that are not taken."""
+    """Send heads and bodies that stop, or continue byte by byte."""
     found: Answers = Counter()
     body = json.dumps({"keys": keys_of(4, dice), "timeout_s": 5}).encode()
     whole = request("POST", f"{OPEN}/exists", body)
@@ -132,7 +132,7 @@ def slow_clients(daemon: Daemon, dice: random.Random) -> Answers:
 
 
 def many_connections(daemon: Daemon, dice: random.Random) -> Answers:
-    """Far more connections than are allowed; most of them say nothing."""
+    """Open far more connections than the limit, and send nothing."""
     found: Answers = Counter()
     socks: list[socket.socket] = []
     refused = 0
@@ -154,7 +154,7 @@ def many_connections(daemon: Daemon, dice: random.Random) -> Answers:
 
 
 def floods(daemon: Daemon, dice: random.Random) -> Answers:
-    """Thousands of requests on one connection, and requests that do not wait for answers."""
+    """Send thousands of requests on one connection, and requests that do not wait for answers."""
     found: Answers = Counter()
     ask = request("GET", "/livez")
     with daemon.connect() as sock:
@@ -173,7 +173,7 @@ def floods(daemon: Daemon, dice: random.Random) -> Answers:
 
 
 def strange_json(daemon: Daemon, dice: random.Random) -> Answers:
-    """Bodies of the wrong shape, depth, type or length."""
+    """Send bodies of the wrong shape, depth, type or length."""
     found: Answers = Counter()
     keys = keys_of(3, dice)
     bodies: list[bytes] = [b"", b"null", b"[]", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 20_000, b"1e999999"]
@@ -188,7 +188,7 @@ def strange_json(daemon: Daemon, dice: random.Random) -> Answers:
     bodies.append(json.dumps({"keys": keys, "timeout_s": 1, "more": 1}).encode())
     for body in bodies:
         for verb in ("exists", "delete", "read"):
-            found[shouted(daemon, request("POST", f"{OPEN}/{verb}", body))] += 1
+            found[send_raw(daemon, request("POST", f"{OPEN}/{verb}", body))] += 1
     assert set(found) <= {400, 413, 422}, found
     return found
 
@@ -197,12 +197,12 @@ def strange_json(daemon: Daemon, dice: random.Random) -> Answers:
 
 
 def foreign_frames(daemon: Daemon, dice: random.Random) -> Answers:
-    """Frames that are not this client's, do not exist, or are named twice."""
+    """Name frames of another client, missing ones, and one twice."""
     found: Answers = Counter()
     name, other = f"b{dice.randrange(1 << 40)}", f"c{dice.randrange(1 << 40)}"
-    with memory(name) as made, memory(other):
-        assert attach(daemon, made)[0] == 200
-        before = bytes(made.mapping)
+    with memory(name) as shared, memory(other):
+        assert attach(daemon, shared)[0] == 200
+        before = bytes(shared.mapping)
         wrong: list[Any] = [
             [8], [-1], [0, 0], [1 << 40], [1 << 70], [0.5], ["0"], [None], [True], [0, 8], [], [0, 1, 2], [[0]], {},
             list(range(9)),
@@ -216,14 +216,14 @@ def foreign_frames(daemon: Daemon, dice: random.Random) -> Answers:
             found[daemon.call("POST", f"{OPEN}/get", body)[0]] += 1
         body = {"keys": keys_of(1, dice), "memory": name, "frames": [0], "mapping": "0" * 32, "timeout_s": 1}
         found[daemon.call("POST", f"{OPEN}/get", body)[0]] += 1
-        assert bytes(made.mapping) == before, "a refused call has written to frames"
+        assert bytes(shared.mapping) == before, "a rejected call has written to frames"
         assert daemon.call("DELETE", f"/v1/memory/{name}")[0] == 200
     assert set(found) <= {404, 422}, found
     return found
 
 
-def _planted(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path]]:
-    """Things that are not memory, at a name where memory could be."""
+def _obstacles(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path]]:
+    """Yield names of shared memory at which other files are, each with its path."""
     victim = folder / "victim"
     victim.write_bytes(b"v" * (64 << 10))
     kinds = ("symlink", "dangling", "hardlink", "fifo", "directory", "socket", "empty", "short", "open", "sparse")
@@ -254,9 +254,9 @@ def _planted(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path]]:
 
 
 def planted_files(daemon: Daemon, dice: random.Random) -> Answers:
-    """Links, FIFOs, directories and files of the wrong size or mode where the memory of an engine should be."""
+    """Attach links, FIFOs, directories, and files of the wrong size or mode as the memory of an engine."""
     found: Answers = Counter()
-    for name, path in _planted(daemon.folder, dice):
+    for name, path in _obstacles(daemon.folder, dice):
         try:
             state = os.stat(path) if path.exists() else os.lstat(daemon.log_file)
             for device, inode, pages in (
@@ -280,32 +280,32 @@ def planted_files(daemon: Daemon, dice: random.Random) -> Answers:
 
 
 def strange_memories(daemon: Daemon, dice: random.Random) -> Answers:
-    """Names with tricks, and memory that is not as it is said to be."""
+    """Attach memory with malicious names, and memory that does not match its description."""
     found: Answers = Counter()
     good = {"frame_bytes": FRAME_BYTES, "pages": 8, "device": 1, "inode": 1}
     for name in ("..", ".", "a/b", "..%2f..%2fetc%2fpasswd", "%00", "a%00b", "a" * 129, "%c3%a9", " ", "a%0d%0ab", "-"):
         found[daemon.call("PUT", f"/v1/memory/{name}", good)[0]] += 1
-    with memory(f"d{dice.randrange(1 << 40)}") as made:
+    with memory(f"d{dice.randrange(1 << 40)}") as shared:
         for other in (
-            {"inode": made.identity[1] + 1}, {"device": made.identity[0] + 1}, {"pages": 7}, {"pages": 1 << 31},
+            {"inode": shared.identity[1] + 1}, {"device": shared.identity[0] + 1}, {"pages": 7}, {"pages": 1 << 31},
             {"frame_bytes": 4096}, {"frame_bytes": 4097}, {"pages": 0}, {"pages": -1}, {"inode": -1},
             {"inode": 1 << 70}, {"device": None}, {"frame_bytes": 1 << 40}, {"shape": "zz"}, {"timeout_s": 0},
         ):  # fmt: skip
-            found[attach(daemon, made, **other)[0]] += 1
+            found[attach(daemon, shared, **other)[0]] += 1
     assert set(found) <= {404, 405, 409, 413, 422, 503}, found
     return found
 
 
-# Dying
+# Dead clients
 
 
-def deaths(daemon: Daemon, dice: random.Random) -> Answers:
-    """Clients that go at every point of a request: within its head, its body, before the answer and while it comes."""
-    with memory(f"e{dice.randrange(1 << 40)}") as made:
-        assert attach(daemon, made)[0] == 200
+def dead_clients(daemon: Daemon, dice: random.Random) -> Answers:
+    """Disconnect at many points of a request: in its head, in its body, and before and during the answer."""
+    with memory(f"e{dice.randrange(1 << 40)}") as shared:
+        assert attach(daemon, shared)[0] == 200
         keys = keys_of(8, dice)
-        transfer = {"keys": keys, "memory": made.name, "frames": list(range(8)), "timeout_s": 5}
-        wholes = [
+        transfer = {"keys": keys, "memory": shared.name, "frames": list(range(8)), "timeout_s": 5}
+        whole_requests = [
             request("POST", f"{OPEN}/{verb}", json.dumps(body).encode())
             for verb, body in (
                 ("exists", {"keys": keys, "timeout_s": 5}), ("get", transfer), ("set", {**transfer, "parent": None}),
@@ -313,19 +313,19 @@ def deaths(daemon: Daemon, dice: random.Random) -> Answers:
             )
         ]  # fmt: skip
         pages = dice.randbytes(8 * (32 + FRAME_BYTES))
-        wholes.append(request("POST", f"{OPEN}/write?count=8&timeout_s=5", pages))
-        for whole in wholes:
+        whole_requests.append(request("POST", f"{OPEN}/write?count=8&timeout_s=5", pages))
+        for whole in whole_requests:
             points = [1, 20, whole.index(b"\r\n\r\n") + 3, whole.index(b"\r\n\r\n") + 4, len(whole) - 1, len(whole)]
             for point in [*points, *(dice.randrange(1, len(whole)) for _ in range(10))]:
                 with daemon.connect() as sock:
                     sock.sendall(whole[:point])
                     if dice.randrange(2):
                         sock.shutdown(socket.SHUT_WR)
-        assert daemon.call("DELETE", f"/v1/memory/{made.name}")[0] == 200
-    return Counter({0: 16 * len(wholes)})
+        assert daemon.call("DELETE", f"/v1/memory/{shared.name}")[0] == 200
+    return Counter({0: 16 * len(whole_requests)})
 
 
 ATTACKS: tuple[Attack, ...] = (
     absurd_lengths, heads, slow_clients, many_connections, floods, strange_json, foreign_frames, planted_files,
-    strange_memories, deaths,
+    strange_memories, dead_clients,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A well-behaved client beside hostile ones: it stores and reads its own pages all the time and looks at every byte."""
+"""A well-behaved client beside hostile ones: it stores and reads its own pages all the time and compares every byte."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PAGES = 4
 
 
 class Beside:
-    """A thread with two clients, one with shared memory and one without. `served` batches had every page; the rest is
-    in `failures`. `latencies_s` are of the batches."""
+    """A thread with two clients, one with shared memory and one without. `served` counts the batches with all pages
+    right; the others are in `failures`. `latencies_s` has the latency of each batch."""
 
     def __init__(self, daemon: Daemon, name: str, payload_bytes: int = 100_000) -> None:
         codec = FrameCodec(bytes(31) + b"\7", payload_bytes)
@@ -69,12 +69,12 @@ class Beside:
             frame[:] = bytes(len(frame))
         found = client.batch_get(keys, frames, deadline=soon(10.0))
         self.latencies_s.append(time.monotonic() - began_s)
-        whole = all(holds(self._codec, key, frame) for key, frame in zip(keys, frames, strict=True))
-        if all(one.is_stored for one in stored) and found == [HIT] * len(keys) and whole:
+        is_whole = all(holds(self._codec, key, frame) for key, frame in zip(keys, frames, strict=True))
+        if all(one.is_stored for one in stored) and found == [HIT] * len(keys) and is_whole:
             self.served += 1
         else:
-            self.failures.append(f"{stored} {found} {whole} {client.statistics().errors}")
+            self.failures.append(f"{stored} {found} {is_whole} {client.statistics().errors}")
 
     def latency_s(self, share: float) -> float:
-        """Return the latency within which this share of the batches ended."""
+        """Return a quantile of the latencies: this share of the batches took no longer."""
         return sorted(self.latencies_s)[int(share * (len(self.latencies_s) - 1))]

@@ -1,4 +1,4 @@
-"""Daemons for tests: one that the tests of a module share, and those of a test of its own."""
+"""Daemons for tests: one that the tests of a module share, and separate ones for single tests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.daemon.daemons import Client, Daemon, EngineMemory
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """A daemon over a memory store, for a module."""
+    """A daemon over a memory store, shared by the tests of a module."""
     with tempfile.TemporaryDirectory(prefix="hc-") as folder, Daemon(Path(folder)) as made:
         yield made
 
 
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[Client]:
-    """A connection to that daemon, with the namespace of the tests open."""
+    """A connection to the shared daemon, with the namespace of the tests open."""
     with contextlib.closing(daemon.client()) as made:
         assert made.open()[0] == 200
         yield made
@@ -30,7 +30,7 @@ def client(daemon: Daemon) -> Iterator[Client]:
 
 @pytest.fixture
 def start(scratch: Path) -> Iterator[Callable[..., Daemon]]:
-    """Start a daemon with these entries of the section `daemon`, and whole other sections."""
+    """A function that starts a daemon with additional entries of the section `daemon`, and whole other sections."""
     made: list[Daemon] = []
 
     def begin(daemon: dict[str, Any] | None = None, **sections: Any) -> Daemon:
@@ -44,7 +44,7 @@ def start(scratch: Path) -> Iterator[Callable[..., Daemon]]:
 
 @pytest.fixture
 def memory() -> Iterator[EngineMemory]:
-    """The memory of an engine, which is this process."""
+    """Shared memory of this process, which acts as the engine."""
     made = EngineMemory()
     yield made
     made.close()

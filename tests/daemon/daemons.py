@@ -1,4 +1,4 @@
-"""A real daemon in a process of its own, plain HTTP to it, and the memory of an engine."""
+"""A real daemon in a separate process, plain HTTP clients of it, and the shared memory of an engine."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ class Client(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
     def call(self, method: str, target: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
-        """Send JSON (text as it is), or bytes, and return the status and the answer: what its JSON says, or bytes."""
-        answer, content = self.whole_call(method, target, body, token)
+        """Make one request and return the status and the body, decoded if it is JSON. Bytes and text are sent as they
+        are, other bodies as JSON."""
+        answer, content = self.call_with_headers(method, target, body, token)
         is_json = answer.headers.get_content_type() == "application/json"
         return answer.status, json.loads(content or b"null") if is_json else content
 
-    def whole_call(
+    def call_with_headers(
         self, method: str, target: str, body: Any = None, token: str | None = None
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        """The same, with the headers."""
+        """Make one request as `call` does. Return the response, for its headers, and its body as bytes."""
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         if body is not None and not isinstance(body, bytes):
             body = body if isinstance(body, str) else json.dumps(body)
@@ -71,7 +72,7 @@ class Client(http.client.HTTPConnection):
         return answer, answer.read()
 
     def verb(self, verb: str, namespace: str = NAMESPACE, /, **fields: Any) -> tuple[int, Any]:
-        """Call a verb with keys and such."""
+        """Call a verb of a namespace. `fields` are those of its body; `keys` are bytes."""
         body = {"timeout_s": WAIT_S, **fields}
         if "keys" in body:
             body["keys"] = [key.hex() for key in body["keys"]]
@@ -84,7 +85,8 @@ class Client(http.client.HTTPConnection):
 
 
 class Daemon:
-    """`hicache serve` in `folder`. `entries` are those of the section `daemon`, and whole other sections."""
+    """`hicache serve` in `folder`. `daemon` adds entries to the section `daemon`; `sections` are whole other
+    sections."""
 
     def __init__(self, folder: Path, daemon: Mapping[str, Any] | None = None, **sections: Any) -> None:
         self.folder = folder
@@ -97,14 +99,14 @@ class Daemon:
         self.configure(daemon, **sections)
 
     def configure(self, daemon: Mapping[str, Any] | None = None, **sections: Any) -> None:
-        """Write the configuration of the next start or reload."""
+        """Write the configuration for the next start or reload."""
         entries = {"socket": str(self.socket), "listen": f"{LOOPBACK}:{self.port}", "pool": "4MiB",
                    "staging": "4MiB", **(daemon or {})}  # fmt: skip
-        written = {"daemon": entries, "storage": {"type": "memory"}, **sections}
-        self.config_file.write_text(yaml.safe_dump(written))
+        content = {"daemon": entries, "storage": {"type": "memory"}, **sections}
+        self.config_file.write_text(yaml.safe_dump(content))
 
     def secret(self, name: str, text: str) -> str:
-        """A private file."""
+        """Write a file that only its owner can read. Return its path."""
         path = self.folder / name
         path.write_text(text)
         path.chmod(0o600)
@@ -112,23 +114,23 @@ class Daemon:
 
     @property
     def log(self) -> str:
-        """What it has logged."""
+        """Return the daemon's log."""
         return self.log_file.read_text()
 
     def launch(self) -> None:
-        """Start it."""
+        """Start the process. Does not wait until it serves."""
         command = [sys.executable, "-m", "hicache", "serve", "-c", str(self.config_file)]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **self.environ}
         self.process = launch(command, environ=environ, directory=self.folder, log=self.log_file)
 
     def start(self) -> Self:
-        """Start it and wait until it takes requests."""
+        """Start the process and wait until it serves requests."""
         self.launch()
         wait_for(self.is_ready)
         return self
 
     def is_ready(self) -> bool:
-        """True if it takes requests."""
+        """Return True if it serves requests. Fails if the process has ended."""
         assert self.process is not None and self.process.poll() is None, self.log
         try:
             return self.ask("GET", "/readyz")[0] == 200
@@ -136,39 +138,39 @@ class Daemon:
             return False
 
     def client(self) -> Client:
-        """A connection to its Unix socket."""
+        """Return a connection to its Unix socket."""
         return Client(self.socket)
 
     def tcp(self, tls: ssl.SSLContext | None = None) -> Client:
-        """A connection to its TCP address."""
+        """Return a connection to its TCP address."""
         return Client(None, self.port, tls)
 
     def ask(self, method: str, target: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
-        """One call over a connection of its own."""
+        """Make one request over a new connection."""
         with contextlib.closing(self.client()) as client:
             return client.call(method, target, body, token)
 
     def status(self) -> Any:
-        """Its snapshot."""
+        """Return its `/statusz`."""
         return self.ask("GET", "/statusz")[1]
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         assert self.process is not None
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        """Wait for its end; its exit code."""
+        """Wait until the process ends. Return its exit code."""
         assert self.process is not None
         return self.process.wait(WAIT_S)
 
     def stop(self) -> int:
-        """End it as systemd does; its exit code."""
+        """End the process as systemd does. Return its exit code."""
         self.signal(signal.SIGTERM)
         return self.wait()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process if it runs."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -181,7 +183,7 @@ class Daemon:
 
 
 class EngineMemory:
-    """Frames that a daemon maps."""
+    """Shared memory of an engine, for a daemon to map."""
 
     def __init__(self, pages: int = 32, frame_bytes: int = FRAME_BYTES) -> None:
         self.name = f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -192,52 +194,52 @@ class EngineMemory:
         self.frame_bytes = frame_bytes
 
     def frame(self, number: int) -> memoryview:
-        """One frame."""
+        """Return one frame."""
         return self.shared.frames[number * self.frame_bytes : (number + 1) * self.frame_bytes]
 
     def attach(self, client: Client, **changed: Any) -> tuple[int, Any]:
-        """Have it mapped."""
+        """Let the daemon map the memory. `changed` replaces fields of the request."""
         device, inode = self.shared.identity
         fields = {"frame_bytes": self.frame_bytes, "pages": self.pages, "device": device, "inode": inode}
         return client.call("PUT", f"/v1/memory/{self.name}", {**fields, **changed})
 
     def close(self) -> None:
-        """Remove it."""
+        """Unmap the memory and remove its file."""
         self.shared.unlink()
         with contextlib.suppress(BufferError):
             self.shared.close()
 
 
 def keys_of(count: int, chain: str = "") -> list[bytes]:
-    """Page keys."""
+    """Return page keys of a chain."""
     return [hashlib.sha256(f"{chain} {number}".encode()).digest() for number in range(count)]
 
 
 def payload_of(key: bytes) -> bytes:
-    """The payload that a page of this key has in the tests."""
+    """Return the payload of the test page with this key."""
     return hashlib.shake_128(key).digest(PAYLOAD_BYTES)
 
 
-def sealed(key: bytes, parent: bytes | None = None, codec: FrameCodec = CODEC) -> bytes:
-    """A page as a client sends it."""
+def sealed_page(key: bytes, parent: bytes | None = None, codec: FrameCodec = CODEC) -> bytes:
+    """Return a page as a client sends it."""
     frame = memoryview(bytearray(codec.frame_bytes))
     frame[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload_of(key)
     return bytes(codec.seal(key, frame, parent=parent))
 
 
-def written(keys: Sequence[bytes]) -> bytes:
-    """The body of a `write`."""
+def write_body(keys: Sequence[bytes]) -> bytes:
+    """Return the body of a `write`."""
     parents = [None, *keys]
-    return b"".join(keys) + b"".join(sealed(key, parent) for key, parent in zip(keys, parents, strict=False))
+    return b"".join(keys) + b"".join(sealed_page(key, parent) for key, parent in zip(keys, parents, strict=False))
 
 
 def write(client: Client, keys: Sequence[bytes], token: str | None = None, body: bytes | None = None) -> Any:
-    """Store pages as bodies."""
+    """Store pages, sent in the body."""
     target = f"/v1/namespaces/{NAMESPACE}/write?keys={len(keys)}&timeout_s=30"
-    return client.call("POST", target, written(keys) if body is None else body, token)
+    return client.call("POST", target, write_body(keys) if body is None else body, token)
 
 
 def read(client: Client, keys: Sequence[bytes], token: str | None = None) -> Any:
-    """Read pages as bodies."""
+    """Read pages, received in the body."""
     body = {"keys": [key.hex() for key in keys], "timeout_s": WAIT_S}
     return client.call("POST", f"/v1/namespaces/{NAMESPACE}/read", body, token)

@@ -1,10 +1,12 @@
-"""Hostile clients for some minutes, beside a well-behaved one: the daemon's memory, descriptors and threads stay flat.
+"""Run hostile clients for some minutes beside a well-behaved one. The daemon's memory, descriptors and threads must not
+grow.
 
     python -m tests.daemon.hostile --minutes 10 --seed 1
 
-Rounds of all attacks (see `attacks`) against one daemon. The first fifth of the time is the warm-up. After it resident
-memory stays within GROWTH_MAX of the most that the warm-up saw, descriptors and threads within SLACK of it. Exit code 0
-if that holds, every page of the client beside was right and came, and the daemon ends with code 0 on SIGTERM.
+The command runs all attacks (see `attacks`) in rounds against one daemon. The first fifth of the time is the warm-up.
+After it, resident memory is at most GROWTH_MAX times the maximum of the warm-up; descriptors and threads are at most
+SLACK above theirs. The exit code is 0 if these limits hold, the well-behaved client got every page right, and the
+daemon ends with code 0 on SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from pathlib import Path
 
 from .attacks import ATTACKS, BOUNDS, Answers, open_namespace
 from .beside import Beside
-from .process import Daemon, Held
+from .process import Daemon, Resources
 
 GROWTH_MAX = 1.1
-# The daemon's thread pools grow until they have their size, and its client beside opens connections as it needs them.
+# The daemon's thread pools grow to their size, and the well-behaved client opens connections on demand.
 SLACK = 40
 WARM_UP = 0.2
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What `run` saw."""
+    """The result of `run`. `warm` and `most` are the maxima during and after the warm-up."""
 
     rounds: int = 0
     answers: dict[str, Answers] = field(default_factory=dict)
-    warm: Held = field(default_factory=lambda: Held(0, 0, 0))
-    most: Held = field(default_factory=lambda: Held(0, 0, 0))
+    warm: Resources = field(default_factory=lambda: Resources(0, 0, 0))
+    most: Resources = field(default_factory=lambda: Resources(0, 0, 0))
     served: int = 0
     failures: list[str] = field(default_factory=list)
     p50_s: float = 0.0
@@ -45,7 +47,7 @@ class Outcome:
     exit_s: float = 0.0
 
     def faults(self) -> list[str]:
-        """Return what is not as it has to be."""
+        """Return a description of each violated condition."""
         found = list(self.failures)
         if self.most.resident_bytes > self.warm.resident_bytes * GROWTH_MAX:
             found.append(f"memory grew from {self.warm} to {self.most}")
@@ -54,19 +56,19 @@ class Outcome:
         if self.exit_code != 0:
             found.append(f"the daemon ended with code {self.exit_code}")
         if not self.served:
-            found.append("the client beside was not served")
+            found.append("the well-behaved client was not served")
         return found
 
 
-def _most(one: Held, other: Held) -> Held:
-    return Held(
+def _most(one: Resources, other: Resources) -> Resources:
+    return Resources(
         max(one.resident_bytes, other.resident_bytes), max(one.descriptors, other.descriptors),
         max(one.threads, other.threads),
     )  # fmt: skip
 
 
 def run(folder: Path, seed: int, goes_on: Callable[[int], bool], is_warm: Callable[[int], bool]) -> Outcome:
-    """Run rounds while `goes_on` says so of their number; those for which `is_warm` is False are the warm-up."""
+    """Run rounds while `goes_on(number of the round)` is True. Rounds with `is_warm(number)` False are the warm-up."""
     outcome = Outcome()
     with Daemon(folder, **BOUNDS) as daemon:
         with Beside(daemon, str(seed)) as beside:
@@ -76,10 +78,10 @@ def run(folder: Path, seed: int, goes_on: Callable[[int], bool], is_warm: Callab
                 for attack in ATTACKS:
                     answers = attack(daemon, dice)
                     outcome.answers[attack.__name__] = outcome.answers.get(attack.__name__, Counter()) + answers
-                held = daemon.held()
+                resources = daemon.resources()
                 if not is_warm(outcome.rounds):
-                    outcome.warm = _most(outcome.warm, held)
-                outcome.most = _most(outcome.most, held)
+                    outcome.warm = _most(outcome.warm, resources)
+                outcome.most = _most(outcome.most, resources)
                 outcome.rounds += 1
         outcome.served, outcome.failures = beside.served, beside.failures
         outcome.p50_s, outcome.p99_s = beside.latency_s(0.5), beside.latency_s(0.99)
@@ -88,7 +90,7 @@ def run(folder: Path, seed: int, goes_on: Callable[[int], bool], is_warm: Callab
 
 
 def main() -> int:
-    """Print what was seen."""
+    """Parse the arguments, run, and print the result. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
@@ -108,7 +110,7 @@ def main() -> int:
         print(f"{name:18} {answers.total():8}  " + "  ".join(f"{code}: {n}" for code, n in sorted(answers.items())))
     print(f"{outcome.rounds} rounds; warm {outcome.warm}; most {outcome.most}")
     print(
-        f"beside: {outcome.served} batches served, {len(outcome.failures)} not; "
+        f"well-behaved client: {outcome.served} batches served, {len(outcome.failures)} not; "
         f"p50 {outcome.p50_s * 1e3:.1f} ms, p99 {outcome.p99_s * 1e3:.1f} ms; ended in {outcome.exit_s:.2f} s"
     )
     faults = outcome.faults()

@@ -1,4 +1,4 @@
-"""A daemon as a hostile client sees it: raw bytes to its socket, and what its process holds."""
+"""A daemon for hostile clients: raw bytes to its socket, and the resources of its process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a process holds."""
+class Resources:
+    """The resources of a process."""
 
     resident_bytes: int
     descriptors: int
@@ -35,7 +35,7 @@ class Daemon(daemons.Daemon):
     def __init__(self, folder: Path, storage: dict[str, Any] | None = None, **entries: Any) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         super().__init__(folder, entries, storage=storage or {"type": "memory"})
-        self.environ = {"MALLOC_ARENA_MAX": "1"}  # the arenas of ended threads would hide what grows
+        self.environ = {"MALLOC_ARENA_MAX": "1"}  # the arenas of ended threads would hide growth
 
     def connect(self, timeout_s: float = WAIT_S) -> socket.socket:
         """Connect to the Unix socket."""
@@ -49,21 +49,21 @@ class Daemon(daemons.Daemon):
         return sock
 
     def call(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
-        """Make one request; status and JSON."""
+        """Make one request. Return status and JSON."""
         with self.connect() as sock:
             sock.sendall(request(method, path, b"" if body is None else json.dumps(body).encode()))
             return answer_of(sock)
 
-    def held(self) -> Held:
-        """Return what the process holds."""
+    def resources(self) -> Resources:
+        """Measure the resources of the process."""
         assert self.process is not None
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in status.splitlines())
         descriptors = len(os.listdir(f"/proc/{self.process.pid}/fd"))
-        return Held(int(fields["VmRSS"].split()[0]) * 1024, descriptors, int(fields["Threads"]))
+        return Resources(int(fields["VmRSS"].split()[0]) * 1024, descriptors, int(fields["Threads"]))
 
     def until_quiet(self) -> None:
-        """Wait until no connection and no request is left but the one that asks."""
+        """Wait until the connection and the request of this check are the only ones."""
         wait_for(lambda: self._counts() == (1, 1), pause_s=0.02)
 
     def _counts(self) -> tuple[int, int]:
@@ -71,13 +71,13 @@ class Daemon(daemons.Daemon):
         return sum(found["connections"].values()), found["in_flight_requests"]
 
     def end(self) -> tuple[int, float]:
-        """Send SIGTERM; the exit code, and how long it took."""
+        """Send SIGTERM. Return the exit code and the time until the end."""
         began_s = time.monotonic()
         return self.stop(), time.monotonic() - began_s
 
 
 def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
-    """One request, as bytes."""
+    """Return the bytes of one request."""
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
     lines += [
         "content-type: application/json",
@@ -87,7 +87,7 @@ def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
 
 
 def answer_of(sock: socket.socket) -> tuple[int, dict[str, Any]]:
-    """Return status and JSON of one answer; status 0 if the server has hung up without one."""
+    """Return status and JSON of one answer. The status is 0 if the server has closed the connection without one."""
     with sock.makefile("rb") as file:
         try:
             first = file.readline().split()

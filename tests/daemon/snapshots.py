@@ -1,4 +1,4 @@
-"""Snapshots of a daemon, made by hand."""
+"""Snapshots of a daemon with constructed values."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ DIGEST = "5e" * 32
 
 
 def latency(*counts: int) -> LatencyStatistics:
-    """Calls by bound."""
+    """Return latencies with these numbers of calls in the first buckets."""
     return LatencyStatistics((*counts, *(0 for _ in range(len(BOUNDS_S) + 1 - len(counts)))), sum(counts) * 0.001)
 
 
 def breaker(
     state: BreakerState = BreakerState.CLOSED, reason: str = "", opens: int = 0, override: Override = Override.AUTO
 ) -> BreakerStatistics:
-    """A breaker that was never probed."""
+    """Return a breaker without probes."""
     return BreakerStatistics(state, override, reason, opens, 0, 0)
 
 
 def guard(
     read: BreakerStatistics | None = None, failures: Mapping[Any, int] | None = None, **fields: Any
 ) -> GuardStatistics:
-    """A guard whose write breaker is closed."""
+    """Return a guard with a closed write breaker."""
     values: dict[str, Any] = {
         "breakers": {Direction.READ: read or breaker(), Direction.WRITE: breaker()},
         "refused": {}, "failures": failures or {}, "retried_calls": {},
@@ -56,7 +56,7 @@ def guard(
 
 
 def backend(read_bytes: int = 0, written_bytes: int = 0, corrupt: Mapping[str, int] | None = None) -> BackendStatistics:
-    """A store, or what clients saw."""
+    """Return statistics of a store, or of the calls of clients."""
     return BackendStatistics(
         gets={GetOutcome.HIT: 5}, sets={SetOutcome.STORED: 3}, corrupt=corrupt or {}, errors={}, evicted_pages=0,
         read_bytes=read_bytes, written_bytes=written_bytes,
@@ -64,13 +64,13 @@ def backend(read_bytes: int = 0, written_bytes: int = 0, corrupt: Mapping[str, i
 
 
 def store(name: str = "nvme", **fields: Any) -> LeafStatistics:
-    """A store of 1000 MiB, of which 300 are used."""
+    """Return a store of 1000 MiB of which 300 MiB are used."""
     values: dict[str, Any] = {"statistics": backend(), "guard": guard(), "usage": Usage(300, 300 * MIB, 1000 * MIB)}
     return LeafStatistics(name=name, **(values | fields))
 
 
 def namespace(label: str = "llama-8b", **fields: Any) -> NamespaceStatistics:
-    """A namespace with one store."""
+    """Return a namespace with one store."""
     values: dict[str, Any] = {
         "namespace": DIGEST, "label": label, "weights_epoch": 3, "frame_bytes": MIB, "pool_bytes": 40 * MIB,
         "quota_bytes": None, "sharing": SharingStatistics(0, 0, 0, 0, 0), "backend": backend(), "stores": (store(),),
@@ -80,7 +80,7 @@ def namespace(label: str = "llama-8b", **fields: Any) -> NamespaceStatistics:
 
 
 def node(*namespaces: NamespaceStatistics, **fields: Any) -> NodeStatistics:
-    """A daemon that serves one engine."""
+    """Return a daemon that serves one engine."""
     values: dict[str, Any] = {
         "instance": "0123456789abcdef", "state": NodeState.READY, "uptime_s": 4000.0,
         "pool": PoolStatistics(100 * MIB, 40 * MIB, 5 * MIB, 40, 60, 20), "namespaces": namespaces,

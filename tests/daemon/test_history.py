@@ -1,4 +1,4 @@
-"""The last hour of a daemon: what each sample says, and which faults follow from two snapshots."""
+"""The history of a daemon's last hour: samples, and faults derived from two snapshots."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def faults(history: History) -> list[tuple[str, str, str, int]]:
     return [(f["kind"], f["store"], f["detail"], f["count"]) for f in history.as_json()["faults"]]
 
 
-def test_a_sample_says_what_happened_since_the_one_before(history: History, clock: Clock) -> None:
+def test_a_sample_has_the_differences_to_the_previous_snapshot(history: History, clock: Clock) -> None:
     first = namespace(sharing=SharingStatistics(10, 4, 2, 1, 0), backend=backend(1000, 400),
                       stores=(store(statistics=backend(600, 300)),))  # fmt: skip
     second = namespace(sharing=SharingStatistics(15, 4, 3, 1, 0), backend=backend(1500, 400),
@@ -59,20 +59,20 @@ def test_a_sample_says_what_happened_since_the_one_before(history: History, cloc
     assert samples(history)[0]["pool_pages"] == 10  # counted from the start of the daemon
 
 
-def test_a_store_that_was_opened_again_counts_from_zero(history: History) -> None:
+def test_a_reopened_store_counts_from_zero(history: History) -> None:
     for read_bytes in (900, 30):
         history.record(node(namespace(stores=(store(statistics=backend(read_bytes)),))))
     assert [sample["store_read_bytes"] for sample in samples(history)] == [900, 30]
 
 
-def test_a_client_gets_the_samples_that_it_does_not_have(history: History, clock: Clock) -> None:
+def test_a_client_gets_only_the_samples_since_its_last(history: History, clock: Clock) -> None:
     for _ in range(4):
         clock.time_s += 5
         history.record(node())
     assert [sample["time"] for sample in samples(history, since=1010)] == [1015, 1020]
 
 
-def test_samples_and_faults_are_bounded(history: History, clock: Clock) -> None:
+def test_the_numbers_of_samples_and_faults_are_limited(history: History, clock: Clock) -> None:
     for _ in range(SAMPLES_MAX + 10):
         clock.time_s += 5
         history.record(node())
@@ -81,11 +81,11 @@ def test_samples_and_faults_are_bounded(history: History, clock: Clock) -> None:
     assert len(samples(history)) == SAMPLES_MAX
     assert len(faults(history)) == FAULTS_MAX
     assert faults(history)[0][2] == f"engine{FAULTS_MAX + 9}"
-    # Downloaded once by each page that is opened.
+    # Each browser that opens the page downloads it.
     assert len(json.dumps(history.as_json())) < 150_000
 
 
-def test_faults_are_what_has_changed_for_the_worse(history: History) -> None:
+def test_faults_are_counters_that_grew_and_breakers_that_opened(history: History) -> None:
     history.record(node(namespace()))
     assert not faults(history)
     bad = guard(breaker(BreakerState.OPEN, "error", opens=2), {(Direction.READ, "error"): 3})
@@ -103,7 +103,7 @@ def test_faults_are_what_has_changed_for_the_worse(history: History) -> None:
     ]
 
 
-def test_a_snapshot_like_the_one_before_brings_no_fault(history: History) -> None:
+def test_an_unchanged_snapshot_adds_no_fault(history: History) -> None:
     damaged = node(namespace(stores=(store(statistics=backend(corrupt={"tag": 4})),)))
     for _ in range(3):
         history.record(damaged)
@@ -111,7 +111,7 @@ def test_a_snapshot_like_the_one_before_brings_no_fault(history: History) -> Non
 
 
 @pytest.mark.parametrize(("gap_s", "counts"), [(FAULT_GAP_S, [2]), (FAULT_GAP_S + 1, [1, 1])])
-def test_faults_that_follow_each_other_are_one_entry(
+def test_faults_in_short_succession_are_one_entry(
     history: History, clock: Clock, gap_s: float, counts: list[int]
 ) -> None:
     history.record(node(refused={"requests": 1}))

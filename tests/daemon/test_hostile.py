@@ -1,5 +1,5 @@
-"""Hostile clients of a real daemon, each attack beside a client that is served all the time. The figures are in
-docs/daemon.md; `make hostile` takes longer."""
+"""Hostile clients of a real daemon, beside a client that must be served all the time. docs/daemon.md has the results of
+a longer run by `make hostile`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from hicache.shared_memory import path_of
 from tests.waiting import wait_for
 
-from .attacks import BOUNDS, FRAME_BYTES, OPEN, attach, keys_of, memory, open_namespace, shouted
+from .attacks import BOUNDS, FRAME_BYTES, OPEN, attach, keys_of, memory, open_namespace, send_raw
 from .daemons import NAMESPACE, ROOT
 from .hostile import GROWTH_MAX, Outcome, run
-from .process import Daemon, Held, answer_of, request
+from .process import Daemon, Resources, answer_of, request
 
 pytestmark = pytest.mark.long
 
@@ -30,50 +30,54 @@ NOBODY = 65534
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Two rounds of all attacks, the first for warming up."""
+    """The result of two rounds of all attacks. The first one is the warm-up."""
     seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
     print(f"TEST_SEED={seed} replays this")
     folder = tmp_path_factory.mktemp("hostile") / "daemon"
     return run(folder, seed, lambda number: number < 2, lambda number: number > 0)
 
 
-def test_every_attack_is_refused_and_a_client_beside_is_served(outcome: Outcome) -> None:
+def test_a_well_behaved_client_is_served_during_all_attacks(outcome: Outcome) -> None:
     assert outcome.rounds == 2
     assert not outcome.failures and outcome.served > 100
 
 
-def test_memory_descriptors_and_threads_come_back_and_the_daemon_ends_cleanly(outcome: Outcome) -> None:
+def test_attacks_leave_no_memory_descriptors_or_threads_and_the_daemon_ends_cleanly(outcome: Outcome) -> None:
     assert outcome.faults() == []
 
 
-def test_growth_is_seen() -> None:
+def test_growth_is_detected() -> None:
     """The control of the test above."""
-    warm = Held(100 << 20, 20, 20)
-    for most in (Held(int((100 << 20) * GROWTH_MAX) + (1 << 20), 20, 20), Held(0, 100, 0), Held(0, 0, 100)):
+    warm = Resources(100 << 20, 20, 20)
+    for most in (
+        Resources(int((100 << 20) * GROWTH_MAX) + (1 << 20), 20, 20),
+        Resources(0, 100, 0),
+        Resources(0, 0, 100),
+    ):
         assert len(Outcome(warm=warm, most=most, served=1, exit_code=0).faults()) == 1
     assert not Outcome(warm=warm, most=warm, served=1, exit_code=0).faults()
 
 
-def test_what_a_refused_client_has_sent_is_freed_at_once(tmp_path: Path) -> None:
-    """Not when Python next looks for cycles: until then 40 such heads took 160 MiB."""
+def test_the_bytes_of_a_rejected_request_are_freed_at_once(tmp_path: Path) -> None:
+    """It must not wait for the next collection of cycles: 40 such heads once took 160 MiB until then."""
     head = b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000 + b"\r\n"
     with Daemon(tmp_path / "heads", **BOUNDS) as daemon:
         for _ in range(3):
-            shouted(daemon, head)
-        before = daemon.held()
+            send_raw(daemon, head)
+        before = daemon.resources()
         for _ in range(40):
-            assert shouted(daemon, head) in {0, 431}
-        assert daemon.held().resident_bytes - before.resident_bytes < 16 << 20
+            assert send_raw(daemon, head) in {0, 431}
+        assert daemon.resources().resident_bytes - before.resident_bytes < 16 << 20
 
 
-# Engines that die while the daemon is at their frames
+# Engines that die while the daemon uses their frames
 
 _ENGINE = """
 import sys, time
 from tests.daemon.attacks import FRAME_BYTES
 from hicache.shared_memory import Layout, SharedMemory
-made = SharedMemory.open(sys.argv[1], Layout(0, 8, FRAME_BYTES, bytes(32)), deadline=time.monotonic() + 10)
-print(*made.identity, flush=True)
+shared = SharedMemory.open(sys.argv[1], Layout(0, 8, FRAME_BYTES, bytes(32)), deadline=time.monotonic() + 10)
+print(*shared.identity, flush=True)
 sys.stdin.read()
 """
 
@@ -88,7 +92,7 @@ def slow(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.mark.parametrize("verb", ["get", "set"])
-def test_an_engine_that_is_killed_while_its_frames_are_in_use_leaves_nothing(slow: Daemon, verb: str) -> None:
+def test_an_engine_that_is_killed_while_its_frames_are_in_use_leaves_no_memory(slow: Daemon, verb: str) -> None:
     name, dice = f"dies-{os.getpid()}-{verb}", random.Random(1)
     engine = subprocess.Popen(
         [sys.executable, "-c", _ENGINE, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
@@ -104,23 +108,28 @@ def test_an_engine_that_is_killed_while_its_frames_are_in_use_leaves_nothing(slo
         wait_for(lambda: _operations(slow) == [1])
         engine.kill()
         engine.communicate()
-        # The daemon has the frames in use: they stay mapped, and their file stays, until the call has ended.
+        # The daemon uses the frames, so they stay mapped and their file exists until the call has ended.
         assert _operations(slow) == [1] and path_of(name).exists()
         assert answer_of(sock)[0] == 200
     wait_for(lambda: _operations(slow) == [] and not path_of(name).exists())
     assert slow.end()[0] == 0
 
 
-def test_memory_is_not_taken_away_under_a_call_whose_client_has_gone(slow: Daemon) -> None:
-    with memory(f"goes-{os.getpid()}") as made:
-        assert attach(slow, made)[0] == 200
-        transfer = {"keys": keys_of(8, random.Random(1)), "memory": made.name, "frames": list(range(8)), "timeout_s": 5}
+def test_memory_stays_mapped_during_a_call_whose_client_has_disconnected(slow: Daemon) -> None:
+    with memory(f"goes-{os.getpid()}") as shared:
+        assert attach(slow, shared)[0] == 200
+        transfer = {
+            "keys": keys_of(8, random.Random(1)),
+            "memory": shared.name,
+            "frames": list(range(8)),
+            "timeout_s": 5,
+        }
         with slow.connect() as sock:
             sock.sendall(request("POST", f"{OPEN}/get", json.dumps(transfer).encode()))
             wait_for(lambda: _operations(slow) == [1])
-        status, answer = slow.call("DELETE", f"/v1/memory/{made.name}?timeout_s=0.1")
+        status, answer = slow.call("DELETE", f"/v1/memory/{shared.name}?timeout_s=0.1")
         assert (status, answer["error"]) == (503, "leased")
-        assert slow.call("DELETE", f"/v1/memory/{made.name}")[0] == 200
+        assert slow.call("DELETE", f"/v1/memory/{shared.name}")[0] == 200
         assert _operations(slow) == []
 
 
@@ -128,11 +137,11 @@ def _operations(daemon: Daemon) -> list[int]:
     return [client["operations"] for client in daemon.call("GET", "/statusz")[1]["clients"]]
 
 
-# Who may call what
+# Access rights
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-def test_on_loopback_nobody_without_the_token_gets_at_pages(tmp_path: Path, has_token: bool) -> None:
+def test_on_loopback_pages_need_the_token(tmp_path: Path, has_token: bool) -> None:
     daemon = Daemon(tmp_path / "tcp", **BOUNDS)
     if has_token:
         daemon.configure({**BOUNDS, "token_file": daemon.secret("token", TOKEN)})
@@ -179,8 +188,8 @@ except PermissionError:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("is_open", [False, True])
-def test_another_user_is_kept_out_by_the_directory_and_by_the_daemon(is_open: bool) -> None:
-    """Even where somebody has opened the directory and the socket to all."""
+def test_another_user_is_rejected_by_the_directory_and_by_the_daemon(is_open: bool) -> None:
+    """The daemon rejects the user even if the directory and the socket are open to all users."""
     folder = Path(f"/tmp/hicache-uid-{os.getpid()}-{is_open}")
     try:
         with Daemon(folder, **BOUNDS) as daemon:

@@ -1,4 +1,4 @@
-"""What one client can take of a daemon: heads, bodies, connections, requests, time, threads."""
+"""The limits of a daemon for each client: heads, bodies, connections, requests, time, threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.daemon.daemons import (
     keys_of,
     read,
     write,
-    written,
+    write_body,
 )
 from tests.waiting import wait_for
 
@@ -29,8 +29,8 @@ SLOW = {"type": "memory", "guard": {"inject": {"latency": "300ms"}}}
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[Daemon]:
-    """A daemon that waits for 300 ms."""
+def short_timeouts() -> Iterator[Daemon]:
+    """A daemon that waits 300 ms for a head, a body or the next request."""
     with tempfile.TemporaryDirectory(prefix="hc-") as folder:
         made = Daemon(Path(folder), SHORT).start()
         yield made
@@ -45,8 +45,8 @@ def _raw(daemon: Daemon) -> Iterator[socket.socket]:
         yield sock
 
 
-def _all(sock: socket.socket) -> bytes:
-    """All that comes until the daemon hangs up."""
+def _receive_all(sock: socket.socket) -> bytes:
+    """Return all bytes up to the end of the connection."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := sock.recv(65536):
@@ -54,7 +54,7 @@ def _all(sock: socket.socket) -> bytes:
     return received
 
 
-def _refused(daemon: Daemon, limit: str) -> int:
+def _refusals(daemon: Daemon, limit: str) -> int:
     return int(daemon.status()["refused"].get(limit, 0))
 
 
@@ -75,24 +75,24 @@ HEAD = f"POST /v1/namespaces/{NAMESPACE}/exists HTTP/1.1\r\nhost: x\r\n"
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, ""),
     ],
 )
-def test_a_request_beyond_the_bounds_is_refused_and_hung_up_on(
+def test_a_request_over_a_limit_is_rejected_and_its_connection_closed(
     daemon: Daemon, request_bytes: bytes, status: int, limit: str
 ) -> None:
-    before = _refused(daemon, limit)
+    before = _refusals(daemon, limit)
     with _raw(daemon) as sock:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(request_bytes)
-            if not status:  # a body of unknown length goes on until it is too long
+            if not status:  # send a body of unknown length until it is too long
                 for _ in range(1000):
                     sock.sendall(b"ffff\r\n" + b" " * 65535 + b"\r\n")
-        answer = _all(sock)
+        answer = _receive_all(sock)
     if status:
         assert f"HTTP/1.1 {status} ".encode() in answer, answer[:100]
         assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"] == "bad_request"
     else:
-        limit, before = "body_bytes", before or _refused(daemon, "body_bytes") - 1
+        limit, before = "body_bytes", before or _refusals(daemon, "body_bytes") - 1
     if limit:
-        assert _refused(daemon, limit) > before
+        assert _refusals(daemon, limit) > before
     assert "Traceback" not in daemon.log
 
 
@@ -106,20 +106,20 @@ def test_a_request_beyond_the_bounds_is_refused_and_hung_up_on(
          f"content-length: {32 + FRAME_BYTES}\r\n\r\n123".encode(), "body_timeout"),
     ],
 )  # fmt: skip
-def test_a_client_that_does_not_go_on_is_hung_up_on(impatient: Daemon, sent: bytes, limit: str) -> None:
-    impatient.ask("PUT", f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000})
-    before = _refused(impatient, limit)
-    with _raw(impatient) as sock:
+def test_a_connection_whose_request_stalls_is_closed(short_timeouts: Daemon, sent: bytes, limit: str) -> None:
+    short_timeouts.ask("PUT", f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000})
+    before = _refusals(short_timeouts, limit)
+    with _raw(short_timeouts) as sock:
         sock.sendall(sent)
-        _all(sock)
-    assert _refused(impatient, limit) > before
+        _receive_all(sock)
+    assert _refusals(short_timeouts, limit) > before
 
 
-def test_an_idle_connection_is_closed_in_its_time(daemon: Daemon, impatient: Daemon) -> None:
-    """Negative control: with the default time it stays."""
-    with contextlib.closing(impatient.client()) as client:
+def test_an_idle_connection_is_closed_after_the_idle_timeout(daemon: Daemon, short_timeouts: Daemon) -> None:
+    """The control: with the default timeout the connection stays open."""
+    with contextlib.closing(short_timeouts.client()) as client:
         client.call("GET", "/livez")
-        assert _all(client.sock) == b""
+        assert _receive_all(client.sock) == b""
     with contextlib.closing(daemon.client()) as client:
         client.call("GET", "/livez")
         client.sock.settimeout(0.6)
@@ -127,7 +127,7 @@ def test_an_idle_connection_is_closed_in_its_time(daemon: Daemon, impatient: Dae
             client.sock.recv(1)
 
 
-def test_a_client_that_does_not_take_its_answer_is_hung_up_on_and_frees_the_memory(
+def test_a_connection_that_does_not_read_its_answer_is_closed_and_its_memory_freed(
     start: Callable[..., Daemon],
 ) -> None:
     daemon = start({"staging": "64MiB", "pool": 0, "body_timeout": "300ms"})
@@ -139,35 +139,35 @@ def test_a_client_that_does_not_take_its_answer_is_hung_up_on_and_frees_the_memo
         body = json.dumps({"keys": [key.hex() for key in keys], "timeout_s": 30}).encode()
         request = f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
         with contextlib.ExitStack() as open_sockets:
-            for _ in range(4):  # all of the staging memory
+            for _ in range(4):  # together they need all of the staging memory
                 open_sockets.enter_context(_raw(daemon)).sendall(request)
-            wait_for(lambda: _refused(daemon, "answer_timeout") == 4)
+            wait_for(lambda: _refusals(daemon, "answer_timeout") == 4)
             assert read(client, keys)[1][:900] == b"H" * 900
     assert "Traceback" not in daemon.log
 
 
-def test_connections_over_the_limit_are_refused_and_room_comes_back(start: Callable[..., Daemon]) -> None:
+def test_connections_over_the_limit_are_rejected_until_others_close(start: Callable[..., Daemon]) -> None:
     daemon = start({"connections_max": 4})
     with contextlib.ExitStack() as held:
         clients = [held.enter_context(contextlib.closing(daemon.client())) for _ in range(4)]
         for client in clients:
             assert client.call("GET", "/livez")[0] == 200
         with _raw(daemon) as sock:
-            answer = _all(sock)
+            answer = _receive_all(sock)
         assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
-        with contextlib.closing(daemon.tcp()) as other:  # has a limit of its own
+        with contextlib.closing(daemon.tcp()) as other:  # TCP has a separate limit
             assert other.call("GET", "/livez")[0] == 200
         assert clients[0].call("GET", "/statusz")[1]["refused"] == {"connections": 1}
     wait_for(daemon.is_ready)
 
 
-def test_requests_over_the_limit_are_refused_with_a_time_to_come_again(start: Callable[..., Daemon]) -> None:
+def test_requests_over_the_limit_are_rejected_with_a_retry_after_header(start: Callable[..., Daemon]) -> None:
     daemon = start({"namespace_requests_max": 2, "threads": 1}, storage=SLOW)
     codes: list[int] = []
 
     def ask() -> None:
         with contextlib.closing(daemon.client()) as client:
-            answer, _ = client.whole_call(
+            answer, _ = client.call_with_headers(
                 "POST", f"/v1/namespaces/{NAMESPACE}/exists", {"keys": ["00" * 32], "timeout_s": 30}
             )
             codes.append(answer.status)
@@ -186,8 +186,8 @@ def test_requests_over_the_limit_are_refused_with_a_time_to_come_again(start: Ca
     assert daemon.status()["in_flight_requests"] == 1
 
 
-def test_a_slow_namespace_does_not_take_the_threads_of_another_one(start: Callable[..., Daemon]) -> None:
-    """Its calls queue for its own thread; the other's call ends before the last of them."""
+def test_a_slow_namespace_does_not_delay_another_one(start: Callable[..., Daemon]) -> None:
+    """Calls of the slow namespace wait for its own thread; the call of the other one ends before the last of them."""
     daemon = start({"threads": 1, "pool": 0}, storage=SLOW)
     other = "cd" * 32
     ended: list[str] = []
@@ -210,10 +210,10 @@ def test_a_slow_namespace_does_not_take_the_threads_of_another_one(start: Callab
     assert ended.index(other) < 3
 
 
-def test_stores_that_hang_while_they_are_opened_take_no_thread_of_memory_and_probes(
+def test_stores_that_hang_while_opening_do_not_block_memory_calls_and_probes(
     start: Callable[..., Daemon], memory: EngineMemory
 ) -> None:
-    """A verb of an engine ends once its memory was detached, and an operator wants to see what hangs."""
+    """An engine must be able to detach its memory, and an operator to see which calls hang."""
     namespaces = [f"{number:064x}" for number in range(40)]
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
         options = {"url": f"redis://127.0.0.1:{silent.getsockname()[1]}", "timeout": "60s"}
@@ -231,7 +231,7 @@ def test_stores_that_hang_while_they_are_opened_take_no_thread_of_memory_and_pro
         daemon.kill()
 
 
-def test_page_bodies_wait_for_memory_in_turn_and_give_it_back(start: Callable[..., Daemon]) -> None:
+def test_page_bodies_wait_for_staging_memory_and_return_it(start: Callable[..., Daemon]) -> None:
     daemon = start({"staging": "1MiB", "pool": 0})
     with contextlib.closing(daemon.client()) as client:
         client.open()
@@ -253,10 +253,10 @@ def test_page_bodies_wait_for_memory_in_turn_and_give_it_back(start: Callable[..
     assert not failed
 
 
-def test_slow_bodies_do_not_keep_others_from_being_served(start: Callable[..., Daemon]) -> None:
+def test_slow_bodies_do_not_block_other_requests(start: Callable[..., Daemon]) -> None:
     daemon = start({"pool": 0})
     keys = keys_of(2)
-    body = written(keys)
+    body = write_body(keys)
     head = HEAD.replace("exists", "write?keys=2&timeout_s=30") + f"content-length: {len(body)}\r\n\r\n"
     with contextlib.ExitStack() as held, contextlib.closing(daemon.client()) as client:
         client.open()
@@ -267,10 +267,10 @@ def test_slow_bodies_do_not_keep_others_from_being_served(start: Callable[..., D
         assert client.verb("exists", keys=keys)[1]["pages"] == 2
 
 
-def test_a_client_that_dies_at_any_point_of_a_request_leaves_nothing(start: Callable[..., Daemon]) -> None:
+def test_a_client_that_dies_during_a_request_leaves_no_connection_and_no_request(start: Callable[..., Daemon]) -> None:
     daemon = start({"token_file": None})
     keys = keys_of(2)
-    body = written(keys)
+    body = write_body(keys)
     requests = [
         (HEAD.replace("exists", "write?keys=2&timeout_s=5") + f"content-length: {len(body)}\r\n\r\n").encode() + body,
         (f"{HEAD}content-type: application/json\r\ncontent-length: 100\r\n\r\n").encode() + b"{" * 100,
@@ -290,14 +290,14 @@ def test_a_client_that_dies_at_any_point_of_a_request_leaves_nothing(start: Call
     assert "Traceback" not in daemon.log
 
 
-def test_namespaces_over_the_limit_are_refused_while_others_are_in_use(start: Callable[..., Daemon]) -> None:
+def test_a_new_namespace_over_the_limit_is_rejected(start: Callable[..., Daemon]) -> None:
     daemon = start({"namespaces_max": 2})
     with contextlib.closing(daemon.client()) as client:
         assert [client.open(f"{number:064x}")[0] for number in range(3)] == [200, 200, 503]
         assert client.open(f"{1:064x}")[0] == 200
 
 
-def test_shared_memory_over_the_limit_is_refused(start: Callable[..., Daemon], memory: EngineMemory) -> None:
+def test_shared_memory_over_the_limit_is_rejected(start: Callable[..., Daemon], memory: EngineMemory) -> None:
     daemon = start({"memory_max": f"{33 * FRAME_BYTES}B", "memories_max": 2})
     other = EngineMemory(2)
     with contextlib.closing(daemon.client()) as client, contextlib.closing(other):

@@ -1,4 +1,4 @@
-"""The mappings of engines' memory: no two threads make two of one name, and none keeps the others waiting."""
+"""The mappings of engines' memory: a name has one mapping, and slow removals do not block other calls."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ def memories() -> Iterator[Memories]:
     made.close(soon())
 
 
-def test_an_attach_that_waited_takes_the_mapping_that_another_one_made_meanwhile(
+def test_an_attach_that_waited_uses_the_mapping_that_another_thread_made(
     memories: Memories, memory: EngineMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would replace it in the table: a detach would not wait for the operations of the one that is lost."""
-    asked = request_of(memory)
-    known = memories.attach(asked, soon())
-    known.is_leaving = True  # a detach that has not ended its wait
+    """A second mapping would replace the first one in the table, and a detach would not wait for its operations."""
+    request = request_of(memory)
+    known = memories.attach(request, soon())
+    known.is_leaving = True  # as during a detach that waits for operations
     take_out, made = Memories._take_out, list[Mapping]()
 
-    def meanwhile(self: Memories, mapping: Mapping, deadline: float, gone: list[Mapping]) -> None:
+    def take_out_then_attach(self: Memories, mapping: Mapping, deadline: float, gone: list[Mapping]) -> None:
         take_out(self, mapping, deadline, gone)
         if not made:
-            made.append(self.attach(asked, deadline))
+            made.append(self.attach(request, deadline))
 
-    monkeypatch.setattr(Memories, "_take_out", meanwhile)
-    assert memories.attach(asked, soon()) is made[0]
-    assert memories._bytes == asked.frame_bytes * asked.pages
-    with memories.frames(made[0], [0], asked.frame_bytes), pytest.raises(Refused, match="operations touch"):
+    monkeypatch.setattr(Memories, "_take_out", take_out_then_attach)
+    assert memories.attach(request, soon()) is made[0]
+    assert memories._bytes == request.frame_bytes * request.pages
+    with memories.frames(made[0], [0], request.frame_bytes), pytest.raises(Refused, match="operations on its frames"):
         memories.detach(memory.name, 0.0)
 
 
 @pytest.mark.parametrize("way", ["detach", "tend"])
-def test_memory_that_is_being_unmapped_keeps_no_other_call_waiting(
+def test_unmapping_memory_does_not_block_other_calls(
     memories: Memories, memory: EngineMemory, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """The system takes seconds to free the memory of a large engine, and the event loop asks for mappings."""
+    """Freeing the memory of a large engine takes the system seconds, and the event loop looks up mappings."""
     other = EngineMemory()
     found = memories.attach(request_of(other), soon())
     memories.attach(request_of(memory), soon())
@@ -72,10 +72,10 @@ def test_memory_that_is_being_unmapped_keeps_no_other_call_waiting(
     removal.start()
     assert began.wait(WAIT_S)
     try:
-        looked = threading.Thread(target=memories.find, args=(other.name, found.id), daemon=True)
-        looked.start()
-        looked.join(WAIT_S)
-        assert not looked.is_alive()
+        lookup = threading.Thread(target=memories.find, args=(other.name, found.id), daemon=True)
+        lookup.start()
+        lookup.join(WAIT_S)
+        assert not lookup.is_alive()
     finally:
         ends.set()
         removal.join(WAIT_S)

@@ -1,4 +1,4 @@
-"""The metrics of a daemon: what its snapshot says, with promtool's word on a scrape of a real one."""
+"""The metrics of a daemon: values from snapshots, and a scrape of a real daemon that promtool checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parsed(text: str) -> Found:
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 
-def shown(state: NodeStatistics) -> Found:
+def exported(state: NodeStatistics) -> Found:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(DaemonCollector(lambda: state))
     return parsed(generate_latest(registry).decode())
@@ -41,8 +41,8 @@ def value(found: Found, name: str, **labels: str) -> float:
     return found[f"hicache_{name}", frozenset(labels.items())]
 
 
-def test_requests_are_counted_by_class_of_status_from_the_start() -> None:
-    found = shown(node(requests={("get", 200): 12, ("get", 503): 1, ("set", 204): 4}))
+def test_requests_are_counted_by_status_class_and_start_at_zero() -> None:
+    found = exported(node(requests={("get", 200): 12, ("get", 503): 1, ("set", 204): 4}))
     assert value(found, "daemon_requests_total", operation="get", status="2xx") == 12
     assert value(found, "daemon_requests_total", operation="get", status="5xx") == 1
     assert value(found, "daemon_requests_total", operation="exists", status="5xx") == 0
@@ -50,23 +50,23 @@ def test_requests_are_counted_by_class_of_status_from_the_start() -> None:
     assert value(found, "daemon_request_seconds_count", operation="get") == 12
 
 
-def test_namespaces_are_told_apart_and_not_added_up() -> None:
+def test_each_namespace_has_its_own_series() -> None:
     other = namespace(label="qwen", namespace="a1" * 32, sharing=SharingStatistics(7, 2, 1, 3, 0), quota_bytes=9)
-    found = shown(node(namespace(), other))
+    found = exported(node(namespace(), other))
     assert value(found, "daemon_pages_total", namespace="a1a1a1a1", source="pool") == 7
     assert value(found, "daemon_pages_total", namespace="5e5e5e5e", source="pool") == 0
     assert value(found, "daemon_namespace_info", namespace="a1a1a1a1", label="qwen", weights_epoch="3") == 1
     assert value(found, "daemon_namespace_quota_bytes", namespace="a1a1a1a1") == 9
     assert ("hicache_daemon_namespace_quota_bytes", frozenset({("namespace", "5e5e5e5e")})) not in found
     assert value(found, "backend_stored_bytes", namespace="a1a1a1a1", backend="nvme") == 300 * MIB
-    alone = shown(node(other))
+    alone = exported(node(other))
     assert {name for name, labels in found} == {name for name, labels in alone}
 
 
-def test_no_event_of_a_store_or_limit_is_the_first_sample_of_its_series() -> None:
-    before = shown(node(namespace(), refused={}))
+def test_series_of_failures_and_limits_exist_before_the_first_event() -> None:
+    before = exported(node(namespace(), refused={}))
     failing = store(guard=guard(failures={(Direction.READ, "error"): 3}))
-    after = shown(node(namespace(stores=(failing,)), refused=dict.fromkeys(LIMITS, 1)))
+    after = exported(node(namespace(stores=(failing,)), refused=dict.fromkeys(LIMITS, 1)))
     assert set(after) == set(before)
     labels = {"namespace": "5e5e5e5e", "backend": "nvme", "direction": "read", "reason": "error"}
     assert value(after, "backend_failed_calls_total", **labels) == 3
@@ -79,21 +79,21 @@ def limits_in_the_source() -> Iterator[str]:
             yield from re.findall(r'"([a-z_]+)"', call[1])
 
 
-def test_every_limit_that_the_source_names_is_known() -> None:
+def test_every_limit_in_the_source_is_in_the_table() -> None:
     found = set(limits_in_the_source())
-    assert found >= {"token", "peer", "head_timeout", "body_bytes"}  # the search finds what it should
+    assert found >= {"token", "peer", "head_timeout", "body_bytes"}  # the control of the search
     assert found <= set(LIMITS)
 
 
-def test_every_operation_of_a_request_is_known() -> None:
+def test_every_request_has_an_operation_of_the_table() -> None:
     paths = ("/", "/livez", "/x", "/v1", "/v1/x", "/v1/namespaces", "/v1/admin/x", "/history")
-    asked = [("GET", path) for path in paths]
-    asked += [("PUT", "/v1/namespaces/aa"), ("POST", "/v1/namespaces/aa/get"), ("POST", "/v1/namespaces/aa/x")]
-    asked += [("PUT", "/v1/memory/a"), ("DELETE", "/v1/memory/a")]
-    assert {gate.operation_of(*one) for one in asked} <= gate.OPERATIONS
+    requests = [("GET", path) for path in paths]
+    requests += [("PUT", "/v1/namespaces/aa"), ("POST", "/v1/namespaces/aa/get"), ("POST", "/v1/namespaces/aa/x")]
+    requests += [("PUT", "/v1/memory/a"), ("DELETE", "/v1/memory/a")]
+    assert {gate.operation_of(*one) for one in requests} <= gate.OPERATIONS
 
 
-def test_every_metric_keeps_the_naming_rules() -> None:
+def test_every_metric_follows_the_naming_rules() -> None:
     specs: list[MetricSpec[Any]] = [*DAEMON_METRICS, *NAMESPACE_METRICS]
     for spec in specs:
         assert re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", spec.name)
@@ -103,7 +103,7 @@ def test_every_metric_keeps_the_naming_rules() -> None:
     assert not {spec.name for spec in specs} & {spec.name for spec in STORE_METRICS}
 
 
-def test_a_scrape_of_a_real_daemon_passes_promtool_and_counts_what_happened(daemon: Daemon, client: Client) -> None:
+def test_a_scrape_of_a_real_daemon_passes_promtool_and_has_the_expected_counts(daemon: Daemon, client: Client) -> None:
     assert write(client, keys_of(3))[1]["outcomes"] == ["stored"] * 3
     text = client.call("GET", "/metrics")[1].decode()
     assert checked(text) == ""
@@ -114,20 +114,20 @@ def test_a_scrape_of_a_real_daemon_passes_promtool_and_counts_what_happened(daem
     assert value(found, "daemon_state", state="ready") == 1
     assert value(found, "backend_set_pages_total", **label, backend="memory", outcome="stored") == 3
     absent = {"daemon_namespace_quota_bytes", "backend_copies_total", "backend_waiting_copies"}
-    absent.add("backend_capacity_bytes")  # of a store in memory
+    absent.add("backend_capacity_bytes")  # a memory store has no capacity
     names = {re.sub("_(bucket|count|sum)$", "", name) for name, _ in found}
     specs: list[MetricSpec[Any]] = [*DAEMON_METRICS, *NAMESPACE_METRICS, *STORE_METRICS]
     for spec in specs:
         assert f"hicache_{spec.name}" in names or spec.name in absent, spec.name
 
 
-def test_an_engine_that_has_ended_is_counted_until_its_memory_is_let_go() -> None:
+def test_an_ended_engine_is_counted_until_its_memory_is_unmapped() -> None:
     clients = (ClientStatistics("engine0", 64, MIB, 1, True), ClientStatistics("engine1", 64, MIB, 1, False))
-    found = shown(node(clients=clients))
+    found = exported(node(clients=clients))
     assert (value(found, "daemon_clients"), value(found, "daemon_gone_clients")) == (2, 1)
 
 
-def test_a_snapshot_of_a_daemon_without_namespaces_has_its_own_series_alone() -> None:
-    found = shown(replace(node(), clients=()))
+def test_without_namespaces_there_are_no_series_of_stores() -> None:
+    found = exported(replace(node(), clients=()))
     assert value(found, "daemon_clients") == value(found, "daemon_client_memory_bytes") == 0
     assert not [name for name, _ in found if name.startswith("hicache_backend_")]

@@ -1,4 +1,4 @@
-"""What a node leaves behind where a namespace cannot be opened."""
+"""A node releases everything if a namespace cannot be opened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.waiting import WAIT_S
 DIGEST = b"n" * 32
 
 
-def test_a_namespace_that_cannot_be_opened_leaves_neither_a_store_nor_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_that_cannot_be_opened_leaves_no_store_and_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(HiCacheConfig.model_validate({"daemon": {"pool": "1MiB"}, "storage": {"type": "memory"}}), {})
     opened: list[StorageBackend | None] = []
     opening = node.storage.open
@@ -33,7 +33,7 @@ def test_a_namespace_that_cannot_be_opened_leaves_neither_a_store_nor_a_space(mo
     request, deadline = NamespaceRequest(9000, 0, ""), time.monotonic() + WAIT_S
     with contextlib.closing(contextlib.ExitStack()) as undo:
         undo.callback(node.close, deadline)
-        closing = node.pool.open(DIGEST, 5000)  # of the same namespace, which is being closed at this moment
+        closing = node.pool.open(DIGEST, 5000)  # as if the same namespace were being closed
         monkeypatch.setattr(node.storage, "open", count)
         with pytest.raises(Refused, match="is being closed"):
             node.open(DIGEST.hex(), request, deadline)
@@ -44,4 +44,4 @@ def test_a_namespace_that_cannot_be_opened_leaves_neither_a_store_nor_a_space(mo
             node.open(DIGEST.hex(), request, deadline)
         monkeypatch.setattr(node.storage, "open", count)
         assert node.open(DIGEST.hex(), NamespaceRequest(5000, 0, ""), deadline).wire.payload_bytes == 5000
-        assert len(opened) == 1, "the control: the space of another size is gone"
+        assert len(opened) == 1, "the control: the space of the other size is gone, so the store is opened"

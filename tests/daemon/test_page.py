@@ -1,4 +1,4 @@
-"""The daemon's page in a real browser, on a real daemon with traffic: what it shows is what `/statusz` says."""
+"""The daemon's page in a real browser, from a real daemon with traffic: it shows the values of `/statusz`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.servers, pytest.mark.long]
 PAGE_BYTES_MAX = 40 << 10
 
-# The colours of every text that is shown, with those of what is behind it.
+# Return each visible text with its colour and the colour of its background.
 _COLOURS = """() => {
   const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node; (node = walker.nextNode());) {
@@ -51,14 +51,14 @@ def daemon() -> Iterator[BusyDaemon]:
 
 
 def at(status: Any, path: str) -> Any:
-    """The value of a snapshot at a path such as `namespaces.0.stores.1.usage.bytes`."""
+    """Return the value of a snapshot at a path such as `namespaces.0.stores.1.usage.bytes`."""
     for part in path.split("."):
         status = status[int(part)] if isinstance(status, list) else status[part]
     return status
 
 
 def shown(page: Page) -> dict[str, Any]:
-    """The exact values on the page, by their path in `/statusz`; a breaker's state by its name."""
+    """Return the exact values on the page by their path in `/statusz`; the value of a breaker is its state."""
     found = page.eval_on_selector_all("[data-path]", "all => all.map(e => [e.dataset.path, e.title, e.textContent])")
     values: dict[str, Any] = {}
     for path, title, text in found:
@@ -68,7 +68,7 @@ def shown(page: Page) -> dict[str, Any]:
 
 
 def luminance(colour: str) -> float:
-    """WCAG 2.2, "relative luminance"."""
+    """Return the "relative luminance" of WCAG 2.2."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -79,17 +79,17 @@ def contrast(one: str, other: str) -> float:
     return (bright + 0.05) / (dark + 0.05)
 
 
-def test_the_page_is_light() -> None:
+def test_the_files_of_the_page_are_small() -> None:
     files = (Path(__file__).resolve().parents[2] / "hicache/daemon/page").glob("*.[hcj]*")
     assert sum(path.stat().st_size for path in files if path.suffix != ".py") < PAGE_BYTES_MAX
 
 
-def test_the_values_on_the_page_are_those_of_the_status(browser: Browser, daemon: BusyDaemon) -> None:
+def test_the_page_shows_the_values_of_the_status(browser: Browser, daemon: BusyDaemon) -> None:
     with opened(browser, daemon.url) as page:
         expect(page.locator("#state")).to_have_text("● ready")
         paths = {"pool.used_bytes", "namespaces.0.stores.0.usage.bytes", "namespaces.0.stores.1.usage.bytes",
                  "namespaces.1.stores.1.guard.breakers.write.state", "in_flight_requests"}  # fmt: skip
-        # The daemon still copies between levels, so compare until both stand still.
+        # The daemon may still copy between its levels, so compare until the values agree.
         wait_for(lambda: shown(page).get("namespaces.0.stores.1.usage.bytes", 0) > 0, pause_s=0.1)
 
         def agree() -> bool:
@@ -98,22 +98,22 @@ def test_the_values_on_the_page_are_those_of_the_status(browser: Browser, daemon
 
         wait_for(agree, pause_s=0.1)
         assert page.locator("#problems").inner_text().endswith("None: all stores take calls.")
-        # For a reader the same in units.
+        # The page shows the value in units, and has the exact value in the tooltip.
         capacity = page.locator("[data-path='pool.capacity_bytes']")
         assert (capacity.inner_text(), capacity.get_attribute("title")) == ("16.0 MiB", "16,777,216 bytes")
 
 
-def test_the_charts_show_the_traffic_as_pictures_and_as_text(browser: Browser, daemon: BusyDaemon) -> None:
+def test_the_charts_show_the_traffic_as_images_and_as_text(browser: Browser, daemon: BusyDaemon) -> None:
     with opened(browser, daemon.url) as page:
         daemon.serve(engines=1)
         for chart in ("hits", "engines", "stores"):
             expect(page.locator(f"#{chart} svg .mark").first).to_be_attached(timeout=20_000)
         wait_for(lambda: "of" in page.locator("#hits-figure").inner_text(), pause_s=0.1)
-        picture = page.locator("#engines svg[role=img]")
-        label = picture.get_attribute("aria-label") or ""
+        chart_image = page.locator("#engines svg[role=img]")
+        label = chart_image.get_attribute("aria-label") or ""
         assert re.search(r"Transfers with engines, last \d+ minutes. [\d:]+: to engines .*/s, from engines .*/s", label)
-        # By keyboard: the sample before, then the table.
-        picture.focus()
+        # With the keyboard: select the previous sample, then open the table.
+        chart_image.focus()
         before = page.locator("#engines-now").inner_text()
         for _ in range(2):
             page.keyboard.press("ArrowLeft")
@@ -125,18 +125,18 @@ def test_the_charts_show_the_traffic_as_pictures_and_as_text(browser: Browser, d
         expect(page.locator("#hits svg .mark").first).to_be_attached()
 
 
-def test_a_label_with_markup_is_shown_as_text_and_does_nothing(browser: Browser, daemon: BusyDaemon) -> None:
-    with opened(browser, daemon.url) as page:  # an alert would be a complaint: the page's policy runs no inline handler
+def test_a_label_with_markup_is_shown_as_text(browser: Browser, daemon: BusyDaemon) -> None:
+    with opened(browser, daemon.url) as page:  # fails if the page tries to run the handler
         expect(page.locator("#namespaces")).to_contain_text(MARKUP)
         assert page.locator("img, main b").count() == 0
-    # The control: as markup the same text is an image, whose handler would run.
+    # The control: parsed as markup, the same text is an image, whose handler would run.
     with opened(browser, "about:blank") as blank:
         assert blank.evaluate("text => new DOMParser().parseFromString(text, 'text/html').images.length", MARKUP) == 1
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_and_can_be_read(
+def test_the_page_fits_the_screen_and_has_enough_contrast(
     browser: Browser, daemon: BusyDaemon, size: tuple[int, int], scheme: Literal["light", "dark"]
 ) -> None:
     with opened(browser, daemon.url, size, scheme) as page:
@@ -148,9 +148,7 @@ def test_the_page_fits_and_can_be_read(
         assert (luminance(colours[0][2]) < 0.1) == (scheme == "dark")
 
 
-def test_a_store_that_fails_is_the_first_thing_on_the_page_until_it_works_again(
-    browser: Browser, daemon: BusyDaemon
-) -> None:
+def test_a_failing_store_is_shown_as_a_problem_until_it_works_again(browser: Browser, daemon: BusyDaemon) -> None:
     with opened(browser, daemon.url) as page:
         daemon.break_shared()
         problems = page.locator("#problems")
@@ -162,11 +160,11 @@ def test_a_store_that_fails_is_the_first_thing_on_the_page_until_it_works_again(
         expect(page.locator("#guards .bad").first).to_contain_text("■ open")
         assert "(1)" in page.title() or "(2)" in page.title()
         expect(page.locator("#faults")).to_contain_text("breaker opened", timeout=20_000)
-        daemon.mend_shared()
+        daemon.repair_shared()
         wait_for(lambda: "None" in problems.inner_text(), serve, pause_s=0.1)
 
 
-def test_a_daemon_that_is_gone_is_shown_with_the_age_of_what_is_shown_and_its_successor_is_taken(
+def test_a_daemon_that_does_not_answer_is_shown_with_the_age_of_the_values_until_it_is_back(
     browser: Browser, daemon: BusyDaemon
 ) -> None:
     with opened(browser, daemon.url) as page:
@@ -190,7 +188,7 @@ def test_beyond_loopback_the_page_asks_for_the_token(browser: Browser, tmp_path:
     made = BusyDaemon(scratch, token_file=str(token))
     made.listen_everywhere()
     with made, opened(browser, made.url, refused=True) as page:
-        expect(page.locator("#banner")).to_contain_text("it asks for a token")
+        expect(page.locator("#banner")).to_contain_text("it requires a token")
         assert not page.locator("#namespaces thead").count()
         for entered, state in (("wrong", "■ unreachable"), (token.read_text(), "● ready")):
             page.locator("#token").fill(entered)
@@ -199,7 +197,7 @@ def test_beyond_loopback_the_page_asks_for_the_token(browser: Browser, tmp_path:
         expect(page.locator("#login")).to_be_hidden()
 
 
-def test_the_policy_of_the_page_lets_nothing_else_run(daemon: BusyDaemon) -> None:
+def test_the_content_policy_of_the_page_allows_only_its_own_scripts(daemon: BusyDaemon) -> None:
     for name in ("", "page.css", "page.js"):
         with urllib.request.urlopen(f"{daemon.url}{name}", timeout=10) as answer:
             policy = answer.headers["Content-Security-Policy"]

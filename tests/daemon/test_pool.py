@@ -1,4 +1,4 @@
-"""The daemon's host pool: one bound over all namespaces, who leaves first, and pages that may not leave."""
+"""The daemon's host pool: one limit over all namespaces, the order of eviction, and pages that are not evicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE, OTHER = bytes(31) + b"\1", bytes(31) + b"\2"
 
 
 def pool_of(pages: int) -> PagePool:
-    """A pool for so many pages of two units."""
+    """Return a pool for `pages` pages of two units each."""
     return PagePool(pages * 2 * UNIT, unit_bytes=UNIT)
 
 
@@ -39,7 +39,7 @@ def is_whole(page: PooledPage) -> bool:
 def put(
     pool: PagePool, space: PoolSpace, keys: Sequence[bytes], parent: bytes | None = None, twice: bool = True
 ) -> int:
-    """Let a chain enter, asked for twice if need be; how many pages did."""
+    """Add the pages of a chain, with a second attempt for each if `twice`. Return how many were added."""
     since, deletions, entered = pool.now(), pool.deletions(space), 0
     for key, above in zip(keys, [parent, *keys], strict=False):
         for _ in range(1 + twice):
@@ -53,11 +53,11 @@ def put(
     return entered
 
 
-def there(pool: PagePool, space: PoolSpace, keys: Sequence[bytes]) -> list[bytes]:
-    return [key for key, is_there in zip(keys, pool.has(space, keys), strict=True) if is_there]
+def present(pool: PagePool, space: PoolSpace, keys: Sequence[bytes]) -> list[bytes]:
+    return [key for key, is_present in zip(keys, pool.has(space, keys), strict=True) if is_present]
 
 
-def test_the_memory_is_taken_and_touched_at_the_start() -> None:
+def test_the_memory_of_the_pool_is_allocated_and_touched_at_once() -> None:
     def resident_kib() -> int:
         return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
 
@@ -68,7 +68,7 @@ def test_the_memory_is_taken_and_touched_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(4))
-def test_namespaces_with_pages_of_different_sizes_share_one_bound(seed: int) -> None:
+def test_namespaces_with_pages_of_different_sizes_share_one_limit(seed: int) -> None:
     dice = rng(seed)
     pool = PagePool(64 * UNIT, unit_bytes=UNIT)
     sizes = [1, UNIT - HEADER_BYTES, UNIT, 5 * UNIT, 17 * UNIT + 3]
@@ -92,7 +92,7 @@ def test_namespaces_with_pages_of_different_sizes_share_one_bound(seed: int) -> 
         else:
             with pool.deleting(space, some):
                 pass
-            assert not there(pool, space, some)
+            assert not present(pool, space, some)
         pool.check()
         found = pool.statistics()
         assert found.used_bytes == sum(map(pool.space_bytes, spaces)) <= found.capacity_bytes
@@ -104,7 +104,7 @@ def test_namespaces_with_pages_of_different_sizes_share_one_bound(seed: int) -> 
     assert pool.statistics().used_bytes == pool.statistics().pinned_bytes == 0
 
 
-def test_a_unit_with_two_owners_is_found() -> None:
+def test_a_unit_with_two_owners_is_detected() -> None:
     """The control of `check`."""
     pool = pool_of(4)
     space = pool.open(ONE, PAYLOAD)
@@ -115,17 +115,17 @@ def test_a_unit_with_two_owners_is_found() -> None:
         pool.check()
 
 
-def test_the_oldest_chain_leaves_first_and_its_tail_before_its_head() -> None:
+def test_the_least_recently_used_chain_is_evicted_first_and_its_tail_before_its_head() -> None:
     pool = pool_of(8)
     one, other = pool.open(ONE, PAYLOAD), pool.open(OTHER, PAYLOAD)
     old, new = make_keys(4, "old"), make_keys(4, "new")
     put(pool, one, old)
     put(pool, other, new)
     put(pool, other, make_keys(2, "newest"))
-    assert (there(pool, one, old), there(pool, other, new)) == (old[:2], new)
+    assert (present(pool, one, old), present(pool, other, new)) == (old[:2], new)
     pool.use(one, old[:2])
     put(pool, one, make_keys(3, "more"))
-    assert (there(pool, one, old), there(pool, other, new)) == (old[:2], new[:1])
+    assert (present(pool, one, old), present(pool, other, new)) == (old[:2], new[:1])
 
 
 def test_a_batch_does_not_evict_itself() -> None:
@@ -133,19 +133,19 @@ def test_a_batch_does_not_evict_itself() -> None:
     space, keys = pool.open(ONE, PAYLOAD), make_keys(6)
     put(pool, space, make_keys(3, "old"))
     assert put(pool, space, keys) == 3
-    assert there(pool, space, keys) == keys[:3]
+    assert present(pool, space, keys) == keys[:3]
 
 
-def test_a_full_pool_admits_what_is_asked_for_again() -> None:
+def test_a_full_pool_admits_a_page_at_its_second_request() -> None:
     pool = pool_of(4)
     space, keys, more = pool.open(ONE, PAYLOAD), make_keys(4), make_keys(4, "more")
-    assert put(pool, space, keys, twice=False) == 4, "there is free room"
+    assert put(pool, space, keys, twice=False) == 4, "a pool with room admits every page"
     assert put(pool, space, more, twice=False) == 0
     assert put(pool, space, more[:1], twice=False) == 1
-    assert there(pool, space, keys) == keys[:3]
+    assert present(pool, space, keys) == keys[:3]
 
 
-def test_pinned_pages_stay_and_leave_when_they_are_not_pinned_any_more() -> None:
+def test_pinned_pages_are_not_evicted_until_they_are_unpinned() -> None:
     pool = pool_of(4)
     space, keys = pool.open(ONE, PAYLOAD), make_keys(2)
     put(pool, space, keys)
@@ -153,16 +153,16 @@ def test_pinned_pages_stay_and_leave_when_they_are_not_pinned_any_more() -> None
     assert pool.statistics().pinned_bytes == 2 * 2 * UNIT
     for number in range(5):
         put(pool, space, make_keys(3, f"more {number}"))
-        assert there(pool, space, keys) == keys
+        assert present(pool, space, keys) == keys
     assert pool.unpin(space, keys) == 2
     assert pool.unpin(space, keys) == 0
     for number in range(2):
         put(pool, space, make_keys(4, f"again {number}"))
-    assert there(pool, space, keys) == []
+    assert present(pool, space, keys) == []
     assert pool.statistics().pinned_bytes == 0
 
 
-def test_pins_take_half_the_pool_at_most_and_end_with_a_deletion() -> None:
+def test_pins_are_limited_to_half_of_the_pool_and_end_with_a_deletion() -> None:
     pool = pool_of(4)
     space, keys = pool.open(ONE, PAYLOAD), make_keys(4)
     put(pool, space, keys)
@@ -180,9 +180,9 @@ def test_a_namespace_over_its_quota_evicts_its_own_pages() -> None:
     for number in range(3):
         put(pool, one, make_keys(2, f"ours {number}"))
         assert pool.space_bytes(one) == 4 * UNIT
-    assert there(pool, other, theirs) == theirs
+    assert present(pool, other, theirs) == theirs
     pool.set_quota(other, 3 * UNIT)
-    assert there(pool, other, theirs) == theirs[:1]
+    assert present(pool, other, theirs) == theirs[:1]
     pool.set_quota(one, None)
     assert put(pool, one, make_keys(5, "more")) == 5
 
@@ -193,7 +193,7 @@ def test_a_held_page_keeps_its_bytes_until_it_is_released() -> None:
     put(pool, space, keys)
     (page,) = pool.hold(space, keys[:1])
     assert page is not None
-    assert put(pool, space, make_keys(2, "more")) == 1, "a held page is not evicted"
+    assert put(pool, space, make_keys(2, "more")) == 1, "only the page that is not held is evicted"
     pool.clear(space)
     assert put(pool, space, make_keys(2, "again")) == 1
     assert is_whole(page) and pool.has(space, keys) == [False, False]
@@ -202,13 +202,13 @@ def test_a_held_page_keeps_its_bytes_until_it_is_released() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "between", "during", "never"])
-def test_a_page_that_was_asked_for_before_a_deletion_does_not_enter_after_it(when: str) -> None:
+def test_a_page_requested_before_a_deletion_is_not_added_after_it(when: str) -> None:
     pool = pool_of(4)
     space, (key, other) = pool.open(ONE, PAYLOAD), make_keys(2)
-    asked = pool.deletions(space)
+    deletions = pool.deletions(space)
     if when == "before":
         pool.clear(space)
-    page = pool.reserve(space, key, since=pool.now(), deletions=asked)
+    page = pool.reserve(space, key, since=pool.now(), deletions=deletions)
     assert (page is None) is (when == "before")
     if page is None:
         return
@@ -226,7 +226,7 @@ def test_a_page_that_was_asked_for_before_a_deletion_does_not_enter_after_it(whe
     assert (pool.statistics().used_bytes == 0) is (when != "never")
 
 
-def test_two_readers_of_one_page_leave_one_copy() -> None:
+def test_two_concurrent_reads_of_a_page_leave_one_copy() -> None:
     pool = pool_of(4)
     space, (key,) = pool.open(ONE, PAYLOAD), make_keys(1)
     pages = [pool.reserve(space, key, since=pool.now(), deletions=0) for _ in range(2)]
@@ -247,10 +247,10 @@ def test_a_page_larger_than_the_pool_evicts_nothing(units: int) -> None:
     keys = make_keys(1)
     assert put(pool, small, keys) == units
     assert put(pool, large, keys) == 0
-    assert there(pool, small, keys) == keys[:units]
+    assert present(pool, small, keys) == keys[:units]
 
 
-def test_pages_of_one_size_take_each_others_place_in_one_piece() -> None:
+def test_pages_of_one_size_reuse_whole_extents() -> None:
     pool = PagePool(100 * UNIT, unit_bytes=UNIT)
     space = pool.open(ONE, 7 * UNIT - HEADER_BYTES)
     for number in range(50):
@@ -258,7 +258,7 @@ def test_pages_of_one_size_take_each_others_place_in_one_piece() -> None:
     assert {len(page.extents) for page in space.pages.values()} == {1}
 
 
-def test_one_namespace_has_one_page_size_and_its_pages_leave_with_its_last_opening() -> None:
+def test_a_namespace_has_one_page_size_and_is_emptied_by_its_last_close() -> None:
     pool = pool_of(4)
     space, keys = pool.open(ONE, PAYLOAD), make_keys(2)
     with pytest.raises(InvalidInput):
@@ -266,19 +266,19 @@ def test_one_namespace_has_one_page_size_and_its_pages_leave_with_its_last_openi
     assert pool.open(ONE, PAYLOAD) is space
     put(pool, space, keys)
     pool.close(space)
-    assert there(pool, space, keys) == keys
+    assert present(pool, space, keys) == keys
     pool.close(space)
     assert pool.statistics().pages == pool.statistics().used_bytes == 0
     pool.open(ONE, PAYLOAD + 1)
 
 
 @pytest.mark.parametrize("size", [-1, -UNIT])
-def test_an_impossible_size_is_refused(size: int) -> None:
+def test_a_negative_size_is_rejected(size: int) -> None:
     with pytest.raises(InvalidInput):
         PagePool(size)
 
 
-def test_requests_that_share_a_head_count_for_it() -> None:
+def test_hits_of_different_tails_count_for_their_shared_head() -> None:
     pool = pool_of(40)
     space = pool.open(ONE, PAYLOAD, "a model")
     head, cold = make_keys(3, "head"), make_keys(2, "cold")
@@ -293,7 +293,7 @@ def test_requests_that_share_a_head_count_for_it() -> None:
     assert (hot.page, hot.label, hot.pages, hot.hits) == (head[-1].hex()[:8], "a model", 3, 6)
 
 
-def test_hot_prefixes_are_bounded_and_cool_down() -> None:
+def test_the_number_of_hot_prefixes_is_limited_and_unused_ones_are_dropped() -> None:
     pool = pool_of(200)
     space, keys = pool.open(ONE, PAYLOAD), make_keys(150)
     put(pool, space, keys)
@@ -309,8 +309,8 @@ def test_hot_prefixes_are_bounded_and_cool_down() -> None:
     assert {prefix.page for prefix in pool.hot()} == {keys[1].hex()[:8]}
 
 
-def test_an_eviction_does_not_look_at_every_page() -> None:
-    """The work per page is the same in a large pool: counted in steps of the order, not in time."""
+def test_the_work_of_an_eviction_does_not_grow_with_the_pool() -> None:
+    """The test counts steps of the eviction order, because times vary."""
     pool = PagePool(4000 * UNIT, unit_bytes=UNIT)
     space = pool.open(ONE, UNIT - HEADER_BYTES)
     put(pool, space, make_keys(4000))

@@ -1,4 +1,4 @@
-"""The daemon as a process: one at a time, restarts, draining, reloading, and what systemd is told."""
+"""The daemon as a process: the lock of its socket, restarts, draining, reloads, and messages to systemd."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _file_store(scratch: Path) -> dict[str, Any]:
     return {"type": "file", "options": {"path": str(scratch / "store"), "free_space_floor": "0B"}}
 
 
-def test_a_second_daemon_at_the_same_socket_is_refused(daemon: Daemon) -> None:
+def test_a_second_daemon_on_the_same_socket_does_not_start(daemon: Daemon) -> None:
     other = copy.copy(daemon)
     other.log_file = daemon.folder / "other-log"
     other.launch()
@@ -41,7 +41,7 @@ def test_a_second_daemon_at_the_same_socket_is_refused(daemon: Daemon) -> None:
     assert daemon.is_ready()
 
 
-def test_a_daemon_that_was_killed_is_started_again_under_its_engines(
+def test_engines_reconnect_to_a_daemon_that_was_killed_and_restarted(
     start: Callable[..., Daemon], scratch: Path, memory: EngineMemory
 ) -> None:
     daemon = start(storage=_file_store(scratch))
@@ -51,7 +51,7 @@ def test_a_daemon_that_was_killed_is_started_again_under_its_engines(
         memory.attach(client)
         assert write(client, keys)[1]["outcomes"] == ["stored"] * 4
     daemon.kill()
-    assert daemon.socket.exists()  # left over
+    assert daemon.socket.exists()  # the killed process did not remove it
     daemon.start()
     with contextlib.closing(daemon.client()) as client:
         fields: dict[str, Any] = {"keys": keys, "memory": memory.name, "frames": [0, 1, 2, 3]}
@@ -76,7 +76,7 @@ def _ask_in_background(daemon: Daemon, answers: list[Any]) -> threading.Thread:
     return thread
 
 
-def test_sigterm_lets_requests_end_and_the_process_ends_with_0(start: Callable[..., Daemon]) -> None:
+def test_sigterm_lets_requests_end_and_the_exit_code_is_0(start: Callable[..., Daemon]) -> None:
     daemon = start(storage=SLOW)
     daemon.ask("PUT", f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000})
     with contextlib.closing(daemon.client()) as idle:
@@ -91,7 +91,7 @@ def test_sigterm_lets_requests_end_and_the_process_ends_with_0(start: Callable[.
     assert "draining" in daemon.log
 
 
-def test_a_store_that_hangs_does_not_keep_the_process(start: Callable[..., Daemon]) -> None:
+def test_a_hanging_store_does_not_keep_the_daemon_from_stopping(start: Callable[..., Daemon]) -> None:
     daemon = start({"drain_timeout": "200ms"}, storage=HANGING)
     daemon.ask("PUT", f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000})
     answers: list[Any] = []
@@ -99,10 +99,10 @@ def test_a_store_that_hangs_does_not_keep_the_process(start: Callable[..., Daemo
     assert daemon.stop() == 0
     thread.join()
     assert isinstance(answers[0], OSError)
-    assert "1 requests have not ended in time" in daemon.log
+    assert "1 requests did not end in time" in daemon.log
 
 
-def test_a_reload_changes_tokens_limits_and_overrides_and_names_the_rest(
+def test_a_reload_changes_tokens_limits_and_overrides_and_logs_the_other_entries(
     start: Callable[..., Daemon], scratch: Path
 ) -> None:
     token = scratch / "token"
@@ -132,7 +132,7 @@ def test_a_reload_changes_tokens_limits_and_overrides_and_names_the_rest(
     assert "another-token" not in daemon.log
 
 
-def test_a_configuration_that_is_refused_changes_nothing(start: Callable[..., Daemon]) -> None:
+def test_an_invalid_configuration_is_not_loaded_and_changes_nothing(start: Callable[..., Daemon]) -> None:
     daemon = start()
     daemon.config_file.write_text("daemon: {socket: 5\n")
     daemon.signal(signal.SIGHUP)
@@ -147,7 +147,7 @@ def test_a_configuration_that_is_refused_changes_nothing(start: Callable[..., Da
     assert daemon.is_ready()
 
 
-def test_a_change_of_the_storage_needs_a_restart_and_overrides_do_not() -> None:
+def test_a_changed_store_needs_a_restart_and_a_changed_override_does_not() -> None:
     def config(path: str, read: str, **daemon: Any) -> HiCacheConfig:
         return HiCacheConfig(
             storage={"type": "file", "options": {"path": path}, "guard": {"read": read}}, daemon=daemon
@@ -160,7 +160,7 @@ def test_a_change_of_the_storage_needs_a_restart_and_overrides_do_not() -> None:
     assert changed_entries(config("/a", "auto"), HiCacheConfig(storage={"type": "memory"})) == ([], ["storage"])
 
 
-def test_systemd_is_told_of_each_state(scratch: Path) -> None:
+def test_systemd_is_notified_of_each_state(scratch: Path) -> None:
     daemon = Daemon(scratch)
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as manager:
         manager.bind(str(scratch / "notify"))
@@ -193,7 +193,7 @@ def test_systemd_is_told_of_each_state(scratch: Path) -> None:
         ({"integrity": {"mac_key_env": "NOT_SET"}}, "NOT_SET: is not set"),
     ],
 )
-def test_what_cannot_be_served_is_said_before_the_daemon_listens(
+def test_an_unusable_configuration_ends_the_daemon_before_it_listens(
     scratch: Path, sections: dict[str, Any], message: str
 ) -> None:
     daemon = Daemon(scratch, **sections)
@@ -203,7 +203,7 @@ def test_what_cannot_be_served_is_said_before_the_daemon_listens(
     assert not daemon.socket.exists()
 
 
-def test_a_pool_without_a_store_is_a_store(start: Callable[..., Daemon]) -> None:
+def test_without_a_store_the_daemon_serves_from_its_pool(start: Callable[..., Daemon]) -> None:
     daemon = start(storage=None)
     with contextlib.closing(daemon.client()) as client:
         client.open()
@@ -211,10 +211,11 @@ def test_a_pool_without_a_store_is_a_store(start: Callable[..., Daemon]) -> None
         assert client.verb("exists", keys=keys_of(3))[1]["pages"] == 2
 
 
-def test_an_engine_whose_memory_takes_long_to_free_stops_neither_the_watchdog_nor_the_end(
+def test_freeing_large_memory_blocks_neither_the_watchdog_nor_the_shutdown(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system needs minutes for the memory of a large engine; a daemon without a sign of life is killed."""
+    """Freeing the memory of a large engine takes the system minutes, and systemd kills a daemon without watchdog
+    messages."""
     ends, in_time = threading.Event(), list[bool]()
     config = HiCacheConfig.model_validate({"daemon": {"pool": "1MiB", "staging": "1MiB"}})
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as manager:
@@ -242,10 +243,10 @@ def test_an_engine_whose_memory_takes_long_to_free_stops_neither_the_watchdog_no
     assert in_time == [True]
 
 
-def test_a_daemon_that_fails_lets_go_of_its_lock_only_once_its_requests_have_ended(
+def test_a_failing_daemon_holds_its_lock_until_its_requests_have_ended(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines take a daemon without its lock for dead, and their frames for their own."""
+    """Engines consider a daemon without its lock dead, and use their frames again."""
     config = HiCacheConfig.model_validate(
         {"daemon": {"pool": "1MiB", "staging": "1MiB", "socket": str(scratch / "run" / "daemon.sock")}}
     )
@@ -261,7 +262,7 @@ def test_a_daemon_that_fails_lets_go_of_its_lock_only_once_its_requests_have_end
 
     monkeypatch.setattr(server, "_drain", drain)
     monkeypatch.setattr(node.memories, "tend", fail)
-    monkeypatch.setattr(server_module, "_raise_descriptor_limit", lambda: None)  # this process keeps its own
+    monkeypatch.setattr(server_module, "_raise_descriptor_limit", lambda: None)  # keep the limit of this process
     with pytest.raises(OSError, match="no such file"):
         asyncio.run(server.run())
     assert states == [(NodeState.DRAINING, True)]

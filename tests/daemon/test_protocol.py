@@ -1,4 +1,4 @@
-"""`/v1`: verbs on frames of shared memory and on page bodies, and what is refused."""
+"""`/v1`: verbs on frames of shared memory and on page bodies, and rejected requests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.daemon.daemons import (
     keys_of,
     payload_of,
     read,
-    sealed,
+    sealed_page,
     write,
-    written,
+    write_body,
 )
 from tests.waiting import wait_for
 
@@ -69,17 +69,17 @@ def test_pages_travel_as_bodies(client: Client) -> None:
         assert frame[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] == payload_of(key)
 
 
-def test_a_body_that_comes_in_small_pieces_is_the_same(daemon: Daemon, client: Client) -> None:
-    """Whichever part of it the event loop has seen, and whichever its thread."""
+def test_a_body_in_small_pieces_is_stored_unchanged(daemon: Daemon, client: Client) -> None:
+    """The event loop receives the first part of the body, a thread the rest. The cuts move the border between them."""
     keys = keys_of(3, "pieces")
-    body = written(keys)
+    body = write_body(keys)
     target = f"/v1/namespaces/{NAMESPACE}/write?keys=3&timeout_s=30"
     head = f"POST {target} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with contextlib.closing(daemon.client()) as other:
         other.connect()
         for cut in (len(head), len(head) + 1, len(head) + 40, len(head) + 5000):
             other.sock.sendall((head + body)[:cut])
-            wait_for(lambda: daemon.status()["in_flight_requests"] == 2)  # this one and the question
+            wait_for(lambda: daemon.status()["in_flight_requests"] == 2)  # this one and `/statusz`
             for at in range(cut, len(head + body), 9001):
                 other.sock.sendall((head + body)[at : at + 9001])
             answer = b""
@@ -89,9 +89,9 @@ def test_a_body_that_comes_in_small_pieces_is_the_same(daemon: Daemon, client: C
     assert client.verb("exists", keys=keys)[1]["pages"] == 3
 
 
-def test_a_damaged_body_is_not_stored_nor_what_follows_it(client: Client) -> None:
+def test_a_damaged_page_of_a_body_and_the_pages_after_it_are_not_stored(client: Client) -> None:
     keys = keys_of(3, "damaged")
-    body = bytearray(written(keys))
+    body = bytearray(write_body(keys))
     body[3 * 32 + FRAME_BYTES + HEADER_BYTES + 5] ^= 1
     assert write(client, keys, body=bytes(body)) == (
         200, {"outcomes": ["stored", "error", "error"], "errors": ["checksum"]},
@@ -101,7 +101,7 @@ def test_a_damaged_body_is_not_stored_nor_what_follows_it(client: Client) -> Non
 
 
 @pytest.mark.parametrize("format", ["mac", "encryption", "zstd"])
-def test_what_a_store_seals_in_its_own_way_is_plain_on_the_wire(
+def test_pages_with_a_mac_encryption_or_compression_are_plain_on_the_wire(
     start: Callable[..., Daemon], format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_PAGE_KEY", "17" * 32)
@@ -129,7 +129,7 @@ def test_a_namespace_is_opened_once_and_keeps_its_size(client: Client) -> None:
     assert client.open(payload_bytes=PAYLOAD_BYTES + 1)[0] == 409
 
 
-def test_what_is_not_known_is_told_apart_from_what_is_empty(client: Client, memory: EngineMemory) -> None:
+def test_an_unknown_namespace_memory_or_verb_is_an_error(client: Client, memory: EngineMemory) -> None:
     assert client.verb("exists", "cd" * 32, keys=keys_of(1))[0] == 404
     assert client.verb("get", keys=keys_of(1), memory=memory.name, frames=[0])[0] == 404
     assert client.call("GET", f"/v1/namespaces/{NAMESPACE}/nothing")[0] in (404, 405)
@@ -151,7 +151,7 @@ def test_what_is_not_known_is_told_apart_from_what_is_empty(client: Client, memo
         ({"frames": [0], "memory": "../shm"}, 422),
     ],
 )
-def test_frames_that_an_engine_does_not_have_are_refused(
+def test_a_call_with_invalid_frames_or_fields_is_rejected(
     client: Client, memory: EngineMemory, fields: dict[str, Any], status: int
 ) -> None:
     memory.attach(client)
@@ -160,37 +160,37 @@ def test_frames_that_an_engine_does_not_have_are_refused(
     assert set(answer) == {"error", "detail"}
 
 
-def test_a_frame_is_not_lent_twice_to_one_call(client: Client, memory: EngineMemory) -> None:
+def test_a_call_that_names_a_frame_twice_is_rejected(client: Client, memory: EngineMemory) -> None:
     memory.attach(client)
     assert client.verb("get", keys=keys_of(2), memory=memory.name, frames=[3, 3])[0] == 422
 
 
 @pytest.mark.parametrize("key", ["AB" * 32, "ab" * 31, "ab" * 31 + " a", "zz" * 32, 5, None])
-def test_keys_are_64_digits_in_lower_case(client: Client, key: Any) -> None:
+def test_a_key_that_is_not_64_digits_in_lower_case_is_rejected_without_quoting_it(client: Client, key: Any) -> None:
     target = f"/v1/namespaces/{NAMESPACE}/exists"
     status, answer = client.call("POST", target, {"keys": ["ab" * 32, key], "timeout_s": 1})
     assert status == 422
     assert "ab" * 31 not in str(answer)
 
 
-def test_a_batch_that_hangs_on_itself_is_refused_without_naming_a_key(client: Client) -> None:
+def test_a_page_that_is_its_own_parent_is_rejected_without_naming_its_key(client: Client) -> None:
     key = keys_of(1, "loop")[0]
     target = f"/v1/namespaces/{NAMESPACE}/write?keys=1&timeout_s=5&parent={key.hex()}"
-    status, answer = client.call("POST", target, key + sealed(key))
+    status, answer = client.call("POST", target, key + sealed_page(key))
     assert status == 422 and key.hex() not in str(answer)
 
 
-def test_a_refused_body_is_read_to_its_end_so_that_the_connection_can_be_used_again(client: Client) -> None:
+def test_a_connection_stays_usable_after_a_rejected_body(client: Client) -> None:
     keys = keys_of(3, "again")
     target = f"/v1/namespaces/{'cd' * 32}/write?keys=3&timeout_s=5"
     sock = client.sock
-    assert client.call("POST", target, written(keys))[0] == 404
-    assert client.call("POST", f"/v1/namespaces/{NAMESPACE}/write?keys=2&timeout_s=5", written(keys))[0] == 422
+    assert client.call("POST", target, write_body(keys))[0] == 404
+    assert client.call("POST", f"/v1/namespaces/{NAMESPACE}/write?keys=2&timeout_s=5", write_body(keys))[0] == 422
     assert write(client, keys)[1]["outcomes"] == ["stored"] * 3
     assert client.sock is sock
 
 
-def test_more_page_bodies_than_memory_for_them_are_refused(client: Client) -> None:
+def test_more_pages_than_fit_into_the_staging_memory_are_rejected(client: Client) -> None:
     pages_max = client.open()[1]["body_pages_max"]
     keys = keys_of(pages_max + 1, "many")
     assert read(client, keys)[0] == 413
@@ -198,7 +198,7 @@ def test_more_page_bodies_than_memory_for_them_are_refused(client: Client) -> No
     assert read(client, keys[:pages_max])[1] == b"M" * pages_max
 
 
-def test_memory_is_mapped_only_as_it_is(client: Client, memory: EngineMemory) -> None:
+def test_memory_that_does_not_match_its_description_is_rejected(client: Client, memory: EngineMemory) -> None:
     assert memory.attach(client, pages=31)[0] == 409
     assert memory.attach(client, inode=1)[0] == 409
     assert memory.attach(client, frame_bytes=FRAME_BYTES + 1)[0] == 422
@@ -208,7 +208,7 @@ def test_memory_is_mapped_only_as_it_is(client: Client, memory: EngineMemory) ->
     })[0] == 409  # fmt: skip
 
 
-def test_memory_with_other_frames_than_the_namespace_is_refused(client: Client) -> None:
+def test_memory_with_frames_of_another_size_is_rejected(client: Client) -> None:
     other = EngineMemory(2, FRAME_BYTES + 4096)
     try:
         assert other.attach(client)[0] == 200
@@ -217,10 +217,8 @@ def test_memory_with_other_frames_than_the_namespace_is_refused(client: Client) 
         other.close()
 
 
-def test_a_call_that_waited_while_its_memory_was_attached_again_is_refused(
-    client: Client, memory: EngineMemory
-) -> None:
-    """Negative control: the same call with the new mapping, or with none, is served."""
+def test_a_call_for_a_mapping_that_was_replaced_is_rejected(client: Client, memory: EngineMemory) -> None:
+    """The control: the same call with the new mapping, or with none, is served."""
     first = memory.attach(client)[1]["mapping"]
     assert memory.attach(client)[1]["mapping"] == first  # nothing has changed
     assert client.call("DELETE", f"/v1/memory/{memory.name}")[0] == 200
@@ -232,7 +230,9 @@ def test_a_call_that_waited_while_its_memory_was_attached_again_is_refused(
         assert client.verb("get", **fields)[0] == status
 
 
-def test_memory_is_let_go_only_when_no_operation_touches_it(start: Callable[..., Daemon], memory: EngineMemory) -> None:
+def test_memory_is_unmapped_only_after_the_operations_on_it_have_ended(
+    start: Callable[..., Daemon], memory: EngineMemory
+) -> None:
     daemon = start({"pool": 0}, storage=SLOW)
     with contextlib.closing(daemon.client()) as client, contextlib.closing(daemon.client()) as other:
         client.open()
@@ -247,7 +247,7 @@ def test_memory_is_let_go_only_when_no_operation_touches_it(start: Callable[...,
         thread.start()
         wait_for(lambda: bool(daemon.status()["clients"][0]["operations"]))
         target = f"/v1/memory/{memory.name}"
-        assert other.call("DELETE", f"{target}?timeout_s=0.001")[0] == 503  # it waits no longer than it may
+        assert other.call("DELETE", f"{target}?timeout_s=0.001")[0] == 503  # it waits at most `timeout_s`
         refused = other.verb("get", keys=keys_of(1), memory=memory.name, frames=[1])
         answers.append(f"delete {other.call('DELETE', target)[0]}")
         thread.join()
@@ -277,10 +277,10 @@ def test_the_memory_of_an_engine_that_died_is_removed(daemon: Daemon, client: Cl
     engine.join()
     wait_for(lambda: all(one["name"] != memory for one in daemon.status()["clients"]))
     assert client.verb("get", keys=keys_of(1), memory=memory, frames=[0])[0] == 404
-    wait_for(lambda: f"memory {memory}: its engine has died" in daemon.log)
+    wait_for(lambda: f"memory {memory}: its engine died" in daemon.log)
 
 
-def test_the_daemon_creates_memory_for_an_engine_that_asks_for_it(client: Client) -> None:
+def test_the_daemon_creates_memory_on_request_of_an_engine(client: Client) -> None:
     name = f"daemons-{id(client)}"
     fields = {"frame_bytes": FRAME_BYTES, "pages": 2, "shape": "11" * 32}
     assert client.call("PUT", f"/v1/memory/{name}", fields)[0] == 200
@@ -308,10 +308,10 @@ def test_each_verb_is_counted_under_its_name_and_status(daemon: Daemon, client: 
 FAILING = {"type": "memory", "guard": {"inject": {"error_share": 1}}}
 
 
-def test_a_store_that_fails_beside_one_that_works_is_a_miss_and_no_failure_of_the_daemon(
+def test_a_failing_level_beside_a_working_one_costs_misses_only(
     start: Callable[..., Daemon],
 ) -> None:
-    """Otherwise the guards of all engines would switch the daemon off, and the store that works with it."""
+    """Otherwise the guards of all engines would bypass the daemon, and so also the store that works."""
     levels = [{"name": "near", "type": "memory"}, {"name": "far", **FAILING}]
     daemon = start({"pool": 0}, storage={"type": "levels", "options": {"levels": levels}})
     stored, missing = keys_of(1), keys_of(1, "missing")
@@ -323,7 +323,7 @@ def test_a_store_that_fails_beside_one_that_works_is_a_miss_and_no_failure_of_th
             assert client.verb("has", keys=[*stored, *missing])[1] == {"stored": [True, False], "errors": []}
 
 
-def test_a_store_that_fails_alone_is_told(start: Callable[..., Daemon]) -> None:
+def test_the_failure_of_the_only_store_is_reported_as_an_error(start: Callable[..., Daemon]) -> None:
     daemon = start({"pool": 0}, storage=FAILING)
     with contextlib.closing(daemon.client()) as client:
         assert client.open()[0] == 200
@@ -331,7 +331,7 @@ def test_a_store_that_fails_alone_is_told(start: Callable[..., Daemon]) -> None:
         assert client.verb("has", keys=keys_of(1))[1]["errors"]
 
 
-def test_a_client_names_its_request_if_the_name_is_short_and_plain(daemon: Daemon) -> None:
+def test_a_short_and_plain_request_id_of_a_client_is_used(daemon: Daemon) -> None:
     def name_of(sent: str | None) -> str:
         with contextlib.closing(daemon.client()) as client:
             client.request("GET", "/readyz", headers={} if sent is None else {"x-request-id": sent})

@@ -1,5 +1,5 @@
-"""The OpenAPI document of a running daemon drives a fuzzer: what the document allows is answered as it says, what it
-forbids is refused, and nothing is an error of the server. SOAK_FACTOR makes it take longer."""
+"""A fuzzer sends requests made from the OpenAPI document of a running daemon. Answers match the document, requests that
+it forbids are rejected, and none causes a server error. SOAK_FACTOR multiplies the time."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ pytestmark = pytest.mark.long
 
 DATA_TOKEN, ADMIN_TOKEN = "d" * 32, "a" * 32
 SECONDS = 6 * int(os.environ.get("SOAK_FACTOR", "1"))
-# Not among them: that what the document allows is accepted. It cannot say that a body has the length of its keys.
+# Without the check that allowed requests are accepted: the document cannot relate the length of a body to its keys.
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
           "response_schema_conformance", "negative_data_rejection", "ignored_auth")  # fmt: skip
-# The document names 500 for admin calls, whose errors have a kind; these are the ones that only a bug can cause.
+# The document allows 500 for admin calls. These texts in the log show an error that only a bug can cause.
 BUG = re.compile("Traceback|InvariantError|Internal Server Error")
 
 
 @pytest.mark.parametrize(("token", "paths"), [
     (DATA_TOKEN, ("--exclude-path-regex", "^/v1/admin")), (ADMIN_TOKEN, ("--include-path-regex", "^/v1/admin")),
 ], ids=["data", "admin"])  # fmt: skip
-def test_answers_are_those_of_the_document(tmp_path: Path, token: str, paths: tuple[str, str]) -> None:
+def test_answers_match_the_document(tmp_path: Path, token: str, paths: tuple[str, str]) -> None:
     seed = os.environ.get("TEST_SEED", str(random.SystemRandom().randrange(2**31)))
     print(f"TEST_SEED={seed} replays this")
     made = Daemon(tmp_path / "daemon")
     made.configure({"request_timeout": "2s", "token_file": made.secret("token", DATA_TOKEN),
                     "admin_token_file": made.secret("admin", ADMIN_TOKEN)})  # fmt: skip
     with made as daemon:
-        before = daemon.held()
+        before = daemon.resources()
         done = subprocess.run(
             [
                 Path(sys.executable).with_name("schemathesis"), "run", f"http://127.0.0.1:{daemon.port}/openapi.json",
@@ -47,8 +47,8 @@ def test_answers_are_those_of_the_document(tmp_path: Path, token: str, paths: tu
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
         generated = re.search(r"(\d+) generated", done.stdout)
-        assert generated and int(generated[1]) > 0, done.stdout  # some 500 in this time on an idle machine
-        print(f"{generated[1]} requests; {before} before, {daemon.held()} after")
+        assert generated and int(generated[1]) > 0, done.stdout  # about 500 in this time on an idle machine
+        print(f"{generated[1]} requests; {before} before, {daemon.resources()} after")
         assert not BUG.search(daemon.log)
         assert DATA_TOKEN not in daemon.log and ADMIN_TOKEN not in daemon.log
         assert daemon.end()[0] == 0

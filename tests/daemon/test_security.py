@@ -1,4 +1,4 @@
-"""Who may call what: peers of the Unix socket, tokens, TLS, and where a daemon refuses to listen."""
+"""Access rights: peers of the Unix socket, tokens, TLS, and addresses at which a daemon refuses to listen."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def _statuses(client: Client, paths: tuple[str, ...], token: str | None = None) 
     return [client.call("GET", path, token=token)[0] for path in paths]
 
 
-def test_without_a_token_loopback_serves_only_what_tells_nothing_and_takes_nothing(daemon: Daemon) -> None:
+def test_without_a_token_tcp_serves_only_probes_and_status_pages(daemon: Daemon) -> None:
     with contextlib.closing(daemon.tcp()) as client:
         assert _statuses(client, PROBES + PAGES) == [200] * 6
         assert client.call("PUT", NAMESPACE_PATH, OPEN)[0] == 401
         assert client.call("DELETE", "/v1/memory/x")[0] == 401
         assert client.call("GET", "/nothing")[0] == 401
         assert client.call("GET", "/v1/admin/status")[0] == 403
-    assert daemon.ask("PUT", NAMESPACE_PATH, OPEN)[0] == 200  # the Unix socket needs none
+    assert daemon.ask("PUT", NAMESPACE_PATH, OPEN)[0] == 200  # the Unix socket needs no token
 
 
-def test_a_token_opens_data_and_a_wrong_one_does_not(start: Callable[..., Daemon], scratch: Path) -> None:
+def test_the_token_gives_access_to_pages_and_a_wrong_one_does_not(start: Callable[..., Daemon], scratch: Path) -> None:
     token = scratch / "token"
     token.touch(0o600)
     token.write_text(f"{TOKEN}\n")
@@ -54,7 +54,7 @@ def test_a_token_opens_data_and_a_wrong_one_does_not(start: Callable[..., Daemon
     keys = keys_of(2)
     with contextlib.closing(daemon.tcp()) as client:
         for wrong in (None, "", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "\xe9"):
-            answer, _ = client.whole_call("PUT", NAMESPACE_PATH, OPEN, wrong)
+            answer, _ = client.call_with_headers("PUT", NAMESPACE_PATH, OPEN, wrong)
             assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert client.call("PUT", NAMESPACE_PATH, OPEN, TOKEN)[0] == 200
         assert write(client, keys, TOKEN)[1]["outcomes"] == ["stored"] * 2
@@ -65,10 +65,10 @@ def test_a_token_opens_data_and_a_wrong_one_does_not(start: Callable[..., Daemon
     assert TOKEN not in daemon.log
 
 
-def test_a_token_does_not_open_the_memory_of_engines_on_this_host(
+def test_the_token_does_not_give_access_to_the_memory_of_engines(
     start: Callable[..., Daemon], scratch: Path, memory: EngineMemory
 ) -> None:
-    """It is for other hosts, which could read the frames of all engines with it, and write to them."""
+    """The token is for other hosts, which must not read or write the frames of engines."""
     token = scratch / "token"
     token.touch(0o600)
     token.write_text(TOKEN)
@@ -89,7 +89,7 @@ def test_a_token_does_not_open_the_memory_of_engines_on_this_host(
         assert read(client, keys, TOKEN)[1][:1] == b"H"
 
 
-def test_the_admin_token_opens_the_admin_surface_over_tcp_and_no_data(
+def test_the_admin_token_gives_access_to_the_admin_surface_over_tcp_but_not_to_pages(
     start: Callable[..., Daemon], scratch: Path
 ) -> None:
     admin = scratch / "admin"
@@ -102,7 +102,7 @@ def test_the_admin_token_opens_the_admin_surface_over_tcp_and_no_data(
         assert client.call("PUT", NAMESPACE_PATH, OPEN, "token-of-operators")[0] == 401
 
 
-def test_beyond_loopback_all_but_probes_and_the_empty_page_need_the_token(scratch: Path) -> None:
+def test_beyond_loopback_only_probes_and_the_empty_page_need_no_token(scratch: Path) -> None:
     token = scratch / "token"
     token.touch(0o600)
     token.write_text(TOKEN)
@@ -111,7 +111,7 @@ def test_beyond_loopback_all_but_probes_and_the_empty_page_need_the_token(scratc
     try:
         daemon.start()
         with contextlib.closing(daemon.tcp()) as client:
-            assert _statuses(client, PROBES + PAGES) == [200, 200, 200, 401, 401, 401]  # the page asks for the token
+            assert _statuses(client, PROBES + PAGES) == [200, 200, 200, 401, 401, 401]  # the page needs no token
             assert _statuses(client, PAGES, TOKEN) == [200] * 4
     finally:
         daemon.kill()
@@ -133,7 +133,7 @@ def test_beyond_loopback_a_configuration_needs_a_token_or_tls(listen: str) -> No
         ({"token_env": "T", "admin_token_env": "A"}, {"T": "one", "A": "one"}, "use a different one"),
     ],
 )
-def test_tokens_that_cannot_be_used_are_refused_without_being_quoted(
+def test_unusable_tokens_are_rejected_without_quoting_them(
     section: dict[str, Any], environ: dict[str, str], message: str
 ) -> None:
     config = HiCacheConfig(daemon=section).daemon
@@ -142,7 +142,7 @@ def test_tokens_that_cannot_be_used_are_refused_without_being_quoted(
     assert not any(secret in str(caught.value) for secret in environ.values() if secret != "one")
 
 
-def test_a_token_in_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_token_in_a_file_that_others_can_read_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(TOKEN)
     path.chmod(0o644)
@@ -175,8 +175,8 @@ def test_tls_protects_the_token_and_the_pages(
         plain.call("GET", "/livez")
 
 
-def test_mutual_tls_takes_the_place_of_a_token(start: Callable[..., Daemon], certificates: Certificates) -> None:
-    """Negative control: without its certificate a client gets no answer at all."""
+def test_a_client_certificate_replaces_the_token(start: Callable[..., Daemon], certificates: Certificates) -> None:
+    """The control: a client without a certificate gets no answer."""
     tls = {
         "certificate": str(certificates.cert_file), "key": str(certificates.key_file),
         "client_ca": str(certificates.ca_file),
@@ -190,7 +190,7 @@ def test_mutual_tls_takes_the_place_of_a_token(start: Callable[..., Daemon], cer
         stranger.call("GET", "/livez")
 
 
-# Connects as another user and prints what it is told.
+# Connects as another user and prints the answer.
 _AS_OTHER = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -201,8 +201,8 @@ print(sock.recv(65536).decode())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused_even_if_the_directory_lets_it_in(daemon: Daemon) -> None:
-    """Negative control: root itself is served over the same socket."""
+def test_another_user_is_rejected_even_with_access_to_the_directory(daemon: Daemon) -> None:
+    """The control: the owner of the socket is served over it."""
     command = [sys.executable, "-c", _AS_OTHER, str(daemon.socket)]
     shut = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "PermissionError" in shut.stderr
@@ -217,7 +217,7 @@ def test_another_user_is_refused_even_if_the_directory_lets_it_in(daemon: Daemon
             path.chmod(mode)
 
 
-def test_a_directory_that_lets_others_in_is_refused(scratch: Path) -> None:
+def test_a_directory_that_other_users_can_enter_is_rejected(scratch: Path) -> None:
     (scratch / "run").mkdir(mode=0o755)
     daemon = Daemon(scratch)
     daemon.launch()
@@ -225,7 +225,7 @@ def test_a_directory_that_lets_others_in_is_refused(scratch: Path) -> None:
     assert "chmod 700" in daemon.log
 
 
-def test_the_socket_is_its_owners_alone(daemon: Daemon) -> None:
+def test_only_the_owner_can_open_the_socket(daemon: Daemon) -> None:
     assert daemon.socket.stat().st_mode & 0o777 == 0o600
     assert daemon.socket.parent.stat().st_mode & 0o777 == 0o700
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as sock:

@@ -1,5 +1,5 @@
-"""Clients that share a store: one read and one write of a page at a time, hot pages from the pool, and outcomes that
-mean what they say while stores fail, go and come."""
+"""Clients that share a store: single flight of reads and writes, hot pages from the pool, and correct outcomes while
+stores fail, are detached and attached."""
 
 from __future__ import annotations
 
@@ -56,14 +56,15 @@ def stores_end() -> Iterator[None]:
     yield
     while OPENED:
         store = OPENED.pop()
-        assert not store._attached.reads and not store._attached.writes, "a flight has not landed"
+        assert not store._attached.reads and not store._attached.writes, "a page is still in flight"
         store.close()
         store.pages.pool.check()
         assert not store.pages.pool.statistics().used_bytes, "a page is still held"
 
 
 class Gated(Troubled):
-    """Reads wait at `read_gate` as well; `gets` are the reads that were begun."""
+    """A `Troubled` store whose reads block until `read_gate` is set. `gets` counts the reads that have started;
+    `dies_once` makes the next one raise."""
 
     def __init__(self, codec: FrameCodec = CODEC) -> None:
         super().__init__(codec)
@@ -88,40 +89,40 @@ def shared(inner: MemoryBackend | None, pool_pages: int = 64, codec: FrameCodec 
     return store
 
 
-def door(store: SharedStore) -> Store:
-    """For the helpers of the contract, which need no side door here."""
+def as_store(store: SharedStore) -> Store:
+    """Return the store for the helpers of the contract, without direct access to pages."""
     return Store(store, lambda key: None, lambda key, data: None)
 
 
-def together(*calls: Callable[[], object]) -> list[threading.Thread]:
+def start_threads(*calls: Callable[[], object]) -> list[threading.Thread]:
     threads = [threading.Thread(target=call, daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     return threads
 
 
-def joined(threads: Sequence[threading.Thread]) -> None:
+def join_all(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         thread.join(30.0)
         assert not thread.is_alive(), "a call hangs"
 
 
-def waiting(store: SharedStore, verb: str = "reads") -> int:
-    """How many pages calls wait for that others move."""
+def waiting_pages(store: SharedStore, verb: str = "reads") -> int:
+    """Return for how many pages calls wait that other calls move."""
     flights: Flights[object] = getattr(store._attached, verb)
     return sum(len(flight.waiters) for flight in list(flights._flights.values()))
 
 
 def read_at_once(store: SharedStore, inner: Gated, keys: list[bytes], readers: int) -> list[list[GetOutcome]]:
-    """Let readers ask for the same pages while the first one's read is at the gate."""
+    """Let all readers read the same pages while the read of the first one blocks at the gate."""
     inner.read_gate.clear()
     answers: list[list[GetOutcome]] = []
-    threads = together(lambda: answers.append(load(door(store), keys)))
+    threads = start_threads(lambda: answers.append(load(as_store(store), keys)))
     wait_for(lambda: inner.gets == 1)
-    threads += together(*[lambda: answers.append(load(door(store), keys))] * (readers - 1))
-    wait_for(lambda: waiting(store) + len(keys) * (inner.gets - 1) == (readers - 1) * len(keys))
+    threads += start_threads(*[lambda: answers.append(load(as_store(store), keys))] * (readers - 1))
+    wait_for(lambda: waiting_pages(store) + len(keys) * (inner.gets - 1) == (readers - 1) * len(keys))
     inner.read_gate.set()
-    joined(threads)
+    join_all(threads)
     return answers
 
 
@@ -155,57 +156,57 @@ def test_without_single_flight_each_reader_reads(monkeypatch: pytest.MonkeyPatch
     assert inner.gets == 5
 
 
-def test_batches_that_overlap_wait_for_each_other_without_a_circle() -> None:
-    """Each of two calls leads pages that the other one follows."""
+def test_overlapping_batches_wait_for_each_other_without_a_deadlock() -> None:
+    """Three calls overlap; the last one waits for pages of both others."""
     inner = Gated()
     store, keys = shared(inner), make_keys(6)
     store_chain(Store(inner, inner.peek, inner.poke), keys)
     inner.read_gate.clear()
     answers: list[list[GetOutcome]] = []
-    threads = together(lambda: answers.append(load(door(store), keys[:4])))
+    threads = start_threads(lambda: answers.append(load(as_store(store), keys[:4])))
     wait_for(lambda: inner.gets == 1)
-    threads += together(lambda: answers.append(load(door(store), keys[2:])))
+    threads += start_threads(lambda: answers.append(load(as_store(store), keys[2:])))
     wait_for(lambda: inner.gets == 2)
-    threads += together(lambda: answers.append(load(door(store), [keys[5], keys[0]])))
-    wait_for(lambda: waiting(store) == 4)
+    threads += start_threads(lambda: answers.append(load(as_store(store), [keys[5], keys[0]])))
+    wait_for(lambda: waiting_pages(store) == 4)
     inner.read_gate.set()
-    joined(threads)
+    join_all(threads)
     assert sorted(answers) == [[HIT] * 2, [HIT] * 4, [HIT] * 4]
     assert sorted(inner.called("get")) == sorted([tuple(keys[:4]), tuple(keys[4:])])
 
 
-def test_a_waiter_returns_at_its_own_deadline_and_its_frame_stays() -> None:
+def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_written_later() -> None:
     inner = Gated()
     store, keys = shared(inner, 0), make_keys(2)
     store_chain(Store(inner, inner.peek, inner.poke), keys)
     inner.read_gate.clear()
-    threads = together(lambda: load(door(store), keys))
+    threads = start_threads(lambda: load(as_store(store), keys))
     wait_for(lambda: inner.gets == 1)
     frames = empty_frames(CODEC, 2)
     assert store.batch_get(keys, frames, deadline=soon(0.05)) == [GET_ERROR] * 2
     assert store.statistics().errors == {"deadline": 2}
     inner.read_gate.set()
-    joined(threads)
+    join_all(threads)
     assert frames == empty_frames(CODEC, 2)
 
 
-def test_a_waiter_with_more_time_than_the_leader_reads_by_itself() -> None:
+def test_a_waiting_reader_with_a_later_deadline_than_the_first_one_reads_itself() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     store_chain(Store(inner, inner.peek, inner.poke), keys)
     inner.read_gate.clear()
     answers: list[list[GetOutcome]] = []
     frames, deadline = empty_frames(CODEC, 2), soon(0.05)
-    threads = together(lambda: answers.append(store.batch_get(keys, frames, deadline=deadline)))
+    threads = start_threads(lambda: answers.append(store.batch_get(keys, frames, deadline=deadline)))
     wait_for(lambda: inner.gets == 1)
-    threads += together(lambda: answers.append(load(door(store), keys)))
-    wait_for(lambda: waiting(store) == 2 and time.monotonic() > deadline)
+    threads += start_threads(lambda: answers.append(load(as_store(store), keys)))
+    wait_for(lambda: waiting_pages(store) == 2 and time.monotonic() > deadline)
     inner.read_gate.set()
-    joined(threads)
+    join_all(threads)
     assert sorted(answers) == sorted([[GET_ERROR] * 2, [HIT] * 2])
 
 
-def test_a_leader_that_dies_wakes_its_waiters() -> None:
+def test_an_exception_in_the_first_reader_wakes_the_waiting_ones() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     store_chain(Store(inner, inner.peek, inner.poke), keys)
@@ -215,16 +216,16 @@ def test_a_leader_that_dies_wakes_its_waiters() -> None:
 
     def die() -> None:
         with pytest.raises(RuntimeError, match="planned"):
-            load(door(store), keys)
+            load(as_store(store), keys)
         died.append("once")
 
     inner.dies_once = True
-    threads = together(die)
+    threads = start_threads(die)
     wait_for(lambda: inner.gets == 1)
-    threads += together(lambda: answers.append(load(door(store), keys)))
-    wait_for(lambda: waiting(store) == 2)
+    threads += start_threads(lambda: answers.append(load(as_store(store), keys)))
+    wait_for(lambda: waiting_pages(store) == 2)
     inner.read_gate.set()
-    joined(threads)
+    join_all(threads)
     assert (died, answers) == (["once"], [[HIT] * 2])
 
 
@@ -238,53 +239,53 @@ def test_a_damaged_page_is_corrupt_for_one_reader_and_a_miss_for_the_others() ->
     assert sum(store.statistics().corrupt.values()) == 1
 
 
-def test_a_key_that_comes_twice_does_not_wait_for_itself() -> None:
+def test_a_key_that_occurs_twice_in_a_batch_does_not_wait_for_itself() -> None:
     inner = Gated()
     store, (one, two) = shared(inner, 0), make_keys(2)
-    store_chain(door(store), [one, two])
-    assert load(door(store), [one, one, two, one]) == [HIT] * 4
+    store_chain(as_store(store), [one, two])
+    assert load(as_store(store), [one, one, two, one]) == [HIT] * 4
     assert inner.called("get") == [(one, two)]
 
 
 # The pool
 
 
-def test_a_page_in_the_pool_is_a_hit_although_the_store_has_lost_it() -> None:
+def test_a_page_in_the_pool_is_a_hit_even_if_the_store_has_lost_it() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(5)
-    store_chain(door(store), keys)
+    store_chain(as_store(store), keys)
     inner.delete(keys[:4], deadline=soon())
-    assert (exists(door(store), keys), load(door(store), keys)) == (5, [HIT] * 5)
+    assert (exists(as_store(store), keys), load(as_store(store), keys)) == (5, [HIT] * 5)
     assert store.batch_has(keys[::-1], deadline=soon()) == [True] * 5
     assert inner.called("get") == []
     assert store.sharing().pool_hits == 5
 
 
-def test_a_lookup_finds_a_chain_that_lies_in_pool_and_store_by_turns() -> None:
+def test_a_lookup_finds_a_chain_whose_pages_are_partly_in_the_pool_and_partly_in_the_store() -> None:
     inner = Gated()
     store, keys = shared(inner, 6), make_keys(6)
-    store_chain(door(store), keys)
+    store_chain(as_store(store), keys)
     pages = store.pages
     with pages.pool.deleting(pages.space, [keys[1], keys[2], keys[5]]):
         inner.delete([keys[0], keys[3]], deadline=soon())
-    assert exists(door(store), keys) == 6
+    assert exists(as_store(store), keys) == 6
     inner.delete([keys[5]], deadline=soon())
-    assert exists(door(store), keys) == 5
+    assert exists(as_store(store), keys) == 5
 
 
-def test_when_the_pool_is_full_the_second_reader_brings_a_page_in() -> None:
+def test_a_full_pool_admits_a_page_at_its_second_read() -> None:
     inner = Gated()
     store, keys, more = shared(inner, 4), make_keys(4), make_keys(2, "more")
-    store_chain(door(store), keys)
+    store_chain(as_store(store), keys)
     store_chain(Store(inner, inner.peek, inner.poke), more)
     for expected in (1, 2, 2):
-        assert load(door(store), more) == [HIT] * 2
+        assert load(as_store(store), more) == [HIT] * 2
         assert len(inner.called("get")) == expected
     assert store.pages.pool.statistics().evicted == 2
 
 
-def test_what_enters_the_pool_is_proved_there() -> None:
-    """A page whose owner has changed it since it was sealed is not served to others."""
+def test_a_page_that_does_not_match_its_checksum_is_not_added_to_the_pool() -> None:
+    """Its owner has changed the page after it was sealed."""
     inner = Gated()
     store, (key, other) = shared(inner), make_keys(2)
     frames = full_frames(CODEC, [key, other])
@@ -293,12 +294,12 @@ def test_what_enters_the_pool_is_proved_there() -> None:
     frames[0][HEADER_BYTES] ^= 1
     assert store.batch_set([key, other], frames, parent=None, deadline=soon()) == [STORED] * 2
     assert store.pages.pool.has(store.pages.space, [key, other]) == [False, True]
-    assert load(door(store), [key, other]) == [CORRUPT, HIT]
+    assert load(as_store(store), [key, other]) == [CORRUPT, HIT]
 
 
 @pytest.mark.parametrize("form", ["plain", "zstd", "gcm", "gmac"])
 @pytest.mark.parametrize("pooled", [True, False])
-def test_pages_from_the_pool_are_sealed_whatever_the_store_holds(form: str, pooled: bool) -> None:
+def test_pages_from_the_pool_are_plain_with_every_format_of_the_store(form: str, pooled: bool) -> None:
     key = [b"k" * 32]
     codec = {
         "plain": CODEC,
@@ -308,10 +309,10 @@ def test_pages_from_the_pool_are_sealed_whatever_the_store_holds(form: str, pool
     }[form]
     inner = Gated(codec)
     store, keys = shared(inner, 64, codec), make_keys(3)
-    assert store_chain(door(store), keys) == [STORED] * 3
+    assert store_chain(as_store(store), keys) == [STORED] * 3
     if not pooled:
         store.pages.pool.clear(store.pages.space)
-        assert load(door(store), keys) == [HIT] * 3
+        assert load(as_store(store), keys) == [HIT] * 3
     pages: list[PageBuffer] = [*empty_frames(codec, 2), in_parts(codec, empty_frames(codec, 1)[0])]
     assert store.batch_get(keys, pages, deadline=soon()) == [HIT] * 3
     assert store.sharing().pool_hits == 3
@@ -324,19 +325,19 @@ def test_pages_from_the_pool_are_sealed_whatever_the_store_holds(form: str, pool
 
 
 def set_at_once(store: SharedStore, inner: Gated, keys: list[bytes]) -> list[list[SetOutcome]]:
-    """Let a second client store the same pages while the first one's write is at the gate."""
+    """Let a second client store the same pages while the write of the first one blocks at the gate."""
     inner.gate.clear()
     answers: list[list[SetOutcome]] = []
-    threads = together(lambda: answers.append(store_chain(door(store), keys)))
+    threads = start_threads(lambda: answers.append(store_chain(as_store(store), keys)))
     wait_for(lambda: inner.at_gate == 1)
-    threads += together(lambda: answers.append(store_chain(door(store), keys)))
-    wait_for(lambda: waiting(store, "writes") == len(keys))
+    threads += start_threads(lambda: answers.append(store_chain(as_store(store), keys)))
+    wait_for(lambda: waiting_pages(store, "writes") == len(keys))
     inner.gate.set()
-    joined(threads)
+    join_all(threads)
     return answers
 
 
-def test_a_page_that_one_client_writes_is_not_written_by_another() -> None:
+def test_two_clients_that_store_a_page_at_once_cause_one_write() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(3)
     assert sorted(set_at_once(store, inner, keys)) == sorted([[STORED] * 3, [PRESENT] * 3])
@@ -344,7 +345,7 @@ def test_a_page_that_one_client_writes_is_not_written_by_another() -> None:
     assert store.sharing().shared_writes == 3
 
 
-def test_who_waited_for_a_write_that_failed_writes_by_itself() -> None:
+def test_a_client_that_waited_for_a_failed_write_writes_itself() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(3)
     inner.fail_calls = 1
@@ -353,35 +354,35 @@ def test_who_waited_for_a_write_that_failed_writes_by_itself() -> None:
     assert inner.parents() == [None, None]
 
 
-def test_who_waits_for_a_write_returns_at_its_own_deadline() -> None:
+def test_a_waiting_writer_returns_at_its_own_deadline() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     inner.gate.clear()
-    threads = together(lambda: store_chain(door(store), keys))
+    threads = start_threads(lambda: store_chain(as_store(store), keys))
     wait_for(lambda: inner.at_gate == 1)
     frames = full_frames(CODEC, keys)
     assert store.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [SET_ERROR] * 2
     assert store.statistics().errors == {"deadline": 2}
     inner.gate.set()
-    joined(threads)
+    join_all(threads)
 
 
 @pytest.mark.parametrize("outcome", [REJECTED, SET_ERROR])
-def test_a_page_that_the_store_did_not_take_is_not_in_the_pool(outcome: SetOutcome) -> None:
+def test_a_page_that_the_store_did_not_store_is_not_in_the_pool(outcome: SetOutcome) -> None:
     inner = MemoryBackend(CODEC, capacity_bytes=1) if outcome is REJECTED else Troubled()
     if isinstance(inner, Troubled):
         inner.fail_calls = 1
     store, keys = shared(inner), make_keys(2)
-    assert store_chain(door(store), keys) == [outcome] * 2
-    assert (exists(door(store), keys), load(door(store), keys)) == (0, [MISS] * 2)
+    assert store_chain(as_store(store), keys) == [outcome] * 2
+    assert (exists(as_store(store), keys), load(as_store(store), keys)) == (0, [MISS] * 2)
 
 
 def test_a_page_that_only_the_pool_has_is_stored_again() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
-    store_chain(door(store), keys)
+    store_chain(as_store(store), keys)
     inner.delete(keys, deadline=soon())
-    assert store_chain(door(store), keys) == [STORED] * 2
+    assert store_chain(as_store(store), keys) == [STORED] * 2
     assert inner.pages == 2
 
 
@@ -390,23 +391,23 @@ def test_a_page_that_only_the_pool_has_is_stored_again() -> None:
 
 def test_without_a_store_the_pool_is_the_store() -> None:
     store, keys = shared(None, 8), make_keys(4)
-    assert store_chain(door(store), keys) == [STORED] * 4
-    assert store_chain(door(store), [keys[0], keys[0]]) == [PRESENT] * 2
-    assert (exists(door(store), keys), load(door(store), keys)) == (4, [HIT] * 4)
+    assert store_chain(as_store(store), keys) == [STORED] * 4
+    assert store_chain(as_store(store), [keys[0], keys[0]]) == [PRESENT] * 2
+    assert (exists(as_store(store), keys), load(as_store(store), keys)) == (4, [HIT] * 4)
     assert (store.usage().pages, store.usage().bytes) == (4, 4 * CODEC.frame_bytes)
-    assert delete(door(store), keys[2:]) == 2
-    assert load(door(store), keys) == [HIT, HIT, MISS, MISS]
+    assert delete(as_store(store), keys[2:]) == 2
+    assert load(as_store(store), keys) == [HIT, HIT, MISS, MISS]
     assert store.clear(deadline=soon()) == 2
     assert store.usage().pages == 0
     assert list(leaves(store)) == [] and store.statistics().errors == {}
 
 
-def test_without_a_store_a_batch_keeps_its_head_and_what_it_hangs_on() -> None:
+def test_without_a_store_a_batch_evicts_neither_its_head_nor_its_parents() -> None:
     store, keys = shared(None, 4), make_keys(8)
-    store_chain(door(store), make_keys(4, "old"))
-    assert store_chain(door(store), keys[:2]) == [STORED] * 2
-    assert store_chain(door(store), keys[2:], keys[1]) == [STORED] * 2 + [REJECTED] * 4
-    assert exists(door(store), keys) == 4
+    store_chain(as_store(store), make_keys(4, "old"))
+    assert store_chain(as_store(store), keys[:2]) == [STORED] * 2
+    assert store_chain(as_store(store), keys[2:], keys[1]) == [STORED] * 2 + [REJECTED] * 4
+    assert exists(as_store(store), keys) == 4
 
 
 def test_without_a_store_a_damaged_page_is_an_error() -> None:
@@ -415,96 +416,96 @@ def test_without_a_store_a_damaged_page_is_an_error() -> None:
     CODEC.seal(key, frame)
     frame[HEADER_BYTES] ^= 1
     assert store.batch_set([key], [frame], parent=None, deadline=soon()) == [SET_ERROR]
-    assert (store.statistics().errors, exists(door(store), [key])) == ({"checksum": 1}, 0)
+    assert (store.statistics().errors, exists(as_store(store), [key])) == ({"checksum": 1}, 0)
 
 
 # Removals
 
 
-def test_a_read_in_flight_does_not_put_a_deleted_page_back() -> None:
+def test_a_read_in_flight_does_not_restore_a_deleted_page() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     store_chain(Store(inner, inner.peek, inner.poke), keys)
     read = MemoryBackend.batch_get
-    at_end, go_on = threading.Event(), threading.Event()
+    has_read, may_return = threading.Event(), threading.Event()
 
     def slow(self: MemoryBackend, *arguments: object, **named: object) -> object:
         found = read(self, *arguments, **named)  # type: ignore[arg-type]
-        at_end.set()
-        go_on.wait(30.0)
+        has_read.set()
+        may_return.wait(30.0)
         return found
 
     inner.batch_get = slow.__get__(inner)  # type: ignore[method-assign]
-    threads = together(lambda: load(door(store), keys))
-    wait_for(at_end.is_set)
-    assert delete(door(store), keys) == 2
+    threads = start_threads(lambda: load(as_store(store), keys))
+    wait_for(has_read.is_set)
+    assert delete(as_store(store), keys) == 2
     del inner.batch_get
-    assert load(door(store), keys) == [MISS] * 2, "a read that began before the deletion must not be joined"
-    go_on.set()
-    joined(threads)
-    assert (exists(door(store), keys), load(door(store), keys)) == (0, [MISS] * 2)
+    assert load(as_store(store), keys) == [MISS] * 2, "a call waited for a read that began before the deletion"
+    may_return.set()
+    join_all(threads)
+    assert (exists(as_store(store), keys), load(as_store(store), keys)) == (0, [MISS] * 2)
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
-def test_a_removal_reaches_pool_and_store_and_counts_a_page_once(verb: str) -> None:
+def test_a_removal_covers_pool_and_store_and_does_not_count_a_page_twice(verb: str) -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(5)
-    store_chain(door(store), keys[:3])
+    store_chain(as_store(store), keys[:3])
     inner.delete(keys[:1], deadline=soon())
     store_chain(Store(inner, inner.peek, inner.poke), keys[3:])
-    removed = delete(door(store), keys) if verb == "delete" else store.clear(deadline=soon())
-    # A clear knows two numbers of pages, and not how many of them are the same.
+    removed = delete(as_store(store), keys) if verb == "delete" else store.clear(deadline=soon())
+    # A clear gets a number from the pool and one from the store, and does not know how many pages are in both.
     assert removed == (5 if verb == "delete" else 4)
-    assert (inner.pages, load(door(store), keys)) == (0, [MISS] * 5)
+    assert (inner.pages, load(as_store(store), keys)) == (0, [MISS] * 5)
 
 
-# A store that goes and comes
+# Stores that are detached and attached
 
 
-def test_a_store_is_replaced_while_calls_end_with_the_one_they_began_with() -> None:
+def test_calls_in_flight_end_with_the_store_they_began_with_when_it_is_replaced() -> None:
     old, new = Gated(), Gated()
     store, keys, more = shared(old, 2), make_keys(3), make_keys(3, "more")
-    store_chain(door(store), keys)
+    store_chain(as_store(store), keys)
     store_chain(Store(old, old.peek, old.poke), more)
     old.fail_pages = set(more[2:])
     old.read_gate.clear()
     answers: list[list[GetOutcome]] = []
     replaced: list[object] = []
-    threads = together(lambda: answers.append(load(door(store), more)))
+    threads = start_threads(lambda: answers.append(load(as_store(store), more)))
     wait_for(lambda: old.gets == 1)
-    threads += together(lambda: replaced.append(store.replace(new)))
+    threads += start_threads(lambda: replaced.append(store.replace(new)))
     wait_for(lambda: store.parts == (new,))
-    assert load(door(store), more) == [MISS] * 3, "a call of the new store does not join one of the old"
+    assert load(as_store(store), more) == [MISS] * 3, "a call of the new store waited for one of the old store"
     assert not replaced
     before = store.statistics().errors
     old.count("planned")
-    assert store.statistics().errors != before, "the old store's errors count while calls are in flight"
+    assert store.statistics().errors != before, "errors of the old store do not count while its calls are in flight"
     old.read_gate.set()
-    joined(threads)
+    join_all(threads)
     assert (answers, replaced) == ([[HIT, HIT, GET_ERROR]], [old])
-    assert load(door(store), keys) == [HIT, HIT, MISS], "the pool keeps its pages"
+    assert load(as_store(store), keys) == [HIT, HIT, MISS], "the pool has lost its pages"
     assert old.closes == 0
     old.close()
 
 
-def test_a_store_that_comes_back_counts_once() -> None:
+def test_the_errors_of_a_store_that_is_attached_again_count_once() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     inner.down = True
-    assert exists(door(store), keys) == 0
+    assert exists(as_store(store), keys) == 0
     totals = store.statistics().errors
     assert totals == {"down": 1}
     assert store.replace(None) is inner
     assert store.statistics().errors == totals and store.parts == ()
-    assert (exists(door(store), keys), store_chain(door(store), keys)) == (0, [STORED] * 2)
+    assert (exists(as_store(store), keys), store_chain(as_store(store), keys)) == (0, [STORED] * 2)
     assert store.replace(inner) is None
     assert store.statistics().errors == totals
-    assert store_chain(door(store), keys) == [SET_ERROR] * 2
+    assert store_chain(as_store(store), keys) == [SET_ERROR] * 2
     assert store.statistics().errors == {"down": 2}
-    assert load(door(store), keys) == [HIT] * 2
+    assert load(as_store(store), keys) == [HIT] * 2
 
 
-def test_a_store_of_another_namespace_is_refused() -> None:
+def test_a_store_of_another_namespace_is_rejected() -> None:
     store = shared(None)
     for codec in (FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), FrameCodec(NAMESPACE, PAYLOAD_BYTES + 1)):
         with pytest.raises(InvalidInput):
@@ -516,9 +517,9 @@ def test_a_store_of_another_namespace_is_refused() -> None:
 
 @pytest.mark.parametrize("pool_pages", [0, 3, 64])
 @pytest.mark.parametrize("seed", seeds(2))
-def test_threads_that_share_a_store_see_whole_pages_or_none(seed: int, pool_pages: int) -> None:
-    """Reads, stores and deletions of two chains, with a store that is taken away and put back all the time. Each read
-    compares the bytes of its hits."""
+def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pages: int) -> None:
+    """Threads read, store and delete two chains while another detaches and attaches the store. Each read compares the
+    bytes of its hits."""
     inner = Troubled()
     store = shared(inner, pool_pages)
     chains = [make_keys(8, name) for name in ("one", "other")]
@@ -531,7 +532,7 @@ def test_threads_that_share_a_store_see_whole_pages_or_none(seed: int, pool_page
                 store.replace(None if store.parts else inner)
             return
         try:
-            churn_all(door(store), chains[number % 2], dice)
+            churn_all(as_store(store), chains[number % 2], dice)
         finally:
             if number == 1:
                 ended.set()
@@ -540,8 +541,8 @@ def test_threads_that_share_a_store_see_whole_pages_or_none(seed: int, pool_page
     if not store.parts:
         store.replace(inner)
     for keys in chains:
-        delete(door(store), keys)
-        assert load(door(store), keys) == [MISS] * 8
+        delete(as_store(store), keys)
+        assert load(as_store(store), keys) == [MISS] * 8
     assert inner.pages == 0 and store.statistics().corrupt == {}
 
 
@@ -565,6 +566,6 @@ def churn_all(store: Store, keys: list[bytes], dice: random.Random, rounds: int 
 def test_many_readers_and_writers_of_few_pages_lose_nothing(seed: int) -> None:
     store = shared(Troubled(), 4)
     keys = make_keys(12)
-    in_threads(8, lambda number: churn(door(store), keys, random.Random(seed + number), rounds=100))
-    delete(door(store), keys)
+    in_threads(8, lambda number: churn(as_store(store), keys, random.Random(seed + number), rounds=100))
+    delete(as_store(store), keys)
     assert store.usage().pages == 0

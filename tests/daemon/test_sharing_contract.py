@@ -1,4 +1,4 @@
-"""The shared store against the contract of every backend: with a store behind it, with and without a pool."""
+"""The shared store passes the contract of every backend, with a store behind it, with and without a pool."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tests.backends._files import OPENED, open_file
 
 pytestmark = pytest.mark.long
 
-# For the 300 pages of the contract's long batches, and for few of the larger ones.
+# LARGE has room for the 300 pages of the contract's long batches, SMALL has not.
 LARGE, SMALL = 8 << 20, 1 << 20
 
 
 def shared(codec: FrameCodec, pool: PagePool, inner: Store) -> Store:
-    """A shared store; damage to the store behind it is looked for there: the page leaves the pool before."""
+    """Return a shared store. Its `write` damages the store behind it, and first removes the page from the pool so that
+    a read gets the damaged one."""
     backend = SharedStore(codec, pool, inner.backend)
     space = pool.open(codec.namespace, codec.payload_bytes)
     OPENED.append(backend)

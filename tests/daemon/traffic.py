@@ -1,4 +1,4 @@
-"""A daemon with traffic, for those who look at it: two engines that share it, over a store that can break."""
+"""A daemon with traffic, for tests of its page and metrics: two engines share it, and one of its stores can fail."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hicache.keys import PAGE_KEY_BYTES
 from tests.daemon.daemons import Daemon
 
 PAGE_BYTES = 256 << 10
-# What an engine calls itself is text of a stranger to the page.
+# The label of an engine is untrusted text for the page.
 MARKUP = "<img src=x onerror=alert(1)><b>x</b>"
 LABELS = ("llama-3-70b tp0", MARKUP)
 
 
 class BusyDaemon(Daemon):
     """A daemon in `folder` over two levels, a small store and `shared`, with its page at `url`. The engines have the
-    names `labels`; `section` adds to `daemon`."""
+    labels `labels`; `section` adds entries to the section `daemon`."""
 
     def __init__(self, folder: Path, labels: tuple[str, ...] = LABELS, small: str = "nvme", **section: Any) -> None:
         levels = []
@@ -38,27 +38,27 @@ class BusyDaemon(Daemon):
         self._served = 0
 
     def listen_everywhere(self) -> None:
-        """Listen on all addresses. Before `start`."""
+        """Change the configuration to listen on all addresses. REQUIRES: the daemon is not started yet."""
         text = self.config_file.read_text()
         self.config_file.write_text(text.replace(self.target, self.target.replace(LOOPBACK, "0.0.0.0")))
 
     def break_shared(self) -> None:
-        """Have calls to `shared` fail until `mend_shared`."""
+        """Make calls to `shared` fail until `repair_shared`."""
         (self.folder / "shared").rename(self.folder / "away")
 
-    def mend_shared(self) -> None:
-        """Let `shared` work again."""
+    def repair_shared(self) -> None:
+        """Make `shared` work again."""
         (self.folder / "away").rename(self.folder / "shared")
 
     @contextmanager
     def engine(self, label: str) -> Iterator[RemoteBackend]:
-        """A client of its own namespace; it sends and gets page bodies over the Unix socket."""
+        """Yield a client with a namespace derived from `label`. Its pages travel as bodies over the Unix socket."""
         codec = FrameCodec(label.encode().ljust(PAGE_KEY_BYTES, b".")[:PAGE_KEY_BYTES], PAGE_BYTES, label=label)
         with closing(RemoteBackend(codec, RemoteStorageOptions(socket=self.socket))) as backend:
             yield backend
 
     def serve(self, engines: int = 2, rounds: int = 3, pages: int = 16) -> None:
-        """Some batches of each engine: stored, read again, and asked for in vain. New pages in each call."""
+        """Let each engine store and read batches, and look for unknown pages. Each call uses new pages."""
         self._served += 1
         with ExitStack() as stack:
             for backend in [stack.enter_context(self.engine(label)) for label in self.labels[:engines]]:
@@ -67,5 +67,5 @@ class BusyDaemon(Daemon):
                     frames = full_frames(backend.codec, keys)
                     backend.batch_set(keys, frames, parent=None, deadline=soon())
                     unknown = make_keys(pages // 4, f"unknown{self._served}/{number}")
-                    for asked in (keys, unknown, keys[: pages // 2]):
-                        backend.batch_get(asked, empty_frames(backend.codec, len(asked)), deadline=soon())
+                    for requested in (keys, unknown, keys[: pages // 2]):
+                        backend.batch_get(requested, empty_frames(backend.codec, len(requested)), deadline=soon())

@@ -1,4 +1,4 @@
-"""A daemon started as a deployment file starts it, with its places moved to a directory and ports of the test."""
+"""A daemon started as a deployment file starts it, with the directories and ports of the test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = "/etc/hicache/daemon.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the directories of a deployment are in a test."""
+    """The directories and the port that replace those of a deployment in a test."""
 
     folder: Path
     port: int
@@ -41,13 +41,13 @@ class Place:
         return self.folder / "run/daemon.sock"
 
     def moved(self, text: str, **changes: str) -> str:
-        """Return a text of a deployment file with this place's directories and port. Each of `changes`, with `_` for
-        what is no letter, must occur in it."""
+        """Return the text of a deployment file with this place's directories and port, and with `changes` from old to
+        new text. Fails if an old text does not occur."""
         for old, new in {
             "/run/hicache/private/": f"{self.folder}/run/", "/run/hicache/": f"{self.folder}/run/",
             "/var/lib/hicache": f"{self.folder}/lib", "/etc/hicache": f"{self.folder}/etc",
             "0.0.0.0:": f"{LOOPBACK}:", f":{PORT}": f":{self.port}",
-            # Taken at start, or more than this disk has.
+            # The pool is allocated at start, and the disk of a test may have less free space.
             **{f"pool: {size}GiB": "pool: 16MiB" for size in (1, 4, 16)},
             **{f"free_space_floor: {size}GiB": "free_space_floor: 0B" for size in (10, 50)},
         }.items():  # fmt: skip
@@ -58,7 +58,7 @@ class Place:
         return text
 
     def get(self, path: str, *, port: int | None = None, token: str | None = None) -> int:
-        """Return the status of a request, over the Unix socket or a TCP port."""
+        """Make a request over the Unix socket, or over TCP with `port`. Return its status."""
         connection = http.client.HTTPConnection(LOOPBACK, port or 0, timeout=WAIT_S)
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as unix:
             if port is None:
@@ -70,7 +70,7 @@ class Place:
             return status
 
     def is_ready(self) -> bool:
-        """True if a daemon serves here."""
+        """Return True if a daemon serves here."""
         with contextlib.suppress(OSError):
             return self.get("/readyz") == 200
         return False
@@ -80,7 +80,7 @@ class Place:
 def served(
     place: Place, arguments: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `hicache` with the arguments of a deployment, wait until it is ready, and end it as a deployment does."""
+    """Run `hicache` with the arguments of a deployment and wait until it is ready. At the end, stop it with SIGTERM."""
     log_path = place.folder / "log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(

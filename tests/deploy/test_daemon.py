@@ -1,4 +1,4 @@
-"""configs/daemon.yaml works as it is; only its port may be taken here, and its directories are the test's."""
+"""configs/daemon.yaml works unchanged, except for the port and the directories of the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.test_ready_configs import carries_pages
 pytestmark = pytest.mark.servers
 
 
-def test_the_ready_configuration_works_as_it_is(repository: Path, tmp_path: Path) -> None:
+def test_the_ready_configuration_works(repository: Path, tmp_path: Path) -> None:
     path = repository / "configs/daemon.yaml"
     assert yaml.safe_load(path.read_text(encoding="utf-8"))["daemon"]["listen"] == f"127.0.0.1:{PORT}"
     place = Place.make(tmp_path)

@@ -1,4 +1,4 @@
-"""deploy/docker: the linter takes the Dockerfile; its context suffices for the package; its command and probe run."""
+"""deploy/docker: the Dockerfile passes its linter, the copied files build the package, and command and probe work."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
 def dockerfile(repository: Path) -> str:
-    """The file, continued lines joined."""
+    """Return the text of the Dockerfile with continued lines joined."""
     return (repository / "deploy/docker/Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
 
 
 def lint(path: Path) -> subprocess.CompletedProcess[str]:
-    """Run the linter."""
+    """Run the linter on a Dockerfile."""
     return subprocess.run([str(HADOLINT), str(path)], capture_output=True, text=True, timeout=60, check=False)
 
 
 def stages(repository: Path) -> dict[str, str]:
-    """The stages of the file by name, the last one last."""
+    """Return the stages of the Dockerfile by name, in order."""
     parts = re.split(r"^FROM \S+ AS (\S+)$", dockerfile(repository), flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_the_linter_takes_it_and_refuses_a_wrong_one(repository: Path, tmp_path: Path) -> None:
+def test_the_linter_accepts_the_dockerfile_and_not_a_wrong_one(repository: Path, tmp_path: Path) -> None:
     path = repository / "deploy/docker/Dockerfile"
     result = lint(path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -43,8 +43,8 @@ def test_the_linter_takes_it_and_refuses_a_wrong_one(repository: Path, tmp_path:
     assert lint(wrong).returncode != 0
 
 
-def ignored(repository: Path, path: Path) -> bool:
-    """Whether .dockerignore keeps a file out of the context: the last line that fits decides."""
+def is_ignored(repository: Path, path: Path) -> bool:
+    """Return True if .dockerignore excludes a file. The last matching line decides."""
     name, is_out = path.relative_to(repository).as_posix(), False
     for line in (repository / ".dockerignore").read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
@@ -60,15 +60,15 @@ def ignored(repository: Path, path: Path) -> bool:
 
 
 @pytest.mark.long
-def test_what_is_copied_suffices_to_build_the_package(repository: Path, tmp_path: Path) -> None:
-    """The COPY lines of the stage `build`, carried out here, and the package built from them."""
+def test_the_copied_files_suffice_to_build_the_package(repository: Path, tmp_path: Path) -> None:
+    """The test runs the COPY lines of the stage `build` and builds the package from the copies."""
     build = stages(repository)["build"]
     for line in re.findall(r"^COPY (.*)$", build, flags=re.MULTILINE):
         *sources, _ = line.split()
         for source in sources:
             files = [path for path in [repository / source, *(repository / source).rglob("*")] if path.is_file()]
-            kept = [path for path in files if not ignored(repository, path)]
-            assert kept, f"{source}: .dockerignore leaves nothing of it"
+            kept = [path for path in files if not is_ignored(repository, path)]
+            assert kept, f"{source}: .dockerignore excludes all of it"
             for path in kept:
                 place = tmp_path / "src" / (path.relative_to(repository))
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -83,21 +83,22 @@ def test_the_extras_that_images_install_exist(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name for names in re.findall(r'"\.\[([\w,-]+)\]"', dockerfile(repository)) for name in names.split(",")}
     assert {"daemon", "s3", "mooncake-cpu", "engine"} <= extras <= set(project["optional-dependencies"])
-    assert not [name for name in project["dependencies"] if name.startswith("torch")], "the daemon's image has none"
+    assert not [name for name in project["dependencies"] if name.startswith("torch")], "the daemon needs no PyTorch"
 
 
-def test_the_default_image_is_the_daemon_as_a_user_of_its_own(repository: Path) -> None:
+def test_the_default_image_is_the_daemon_and_all_images_have_the_same_user(repository: Path) -> None:
     found = stages(repository)
     assert list(found)[-1] == "daemon"
     users = {
         name: re.findall(r"^USER (.*)$", found[name], flags=re.MULTILINE) for name in ("daemon", "engine", "mooncake")
     }
-    assert set(map(tuple, users.values())) == {("10001:10001",)}, "they share memory only as one user"
+    assert set(map(tuple, users.values())) == {("10001:10001",)}, "they can share memory only as the same user"
 
 
 @pytest.mark.servers
-def test_the_image_serves_and_its_health_check_notices(repository: Path, tmp_path: Path) -> None:
-    """ENTRYPOINT, CMD, ENV and HEALTHCHECK of the daemon's image, run here. Without a daemon the check fails."""
+def test_the_image_serves_and_its_health_check_detects_a_missing_daemon(repository: Path, tmp_path: Path) -> None:
+    """The test runs ENTRYPOINT, CMD, ENV and HEALTHCHECK of the daemon's image. The control: without a daemon the check
+    fails."""
     found = stages(repository)
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.*)$", found["base"], flags=re.MULTILINE)
     assert json.loads(entrypoint) == ["hicache"] and "XDG_RUNTIME_DIR=/run" in found["base"]

@@ -1,4 +1,5 @@
-"""deploy/kubernetes: valid by the schemas of Kubernetes, rendered by kustomize, true about each other, and served."""
+"""deploy/kubernetes: the files pass the schemas of Kubernetes, kustomize renders them, they agree, and a daemon and an
+engine work with them."""
 
 from __future__ import annotations
 
@@ -24,25 +25,25 @@ from tests.test_ready_configs import carries_pages
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/kubernetes"
 FILES = sorted(path for path in FOLDER.rglob("*.yaml") if path.name not in ("kustomization.yaml", "daemon.yaml"))
-# The oldest with sidecars, and the newest that the validator knows.
+# The oldest version with sidecars, and the newest version of the validator.
 VERSIONS = ("1.29", "1.37")
 UID = 10001
 GIB = 1 << 30
 
 
 def resources(path: Path) -> list[Any]:
-    """The resources of a file."""
+    """Return the resources of a file."""
     return [resource for resource in yaml.safe_load_all(path.read_text(encoding="utf-8")) if resource]
 
 
 def resource(name: str, kind: str) -> Any:
-    """The only resource of that kind in a file."""
+    """Return the only resource of a kind in a file."""
     (found,) = [one for one in resources(FOLDER / name) if one["kind"] == kind]
     return found
 
 
 def pod_specs() -> Iterator[tuple[str, Any]]:
-    """The specification of each pod, with its file."""
+    """Yield the specification of each pod with the name of its file."""
     for path in FILES:
         for one in resources(path):
             if one["kind"] == "Pod":
@@ -52,7 +53,7 @@ def pod_specs() -> Iterator[tuple[str, Any]]:
 
 
 def containers(spec: Any) -> list[Any]:
-    """All containers of a pod."""
+    """Return all containers of a pod."""
     return [*spec.get("initContainers", []), *spec["containers"]]
 
 
@@ -103,7 +104,7 @@ class _PodMonitor(_Strict):
 
 
 def validate(one: Any, version: str) -> None:
-    """Raises an error for what Kubernetes of that version would refuse, unknown entries included."""
+    """Raise an error if this version of Kubernetes would reject a resource, also for unknown entries."""
     if one["kind"] == "PodMonitor":
         _PodMonitor.model_validate(one)
     else:
@@ -112,14 +113,14 @@ def validate(one: Any, version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_schemas_take_each_resource(path: Path, version: str) -> None:
+def test_each_resource_passes_the_schemas(path: Path, version: str) -> None:
     found = resources(path)
     assert found
     for one in found:
         validate(one, version)
 
 
-def test_the_schemas_refuse_a_misspelled_entry() -> None:
+def test_a_misspelled_entry_does_not_pass_the_schemas() -> None:
     wrong = copy.deepcopy(resource("daemonset.yaml", "DaemonSet"))
     wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -127,7 +128,7 @@ def test_the_schemas_refuse_a_misspelled_entry() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-def test_kustomize_renders_them_all() -> None:
+def test_kustomize_renders_all_files() -> None:
     result = subprocess.run(
         ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=60, check=True
     )
@@ -139,19 +140,19 @@ def test_kustomize_renders_them_all() -> None:
         validate(one, VERSIONS[-1])
     spec = rendered["DaemonSet"]["spec"]["template"]["spec"]
     (volume,) = [volume for volume in spec["volumes"] if "configMap" in volume]
-    assert volume["configMap"]["name"] == rendered["ConfigMap"]["metadata"]["name"] != "hicache-daemon", "has a hash"
+    assert volume["configMap"]["name"] == rendered["ConfigMap"]["metadata"]["name"] != "hicache-daemon", "has no hash"
     assert rendered["ConfigMap"]["data"] == {"daemon.yaml": (FOLDER / "daemon.yaml").read_text(encoding="utf-8")}
     assert {container["image"] for container in containers(spec)} == {"registry.example/hicache:0.1.0"}
 
 
-def test_kustomize_is_given_each_file() -> None:
+def test_the_kustomization_names_each_file() -> None:
     content = yaml.safe_load((FOLDER / "kustomization.yaml").read_text(encoding="utf-8"))
     assert set(content["resources"]) == {path.name for path in FILES if path.parent == FOLDER}
 
 
 @pytest.mark.parametrize(("name", "spec"), list(pod_specs()), ids=[name for name, _ in pod_specs()])
-def test_containers_are_confined(name: str, spec: Any) -> None:
-    """One user everywhere, or memory is not shared; only the container that makes directories is root."""
+def test_containers_have_no_privileges_and_run_as_one_user(name: str, spec: Any) -> None:
+    """All containers have one user, because they share memory; only the one that makes directories is root."""
     context = spec["securityContext"]
     assert (context["runAsUser"], context["runAsNonRoot"]) == (UID, True)
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -168,8 +169,8 @@ def test_containers_are_confined(name: str, spec: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "spec"), list(pod_specs()), ids=[name for name, _ in pod_specs()])
-def test_engine_and_daemon_see_the_same_memory_and_socket(name: str, spec: Any) -> None:
-    """Pods share what is a directory of the node; containers of one pod share an emptyDir in memory."""
+def test_engine_and_daemon_mount_the_same_memory_and_socket(name: str, spec: Any) -> None:
+    """Different pods share directories of the node; containers of one pod share an emptyDir in memory."""
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     for container in containers(spec):
         if container["name"] == "directories":
@@ -182,7 +183,7 @@ def test_engine_and_daemon_see_the_same_memory_and_socket(name: str, spec: Any) 
             assert mounts["/run/hicache"]["hostPath"]["path"] == "/run/hicache"
 
 
-def test_ports_and_secrets_agree() -> None:
+def test_the_files_agree_about_ports_and_secrets() -> None:
     spec = resource("daemonset.yaml", "DaemonSet")["spec"]["template"]["spec"]
     (daemon,) = spec["containers"]
     assert daemon["ports"] == [{"name": "http", "containerPort": PORT}]
@@ -198,7 +199,7 @@ def test_ports_and_secrets_agree() -> None:
     assert made == used == {"token", "admin-token"} and endpoint.authorization.credentials.key in made
 
 
-def test_the_limit_leaves_room_for_the_pool() -> None:
+def test_the_memory_limit_has_room_for_pool_and_staging() -> None:
     config = load_config(FOLDER / "daemon.yaml", environ={}, overrides={}).daemon
     (daemon,) = resource("daemonset.yaml", "DaemonSet")["spec"]["template"]["spec"]["containers"]
     limit = int(daemon["resources"]["limits"]["memory"].removesuffix("Gi")) * GIB
@@ -206,7 +207,7 @@ def test_the_limit_leaves_room_for_the_pool() -> None:
 
 
 def configurations() -> Iterator[tuple[str, str]]:
-    """Each daemon's configuration, by its file."""
+    """Yield the configuration of each daemon with the name of its file."""
     yield "daemonset.yaml", (FOLDER / "daemon.yaml").read_text(encoding="utf-8")
     for path in FILES:
         for one in resources(path):
@@ -217,8 +218,8 @@ def configurations() -> Iterator[tuple[str, str]]:
 @pytest.mark.servers
 @pytest.mark.parametrize(("name", "text"), list(configurations()), ids=[name for name, _ in configurations()])
 def test_the_daemon_serves_an_engine_with_the_files(tmp_path: Path, name: str, text: str) -> None:
-    """The container's arguments and variables with the configuration of its ConfigMap, as a process; `config check`
-    takes it; the probes are answered without a token, pages are not; the example's engine stores pages."""
+    """The daemon runs with the container's arguments and variables and the configuration of its ConfigMap, which
+    `config check` accepts. The probes need no token, pages need it. The engine of the example stores pages."""
     place = Place.make(tmp_path)
     (tmp_path / "etc/daemon.yaml").write_text(place.moved(text), encoding="utf-8")
     specs = [spec for file, spec in pod_specs() if name.endswith(file)]
@@ -236,7 +237,7 @@ def test_the_daemon_serves_an_engine_with_the_files(tmp_path: Path, name: str, t
         assert place.get(usage, port=place.port) == 401
         assert place.get(usage, port=place.port, token=environ["DAEMON_TOKEN"]) == 404
         assert carries_pages(tmp_path / "engine.yaml")
-        # What docs/deploy.md has an operator run in the container.
+        # docs/deploy.md tells operators to run this command in the container.
         command = [sys.executable, "-m", "hicache", "ctl", "-c", str(tmp_path / "etc/daemon.yaml"), "status"]
         status = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=60, env=os.environ | environ

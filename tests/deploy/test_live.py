@@ -1,4 +1,4 @@
-"""Each panel and each rule on a real Prometheus that scrapes a real engine and a real daemon: none stays empty."""
+"""Each panel and each rule gives results on a real Prometheus that scrapes a real engine and a real daemon."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ pytestmark = [pytest.mark.servers, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]
 RULES = [ROOT / "deploy/prometheus" / name for name in ("recording.rules.yml", "alerts.rules.yml")]
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=4, page_size=4, dtype="float32")
-# Of what is scraped every second: over so long a rate is known after a few scrapes.
+# The interval of rates. Targets are scraped every second, so a rate is known after a few scrapes.
 RATE = "10s"
 RUN_S = 40.0
 
 
 def engine_config(folder: Path) -> HiCacheConfig:
-    """An engine that publishes events, over two stores of which one fails and damages pages."""
+    """Return the configuration of an engine with events and two stores, one of which fails and damages pages."""
     faults = {"error_share": 0.2, "damage_share": 0.1, "seed": 1}
     levels = [
         {"name": name, "type": "file", "options": {"path": str(folder / name), "capacity": "1MiB"}, **guard}
@@ -44,7 +44,7 @@ def engine_config(folder: Path) -> HiCacheConfig:
     return HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size, "device": {"tokens": 256}, "host": {"tokens": 512},
         "prefetch": {"threshold_tokens": 8}, "load_back_threshold_tokens": 4, "sessions": {"enabled": True},
-        # Room for the copies of one request: that of a second one is refused while they run.
+        # Room for the copies of one request, so that those of a second one are rejected while they run.
         "transfer": {"write_pages_max": 13},
         "storage": {"type": "levels", "options": {"levels": levels}},
         "events": {"endpoint": f"tcp://{LOOPBACK}:{free_ports(1)[0]}"}, "metrics": {"port": 0},
@@ -52,7 +52,7 @@ def engine_config(folder: Path) -> HiCacheConfig:
 
 
 def serve(cache: TreeCache, rid: str, tokens: list[int]) -> None:
-    """One request of an engine that computes nothing."""
+    """Serve one request as an engine, without computing."""
     key = RadixKey.of(tokens)
     cache.prefetch_from_storage(rid, key)
     while not cache.check_prefetch_progress(rid):
@@ -66,7 +66,7 @@ def serve(cache: TreeCache, rid: str, tokens: list[int]) -> None:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """What each panel and each rule asks, by its name."""
+    """Yield the name and the expression of each panel and each rule."""
     for path in sorted((ROOT / "deploy/grafana/dashboards").glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
@@ -84,12 +84,12 @@ def rules() -> Iterator[Any]:
 
 
 def conditions(expression: str) -> list[str]:
-    """An expression without its comparisons, and in parts where conditions are joined."""
+    """Return the joined conditions of an expression, each without its comparison."""
     parts = re.split(r"\s+(?:unless|or|and)\s+", expression)
     return [re.split(r"\s(?:==|<|>)\s(?!0\))", part)[0] for part in parts]
 
 
-def test_a_condition_is_stripped_of_its_comparison() -> None:
+def test_conditions_are_split_and_lose_their_comparisons() -> None:
     assert conditions("max by (a) (x) == 2 unless y == 1") == ["max by (a) (x)", "y"]
     assert conditions("a / (b > 0) > 0.05") == ["a / (b > 0)"]
 
@@ -101,7 +101,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def test_no_panel_and_no_rule_stays_empty(folder: Path) -> None:
+def test_every_panel_and_every_rule_gives_results(folder: Path) -> None:
     config = engine_config(folder)
     with ExitStack() as stack:
         daemon = stack.enter_context(BusyDaemon(folder))
@@ -111,19 +111,19 @@ def test_no_panel_and_no_rule_stays_empty(folder: Path) -> None:
         stack.enter_context(metrics)
         targets = [("hicache", f"{LOOPBACK}:{metrics.port}"), ("hicache-daemon", daemon.target)]
         prometheus = stack.enter_context(Prometheus(folder, targets, RULES))
-        left = dict(expressions())
+        remaining = dict(expressions())
         numbers = itertools.count()
         deadline_s = time.monotonic() + RUN_S
-        while left and time.monotonic() < deadline_s:
+        while remaining and time.monotonic() < deadline_s:
             daemon.serve(rounds=1, pages=4)
             ends_s = time.monotonic() + 1
             while time.monotonic() < ends_s:
                 number = next(numbers)
-                # New prompts push older ones down; each third prompt comes back from the host or from storage.
+                # New prompts evict older ones; each third request repeats one that is on the host or in storage.
                 first = number if number % 3 else max(0, number - 40)
                 serve(cache, str(number), [first * 7 % 1009 + place for place in range(48)])
-            left = {name: query for name, query in left.items() if not prometheus.values(query)}
-        assert not left
+            remaining = {name: query for name, query in remaining.items() if not prometheus.values(query)}
+        assert not remaining
         assert not [(rule["name"], rule["lastError"]) for rule in prometheus.rules() if rule["health"] == "err"]
         # The control: an expression about a metric that does not exist is empty.
         assert not prometheus.values("rate(hicache_no_such_metric_total[1m])")

@@ -1,4 +1,4 @@
-"""Rules, alerts and dashboards: valid for the programs that read them, and true about the metrics that there are."""
+"""Rules, alerts and dashboards: they pass the checks of their programs, and use existing metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path.stem}: {panel['title']}", panel
 
 
-def test_the_configuration_and_its_rules_are_valid() -> None:
+def test_the_configuration_and_its_rules_pass_promtool() -> None:
     assert "2 rule files found" in promtool("check", "config", PROMETHEUS / "prometheus.yml")
 
 
@@ -50,7 +50,7 @@ def test_the_rules_pass_their_tests(path: Path) -> None:
     promtool("test", "rules", path)
 
 
-def test_every_rule_is_tested_and_an_alert_that_cannot_fire_is_noticed(tmp_path: Path) -> None:
+def test_every_alert_has_a_test_that_detects_an_alert_that_cannot_fire(tmp_path: Path) -> None:
     tests = "".join(path.read_text() for path in (PROMETHEUS / "tests").iterdir())
     assert not [rule["alert"] for rule in rules("alerts.rules.yml") if f'"{rule["alert"]}"' not in tests]
     for name in ("recording.rules.yml", "alerts.rules.yml"):
@@ -63,7 +63,7 @@ def test_every_rule_is_tested_and_an_alert_that_cannot_fire_is_noticed(tmp_path:
         promtool("test", "rules", changed)
 
 
-def test_every_alert_says_how_bad_it_is_what_happened_and_where_its_runbook_is() -> None:
+def test_every_alert_has_a_severity_a_description_and_a_runbook() -> None:
     anchors = {line[3:].strip().lower() for line in (ROOT / "docs/runbooks.md").read_text().splitlines()
                if line.startswith("## ")}  # fmt: skip
     alerts = list(rules("alerts.rules.yml"))
@@ -71,10 +71,10 @@ def test_every_alert_says_how_bad_it_is_what_happened_and_where_its_runbook_is()
         assert alert["labels"]["severity"] in ("critical", "warning", "info")
         assert {"summary", "description", "runbook_url"} == set(alert["annotations"])
         assert alert["annotations"]["runbook_url"] == f"docs/runbooks.md#{alert['alert'].lower()}"
-    assert anchors == {alert["alert"].lower() for alert in alerts}  # and no section is about an alert that is gone
+    assert anchors == {alert["alert"].lower() for alert in alerts}  # and each section is about an existing alert
 
 
-def test_prometheus_scrapes_where_the_ready_configurations_listen() -> None:
+def test_prometheus_scrapes_the_addresses_of_the_ready_configurations() -> None:
     jobs = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
     targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in jobs}
     metrics = load_config(ROOT / "configs/single-node-file.yaml", environ={}, overrides={}).metrics
@@ -84,7 +84,7 @@ def test_prometheus_scrapes_where_the_ready_configurations_listen() -> None:
     assert re.fullmatch(relabel["regex"], "hicache_backend_get_pages_total")
 
 
-def test_the_dashboards_are_those_of_their_tables(tmp_path: Path) -> None:
+def test_the_dashboards_match_their_generator(tmp_path: Path) -> None:
     script = tmp_path / "build.py"
     script.write_text((ROOT / "deploy/grafana/build.py").read_text())
     (tmp_path / "dashboards").mkdir()
@@ -93,7 +93,7 @@ def test_the_dashboards_are_those_of_their_tables(tmp_path: Path) -> None:
     assert made == {path.name: path.read_text() for path in DASHBOARDS}
 
 
-def test_every_panel_has_a_place_a_unit_a_description_and_the_chosen_data_source() -> None:
+def test_every_panel_has_a_place_a_unit_a_description_and_the_selected_data_source() -> None:
     for path in DASHBOARDS:
         board = json.loads(path.read_text())
         assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "instance"}
@@ -108,7 +108,7 @@ def test_every_panel_has_a_place_a_unit_a_description_and_the_chosen_data_source
         assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
-def test_every_panel_and_rule_names_metrics_that_there_are() -> None:
+def test_every_panel_and_rule_uses_existing_metrics() -> None:
     tables = (CACHE_METRICS, STORE_METRICS, DAEMON_METRICS, NAMESPACE_METRICS)
     known = {f"hicache_{spec.name}" for table in tables for spec in table}
     known |= {f"{name}_{end}" for name in known if name.endswith("_seconds") for end in ("bucket", "count", "sum")}

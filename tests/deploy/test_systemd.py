@@ -1,4 +1,4 @@
-"""deploy/systemd: systemd takes each unit, confines it, and the daemon does what the unit says of it."""
+"""deploy/systemd: systemd accepts and confines each unit, and the daemon follows the protocol of the unit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.waiting import wait_for
 
 UNITS = ("hicache.service", "user/hicache.service")
 ANALYZE = shutil.which("systemd-analyze")
-# In tenths, as systemd-analyze takes it; it calls up to 5.0 medium and up to 2.0 ok.
+# In tenths, as systemd-analyze expects. It rates an exposure up to 5.0 as medium and up to 2.0 as ok.
 EXPOSURE_MAX = "20"
 
 needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="needs systemd-analyze, of Debian's package systemd")
 
 
 def entry(unit: str, name: str) -> str:
-    """The only value of an entry."""
+    """Return the only value of an entry."""
     (value,) = re.findall(rf"^{name}=(.*)$", unit, flags=re.MULTILINE)
     return str(value)
 
@@ -40,7 +40,7 @@ def analyze(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[s
 
 
 def installed(repository: Path, tmp_path: Path, name: str) -> Path:
-    """A copy of a unit whose program is there, as it is after an installation."""
+    """Copy a unit, with the path of the installed program. Return the path of the copy."""
     unit = (repository / "deploy/systemd" / name).read_text(encoding="utf-8")
     hicache = Path(sys.executable).with_name("hicache")
     path = tmp_path / "hicache.service"
@@ -50,8 +50,8 @@ def installed(repository: Path, tmp_path: Path, name: str) -> Path:
 
 @needs_systemd
 @pytest.mark.parametrize("name", UNITS)
-def test_systemd_takes_the_unit(repository: Path, tmp_path: Path, name: str) -> None:
-    """And the control: it says so of an entry that it does not know."""
+def test_systemd_accepts_the_unit(repository: Path, tmp_path: Path, name: str) -> None:
+    """The control: systemd reports an unknown entry."""
     path = installed(repository, tmp_path, name)
     command = ["--user" if name.startswith("user/") else "--system", "verify", str(path)]
     result = analyze(command, tmp_path)
@@ -61,8 +61,8 @@ def test_systemd_takes_the_unit(repository: Path, tmp_path: Path, name: str) -> 
 
 
 @needs_systemd
-def test_the_unit_is_confined(repository: Path, tmp_path: Path) -> None:
-    """And the control: without its confinement it is over the limit."""
+def test_the_unit_confines_the_daemon(repository: Path, tmp_path: Path) -> None:
+    """The control: without its confinement the unit is over the limit."""
     path = installed(repository, tmp_path, "hicache.service")
     command = ["security", "--offline=yes", f"--threshold={EXPOSURE_MAX}", str(path)]
     result = analyze(command, tmp_path)
@@ -73,17 +73,17 @@ def test_the_unit_is_confined(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_the_socket_is_in_the_directory_that_the_unit_makes(repository: Path, name: str) -> None:
+def test_the_unit_makes_the_directory_of_the_socket(repository: Path, name: str) -> None:
     unit = (repository / "deploy/systemd" / name).read_text(encoding="utf-8")
     assert (entry(unit, "RuntimeDirectory"), entry(unit, "RuntimeDirectoryMode")) == ("hicache", "0700")
     if name == "hicache.service":
         assert entry(unit, "Environment") == "XDG_RUNTIME_DIR=/run"
-    assert "\nRemoveIPC=" not in unit, "it would remove the memory of engines when the daemon stops"
+    assert "\nRemoveIPC=" not in unit, "the entry would remove the memory of engines when the daemon stops"
 
 
 @contextlib.contextmanager
 def listening(path: Path) -> Iterator[socket.socket]:
-    """The socket on which systemd hears of a service's state."""
+    """Yield a socket that receives notifications in place of systemd."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.bind(str(path))
         notify.settimeout(30)
@@ -92,8 +92,8 @@ def listening(path: Path) -> Iterator[socket.socket]:
 
 @pytest.mark.servers
 @pytest.mark.parametrize("name", UNITS)
-def test_the_daemon_keeps_to_the_protocol_that_the_unit_names(repository: Path, tmp_path: Path, name: str) -> None:
-    """Type=notify, WatchdogSec= and ExecReload=, without systemd: this test listens in its place."""
+def test_the_daemon_follows_the_notify_protocol_of_the_unit(repository: Path, tmp_path: Path, name: str) -> None:
+    """The test checks Type=notify, WatchdogSec= and ExecReload=, and receives the notifications in place of systemd."""
     unit = (repository / "deploy/systemd" / name).read_text(encoding="utf-8")
     assert entry(unit, "Type") == "notify" and entry(unit, "ExecReload") == "/bin/kill -HUP $MAINPID"
     assert int(entry(unit, "WatchdogSec")) > 0
@@ -105,14 +105,14 @@ def test_the_daemon_keeps_to_the_protocol_that_the_unit_names(repository: Path, 
     arguments = entry(unit, "ExecStart").split()[1:-1]
     with listening(tmp_path / "notify") as notify:
         environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
-        told: set[str] = set()
+        received: set[str] = set()
 
-        def hear() -> None:
-            told.update(notify.recv(4096).decode().splitlines())
+        def receive() -> None:
+            received.update(notify.recv(4096).decode().splitlines())
 
         with served(place, [*arguments, CONFIG], environ) as process:
-            wait_for(lambda: {"READY=1", "WATCHDOG=1"} <= told, hear)
-            told.clear()
+            wait_for(lambda: {"READY=1", "WATCHDOG=1"} <= received, receive)
+            received.clear()
             process.send_signal(signal.SIGHUP)
-            wait_for(lambda: {"RELOADING=1", "READY=1"} <= told or "WATCHDOG=1" in told, hear)
-        wait_for(lambda: "STOPPING=1" in told, hear)
+            wait_for(lambda: {"RELOADING=1", "READY=1"} <= received or "WATCHDOG=1" in received, receive)
+        wait_for(lambda: "STOPPING=1" in received, receive)

@@ -1,9 +1,9 @@
-"""One engine of several that share storage, in a process of its own: serves what it is told line by line.
+"""One of several engines that share storage, in its own process.
 
     python -m tests.engine._shared_child CONFIGURATION
 
-Says `ready`; then for each line of standard input, a JSON list of prompts, one line with a JSON list of answers, after
-everything that they left has been stored.
+Prints `ready`. Then it serves each line of standard input, a JSON list of prompts, waits until their pages are stored,
+and prints one line with a JSON list of answers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ DRAIN_S = 30.0
 
 
 def serve(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
-    """Serve `prompts` together."""
+    """Serve `prompts` together, and wait until their pages are stored."""
     rids = [engine.submit(prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts]
     records = engine.run_until_done(DRAIN_S)
     if not engine.cache.drain(DRAIN_S):
-        raise SystemExit("storage did not take everything")
+        raise SystemExit(f"not all pages were stored within {DRAIN_S} s")
     return [Answer(list(records[rid].output_tokens), records[rid].storage_hit_tokens) for rid in rids]
 
 
 def main() -> None:
-    """Until standard input ends."""
+    """Serve until standard input ends."""
     config = load_config(sys.argv[1])
     with create_engine(config) as engine:
         print("ready", flush=True)

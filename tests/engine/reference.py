@@ -1,4 +1,4 @@
-"""A plain Llama forward over a whole prompt in float64, written from the definition: no pages, no tiles, no cache."""
+"""A plain Llama forward over a whole prompt in float64, written from the definition, without pages, tiles or cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hicache.engine import LlamaConfig
 
 
 def reference_logits(config: LlamaConfig, tensors: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """Logits after each token, float64 `[tokens, vocab_size]`."""
+    """Return the logits after each token, float64 `[tokens, vocab_size]`."""
 
     def weight(name: str) -> torch.Tensor:
         return tensors[f"{name}.weight"].double()
@@ -42,7 +42,7 @@ def reference_logits(config: LlamaConfig, tensors: Mapping[str, torch.Tensor], t
 
 
 def turn(config: LlamaConfig, x: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of `[tokens, head_dim]`: pairs (i, i + head_dim / 2) are complex numbers, turned by an angle."""
+    """Return the rotary embedding of `[tokens, head_dim]`: rotate each pair (i, i + head_dim / 2) by an angle."""
     half = config.head_dim // 2
     frequencies = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(len(x), dtype=torch.float64)[:, None] * frequencies

@@ -1,4 +1,4 @@
-"""Engines in processes of their own that share one storage."""
+"""Engines in separate processes that share one storage."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.seeds import rng
 NEW_TOKENS = 8
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 20 * PAGE_TOKENS + 5
-# What the small model of the package knows.
+# The vocabulary of the bundled model.
 _VOCABULARY = 2048
 _WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one prompt came to."""
+    """The result of one prompt."""
 
     tokens: list[int]
     storage_hit_tokens: int
 
 
 def configuration() -> dict[str, Any]:
-    """Of an engine with little memory, which waits for storage and always takes what that has."""
+    """Return the configuration of an engine with little memory, which always waits for storage and uses its pages."""
     return {
         "page_size": PAGE_TOKENS,
         "device": {"tokens": 4096},
@@ -42,13 +42,13 @@ def configuration() -> dict[str, Any]:
 
 
 def make_prompts(seed: int, count: int) -> list[list[int]]:
-    """Prompts that share nothing."""
+    """Return prompts without common prefixes."""
     numbers = rng(seed)
     return [[numbers.randrange(3, _VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
 class EngineProcess:
-    """An engine that is asked and answers later, so that several can be busy at once."""
+    """An engine process with asynchronous calls, so that several engines can be busy at once."""
 
     def __init__(self, repository: Path, config_file: Path) -> None:
         self._process = subprocess.Popen(
@@ -57,16 +57,16 @@ class EngineProcess:
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        assert self._line() == "ready\n", "the engine did not start; its error is above"
+        assert self._line() == "ready\n", "the engine did not start; see its error above"
 
     def ask(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Have it serve `prompts` together; `answers` are to be fetched before the next time."""
+        """Send `prompts`, to be served together. Call `answers` before the next call."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(prompts) + "\n")
         self._process.stdin.flush()
 
     def answers(self) -> list[Answer]:
-        """What it says to what it was asked last, once all of that is stored."""
+        """Wait until the last prompts are served and stored. Return their answers."""
         return [Answer(tokens, hits) for tokens, hits in json.loads(self._line())]
 
     def _line(self) -> str:
@@ -74,7 +74,7 @@ class EngineProcess:
         return self._process.stdout.readline()
 
     def end(self) -> int:
-        """Let it end; its exit code."""
+        """Wait until the engine ends. Return its exit code."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.close()
@@ -87,7 +87,7 @@ class EngineProcess:
 
 @contextmanager
 def engines(repository: Path, config_file: Path, count: int) -> Iterator[list[EngineProcess]]:
-    """`count` engines that are ready at once. Each has to end without an error."""
+    """Start `count` engines. Check that each ends without an error."""
     processes: list[EngineProcess] = []
     try:
         for _ in range(count):

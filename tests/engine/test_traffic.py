@@ -1,4 +1,4 @@
-"""Random traffic over three tiers that are all too small, verified token by token and step by step."""
+"""Random traffic over three tiers that are too small. Each token and each step is checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEW_TOKENS_MAX = 24
 
 
 def prompt_family() -> list[list[int]]:
-    """Prompts that fork from each other at several lengths."""
+    """Return prompts with common prefixes of several lengths."""
     family = []
     for trunk in range(3):
         tokens = random_tokens(120, seed=trunk)
@@ -43,7 +43,7 @@ PROMPTS = prompt_family()
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Greedy tokens of every prompt, decoded one by one without cache and scheduler."""
+    """Return the greedy tokens of every prompt, decoded one by one without cache and scheduler."""
     found = []
     for prompt in PROMPTS:
         device = Device()
@@ -70,7 +70,7 @@ def random_engine(random: random.Random) -> Engine:
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_every_request_gets_its_tokens_whatever_else_happens(seed: int, expected: list[list[int]]) -> None:
+def test_every_request_gets_its_tokens_under_random_traffic(seed: int, expected: list[list[int]]) -> None:
     random = rng(seed)
     asked: dict[str, tuple[int, int]] = {}
     records: dict[str, RequestRecord] = {}
@@ -117,6 +117,6 @@ def test_the_bundled_model_is_the_default() -> None:
         assert len(engine.run_until_done()[rid].output_tokens) == 4
 
 
-def test_a_configuration_without_a_size_for_l1_is_refused() -> None:
+def test_a_configuration_without_a_size_for_l1_is_rejected() -> None:
     with pytest.raises(ConfigError, match="device"):
         create_engine(HiCacheConfig(), CHECKPOINT)

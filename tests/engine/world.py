@@ -33,7 +33,7 @@ TINY = LlamaConfig(
 
 
 def random_tensors(config: LlamaConfig, seed: int = 0, std: float = 0.15) -> dict[str, torch.Tensor]:
-    """Weights so large that attention matters to the result."""
+    """Return random weights, large enough that attention influences the result."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator) * std + (1.0 if len(shape) == 1 else 0.0)
@@ -52,7 +52,7 @@ def random_tokens(count: int, seed: int, config: LlamaConfig = TINY) -> list[int
 
 
 class Device:
-    """A model with its pool and request table, and rows that are given pages by hand."""
+    """A model with its pool and request table. Tests allocate the pages of rows themselves."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class Device:
         self.model = LlamaModel(config, tensors or random_tensors(config), self.pool, self.rows)
 
     def poison(self) -> None:
-        """Fill the whole pool with NaN, the padding page and stale pages included."""
+        """Fill the whole pool with NaN, including the padding page."""
         for buffer in self.pool.kv_buffer:
             buffer.fill_(float("nan"))
 
     def row(self, tokens: int, *, shuffle: int | None = None) -> int:
-        """A row with pages for `tokens` tokens, in a random order if `shuffle` is a seed."""
+        """Allocate a row with pages for `tokens` tokens. `shuffle` is the seed of a random page order."""
         size = self.pool.geometry.page_size
         row, pages = self.rows.alloc(), self.pool.allocator.alloc(-(-tokens // size))
         assert row is not None and pages is not None
@@ -83,22 +83,22 @@ class Device:
         return row
 
     def forward(self, row: int, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
-        """Compute `tokens` from position `start` on; the logits of the last, `[vocab_size]`."""
+        """Compute `tokens` from position `start` on. Return the logits of the last one, `[vocab_size]`."""
         return self.model.forward([Span(row, start, tokens)])[0]
 
     def kv(self, row: int, tokens: int) -> torch.Tensor:
-        """The KV bytes of the first tokens of a row, `[layers * 2, tokens, bytes]` uint8."""
+        """Return the KV bytes of the first tokens of a row, `[layers * 2, tokens, bytes]` uint8."""
         place = self.place(row, slice(tokens))
         parts = [part for layer in range(self.pool.geometry.layers) for part in self.pool.get_kv_buffer(layer)]
         return torch.stack([part[place].reshape(tokens, -1).view(torch.uint8) for part in parts])
 
     def place(self, row: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and offset of some tokens of a row, as an index into K and V of a layer."""
+        """Return pages and offsets of tokens of a row, as an index into K and V of a layer."""
         slots, page_size = self.rows.table[row, tokens], self.pool.geometry.page_size
         return slots // page_size, slots % page_size
 
 
-def make_engine(  # noqa: PLR0913 - the parts that tests exchange
+def make_engine(  # noqa: PLR0913 - the parts that tests replace
     checkpoint: Checkpoint,
     *,
     page_size: int = 8,
@@ -112,7 +112,7 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     eviction_policy: str = "lru",
     kind: type[HiRadixCache] = HiRadixCache,
 ) -> Engine:
-    """An engine whose cache takes every hit, however short and slow; `kind` is the class of the cache."""
+    """Return an engine whose cache uses every hit, even if it does not pay. `kind` is the class of the cache."""
     options = options or EngineOptions()
     geometry = checkpoint.config.geometry(page_size)
     pool, host = MHATokenToKVPool(geometry, device_pages), HostPool(geometry, host_pages)
@@ -131,7 +131,7 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
 
 
 def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, RequestRecord]:
-    """Step, checking every invariant after each step, until no request is left or `until` holds; the records."""
+    """Step and check all invariants until no request is left or `until` is true. Return the records."""
     deadline = time.monotonic() + WAIT_S
     records: dict[str, RequestRecord] = {}
     while True:
@@ -140,11 +140,11 @@ def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, 
         records |= {update.rid: update.record for update in updates if update.record is not None}
         if until() if until is not None else engine.waiting + engine.running == 0:
             return records
-        assert time.monotonic() < deadline, "the engine did not come to an end"
+        assert time.monotonic() < deadline, "the engine has not finished in time"
 
 
 def tiers(engine: Engine) -> HiRadixCache:
-    """The engine's cache, for tests that look into its tiers."""
+    """Return the engine's cache, for tests that inspect its tiers."""
     cache = engine.cache
     assert isinstance(cache, HiRadixCache)
     return cache
@@ -164,7 +164,7 @@ def generate(
 
 
 def assert_nothing_leaked(engine: Engine) -> None:
-    """With no request left, all of L1 is free or held by the tree, and all rows are free."""
+    """Check that all of L1 is free or in the tree, and that all rows are free. REQUIRES: no request is left."""
     settle(engine)
     tree, allocator = tiers(engine).tree, engine.cache.device.allocator
     assert tree.device_protected_pages == 0
@@ -173,7 +173,7 @@ def assert_nothing_leaked(engine: Engine) -> None:
 
 
 def free_rows(engine: Engine) -> int:
-    """Rows of the model's request table that no request has."""
+    """Return the number of free rows of the model's request table."""
     return engine.model.requests_max
 
 

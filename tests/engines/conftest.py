@@ -1,4 +1,4 @@
-"""What the tests with real engines share. They run in `.venv-engines`: `make test-engines`."""
+"""Models for the tests with real engines. `make test-engines` runs these tests in `.venv-engines`."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def other_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with layers of a sliding window and one of full attention."""
+    """A small model with sliding-window layers and one full-attention layer."""
     return save_model(tmp_path_factory.mktemp("hybrid"), hybrid=True)

@@ -1,4 +1,4 @@
-"""A process without an engine that fails in all the ways an engine can. For test_process.py."""
+"""A process that fails in the ways of an engine, without an engine. For test_process.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         raise ValueError(options["error"])
     left = shared_memory.SharedMemory(create=True, size=4096)
     child = subprocess.Popen(["sleep", "600"])
-    print("some words on stdout")
+    print("some text on stdout")
     return {
         "left": lambda: [left.name, child.pid],
         "echo": lambda value: value,

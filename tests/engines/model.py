@@ -1,7 +1,7 @@
-"""Small models with random weights, saved as an engine reads them.
+"""Small models with random weights, saved in the format that engines read.
 
-`INITIALIZER_RANGE` makes attention matter: with the usual 0.02 a model answers the same tokens with any KV, and each
-comparison of tokens would pass.
+`INITIALIZER_RANGE` is large, so that the output depends on attention. With the usual 0.02, a model generates the same
+tokens with any KV, and each comparison of tokens would pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VOCABULARY = 1024
 LAYERS = 4
 KV_HEADS = 2
 HEAD_DIM = 32
-# In a hybrid model, all layers but the last see no more tokens than this.
+# The sliding window of a hybrid model, in tokens.
 WINDOW = 128
 _HIDDEN = 128
 _POSITIONS_MAX = 4096
@@ -25,10 +25,10 @@ _POSITIONS_MAX = 4096
 def save_model(folder: Path, *, seed: int = 0, hybrid: bool = False) -> Path:
     """Save a Llama, or with `hybrid` a Gemma 3 with a sliding window in each layer but the last. Return `folder`.
 
-    The same arguments give the same bytes, in float32; an engine converts them to the type of its `dtype`. There is no
-    tokenizer: engines are asked with token ids.
+    The same arguments give the same bytes, in float32; an engine converts them to its `dtype`. There is no tokenizer:
+    tests use token ids.
     """
-    with warnings.catch_warnings():  # of transformers and of what it imports
+    with warnings.catch_warnings():  # from transformers and its imports
         warnings.simplefilter("ignore")
         from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig  # noqa: PLC0415
 

@@ -1,12 +1,12 @@
-"""A process with an engine in it, which a test calls step by step.
+"""A process that runs an engine, and that a test calls step by step.
 
     with EngineProcess("tests.engines.vllm_engine", {"model": ...}, folder=tmp_path) as engine:
         answer = engine.call("generate", prompts=[...], tokens=8)
 
-The process is a module whose `main` calls `serve` with its steps. Calls and answers are lines of JSON over a socket, so
-an engine may print what it likes: its output goes to a log, and a failure shows the end of that. One start serves many
-calls. A step that raises fails its call; an engine that dies or hangs fails its call and all later ones. With the
-process all others of its session end, and what they leave in /dev/shm and in their temporary directory is removed.
+The process runs a module that calls `serve` with its steps. Calls and answers are lines of JSON over a socket. The
+engine's output goes to a log, and a failure shows the end of the log. One start serves many calls. A step that raises
+fails its call; an engine that dies or hangs fails its call and all later ones. When the process ends, all processes of
+its session are killed, and their files in /dev/shm and in their temporary directory are removed.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 START_TIMEOUT_S = 150.0
 CALL_TIMEOUT_S = 90.0
 _END_TIMEOUT_S = 20.0
-# Python's own process that removes the semaphores and memory of a family of processes once these have ended.
+# For Python's resource tracker, which removes the semaphores and shared memory of ended processes.
 _TRACKER_TIMEOUT_S = 5.0
 _LOG_LINES = 40
 _NUMBERS = itertools.count(1)
 
 
 class EngineFailed(Exception):
-    """A call did not end well; the message has the reason and the end of the log."""
+    """A call failed. The message has the reason and the end of the log."""
 
 
 def engine_environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of an engine's process: this source tree, one thread for each worker, no network."""
+    """Return the environment of an engine's process: this source tree, one thread per worker, no network."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # or a start compiles C++ for 15 s
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise a start compiles C++ for 15 s
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **(extra or {}),
@@ -56,11 +56,11 @@ def engine_environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class ProcessTree:
-    """A command in a session of its own, with its output in `log`. `kill` ends all that is left of the session."""
+    """A command in its own session, with its output in `log`. `kill` ends all processes of the session."""
 
     def __init__(self, command: list[str], *, folder: Path, environ: Mapping[str, str], fds: tuple[int, ...] = ()):
         self.log = folder / f"engine-{next(_NUMBERS)}.log"
-        self._temporary = tempfile.TemporaryDirectory(prefix="hc-")  # engines leave sockets and files there
+        self._temporary = tempfile.TemporaryDirectory(prefix="hc-")  # for the sockets and files of engines
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 command,
@@ -79,14 +79,14 @@ class ProcessTree:
         return self._process.poll() is None
 
     def pids(self) -> list[int]:
-        """All processes of the session, the first one included."""
+        """Return all processes of the session, including the first one."""
         return [pid for pid in _pids() if _session(pid) == self.pid]
 
-    def end(self, ask: Callable[[], object]) -> None:
-        """Have `ask` tell the first process to end, give it time for that, and `kill` the rest."""
-        for pid in self.pids():  # an engine may end its workers before they have removed theirs
+    def end(self, request_end: Callable[[], object]) -> None:
+        """Call `request_end`, wait for the end of the first process up to a deadline, and kill the other processes."""
+        for pid in self.pids():  # an engine may kill its workers before they remove their shared memory
             self._shared |= _shared_memory(pid)
-        ask()
+        request_end()
         try:
             self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -97,9 +97,9 @@ class ProcessTree:
         self._process.terminate()
 
     def kill(self) -> None:
-        """End each process of the session at once, and remove their shared memory. Harmless when repeated."""
+        """Kill all processes of the session, and remove their shared memory. Idempotent."""
         patience = time.monotonic() + _TRACKER_TIMEOUT_S
-        while pids := self.pids():  # a process may start another one before it gets the signal
+        while pids := self.pids():  # a process may start another one before the signal arrives
             for pid in pids:
                 self._shared |= _shared_memory(pid)
                 if not _is_tracker(pid) or time.monotonic() > patience:
@@ -116,7 +116,7 @@ class ProcessTree:
 
 
 class EngineProcess(ProcessTree):
-    """The module `module` in this interpreter, started with `options`. Returns when the engine is up."""
+    """A process that runs `module` with `options`. The constructor returns when the engine is up."""
 
     def __init__(
         self, module: str, options: Mapping[str, object], *, folder: Path, environ: Mapping[str, str] | None = None
@@ -133,12 +133,12 @@ class EngineProcess(ProcessTree):
             raise
 
     def call(self, step: str, *, timeout_s: float = CALL_TIMEOUT_S, **arguments: object) -> Any:
-        """Run `step` in the process and return its answer, as JSON gives it. Raises EngineFailed."""
+        """Run `step` in the process and return its decoded JSON answer. Raises EngineFailed."""
         self.submit(step, **arguments)
         return self.result(step, timeout_s=timeout_s)
 
     def submit(self, step: str, **arguments: object) -> None:
-        """Start `step`; `result` must follow. Between the two a test can hurt what the engine depends on."""
+        """Start `step`. Call `result` next; before that, a test can inject faults."""
         try:
             self._socket.sendall(json.dumps([step, arguments]).encode() + b"\n")
         except OSError as error:
@@ -148,9 +148,9 @@ class EngineProcess(ProcessTree):
         return self._answer(step, timeout_s)
 
     def close(self) -> None:
-        """End the engine as its user would, and after a deadline with force."""
+        """End the engine, and kill it after a deadline."""
         self._lines.close()
-        self.end(self._socket.close)  # `serve` returns at the end of its input
+        self.end(self._socket.close)  # `serve` returns when its input ends
 
     def __enter__(self) -> Self:
         return self
@@ -169,7 +169,7 @@ class EngineProcess(ProcessTree):
         try:
             line = self._lines.readline()
         except TimeoutError:
-            self.kill()  # its answer to this call must not become that of the next one
+            self.kill()  # otherwise its late answer would be taken for the next one
             raise EngineFailed(f"{what}: no answer within {timeout_s:g} s\n{self.tail()}") from None
         except OSError:
             line = b""
@@ -182,11 +182,11 @@ class EngineProcess(ProcessTree):
 
 
 def serve(start: Callable[[dict[str, Any]], Mapping[str, Callable[..., object]]]) -> None:
-    """Be the process of an EngineProcess: `start` gets its options and returns its steps by name, which this runs until
-    the test ends. Values of steps are whatever JSON can carry."""
+    """Run as the process of an EngineProcess. `start` gets the options and returns the steps by name. Run the called
+    steps until the test closes the socket. Steps return values that JSON can represent."""
     descriptor, options = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rb") as lines:
-        channel.set_inheritable(False)  # processes of the engine would keep the test waiting after this one's end
+        channel.set_inheritable(False)  # otherwise child processes could keep the socket open
 
         def run(step: Callable[..., object], *positional: object, **arguments: object) -> object:
             value: object = None
@@ -210,7 +210,7 @@ def _pids() -> Iterator[int]:
 
 
 def _session(pid: int) -> int | None:
-    """The session of a process that still runs."""
+    """Return the session of a running process; None if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -226,7 +226,7 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _shared_memory(pid: int) -> set[Path]:
-    """The files of /dev/shm that a process has mapped."""
+    """Return the files of /dev/shm that a process has mapped."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:

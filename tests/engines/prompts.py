@@ -1,4 +1,4 @@
-"""Prompts for small models, and what a cache under an engine is configured to in tests."""
+"""Prompts for small models, and the configuration of the cache in tests with engines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .model import VOCABULARY
 
 
 def prompt(name: str, tokens: int = 300) -> list[int]:
-    """Random tokens, the same for the same name; a longer prompt of a name begins with the shorter one."""
+    """Return random tokens that depend only on the name. A longer prompt of a name begins with the shorter one."""
     draws = random.Random(name)
-    return [draws.randrange(3, VOCABULARY) for _ in range(tokens)]  # the first three are special
+    return [draws.randrange(3, VOCABULARY) for _ in range(tokens)]  # the first three token ids are special
 
 
 def prompts(name: str, count: int, tokens: int = 300) -> list[list[int]]:
@@ -21,7 +21,7 @@ def prompts(name: str, count: int, tokens: int = 300) -> list[list[int]]:
 
 
 def write_config(path: Path, **entries: object) -> Path:
-    """Write a configuration in which each page that is there is fetched, and return `path`."""
+    """Write a configuration that fetches every stored page, and return `path`."""
     defaults = {"page_size": 64, "host": {"size": "16MiB"}, "break_even": {"mode": "always"}}
     prefetch = {"prefetch": {"policy": "wait_complete", "threshold_tokens": 64}}
     path.write_text(yaml.safe_dump({**defaults, **prefetch, **entries}))

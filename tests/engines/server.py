@@ -1,4 +1,4 @@
-"""An engine's own HTTP server, in a process of its own."""
+"""An engine's HTTP server, in its own process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .process import CALL_TIMEOUT_S, START_TIMEOUT_S, EngineFailed, ProcessTree,
 
 
 class EngineServer(ProcessTree):
-    """`command` with `--host` and `--port`, until it answers /health. Returns when it does.
+    """A process that runs `command` with `--host` and `--port`. The constructor returns when /health answers.
 
-    The failures of a request are EngineFailed, with the end of the log.
+    A failed request raises EngineFailed with the end of the log.
     """
 
     def __init__(self, command: Sequence[str], *, folder: Path, environ: Mapping[str, str] | None = None) -> None:
@@ -43,15 +43,15 @@ class EngineServer(ProcessTree):
             return False
 
     def get(self, path: str) -> str:
-        """The answer of a GET, such as /metrics."""
+        """Return the answer to a GET, for example of /metrics."""
         return self._request(path, None)
 
     def post(self, path: str, **body: object) -> Any:
-        """The answer of a POST of JSON, as JSON gives it."""
+        """Return the decoded answer to a POST of JSON."""
         return json.loads(self._request(path, json.dumps(body).encode()))
 
     def close(self) -> None:
-        """End the server as its user would, and what it leaves with force."""
+        """End the server with SIGTERM, and kill its remaining processes."""
         self.end(self.terminate)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""SGLang in a process of its own: the steps that tests run in it (see process.py).
+"""SGLang in its own process, and the steps that tests run in it (see process.py).
 
-`options` are the arguments of `sglang.Engine`. The variables come from `sglang_environ`.
+`options` are the arguments of `sglang.Engine`. `sglang_environ` returns the environment.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _ON_A_CPU = ROOT / "tests" / "engines" / "sglang_cpu"
 
 
 def sglang_options(model: object, extra: Mapping[str, object] | None = None, **changes: object) -> dict[str, object]:
-    """Arguments of `sglang.Engine` for a small model, with `extra` as the options of its storage backend."""
+    """Return arguments of `sglang.Engine` for a small model. `extra` are the options of its storage backend."""
     options: dict[str, object] = {
         "model_path": str(model),
         "skip_tokenizer_init": True,
         "device": "cpu",
-        "dtype": "float32",  # "auto" would make bfloat16 of the model
+        "dtype": "float32",  # "auto" would convert the model to bfloat16
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
@@ -38,7 +38,7 @@ def sglang_options(model: object, extra: Mapping[str, object] | None = None, **c
         "hicache_write_policy": "write_through",
         "hicache_mem_layout": "page_first",
         "hicache_io_backend": "kernel",
-        "hicache_storage_prefetch_policy": "wait_complete",  # or a slow machine makes a hit a miss
+        "hicache_storage_prefetch_policy": "wait_complete",  # otherwise a slow machine turns a hit into a miss
         "log_level": "warning",
     }
     if extra is not None:
@@ -52,7 +52,7 @@ def sglang_options(model: object, extra: Mapping[str, object] | None = None, **c
 
 
 def sglang_environ(**more: str) -> dict[str, str]:
-    """Variables of an SGLang on the CPU."""
+    """Return the environment of SGLang on a CPU."""
     return {"PYTHONPATH": f"{_ON_A_CPU}:{ROOT}", "SGLANG_USE_CPU_ENGINE": "1", **more}
 
 
@@ -62,17 +62,17 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     engine = Engine(**options)
 
     def generate(prompts: list[list[int]], tokens: int = 8) -> list[dict[str, object]]:
-        """One prompt after the other; for each the tokens that followed, and how many of it were cached."""
+        """Serve prompts one after the other. Return for each the output tokens and the number of cached tokens."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         answers = [engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
         return [{"tokens": each["output_ids"], "cached": each["meta_info"]["cached_tokens"]} for each in answers]
 
     def flush() -> bool:
-        """Forget device and host memory; False while a request is not quite over."""
+        """Empty device and host memory. Return False while a request is still in flight."""
         return bool(engine.flush_cache().success)
 
     def update_weights(model: str) -> str:
-        """Load other weights in place, as a trainer has it done; return why it failed, or nothing."""
+        """Load other weights in place, as a trainer does. Return the error message, or an empty string."""
         success, message, *_ = engine.update_weights_from_disk(model)
         return "" if success else str(message)
 

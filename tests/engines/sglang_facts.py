@@ -1,5 +1,6 @@
-"""SGLang's code without an engine, in a process of its own, since SGLang on a CPU needs stand-ins for packages that
-another engine must not see. For test_sglang_interface.py.
+"""Facts about SGLang's code, read without an engine. For test_sglang_interface.py.
+
+Runs in its own process: SGLang on a CPU needs stubs for packages, which other engines must not import.
 """
 
 from __future__ import annotations
@@ -41,28 +42,28 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         return list(inspect.signature(function).parameters)
 
     def methods() -> dict[str, list[list[str]]]:
-        """The parameters of each method of SGLang's interface: in SGLang, and in HiCacheStore."""
+        """Return the parameters of each method of SGLang's interface, in SGLang and in HiCacheStore."""
         named = inspect.getmembers(HiCacheStorage, inspect.isfunction)
         return {name: [parameters(function), parameters(getattr(HiCacheStore, name))] for name, function in named}
 
     def own() -> list[str]:
-        """The methods of SGLang's interface that HiCacheStore has itself."""
+        """The methods of SGLang's interface that HiCacheStore implements."""
         return sorted(name for name in vars(HiCacheStore) if name in vars(HiCacheStorage) and not name.startswith("_"))
 
     def names() -> dict[str, list[str]]:
-        """The fields of SGLang's classes that are read or written."""
+        """Return the fields of the SGLang classes that HiCacheStore uses."""
         found: dict[str, Any] = {
             "config": HiCacheStorageConfig, "extra": HiCacheStorageExtraInfo, "metrics": StorageMetrics,
         }  # fmt: skip
         return {name: sorted(kind.__dataclass_fields__) for name, kind in found.items()}
 
     def flags() -> dict[str, list[str]]:
-        """The fields of SGLang's configuration by namespace."""
+        """Return the fields of SGLang's configuration by namespace."""
         kinds = (lora.Lora, model.Model, serving.Serving, spec.Spec)
         return {kind._NS_PATH: sorted(kind.__annotations__) for kind in kinds}
 
     def pool(layout: str, is_mla: bool) -> Any:
-        """A host pool of SGLang, over a device pool that nothing is copied from."""
+        """Return a host pool of SGLang, over an unused device pool."""
         heads, dim = (1, _LATENT) if is_mla else (_HEADS, _HEAD_DIM)
         device = tuple(torch.zeros(_PAGE_TOKENS, heads, dim, dtype=torch.bfloat16) for _ in range(_LAYERS))
         addresses = torch.tensor([tensor.data_ptr() for tensor in device], dtype=torch.uint64)
@@ -85,8 +86,8 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         )  # fmt: skip
 
     def moved(layout: str, is_mla: bool) -> list[bool]:
-        """Move two pages from one pool to another, where HostPages says they are; for each page of the other pool
-        whether it has what SGLang says it should."""
+        """Copy two pages from one pool to another by the addresses of HostPages. Return for each page of the target
+        whether SGLang reads the expected KV from it."""
         source, target = pool(layout, is_mla), pool(layout, is_mla)
         source.kv_buffer.copy_(torch.rand(source.kv_buffer.shape))
         target.kv_buffer.zero_()
@@ -104,7 +105,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         ]
 
     def create(extra: dict[str, object], split_heads: bool = False, beside: str | None = None) -> str:
-        """Make the store as SGLang does, and with `beside` give it a second pool. Return why it refused, or nothing."""
+        """Create the store as SGLang does; `beside` adds a second pool. Return the error message, if any."""
         config = HiCacheStorageConfig(
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
             enable_storage_metrics=False, is_page_first_layout=True, model_name="small", should_split_heads=split_heads,
@@ -122,13 +123,13 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                     getattr(made, call)([])
                 except ConfigError:
                     continue
-                return f"{call} did not refuse"
+                return f"{call} did not raise ConfigError"
         except ConfigError as error:
             return str(error)
         return ""
 
     def new_table() -> list[bool]:
-        """Whether the pool has the same table of used slots after `alloc` and `free`, and another one after `clear`."""
+        """Return whether `alloc` and `free` keep the table of used slots, and whether `clear` replaces it."""
         made = pool("page_first", False)
         table = made.slot_used
         made.free(made.alloc(_PAGE_TOKENS))

@@ -1,9 +1,8 @@
-"""Follows a publisher of KV events with SGLang's own subscriber, the one of its UMBP store, and prints what that
-reports to its server, a line each:
+"""Follow a publisher of KV events with the subscriber of SGLang's UMBP store. Print each of its reports as a line.
 
     python tests/engines/sglang_subscriber.py tcp://127.0.0.1:5557
 
-Ends when its input does. The server and its package `mori` need AMD's hardware, so both are replaced here.
+Ends at the end of its input. The server and its package `mori` need AMD hardware, so this program replaces both.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ tiers.UMBPTierType = types.SimpleNamespace(HBM="HBM", DRAM="DRAM")  # type: igno
 sys.modules["mori"] = mori = types.ModuleType("mori")
 sys.modules["mori.umbp"] = mori.umbp = tiers  # type: ignore[attr-defined]
 
-from sglang.srt.mem_cache.storage.umbp.umbp_store import KVEventsSubscriber  # noqa: E402 (needs what is above)
+from sglang.srt.mem_cache.storage.umbp.umbp_store import KVEventsSubscriber  # noqa: E402 (needs the modules above)
 
 
 class Client:
-    """In place of the server."""
+    """The replacement of the server."""
 
     def report_external_kv_blocks(self, hashes: list[str], tier: str) -> bool:
-        """Blocks that are there."""
+        """Print cached blocks."""
         print("report", tier, *hashes, flush=True)
         return True
 
     def revoke_external_kv_blocks(self, hashes: list[str], tier: str) -> bool:
-        """Blocks that have left."""
+        """Print removed blocks."""
         print("revoke", tier, *hashes, flush=True)
         return True
 
     def revoke_all_external_kv_blocks_at_tier(self, tier: str) -> bool:
-        """All blocks have left."""
+        """Print that all blocks of a tier were removed."""
         print("clear", tier, flush=True)
         return True
 

@@ -1,4 +1,4 @@
-"""The benchmarks beside the engines' own offloading run. No figure is looked at."""
+"""The benchmarks beside the engines' own offloading run. No test compares their figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .process import ROOT, engine_environ
     [["sglang_files", "--pages", "4", "--threads", "1", "--layouts", "layer_first"], ["vllm_tiers"]],
     ids=lambda command: command[0],
 )
-def test_a_benchmark_beside_an_engine_s_own_storage_compares_the_two(command: list[str], tmp_path: Path) -> None:
+def test_the_benchmark_compares_hicache_with_the_storage_of_the_engine(command: list[str], tmp_path: Path) -> None:
     module, *options = command
     ended = subprocess.run(
         [sys.executable, "-m", f"benchmarks.engines.{module}", *options, "--path", str(tmp_path), "--rounds", "1", "0"],

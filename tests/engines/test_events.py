@@ -1,5 +1,5 @@
-"""HiCache's KV events, read by the decoders of vLLM and of SGLang over real sockets, and written beside their encoders.
-No engine is started.
+"""HiCache's KV events: the decoders of vLLM and SGLang read them over real sockets, and their encoders write the same
+fields. No engine is started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hicache.events.wire import WireForm, encode_batch
 from hicache.keys import RadixKey, page_keys, token_bytes
 from tests.waiting import wait_for
 
-with warnings.catch_warnings():  # of the engines and of what they import
+with warnings.catch_warnings():  # from the engines and their imports
     warnings.simplefilter("ignore")
     from sglang.srt.disaggregation import kv_events as sglang
     from sglang.srt.mem_cache.utils import hash_str_to_int64
@@ -65,7 +65,7 @@ def published(events: Sequence[Event], **options: Any) -> Iterator[EventPublishe
 
 
 def replayed(endpoint: str | None) -> list[bytes]:
-    """The batches of a replay, from the first on."""
+    """Return the batches of a replay from the first one on."""
     context = zmq.Context()
     try:
         dealer = context.socket(zmq.DEALER)
@@ -78,13 +78,13 @@ def replayed(endpoint: str | None) -> list[bytes]:
                 return payloads
             assert (empty, topic) == (b"", b"kv-events")
             payloads.append(payload)
-        raise AssertionError("no end of the replay")
+        raise AssertionError("the replay has not ended")
     finally:
         context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=["vllm", "sglang"])
-def test_an_engine_answers_a_replay_as_hicache_does(engine: Any, tmp_path: Path) -> None:
+def test_hicache_answers_a_replay_like_an_engine(engine: Any, tmp_path: Path) -> None:
     """The same client reads both."""
     ends = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     theirs = engine.ZmqEventPublisher(0, endpoint=ends[0], replay_endpoint=ends[1], topic="kv-events")
@@ -119,15 +119,15 @@ def test_the_decoder_of_an_engine_reads_a_replay(engine: Any) -> None:
     assert (removed.block_hashes, removed.medium) == (HASHES, "STORAGE")
 
 
-def test_each_engine_finds_the_salt_where_it_writes_it() -> None:
+def test_each_engine_reads_the_salt_from_its_own_field() -> None:
     payload = encode_batch(EVENTS, 1.0, WireForm(tenants=True, data_parallel_rank=2))
     assert decoded(sglang, [payload])[2].cache_salt == "salt"
     assert decoded(vllm, [payload])[2].extra_keys == [("lora", "salt"), ("lora",)]
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=["vllm", "sglang"])
-def test_a_decoder_refuses_what_the_engines_do_not_write(engine: Any) -> None:
-    """Negative control: hashes of bytes, which vLLM reads as well, and pairs of ids, which both refuse."""
+def test_a_decoder_rejects_events_that_engines_do_not_write(engine: Any) -> None:
+    """Negative control for the tests of the decoders."""
     event = {"type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": [1], "block_size": 1,
              "lora_id": None, "medium": "GPU", "lora_name": None}  # fmt: skip
     for changes in ({"token_ids": [[1, 2]]}, {"block_hashes": ["x"]}, {"block_size": "4"}):
@@ -155,7 +155,7 @@ def test_the_subscriber_of_sglang_follows_a_publisher(repository: Path) -> None:
 
 
 def own(events: list[Event], form: WireForm) -> list[dict[str, Any]]:
-    """What HiCache writes, without the field that only HiCache has."""
+    """Return the events that HiCache writes, without the field `hicache`."""
     _, found, _ = msgspec.msgpack.decode(encode_batch(events, 1.0, form))
     for event in found:
         event.pop("hicache", None)
@@ -166,7 +166,7 @@ def written(batch: Any) -> bytes:
     return msgspec.msgpack.encode(batch)
 
 
-def test_vllm_writes_the_same_bytes_but_for_the_field_of_hicache() -> None:
+def test_vllm_writes_the_same_bytes_except_for_the_field_hicache() -> None:
     ours = own([EVENTS[0], EVENTS[2], EVENTS[5], Cleared()], WireForm(tenants=True))
     ours[1].pop("cache_salt")  # SGLang's
     hashes: dict[str, Any] = {"block_hashes": HASHES, "block_size": 4, "token_ids": IDS, "parent_block_hash": None}
@@ -185,7 +185,7 @@ def test_vllm_writes_the_same_bytes_but_for_the_field_of_hicache() -> None:
     assert written(theirs) == written((1.0, ours, 0))
 
 
-def test_sglang_writes_the_same_fields_in_another_order_and_leaves_out_an_unknown_name() -> None:
+def test_sglang_writes_the_same_fields_in_another_order_without_an_unknown_name() -> None:
     first, named, removed, cleared = own([EVENTS[0], EVENTS[2], EVENTS[5], Cleared()], WireForm(tenants=True))
     assert first.pop("lora_name") is None
     assert named.pop("extra_keys") == [["lora", "salt"], ["lora"]]  # vLLM's
@@ -205,13 +205,13 @@ def test_sglang_writes_the_same_fields_in_another_order_and_leaves_out_an_unknow
     assert written(theirs) == written((1.0, [first, named, removed, cleared], 0))
 
 
-def test_pages_that_vllm_has_hashed_have_the_numbers_that_vllm_publishes() -> None:
+def test_keys_given_by_vllm_have_the_block_hashes_that_vllm_publishes() -> None:
     (event,) = own([EVENTS[5]], WireForm(given_keys=True))
     assert event["block_hashes"] == [maybe_convert_block_hash(BlockHash(key)) for key in KEYS]
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=["vllm", "sglang"])
-def test_a_rank_listens_where_its_engine_would(engine: Any) -> None:
+def test_a_rank_has_the_same_endpoint_as_under_its_engine(engine: Any) -> None:
     for endpoint in ("tcp://127.0.0.1:5557", "tcp://[::1]:5557"):
         for number in (0, 3):
             assert ranked_endpoint(endpoint, number) == engine.ZmqEventPublisher.offset_endpoint_port(endpoint, number)

@@ -1,4 +1,4 @@
-"""What the harness promises about engines that fail."""
+"""The test harness for engines: failures of an engine fail its calls and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def process(tmp_path: Path) -> Iterator[EngineProcess]:
         yield process
 
 
-def test_a_step_that_raises_fails_its_call_with_the_log_and_the_next_one_runs(process: EngineProcess) -> None:
-    with pytest.raises(EngineFailed, match=r"(?s)ZeroDivisionError.*some words on stdout"):
+def test_a_step_that_raises_fails_its_call_with_the_log_and_later_calls_work(process: EngineProcess) -> None:
+    with pytest.raises(EngineFailed, match=r"(?s)ZeroDivisionError.*some text on stdout"):
         process.call("raise")
     assert process.call("echo", value=[1, "a"]) == [1, "a"]
 
@@ -29,7 +29,7 @@ def test_an_engine_that_dies_fails_its_call(process: EngineProcess) -> None:
         process.call("die")
 
 
-def test_an_engine_that_hangs_fails_its_call_and_is_ended(process: EngineProcess) -> None:
+def test_an_engine_that_hangs_fails_its_call_and_is_killed(process: EngineProcess) -> None:
     with pytest.raises(EngineFailed, match=r"no answer within 0\.1 s"):
         process.call("hang", timeout_s=0.1)
     assert not process.pids()
@@ -37,12 +37,12 @@ def test_an_engine_that_hangs_fails_its_call_and_is_ended(process: EngineProcess
         process.call("echo", value=1)
 
 
-def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_start_reports_the_reason(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"(?s)did not start.*ValueError: no such model"):
         EngineProcess(MODULE, {"error": "no such model"}, folder=tmp_path)
 
 
-def test_nothing_is_left_of_an_engine_that_was_killed(process: EngineProcess) -> None:
+def test_a_killed_engine_leaves_no_process_and_no_shared_memory(process: EngineProcess) -> None:
     name, child = process.call("left")
     assert child in process.pids() and Path("/dev/shm", name).exists()
     process.kill()

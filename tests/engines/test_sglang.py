@@ -1,7 +1,7 @@
 """SGLang on HiCache: two engines over the same files, and one with another layout over a daemon that fails.
 
-Each test has prompts of its own and takes its reference from a cold run. The control that stored KV is really read is
-`test_zeroed_pages_change_the_tokens`.
+Each test has its own prompts and takes its reference from a cold run. `test_zeroed_pages_change_the_tokens` is the
+control: it shows that engines read stored KV.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .process import EngineProcess
 from .prompts import prompts, write_config
 from .sglang_engine import PAGE_TOKENS, sglang_environ, sglang_options
 
-# Of a prompt of 300 tokens, what can be cached: the last token is computed.
+# The tokens of a prompt of 300 that can be cached; the last token is computed.
 CACHED = 299 // PAGE_TOKENS * PAGE_TOKENS
 PAGES = 300 // PAGE_TOKENS
 
@@ -54,7 +54,7 @@ def start(llama: Path, folder: Path) -> Callable[..., EngineProcess]:
 
 @pytest.fixture(scope="module")
 def files(folder: Path, port: int) -> Path:
-    """The configuration of two engines: both get a port for metrics, one behind the other."""
+    """Return the configuration of two engines. They use consecutive ports for metrics."""
     options = {"path": str(folder / "pages"), "free_space_floor": 0}
     storage = {"type": "file", "options": options}
     return write_config(folder / "files.yaml", page_size=PAGE_TOKENS, storage=storage, metrics={"port": port})
@@ -82,7 +82,7 @@ def flush(engine: EngineProcess) -> None:
 
 
 def update(engine: EngineProcess, model: Path) -> None:
-    """Load other weights in place. SGLang does not flush, and says so, while a request is not quite over."""
+    """Load other weights in place. Retry, because SGLang fails while a request is still in flight."""
     wait_for(lambda: engine.call("update_weights", model=str(model)) == "", pause_s=0.05)
 
 
@@ -95,19 +95,19 @@ def cached(answers: Answers) -> list[int]:
 
 
 def stored(folder: Path) -> dict[str, Path]:
-    """The files of pages by their keys."""
+    """Return the files of pages by their keys."""
     found = {path.name.partition(".")[0]: path for path in (folder / "pages").rglob("*") if path.is_file()}
     return {key: path for key, path in found.items() if len(key) == 64}
 
 
 def files_of(prompt: list[int], folder: Path) -> list[Path]:
-    """The files of the pages of a prompt, in order. SGLang's keys are those of HiCache's own engine."""
+    """Return the files of a prompt's pages, in order. SGLang's keys are those of HiCache's own engine."""
     files = stored(folder)
     return [files[key.hex()] for key in page_keys(token_bytes(prompt), PAGE_TOKENS)]
 
 
 def cold(engine: EngineProcess, folder: Path, asked: list[list[int]]) -> Answers:
-    """Compute prompts that nobody has computed, and wait until their pages are stored."""
+    """Compute new prompts, and wait until their pages are stored."""
     before = len(stored(folder))
     answers = generate(engine, asked)
     assert cached(answers) == [0] * len(asked)
@@ -131,7 +131,7 @@ def test_tokens_are_equal_cold_and_from_storage(first: EngineProcess, folder: Pa
     assert metric(port, 'hicache_backend_get_pages_total{backend="file",outcome="hit"}') >= 2 * CACHED // PAGE_TOKENS
 
 
-def test_a_second_engine_reads_what_the_first_one_stored_and_the_other_way_round(
+def test_each_engine_reads_the_pages_of_the_other(
     first: EngineProcess, second: EngineProcess, folder: Path, port: int
 ) -> None:
     for writer, reader, name in ((first, second, "there"), (second, first, "back")):
@@ -143,7 +143,7 @@ def test_a_second_engine_reads_what_the_first_one_stored_and_the_other_way_round
     assert metric(port + 1, "hicache_build_info") == 1
 
 
-def test_flipped_bytes_and_swapped_pages_cost_hits_alone(
+def test_flipped_bytes_and_swapped_pages_cost_only_hits(
     first: EngineProcess, second: EngineProcess, folder: Path, port: int
 ) -> None:
     asked = prompts("damaged", 2)
@@ -163,7 +163,7 @@ def test_flipped_bytes_and_swapped_pages_cost_hits_alone(
 
 
 def test_zeroed_pages_change_the_tokens(first: EngineProcess, second: EngineProcess, folder: Path) -> None:
-    """The control: with pages whose proof is right and whose KV is wrong, answers are wrong."""
+    """The control: pages with a valid seal but wrong KV give wrong tokens."""
     asked = prompts("zeroed", 1)
     expected = cold(first, folder, asked)
     for path in files_of(asked[0], folder):
@@ -180,7 +180,7 @@ def test_zeroed_pages_change_the_tokens(first: EngineProcess, second: EngineProc
 
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
-    """A daemon over the files of the other engines."""
+    """Start a daemon over the files of the other engines."""
     options = {"path": str(folder / "pages"), "free_space_floor": 0}
     with (
         tempfile.TemporaryDirectory(prefix="hc-") as short,  # the path of a Unix socket has at most 107 bytes
@@ -191,7 +191,7 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def remote(daemon: Daemon, start: Callable[..., EngineProcess], folder: Path) -> Iterator[EngineProcess]:
-    """An engine with another layout over the daemon. It waits for storage no longer than a second."""
+    """Start an engine with another layout over the daemon. It waits at most one second for storage."""
     guard = {"backoff_min": "50ms", "backoff_max": "200ms"}
     storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": "500ms"}, "guard": guard}
     config = write_config(
@@ -204,7 +204,7 @@ def remote(daemon: Daemon, start: Callable[..., EngineProcess], folder: Path) ->
         yield engine
 
 
-def test_an_engine_with_another_layout_sees_nothing_of_the_others(
+def test_an_engine_with_another_layout_finds_no_pages_of_the_others(
     first: EngineProcess, remote: EngineProcess, folder: Path
 ) -> None:
     asked = prompts("layout", 1)
@@ -214,7 +214,7 @@ def test_an_engine_with_another_layout_sees_nothing_of_the_others(
     assert tokens(found) == tokens(expected)
 
 
-def test_a_daemon_that_hangs_dies_or_is_full_costs_hits_alone(
+def test_a_daemon_that_hangs_dies_or_is_full_costs_only_hits(
     remote: EngineProcess, daemon: Daemon, folder: Path
 ) -> None:
     asked = prompts("faults", 2)
@@ -254,5 +254,5 @@ def test_after_new_weights_storage_is_not_used(
     assert cached(found) == [0]
     assert tokens(found) != tokens(expected)
     assert len(stored(folder)) == files
-    # The control: an engine that was told that its weights never change reads what the old ones computed.
+    # The control: with `fixed_weights`, the engine reads pages of the old weights.
     assert cached(generate(first, asked)) == [CACHED]

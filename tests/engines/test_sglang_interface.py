@@ -1,6 +1,6 @@
-"""What HiCacheStore relies on in SGLang, compared with the installed wheel: a rename upstream is one red test here.
+"""The parts of SGLang that HiCacheStore uses, compared with the installed wheel: a rename upstream fails a test.
 
-Tests without an engine start: SGLang's classes, and its own host pools.
+The tests use SGLang's classes and host pools. No engine starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hicache.integrations.sglang.pages import LAYOUTS
 from .process import EngineProcess
 from .sglang_engine import sglang_environ
 
-# The methods of SGLang's interface. A new one may be a hook that we want, such as one for new weights.
+# The methods of SGLang's interface. A new one may be a useful hook, for example for new weights.
 METHODS = {
     "batch_exists", "batch_exists_v2", "batch_get", "batch_get_v1", "batch_get_v2", "batch_set", "batch_set_v1",
     "batch_set_v2", "clear", "exists", "get", "get_stats", "on_host_pools_registered", "register_mem_host_pool_v2",
@@ -46,17 +46,17 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
         yield process
 
 
-def test_the_interface_has_the_methods_that_we_know(sglang: EngineProcess) -> None:
+def test_the_interface_has_the_known_methods(sglang: EngineProcess) -> None:
     assert set(sglang.call("methods")) == METHODS
     assert set(sglang.call("own")) == METHODS - {"on_host_pools_registered"}
 
 
-def test_each_method_is_called_as_sglang_calls_it(sglang: EngineProcess) -> None:
+def test_each_method_has_the_parameters_of_sglang(sglang: EngineProcess) -> None:
     for name, (theirs, ours) in sglang.call("methods").items():
         assert ours == theirs, name
 
 
-def test_sglang_has_the_fields_that_are_read(sglang: EngineProcess) -> None:
+def test_sglang_has_the_fields_that_hicache_reads(sglang: EngineProcess) -> None:
     found = sglang.call("names")
     for kind, wanted in FIELDS.items():
         assert wanted <= set(found[kind]), kind
@@ -71,16 +71,16 @@ def test_sglang_has_the_flags_that_identify_pages(sglang: EngineProcess) -> None
 @pytest.mark.parametrize(
     ("layout", "is_mla"), [(layout, False) for layout in LAYOUTS] + [(layout, True) for layout in LAYOUTS[:3]]
 )
-def test_pages_are_where_sglangs_own_host_pools_have_them(sglang: EngineProcess, layout: str, is_mla: bool) -> None:
+def test_addresses_of_pages_agree_with_sglangs_host_pools(sglang: EngineProcess, layout: str, is_mla: bool) -> None:
     assert all(sglang.call("moved", layout=layout, is_mla=is_mla))
 
 
-def test_a_flush_gives_a_host_pool_another_table(sglang: EngineProcess) -> None:
-    """By which HiCacheStore knows that the weights may have changed."""
+def test_a_flush_replaces_the_table_of_a_host_pool(sglang: EngineProcess) -> None:
+    """HiCacheStore detects by it that the weights may have changed."""
     assert sglang.call("new_table") == [True, True]
 
 
-def test_what_is_not_served_is_refused_with_the_flag(sglang: EngineProcess) -> None:
+def test_an_unsupported_engine_is_rejected_with_the_flag(sglang: EngineProcess) -> None:
     v1 = {"interface_v1": 1}
     assert sglang.call("create", extra=v1, beside="kv") == ""
     assert '"interface_v1": 1' in sglang.call("create", extra={})

@@ -1,9 +1,8 @@
-"""vLLM on HiCache with files as storage. Over the same files are an engine in one process, its HTTP server, which is a
-second engine, and an engine with two tensor-parallel workers. The server loads layer by layer, the others
-asynchronously.
+"""vLLM on HiCache with a file store. Three engines share the files: one in a single process, vLLM's HTTP server, and
+one with two tensor-parallel workers. The server loads layer by layer, the others asynchronously.
 
-Each test has prompts of its own and takes its reference from a cold run. The control that KV is really read is
-`test_zeroed_frames_change_the_tokens`.
+Each test has its own prompts and takes its reference from a cold run. `test_zeroed_frames_change_the_tokens` is the
+control: it shows that the engine reads the loaded KV.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from .prompts import prompt, prompts, write_config
 from .server import EngineServer
 from .vllm_engine import HOOKS, hicache_connector, vllm_environ, vllm_options
 
-# Of a prompt of 300 tokens: the blocks of 32 on the device, and the pages of 64 beyond.
+# The cached tokens of a prompt of 300: in blocks of 32 on the device, and in pages of 64 on the other tiers.
 ON_DEVICE, IN_PAGES = 288, 256
 PAGES = IN_PAGES // 64
-# Room for 16 pages, so that a few prompts push out what was there before.
+# Room for 16 pages, so that a few prompts evict earlier pages.
 HOST = {"tokens": 1024}
 
 
@@ -87,18 +86,18 @@ def server(
 
 
 def pages_in(store: Path) -> set[Path]:
-    """The files of pages."""
+    """Return the files of pages."""
     return {path for path in store.glob("*/*/*") if re.fullmatch("[0-9a-f]{64}", path.name)}
 
 
 def generate(vllm: EngineProcess, *asked: list[int], salt: str | None = None) -> tuple[list[list[int]], list[int]]:
-    """The tokens that follow each prompt, and how many of its own were cached."""
+    """Return the output tokens of each prompt, and how many of its tokens were cached."""
     found = vllm.call("generate", prompts=list(asked), salt=salt)
     return [each["tokens"] for each in found], [each["cached"] for each in found]
 
 
 def complete(server: EngineServer, asked: list[int]) -> tuple[list[int], int]:
-    """The same from the HTTP server, for one prompt."""
+    """Return the same from the HTTP server, for one prompt."""
     body = {"model": "small", "prompt": asked, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = server.post("/v1/completions", **body, return_token_ids=True)
     details = answer["usage"]["prompt_tokens_details"] or {}
@@ -106,7 +105,7 @@ def complete(server: EngineServer, asked: list[int]) -> tuple[list[int], int]:
 
 
 def stored(vllm: EngineProcess, store: Path, asked: list[int]) -> tuple[list[int], set[Path]]:
-    """Let the engine compute a new prompt; returns the tokens and, once they are stored, the files of its pages."""
+    """Compute a new prompt and wait until it is stored. Return the output tokens and the files of its pages."""
     before = pages_in(store)
     ((tokens,), cached) = generate(vllm, asked)
     assert cached == [0]
@@ -119,7 +118,7 @@ def on_host_only(vllm: EngineProcess) -> None:
 
 
 def in_storage_only(vllm: EngineProcess, name: str) -> None:
-    """Other prompts push the earlier ones out of host memory, and the device forgets."""
+    """Evict earlier prompts from host memory by other prompts, and reset the device."""
     generate(vllm, *prompts(f"filler of {name}", 5))
     on_host_only(vllm)
 
@@ -155,21 +154,21 @@ def test_equal_prompts_at_once_are_loaded_once(vllm: EngineProcess, store: Path)
     assert vllm.call("metrics")["vllm:hicache_loaded_pages"] == loaded + PAGES
 
 
-def test_a_cache_salt_shares_nothing(vllm: EngineProcess, store: Path) -> None:
+def test_prompts_with_different_salts_do_not_share_pages(vllm: EngineProcess, store: Path) -> None:
     asked = prompt("salt")
     cold, _ = stored(vllm, store, asked)
     on_host_only(vllm)
     assert generate(vllm, asked, salt="another tenant") == ([cold], [0])
 
 
-def test_a_server_serves_what_another_engine_has_stored(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
+def test_a_server_reads_pages_stored_by_another_engine(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
     asked = prompt("from the first")
     cold, _ = stored(vllm, store, asked)
     assert complete(server, asked) == (cold, IN_PAGES)
     assert complete(server, asked) == (cold, ON_DEVICE)
 
 
-def test_an_engine_serves_what_a_server_has_stored(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
+def test_an_engine_reads_pages_stored_by_a_server(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
     asked, before = prompt("from the server"), pages_in(store)
     cold, cached = complete(server, asked)
     assert cached == 0
@@ -179,7 +178,7 @@ def test_an_engine_serves_what_a_server_has_stored(vllm: EngineProcess, server: 
 
 @pytest.mark.parametrize("damaged", [1, PAGES])
 def test_damaged_files_are_misses(vllm: EngineProcess, server: EngineServer, store: Path, damaged: int) -> None:
-    """`test_a_server_serves_what_another_engine_has_stored` is the control."""
+    """`test_a_server_reads_pages_stored_by_another_engine` is the control."""
     asked = prompt(f"damaged {damaged}")
     cold, files = stored(vllm, store, asked)
     for path in sorted(files)[:damaged]:
@@ -190,7 +189,7 @@ def test_damaged_files_are_misses(vllm: EngineProcess, server: EngineServer, sto
     assert tokens == cold and cached <= (PAGES - damaged) * 64
 
 
-def test_a_server_counts_what_hicache_copies(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
+def test_the_metrics_of_a_server_count_loads_of_hicache(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
     asked = prompt("counted")
     stored(vllm, store, asked)
     before = counters(server)
@@ -203,7 +202,7 @@ def test_a_server_counts_what_hicache_copies(vllm: EngineProcess, server: Engine
     assert after[hits] - before[hits] == IN_PAGES
 
 
-def test_subscribers_learn_which_pages_the_host_and_the_files_have(server: EngineServer, events_port: int) -> None:
+def test_subscribers_get_events_of_pages_on_the_host_and_in_files(server: EngineServer, events_port: int) -> None:
     found: set[str] = set()
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.bind(f"tcp://{LOOPBACK}:{events_port}")  # vLLM connects to an address without a "*"
@@ -211,7 +210,7 @@ def test_subscribers_learn_which_pages_the_host_and_the_files_have(server: Engin
         numbers = itertools.count()
 
         def receive() -> None:
-            """Ask for a new prompt, since what comes before the two are connected is lost."""
+            """Send a new prompt and read events. Events from before the connection are lost."""
             complete(server, prompt(f"events {next(numbers)}"))
             while socket.poll(0):
                 _, _, payload = socket.recv_multipart()
@@ -221,10 +220,10 @@ def test_subscribers_learn_which_pages_the_host_and_the_files_have(server: Engin
         wait_for(lambda: {"GPU", "CPU", "STORAGE"} <= found, receive, pause_s=0.05)
 
 
-def test_engines_whose_pages_have_another_order_do_not_see_each_other(
+def test_engines_with_different_page_layouts_do_not_share_pages(
     vllm: EngineProcess, workers: EngineProcess, store: Path
 ) -> None:
-    """A page of two workers has the same key and as many bytes, in another order."""
+    """A page of two workers has the same key and size, but another order of bytes."""
     asked = prompt("order")
     cold, _ = stored(vllm, store, asked)
     assert stored(workers, store, asked)[0] == cold
@@ -258,8 +257,8 @@ def test_a_load_that_fails_on_one_worker_is_computed(workers: EngineProcess, sto
     assert generate(workers, asked) == ([cold], [IN_PAGES])
 
 
-def test_nothing_from_before_a_reset_of_the_connector_is_served(vllm: EngineProcess, store: Path) -> None:
-    """The last test: from then on the two engines do not see each other's pages."""
+def test_older_pages_are_not_used_after_a_reset_of_the_connector(vllm: EngineProcess, store: Path) -> None:
+    """Must be the last test: afterwards the engines do not share pages."""
     asked = prompt("reset")
     cold, files = stored(vllm, store, asked)
     wait_for(lambda: bool(vllm.call("reset", connector=True)))
@@ -270,7 +269,7 @@ def test_nothing_from_before_a_reset_of_the_connector_is_served(vllm: EngineProc
 
 
 def counters(server: EngineServer) -> dict[str, float]:
-    """The samples of /metrics, those of one name summed."""
+    """Return the samples of /metrics, summed by name."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics")):
         for sample in family.samples:

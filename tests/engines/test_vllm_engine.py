@@ -1,4 +1,4 @@
-"""What HiCacheConnector makes of vLLM's configuration: whose pages they are, and what it refuses. No engine starts."""
+"""HiCacheConnector and vLLM's configuration: namespaces, and unsupported configurations. No engine starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, SharedMemoryError
 
-with warnings.catch_warnings():  # of vLLM and of what it imports
+with warnings.catch_warnings():  # from vLLM and its imports
     warnings.simplefilter("ignore")
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -27,7 +27,7 @@ SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch
 
 
 def vllm_config(**changes: Any) -> Any:
-    """What is read of a VllmConfig; `changes` are entries of its sections."""
+    """Return the parts of a VllmConfig that HiCache reads. `changes` are entries of its sections."""
     sections: dict[str, dict[str, Any]] = {
         "model_config": {
             "model": "someone/model", "hf_config": SimpleNamespace(_commit_hash="c0ffee", to_dict=dict),
@@ -53,21 +53,21 @@ def vllm_config(**changes: Any) -> Any:
 
 
 def digest_of(**changes: Any) -> bytes:
-    """The namespace of an engine, under which its pages are stored."""
+    """Return the digest of an engine's namespace."""
     layout = BlockLayout(16, 64, (128,), 1)
     engine = Engine(HiCacheConfig(page_size=64), layout, ("layer",), 8, False, "specs", vllm_config(**changes))
     return engine.namespace("the form of its blocks").digest
 
 
-def test_engines_share_pages_if_all_agrees() -> None:
+def test_engines_with_equal_configurations_share_pages() -> None:
     assert digest_of() == digest_of()
 
 
 @pytest.mark.parametrize(
     "change", [{"cache_dtype": "fp8_e5m2"}, {"quantization": "fp8"}, {"dtype": torch.float16}], ids=str
 )
-def test_engines_whose_blocks_have_another_meaning_share_no_pages(change: dict[str, Any]) -> None:
-    assert digest_of() != digest_of(**change)  # both kinds of fp8 are bytes of one length to torch
+def test_engines_with_different_kinds_of_blocks_do_not_share_pages(change: dict[str, Any]) -> None:
+    assert digest_of() != digest_of(**change)  # both kinds of fp8 are bytes of equal length in torch
 
 
 def test_the_seed_of_block_hashes_is_in_the_namespace_before_vllm_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +106,12 @@ def test_events_of_a_data_parallel_rank_name_it() -> None:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_would_give_wrong_kv_is_refused_at_start(what: str) -> None:
+def test_an_unsupported_configuration_is_rejected_at_the_start(what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         open_engine(*REFUSED[what])
 
 
-def test_memory_that_is_not_pinned_is_refused_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_pinned_is_rejected_only_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HICACHE_HOST__PIN", "off")
     assert open_engine({}, {}).config.host.pin == "off"
     monkeypatch.setattr(vllm_engine, "current_platform", SimpleNamespace(is_cuda=lambda: True))
@@ -121,12 +121,12 @@ def test_memory_that_is_not_pinned_is_refused_on_cuda_alone(monkeypatch: pytest.
     assert open_engine({}, {}).config.host.pin == "auto"
 
 
-def test_several_groups_of_caches_are_refused_with_what_to_use_instead() -> None:
+def test_several_cache_groups_are_rejected_and_the_message_names_the_tier() -> None:
     with pytest.raises(ConfigError, match="vllm_tier"):
         open_engine({}, {}, groups=2)
 
 
-def test_engines_of_one_configuration_do_not_write_into_the_same_frames() -> None:
+def test_engines_with_one_configuration_do_not_share_frames() -> None:
     name = f"vllm-test-{os.getpid()}"
     config = HiCacheConfig.model_validate({"page_size": 64, "host": {"tokens": 512, "shared": {"name": name}}})
     layout = BlockLayout(16, 64, (128,), 1)

@@ -1,7 +1,7 @@
-"""vLLM on HiCache in want: few blocks on the device, and a store on the network that hangs, dies or is full.
+"""vLLM on HiCache with few device blocks, and a store on the network that hangs, dies or is full.
 
-One engine in one process, its store a Valkey behind a proxy. Each test compares with tokens that were computed without
-any cache.
+One engine in one process. Its store is a Valkey server behind a proxy. Each test compares with tokens that were
+computed without a cache.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def cached_of(vllm: EngineProcess, asked: list[list[int]]) -> list[int]:
 
 
 def reference(vllm: EngineProcess, asked: list[list[int]], tokens: int = 8) -> list[list[int]]:
-    """The tokens of each prompt alone and without a hit: a salt hides what others have cached."""
+    """Return the tokens of each prompt, served alone and without hits: a salt hides the cached pages."""
     return [tokens_of(vllm, [each], tokens=tokens, salt=f"reference {each}")[0] for each in asked]
 
 
 def save(vllm: EngineProcess, asked: list[list[int]]) -> None:
-    """Have the prompts on L2 and nothing on the device."""
+    """Serve prompts, so that they are on L2, and reset the device."""
     for each in asked:
         vllm.call("generate", prompts=[each])
     assert vllm.call("reset")
@@ -100,7 +100,7 @@ def test_preempted_requests_give_the_same_tokens(vllm: EngineProcess) -> None:
     assert vllm.call("metrics")["vllm:num_preemptions"] > before
 
 
-def test_loads_that_fail_are_computed_and_the_engine_goes_on(vllm: EngineProcess) -> None:
+def test_failed_loads_are_computed_and_later_loads_work(vllm: EngineProcess) -> None:
     asked = prompts("failing", 4)
     expected = reference(vllm, asked)
     save(vllm, asked)
@@ -110,7 +110,7 @@ def test_loads_that_fail_are_computed_and_the_engine_goes_on(vllm: EngineProcess
     assert cached_of(vllm, asked) == [IN_PAGES] * 4
 
 
-def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(vllm: EngineProcess) -> None:
+def test_a_request_aborted_during_its_load_leaves_nothing(vllm: EngineProcess) -> None:
     asked = prompts("aborted", 2)
     expected = reference(vllm, asked)
     save(vllm, asked)
@@ -126,7 +126,7 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(vllm: EnginePro
     assert tokens_of(vllm, asked) == expected
 
 
-def test_a_request_that_is_aborted_while_it_runs_leaves_nothing(vllm: EngineProcess) -> None:
+def test_a_running_request_that_is_aborted_leaves_nothing(vllm: EngineProcess) -> None:
     asked = prompts("stopped", 2)
     expected = reference(vllm, asked)
     names = vllm.call("add", prompts=asked, tokens=100)
@@ -145,13 +145,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_store_in_trouble_costs_hits_and_nothing_else(
+def test_a_failing_store_costs_only_hits(
     vllm: EngineProcess, proxy: Proxy, client: Any, fault: str
 ) -> None:
     old, new = prompt(f"{fault}, old"), prompt(f"{fault}, new")
     expected = reference(vllm, [old, new])
     client.flushall()
-    # Again if storage still recovered from the fault before; each use of a page on L2 stores it.
+    # Retry, because storage may still recover from the previous fault. Each use of a page on L2 stores it.
     wait_for(lambda: client.dbsize() >= PAGES, lambda: save(vllm, [old]))
     in_storage_only(vllm, fault)
     FAULTS[fault](proxy, client)
@@ -162,16 +162,16 @@ def test_a_store_in_trouble_costs_hits_and_nothing_else(
     finally:
         proxy.heal()
         client.config_set("maxmemory", 0)
-    heals(vllm, fault)
+    require_recovery(vllm, fault)
 
 
 def in_storage_only(vllm: EngineProcess, name: str) -> None:
-    """Other prompts push the earlier ones out of host memory, and the device forgets."""
+    """Evict earlier prompts from host memory by other prompts, and reset the device."""
     save(vllm, prompts(f"filler of {name}", 8))
 
 
-def heals(vllm: EngineProcess, name: str) -> None:
-    """What is computed some time after the fault is stored and found again."""
+def require_recovery(vllm: EngineProcess, name: str) -> None:
+    """Check that prompts computed some time after the fault are stored and found."""
     numbers = itertools.count()
 
     def stored_and_found() -> bool:

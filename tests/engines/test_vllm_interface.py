@@ -1,5 +1,5 @@
-"""What HiCacheConnector is called with and reads of vLLM, compared with the installed wheel: a change upstream is one
-red test with a name. Names that it imports are compared by the import itself.
+"""The methods and attributes of vLLM that HiCacheConnector uses, compared with the installed wheel: a change upstream
+fails one named test. The imports check the imported names.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():  # of vLLM and of what it imports
+with warnings.catch_warnings():  # from vLLM and its imports
     warnings.simplefilter("ignore")
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
 
     from hicache.integrations.vllm import HiCacheConnector
 
-# The public methods of a connector with their parameters. A new one may be one that HiCache has to answer.
+# The public methods of a connector with their parameters. HiCache may have to implement a new one.
 METHODS = {
     "bind_connector_metadata": "connector_metadata",
     "bind_gpu_block_pool": "gpu_block_pool",
@@ -67,7 +67,7 @@ METHODS = {
     "wait_for_layer_load": "layer_name",
     "wait_for_save": "",
 }  # fmt: skip
-# What it reads of vLLM's objects.
+# The attributes of vLLM's objects that HiCache reads.
 READ = {
     "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype",
     "vllm.config:KVEventsConfig": "enable_kv_cache_events",
@@ -104,7 +104,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def has(owner: type, name: str) -> bool:
-    """True if instances have the attribute: of the class, annotated in it, or set by its methods."""
+    """True if instances have the attribute: defined in the class, annotated, or set by its methods."""
     return any(name in vars(kind) or name in vars(kind).get("__annotations__", {}) for kind in owner.__mro__) or (
         f"self.{name} = " in inspect.getsource(owner) or f"self.{name}: " in inspect.getsource(owner)
     )
@@ -118,7 +118,7 @@ def test_a_connector_has_the_known_methods(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() & vars(HiCacheConnector).keys()))
-def test_hicache_takes_what_vllm_passes(name: str) -> None:
+def test_a_method_of_hicache_has_the_parameters_of_vllm(name: str) -> None:
     ours, theirs = vars(HiCacheConnector)[name], vars(KVConnectorBase_V1)[name]
     assert type(ours) is type(theirs)
     if not isinstance(ours, property) and parameters(getattr(HiCacheConnector, name)) != ["args"]:
@@ -126,17 +126,17 @@ def test_hicache_takes_what_vllm_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("owner", READ)
-def test_what_hicache_reads_is_there(owner: str) -> None:
+def test_attributes_that_hicache_reads_exist(owner: str) -> None:
     module, _, name = owner.partition(":")
     kind = getattr(importlib.import_module(module), name)
     assert [name for name in READ[owner].split() if not has(kind, name)] == []
 
 
-def test_a_field_that_is_not_there_is_found() -> None:
+def test_a_missing_attribute_is_detected() -> None:
     assert not has(KVConnectorTransferResults, "request_id")
 
 
-def test_transfer_results_have_the_order_in_which_hicache_gives_them() -> None:
+def test_transfer_results_have_the_field_order_that_hicache_uses() -> None:
     assert [field.name for field in fields(KVConnectorTransferResults)] == [
         "finished_sending", "finished_recving", "failed_recving",
     ]  # fmt: skip

@@ -1,8 +1,8 @@
 """vLLM's own offloading with HiCache's storage as its secondary tier: a hybrid model, on a CPU, in two processes.
 
-The first process computes, and chunks are copied on their way to a Valkey server. The second one gets from there what
-the first has computed, in place. vLLM has no worker for offloading on a CPU, so one of the tests' own copies blocks
-(`vllm_cpu_spec`). The tests of the second process build on each other: the server is hurt more and more.
+The first process computes, and stores chunks in a Valkey server by copies. The second process reads these chunks in
+place. vLLM has no offloading worker for CPUs, so a worker of the tests copies blocks (`vllm_cpu_spec`). The tests of
+the second process depend on their order: later tests damage the pages and stop the server.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .model import VOCABULARY
 from .process import EngineProcess
 from .vllm_engine import BLOCK_TOKENS, vllm_environ, vllm_options
 
-# Of several chunks, longer than the window, and not whole blocks.
+# Several chunks, longer than the window, and not a whole number of blocks.
 PROMPT_TOKENS = 410
 TOKENS = 8
 BLOCKS_PER_CHUNK = 2
-# All whole chunks of a prompt.
+# The whole chunks of a prompt.
 CACHED_TOKENS = PROMPT_TOKENS // (BLOCKS_PER_CHUNK * BLOCK_TOKENS) * BLOCKS_PER_CHUNK * BLOCK_TOKENS
 NAMES = ("hit", "zeroed", "damaged", "reset", "hung", "dead")
 _READ = "vllm:kv_offload_tiering_read_bytes"
@@ -42,17 +42,17 @@ def prompt(name: str) -> list[int]:
 
 
 class Tier:
-    """A store, and what the first engine has computed and stored there."""
+    """A store, and the answers of the first engine, whose chunks are in the store."""
 
     def __init__(self, server: ValkeyServer, model: Path, folder: Path) -> None:
         self.server, self.zeros, self._model, self._folder = server, folder / "zeros", model, folder
         kind, self._storage = server.storage()
         self._config = folder / "hicache.yaml"
-        # Every prompt must be asked for: a breaker that is open would answer for the store.
+        # Keep the breaker closed: an open one would answer in place of the store.
         guard = {"read": "on", "write": "on"}
         self._config.write_text(json.dumps({"storage": {"type": kind, "options": self._storage, "guard": guard}}))
         with self.start() as engine:
-            self.cold = {name: ask(engine, name) for name in NAMES}
+            self.cold = {name: serve(engine, name) for name in NAMES}
 
     def start(self, **options: object) -> EngineProcess:
         tier = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm_tier", "config": str(self._config)}
@@ -67,7 +67,7 @@ class Tier:
         )  # fmt: skip
 
     def damage_pages(self) -> int:
-        """Flip a bit of each page's payload; return how many there are."""
+        """Flip a bit in the payload of each page. Return the number of pages."""
         client = self.server.client()
         keys = [key for key in client.scan_iter() if client.type(key) == b"string"]
         for key in keys:
@@ -81,7 +81,7 @@ class Tier:
             return len({page.namespace for page in raw.pages()})
 
 
-def ask(engine: EngineProcess, name: str, **more: Any) -> dict[str, Any]:
+def serve(engine: EngineProcess, name: str, **more: Any) -> dict[str, Any]:
     answer: dict[str, Any] = engine.call("generate", prompts=[prompt(name)], tokens=TOKENS, **more)[0]
     return answer
 
@@ -99,21 +99,21 @@ def engine(tier: Tier) -> Iterator[EngineProcess]:
         yield engine
 
 
-def test_a_fresh_process_gets_what_another_one_has_computed(tier: Tier, engine: EngineProcess) -> None:
+def test_a_new_process_reads_chunks_of_another_process(tier: Tier, engine: EngineProcess) -> None:
     assert all(answer["cached"] == 0 for answer in tier.cold.values())
-    answer = ask(engine, "hit")
+    answer = serve(engine, "hit")
     assert answer == {"tokens": tier.cold["hit"]["tokens"], "cached": CACHED_TOKENS}
     assert engine.call("metrics")[_READ] > 0
 
 
-def test_a_prompt_with_a_salt_gets_nothing_of_one_without(tier: Tier, engine: EngineProcess) -> None:
-    assert ask(engine, "hit", salt="tenant") == tier.cold["hit"]
+def test_a_prompt_with_a_salt_does_not_share_chunks(tier: Tier, engine: EngineProcess) -> None:
+    assert serve(engine, "hit", salt="tenant") == tier.cold["hit"]
 
 
-def test_with_zeros_in_place_of_what_is_loaded_the_tokens_are_others(tier: Tier, engine: EngineProcess) -> None:
-    """The control: what comes from storage is what the model sees."""
+def test_zeroed_loads_change_the_tokens(tier: Tier, engine: EngineProcess) -> None:
+    """The control: the model uses the loaded chunks."""
     tier.zeros.touch()
-    answer = ask(engine, "zeroed")
+    answer = serve(engine, "zeroed")
     tier.zeros.unlink()
     assert answer["cached"] == CACHED_TOKENS and answer["tokens"] != tier.cold["zeroed"]["tokens"]
 
@@ -121,28 +121,28 @@ def test_with_zeros_in_place_of_what_is_loaded_the_tokens_are_others(tier: Tier,
 def test_damaged_pages_are_misses(tier: Tier, engine: EngineProcess) -> None:
     read = engine.call("metrics")[_READ]
     assert tier.damage_pages() > 0
-    assert ask(engine, "damaged") == tier.cold["damaged"]
+    assert serve(engine, "damaged") == tier.cold["damaged"]
     assert engine.call("metrics")[_READ] == read
 
 
-def test_after_a_reset_of_the_connector_nothing_older_is_read(tier: Tier, engine: EngineProcess) -> None:
-    """vLLM resets it for new weights."""
+def test_older_chunks_are_not_read_after_a_reset_of_the_connector(tier: Tier, engine: EngineProcess) -> None:
+    """vLLM resets the connector for new weights."""
     assert tier.namespaces() == 1
     assert engine.call("reset", connector=True)
-    assert ask(engine, "reset") == tier.cold["reset"]
+    assert serve(engine, "reset") == tier.cold["reset"]
     more = map(str, itertools.count())  # until the store is open again
-    wait_for(lambda: tier.namespaces() == 2, lambda: ask(engine, next(more)))
+    wait_for(lambda: tier.namespaces() == 2, lambda: serve(engine, next(more)))
 
 
-def test_a_server_that_hangs_costs_hits_alone(tier: Tier, engine: EngineProcess) -> None:
+def test_a_server_that_hangs_costs_only_hits(tier: Tier, engine: EngineProcess) -> None:
     tier.server.pause()
-    assert ask(engine, "hung") == tier.cold["hung"]
+    assert serve(engine, "hung") == tier.cold["hung"]
     tier.server.resume()
 
 
-def test_a_dead_server_costs_hits_alone(tier: Tier, engine: EngineProcess) -> None:
+def test_a_dead_server_costs_only_hits(tier: Tier, engine: EngineProcess) -> None:
     tier.server.kill()
-    assert ask(engine, "dead") == tier.cold["dead"]
+    assert serve(engine, "dead") == tier.cold["dead"]
     assert engine.call("reset")
-    again = ask(engine, "dead")
+    again = serve(engine, "dead")
     assert again["tokens"] == tier.cold["dead"]["tokens"] and again["cached"] == CACHED_TOKENS  # vLLM's primary tier

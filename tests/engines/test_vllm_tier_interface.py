@@ -1,6 +1,6 @@
-"""What HiCacheTier relies on in vLLM, compared with the installed wheel: a rename upstream is one red test here.
+"""The parts of vLLM that HiCacheTier uses, compared with the installed wheel: a rename upstream fails a test.
 
-Tests without an engine start: the adapter is called as vLLM's manager calls it.
+The tests call the adapter as vLLM's manager does. No engine starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from hicache.errors import ConfigError
 from tests.waiting import wait_for
 
-with warnings.catch_warnings():  # of vLLM and of what it imports
+with warnings.catch_warnings():  # from vLLM and its imports
     warnings.simplefilter("ignore")
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadPolicy, ReqContext, make_offload_key
@@ -32,7 +32,7 @@ with warnings.catch_warnings():  # of vLLM and of what it imports
 
 ROWS, ROW_BYTES = 8, 4096
 
-# The methods of a tier, as they are called.
+# The methods of a tier with their parameters.
 SIGNATURES = {
     "__init__": ["self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"],
     "lookup": ["self", "key", "req_context"],
@@ -45,7 +45,7 @@ SIGNATURES = {
     "drain_jobs": ["self"],
     "shutdown": ["self"],
 }
-# What we implement is all that is abstract; the others keep vLLM's defaults.
+# HiCacheTier implements all abstract methods; these keep vLLM's defaults.
 DEFAULTS = {
     "has_pending_work", "take_events", "touch", "serve_external_requests", "build_metric_definitions", "get_stats",
 }
@@ -60,7 +60,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-def test_the_methods_of_a_tier_are_those_that_the_adapter_has() -> None:
+def test_the_adapter_has_the_methods_of_a_tier() -> None:
     methods = {name for name, _ in inspect.getmembers(SecondaryTierManager, callable) if name[0] != "_"}
     assert methods == {*SIGNATURES, *DEFAULTS} - {"__init__"}
     for name, parameters in SIGNATURES.items():
@@ -68,7 +68,7 @@ def test_the_methods_of_a_tier_are_those_that_the_adapter_has() -> None:
         assert list(inspect.signature(getattr(HiCacheTier, name)).parameters)[: len(parameters)] == parameters, name
 
 
-def test_what_the_adapter_reads_is_there() -> None:
+def test_names_that_the_adapter_reads_exist() -> None:
     for kind, names in FIELDS.items():
         assert names <= {field.name for field in dataclasses.fields(kind)}, kind
     assert Medium.STORAGE and LookupResult.RETRY and OffloadPolicy.CHUNK_LEVEL
@@ -76,9 +76,9 @@ def test_what_the_adapter_reads_is_there() -> None:
 
 
 def test_a_reset_of_the_cache_is_the_only_reason_to_drain() -> None:
-    """A drain is taken for new weights; one for another reason would cost all that is stored."""
+    """The adapter treats a drain as new weights; a drain for another reason would invalidate all stored chunks."""
     source = inspect.getsource(TieringOffloadingManager)
-    assert source.count("drain_jobs()") == source.count("tier.drain_jobs()") + 1  # and a sentence about it
+    assert source.count("drain_jobs()") == source.count("tier.drain_jobs()") + 1  # one more mention is in prose
     assert "drain_jobs()" in inspect.getsource(TieringOffloadingManager.reset_cache)
 
 
@@ -87,12 +87,12 @@ def test_a_reset_of_the_cache_is_the_only_reason_to_drain() -> None:
 
 @pytest.fixture
 def root_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes it when an engine starts."""
+    """Set vLLM's root hash, which it otherwise sets when an engine starts."""
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\1" * 32, raising=False)
 
 
 def spec(**changes: object) -> types.SimpleNamespace:
-    """As much of an OffloadingSpec as a tier sees."""
+    """Return the parts of an OffloadingSpec that a tier reads."""
     parallel = types.SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_size=1)
     config = types.SimpleNamespace(
         groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("layer.0",), group_id=0),),
@@ -105,7 +105,7 @@ def spec(**changes: object) -> types.SimpleNamespace:
 
 
 class Primary:
-    """Rows of a primary tier, and a tier that vLLM's factory has made on them."""
+    """Rows of a primary tier, and a tier over them from vLLM's factory."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         config = folder / "hicache.yaml"
@@ -145,7 +145,7 @@ def primary(tmp_path: Path, root_hash: None) -> Iterator[Primary]:
     made.tier.shutdown()
 
 
-def test_a_chunk_goes_through_the_adapter_and_comes_back(primary: Primary) -> None:
+def test_chunks_are_stored_and_loaded_through_the_adapter(primary: Primary) -> None:
     request = ReqContext("r")
     keys = [make_offload_key(bytes([i]) * 32, i) for i in range(3)]
     primary.rows[1], primary.rows[2] = 11, 22
@@ -166,6 +166,6 @@ def test_a_name_without_a_folder_does_not_identify_weights(tmp_path: Path) -> No
         Primary(tmp_path, model=None)
 
 
-def test_options_that_are_not_known_are_refused(tmp_path: Path) -> None:
+def test_unknown_options_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="in_plcae"):
         Primary(tmp_path, in_plcae=True)

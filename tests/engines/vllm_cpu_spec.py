@@ -1,7 +1,7 @@
-"""TieringOffloadingSpec for engines on a CPU: vLLM's own worker copies from and to GPUs only.
+"""TieringOffloadingSpec for engines on a CPU. vLLM's own worker supports only GPUs.
 
-The "device" is memory of the process here, so a copy is one assignment, done when it is submitted. The rest of vLLM's
-offloading is as published: connector, scheduler, primary tier in shared memory, secondary tiers.
+The "device" is memory of this process, so a copy is one assignment, complete when it is submitted. All other parts of
+vLLM's offloading are unmodified: connector, scheduler, primary tier in shared memory, secondary tiers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CpuTieringSpec(TieringOffloadingSpec):
-    """See the module's docstring. While the file `zeros` of the extra options exists, loads bring zeros: the control of
-    tests that compare tokens."""
+    """See the module's docstring. While the file named by the extra option `zeros` exists, loads write zeros, as a
+    control of tests that compare tokens."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         return CopyWorker(self, kv_caches)

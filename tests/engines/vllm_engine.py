@@ -1,6 +1,6 @@
-"""vLLM in a process of its own: the steps that tests run in it (see process.py).
+"""vLLM in its own process, and the steps that tests run in it (see process.py).
 
-`options` are the arguments of `vllm.LLM`, such as `vllm_options`; `vllm_environ` are the variables of its processes.
+`options` are the arguments of `vllm.LLM`, such as `vllm_options`. `vllm_environ` returns the environment.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from .process import serve
 
 BLOCK_TOKENS = 32
-# For `worker_extension_cls`, where a test does something inside the workers.
+# The value of `worker_extension_cls` for tests that call methods inside the workers.
 HOOKS = "tests.engines.vllm_hooks.Hooks"
 
 
 def vllm_options(model: object, **changes: object) -> dict[str, object]:
-    """Arguments of `vllm.LLM` for a small model. The device has few blocks, but enough for a hybrid model too."""
+    """Return arguments of `vllm.LLM` for a small model. The device has few blocks, but enough for a hybrid model."""
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
-        "dtype": "float32",  # "auto" would make bfloat16 of the model
+        "dtype": "float32",  # "auto" would convert the model to bfloat16
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
         "num_gpu_blocks_override": 160,
@@ -36,7 +36,7 @@ def vllm_options(model: object, **changes: object) -> dict[str, object]:
 
 
 def vllm_environ(*, processes: bool = True, **more: str) -> dict[str, str]:
-    """Variables of a vLLM on the CPU; without `processes` its scheduler runs in the process of the caller."""
+    """Return the environment of vLLM on a CPU. Without `processes`, its scheduler runs in the caller's process."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -48,7 +48,7 @@ def vllm_environ(*, processes: bool = True, **more: str) -> dict[str, str]:
 
 
 def hicache_connector(config: Path, **extra: object) -> dict[str, object]:
-    """The value of `kv_transfer_config` for HiCache with the configuration file `config`."""
+    """Return the value of `kv_transfer_config` for HiCache with the configuration file `config`."""
     return {
         "kv_connector": "HiCacheConnector",
         "kv_connector_module_path": "hicache.integrations.vllm",
@@ -69,7 +69,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     outputs: dict[str, dict[str, object]] = {}
 
     def add(prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> list[str]:
-        """Hand in requests without running them; returns their names."""
+        """Add requests without running them. Return their names."""
         names = []
         for prompt in prompts:
             names.append(f"test-{next(numbers)}")
@@ -81,8 +81,8 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         return names
 
     def run(names: list[str], steps_max: int | None = None) -> list[dict[str, object] | None]:
-        """Make steps until all these requests have ended, at most `steps_max`. For each the tokens that followed and
-        how many of its prompt were cached; None if it has not ended."""
+        """Step until these requests have ended, at most `steps_max` times. Return for each the output tokens and the
+        number of cached tokens of its prompt; None if it has not ended."""
         steps = itertools.count() if steps_max is None else range(steps_max)
         for _ in steps:
             if outputs.keys() >= set(names) or not engine.has_unfinished_requests():
@@ -91,26 +91,26 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 if each.finished:
                     tokens = list(each.outputs[0].token_ids)
                     outputs[each.request_id] = {"tokens": tokens, "cached": each.num_cached_tokens}
-        # An engine in this process learns of the end of a save in a step alone; one in its own makes these steps.
+        # An engine in this process detects the end of a save only in a step; an engine in its own process steps itself.
         if in_process and steps_max is None:
             while engine.engine_core.engine_core.scheduler.has_finished_requests():
                 engine.step()
         return [outputs.pop(name, None) for name in names]
 
     def generate(prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> list[dict[str, object] | None]:
-        """`add` and `run`: all prompts at once."""
+        """Add all prompts and run them together."""
         return run(add(prompts, tokens, salt))
 
     def abort(names: list[str]) -> None:
         engine.abort_request(names)
 
     def reset(connector: bool = False) -> bool:
-        """Forget the blocks of the device, and with `connector` what the connector has. False if blocks are in use, as
-        while they are saved."""
+        """Reset the blocks of the device, and with `connector` the connector. Return False if blocks are in use, for
+        example by a save."""
         return bool(llm.reset_prefix_cache(reset_connector=connector))
 
     def metrics() -> dict[str, float]:
-        """Counters and gauges, those of one name and `source` summed."""
+        """Return counters and gauges, summed by name and label `source`."""
         values: dict[str, float] = {}
         for metric in llm.get_metrics():
             name = " ".join([metric.name, *(metric.labels[label] for label in ("source",) if label in metric.labels)])

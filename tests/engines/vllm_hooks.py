@@ -1,4 +1,4 @@
-"""What tests do to HiCache inside a worker of vLLM. An engine gets them by `worker_extension_cls=HOOKS`,
+"""Methods by which tests change HiCache inside a worker of vLLM. An engine gets them by `worker_extension_cls=HOOKS`,
 and the step `workers` calls them by name."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hicache.tiers import FailedTransfer
 
 
 class Hooks:
-    """Methods of vLLM's worker."""
+    """Additional methods of vLLM's worker."""
 
     def hicache_zero_frames(self, rank: int | None = None) -> int:
-        """Zero this worker's part of all frames, on one rank or on all, and return how many bytes were not zero."""
+        """Zero this worker's part of all frames, on one rank or on all. Return how many bytes were not zero."""
         rows = _side()._copies._host_rows if _is_meant(rank) else []
         found = sum(int(layer.count_nonzero()) for layer in rows)
         for layer in rows:
@@ -25,7 +25,7 @@ class Hooks:
         return found
 
     def hicache_fail_loads(self, count: int, rank: int | None = None) -> None:
-        """Let the next `count` loads fail, on one rank or on all, as a fault of the device would."""
+        """Make the next `count` loads fail, on one rank or on all, as a device fault does."""
         if not _is_meant(rank):
             return
         copies = _side()._copies
@@ -39,7 +39,7 @@ class Hooks:
         copies.load = failing
 
     def hicache_hold_loads(self) -> None:
-        """Let no load that begins from now on end before `hicache_release_loads`."""
+        """Hold new loads until `hicache_release_loads`."""
         copies = _side()._copies
         load, released = type(copies).load.__get__(copies), threading.Event()
 

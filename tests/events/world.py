@@ -1,4 +1,4 @@
-"""A radix tree under random operations whose observer is a recorder, and what an index must then hold."""
+"""A radix tree under random operations that records its events, and the expected contents of an index."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Pages = dict[bytes, tuple[bytes | None, bytes, bytes]]
 
 
 class Recorder(EventRecorder):
-    """One that remembers which pages storage has lost that the tree did not know as stored."""
+    """A recorder that remembers lost pages, also those that the tree did not mark as stored."""
 
     def __init__(self, stream: EventStream, **options: float) -> None:
         super().__init__(stream, **options)
         self.gone: set[bytes] = set()
 
     def lost(self, keys: list[bytes]) -> None:
-        """As before."""
+        """Remember the keys, then record the loss."""
         self.gone.update(keys)
         super().lost(keys)
 
@@ -32,11 +32,11 @@ class RecordedMachine(Machine):
 
     def __init__(self, page_size: int, random_numbers: random.Random, stream: EventStream, **options: float) -> None:
         self.recorder = Recorder(stream, **options)
-        self.storage: Pages = {}  # what storage was said to have and not said to have lost
+        self.storage: Pages = {}  # pages reported as stored and not reported as lost
         super().__init__(page_size, random_numbers, scale=4, observer=self.recorder, position_bytes=TOKEN_BYTES)
 
     def acknowledge_store(self) -> None:
-        """As before, but the tree always knows the keys, so a loss of the page is a loss of the run."""
+        """Do as the base class, but always hash the keys, so that the loss of a page is a loss of the run."""
         node = self.tree.match(self.prompt()).node
         if node.host is not None and not node.stored:
             self.tree.page_keys(node)
@@ -44,7 +44,7 @@ class RecordedMachine(Machine):
             self.set_stored(node, True)
 
     def lose_page(self) -> None:
-        """As before, or of a page that has left the tree."""
+        """Do as the base class, or lose a page that has left the tree."""
         before = pages_of_tree(self.tree)[Medium.STORAGE]
         outside = sorted(self.storage.keys() - before.keys())
         if outside and self.random.random() < 0.3:
@@ -56,7 +56,7 @@ class RecordedMachine(Machine):
         self.recorder.gone.clear()
 
     def reset(self) -> None:
-        """The tree is emptied at once, as for an update of the weights. Rare."""
+        """Empty the tree at once, as an update of the weights does. Does nothing in most calls."""
         if self.random.random() < 0.9:
             return
         self.restart()
@@ -64,7 +64,7 @@ class RecordedMachine(Machine):
         self.storage.clear()
 
     def step(self) -> None:
-        """One random operation."""
+        """Run one random operation and the checks."""
         operations = [
             self.match, self.insert, self.insert, self.backup, self.finish_copy, self.load_back, self.prefetch,
             self.finish_prefetch, self.lock, self.unlock, self.evict_device, self.evict_host, self.acknowledge_store,
@@ -75,18 +75,18 @@ class RecordedMachine(Machine):
         self.storage |= pages_of_tree(self.tree)[Medium.STORAGE]
 
     def told(self) -> dict[Medium, Pages]:
-        """What an index must hold that has missed nothing."""
+        """Return the expected contents of an index that has missed no event."""
         return pages_of_tree(self.tree) | {Medium.STORAGE: self.storage}
 
     def is_known(self, index: PrefixIndex) -> bool:
-        """Whether an index is right that begins with a snapshot: it need not know what is on storage alone."""
+        """True if an index that began with a snapshot is correct. It may lack pages that are only on storage."""
         found, tree = pages_of_index(index), pages_of_tree(self.tree)
         stored = found.pop(Medium.STORAGE).items()
         return tree.pop(Medium.STORAGE).items() <= stored <= self.storage.items() and found == tree
 
 
 def pages_of_tree(tree: RadixTree) -> dict[Medium, Pages]:
-    """What is where, straight from the nodes, with keys hashed anew."""
+    """Return the pages on each medium, from the nodes of the tree, with newly hashed keys."""
     found: dict[Medium, Pages] = {medium: {} for medium in Medium}
     for root in tree.roots():
         assert root.page_keys is not None
@@ -114,7 +114,7 @@ def _add_pages_below(node: Node, parent: bytes | None, seed: bytes, page_size: i
 
 
 def pages_of_index(index: PrefixIndex) -> dict[Medium, Pages]:
-    """The same, from an index."""
+    """Return the pages on each medium, from an index."""
     return {
         medium: {key: (page.parent, page.seed, page.tokens) for key in index.keys(medium) for page in [index.page(key)]}
         for medium in Medium

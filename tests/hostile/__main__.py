@@ -1,14 +1,14 @@
-"""Hostile replies for some minutes: the memory, the descriptors and the threads of a client stay flat.
+"""Run clients against hostile servers for some minutes. Memory, descriptors and threads of the process must not grow.
 
     python -m tests.hostile --minutes 10 --seed 1
 
-Rounds against the hostile Redis server and the hostile S3 server take turns, each with a
-seed of its own. A round opens stores, runs every verb on them and closes them; it fails for an untyped error, a secret
-in a text, or a connection to another address. The first fifth of the time is the warm-up. After it, resident memory
-at the end of a round stays within `GROWTH_MAX` of the most that the warm-up saw, as does the memory of Python,
-and descriptors and threads do not exceed the warm-up's. Exit code 0 if all of this holds, 1 if not.
+Rounds against the hostile Redis server and the hostile S3 server alternate, each with its own seed. A round opens
+stores, runs verbs on them and closes them. It fails for an untyped error, a secret in a text, or a connection to
+another address. The first fifth of the time is the warm-up. After it, resident memory and the memory of Python at the
+end of a round are at most `GROWTH_MAX` times the maximum of the warm-up, and descriptors and threads at most its
+maximum. The exit code is 0 if these limits hold, otherwise 1.
 
-The command runs itself again with one arena of malloc: otherwise the arenas of ended threads hide what grows.
+The command restarts itself with one arena of malloc: otherwise the arenas of ended threads hide growth.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from . import redis_server, s3_server
 
 ARENAS = "MALLOC_ARENA_MAX"
-# Of the largest value in the warm-up: caches of the interpreter and fragments of the heap.
+# A factor on the maximum of the warm-up, for caches of the interpreter and fragmentation of the heap.
 GROWTH_MAX = 1.1
 WARM_UP = 0.2
 REPORT_S = 30.0
@@ -37,8 +37,8 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What the process holds after a round."""
+class Resources:
+    """The resources of the process after a round."""
 
     resident_bytes: int
     python_bytes: int
@@ -46,24 +46,24 @@ class Held:
     threads: int
 
     @classmethod
-    def now(cls) -> Held:
-        """Measure, after a collection of garbage."""
+    def now(cls) -> Resources:
+        """Collect garbage, then measure."""
         gc.collect()
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         python_bytes, _ = tracemalloc.get_traced_memory()
         descriptors = len(os.listdir("/proc/self/fd"))
         return cls(resident_pages * _PAGE_BYTES, python_bytes, descriptors, threading.active_count())
 
-    def most(self, other: Held) -> Held:
-        """The larger value of each."""
+    def most(self, other: Resources) -> Resources:
+        """Return the maximum of each value."""
         pairs = zip(self.values(), other.values(), strict=True)
-        return Held(*(max(pair) for pair in pairs))
+        return Resources(*(max(pair) for pair in pairs))
 
     def values(self) -> tuple[int, int, int, int]:
         return (self.resident_bytes, self.python_bytes, self.descriptors, self.threads)
 
-    def exceeds(self, limit: Held) -> list[str]:
-        """The names of the values that are above what `limit` allows."""
+    def exceeds(self, limit: Resources) -> list[str]:
+        """Return the names of the values that exceed those of `limit` by more than is allowed."""
         allowed = (limit.resident_bytes * GROWTH_MAX, limit.python_bytes * GROWTH_MAX, limit.descriptors, limit.threads)
         names = ("resident memory", "Python memory", "descriptors", "threads")
         return [name for name, value, most in zip(names, self.values(), allowed, strict=True) if value > most]
@@ -76,12 +76,12 @@ class Held:
 
 
 def run(minutes: float, first_seed: int) -> list[str]:
-    """Run rounds for `minutes`, print what the process holds, and return what grew."""
+    """Run rounds for `minutes` and print the resources of the process. Return the names of those that grew."""
     tracemalloc.start()
     counts: Counter[str] = Counter()
     began = time.monotonic()
     end_s, warm_s = 60 * minutes, 60 * minutes * WARM_UP
-    warm = most = Held.now()
+    warm = most = Resources.now()
     report_s = 0.0
     for seed in itertools.count(first_seed):
         elapsed_s = time.monotonic() - began
@@ -91,22 +91,22 @@ def run(minutes: float, first_seed: int) -> list[str]:
         results = run_round(seed)
         counts["rounds"] += 1
         counts["results"] += results.total()
-        held = Held.now()
+        resources = Resources.now()
         warming = elapsed_s < warm_s
         if warming:
-            warm = warm.most(held)
-        most = held if warming else most.most(held)
+            warm = warm.most(resources)
+        most = resources if warming else most.most(resources)
         if elapsed_s >= report_s:
             report_s += REPORT_S
             note = "warm-up" if warming else f"most {most}"
-            print(f"{elapsed_s:5.0f} s, {counts['rounds']} rounds: {held} ({note})", flush=True)
+            print(f"{elapsed_s:5.0f} s, {counts['rounds']} rounds: {resources} ({note})", flush=True)
     print(f"{counts['rounds']} rounds, {counts['results']} results, seeds {first_seed} to {seed - 1}")
     print(f"most in the warm-up: {warm}\nmost after it:       {most}")
     return most.exceeds(warm)
 
 
 def main() -> int:
-    """Parse the arguments, run, print the verdict; the exit code."""
+    """Parse the arguments, run, and print the result. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)

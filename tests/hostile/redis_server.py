@@ -1,7 +1,7 @@
-"""A Redis server that lies, from a seed, and one round of every verb of the Redis backend against it.
+"""A Redis server whose hostile replies are drawn from a seed, and rounds of all verbs of the Redis backend against it.
 
-`run_round(seed)` checks that each verb ends with outcomes or typed errors only, that no text holds the password, and
-that a redirected client connects to no other address. A test or a soak calls it again and again and watches memory and
+`run_round(seed)` checks that each verb ends with outcomes or typed errors, that no text contains the password, and that
+a redirected client does not connect to another address. Tests call it repeatedly and measure the memory and the
 descriptors of the process.
 """
 
@@ -42,7 +42,7 @@ ELSEWHERE = "127.0.0.2"
 PASSWORD, USER = "hush.Pa55_word-x", "user-of-hush"
 PASSWORD_ENV = "PASSWORD_OF_HOSTILE_ROUNDS"
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
-# Short, so that silence costs little; a drip is shorter than either.
+# Short, so that silent replies cost little time; the pauses of a drip are shorter than both.
 TIMEOUT_S, DEADLINE_S = 0.1, 0.25
 _PAGES = 6
 _CHUNK = b"*1\r\n:1\r\n$0\r\n\r\n*0\r\n" * 2048
@@ -50,7 +50,7 @@ _ENDLESS_BYTES = 48 << 20
 
 
 def encodings(secret: str) -> set[str]:
-    """The secret as servers and programs write it: plain, escaped, quoted, in base64 and hexadecimal."""
+    """Return the forms of a secret in texts: plain, escaped, quoted, in base64 and in hexadecimal."""
     data = secret.encode()
     forms = {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe=""), data.hex(),
              base64.b64encode(data).decode(), base64.b64encode(data).decode().rstrip("=")}  # fmt: skip
@@ -66,7 +66,7 @@ def array(*values: bytes) -> bytes:
 
 
 class Trap:
-    """A TCP listener at another address and a Unix socket, to which no client may connect."""
+    """A TCP listener at another address and a Unix socket. No client may connect to them."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "trap"
@@ -76,7 +76,7 @@ class Trap:
         self.port: int = self._listeners[0].getsockname()[1]
 
     def close(self) -> int:
-        """Close it; how many connections came."""
+        """Close both. Return the number of connections."""
         caught = 0
         for listener in self._listeners:
             listener.setblocking(False)
@@ -89,10 +89,10 @@ class Trap:
 
 
 class HostileServer(Listener):
-    """Answers as an honest server of `mode` does; once it is `hostile`, a share of its replies is hostile.
+    """A server that answers like an honest one of `mode`; if `hostile` is set, a share of its replies is hostile.
 
-    `lie` makes the hostile reply to a request, None for an honest one; without it replies of all kinds are drawn. Each
-    connection has a thread and random numbers of its own.
+    `lie` returns the hostile reply to a request, None for an honest one; without `lie`, replies of all kinds are drawn.
+    Each connection has its own thread and its own random numbers.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class HostileServer(Listener):
             sock.sendall(dice.choice([b"$7\r\n", b"*1\r\n"]))
             time.sleep(TIMEOUT_S / 8)
             sock.sendall(b"$-1\r\nxx\r\n")
-        elif kind == "leftover":  # as long as what is read ahead of a page, and a reply that was not asked for
+        elif kind == "leftover":  # as long as the bytes read ahead of a page, then a surplus reply
             sock.sendall(b"-ERR " + b"x" * 25 + b"\r\n$-1\r\n")
         else:
             sock.sendall(hostile_reply(dice, kind, self))
 
     def target(self, dice: random.Random) -> bytes:
-        """Where a redirection leads: traps, and addresses that are not valid."""
+        """Return the target of a redirection: a trap, or an invalid address."""
         return dice.choice([
             *[b"%b:%d" % (ELSEWHERE.encode(), self._trap_port)] * 6, self._trap_path.encode() + b":0",
             b"a..b:7000", b"::a..b:7000", b"x" * 64 + b".example:7000", b"[::1]:0",
@@ -180,7 +180,7 @@ _KINDS = ("wrong", "wrong", "wrong", "redirection", "redirection", "echo", "echo
 
 
 def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> bytes:
-    """The bytes of one hostile reply of a kind."""
+    """Return the bytes of one hostile reply of a kind."""
     if kind == "redirection":
         return b"-%b %d %b\r\n" % (dice.choice([b"MOVED", b"ASK"]), dice.randrange(20_000), server.target(dice))
     if kind == "echo":
@@ -198,7 +198,7 @@ def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> byte
             b"-5", b"9" * 19, b"9" * 30, b"2147483647", b"8388608", b"-", b"", b"\xb2", b"1_0", b" 5",
         ])  # fmt: skip
         return dice.choice([b"$", b"*", b":"]) + number + b"\r\n" + bytes(dice.randrange(100))
-    if kind == "scan":  # bounded, as each of the many that follow
+    if kind == "scan":  # a scan without an end; each reply is within the limit of the client
         return array(bulk(b"5"), array(bulk(dice.randbytes(8) + bytes(4 << 20))))
     if kind == "facts":
         return _false_facts(dice, server)
@@ -219,7 +219,7 @@ def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> byte
 
 
 def _false_facts(dice: random.Random, server: HostileServer) -> bytes:
-    """False answers to HELLO, INFO, CLUSTER SLOTS and SENTINEL."""
+    """Return a false answer to HELLO, INFO, CLUSTER SLOTS or SENTINEL."""
     host, _, port = server.target(dice).rpartition(b":")
     number = b":%b\r\n" % (port if port.isdigit() else b"70000")
     where = (b"ip", host, b"port", port, b"flags", dice.choice([b"master", b"slave", b"s_down", b"\xff"]))
@@ -247,7 +247,7 @@ def _requests(lines: io.BufferedReader) -> Iterator[list[bytes]]:
 
 
 def texts_of(error: BaseException) -> list[str]:
-    """The exception with its chain, the suppressed part too, and everything that they carry."""
+    """Return the texts of an exception, its whole chain, also suppressed parts, and all their attributes."""
     texts = traceback.format_exception(error)
     link: BaseException | None = error
     while link is not None:
@@ -257,7 +257,7 @@ def texts_of(error: BaseException) -> list[str]:
 
 
 class _Texts(logging.Handler):
-    """Everything that was logged, and every exception that was caught, as text."""
+    """A log handler that collects all records, and the texts of caught exceptions."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -271,10 +271,10 @@ class _Texts(logging.Handler):
 
 
 def run_round(seed: int) -> Counter[str]:
-    """One server and every verb of a backend and a raw store on it; the results by verb.
+    """Run every verb of a backend and of a raw store on one server. Return the results, counted by verb.
 
-    Raises AssertionError for a result that is not an outcome or a typed error, a text with the secret, or a connection
-    to another address; its notes name the seed.
+    Raises AssertionError for a result that is not an outcome or a typed error, for a text with the secret, and for a
+    connection to another address. The error names the seed.
     """
     dice = random.Random(seed)
     texts, counts = _Texts(), Counter[str]()
@@ -295,7 +295,7 @@ def run_round(seed: int) -> Counter[str]:
             error.add_note(f"hostile Redis server, seed {seed}, {mode}, sent {dict(server.sent)}")
             raise
         caught = trap.close()
-    assert not caught, f"seed {seed}: {caught} connections followed the server"
+    assert not caught, f"seed {seed}: {caught} connections followed a redirection"
     found = [text for text in texts.texts for secret in (*encodings(PASSWORD), USER) if secret in text]
     assert not found, f"seed {seed}: a secret is in {found[:3]}"
     return counts
@@ -374,4 +374,3 @@ def _use_raw(store: Any, counts: Counter[str], texts: _Texts) -> None:
 
 def _soon() -> float:
     return time.monotonic() + DEADLINE_S
-

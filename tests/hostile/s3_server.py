@@ -1,8 +1,8 @@
-"""A hostile S3 server: replies that no store sends, drawn from a seed, against every verb.
+"""A hostile S3 server, whose replies are drawn from a seed, and rounds of all verbs against it.
 
-`run_round(seed)` opens a backend and a raw store on such a server, runs verbs, and checks that each gives an outcome or
-a typed error, that a HIT has the right bytes, and that no text holds a key or token. It returns what happened, counted.
-A reply that is dripped or has no end is sent until the client closes the connection.
+`run_round(seed)` opens a backend and a raw store on the server, runs verbs, and checks that each ends in an outcome or
+a typed error, that a HIT has the right bytes, and that no text contains a key or token. It returns counts of replies
+and results. The server sends a slow or endless reply until the client closes the connection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.waiting import wait_for
 
 T = TypeVar("T")
 
-# The server is told the first two with each request, and may send them back.
+# Each request contains the first two, and the server may send them back.
 _SECRETS = {
     "HOSTILE_S3_ID": "HOSTILEACCESSKEYID", "HOSTILE_S3_TOKEN": "HostileSessionToken", "HOSTILE_S3_KEY": "Secret0000key",
 }  # fmt: skip
@@ -102,7 +102,7 @@ _DOCUMENTS: list[Callable[[], str]] = [
 
 
 class HostileS3:
-    """A StubS3 whose replies are drawn from `dice` while `kind` is set, each of that kind; sound ones otherwise."""
+    """A StubS3 whose replies are of the kind `kind` and drawn from `dice`. If `kind` is None, they are correct."""
 
     def __init__(self, stub: StubS3, dice: random.Random, trap_port: int) -> None:
         self.kind: str | None = None
@@ -168,7 +168,7 @@ class HostileS3:
         root = self._dice.choice(["Error", "ErrorResponse", "x:Error"])
         return reply(status, f"<{root}><Code>{code}</Code></{root}>".encode())
 
-    def _sound(self, request: Request) -> bytes:
+    def _correct(self, request: Request) -> bytes:
         return self._stub._answer(request).data
 
     def _injection(self, request: Request) -> Answer:
@@ -208,13 +208,13 @@ class HostileS3:
         ]).encode())  # fmt: skip
 
     def _cut(self, request: Request) -> Answer:
-        data = self._sound(request)
+        data = self._correct(request)
         end = self._dice.choice([self._dice.randrange(len(data) + 1), len(data)])
         after = b"x" * self._dice.choice([0, 1, 5000])
         return Answer(data[:end] + after, self._dice.choice(["keep", "close", "reset", "hang"]))
 
     def _slow(self, request: Request) -> Answer:
-        data = self._sound(request)
+        data = self._correct(request)
         start = self._dice.choice([0, 5, 40, len(data) // 2])
 
         def drip() -> Iterator[bytes]:
@@ -226,7 +226,7 @@ class HostileS3:
         return Answer(data[:start], more=drip())
 
     def _echo(self, request: Request) -> Answer:
-        """What the request has told: the identity, the token, the signature."""
+        """Return a reply with a secret of the request: the identity, the token or the signature."""
         told = self._dice.choice([*_SECRETS.values(), request.headers.get("authorization", "")])
         status = self._dice.choice([400, 403, 503])
         body = f"<Error><Code>{told}</Code><Message>{told}</Message><AWSAccessKeyId>{told}</AWSAccessKeyId></Error>"
@@ -234,7 +234,7 @@ class HostileS3:
         return self._head(f"HTTP/1.1 {status} {told}", length, f"etag: {told}", body=body.encode())
 
     def _mutated(self, request: Request) -> Answer:
-        data = bytearray(self._sound(request))
+        data = bytearray(self._correct(request))
         for _ in range(self._dice.randrange(1, 20)):
             at = self._dice.randrange(min(len(data), 400) + 1)
             data[at : at + self._dice.randrange(3)] = self._dice.randbytes(self._dice.randrange(3))
@@ -242,7 +242,7 @@ class HostileS3:
 
 
 class _Lines(logging.Handler):
-    """The lines that are logged from the level WARNING on."""
+    """A log handler that collects lines of the level WARNING and above."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -252,12 +252,12 @@ class _Lines(logging.Handler):
         self.lines.append(self.format(record))
 
 
-def _assert_silent(text: str) -> None:
-    assert not any(secret in text for secret in _SECRETS.values()), f"a text holds a secret: {text}"
+def _assert_without_secrets(text: str) -> None:
+    assert not any(secret in text for secret in _SECRETS.values()), f"a text contains a secret: {text}"
 
 
-def _opened(attempt: Callable[[], T]) -> T:
-    """What `attempt` opens. On a busy machine even a sound server may not answer in time."""
+def _open(attempt: Callable[[], T]) -> T:
+    """Open a store with `attempt`, with retries: on a busy machine even a correct server may not answer in time."""
     found: list[T] = []
 
     def open_it() -> None:
@@ -269,7 +269,7 @@ def _opened(attempt: Callable[[], T]) -> T:
 
 
 class _Verbs:
-    """The verbs of one backend and one raw store. Each checks what it gives, and raises BackendUnavailable at most."""
+    """The verbs of one backend and one raw store. Each checks its result, and may raise BackendUnavailable only."""
 
     def __init__(self, url: str) -> None:
         self._options = options(
@@ -283,8 +283,8 @@ class _Verbs:
             for key, frame, parent in zip(_KEYS, self._frames, parents, strict=True)
         }
         self._page = StoredPage(NAMESPACE, _KEYS[0], PAGE, None)
-        self.backend: S3Backend = _opened(lambda: S3Backend(CODEC, self._options))
-        self._raw: S3RawStore = _opened(lambda: S3RawStore(self._options))
+        self.backend: S3Backend = _open(lambda: S3Backend(CODEC, self._options))
+        self._raw: S3RawStore = _open(lambda: S3RawStore(self._options))
         self.verbs: dict[str, Callable[[], object]] = {
             "get": self.get, "set": self._set, "exists": self._exists, "delete": self._delete, "usage": self._usage,
             "list": lambda: list(itertools.islice(self._raw.pages(), 5000)),
@@ -296,7 +296,7 @@ class _Verbs:
         }  # fmt: skip
 
     def get(self) -> list[GetOutcome]:
-        """Read all pages; those that are hit have the right bytes."""
+        """Read all pages. Fails if a hit has wrong bytes."""
         frames = empty_frames(CODEC, len(_KEYS))
         outcomes = self.backend.batch_get(_KEYS, frames, deadline=time.monotonic() + _VERB_S)
         assert len(outcomes) == len(_KEYS)
@@ -328,7 +328,7 @@ class _Verbs:
 
 @contextlib.contextmanager
 def _secrets() -> Iterator[list[str]]:
-    """Credentials in the environment, and the lines that are logged."""
+    """Set the credentials in the environment. Yields the list of logged lines."""
     lines = _Lines()
     os.environ.update(_SECRETS)
     logging.getLogger().addHandler(lines)
@@ -345,7 +345,7 @@ def _run_verb(verbs: _Verbs, name: str, kind: str, counts: Counter[str]) -> None
         result = verbs.verbs[name]()
     except BackendUnavailable as error:
         counts[f"{name}: refused"] += 1
-        _assert_silent("".join(traceback.format_exception(error)))
+        _assert_without_secrets("".join(traceback.format_exception(error)))
     except BaseException as error:
         error.add_note(f"by {name}, against {kind}")
         raise
@@ -355,9 +355,9 @@ def _run_verb(verbs: _Verbs, name: str, kind: str, counts: Counter[str]) -> None
 
 
 def run_round(seed: int) -> Counter[str]:
-    """Run one round. Returns the replies by kind and verbs by result.
+    """Run one round. Return the counts of replies by kind and of verbs by result.
 
-    Blocks for one to three seconds. Raises AssertionError, or what a verb has raised. Leaves no thread or descriptor.
+    Blocks for one to three seconds. Raises AssertionError, or the error of a verb. Leaves no thread or descriptor.
     """
     dice = random.Random(seed)
     counts: Counter[str] = Counter()
@@ -368,7 +368,7 @@ def run_round(seed: int) -> Counter[str]:
             stub.objects = dict(verbs.pages)
             server.kind = dice.choice(server.kinds)
             before = server.replies
-            # These have no deadline of their caller, and wait for a minute.
+            # These verbs have no deadline and would wait for a minute.
             lasting = {"usage", "list", "read", "write", "remove"} if server.kind in ("slow", "interim") else set()
             _run_verb(verbs, dice.choice([name for name in verbs.verbs if name not in lasting]), server.kind, counts)
             counts[f"reply: {server.kind}"] += server.replies - before
@@ -379,5 +379,5 @@ def run_round(seed: int) -> Counter[str]:
         assert not select.select([trap], [], [], 0)[0], "a redirection was followed"
         assert not any("x-injected" in request.headers for request in stub.requests)
     assert "internal" not in errors
-    _assert_silent("\n".join([*lines, *errors]))
+    _assert_without_secrets("\n".join([*lines, *errors]))
     return counts

@@ -1,4 +1,4 @@
-"""Rounds of hostile replies to the S3 backend. See `s3_server`."""
+"""The S3 backend under rounds of hostile replies. See `s3_server`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.seeds import seeds
 
 pytestmark = pytest.mark.long
 
-# A listing of 8 MiB, read, parsed and thrown away, by some threads at once.
+# Several threads at once read and parse listings of 8 MiB.
 _GROWTH_MIB_MAX = 160
 
 
 @pytest.mark.parametrize("seed", seeds(8))
-def test_any_reply_is_an_outcome_or_a_typed_error(seed: int) -> None:
+def test_any_reply_ends_in_an_outcome_or_a_typed_error(seed: int) -> None:
     counts = run_round(seed)
     assert sum(count for name, count in counts.items() if name.startswith("reply")) > 10
     print(dict(counts))
 
 
-def test_hostile_replies_leave_no_descriptor_and_no_thread_and_take_little_memory() -> None:
+def test_hostile_replies_leave_no_descriptors_or_threads_and_use_little_memory() -> None:
     run_round(0)
     gc.collect()
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -1,7 +1,7 @@
-"""The side of an engine that a tier serves: what vLLM's TieringOffloadingManager does with one, without vLLM.
+"""An engine without vLLM that uses a tier as vLLM's TieringOffloadingManager does.
 
-Rows of host memory are taken and given back as there, so a tier that touches a row after it has ended its job, ends a
-job twice, or names chunks that were not in it, fails here.
+It allocates and frees rows of host memory as vLLM does. It detects a tier that accesses a row after the end of its job,
+ends a job twice, or reports chunks that were not in the job.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ ROOT = hashlib.sha256(b"root").digest()
 
 
 def names_of(prompt: str, count: int, group: int = 0) -> list[bytes]:
-    """Names of the chunks of a prompt as vLLM makes them: a hash of 32 bytes and the group."""
+    """Return the names of a prompt's chunks in vLLM's form: a hash of 32 bytes and the group."""
     return [hashlib.sha256(f"{prompt} {i}".encode()).digest() + group.to_bytes(4, "big") for i in range(count)]
 
 
 def content(name: bytes, weights: str = "") -> bytes:
-    """The KV of a chunk."""
+    """Return the KV of a chunk."""
     return hashlib.shake_128(name + weights.encode()).digest(CHUNK_BYTES)
 
 
 class Store:
-    """A server of stores by namespace, which outlives the tiers that open and close them.
+    """A server with one store per namespace. Closing a store keeps its pages.
 
-    While `reads`, `writes` or `lookups` is not set, these calls hang, also beyond their deadline. `refuses` is raised
-    where a store is opened, `raises` by each call; `fails` answers ERROR for each page that is read, and `lies` HIT
-    without filling it.
+    While `reads`, `writes` or `lookups` is cleared, these calls hang, also beyond their deadline. `refuses` is raised
+    when a store is opened, `raises` by each call. With `fails`, each read returns ERROR; with `lies`, it returns HIT
+    without filling the buffer.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -106,12 +106,12 @@ class _Backend(MemoryBackend):
         return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
 
     def close(self) -> None:
-        """A server keeps its pages."""
+        """Record the close. The server keeps the pages."""
         self._store.closed.append(self.codec.namespace)
 
 
 class ChunkEngine:
-    """See the module's docstring. Closes its tier in `close`, which a test need not call."""
+    """See the module's docstring. `engine_on` closes its tier."""
 
     def __init__(
         self, store: Store | str, *, in_place: bool = False, namespace: Namespace = NAMESPACE, root: bytes = ROOT,
@@ -120,7 +120,7 @@ class ChunkEngine:
         self.config = HiCacheConfig.model_validate({
             "page_size": namespace.shape.tokens,
             "storage": {"type": "memory"},
-            # Long enough for a busy machine, where the test does not wait for its end.
+            # Long enough for a busy machine; tests do not wait for its end.
             "prefetch": {"timeout_base": "20s"}, **entries,
         })  # fmt: skip
         self._memory = bytearray(ROWS * CHUNK_BYTES)
@@ -129,26 +129,26 @@ class ChunkEngine:
         self._numbers = itertools.count()
         self._open: dict[int, tuple[bool, list[bytes], list[int]]] = {}
         self.ended: dict[int, Ended] = {}
-        opens = store.open if isinstance(store, Store) else _opens_files(store)
+        opens = store.open if isinstance(store, Store) else _file_opener(store)
         self.tier = ChunkTier(self.config, namespace, self.memory, opens, chunk_keys(root), in_place=in_place)
 
     def row(self, row: int) -> memoryview:
         return self.memory[row * CHUNK_BYTES : (row + 1) * CHUNK_BYTES]
 
     def step(self) -> None:
-        """What a step of vLLM's scheduler does with a tier."""
+        """Use the tier as a step of vLLM's scheduler does."""
         for ended in self.tier.ended():
             is_load, names, rows = self._open.pop(ended.number)
             assert set(ended.moved) <= set(names) and len(set(ended.moved)) == len(ended.moved)
             if is_load:
                 for name, row in zip(names, rows, strict=True):
-                    assert name not in ended.moved or self.row(row) == content(name), "a wrong chunk is offered"
-            self._give_back(rows)
+                    assert name not in ended.moved or self.row(row) == content(name), "the tier delivered a wrong chunk"
+            self._free_rows(rows)
             self.ended[ended.number] = ended
         self.tier.step()
 
     def find(self, names: Sequence[bytes], request: str = "r") -> list[bool]:
-        """What the tier says of chunks, after as many steps as it wants."""
+        """Step until the tier has answered the lookups of all chunks. Return the answers."""
         found: list[bool | None] = []
 
         def ask() -> bool:
@@ -160,7 +160,7 @@ class ChunkEngine:
         return [bool(one) for one in found]
 
     def begin(self, names: Sequence[bytes], *, load: bool) -> int:
-        """Submit a job; `end` waits for it."""
+        """Submit a job and return its number. `end` waits for it."""
         rows = [self._free.pop(0) for _ in names]
         for name, row in zip(names, rows, strict=True):
             self.row(row)[:] = bytes(CHUNK_BYTES) if load else content(name)
@@ -170,7 +170,7 @@ class ChunkEngine:
         return number
 
     def end(self, number: int) -> list[bytes]:
-        """The chunks that a job has moved."""
+        """Wait for the end of a job. Return the chunks that it has moved."""
         wait_for(lambda: number in self.ended, self.step)
         return list(self.ended[number].moved)
 
@@ -180,14 +180,14 @@ class ChunkEngine:
     def fetch(self, names: Sequence[bytes]) -> list[bytes]:
         return self.end(self.begin(names, load=True))
 
-    def _give_back(self, rows: list[int]) -> None:
-        """Rows get other KV at once, as under a busy engine."""
+    def _free_rows(self, rows: list[int]) -> None:
+        """Free rows and overwrite them at once, as a busy engine does."""
         for row in rows:
             self.row(row)[:] = b"\xee" * CHUNK_BYTES
         self._free = rows + self._free
 
     def is_clean(self) -> bool:
-        """True if no row was written to that no job has."""
+        """True if no free row was written to."""
         taken = {row for _, _, rows in self._open.values() for row in rows}
         return all(
             self.row(row) in (b"\xee" * CHUNK_BYTES, bytes(CHUNK_BYTES)) for row in range(ROWS) if row not in taken
@@ -196,7 +196,7 @@ class ChunkEngine:
 
 @contextmanager
 def engine_on(store: Store | str, **options: object) -> Iterator[ChunkEngine]:
-    """An engine, closed at the end, with nothing of it left."""
+    """Open an engine, and close it at the end."""
     engine = ChunkEngine(store, **options)  # type: ignore[arg-type]
     try:
         yield engine
@@ -206,7 +206,7 @@ def engine_on(store: Store | str, **options: object) -> Iterator[ChunkEngine]:
         engine.tier.close()
 
 
-def _opens_files(folder: str) -> Callable[[Namespace], StorageBackend]:
+def _file_opener(folder: str) -> Callable[[Namespace], StorageBackend]:
     opener = StorageOpener(HiCacheConfig.model_validate({"storage": {"type": "file", "options": {"path": folder}}}))
     return lambda namespace: opener.open(
         opener.codec(namespace.digest, CHUNK_BYTES, weights_epoch=namespace.weights_epoch, label="")

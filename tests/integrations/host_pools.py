@@ -1,4 +1,4 @@
-"""Host pools as SGLang has them, made of torch tensors: the same shapes and the same arithmetic of addresses."""
+"""Host pools of torch tensors with the shapes and the address arithmetic of SGLang's pools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LATENT = 6
 
 
 class HostPool:
-    """A pool of `pages` pages. `is_mla` has one latent vector for each token and layer, and no V."""
+    """A pool of `pages` pages. With `is_mla`, each token and layer has one latent vector, and there is no V."""
 
     def __init__(
         self, layout: str, *, pages: int = 16, is_mla: bool = False, dtype: torch.dtype = torch.float32
@@ -48,11 +48,11 @@ class HostPool:
         return parts, [size] * len(parts)
 
     def indices(self, *pages: int) -> torch.Tensor:
-        """The tokens of pages, in the order that SGLang's allocator may give: pages in any order."""
+        """Return the token indices of pages. Like SGLang's allocator, the pages can be in any order."""
         return torch.cat([torch.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in pages])
 
     def page(self, number: int) -> torch.Tensor:
-        """A copy of the KV of a page, as SGLang's `get_data_page` gives it."""
+        """Return a copy of the KV of a page, as SGLang's `get_data_page` does."""
         tokens = slice(number * PAGE_SIZE, (number + 1) * PAGE_SIZE)
         head: tuple[Any, ...] = () if self.is_mla else (slice(None),)
         where = {"layer_first": (slice(None), tokens), "page_first": (tokens,)}.get(self.layout, (number,))
@@ -60,6 +60,6 @@ class HostPool:
         return page.clone()
 
     def fill(self, seed: int = 0) -> None:
-        """Other values in each place."""
+        """Fill the pool with random values."""
         generator = torch.Generator().manual_seed(seed)
         self.kv_buffer.copy_(torch.rand(self.kv_buffer.shape, generator=generator))

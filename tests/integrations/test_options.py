@@ -1,4 +1,4 @@
-"""The configuration that an engine's flags name, and whose weights they are."""
+"""The configuration from an engine's flags, and the identity of its weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def config_file(folder: Path, text: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("block", "page"), [(1, 64), (16, 64), (48, 96), (64, 64), (128, 128)])
-def test_a_page_that_is_not_configured_is_whole_blocks(block: int, page: int) -> None:
+def test_the_default_page_is_whole_blocks(block: int, page: int) -> None:
     assert engine_config(FLAG, None, block).page_size == page
     assert engine_config(FLAG, {}, block, whole_page=True).page_size == block
 
 
-def test_a_page_that_is_configured_must_be_whole_blocks(tmp_path: Path) -> None:
+def test_a_configured_page_must_be_whole_blocks(tmp_path: Path) -> None:
     extra = config_file(tmp_path, "page_size: 96")
     assert engine_config(FLAG, extra, 32).page_size == 96
     assert engine_config(FLAG, extra, 96, whole_page=True).page_size == 96
@@ -40,7 +40,7 @@ def test_a_page_that_is_configured_must_be_whole_blocks(tmp_path: Path) -> None:
         engine_config(FLAG, extra, 32, whole_page=True)
 
 
-def test_variables_change_entries_and_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_entries_and_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = config_file(tmp_path, "host: {size: 1GiB}")
     assert engine_config(FLAG, extra, 16).host.size == 1 << 30
     monkeypatch.setenv("HICACHE_HOST__SIZE", "2GiB")
@@ -52,19 +52,19 @@ def test_variables_change_entries_and_name_the_file(tmp_path: Path, monkeypatch:
     assert engine_config(FLAG, None, 16).host.size == HiCacheConfig().host.size
 
 
-def test_a_path_of_another_type_is_refused_with_the_flag() -> None:
+def test_a_path_that_is_not_a_string_is_rejected_with_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"--options: config: int is not a path; set a file"):
         engine_config(FLAG, {"config": 5}, 16)
 
 
-def test_an_unknown_option_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_option_is_rejected_with_the_list_of_options() -> None:
     known_options(FLAG, {"config": "x"}, frozenset({"config", "model"}))
     known_options(FLAG, None, frozenset())
     with pytest.raises(ConfigError, match="'modle' is not an option of HiCache; use config, model"):
         known_options(FLAG, {"modle": "x"}, frozenset({"config", "model"}))
 
 
-def test_weights_are_known_by_a_name_a_folder_or_a_commit(tmp_path: Path) -> None:
+def test_weights_are_identified_by_a_name_a_folder_or_a_commit(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     folder = model_identity(FLAG, {}, str(tmp_path), None)
@@ -75,7 +75,7 @@ def test_weights_are_known_by_a_name_a_folder_or_a_commit(tmp_path: Path) -> Non
     assert model_identity(FLAG, {}, "org/model", "0123abc") == "org/model@0123abc"
 
 
-def test_weights_that_nothing_tells_apart_are_refused() -> None:
+def test_weights_that_cannot_be_identified_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"'org/model' cannot be identified .* set the option 'model'"):
         model_identity(FLAG, {}, "org/model", None)
     with pytest.raises(InvalidInput, match="model"):

@@ -1,4 +1,4 @@
-"""HiCache's store under SGLang, without SGLang: the contract of its interface v1, over pools of all layouts."""
+"""HiCache's store for SGLang, tested without SGLang: the contract of interface v1, over pools of all layouts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ranks:
 
 
 def keys(count: int, chain: str = "a") -> list[str]:
-    """Page hashes as SGLang makes them."""
+    """Return page hashes in SGLang's form."""
     return [hashlib.sha256(f"{chain}{number}".encode()).hexdigest() for number in range(count)]
 
 
@@ -49,7 +49,7 @@ Open = Callable[..., HostPoolStorage]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Opens the store of an engine over files, as `register_mem_pool_host` does."""
+    """Open the store of an engine over files, as `register_mem_pool_host` does."""
     made: list[HostPoolStorage] = []
 
     def open_store(
@@ -71,16 +71,16 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 
 def stored_files(folder: Path) -> dict[str, Path]:
-    """The files of pages by the hash in their names."""
+    """Return the files of pages by the hash in their names."""
     names = {key: path for path in (folder / "pages").rglob("*") if path.is_file() for key in path.name.split(".")}
     return {key: path for key, path in names.items() if len(key) == 64}
 
 
-# Pages arrive where they belong
+# Pages are read into the right places
 
 
 @pytest.mark.parametrize(("layout", "is_mla"), POOLS)
-def test_pages_that_one_engine_stored_arrive_in_the_pool_of_another(opened: Open, layout: str, is_mla: bool) -> None:
+def test_pages_stored_by_one_engine_are_read_by_another(opened: Open, layout: str, is_mla: bool) -> None:
     first, second = HostPool(layout, is_mla=is_mla), HostPool(layout, is_mla=is_mla)
     first.fill()
     assert opened(first).write(keys(4), first.indices(3, 1, 7, 2), []) == [True] * 4
@@ -93,8 +93,8 @@ def test_pages_that_one_engine_stored_arrive_in_the_pool_of_another(opened: Open
         assert not second.page(untouched).any()
 
 
-def test_pools_of_k_and_v_in_two_tensors_are_served(opened: Open) -> None:
-    """As SGLang has them where K and V have other lengths."""
+def test_a_pool_with_separate_tensors_for_k_and_v_is_served(opened: Open) -> None:
+    """SGLang has such pools if K and V have different lengths."""
 
     class Asymmetric(HostPool):
         def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -115,7 +115,7 @@ def test_pools_of_k_and_v_in_two_tensors_are_served(opened: Open) -> None:
         assert not tensor[3 * PAGE_SIZE :].any()
 
 
-def test_a_page_that_was_written_again_in_memory_is_stored_with_its_new_bytes(opened: Open) -> None:
+def test_a_page_overwritten_in_memory_is_stored_with_its_new_bytes(opened: Open) -> None:
     pool = HostPool("page_first")
     store = opened(pool)
     for seed, chain in enumerate("ab"):
@@ -126,7 +126,7 @@ def test_a_page_that_was_written_again_in_memory_is_stored_with_its_new_bytes(op
     assert torch.equal(pool.page(2), written)
 
 
-def test_pages_go_to_files_and_come_back_without_a_copy(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_written_and_read_without_a_copy(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: FrameCodec) -> memoryview:
         raise AssertionError("a page was copied through a frame")
 
@@ -137,10 +137,10 @@ def test_pages_go_to_files_and_come_back_without_a_copy(opened: Open, monkeypatc
     assert store.read(keys(2), pool.indices(2, 3)) == [True, True]
 
 
-# What does not arrive is told page by page
+# Missing pages are reported page by page
 
 
-def test_a_read_tells_which_pages_arrived(opened: Open) -> None:
+def test_a_read_reports_each_page(opened: Open) -> None:
     pool = HostPool("page_first")
     pool.fill()
     store = opened(pool)
@@ -168,7 +168,7 @@ def test_flipped_bytes_and_swapped_pages_are_misses(opened: Open, tmp_path: Path
     assert torch.equal(pool.page(8), pool.page(0))
 
 
-def test_a_full_store_tells_how_much_of_a_prompt_it_took(opened: Open) -> None:
+def test_a_full_store_reports_how_many_pages_of_a_prompt_it_stored(opened: Open) -> None:
     pool = HostPool("page_first")
     store = opened(pool, capacity=3 * 4096)
     stored = store.write(keys(8), pool.indices(*range(8)), [])
@@ -176,8 +176,8 @@ def test_a_full_store_tells_how_much_of_a_prompt_it_took(opened: Open) -> None:
     assert store.lookup(keys(8)) == sum(stored)
 
 
-def test_the_pages_before_a_batch_stay_longer_than_it(opened: Open) -> None:
-    """The parent comes from SGLang's prefix keys; without them the store takes each batch for a prompt of its own."""
+def test_the_pages_before_a_batch_outlive_the_batch(opened: Open) -> None:
+    """The parent comes from SGLang's prefix keys. Without them the store treats each batch as a separate prompt."""
     wanted = keys(3)
     for prefix, expected in ((wanted[:1], 2), (None, 0)):
         pool = HostPool("page_first")
@@ -188,7 +188,7 @@ def test_the_pages_before_a_batch_stay_longer_than_it(opened: Open) -> None:
         assert store.lookup(wanted) == expected
 
 
-def test_without_prefix_keys_the_flag_is_named_once(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_prefix_keys_are_reported_once_with_the_flag(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     pool = HostPool("page_first")
     store = opened(pool)
     with caplog.at_level(logging.WARNING):
@@ -199,7 +199,7 @@ def test_without_prefix_keys_the_flag_is_named_once(opened: Open, caplog: pytest
     assert caplog.text.count("hicache_storage_pass_prefix_keys") == 1
 
 
-def test_once_the_weights_may_be_others_storage_is_not_used(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_storage_is_not_used_after_a_possible_change_of_weights(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     current = True
     pool = HostPool("page_first")
     store = opened(pool, is_current=lambda: current)
@@ -210,7 +210,7 @@ def test_once_the_weights_may_be_others_storage_is_not_used(opened: Open, caplog
     assert store.write(keys(1, "b"), pool.indices(0), []) == [False]
     assert caplog.text.count("detach and attach") == 1
     current = True
-    assert store.lookup(keys(2)) == 0  # what was computed in between is unknown
+    assert store.lookup(keys(2)) == 0  # the weights of pages computed in between are unknown
 
 
 def test_storage_that_is_down_or_closed_is_a_miss(opened: Open) -> None:
@@ -224,7 +224,7 @@ def test_storage_that_is_down_or_closed_is_a_miss(opened: Open) -> None:
     assert store._storage.statistics().skipped == {Direction.READ: 2, Direction.WRITE: 1}
 
 
-def test_transfers_are_told_once_for_sglangs_metrics(opened: Open) -> None:
+def test_each_transfer_is_reported_once_to_sglangs_metrics(opened: Open) -> None:
     pool = HostPool("page_first")
     store = opened(pool)
     store.write(keys(2), pool.indices(0, 1), [])
@@ -242,7 +242,7 @@ def test_clear_removes_the_pages(opened: Open) -> None:
     assert store.lookup(keys(3)) == 0
 
 
-# Whose pages they are
+# Namespaces
 
 CHANGES: dict[str, dict[str, Any]] = {
     "layout": {"pool": HostPool("page_first_direct")},
@@ -261,21 +261,21 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_an_engine_that_differs_sees_nothing(opened: Open, change: dict[str, Any]) -> None:
+def test_an_engine_that_differs_finds_no_pages(opened: Open, change: dict[str, Any]) -> None:
     pool = HostPool("page_first")
     opened(pool).write(keys(2), pool.indices(0, 1), [])
     assert opened(**{"pool": pool, **change}).lookup(keys(2)) == 0
     assert opened(pool, engine=replace(ENGINE, label="another name")).lookup(keys(2)) == 2
 
 
-def test_ranks_of_mla_share_their_pages_and_others_do_not(opened: Open) -> None:
+def test_ranks_share_pages_for_mla_only(opened: Open) -> None:
     for is_mla, expected in ((True, 2), (False, 0)):
         pool = HostPool("page_first", is_mla=is_mla)
         opened(pool, ranks=Ranks(0, 2, is_mla_model=is_mla)).write(keys(2), pool.indices(0, 1), [])
         assert opened(pool, ranks=Ranks(1, 2, is_mla_model=is_mla)).lookup(keys(2)) == expected
 
 
-# What is refused
+# Errors
 
 
 def changed(**fields: Any) -> HostPool:
@@ -294,12 +294,12 @@ def changed(**fields: Any) -> HostPool:
         ({"kv_buffer": torch.zeros(4, 8).t()}, "does not keep KV in tensors"),
     ],
 )
-def test_a_pool_that_cannot_be_served_is_refused_with_the_flag(fields: dict[str, Any], message: str) -> None:
+def test_an_unsupported_pool_is_rejected_with_the_flag(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HostPages(changed(**fields))
 
 
-def test_addresses_outside_the_pool_are_never_touched() -> None:
+def test_addresses_outside_the_pool_are_rejected() -> None:
     pool = HostPool("page_first")
     pages = HostPages(pool)
     with pytest.raises(InvalidInput, match="outside"):
@@ -309,7 +309,7 @@ def test_addresses_outside_the_pool_are_never_touched() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "0" * 63, "g" * 64, "0" * 66])
-def test_a_key_of_another_kind_is_refused_and_not_shown(opened: Open, key: str) -> None:
+def test_an_invalid_key_is_rejected_and_not_in_the_message(opened: Open, key: str) -> None:
     with pytest.raises(InvalidInput, match="64 hexadecimal digits") as raised:
         opened(HostPool("page_first")).lookup([key])
     assert not key or key not in str(raised.value)

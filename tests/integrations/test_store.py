@@ -1,4 +1,4 @@
-"""EngineStorage: what an engine's threads see of storage that works, is down, full or slow, and that comes back."""
+"""EngineStorage over storage that works, is down, full or slow, or recovers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Open = Callable[..., EngineStorage]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Opens storages, which are closed at the end."""
+    """Open storages, and close them at the end."""
     made: list[EngineStorage] = []
 
     def open_storage(
@@ -54,7 +54,7 @@ def files(folder: Path, **guard: Any) -> dict[str, Any]:
 
 
 def frames(*fills: int) -> list[memoryview]:
-    """A page for each of `fills`, all bytes of whose payload have that value."""
+    """Return one page for each of `fills`. All bytes of its payload have that value."""
     made = [memoryview(bytearray(FRAME_BYTES)) for _ in fills]
     for frame, fill in zip(made, fills, strict=True):
         frame[256 : 256 + PAYLOAD_BYTES] = bytes([fill]) * PAYLOAD_BYTES
@@ -91,20 +91,20 @@ def test_a_damaged_page_is_a_miss(opened: Open, tmp_path: Path) -> None:
     assert storage.read(KEYS[:2], frames(0, 0)) == [GetOutcome.CORRUPT, GetOutcome.HIT]
 
 
-def test_a_store_that_is_down_at_the_start_is_used_once_it_is_there(opened: Open, scratch: Path) -> None:
+def test_a_store_that_is_down_at_the_start_is_used_once_it_is_up(opened: Open, scratch: Path) -> None:
     daemon = Daemon(scratch)
     storage = opened({"type": "remote", "options": {"socket": str(daemon.socket)}})
     assert storage.lookup(KEYS) == 0
     assert storage.write(KEYS[:1], frames(1), None) == [SetOutcome.ERROR]
     assert storage.statistics().skipped == {Direction.READ: 1, Direction.WRITE: 1}
     with daemon:
-        # Each call is also a look at whether it is there by now.
+        # Each call also checks whether the store is up.
         wait_for(lambda: storage.write(KEYS[:1], frames(1), None)[0].is_stored)
         assert storage.lookup(KEYS) == 1
         assert storage.statistics().stores
 
 
-def test_a_server_that_accepts_and_never_answers_does_not_keep_an_engine_from_starting(opened: Open) -> None:
+def test_an_engine_starts_although_its_server_never_answers(opened: Open) -> None:
     hung = threading.Event()
 
     def hang(_: socket.socket, __: int) -> None:
@@ -117,32 +117,32 @@ def test_a_server_that_accepts_and_never_answers_does_not_keep_an_engine_from_st
         hung.set()
 
 
-def test_a_folder_of_something_else_fails_the_start(opened: Open, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_fails_the_start(opened: Open, tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir(mode=0o700)
     (tmp_path / "pages" / "thesis.txt").write_text("important")
     with pytest.raises(BackendError, match="not a HiCache file store"):
         opened(files(tmp_path))
 
 
-def test_without_storage_there_is_nothing_to_open() -> None:
+def test_a_configuration_without_storage_is_an_error() -> None:
     with pytest.raises(ConfigError, match="storage: is not configured"):
         EngineStorage(HiCacheConfig(), Namespace("weights", SHAPE))
 
 
-def test_a_full_store_is_left_alone_for_a_moment_and_serves_hits(opened: Open, tmp_path: Path) -> None:
+def test_writes_to_a_full_store_back_off_and_reads_are_hits(opened: Open, tmp_path: Path) -> None:
     small = files(tmp_path)
     small["options"]["capacity"] = 4 * FRAME_BYTES
     storage = opened(small)
     found = storage.write(KEYS, frames(*range(8)), None)
     assert not all(outcome.is_stored for outcome in found)
     stored = sum(outcome.is_stored for outcome in found)
-    assert storage.write(KEYS[:1], frames(0), None) == [SetOutcome.ERROR]  # not asked
+    assert storage.write(KEYS[:1], frames(0), None) == [SetOutcome.ERROR]  # the store is not called
     assert storage.statistics().skipped[Direction.WRITE] == 1
     assert storage.lookup(KEYS) == stored
 
 
 @pytest.mark.parametrize(("configured_s", "most_s"), [(0.05, math.inf), (60, 0.05)])
-def test_a_slow_call_ends_at_its_deadline_and_the_next_one_is_not_made(
+def test_a_slow_call_ends_at_its_deadline_and_the_next_call_is_skipped(
     opened: Open, tmp_path: Path, configured_s: float, most_s: float
 ) -> None:
     slow = files(tmp_path, inject={"latency": 30})
@@ -163,7 +163,7 @@ def test_close_ends_while_a_call_hangs(opened: Open, tmp_path: Path) -> None:
         go_on.wait()
         return 0
 
-    store.backend.batch_exists = hang  # type: ignore[method-assign]  # no store hangs on demand and past its deadline
+    store.backend.batch_exists = hang  # type: ignore[method-assign]  # no real store hangs on demand
     caller = threading.Thread(target=storage.lookup, args=(KEYS,))
     caller.start()
     began.wait()
@@ -173,7 +173,7 @@ def test_close_ends_while_a_call_hangs(opened: Open, tmp_path: Path) -> None:
     store.backend.close()
 
 
-def test_a_closed_storage_answers_with_misses(opened: Open, tmp_path: Path) -> None:
+def test_a_closed_storage_returns_misses_and_errors(opened: Open, tmp_path: Path) -> None:
     storage = opened(files(tmp_path))
     assert storage.close() and storage.close()
     assert storage.lookup(KEYS) == 0
@@ -186,7 +186,7 @@ def scrape(port: int) -> str:
         return str(answer.read().decode())
 
 
-def test_metrics_have_the_stores_and_what_was_not_asked(opened: Open, tmp_path: Path) -> None:
+def test_metrics_count_calls_of_the_store_and_skipped_calls(opened: Open, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     storage = opened(files(tmp_path), metrics={"port": port})
     storage.write(KEYS[:2], frames(1, 2), None)
@@ -205,7 +205,7 @@ def test_metrics_have_the_stores_and_what_was_not_asked(opened: Open, tmp_path: 
         scrape(port)
 
 
-def test_processes_of_one_engine_take_ports_one_behind_the_other(opened: Open, tmp_path: Path) -> None:
+def test_processes_of_one_engine_use_consecutive_ports(opened: Open, tmp_path: Path) -> None:
     first, _second = free_ports(2)
     for _ in range(2):
         opened(files(tmp_path), processes=100, metrics={"port": first})

@@ -1,4 +1,4 @@
-"""The connector of vLLM without vLLM: what its scheduler and workers do in turn, and the bytes that come of it."""
+"""The connector for vLLM, driven without vLLM: calls of its scheduler and workers, and the resulting bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORMS = [
 
 
 def whole(options: dict[str, Any], tokens: int) -> int:
-    """The tokens of whole pages."""
+    """Return the number of tokens in whole pages."""
     page: int = BLOCK * options.get("page_blocks", 1)
     return tokens // page * page
 
@@ -46,13 +46,13 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_what_was_computed_comes_back_from_host_memory_and_after_a_restart_from_storage(
+def test_hits_come_from_host_memory_and_after_a_restart_from_storage(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     with engine_on(tmp_path, NAME, **options) as engine:
         first = engine.serve(PROMPT, 9)
         assert first.matched == 0
-        # The last token of the answer is never computed, and with two batches the step before it is not seen.
+        # The last token of the answer is never computed. With two batches, the step before it is not saved either.
         assert engine.pages_on_host(first) >= (len(PROMPT) + 7) // engine.layout.page_tokens - (engine.batches - 1)
         engine.forget_device()
         assert engine.serve(PROMPT, 9).matched == whole(options, 21)
@@ -73,10 +73,10 @@ def test_a_hit_that_begins_in_the_middle_of_a_page_is_loaded_from_there(tmp_path
         engine.forget_device()
         engine.serve([*PROMPT[:4], 1])  # computes one block, less than a page
         request = engine.serve(PROMPT)
-        assert request.matched == 8  # of the page of three blocks the device has the first
+        assert request.matched == 8  # the device has the first of the three blocks of the page
 
 
-def test_pages_that_an_answer_fills_are_kept_too(engine: Engine) -> None:
+def test_pages_of_an_answer_are_saved(engine: Engine) -> None:
     first = engine.serve(PROMPT, 20)
     engine.forget_device()
     again = engine.add(engine.request(first.tokens[:41]))
@@ -84,7 +84,7 @@ def test_pages_that_an_answer_fills_are_kept_too(engine: Engine) -> None:
     assert again.matched == 40
 
 
-def test_a_prompt_that_says_so_does_not_read_and_is_saved(engine: Engine) -> None:
+def test_a_prompt_that_skips_reading_is_computed_and_saved(engine: Engine) -> None:
     engine.serve(PROMPT)
     engine.forget_device()
     assert engine.serve(PROMPT, skip_reading_prefix_cache=True).matched == 0
@@ -92,7 +92,7 @@ def test_a_prompt_that_says_so_does_not_read_and_is_saved(engine: Engine) -> Non
     assert engine.pages_on_host(fresh) == 5
 
 
-def test_storage_is_not_read_for_a_prompt_that_does_not_read(tmp_path: Path) -> None:
+def test_a_prompt_that_skips_reading_is_not_prefetched(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME) as engine:
         engine.serve(PROMPT)
     with engine_on(tmp_path, NAME) as engine:
@@ -100,7 +100,7 @@ def test_storage_is_not_read_for_a_prompt_that_does_not_read(tmp_path: Path) -> 
         assert request.matched == 0 and engine.cache.statistics().controller.prefetched_pages == 0
 
 
-def test_adapters_of_one_name_with_other_weights_do_not_share_pages(engine: Engine) -> None:
+def test_adapters_with_equal_names_and_different_weights_do_not_share_pages(engine: Engine) -> None:
     engine.serve(PROMPT, adapter="name 1")
     engine.forget_device()
     assert engine.serve(PROMPT, adapter="name 2").matched == 0
@@ -118,7 +118,7 @@ def test_salted_prompts_do_not_share_pages(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_of_equal_prompts_one_loads_and_the_others_wait_for_it(tmp_path: Path, caching: bool) -> None:
+def test_equal_prompts_wait_for_the_load_of_the_first(tmp_path: Path, caching: bool) -> None:
     with engine_on(tmp_path, NAME, caching=caching) as engine:
         engine.serve(PROMPT)
         engine.forget_device()
@@ -129,12 +129,12 @@ def test_of_equal_prompts_one_loads_and_the_others_wait_for_it(tmp_path: Path, c
         for _ in range(4):
             engine.step()
         assert [one.status for one in both] == ["loading", "waiting"]
-        engine.let_go("load")
+        engine.release("load")
         engine.run(*both)
         assert [one.matched for one in both] == [20, 0 if caching else 20]
 
 
-def test_a_request_that_is_aborted_while_it_loads_keeps_its_blocks_until_the_load_has_ended(engine: Engine) -> None:
+def test_a_request_aborted_during_its_load_keeps_its_blocks_until_the_load_ends(engine: Engine) -> None:
     engine.serve(PROMPT)
     engine.forget_device()
     engine.hold("load")
@@ -143,13 +143,13 @@ def test_a_request_that_is_aborted_while_it_loads_keeps_its_blocks_until_the_loa
     engine.abort(request)
     engine.step()
     assert request.blocks
-    engine.let_go("load")
+    engine.release("load")
     engine.run(request)
     assert not request.blocks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_failed_load_is_computed_and_not_offered_again_while_others_are_offered_it(
+def test_a_failed_load_is_computed_and_offered_to_other_requests_only(
     tmp_path: Path, ranks: int
 ) -> None:
     with engine_on(tmp_path, NAME, ranks=ranks) as engine:
@@ -169,7 +169,7 @@ def test_a_failed_load_is_computed_and_not_offered_again_while_others_are_offere
 
 
 class LosesPages(SchedulerSide):
-    """Its pages leave host memory between `match` and `allocated`, as a poll in between could make them."""
+    """Loses its pages on the host between `match` and `allocated`, as a poll in between could cause."""
 
     def allocated(self, request: Request, blocks: list[int], tokens: int) -> None:  # type: ignore[override]
         if tokens:
@@ -178,18 +178,18 @@ class LosesPages(SchedulerSide):
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_pages_that_are_lost_before_the_load_begins_are_computed(tmp_path: Path, layerwise: bool) -> None:
+def test_pages_lost_before_the_load_begins_are_computed(tmp_path: Path, layerwise: bool) -> None:
     with engine_on(None, NAME, layerwise=layerwise, kinds=(LosesPages, Worker)) as engine:
         engine.serve(PROMPT)
         engine.forget_device()
-        engine.garbage_allowed = layerwise  # in the forward that finds out, whose output vLLM throws away
+        engine.garbage_allowed = layerwise  # the forward that detects it computes garbage, and vLLM drops its output
         request = engine.add(engine.request(PROMPT, 12))
         engine.run(request)
         assert request.known == len(request.tokens)
 
 
-class HearsNoFailure(SchedulerSide):
-    """Takes failed copies for good ones."""
+class IgnoresFailures(SchedulerSide):
+    """Treats failed copies as successful."""
 
     def report(self, report: Report) -> None:
         for ended in report.jobs.values():
@@ -199,7 +199,7 @@ class HearsNoFailure(SchedulerSide):
 
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_pages_computed_behind_a_layer_wise_load_that_failed_are_not_kept(
+def test_pages_computed_after_a_failed_layerwise_load_are_not_saved(
     tmp_path: Path, batches: int, rank: int
 ) -> None:
     with engine_on(tmp_path, NAME, layerwise=True, ranks=2, batches=batches) as engine:
@@ -214,7 +214,7 @@ def test_pages_computed_behind_a_layer_wise_load_that_failed_are_not_kept(
 
 
 def spoil(engine: Engine, rank: int) -> Request:
-    """A request whose layer-wise load fails on one rank, in the forward that computes five pages more."""
+    """Return a request whose layer-wise load fails on one rank, in the forward that computes five more pages."""
     engine.serve(PROMPT)
     engine.forget_device()
     engine.fail("load", rank=rank)
@@ -227,8 +227,9 @@ def spoil(engine: Engine, rank: int) -> Request:
     return request
 
 
-def test_pages_computed_behind_a_failed_load_would_be_wrong(tmp_path: Path) -> None:
-    kinds = (HearsNoFailure, Worker)
+def test_pages_computed_after_an_ignored_failed_load_are_wrong(tmp_path: Path) -> None:
+    """The control of the test above."""
+    kinds = (IgnoresFailures, Worker)
     with pytest.raises(AssertionError, match="is wrong"), engine_on(None, NAME, layerwise=True, kinds=kinds) as engine:
         engine.pages_on_host(spoil(engine, 0))
 
@@ -237,7 +238,7 @@ def test_pages_computed_behind_a_failed_load_would_be_wrong(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("options", [{}, {"batches": 2}, {"ranks": 2}, {"drafts": 2}], ids=str)
-def test_a_request_that_ends_keeps_its_blocks_until_they_are_saved(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_an_ended_request_keeps_its_blocks_until_they_are_saved(tmp_path: Path, options: dict[str, Any]) -> None:
     with engine_on(tmp_path, NAME, **options) as engine:
         engine.hold("save")
         request = engine.add(engine.request(PROMPT, 2))
@@ -246,31 +247,31 @@ def test_a_request_that_ends_keeps_its_blocks_until_they_are_saved(tmp_path: Pat
             engine.step()
         assert request.blocks and engine.scheduler.frees_blocks_soon
         assert engine.pages_on_host(request) == 0
-        engine.let_go("save")
+        engine.release("save")
         engine.run(request)
         assert engine.pages_on_host(request) == 5
 
 
-def test_a_request_that_is_preempted_has_saved_its_blocks_before_others_write_them(tmp_path: Path) -> None:
+def test_blocks_of_a_preempted_request_are_saved_before_others_write_to_them(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME, blocks=14) as engine:
         for request in preempt_while_saving(engine):
             assert engine.pages_on_host(request) >= 5
 
 
 def preempt_while_saving(engine: Engine) -> list[Request]:
-    """Two requests that do not fit together; the saves end after the blocks of one have been taken by the other."""
+    """Serve two requests that do not fit together. The saves of one end after the other has taken its blocks."""
     engine.hold("save")
     requests = [engine.request([number, *PROMPT], 20) for number in range(2)]
     engine.start(*requests)
     wait_for(lambda: requests[1].status == "waiting", engine.step)
     for _ in range(6):
         engine.step()
-    engine.let_go("save")
+    engine.release("save")
     engine.run(*requests)
     return requests
 
 
-def test_a_request_that_loads_again_after_a_preemption_and_is_aborted_releases_its_blocks_once(tmp_path: Path) -> None:
+def test_a_request_preempted_and_aborted_in_its_second_load_frees_its_blocks_once(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME, batches=2) as engine:
         engine.serve(PROMPT)
         engine.forget_device()
@@ -282,12 +283,12 @@ def test_a_request_that_loads_again_after_a_preemption_and_is_aborted_releases_i
         engine.hold("load")
         engine.before_update = lambda: request.status == "loading" and engine.abort(request)
         wait_for(lambda: request.aborted, engine.step)
-        engine.let_go("load", "save")
+        engine.release("load", "save")
         engine.run(request)
 
 
 class NeverFlushes(SchedulerSide):
-    """Orders no flush."""
+    """Never requests a flush."""
 
     def build_step(self, *args, **options):  # type: ignore[no-untyped-def]
         step = super().build_step(*args, **options)
@@ -295,7 +296,8 @@ class NeverFlushes(SchedulerSide):
         return step
 
 
-def test_without_a_flush_the_pages_of_a_preempted_request_would_be_wrong(tmp_path: Path) -> None:
+def test_without_a_flush_the_pages_of_a_preempted_request_are_wrong(tmp_path: Path) -> None:
+    """The control of the tests of preemption."""
     with (
         pytest.raises(AssertionError, match=r"is wrong|wrong bytes"),
         engine_on(tmp_path, NAME, blocks=14, kinds=(NeverFlushes, Worker)) as engine,
@@ -304,20 +306,20 @@ def test_without_a_flush_the_pages_of_a_preempted_request_would_be_wrong(tmp_pat
             engine.pages_on_host(request)
 
 
-def test_a_request_that_is_preempted_between_steps_and_then_aborted_has_saved_its_blocks_too(tmp_path: Path) -> None:
+def test_blocks_of_a_request_preempted_between_steps_and_aborted_are_saved(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME, blocks=14) as engine:
         engine.hold("save")
         engine.start(request := engine.request(PROMPT, 20))
         engine.reset(weights=False)
         engine.abort(request)
         engine.start(other := engine.request(list(range(44)), 2))
-        engine.let_go("save")
+        engine.release("save")
         engine.run(request, other)
         engine.pages_on_host(request)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_that_failed_on_one_rank_shows_nothing(tmp_path: Path, rank: int) -> None:
+def test_a_save_that_fails_on_one_rank_stays_invisible(tmp_path: Path, rank: int) -> None:
     with engine_on(tmp_path, NAME, ranks=2) as engine:
         engine.fail("save", rank=rank)
         request = engine.serve(PROMPT)
@@ -330,7 +332,7 @@ def test_a_save_that_failed_on_one_rank_shows_nothing(tmp_path: Path, rank: int)
 # The engine
 
 
-def test_new_weights_end_what_was_cached_in_flight_and_in_storage_and_a_restart_does_not_bring_it_back(
+def test_new_weights_invalidate_pages_on_every_tier_and_in_flight_also_after_a_restart(
     tmp_path: Path,
 ) -> None:
     with engine_on(tmp_path, NAME) as engine:
@@ -338,41 +340,41 @@ def test_new_weights_end_what_was_cached_in_flight_and_in_storage_and_a_restart_
         engine.hold("save")
         engine.start(request := engine.request([1, *PROMPT], 20))
         assert engine.reset(weights=True)
-        engine.let_go("save")
+        engine.release("save")
         engine.run(request)
         engine.forget_device()
-        assert engine.serve(PROMPT).matched == 0  # or its bytes would be compared with those of the new weights
+        assert engine.serve(PROMPT).matched == 0  # a hit would fail the comparison with the bytes of the new weights
         engine.forget_device()
         assert engine.serve(PROMPT).matched == 20
-        assert engine.serve([1, *PROMPT]).matched == 0  # it was begun with the old weights
+        assert engine.serve([1, *PROMPT]).matched == 0  # it began with the old weights
     with engine_on(tmp_path, NAME) as engine:
         engine.scheduler.new_weights()
         engine.weights = 2
         assert engine.serve(PROMPT).matched == 0
 
 
-def test_a_clock_that_goes_back_does_not_stop_new_weights(engine: Engine) -> None:
+def test_new_weights_get_a_higher_epoch_after_the_clock_went_back(engine: Engine) -> None:
     engine.cache.update_weights(1 << 62)
     engine.scheduler.new_weights()
     assert engine.cache.weights_epoch > 1 << 62
 
 
-def test_what_was_saved_is_stored_without_a_further_step(engine: Engine) -> None:
+def test_saved_pages_are_stored_without_another_step(engine: Engine) -> None:
     request = engine.serve(PROMPT)
     assert engine.pages_on_host(request) == 5
     wait_for(lambda: engine.cache.statistics().controller.stored_pages == 5)
 
 
-def test_only_forwards_over_prompts_that_waited_for_no_load_are_measured(tmp_path: Path) -> None:
+def test_only_prefills_that_did_not_wait_for_a_load_are_measured(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME, layerwise=True, drafts=3) as engine:
         engine.serve(PROMPT, 9)
-        assert sum(engine.measured) == len(PROMPT)  # but not what was drafted
+        assert sum(engine.measured) == len(PROMPT)  # drafted tokens do not count
         engine.forget_device()
         engine.serve(PROMPT, 9)
         assert sum(engine.measured) == len(PROMPT)
 
 
-def test_hits_are_told_apart_by_where_they_came_from(tmp_path: Path) -> None:
+def test_hits_from_storage_are_counted_separately(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME) as engine:
         engine.serve(PROMPT[:9])
     with engine_on(tmp_path, NAME) as engine:

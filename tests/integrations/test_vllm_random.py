@@ -1,4 +1,4 @@
-"""Random clients, steps and faults against the connector of vLLM: all bytes that are used or kept are compared."""
+"""Random clients, steps and faults for the vLLM connector. All used and saved bytes are compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hicache.integrations.vllm.scheduler import SchedulerSide
 from tests.seeds import rng, seeds
 
-from .test_vllm_connector import HearsNoFailure, NeverFlushes
+from .test_vllm_connector import IgnoresFailures, NeverFlushes
 from .vllm_driver import Engine, engine_on
 from .vllm_parts import Request, Worker
 
@@ -19,7 +19,7 @@ STEPS = 120
 
 
 class Walk:
-    """One random run. `kinds` are the classes of both sides, for tests that break one on purpose."""
+    """One random run, with options drawn from the seed."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = rng(seed)
@@ -42,11 +42,11 @@ class Walk:
             "chance": draw,
         }
         self.faults = draw.random() < 0.5
-        # Only a step that waits for a layer-wise load may find that it failed, and computes on all the same.
+        # Only a forward with a layer-wise load can detect the failure during its run; it then computes garbage.
         self.garbage = self.layerwise and self.faults
 
     def run(self, kinds: tuple[type[SchedulerSide], type[Worker]] = (SchedulerSide, Worker)) -> None:
-        for _ in range(2):  # the second one finds what the first one stored
+        for _ in range(2):  # the second engine finds the pages that the first one stored
             with engine_on(self.folder, f"vllm-walk-{os.getpid()}", kinds=kinds, **self.options) as engine:
                 engine.garbage_allowed = self.garbage
                 for _ in range(STEPS):
@@ -60,7 +60,7 @@ class Walk:
         draw = self.random
         live = [one for one in engine.requests.values() if one.status != "finished"]
         action = draw.choices(
-            ["step", "add", "abort", "hold", "let_go", "fault", "forget", "reset", "clear"],
+            ["step", "add", "abort", "hold", "release", "fault", "forget", "reset", "clear"],
             [60, 20, 4, 8, 6, 4 if self.faults else 0, 2, 1, 1],
         )[0]
         if action == "step":
@@ -71,8 +71,8 @@ class Walk:
             engine.abort(draw.choice(live))
         elif action == "hold":
             engine.hold(draw.choice(["load", "save"]))
-        elif action == "let_go":
-            engine.let_go(*draw.choice([("load",), ("save",), ("load", "save")]))
+        elif action == "release":
+            engine.release(*draw.choice([("load",), ("save",), ("load", "save")]))
         elif action == "fault":
             draw.choice(engine.workers).failing = set(draw.choice([(), ("load",), ("save",)]))
         elif action == "forget" and not engine.running:
@@ -94,12 +94,12 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-def test_no_wrong_byte_and_nothing_left_in_a_random_run(seed: int, tmp_path: Path) -> None:
+def test_a_random_run_uses_no_wrong_byte_and_leaks_nothing(seed: int, tmp_path: Path) -> None:
     Walk(seed, tmp_path).run()
 
 
-@pytest.mark.parametrize("kind", [NeverFlushes, HearsNoFailure])
-def test_a_random_run_finds_a_connector_that_is_broken(kind: type[SchedulerSide], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [NeverFlushes, IgnoresFailures])
+def test_random_runs_detect_a_broken_connector(kind: type[SchedulerSide], tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"wrong"):
-        for seed in range(40):  # one in seven finds it
+        for seed in range(40):  # one seed in seven detects it
             Walk(seed, tmp_path / str(seed)).run((kind, Worker))

@@ -1,4 +1,4 @@
-"""A tier of vLLM without vLLM: chunks go to storage and come back, one by one, in place and by copies."""
+"""The tier for vLLM, driven without vLLM: it stores and reads single chunks, in place and by copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH_WAYS = pytest.mark.parametrize("in_place", [False, True])
 
 
 @BOTH_WAYS
-def test_what_one_engine_stores_another_one_finds_and_reads(in_place: bool, tmp_path: Path) -> None:
+def test_chunks_stored_by_one_engine_are_found_and_read_by_another(in_place: bool, tmp_path: Path) -> None:
     names, path = names_of("a", 20), str(tmp_path / "store")
     with engine_on(path, in_place=in_place) as first:
         assert first.find(names) == [False] * 20
@@ -62,7 +62,7 @@ def test_a_damaged_chunk_is_a_miss_and_is_not_offered_again(in_place: bool) -> N
         pages[key] = pages[key][:1000] + bytes([pages[key][1000] ^ 1]) + pages[key][1001:]
         assert engine.find(names) == [True, True, True]
         assert engine.fetch(names) == [names[0], names[2]]
-        assert engine.find(names) == [True, False, True]  # or vLLM would promote it in each step
+        assert engine.find(names) == [True, False, True]  # otherwise vLLM would promote it in each step
         engine.save([names[1]])
         assert engine.find(names) == [True, True, True]
         assert engine.fetch(names) == names
@@ -77,7 +77,7 @@ def test_two_swapped_chunks_are_misses() -> None:
         assert engine.fetch(names) == []
 
 
-def test_lookups_live_as_long_as_the_requests_that_ask() -> None:
+def test_lookups_are_kept_until_their_last_request_ends() -> None:
     table = LookupTable(60.0, lambda: 0.0)
     for request in ("r", "s"):
         assert table.ask(b"shared", request) is None
@@ -90,7 +90,7 @@ def test_lookups_live_as_long_as_the_requests_that_ask() -> None:
     batch.answers = [True, True]
     table.settle(batch)
     assert table.ask(b"shared", "s") is True
-    assert table.ask(b"own", "s") is None  # an answer to a request that is over counts for nothing
+    assert table.ask(b"own", "s") is None  # the answer belonged to an ended request
     table.forget("s")
     table.forget("s")
     table.check()
@@ -106,10 +106,10 @@ def test_a_lookup_without_an_answer_becomes_a_miss() -> None:
     assert batch is not None
     batch.answers = [True]
     table.settle(batch)
-    assert table.ask(b"a", "r") is False, "the request has been computed by then"
+    assert table.ask(b"a", "r") is False, "a late answer is ignored: the request is computed already"
 
 
-def test_after_a_reset_nothing_older_is_found() -> None:
+def test_older_chunks_are_not_found_after_a_reset() -> None:
     names, store = names_of("a", 4), Store()
     with engine_on(store) as engine:
         engine.save(names)
@@ -126,7 +126,7 @@ def test_after_a_reset_nothing_older_is_found() -> None:
         assert engine.find(names) == [True] * 4
 
 
-def test_what_waits_is_stored_before_the_tier_closes() -> None:
+def test_waiting_chunks_are_stored_before_the_tier_closes() -> None:
     names, store = names_of("a", 8), Store()
     with engine_on(store) as engine:
         for name in names:
@@ -134,7 +134,7 @@ def test_what_waits_is_stored_before_the_tier_closes() -> None:
     assert len(store.pages[NAMESPACE.digest]) == 8
 
 
-def test_a_store_that_is_not_there_yet_is_opened_later() -> None:
+def test_a_store_that_is_down_at_the_start_is_opened_later() -> None:
     names, store = names_of("a", 2), Store()
     store.refuses = BackendUnavailable("no server")
     with engine_on(store) as engine:
@@ -144,7 +144,7 @@ def test_a_store_that_is_not_there_yet_is_opened_later() -> None:
         assert engine.find(names, "s") == [True] * 2
 
 
-def test_metrics_are_those_of_any_storage_and_count_calls_that_are_not_made() -> None:
+def test_metrics_count_skipped_calls() -> None:
     names, store = names_of("a", 3), Store()
     store.refuses = BackendUnavailable("no server")
     with engine_on(store, metrics={"port": 0}) as engine:
@@ -156,14 +156,14 @@ def test_metrics_are_those_of_any_storage_and_count_calls_that_are_not_made() ->
             assert f'hicache_skipped_total{{reason="{reason}"}} 1.0' in lines
 
 
-def test_a_store_that_cannot_be_opened_ends_the_start() -> None:
+def test_a_configuration_error_of_the_store_fails_the_start() -> None:
     store = Store()
     store.refuses = ConfigError("path: not a folder")
     with pytest.raises(ConfigError, match="not a folder"):
         ChunkEngine(store)
 
 
-# Whose chunks they are
+# Namespaces
 
 _OTHER_LAYOUTS = {
     "engine": "vllm/0.33.0/cuda",
@@ -182,7 +182,7 @@ _OTHER_LAYOUTS = {
 }
 
 
-def test_each_difference_between_engines_is_another_namespace() -> None:
+def test_each_difference_between_engines_changes_the_namespace() -> None:
     assert set(_OTHER_LAYOUTS) == {field.name for field in dataclasses.fields(ChunkLayout)}
     others = [
         dataclasses.replace(LAYOUT, **{name: value}).namespace("weights", "model")  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_each_difference_between_engines_is_another_namespace() -> None:
     assert LAYOUT.namespace("weights", "another label").digest == NAMESPACE.digest
 
 
-def test_groups_of_one_model_share_a_namespace_and_no_key() -> None:
+def test_groups_of_one_model_share_a_namespace_but_not_keys() -> None:
     full, window = names_of("a", 3, group=0), names_of("a", 3, group=1)
     with engine_on(Store()) as engine:
         engine.save(full)
@@ -202,7 +202,7 @@ def test_groups_of_one_model_share_a_namespace_and_no_key() -> None:
         assert engine.fetch(full + window) == full + window
 
 
-def test_engines_with_another_root_hash_do_not_see_each_other() -> None:
+def test_engines_with_different_root_hashes_do_not_share_chunks() -> None:
     names, store = names_of("a", 3), Store()
     with engine_on(store) as engine:
         engine.save(names)
@@ -212,7 +212,7 @@ def test_engines_with_another_root_hash_do_not_see_each_other() -> None:
         assert same.find(names) == [True] * 3
 
 
-def test_the_tokens_of_a_page_are_those_of_the_shortest_chunk_within_what_a_page_may_have() -> None:
+def test_the_page_size_is_that_of_the_shortest_chunk_within_the_limit_of_a_page() -> None:
     groups = (ChunkGroup(0, 528, ("mamba",)), ChunkGroup(1, 528, ("attention",)))
     long = dataclasses.replace(LAYOUT, groups=groups)
     assert (LAYOUT.chunk_tokens, long.chunk_tokens) == (64, 1024)

@@ -1,4 +1,4 @@
-"""A tier of vLLM whose storage is dead, hangs, is full or lies: that costs hits, and nothing else."""
+"""The tier for vLLM over storage that is dead, hangs, is full or lies: it loses hits, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.waiting import wait_for
 from .chunk_engine import CHUNK_BYTES, NAMESPACE, ROOT, ROWS, ChunkEngine, Store, engine_on, names_of
 
 BOTH_WAYS = pytest.mark.parametrize("in_place", [False, True])
-# Waited for where a store hangs.
+# Short deadlines, for tests that wait for the end of a hang.
 SHORT = {"prefetch": {"timeout_base": "50ms", "timeout_per_1024_tokens": 0}, "transfer": {"storage_deadline": "50ms"}}
 
 
 @BOTH_WAYS
-def test_a_dead_store_costs_hits_alone(in_place: bool) -> None:
+def test_a_dead_store_costs_only_hits(in_place: bool) -> None:
     names, store = names_of("a", 4), Store()
     with engine_on(store, in_place=in_place) as engine:
         engine.save(names)
@@ -37,26 +37,26 @@ def test_an_exception_of_a_store_ends_one_job() -> None:
     names, store = names_of("a", 4), Store()
     with engine_on(store) as engine:
         engine.save(names)
-        store.raises = KeyError("a mistake in a backend")
+        store.raises = KeyError("a bug in a backend")
         assert engine.fetch(names) == []
         store.raises = None
         wait_for(lambda: engine.fetch(names) == names)
 
 
 @BOTH_WAYS
-def test_a_hit_without_the_page_is_not_believed(in_place: bool) -> None:
+def test_a_hit_whose_buffer_was_not_filled_is_a_miss(in_place: bool) -> None:
     names, store = names_of("a", 3), Store()
     with engine_on(store, in_place=in_place) as engine:
         engine.save(names)
         pages = store.pages[NAMESPACE.digest]
         for key, page in list(pages.items()):
             pages[key] = page[:1000] + bytes([page[1000] ^ 1]) + page[1001:]
-        assert engine.fetch(names) == []  # damaged, and what was read is still in a buffer
+        assert engine.fetch(names) == []  # damaged; the bytes that were read are still in a buffer
         store.lies = True
         assert engine.fetch(names) == []
 
 
-def test_a_call_that_fails_ends_its_job() -> None:
+def test_a_failed_call_ends_its_job() -> None:
     names, store = names_of("a", 9), Store()
     with engine_on(store, transfer={"storage_batch_pages": 2}) as engine:
         engine.save(names)
@@ -67,8 +67,8 @@ def test_a_call_that_fails_ends_its_job() -> None:
 
 
 @BOTH_WAYS
-def test_a_job_that_is_left_before_its_rows_are_read_stores_nothing(in_place: bool) -> None:
-    """Else the KV that the rows get next would be sealed as the chunks of this job."""
+def test_a_job_abandoned_before_its_rows_are_read_stores_nothing(in_place: bool) -> None:
+    """Otherwise the next KV in the rows would be sealed as the chunks of this job."""
     names, store = names_of("a", 1), Store()
     with engine_on(store, in_place=in_place) as engine:
         engine.step()
@@ -76,10 +76,10 @@ def test_a_job_that_is_left_before_its_rows_are_read_stores_nothing(in_place: bo
         keys = [chunk_keys(ROOT)(name) for name in names]
         job = Job(0, Direction.WRITE, names, keys, [0], opened, math.inf)
 
-        def leave() -> None:
+        def abandon() -> None:
             job.is_left = True
 
-        engine.tier._write(job, leave)
+        engine.tier._write(job, abandon)
         opened.in_flight -= 1
         assert not job.done and not store.pages[NAMESPACE.digest]
 
@@ -94,7 +94,7 @@ def test_a_request_does_not_wait_for_a_lookup_that_hangs() -> None:
         assert engine.find(names_of("a", 2)) == [False] * 2
 
 
-def test_a_promotion_that_hangs_ends_and_never_writes_to_rows_that_others_have() -> None:
+def test_a_hanging_promotion_ends_and_never_writes_to_freed_rows() -> None:
     names, store = names_of("a", 3), Store()
     with engine_on(store, **SHORT) as engine:
         wait_for(lambda: engine.save(names) == names)
@@ -105,8 +105,8 @@ def test_a_promotion_that_hangs_ends_and_never_writes_to_rows_that_others_have()
     assert engine.is_clean()
 
 
-def test_in_place_a_promotion_that_hangs_is_waited_for() -> None:
-    """The control of the test before: the late read fills the rows, so they must not have been given back."""
+def test_in_place_the_tier_waits_for_a_hanging_promotion() -> None:
+    """The control of the test above: the late read fills the rows, so they must not be freed before."""
     names, store = names_of("a", 3), Store()
     with engine_on(store, in_place=True) as engine:
         engine.save(names)
@@ -120,17 +120,17 @@ def test_in_place_a_promotion_that_hangs_is_waited_for() -> None:
         assert engine.end(number) == names
 
 
-def test_a_cascade_that_hangs_stores_what_was_in_the_rows_when_it_began() -> None:
+def test_a_hanging_cascade_stores_the_contents_of_its_rows_at_its_start() -> None:
     names, store = names_of("a", 3), Store()
     with engine_on(store, **SHORT) as engine:
         store.writes.clear()
-        assert engine.save(names) == []  # the rows have other KV by now
+        assert engine.save(names) == []  # the rows have other KV now
         store.release()
         wait_for(lambda: len(store.pages[NAMESPACE.digest]) == 3)
         wait_for(lambda: engine.fetch(names) == names)
 
 
-def test_cascades_behind_one_that_hangs_are_dropped_beyond_a_bound() -> None:
+def test_cascades_behind_a_hanging_one_are_dropped_above_the_limit() -> None:
     store = Store()
     with engine_on(store, transfer={"store_host_share": 0.25}) as engine:
         store.writes.clear()
@@ -143,12 +143,12 @@ def test_cascades_behind_one_that_hangs_are_dropped_beyond_a_bound() -> None:
         assert engine.save(names_of("c", 1)) == names_of("c", 1)
 
 
-def test_a_cascade_of_more_than_the_bound_goes_alone() -> None:
+def test_a_single_cascade_above_the_limit_is_stored() -> None:
     with engine_on(Store(), transfer={"store_host_share": 0.01}) as engine:
         assert engine.save(names_of("a", 20)) == names_of("a", 20)
 
 
-def test_a_reset_is_over_within_a_bound_and_leaves_the_rows_alone() -> None:
+def test_a_reset_ends_within_its_deadline_and_does_not_touch_the_rows() -> None:
     names, store = names_of("a", 3), Store()
     with engine_on(store, transfer={"shutdown_deadline": "100ms"}) as engine:
         engine.save(names)
@@ -159,14 +159,14 @@ def test_a_reset_is_over_within_a_bound_and_leaves_the_rows_alone() -> None:
             assert store.hanging.acquire(timeout=30)
         engine.tier.reset(1)
         engine.step()
-        assert set(jobs) <= set(engine.ended), "vLLM empties its primary tier now"
+        assert set(jobs) <= set(engine.ended), "vLLM empties its primary tier after the reset"
         store.release()
     assert engine.is_clean()
-    assert len(store.pages[NAMESPACE.digest]) == 5, "a late write has the namespace that it began in"
+    assert len(store.pages[NAMESPACE.digest]) == 5, "a late write goes to the namespace in which it began"
 
 
 def test_in_place_a_reset_waits_for_calls_in_flight() -> None:
-    """The control of the test before: the jobs end as their calls do."""
+    """The control of the test above: the jobs end with their calls."""
     names, store = names_of("a", 3), Store()
     with engine_on(store, in_place=True, transfer={"shutdown_deadline": "10ms"}) as engine:
         engine.save(names)
@@ -178,7 +178,7 @@ def test_in_place_a_reset_waits_for_calls_in_flight() -> None:
         assert engine.end(number) == names
 
 
-def test_a_close_is_over_within_a_bound() -> None:
+def test_close_ends_within_its_deadline() -> None:
     names, store = names_of("a", 3), Store()
     engine = ChunkEngine(store, transfer={"shutdown_deadline": "100ms"})
     store.writes.clear()
@@ -190,10 +190,10 @@ def test_a_close_is_over_within_a_bound() -> None:
         assert other.tier.close()
 
 
-# Stores without room
+# Full stores
 
 
-def test_a_full_store_keeps_what_it_has() -> None:
+def test_a_full_store_keeps_its_chunks() -> None:
     names, store = names_of("a", 2), Store(capacity_bytes=3 * (CHUNK_BYTES + 4096))
     with engine_on(store) as engine:
         assert engine.save(names) == names
@@ -202,8 +202,8 @@ def test_a_full_store_keeps_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(4))
-def test_whatever_a_store_does_no_wrong_chunk_is_offered(seed: int) -> None:
-    """The engine compares the bytes of each chunk that is offered."""
+def test_no_wrong_chunk_is_delivered_under_random_faults_of_the_store(seed: int) -> None:
+    """The engine compares the bytes of each delivered chunk."""
     dice, store = rng(seed), Store()
     fetched = 0
     with engine_on(store, in_place=bool(seed % 2), transfer={"storage_batch_pages": 3}) as engine:

@@ -1,8 +1,8 @@
 """vLLM's scheduler and workers as a connector sees them, without vLLM.
 
-It has a block pool, preemption, chunks, drafts and two batches in flight; the order of calls is that of vLLM 0.32. A
-forward writes bytes that derive from all tokens up to a position, if the blocks of its request hold the right bytes for
-the tokens before, and otherwise garbage, as a model would.
+The driver has a block pool, preemption, chunks, drafts and two batches in flight. It makes calls in the order of vLLM
+0.32. Like a model, a forward writes correct bytes only if the blocks hold the correct bytes of all tokens before;
+otherwise it writes garbage. The correct bytes of a position derive from all tokens up to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .vllm_parts import BLOCK, LAYERS, PARTS_MAX, REGIONS, SLOT, Blocks, Done, F
 
 
 class Engine:
-    """One engine of a form, with its scheduler's process and its workers in one process."""
+    """One engine. The scheduler and the workers run in one process."""
 
     def __init__(
         self, folder: Path | None, name: str, form: Form, chance: random.Random,
@@ -72,12 +72,12 @@ class Engine:
         self.failed: set[str] = set()
         self.queue: deque[Done] = deque()
         self.garbage_allowed = False
-        self.measured: list[int] = []  # prompt tokens of each forward that was measured
-        self.before_update: Callable[[], object] = lambda: None  # where vLLM takes in requests to abort
+        self.measured: list[int] = []  # prompt tokens of each measured forward
+        self.before_update: Callable[[], object] = lambda: None  # called where vLLM handles aborts
         self._counts: dict[str, dict[str, int]] = {"received": {}, "released": {}}
         self._failed_pending: set[str] = set()
 
-    # What clients do
+    # Clients
 
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests
@@ -87,15 +87,15 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> bool:
-        """True if the request had not ended."""
+        """Abort a request. Return True if it had not ended."""
         if request.status != "finished":
             request.aborted = True
             self._finish(request)
         return request.aborted
 
     def reset(self, *, weights: bool) -> bool:
-        """`reset_prefix_cache(reset_running_requests=True)`, and the connector too if `weights` change. False if vLLM
-        refuses, since a block is in use."""
+        """Call `reset_prefix_cache(reset_running_requests=True)`, and the connector if `weights` change. Return False
+        if a block is in use, as vLLM does."""
         while self.running:
             self._preempt(self.running.pop(), drops=True)
         if len(self.blocks.free) < self.form.blocks - 1:
@@ -110,7 +110,7 @@ class Engine:
     # Steps
 
     def step(self) -> None:
-        """One turn of vLLM's loop."""
+        """Run one iteration of vLLM's loop."""
         if len(self.queue) < self.batches and (self.requests or not self.queue):
             scheduled = self.schedule()
             self.queue.append(self.execute(scheduled))
@@ -126,7 +126,7 @@ class Engine:
         wait_for(lambda: not (self.queue or names & self.requests.keys()), self.step, pause_s=0)
 
     def start(self, *requests: Request) -> None:
-        """Step until the requests run or load: first storage is asked for them."""
+        """Add requests and step until they run or load. Before, the connector looks them up in storage."""
         for request in requests:
             self.add(request)
         wait_for(lambda: all(one.status != "waiting" for one in requests), self.step)
@@ -143,16 +143,16 @@ class Engine:
         return Request(tokens=tokens + following, known=len(tokens), **options)
 
     def forget_device(self) -> None:
-        """Forget the blocks of the device, as if others had taken them."""
+        """Forget the cached blocks of the device, as if other requests had used them."""
         assert not self.running
         self.blocks.by_hash.clear()
         self.blocks.hash_of.clear()
 
-    def let_go(self, *kinds: str) -> None:
+    def release(self, *kinds: str) -> None:
         for worker in self.workers:
             worker.held.difference_update(kinds)
             for kind in kinds:
-                worker.let_go(kind)
+                worker.release(kind)
 
     def hold(self, *kinds: str) -> None:
         for worker in self.workers:
@@ -203,7 +203,7 @@ class Engine:
         return scheduled
 
     def _admit(self, rows: list[Row], budget: int) -> None:
-        for request in sorted(self.waiting, key=lambda one: one.status != "loading"):  # those that hold blocks first
+        for request in sorted(self.waiting, key=lambda one: one.status != "loading"):  # requests with blocks first
             if not budget:
                 break
             if request.status == "loading":
@@ -250,7 +250,8 @@ class Engine:
             budget -= tokens
 
     def _fits_beside_others(self, request: Request) -> bool:
-        """vLLM starts a load only if all prompts that it has begun can be finished too, or none of them might be."""
+        """Return True if the blocks suffice for this prompt and all begun ones. Otherwise vLLM does not start the load:
+        the prompts could block each other."""
         begun = [one for one in self.waiting if one.status == "loading"] + self.running
         missing = sum(max(0, -(-one.known // BLOCK) - len(one.blocks)) for one in [request, *begun])
         return missing <= len(self.blocks.free)
@@ -300,7 +301,7 @@ class Engine:
             del self.requests[request.request_id]
 
     def _free(self, request: Request) -> None:
-        """The blocks are free once no step that is in flight writes them."""
+        """Free the blocks, at once or when no step in flight writes to them."""
         if request.in_flight:
             request.deferred += request.blocks
         else:
@@ -319,7 +320,7 @@ class Engine:
                 worker.start_loads(scheduled.step)
                 for layer in range(LAYERS):
                     worker.wait_layer(layer)
-        # All ranks compute together: what one of them lacks spoils the others.
+        # All ranks compute together: wrong KV on one rank spoils the output of all.
         for row in scheduled.rows:
             self._forward(*row)
         for worker in self.workers:
@@ -337,7 +338,7 @@ class Engine:
 
     def _forward(self, request: Request, blocks: list[int], begin: int, right: int, tokens: int) -> None:
         sound = self._holds(request, blocks, begin)
-        assert sound or self.garbage_allowed, f"{request.request_id} computes behind wrong KV"
+        assert sound or self.garbage_allowed, f"{request.request_id} computes from wrong KV"
         kv = request.kv(self.weights)
         for position in range(begin, begin + tokens):
             good = sound and position < begin + right and position < len(kv)
@@ -352,7 +353,7 @@ class Engine:
         return rank // self.layout.replicas
 
     def _holds(self, request: Request, blocks: list[int], tokens: int) -> bool:
-        """True if the blocks hold the right bytes for the first tokens, on all ranks."""
+        """True if the blocks hold the correct bytes of the first `tokens` tokens on all ranks."""
         kv, count = request.kv(self.weights), -(-tokens // BLOCK)
         for rank, layers in enumerate(self.memory):
             for layer, regions in enumerate(layers):
@@ -422,21 +423,21 @@ class Engine:
         return spoiled
 
     def _all(self, kind: str, done: Done) -> set[str]:
-        """Requests that all ranks have named by now, as vLLM's KVOutputAggregator counts them."""
+        """Return the requests that all ranks have now reported, counted as in vLLM's KVOutputAggregator."""
         counts, complete = self._counts[kind], set()
         for one in done.collected:
             for rid in getattr(one, kind):
-                assert rid in self.requests, f"{rid} is {kind}, but unknown"
+                assert rid in self.requests, f"{rid} was reported as {kind}, but is unknown"
                 counts[rid] = counts.get(rid, 0) + 1
                 if counts[rid] == len(self.workers):
                     del counts[rid]
                     complete.add(rid)
         return complete
 
-    # What tests look at
+    # Inspection
 
     def pages_on_host(self, request: Request) -> int:
-        """How many pages of a request L2 has. Their bytes must be the right ones."""
+        """Return how many pages of a request L2 has. Raises AssertionError if one has wrong bytes."""
         with self.scheduler._lock:
             self.cache.poll()
             self.cache.check()
@@ -456,8 +457,8 @@ class Engine:
             return pages
 
     def wind_down(self) -> None:
-        """End everything; nothing may be left."""
-        self.let_go("load", "save")
+        """End all requests, and check that no block, job or page is left."""
+        self.release("load", "save")
         self.run(*self.requests.values())
         assert sorted(self.blocks.free) == list(range(1, self.form.blocks)), "blocks are lost"
         side = self.scheduler
@@ -469,7 +470,7 @@ class Engine:
             self.cache.check()
 
     def close(self) -> None:
-        self.let_go("load", "save")
+        self.release("load", "save")
         for worker in self.workers:
             assert worker.close(WAIT_S)
         self.scheduler.close()
@@ -485,8 +486,8 @@ def engine_on(
     kinds: tuple[type[SchedulerSide], type[Worker]] = (SchedulerSide, Worker),
     **form: Any,
 ) -> Iterator[Engine]:
-    """An engine, at the end of which nothing may be left. `kinds` are the classes of both sides, for tests that break
-    one on purpose."""
+    """Start an engine; at the end, wind it down and close it. `kinds` are the classes of both sides, for tests that
+    break one of them on purpose."""
     engine = Engine(folder, name, Form(**form), chance or random.Random(0), kinds)
     try:
         yield engine

@@ -1,4 +1,4 @@
-"""The parts of vLLM that `vllm_driver` is made of: requests, the block pool, and workers whose copies can be held."""
+"""The parts of `vllm_driver`: requests, the block pool, and workers whose copies can be held."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS_MAX = 2
 
 
 class Gate:
-    """A fence that copies wait for until `open`; with `fails` they fail there."""
+    """A fence for copies. They wait until `open`; with `fails` they then fail."""
 
     def __init__(self, *, held: bool, fails: bool) -> None:
         self._open, self._fails = threading.Event(), fails
@@ -36,7 +36,7 @@ class Gate:
     def synchronize(self) -> None:
         assert self._open.wait(WAIT_S)
         if self._fails:
-            raise TransferError("a fault of the test")
+            raise TransferError("planted by the test")
 
     def open(self) -> None:
         self.held = False
@@ -44,7 +44,7 @@ class Gate:
 
 
 class Worker(WorkerSide):
-    """A WorkerSide whose copies can be held, or fail. A flush lets the held saves go, since it waits for them."""
+    """A WorkerSide whose copies can be held, or fail. A flush waits for the saves, so it first releases held ones."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -64,16 +64,16 @@ class Worker(WorkerSide):
 
     def flush(self, step: Step) -> None:
         if step.flush:
-            self.let_go("save")
+            self.release("save")
         super().flush(step)
 
-    def let_go(self, kind: str) -> None:
+    def release(self, kind: str) -> None:
         for gate in self.gates[kind]:
             gate.open()
         self.gates[kind].clear()
 
     def settle(self) -> None:
-        """Wait for the copies that are not held, and for those behind them in neither queue."""
+        """Wait for the loads if none is held, and for the saves if none is held."""
         for kind, copies in (("load", self._loads), ("save", self._saves)):
             if not self.gates[kind]:
                 for copy in copies.values():
@@ -88,7 +88,7 @@ class Worker(WorkerSide):
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` are those of the prompt and of the answer; `known` of them have been sampled or given."""
+    """A request. `tokens` are the prompt and the answer; the first `known` are given or already sampled."""
 
     request_id: str
     tokens: list[int]
@@ -104,7 +104,7 @@ class Request:
     in_flight: int = 0
     stale: int = 0
     deferred: list[int] = field(default_factory=list)
-    matched: int = 0  # tokens that the connector loaded in all
+    matched: int = 0  # total of tokens that the connector has loaded
     aborted: bool = False
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Request:
             self.block_hashes = (*self.block_hashes, hashlib.sha256(part).digest())
 
     def kv(self, weights: int) -> Any:
-        """What the slots of the tokens must hold: `[tokens, part, layer, region, SLOT]`."""
+        """Return the correct KV of the tokens: `[tokens, part, layer, region, SLOT]`."""
         if weights not in self._kv:
             rows, state = [], repr((weights, self.salt, self.adapter)).encode()
             for token in self.tokens:
@@ -136,7 +136,7 @@ class Request:
 
 
 class Blocks:
-    """vLLM's block pool: blocks that are free keep their content, and are found by its hash, until they are taken."""
+    """vLLM's block pool. Free blocks keep their content and are found by its hash until they are allocated again."""
 
     def __init__(self, count: int) -> None:
         self.free = deque(range(1, count))
@@ -182,7 +182,7 @@ class Blocks:
 
 
 class Row(NamedTuple):
-    """The part of a request in a step: from token `begin` on `tokens` are computed, the first `right` of them right."""
+    """A request in a step: computes `tokens` tokens from `begin` on; the first `right` of them are correct."""
 
     request: Request
     blocks: list[int]
@@ -193,7 +193,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """What an engine is like. `batches` in flight: 2 is asynchronous scheduling. `drafts`: tokens of speculative
+    """The parameters of an engine. `batches` in flight: 2 is asynchronous scheduling. `drafts`: tokens of speculative
     decoding. `budget`: tokens of a step. `caching`: vLLM's own prefix cache is on."""
 
     blocks: int = 64
@@ -210,7 +210,7 @@ class Form:
 
 @dataclass(eq=False)
 class Scheduled:
-    """A step as the workers get it: for each request its blocks then, where it goes on, and how many tokens."""
+    """A step as the workers get it: for each request its blocks, its first position and its number of tokens."""
 
     num_scheduled_tokens: Mapping[str, int]
     preempted_req_ids: set[str] | None
@@ -220,7 +220,7 @@ class Scheduled:
 
 @dataclass(frozen=True, eq=False)
 class Done:
-    """What the workers say of a step, merged as vLLM does."""
+    """The results of all workers for a step, merged as vLLM does."""
 
     scheduled: Scheduled
     report: Report | None

@@ -1,4 +1,4 @@
-"""Backends that serve wrong bytes which pass every check: what a replay must find."""
+"""Backends that serve wrong bytes with valid seals. A replay must detect them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hicache.frame import HEADER_BYTES, unseal
 
 
 class FlippingBackend(MemoryBackend):
-    """Flips one bit of each page before it seals it."""
+    """Flips one bit of each page before sealing."""
 
     def batch_set(
         self, keys: Sequence[bytes], pages: Sequence[Any], *, parent: bytes | None, deadline: float
@@ -24,7 +24,7 @@ class FlippingBackend(MemoryBackend):
 
 
 class SwappingBackend(MemoryBackend):
-    """Gives the first page of a batch in place of each, under the seal of the page asked for."""
+    """Returns the first page of a batch in place of each page, under the seal of the requested page."""
 
     def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:
         outcomes = super().batch_get(keys, pages, deadline=deadline)

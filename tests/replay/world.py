@@ -17,13 +17,13 @@ WAIT_S = 20.0
 
 
 def request(index: int, hash_ids: Sequence[int], *, tail: int = 0, output: int = 20, at_ms: int = 0) -> TraceRequest:
-    """A request whose last block holds `tail` tokens (0: all 512)."""
+    """Return a request whose last block has `tail` tokens (0: all 512)."""
     missing = BLOCK_TOKENS - tail if tail else 0
     return TraceRequest(index, at_ms, len(hash_ids) * BLOCK_TOKENS - missing, output, tuple(hash_ids))
 
 
 def rounds(prompts: int, times: int, *, blocks: int = 2, output: int = 20) -> list[TraceRequest]:
-    """`prompts` different prompts, one after the other, all of it `times` times."""
+    """Return `times` rounds of `prompts` different prompts."""
     ids = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(prompts)]
     return [request(i, ids[i % prompts], output=output, at_ms=i) for i in range(prompts * times)]
 
@@ -31,7 +31,7 @@ def rounds(prompts: int, times: int, *, blocks: int = 2, output: int = 20) -> li
 def small_config(
     *, storage: str | None = "memory", device: int = 4096, host: int = 8192, **entries: str
 ) -> HiCacheConfig:
-    """Tiers of so many tokens; `entries` are dotted names with two underscores for each dot."""
+    """Return a configuration with tiers of so many tokens. `entries` are dotted names with `__` for a dot."""
     overrides = {"break_even.mode": "always", "page_size": "64", "device.tokens": str(device), "host.tokens": str(host)}
     overrides |= {} if storage is None else {"storage.type": storage}
     overrides |= {name.replace("__", "."): value for name, value in entries.items()}
@@ -39,7 +39,7 @@ def small_config(
 
 
 def job(directory: Path, trace: Iterable[TraceRequest], config: HiCacheConfig, **options: Any) -> ReplayJob:
-    """A job on a trace that is written to `directory`."""
+    """Write a trace to `directory`, and return a job on it."""
     path = directory / "trace.jsonl"
     write_trace(path, trace)
     return ReplayJob(config=config, trace=path, **options)
@@ -47,7 +47,7 @@ def job(directory: Path, trace: Iterable[TraceRequest], config: HiCacheConfig, *
 
 @contextmanager
 def started(one: ReplayJob) -> Iterator[Replay]:
-    """A replay that ends with everything closed and its books in order."""
+    """Start a replay; close and check it at the end."""
     replay = start(one)
     try:
         yield replay
@@ -57,13 +57,13 @@ def started(one: ReplayJob) -> Iterator[Replay]:
 
 
 def tiers(replay: Replay) -> HiRadixCache:
-    """The cache of a replay with what only one with tiers has."""
+    """Return the cache of a replay, which must have tiers."""
     assert isinstance(replay.cache, HiRadixCache)
     return replay.cache
 
 
 def go(replay: Replay) -> Replay:
-    """Replay all of it, with the invariants checked at each step and every copy and store awaited."""
+    """Replay the whole trace. Check the invariants and wait for copies and stores at each step."""
     while not replay.finished:
         replay.step()
         replay.engine.check()

@@ -1,4 +1,4 @@
-"""What must hold beyond `HiRadixCache.check()`: the bytes behind the pages of the tree, and the books at the end."""
+"""Checks beyond `HiRadixCache.check()`: the bytes of the pages in the tree, and the counters at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hicache.radix import Node, RadixTree
 from tests.simulation.memory import Finding, SimulatedDevicePool, SimulatedHostPool
 from tests.stamps import Stamps
 
-# Few at a time, so that the index is mostly somewhere in the middle of a step.
+# A small number, so that a read usually ends in the middle of a step.
 EVENTS_PER_READ = 1000
 
 
 class Auditor:
-    """Compares what the trees name with what lies there. Mutates nothing but its own notes."""
+    """Compares the pages that the trees name with their bytes in memory. Changes only its own records."""
 
     def __init__(
         self, cache: HiRadixCache, device: SimulatedDevicePool, host: SimulatedHostPool, stamps: Stamps
@@ -27,14 +27,14 @@ class Auditor:
         self._epochs: dict[RadixTree, int] = {}
 
     def memory(self) -> None:
-        """At every moment: free pages hold poison, and a page that a tree shows on L2 is complete and right.
+        """Check, after any step, that free pages hold poison and that a page on L2 in a tree is complete and correct.
 
-        In retired trees too: what is being stored under their epoch must stay what it is.
+        Includes retired trees: pages that are being stored under their epoch must not change.
         """
         self._device.guard.require_poison()
         self._host.guard.require_poison()
         for tree in self._cache._trees.all():
-            # A tree is looked at after the step that made it, so before the next epoch.
+            # This check runs after the step that creates a tree, so before the next epoch.
             epoch = self._epochs.setdefault(tree, self._cache.weights_epoch)
             pages: list[int] = []
             keys: list[bytes] = []
@@ -45,13 +45,13 @@ class Auditor:
             self._compare("L2", self._host.blocks, pages, keys, epoch)
 
     def pinned(self) -> None:
-        """What is pinned is in the tree."""
+        """Check that pinned pages are in the tree."""
         for pin, key in self.pins:
             if pin.active and sum(self._cache.tree.peek(key)) < pin.pages:
-                raise Finding("pin", f"of {pin.pages} pinned pages {self._cache.tree.peek(key)} are left")
+                raise Finding("pin", f"{pin.pages} pages are pinned, but the tree has {self._cache.tree.peek(key)}")
 
     def device(self) -> None:
-        """A page that the tree shows on L1 is right. REQUIRES: no load is under way, and the device has not failed."""
+        """Check the bytes of the pages on L1. REQUIRES: no load is in flight, and the device has not failed."""
         pages: list[int] = []
         keys: list[bytes] = []
         for node, node_keys in self._nodes(self._cache.tree):
@@ -61,35 +61,35 @@ class Auditor:
         self._compare("L1", self._device.memory, pages, keys, self._cache.weights_epoch)
 
     def at_rest(self) -> None:
-        """Nothing is lent, locked or held. REQUIRES: no request runs, nothing is pinned, and nothing is under way."""
+        """Check that nothing is reserved, locked or held. REQUIRES: no requests, no pins, no operations in flight."""
         cache = self._cache
         if len(cache._trees.all()) > 1:
-            raise Finding("left behind", "an old tree is kept, although nothing refers to it")
+            raise Finding("left behind", "an old tree is kept, but nothing refers to it")
         for node in cache.tree.nodes():
             if node.lock_ref or node.host_ref or node.pin_ref or node.backup_pending or node.store_pending:
-                raise Finding("left behind", f"{node!r} is locked, held or waits for a copy, but nothing is under way")
+                raise Finding("left behind", f"{node!r} is locked, held or waits for a copy, but nothing is in flight")
         queues = cache.statistics().controller.queues
         reserved = queues.device_pages_reserved or queues.host_pages_reserved
         if reserved or queues.prefetch or queues.reads or queues.backup:
-            raise Finding("left behind", f"queues and loans are not empty: {queues}")
+            raise Finding("left behind", f"queues or reservations are not empty: {queues}")
         if cache.writeback_pages or cache.tree.device_protected_pages:
-            raise Finding("left behind", f"{cache.writeback_pages} pages are being written back, although nothing runs")
+            raise Finding("left behind", f"{cache.writeback_pages} pages are being written back, but nothing runs")
         tiers = (
             (cache.device.allocator, cache.tree.device_evictable_pages),
             (cache.host.allocator, cache.tree.host_pages),
         )
         for allocator, pages in tiers:
             if allocator.used_pages != pages:
-                raise Finding("left behind", f"{allocator.used_pages} pages in use, {pages} of them of the tree")
+                raise Finding("left behind", f"{allocator.used_pages} pages are in use, but the tree has {pages}")
 
     def stored(self, known: set[bytes]) -> None:
-        """What the tree says is stored was stored in the store that is attached, which has had `known`."""
+        """Check that the tree marks only pages in `known` as stored: all pages that the attached store has ever had."""
         for node, keys in self._nodes(self._cache.tree):
             if node.stored and not known.issuperset(keys):
-                raise Finding("stale mark", f"{node!r} is not in the store that is attached, and never was")
+                raise Finding("stale mark", f"{node!r} was never in the attached store")
 
     def emptied(self) -> None:
-        """Whatever was cached can leave, and then every page is free. REQUIRES: as `at_rest`. Empties the cache."""
+        """Evict all pages, and check that every page is free. REQUIRES: as `at_rest`."""
         cache = self._cache
         evicted = cache.tree.evict_device(cache.device.pages)
         cache.device.allocator.free(evicted.pages)
@@ -100,7 +100,7 @@ class Auditor:
             raise Finding("left behind", f"{cache.tree.node_count} nodes cannot be evicted")
 
     def _nodes(self, tree: RadixTree) -> list[tuple[Node, list[bytes]]]:
-        """All nodes but the roots with their page keys, made apart from those the tree keeps."""
+        """Return all nodes except the roots, with page keys computed independently of the tree."""
         found: list[tuple[Node, list[bytes]]] = []
         page_tokens = tree.page_bytes // TOKEN_BYTES
         stack = [(child, root.page_keys or b"") for root in tree.roots() for child in root.children.values()]
@@ -121,22 +121,22 @@ class Auditor:
         if wrong.any():
             raise Finding(
                 "wrong bytes",
-                f"{tier} pages {np.array(pages)[wrong].tolist()} do not hold what a tree of epoch {epoch} says",
+                f"{tier} pages {np.array(pages)[wrong].tolist()} differ from the tree of epoch {epoch}",
             )
 
 
 class Follower:
-    """A second index of the tree, kept by KV events alone."""
+    """A second index of the tree, built from KV events only."""
 
     def __init__(self, cache: HiRadixCache, reader: EventReader) -> None:
         self._cache = cache
         self._reader = reader
         self._index = PrefixIndex()
-        # The tree finds a run that storage has lost by its last page only; the events name each page.
+        # The tree marks a run that storage has lost at its last page only; events name each page.
         self._lost: set[bytes] = set()
 
     def compare(self) -> bool:
-        """Read all events; then the index says what the tree says. False if it waits for a snapshot after a gap."""
+        """Read all events and compare the index with the tree. Return False if it waits for a snapshot after a gap."""
         while events := self._reader.drain(EVENTS_PER_READ):
             self._index.apply(events)
             for event in events:
@@ -151,12 +151,12 @@ class Follower:
         for medium in Medium:
             known = self._index.keys(medium)
             there = {key for node in tree.nodes() if _is_on(node, medium) for key in tree.page_keys(node)}
-            # Storage keeps what has left the tree.
+            # Storage keeps pages that have left the tree.
             if medium is Medium.STORAGE:
                 there -= self._lost
             if not there <= known or (known != there and medium is not Medium.STORAGE):
                 raise Finding(
-                    "events", f"{len(known - there)} pages too many, {len(there - known)} too few on {medium}"
+                    "events", f"{medium}: the index has {len(known - there)} extra pages and lacks {len(there - known)}"
                 )
         return True
 

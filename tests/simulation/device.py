@@ -1,4 +1,4 @@
-"""A copy engine without a thread: its copies advance block by block when the schedule says so."""
+"""A copy engine without a thread: the schedule advances its copies block by block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulation.memory import JUNK, SimulatedDevicePool, SimulatedHostPool
 
 
 class SimulatedTransfer(Transfer):
-    """A copy of `_steps` pieces: each block of each layer, the pages of a block in one or two pieces."""
+    """A copy of several pieces: for each block of each layer, its pages in one or two pieces."""
 
     def __init__(
         self, engine: SimulatedCopyEngine, load: bool, source: Indices, target: Indices, after: Fence | None
@@ -50,7 +50,7 @@ class SimulatedTransfer(Transfer):
 
     @property
     def ended(self) -> bool:
-        """As `done`, without giving the device time."""
+        """As `done`, but the device does not advance."""
         return self._error is not None or self.layers_done == self._engine.device_blocks.shape[0]
 
     def done(self) -> bool:
@@ -83,15 +83,15 @@ class SimulatedTransfer(Transfer):
             self._seconds = self._engine.clock() - self._began_s
 
     def fail(self, error: TransferError) -> None:
-        """End the copy halfway, with rubbish in the layers of the target that nobody was told of."""
+        """End the copy halfway, with junk in the layers of the target that were not reported as done."""
         target = self._engine.device_blocks if self.load else self._engine.host_blocks
         target[self.layers_done :, :, self.target[-1]] = JUNK
         self._error = error
 
 
 class SimulatedCopyEngine(CopyEngine):
-    """Copies in order per direction, each after its fence. `fail_rate` is per piece. `failed` is whether any copy has
-    failed, so that nothing vouches for what the device holds.
+    """Runs the copies of each direction in order, each after its fence. `fail_rate` is per piece. `failed` is True once
+    a copy has failed: the contents of the device are unknown from then on.
     """
 
     def __init__(
@@ -118,25 +118,25 @@ class SimulatedCopyEngine(CopyEngine):
     def _submit(self, load: bool, source: Indices, target: Indices, after: Fence | None) -> SimulatedTransfer:
         if self.random.random() < self._fail_rate:
             self.failed = True
-            raise RuntimeError("no memory left for staging")
+            raise RuntimeError("no memory for staging")
         transfer = SimulatedTransfer(self, load, source, target, after)
         self._queues[load].append(transfer)
         return transfer
 
     def glance(self) -> None:
-        """Time passes on the device between two looks at it."""
+        """Advance the device in half of the calls, as time that passes between two queries."""
         if self.random.random() < 0.5:
             self.tick()
 
     def tick(self) -> None:
-        """The device does a piece of whatever it has to do."""
+        """Do one piece of the device's work: a forward or a copy."""
         if self.random.random() < 0.2:
             self.stream.step()
         else:
             self.advance(self.random.random() < 0.5)
 
     def advance(self, load: bool) -> None:
-        """Copy the next piece of one direction. While that waits for its fence, the device computes instead."""
+        """Copy the next piece of one direction. If the copy waits for its fence, compute instead."""
         queue = self._queues[load]
         if not queue:
             return
@@ -154,7 +154,7 @@ class SimulatedCopyEngine(CopyEngine):
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is under way."""
+        """True if a copy is in flight."""
         return bool(self._queues[False] or self._queues[True])
 
     def close(self, timeout_s: float) -> bool:

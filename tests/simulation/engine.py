@@ -1,4 +1,4 @@
-"""The engine of a simulation: requests, and all else that an engine asks of its cache. Each method is one action."""
+"""The engine of a simulation: its requests and all other calls to the cache. Each public method is one action."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Engine(World):
 
     def __init__(self, seed: int, parts: Parts) -> None:
         super().__init__(seed, parts)
-        self.verified_pages = 0  # each of them in all layers
+        self.verified_pages = 0  # pages of which all layers were compared
         self.waiting: list[Waiting] = []
         self.running: list[Running] = []
-        self._talks: list[tuple[list[int], bytes]] = []  # prompts that later ones continue or repeat
+        self._talks: list[tuple[list[int], bytes]] = []  # prompts that later requests continue or repeat
         self._arrivals = 0
-        self._early: Transfer | None = None  # what the next forward has to wait for besides
+        self._early: Transfer | None = None  # an earlier load that the next forward also waits for
 
     # Requests
 
@@ -47,7 +47,7 @@ class Engine(World):
         self.cache.prefetch_from_storage(waiting.rid, self.key(waiting.tokens, waiting.seed))
 
     def _prompt(self) -> tuple[list[int], bytes]:
-        """An old conversation again, one turn more of it, or up to some point and then otherwise; or a new one."""
+        """Return an old conversation, one with another turn, one that branches off, or a new one."""
         numbers = self.random
         tokens: list[int] = []
         seed = namespace_seed(cache_salt="tenant") if numbers.random() < 0.2 else b""
@@ -59,7 +59,7 @@ class Engine(World):
         return self._new_talk(tokens, seed)
 
     def _demoted(self) -> tuple[list[int], bytes]:
-        """The conversation that is most on L2 alone: pools this small seldom bring one up by chance."""
+        """Return the conversation with the most pages on L2 only. With such small pools, chance rarely selects one."""
         return max(self._talks, key=lambda talk: self.cache.tree.peek(self.key(*talk)).host_pages)
 
     def _new_talk(self, tokens: list[int], seed: bytes) -> tuple[list[int], bytes]:
@@ -71,7 +71,7 @@ class Engine(World):
         return tokens, seed
 
     def _some_prefix(self) -> RadixKey | None:
-        """The key of a part of a conversation."""
+        """Return the key of a part of a conversation."""
         if not self._talks:
             return None
         tokens, seed = self.random.choice(self._talks)
@@ -97,20 +97,20 @@ class Engine(World):
             request, waiting.tokens.copy(), waiting.seed, self.epoch, request.cached_tokens, NO_PAGES
         )  # fmt: skip
         if request.shared_pages * self.cache.page_size != request.cached_tokens:
-            raise Finding("books", f"{request.shared_pages} shared pages, but {request.cached_tokens} tokens of hits")
+            raise Finding("counters", f"{request.shared_pages} shared pages, but {request.cached_tokens} cached tokens")
         self._name_pages(running)
         self.running.append(running)
         if request.load is not None and self.random.random() < 0.2:
-            self._end(running, None)  # the client is gone, before the load was started
+            self._end(running, None)  # the client disconnects before the load starts
 
     def load_early(self) -> None:
-        """A step whose forward is not run at once: meanwhile requests of it may be aborted, and others begin."""
+        """Start loads before the forward. Until the forward, requests may be aborted and others may begin."""
         self._early = self._early or self.cache.start_loading()
 
     def forward(self) -> None:
-        """Queue a chunk of every running request, reading what it has and writing what is new, layer by layer."""
+        """Queue a chunk of every running request. Each layer reads the cached pages and writes the new ones."""
         if self.random.random() < 0.5:
-            self.device.stream.synchronize()  # for the tokens of earlier forwards
+            self.device.stream.synchronize()  # an engine waits here for the tokens of earlier forwards
         began_s = self.clock()
         transfers = [transfer for transfer in (self._early, self.cache.start_loading()) if transfer is not None]
         self._early = None
@@ -137,7 +137,7 @@ class Engine(World):
         self.share()
 
     def _wait(self, transfers: list[Transfer], layer: int) -> None:
-        """The scheduler is busy with a layer: others go on."""
+        """Wait for a layer. The scheduler is busy; devices and workers continue."""
         self.alone = True
         try:
             for transfer in transfers if self.parts.waits_for_layers else ():
@@ -148,15 +148,15 @@ class Engine(World):
             self.alone = False
 
     def _span(self, running: Running) -> Span:
-        """What the forward reads and writes for a request, whatever becomes of the request before it is computed."""
+        """Return what the forward reads and writes for a request. It does not change if the request ends before."""
         page_size, done = self.cache.page_size, running.computed + running.chunk
         return Span(
             running.request.rid, running.request.pages, running.rows, running.computed // page_size, done // page_size,
-            writes_half=done % page_size > 0 and running.chunk > 0,
+            writes_partial=done % page_size > 0 and running.chunk > 0,
         )  # fmt: skip
 
     def _compute(self, layer: int, spans: list[Span]) -> None:
-        """Read and compare all KV of one layer that attention reads, then write the chunks'."""
+        """Compare the KV of one layer that attention reads, then write the KV of the chunks."""
         table, blocks = self.stamps.table[layer], self.device.memory[layer]
         for span in spans:
             wrong = blocks[:, span.pages[: span.first]] != table[:, span.rows[: span.first]]
@@ -170,17 +170,17 @@ class Engine(World):
         for span in spans:
             own = slice(span.first, span.end)
             blocks[:, span.pages[own]] = table[:, span.rows[own]]
-            if span.writes_half:
-                blocks[:, span.pages[span.end]] = JUNK  # a half page is of no use to others
+            if span.writes_partial:
+                blocks[:, span.pages[span.end]] = JUNK  # other requests must not use a partial page
 
     def share(self) -> None:
-        """Chunked prefill: the tree gets what is computed."""
+        """Insert the computed chunks into the tree."""
         for running in self.running:
             if running.fresh or not running.computed or self.random.random() < 0.4:
                 continue
             pages = running.request.pages
             self.cache.cache_unfinished_req(running.request, self._computed_key(running))
-            # Pages of the tree in place of its own may still be on their way from L2.
+            # The request now uses pages of the tree, which may still be loading from L2.
             running.fresh = running.request.pages is not pages
 
     def decode(self) -> None:
@@ -188,7 +188,7 @@ class Engine(World):
         if running is None:
             return
         if len(running.tokens) == self.cache.device.pages * self.cache.page_size:
-            self._end(running, self._computed_key(running))  # as long as L1 is
+            self._end(running, self._computed_key(running))  # the sequence fills L1
         elif self.cache.extend(running.request, len(running.tokens) + 1):
             running.tokens.append(self.random.randrange(4))
             self._name_pages(running)
@@ -196,7 +196,7 @@ class Engine(World):
             self._preempt(running)
 
     def _preempt(self, running: Running) -> None:
-        """Back to the queue, as an engine does that is out of memory; the prompt has grown by the output."""
+        """Put a request back into the queue, as an engine does if L1 is full. The output becomes part of the prompt."""
         self._end(running, self._computed_key(running))
         waiting = Waiting(running.request.rid, running.tokens[: self.setting.prompt_tokens_max], running.seed)
         self.waiting.append(waiting)
@@ -238,16 +238,16 @@ class Engine(World):
     # Other calls
 
     def match(self) -> None:
-        """A look at a part of a conversation, which may split a node."""
+        """Match a part of a conversation, which may split a node."""
         key = self._some_prefix()
         if key is not None:
             seen = self.cache.tree.peek(key)
             found = self.cache.match_prefix(key)
             if seen != (len(found.device_pages), found.host_hit_pages):
-                raise Finding("books", f"peek said {seen}, match finds {found}")
+                raise Finding("counters", f"peek returned {seen}, but match {found}")
 
     def insert(self) -> None:
-        """Pages that were computed elsewhere, handed to the tree as a whole."""
+        """Insert a whole prompt, as if its pages had been computed elsewhere."""
         key = self.key(*self._prompt())
         keys = self.page_keys(key)
         pages = self.cache.page_source.alloc(len(keys))
@@ -268,7 +268,7 @@ class Engine(World):
         freed = self.device.allocator.free_pages - free
         promised = eviction.freed_pages + eviction.writeback_pages + eviction.short_pages
         if freed != eviction.freed_pages or promised < wanted or eviction.writeback_pages > self.cache.writeback_pages:
-            raise Finding("books", f"{wanted} pages wanted, {freed} freed, {eviction}")
+            raise Finding("counters", f"evict({wanted}) freed {freed} pages and returned {eviction}")
 
     def pin(self) -> None:
         self.auditor.pins = [(pin, key) for pin, key in self.auditor.pins if pin.active]
@@ -286,20 +286,20 @@ class Engine(World):
         due = [pin for pin, _ in self.auditor.pins if pin.expires_at <= self.time_s]
         self.cache.poll()
         if any(pin.active for pin in due):
-            raise Finding("pin", "a pin whose time is over has not ended")
+            raise Finding("pin", "an expired pin is still active")
 
     def clear(self) -> None:
         self.cache.clear()
         self._require_empty()
 
     def update_weights(self) -> None:
-        """From here on a page of the old weights has wrong bytes."""
+        """Change the weights. From now on, a page of the old weights has wrong bytes."""
         self.epoch += self.random.choice([1, 1, 3])
         self.cache.update_weights(self.epoch)
         self._require_empty()
 
     def switch_storage(self) -> None:
-        """The operator detaches storage, or attaches this or the other server."""
+        """Detach storage, or attach one of the two servers, as an operator does."""
         if self.setting.storage_pages is None:
             return
         self.stores.attached = False
@@ -310,14 +310,14 @@ class Engine(World):
             self.stores.attached = True
             self.cache.storage.attach(self.stores.open)
         if any(node.stored for node in self.cache.tree.nodes()):
-            raise Finding("stale mark", "what another store had is believed to be in the one that is attached now")
+            raise Finding("stale mark", "pages of another store are marked as stored in the attached one")
 
     def _require_empty(self) -> None:
         if self.cache.tree.node_count or any(pin.active for pin, _ in self.auditor.pins):
-            raise Finding("left behind", "the cache was emptied and still shows something")
+            raise Finding("left behind", "the cache was emptied, but has nodes or active pins")
 
     def follow(self) -> None:
-        """A router catches up with the events, and then knows the tree."""
+        """Read all events, as a router does, and compare its index with the tree."""
         if self.follower is not None:
             self.follower.compare()
 
@@ -328,7 +328,7 @@ class Engine(World):
             self.copies.tick()
 
     def work(self) -> None:
-        """A worker takes a job."""
+        """Run one waiting job on a worker."""
         ready = [group for group in self.workers if group.ready]
         if ready:
             self.random.choice(ready).work()
@@ -337,10 +337,10 @@ class Engine(World):
         self.time_s += self.random.choice([0.001, 0.01, 0.03, 0.1, 0.1, 0.3, 4.0])
 
     def others_store(self) -> None:
-        """Another engine, perhaps of newer weights, stores a conversation that is likely to be asked for here."""
+        """Store a conversation as another engine, perhaps with newer weights. Later requests are likely to use it."""
         tokens, seed = self._prompt() if self.random.random() < 0.3 else self._new_talk([], b"")
         epoch = self.epoch + (self.random.random() < 0.1)
-        self.stores.of(epoch).of_another_engine(self.page_keys(self.key(tokens, seed)))
+        self.stores.of(epoch).store_as_another_engine(self.page_keys(self.key(tokens, seed)))
 
-    def meddle(self) -> None:
-        self.stores.of(self.epoch).meddle()
+    def harm_store(self) -> None:
+        self.stores.of(self.epoch).lose_or_damage_page()

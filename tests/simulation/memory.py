@@ -1,5 +1,5 @@
-"""Memory that tells when somebody writes where he must not: free pages hold poison from the moment they are freed, or
-from when the forwards are done that were queued before that: those may still read them.
+"""Memory that detects writes to free pages. A freed page is filled with poison as soon as the forwards that were queued
+before are done: they may still read it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from hicache.tiers.allocator import PageAllocator
 from hicache.types import Bytes2D, Indices, PageIds
 from tests.simulation.stream import Stream
 
-POISON = 0xDB  # what a free page holds
-JUNK = 0xEE  # what nobody may rely on: unfinished pages, buffers of a read that was no hit
+POISON = 0xDB  # fills a free page
+JUNK = 0xEE  # undefined contents: unfinished pages, buffers of a read that was not a hit
 
 
 class Finding(BaseException):
-    """What a simulation has found. Not an Exception: the handlers of workers must not take it for a failed job.
+    """An error that a simulation has found. Not an Exception: workers must not treat it as a failed job.
 
-    `kind` is a short class of findings, to tell a planted bug's symptom from an accident.
+    `kind` is the class of the finding. It distinguishes the symptom of a planted bug from other errors.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -30,9 +30,9 @@ class Finding(BaseException):
 
 
 class GuardedAllocator(PageAllocator):
-    """Poisons what it takes back, and finds poison that was written over.
+    """Fills freed pages with poison, and detects writes to it.
 
-    `blocks` is uint8 `[..., page, bytes]` over the memory of all pages, which the work of `stream` may read.
+    `blocks` is uint8 `[..., page, bytes]`, a view of all pages. The work of `stream` may read them.
     """
 
     def __init__(self, capacity: int, *, first: int, tier: str, blocks: Bytes2D, stream: Stream) -> None:
@@ -40,7 +40,7 @@ class GuardedAllocator(PageAllocator):
         self._tier = tier
         self._blocks = blocks
         self._stream = stream
-        self._clean_from: dict[int, int] = {}  # free pages that hold no poison yet, and after which work they may
+        self._clean_from: dict[int, int] = {}  # free pages without poison: the number of work pieces they wait for
         blocks[...] = POISON
 
     def alloc_indices(self, count: int) -> Indices | None:
@@ -78,7 +78,7 @@ class GuardedAllocator(PageAllocator):
 
 
 class SimulatedDevicePool(KVPool):
-    """L1 in one piece, `memory` uint8 `[layers, blocks of a layer, pages + 1, bytes]`, with a guarded allocator."""
+    """L1 in one array, `memory`, uint8 `[layers, blocks of a layer, pages + 1, bytes]`, with a guarded allocator."""
 
     def __init__(self, geometry: KVGeometry, pages: int, stream: Stream) -> None:
         self.stream = stream
@@ -91,7 +91,7 @@ class SimulatedDevicePool(KVPool):
 
 
 class SimulatedHostPool(HostPool):
-    """L2 with a guarded allocator. `blocks` shows the payloads in the shape of L1, `[layers, blocks, page, bytes]`."""
+    """L2 with a guarded allocator. `blocks` views the payloads in the shape of L1, `[layers, blocks, page, bytes]`."""
 
     def __init__(self, geometry: KVGeometry, pages: int) -> None:
         super().__init__(geometry, pages)

@@ -1,6 +1,6 @@
-"""Races that hierarchical caches have had, each planted as a small change of the part in which it lived.
+"""Races that hierarchical caches have had. Each is planted as a small change of the responsible class.
 
-A simulation that does not find them is worth nothing, so each has to be found within a stated number of seeds.
+They are the negative control of the simulation: it must find each one within a stated number of seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.simulation.workers import SimulatedWorkers
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """`kinds` is how it may show, `seeds` within how many it must."""
+    """A planted race: `kinds` are its possible findings, `seeds` the number of seeds within which it must be found."""
 
     parts: Parts
     kinds: set[str]
@@ -31,7 +31,7 @@ class Race:
 
 
 def _become(instance: object, kind: type[Any]) -> None:
-    """Turn a part of a cache into one with the planted race, a subclass that adds no fields."""
+    """Give a part of a cache the class with the planted race, a subclass without fields of its own."""
     instance.__class__ = kind
 
 
@@ -39,7 +39,7 @@ def _become(instance: object, kind: type[Any]) -> None:
 
 
 class _UnlocksBackupsAtSubmit(DeviceTier):
-    """A backup protects its device pages until it was submitted, not until it has ended."""
+    """A backup protects its device pages only until it is submitted, not until it ends."""
 
     def _back_up(self, path: list[Node], *, evicts: bool = False) -> bool:
         started = super()._back_up(path, evicts=evicts)
@@ -62,7 +62,7 @@ class _UnlocksBackupsAtSubmit(DeviceTier):
 
 
 class _UnlocksLoadsAtSubmit(DeviceTier):
-    """A load protects its pages until it was submitted: they may be evicted and handed out while it still writes."""
+    """A load protects its pages only until it is submitted: they may be evicted and reused while it still writes."""
 
     def load_back(self, tree: RadixTree, match: Match) -> tuple[Node, PageIds, Load | None]:
         node, pages, load = super().load_back(tree, match)
@@ -77,21 +77,21 @@ class _UnlocksLoadsAtSubmit(DeviceTier):
 
 
 class _IgnoresFencesOfBackups(SimulatedCopyEngine):
-    """A copy to L2 does not wait until the forward has written the pages."""
+    """A copy to L2 does not wait until the forward has written its pages."""
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
         return super().backup(blocks, host_blocks)
 
 
 class _IgnoresFencesOfLoads(SimulatedCopyEngine):
-    """A copy to L1 does not wait until the forward has read the pages for the last time."""
+    """A copy to L1 does not wait for the last forward that reads its pages."""
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
         return super().load(host_blocks, blocks)
 
 
 class _ForgetsReaders(DeviceTier):
-    """A load does not wait for the forwards of a request that has ended, though they may still read its pages."""
+    """A load does not wait for the forwards of an ended request, which may still read its pages."""
 
     def read(self, pages: PageIds) -> None:
         pass
@@ -103,7 +103,7 @@ class _EagerTransfer(SimulatedTransfer):
 
 
 class _AcknowledgesEarly(SimulatedCopyEngine):
-    """The ack of a backup is taken from its launch and not from its event."""
+    """A backup is acknowledged at its launch, not at its event."""
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
         transfer = super().backup(blocks, host_blocks, after=after)
@@ -112,7 +112,7 @@ class _AcknowledgesEarly(SimulatedCopyEngine):
 
 
 class _ForgetsSplits(RadixTree):
-    """The ack of a backup knows the node it was made for and not the parts into which it was split since."""
+    """A backup updates only the node for which it was started, not the parts into which the node was split."""
 
     def accept_backup(self, node: Node, host_pages: PageIds) -> PageIds:
         for part in self.span(node, len(host_pages)):
@@ -123,7 +123,7 @@ class _ForgetsSplits(RadixTree):
 
 
 class _FreesVictimsAtSubmit(DeviceTier):
-    """The L1 pages of a write-back victim are handed out as soon as its copy to L2 was submitted."""
+    """The L1 pages of a write-back victim are freed as soon as its copy to L2 is submitted."""
 
     def write_back(self, victim: Node) -> Fate:
         fate = super().write_back(victim)
@@ -137,7 +137,7 @@ class _FreesVictimsAtSubmit(DeviceTier):
 
 
 class _ForgetsCancelledPages(DeviceTier):
-    """The pages of a load that is taken back stay on L1 in the tree, although nobody fills them."""
+    """The pages of a cancelled load stay on L1 in the tree, but are never filled."""
 
     def cancel_load(self, load: Load) -> None:
         if self._controller.cancel_load(load):
@@ -148,8 +148,8 @@ class _ForgetsCancelledPages(DeviceTier):
 # Prefetch
 
 
-class _GivesPagesBackAtCancel(Prefetcher):
-    """A cancelled prefetch gives its pages back at once, while the read still fills them."""
+class _FreesPagesAtCancel(Prefetcher):
+    """A cancelled prefetch frees its pages at once, while the read still fills them."""
 
     def _cancel(self, prefetch: Any) -> None:
         super()._cancel(prefetch)
@@ -160,7 +160,7 @@ class _GivesPagesBackAtCancel(Prefetcher):
 
 
 class _TakesLateArrivals(Prefetcher):
-    """The late completion of a cancelled prefetch enters the tree, with pages that are given back."""
+    """Pages of a cancelled prefetch that arrive late enter the tree, although they are also freed."""
 
     def ended(self, read: Read) -> None:
         prefetch = self._operations[read]
@@ -170,8 +170,8 @@ class _TakesLateArrivals(Prefetcher):
         super().ended(read)
 
 
-class _BelievesShortReads(HiCacheController):
-    """How much a read brought is taken from what was asked for, so a short read shows what lay there before."""
+class _TrustsRequestedLength(HiCacheController):
+    """A read counts as complete even if it was short, so old contents of its pages become visible."""
 
     def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int, in_time: bool) -> None:
         if ended and isinstance(operation, Read):
@@ -180,7 +180,7 @@ class _BelievesShortReads(HiCacheController):
 
 
 class _DoesNotHoldAnchors(Prefetcher):
-    """A prefetch attaches what arrives to the node behind which it started, without having kept that node there."""
+    """A prefetch attaches its pages to the node behind which it started, but does not hold that node."""
 
     def _hold(self, prefetch: Any, match: Match) -> None:
         prefetch.anchor, prefetch.start_page = match.node, match.pages
@@ -203,14 +203,14 @@ class _DoesNotHoldAnchors(Prefetcher):
 
 
 class _StoresWithoutHolding(HostTier):
-    """A store reads host pages that nobody keeps: they are evicted and filled with something else meanwhile."""
+    """A store does not hold its host pages: they may be evicted and reused while it reads them."""
 
     def store(self, node: Node) -> bool:
         is_new = not (node.stored or node.store_pending)
-        goes_on = super().store(node)
-        if goes_on and is_new:
+        is_accepted = super().store(node)
+        if is_accepted and is_new:
             self._trees.current.release_host(node)
-        return goes_on
+        return is_accepted
 
     def stored(self, store: Store) -> None:
         tree, node = self._stores[store]
@@ -218,8 +218,8 @@ class _StoresWithoutHolding(HostTier):
         super().stored(store)
 
 
-class _GivesStuckJobsUp(SimulatedWorkers[Any]):
-    """A job past its deadline counts as failed, although its call still runs and still writes."""
+class _FailsStuckJobs(SimulatedWorkers[Any]):
+    """A job past its deadline counts as failed, although its call still runs and writes."""
 
     def _substitute_run(self, run: Any) -> None:
         super()._substitute_run(run)
@@ -231,15 +231,15 @@ class _GivesStuckJobsUp(SimulatedWorkers[Any]):
             super()._end(run)
 
 
-class _WithdrawsJobsThatRun(SimulatedWorkers[Any]):
-    """A store that a worker has begun is cancelled: its pages are evicted and filled with something else."""
+class _WithdrawsRunningJobs(SimulatedWorkers[Any]):
+    """A running store can be cancelled: its pages are evicted and reused while it reads them."""
 
     def __init__(self, *parts: Any, **rest: Any) -> None:
         super().__init__(*parts, **rest)
         self._withdrawn: list[Any] = []
 
     def withdraw(self, job: Any) -> bool:
-        running = any(run.job is job for run in self._under_way)
+        running = any(run.job is job for run in self._in_flight)
         if running:
             self._withdrawn.append(job)
         return running or super().withdraw(job)
@@ -252,7 +252,7 @@ class _WithdrawsJobsThatRun(SimulatedWorkers[Any]):
 
 
 class _LosesJobsOfTheDead(SimulatedWorkers[Any]):
-    """Whoever waits for a job of a worker that died waits for ever."""
+    """The job of a dead worker is never acknowledged."""
 
     def supervise(self) -> None:
         self._seats += len(self._dead)
@@ -264,7 +264,7 @@ class _LosesJobsOfTheDead(SimulatedWorkers[Any]):
 
 
 class _KeepsPrefetchesThroughUpdates(Prefetcher):
-    """An update of the weights forgets the prefetches under way, so old pages enter the new tree."""
+    """An update of the weights does not cancel the prefetches in flight, so old pages enter the new tree."""
 
     def cancel_all(self) -> None:
         pass
@@ -275,8 +275,8 @@ class _KeepsPrefetchesThroughUpdates(Prefetcher):
         prefetch.tree = own
 
 
-class _StoresWithWhatIsOpen(HiCacheController):
-    """A store that was submitted before an update goes to the storage that is open when its worker comes to it."""
+class _StoresInCurrentStorage(HiCacheController):
+    """A store that was submitted before an update is written to the storage that is open when it runs."""
 
     def poll(self) -> Acks | None:
         acks = super().poll()
@@ -288,8 +288,8 @@ class _StoresWithWhatIsOpen(HiCacheController):
         return acks
 
 
-class _BelievesDetachedStores(HiCacheController):
-    """A store that ends after its server was detached counts as one at the server that is attached now."""
+class _CountsDetachedStores(HiCacheController):
+    """A store that ends after its server was detached counts as stored in the attached server."""
 
     def _take_store(self, store: Store, progress: StoreProgress, acks: Acks) -> None:
         super()._take_store(store, progress, acks)
@@ -297,20 +297,20 @@ class _BelievesDetachedStores(HiCacheController):
 
 
 class _KeepsMarksOfDetached(RadixTree):
-    """What the server that was detached had is believed to be at the one that is attached."""
+    """Marks of pages in the detached server stay, and are taken for pages in the attached one."""
 
     def forget_stored(self) -> None:
         pass
 
 
 class _DropsPinnedRuns(DeviceTier):
-    """Eviction from L1 does not look at pins."""
+    """Eviction from L1 ignores pins."""
 
     def write_back(self, victim: Node) -> Fate:
         fate = super().write_back(victim)
         if fate is not Fate.KEEP:
             return fate
-        victim.host_ref = 0  # by which the tree would keep it
+        victim.host_ref = 0  # otherwise the tree would keep it
         return Fate.DROP
 
 
@@ -339,30 +339,32 @@ RACES: dict[str, Race] = {
     "a load ignores the fence": Race(Parts(copies=_IgnoresFencesOfLoads), {WRONG}, 400),
     "a load does not wait for the last reader of its pages": Race(_l1(_ForgetsReaders), {WRONG}, 400),
     "a backup is visible before its copy has ended": Race(Parts(copies=_AcknowledgesEarly), {WRONG}, 40),
-    "a split during a backup loses a part": Race(_tree(_ForgetsSplits), {WRONG, BOOKS}, 40),
+    "a split during a backup loses one part": Race(_tree(_ForgetsSplits), {WRONG, BOOKS}, 40),
     "a device page of a write-back victim is freed at submit": Race(
         _l1(_FreesVictimsAtSubmit), {WRONG, LATE, BOOKS}, 150
     ),
     "the pages of a cancelled load stay visible": Race(_l1(_ForgetsCancelledPages), {WRONG}, 500),
-    "a cancelled prefetch gives back pages that are still being read": Race(
-        _prefetcher(_GivesPagesBackAtCancel), {LATE, WRONG}, 300
+    "a cancelled prefetch frees pages that are still being read": Race(
+        _prefetcher(_FreesPagesAtCancel), {LATE, WRONG}, 300
     ),
-    "a late arrival enters the tree after its pages were given back": Race(
+    "a late arrival enters the tree after its pages were freed": Race(
         _prefetcher(_TakesLateArrivals), {WRONG, LATE, BOOKS}, 300
     ),
-    "a short read shows what lay in the pages before": Race(Parts(controller=_BelievesShortReads), {WRONG}, 100),
+    "a short read shows old contents of its pages": Race(Parts(controller=_TrustsRequestedLength), {WRONG}, 100),
     "the anchor of a prefetch is evicted": Race(_prefetcher(_DoesNotHoldAnchors), {BOOKS, "left behind"}, 200),
-    "a store reads a page that was evicted": Race(_l2(_StoresWithoutHolding), {WRONG, BOOKS}, 100),
-    "a stuck read is given up while it still writes": Race(Parts(workers=_GivesStuckJobsUp), {WRONG, LATE}, 300),
+    "a store reads an evicted page": Race(_l2(_StoresWithoutHolding), {WRONG, BOOKS}, 100),
+    "a stuck read counts as failed while it still writes": Race(Parts(workers=_FailsStuckJobs), {WRONG, LATE}, 300),
     "the job of a dead worker is never acknowledged": Race(Parts(workers=_LosesJobsOfTheDead), {"stuck"}, 300),
-    "a store that a worker has begun gives way": Race(Parts(workers=_WithdrawsJobsThatRun), {WRONG}, 500),
+    "a running store is cancelled": Race(Parts(workers=_WithdrawsRunningJobs), {WRONG}, 500),
     "the forward does not wait for a layer": Race(Parts(waits_for_layers=False), {WRONG}, 40),
     "a prefetch of old weights enters the new tree": Race(_prefetcher(_KeepsPrefetchesThroughUpdates), {WRONG}, 500),
-    "a store of old weights is stored under the new epoch": Race(Parts(controller=_StoresWithWhatIsOpen), {WRONG}, 500),
-    "a store at a detached server counts for the attached one": Race(
-        Parts(controller=_BelievesDetachedStores), {"stale mark"}, 500
+    "a store of old weights is stored under the new epoch": Race(
+        Parts(controller=_StoresInCurrentStorage), {WRONG}, 500
     ),
-    "what a detached server had is believed of the attached one": Race(
+    "a store in a detached server counts for the attached one": Race(
+        Parts(controller=_CountsDetachedStores), {"stale mark"}, 500
+    ),
+    "marks of a detached server count for the attached one": Race(
         _tree(_KeepsMarksOfDetached), {"stale mark"}, 40
     ),
     "a pinned run is dropped": Race(_l1(_DropsPinnedRuns), {"pin", BOOKS}, 500),

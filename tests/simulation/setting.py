@@ -1,4 +1,4 @@
-"""What a simulation is set up with, and what its engine keeps of a request."""
+"""The settings of a simulation, and the records of its engine for each request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.simulation.workers import SimulatedWorkers
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What differs between seeds. `storage_pages` is None for a cache without L3."""
+    """The settings that differ between seeds. `storage_pages` is None for a cache without L3."""
 
     geometry: KVGeometry
     bigram: bool
@@ -37,12 +37,12 @@ class Setting:
 
     @property
     def probe_every(self) -> int:
-        """Few decisions where speeds are given, so that measured ones change what is done."""
+        """A short interval where the configuration gives rates, so that measured rates change decisions."""
         return PROBE_EVERY if self.config.break_even.host_bandwidth is None else 4
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Setting:
-        """Mostly pools that are far too small; now and then prompts so long that nodes are cut by eviction."""
+        """Draw a setting. Most pools are far too small; sometimes prompts are so long that eviction cuts nodes."""
         long = numbers.random() < 0.1
         scale = 5 if long else 1
         page_size = numbers.choice([1, 2, 4])
@@ -74,7 +74,7 @@ def _draw_config(numbers: random.Random, page_size: int) -> HiCacheConfig:
             BreakEvenConfig(mode="always"),
             BreakEvenConfig(mode="always"),
             BreakEvenConfig(),
-            # A page takes as long to compute as it takes to load, so what is measured decides.
+            # Computing a page takes about as long as loading it, so the measured rates decide.
             BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=500_000),
             BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=100_000),
         ]
@@ -110,7 +110,7 @@ def _choices(section: type[Section], entry: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a simulation is built from; a planted race replaces one of them, or changes the cache once it is built."""
+    """The parts of a simulation. A planted race replaces one of them, or changes the finished cache with `after`."""
 
     copies: type[SimulatedCopyEngine | StreamedCopyEngine] = SimulatedCopyEngine
     workers: type[SimulatedWorkers[Any]] = SimulatedWorkers
@@ -126,26 +126,26 @@ class Running:
     request: RequestKV
     tokens: list[int]
     seed: bytes
-    epoch: int  # of the weights when it began
+    epoch: int  # of the weights at its start
     computed: int  # leading positions whose KV is in L1
     rows: PageIds  # stamps of the whole pages of `tokens`
-    fresh: bool = True  # no forward has passed over it since it was admitted
-    chunk: int = 0  # positions that the forward under way computes
+    fresh: bool = True  # no forward has read its cached pages yet
+    chunk: int = 0  # positions that the next forward computes
 
 
 class Span(NamedTuple):
-    """What a forward does for one request: it reads the first `first` whole pages, and writes those up to `end`."""
+    """The work of a forward for one request: it reads the pages before `first` and writes `first ... end - 1`."""
 
     rid: str
     pages: PageIds
     rows: PageIds  # stamps of the pages
     first: int
     end: int
-    writes_half: bool  # and a part of the page behind them
+    writes_partial: bool  # also writes a part of page `end`
 
 
 class Waiting(NamedTuple):
-    """A request that has not begun, or that begins again."""
+    """A request that has not begun, or was preempted."""
 
     rid: str
     tokens: list[int]
@@ -153,6 +153,6 @@ class Waiting(NamedTuple):
 
 
 def prompt_key(tokens: list[int], seed: bytes, bigram: bool) -> RadixKey:
-    """The key of a prompt under a seed."""
+    """Return the key of a prompt under a seed."""
     key = RadixKey.of(tokens, bigram=bigram)
     return RadixKey(key.tokens, seed, key.position_bytes)

@@ -1,8 +1,8 @@
-"""One seed: a cache over simulated memory, devices, workers, storage and time, and an engine that does random things.
+"""One seed: a cache over simulated memory, devices, workers, storage and time, and an engine with random actions.
 
-Everything runs on one thread and depends on the seed alone. A step is one row of `ACTIONS`; each is followed by
-`HiRadixCache.check()`, and at the end everything is brought to rest and the books must be at zero. To let the engine do
-something new, add a method to `Engine` and a row here.
+Everything runs on one thread and depends only on the seed. A step is one row of `ACTIONS`, followed by
+`HiRadixCache.check()`. At the end, all work completes and all counters must be at zero. To add an action, add a method
+to `Engine` and a row to `ACTIONS`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.simulation.memory import Finding
 from tests.simulation.setting import Parts
 
 STEPS = 400
-# Jobs under way at one time; each is a few frames of the stack.
+# Jobs in flight at one time; each takes a few frames of the stack.
 DEPTH_MAX = 5
-# Rounds until everything has come to rest: far above what a healthy cache takes.
+# Rounds until all work is complete: far more than a correct cache needs.
 DRAIN_ROUNDS_MAX = 400
-# Slices of a snapshot, each of half a millisecond.
+# Limit for the slices of a snapshot, half a millisecond each.
 SNAPSHOT_POLLS_MAX = 1000
 
 
@@ -39,7 +39,7 @@ class Simulation(Engine):
         )
 
     def run(self) -> None:
-        """All steps, then rest. Raises Finding."""
+        """Run all steps, then let all work complete. Raises Finding."""
         while self._steps_left > 0:
             self.step()
         if self.random.random() < 0.1:
@@ -48,19 +48,19 @@ class Simulation(Engine):
         self._guarded("settle", self._settle)
 
     def step(self) -> None:
-        """One action, then all checks."""
+        """Run one action, then all checks."""
         if self._steps_left <= 0:
             return
         self._steps_left -= 1
         action = self.random.choices(ACTIONS, cum_weights=self._weights)[0]
-        self._guarded(action.name, partial(action.do, self), books=not action.world)
+        self._guarded(action.name, partial(action.do, self), check=not action.world)
 
-    def _guarded(self, name: str, do: Callable[[], None], *, books: bool = True) -> None:
-        """Run one action, then the checks. Its exceptions are findings, and no business of a worker below it."""
+    def _guarded(self, name: str, do: Callable[[], None], *, check: bool = True) -> None:
+        """Run one action, then the checks. Exceptions become findings, so that a worker below does not catch them."""
         self.trace.append(f"{'  ' * self._depth}{name}")
         try:
             do()
-            if books:
+            if check:
                 self.cache.check()
                 self.auditor.pinned()
             self.auditor.memory()
@@ -77,7 +77,7 @@ class Simulation(Engine):
             self.copies.glance()
             return
         count = self.random.randint(1, 5)
-        if chance > 0.97:  # it hangs
+        if chance > 0.97:  # the job hangs
             count = 30
             self.time_s += self.random.choice([0.1, 4.0, 100.0])
         self._depth += 1
@@ -92,14 +92,15 @@ class Simulation(Engine):
     # The end
 
     def _settle(self) -> None:
-        """Let everything come to rest; then nothing may be left."""
+        """Let all work complete, then check that nothing is left."""
         for _ in range(DRAIN_ROUNDS_MAX):
             if self._is_at_rest():
                 break
             for action in _SETTLING:
-                self._guarded(f"settle: {action.name}", partial(action.do, self), books=not action.world)
+                self._guarded(f"settle: {action.name}", partial(action.do, self), check=not action.world)
         else:
-            raise Finding("stuck", f"{len(self.waiting)} wait, {len(self.running)} run, {self.cache.statistics()}")
+            counts = f"{len(self.waiting)} requests wait, {len(self.running)} run"
+            raise Finding("stuck", f"{counts}, {self.cache.statistics()}")
         for pin, _ in self.auditor.pins:
             pin.release()
         if not self.copies.failed:
@@ -112,7 +113,7 @@ class Simulation(Engine):
         self._close()
 
     def _is_at_rest(self) -> bool:
-        """Nobody waits or runs, nothing is under way, and of all stores the one of this epoch is open."""
+        """True if no request waits or runs, no operation is in flight, and only the store of this epoch is open."""
         if self.waiting or self.running or not (self.controller.idle and self.device.stream.fence().query()):
             return False
         users = sum(server.users for server in self.servers)
@@ -125,22 +126,22 @@ class Simulation(Engine):
             if self.follower.compare():
                 return
             self.cache.poll()
-        raise Finding("events", "a snapshot was asked for and did not come")
+        raise Finding("events", "a requested snapshot did not come")
 
     def _close(self) -> None:
-        """End with whatever is under way."""
+        """Close the cache; operations may be in flight."""
         self.alone = True
         if not self.cache.close(0.0):
-            raise Finding("stuck", "close left something behind, although all workers and copies have ended")
+            raise Finding("stuck", "close returned False, although all workers and copies have ended")
         if users := sum(server.users for server in self.servers):
             raise Finding("left behind", f"{users} stores are open after close")
 
 
 class Action(NamedTuple):
-    """A row of the table: `do` is as often as `weight` says among the sum of all.
+    """A row of the table. `weight` is its frequency relative to the sum of all weights.
 
-    `core` keeps a conversation going; the others are usual in some seeds, frequent in some and left out in some. What
-    happens in the `world` calls nothing of the cache, so its own books need no check after it; the memory does.
+    A `core` action is needed in every seed; others have their usual frequency in some seeds, are frequent in some and
+    missing in some. A `world` action does not call the cache, so only the memory is checked after it.
     """
 
     name: str
@@ -173,13 +174,13 @@ ACTIONS = [
     Action("work", 22, Simulation.work, core=True, world=True),
     Action("wait a while", 4, Simulation.wait_a_while, core=True, world=True),
     Action("others store", 8, Simulation.others_store, world=True),
-    Action("meddle", 1, Simulation.meddle, world=True),
+    Action("harm store", 1, Simulation.harm_store, world=True),
     Action("switch storage", 0.5, Simulation.switch_storage),
 ]
-# Seeds that do some things often and others never reach more states than seeds that are all alike (Groce et al.,
-# "Swarm testing", ISSTA 2012).
+# Seeds that differ in which actions are frequent or missing reach more states than equal ones (Groce et al., "Swarm
+# testing", ISSTA 2012).
 SWARM = (0, 1, 1, 3)
-# One round of coming to rest. It ends with a forward, so that loads that nobody waits for are launched too.
+# One round of settling. Its forward also launches loads for which no request waits.
 _SETTLING = [
     action
     for action in ACTIONS

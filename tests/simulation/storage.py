@@ -1,4 +1,4 @@
-"""Storage as it is: slow, full, forgetful, damaged, wrong about what it has, and shared with others."""
+"""Storage with faults: slow, full, with lost and damaged pages and a stale index, and shared with other engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.stamps import Stamps
 
 
 class Surroundings(Protocol):
-    """What storage needs from the simulation. `fault_rate` is per call or page."""
+    """The part of a simulation that storage needs. `fault_rate` is per call or page."""
 
     random: random.Random
     stamps: Stamps
@@ -26,20 +26,21 @@ class Surroundings(Protocol):
     epoch: int  # of the weights in use
 
     def clock(self) -> float:
-        """Simulated seconds."""
+        """Return simulated seconds."""
 
     def elsewhere(self) -> None:
-        """Let others go on for a while."""
+        """Run some steps of the scheduler, the device and other workers."""
 
     def mishap(self) -> BaseException | None:
-        """What goes wrong in a worker now, mostly nothing."""
+        """Return an exception that a worker raises now; usually None."""
 
 
 class SimulatedStorage(MemoryBackend):
-    """A memory backend with faults, and pauses before and after every page. It outlives those who close it.
+    """A memory backend with faults, and pauses before and after every page. `close` keeps its pages.
 
-    It keeps the contract: what is no HIT leaves rubbish in the frame, which nobody may use. Every frame that is stored
-    is compared with what its page must be under the weights of `epoch`, and no call may come when nobody has it open.
+    It follows the contract: an outcome other than HIT leaves junk in the frame, which the caller must not use. It
+    compares every stored frame with the bytes of its page under the weights of `epoch`, and reports calls while it is
+    closed.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class SimulatedStorage(MemoryBackend):
         super().__init__(codec, capacity_bytes)
         self.epoch = epoch
         self.users = 0
-        self.known: set[bytes] = set()  # keys of all pages that were ever stored
+        self.known: set[bytes] = set()  # keys of all pages that have ever been stored
         self._server = server
         self.random = around.random
         self._around = around
@@ -63,7 +64,7 @@ class SimulatedStorage(MemoryBackend):
 
     def _require_open(self) -> None:
         if self.users < 1:
-            raise Finding("books", f"the store of epoch {self.epoch} is used, or closed again, after it was closed")
+            raise Finding("counters", f"the store of epoch {self.epoch} is used or closed again after it was closed")
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         self._require_open()
@@ -99,9 +100,9 @@ class SimulatedStorage(MemoryBackend):
     ) -> list[SetOutcome]:
         self._require_open()
         if self.epoch != self._around.epoch:
-            raise Finding("stale store", f"a store of epoch {self.epoch} began under epoch {self._around.epoch}")
+            raise Finding("stale store", f"a write to the store of epoch {self.epoch} began under {self._around.epoch}")
         if not self._server.attached:
-            raise Finding("stale store", "a store began at a server that the operator has detached")
+            raise Finding("stale store", "a write to a detached server began")
         self._maybe_raise()
         outcomes: list[SetOutcome] = []
         for key, frame in zip(keys, pages, strict=True):
@@ -109,15 +110,15 @@ class SimulatedStorage(MemoryBackend):
             if self._fault() or self._sim_clock() >= deadline:
                 outcomes.append(self.random.choice([SetOutcome.ERROR, SetOutcome.REJECTED]))
             else:
-                self._require_right(key, frame)
+                self._require_correct(key, frame)
                 outcomes += super().batch_set([key], [frame], parent=parent, deadline=math.inf)
                 self.known.add(key)
             parent = key
             self._pause()
         return outcomes
 
-    def of_another_engine(self, keys: Sequence[bytes]) -> None:
-        """Store the pages of a chain, head first, as another engine of the namespace does."""
+    def store_as_another_engine(self, keys: Sequence[bytes]) -> None:
+        """Store the pages of a chain, head first, like another engine of the namespace."""
         parent: bytes | None = None
         for key in keys:
             frame = bytearray(self.codec.frame_bytes)
@@ -126,8 +127,8 @@ class SimulatedStorage(MemoryBackend):
             self.known.add(key)
             parent = key
 
-    def meddle(self) -> None:
-        """Lose or damage one of the stored pages."""
+    def lose_or_damage_page(self) -> None:
+        """Remove or damage one stored page."""
         if not self._pages:
             return
         key = self.random.choice(list(self._pages))
@@ -138,20 +139,20 @@ class SimulatedStorage(MemoryBackend):
         frame[self.random.randrange(HEADER_BYTES + self.codec.payload_bytes)] ^= 1 << self.random.randrange(8)
         self._pages[key] = bytes(frame)
 
-    def _require_right(self, key: bytes, frame: memoryview) -> None:
+    def _require_correct(self, key: bytes, frame: memoryview) -> None:
         if frame[HEADER_BYTES : HEADER_BYTES + self.codec.payload_bytes] != self._stamps.payload(key, self.epoch):
-            raise Finding("wrong bytes", "a page was stored that is not the one its key names")
+            raise Finding("wrong bytes", "a stored page differs from the page of its key")
 
     def _fault(self) -> bool:
         return self._around.fault_rate > 0 and self.random.random() < self._around.fault_rate
 
     def _maybe_raise(self) -> None:
         if self._fault() and self.random.random() < 0.2:
-            raise ConnectionError("the simulated store is away")
+            raise ConnectionError("the simulated store is down")
 
 
 class Stores:
-    """The stores of all epochs, as one server holds them, `pages` pages each. `attached` while the cache uses it."""
+    """The stores of one server, one per epoch, of `pages` pages each. `attached` is True while the cache uses them."""
 
     def __init__(self, namespace: Namespace, pages: int, around: Surroundings) -> None:
         self.attached = False
@@ -161,7 +162,7 @@ class Stores:
         self._by_epoch: dict[int, SimulatedStorage] = {}
 
     def of(self, epoch: int) -> SimulatedStorage:
-        """The store of an epoch, whoever has it open."""
+        """Return the store of an epoch, open or not."""
         store = self._by_epoch.get(epoch)
         if store is None:
             digest = dataclasses.replace(self._namespace, weights_epoch=epoch).digest
@@ -171,13 +172,13 @@ class Stores:
         return store
 
     def open_now(self, epoch: int) -> StorageBackend:
-        """The store of an epoch, which the caller closes."""
+        """Open the store of an epoch. The caller closes it."""
         store = self.of(epoch)
         store.users += 1
         return store
 
     def open(self, epoch: int) -> StorageBackend:
-        """As `open_now`, on a worker. It takes a while, and may fail."""
+        """As `open_now`, on a worker. Other actions run during the call, and it may fail."""
         self._around.elsewhere()
         mishap = self._around.mishap()
         if mishap is not None:
@@ -188,5 +189,5 @@ class Stores:
 
     @property
     def users(self) -> int:
-        """How many stores are open, counted once for each who has one open."""
+        """The number of openings that have not been closed."""
         return sum(store.users for store in self._by_epoch.values())

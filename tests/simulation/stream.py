@@ -1,4 +1,4 @@
-"""The stream that the simulated forward computes on: its work is queued at once, and done when the schedule says so."""
+"""The stream of the simulated forward: work is queued at once, and the schedule decides when it is done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Stream:
-    """Work in order. `queued` and `done` count pieces since the start."""
+    """Work in order. `queued` and `done` count pieces of work since the start."""
 
     def __init__(self) -> None:
         self.queued = self.done = 0
@@ -26,7 +26,7 @@ class Stream:
             self.done += 1
 
     def fence(self) -> StreamFence:
-        """The point behind all work that is queued now."""
+        """Return a fence behind all work that is queued now."""
         return StreamFence(self, self.queued)
 
     def synchronize(self) -> None:

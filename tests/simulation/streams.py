@@ -1,7 +1,7 @@
-"""The copy engine of CUDA devices under a whole cache: its own code, on a simulated device with streams.
+"""The real copy engine for CUDA devices below a whole cache, on a simulated device with streams.
 
-A copy is submitted as soon as it is asked for; `tests/tiers/test_streams.py` has the threads. The device does the work
-of the streams when the schedule says so, in any order that events and fences allow, beside the forwards.
+Copies are submitted on the caller's thread; `tests/tiers/test_streams.py` tests the copy threads. The schedule decides
+when the device does the work of the streams and of the forwards, in any order that events and fences allow.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.simulation.memory import SimulatedDevicePool, SimulatedHostPool
 from tests.simulation.stream import Stream, StreamFence
 from tests.tiers.simulated_device import SimulatedRuntime, SimulatedStream, Turns
 
-# A slot of staging has room for a few pages.
+# A staging slot has room for a few pages.
 SLOT_BYTES = 96
 
 
 class _Device(Turns):
-    """The device also computes: on a stream that the simulation has for its forwards."""
+    """A device that also computes: the simulation has its own stream for the forwards."""
 
     def __init__(self, seed: int, forwards: Stream) -> None:
         super().__init__(seed)
@@ -55,7 +55,7 @@ class _Runtime(SimulatedRuntime):
 
 
 class _Inline(CopyThread):
-    """Submits on the caller's stack."""
+    """A copy thread that submits on the caller's stack."""
 
     def __init__(self, turns: Turns) -> None:
         super().__init__("unused")
@@ -77,7 +77,7 @@ class _Inline(CopyThread):
 
 
 class StreamedCopyEngine(CudaCopyEngine):
-    """What `SimulatedCopyEngine` is to a simulation. `failed` is whether any copy has failed."""
+    """A replacement for `SimulatedCopyEngine`. `failed` is True once a copy has failed."""
 
     PATH: Literal["direct", "staged"] = "direct"
 
@@ -91,7 +91,7 @@ class StreamedCopyEngine(CudaCopyEngine):
             device.blocks, HostWindow(host), TransferConfig(path=self.PATH), runtime=self._simulated,
             thread=lambda name, begin: _Inline(self._turns), slot_bytes=SLOT_BYTES,
         )  # fmt: skip
-        self._simulated._fail_rate = fail_rate / 4  # of a call, each of which has some pieces
+        self._simulated._fail_rate = fail_rate / 4  # per call; a call has several pieces
 
     @property
     def failed(self) -> bool:
@@ -101,16 +101,16 @@ class StreamedCopyEngine(CudaCopyEngine):
         return super().close(max(10.0, timeout_s))
 
     def glance(self) -> None:
-        """Time passes on the device between two looks at it."""
+        """Advance the device in half of the calls, as time that passes between two queries."""
         if self._turns.random.random() < 0.5:
             self.tick()
 
     def tick(self) -> None:
-        """The device does a piece of whatever it has to do."""
+        """Do one piece of the device's work: a forward or a copy."""
         self._turns.step()
 
 
 class StagedCopyEngine(StreamedCopyEngine):
-    """By staging."""
+    """The same engine with copies through staging buffers."""
 
     PATH = "staged"

@@ -1,4 +1,4 @@
-"""Thousands of seeds in which nothing may go wrong (see `simulation`). TEST_SEED=n replays one of them."""
+"""Thousands of seeds of the simulation without a finding (see `simulation`). TEST_SEED=n replays one of them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ BLOCK = 100  # seeds in one test
 
 
 def blocks() -> list[list[int]]:
-    """The seeds of this run in pieces, one test each."""
+    """Return the seeds of this run in blocks, one test each."""
     all_seeds = seeds(SEEDS)
     return [all_seeds[first : first + BLOCK] for first in range(0, len(all_seeds), BLOCK)]
 
 
 def simulate(seed: int, parts: Parts | None = None) -> Simulation:
-    """Run one seed; the message of a failure says how to run it again and what came before."""
+    """Run one seed. The message of a failure says how to replay it, and lists the last steps."""
     simulation = Simulation(seed, parts or Parts())
     try:
         simulation.run()
@@ -41,36 +41,36 @@ def simulate(seed: int, parts: Parts | None = None) -> Simulation:
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: f"seeds-{block[0]}-{block[-1]}")
-def test_every_page_is_right_and_the_books_balance_in(block: list[int]) -> None:
+def test_every_page_is_correct_and_nothing_leaks_in(block: list[int]) -> None:
     verified, hits = 0, Counter[str]()
     for seed in block:
         simulation = simulate(seed)
         verified += simulation.verified_pages
         hits.update(simulation.cache.statistics().hit_tokens)
-    # A block that served nothing from some tier would prove nothing about it.
+    # Otherwise the block has not tested each tier.
     assert len(block) < BLOCK or (verified and hits["device"] and hits["host"] and hits["storage"])
 
 
 @pytest.mark.parametrize("copies", [StreamedCopyEngine, StagedCopyEngine], ids=["direct", "staged"])
-def test_every_page_is_right_with_the_copies_of_a_cuda_device(copies: type[StreamedCopyEngine]) -> None:
+def test_every_page_is_correct_with_the_copy_engine_for_cuda(copies: type[StreamedCopyEngine]) -> None:
     verified = sum(simulate(seed, Parts(copies=copies)).verified_pages for seed in seeds(STREAMED_SEEDS))
     assert verified > 0
 
 
-def test_a_seed_runs_the_same_way_twice() -> None:
+def test_two_runs_of_a_seed_are_equal() -> None:
     first, second = simulate(7), simulate(7)
     assert first.trace == second.trace
     assert first.verified_pages == second.verified_pages
     counted = second.cache.statistics()
-    # Steps are timed by the real clock.
+    # The durations of steps come from the real clock.
     assert replace(first.cache.statistics(), step=counted.step) == counted
 
 
-# Negative control: it finds the races that other caches have had, planted one at a time
+# Negative control: the simulation finds planted races, one at a time
 
 
 def first_finding(race: Race, parts: Parts | None = None) -> tuple[int, str] | None:
-    """The first seed that shows the race as itself, and what it shows."""
+    """Return the first seed with a finding of the race's kinds, and the finding."""
     for seed in range(race.seeds):
         try:
             Simulation(seed, parts or race.parts).run()
@@ -81,13 +81,13 @@ def first_finding(race: Race, parts: Parts | None = None) -> tuple[int, str] | N
 
 
 @pytest.mark.parametrize("name", RACES)
-def test_the_simulation_finds_that(name: str) -> None:
+def test_the_simulation_finds_a_planted_race(name: str) -> None:
     assert first_finding(RACES[name]) is not None, f"not found within {RACES[name].seeds} seeds"
 
 
 @pytest.mark.parametrize(
     "name", ["a load does not wait for the last reader of its pages", "the forward does not wait for a layer"]
 )
-def test_with_the_copies_of_a_cuda_device_the_simulation_finds_that(name: str) -> None:
+def test_the_simulation_with_the_copy_engine_for_cuda_finds_a_planted_race(name: str) -> None:
     race = RACES[name]
     assert first_finding(race, replace(race.parts, copies=StreamedCopyEngine)) is not None

@@ -1,8 +1,8 @@
-"""Workers on nobody's thread: a job runs when the schedule says so, and other things happen in the middle of it.
+"""Workers without threads: the schedule decides when a job runs, and runs other actions in the middle of it.
 
-A job that is taken runs on the caller's stack. At each `beat`, before it starts and before it is acknowledged, it lets
-others go on (`elsewhere`): the scheduler's steps, the device, other workers. So a job that is under way stays so for as
-long as the schedule likes, whatever happens meanwhile; jobs that overlap end in the reverse of their order.
+A job runs on the caller's stack. Before it starts, at each `beat` and before its acknowledgement it calls `elsewhere`,
+which runs steps of the scheduler, the device and other workers. So a job can stay in flight for as long as the schedule
+decides. Overlapping jobs end in the reverse order of their start.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ Job = TypeVar("Job")
 
 
 class Died(BaseException):
-    """Ends a worker in the middle of its job, as SystemExit would."""
+    """Ends a worker in the middle of its job, like SystemExit."""
 
 
 class Schedule(Protocol):
-    """What a worker needs from the simulation."""
+    """The part of a simulation that a worker needs."""
 
     def clock(self) -> float:
-        """Simulated seconds."""
+        """Return simulated seconds."""
 
     def elsewhere(self) -> None:
-        """Let others go on for a while."""
+        """Run some steps of the scheduler, the device and other workers."""
 
     def mishap(self) -> BaseException | None:
-        """What goes wrong in a worker now, mostly nothing."""
+        """Return an exception that a worker raises now; usually None."""
 
 
 class SimulatedWorkers(SupervisedPool[Job]):
-    """The rules of a SupervisedPool that takes jobs, without its threads. `work` runs one job."""
+    """A SupervisedPool of jobs with the same rules, but without threads. `work` runs one job."""
 
     def __init__(self, name: str, count: int, *, schedule: Schedule, **rest: Any) -> None:
         super().__init__(name, 0, **rest)
         self._schedule = schedule
         self._waiting: deque[Job] = deque()
-        self._seats = count  # workers that wait for a job
-        self._under_way: list[_Run[Job]] = []
+        self._seats = count  # number of workers that wait for a job
+        self._in_flight: list[_Run[Job]] = []
         self._dead: list[Job] = []
-        self._due: list[float] = []  # when dead workers are replaced
+        self._due: list[float] = []  # times at which dead workers are replaced
 
     @property
     def queued(self) -> int:
@@ -50,11 +50,11 @@ class SimulatedWorkers(SupervisedPool[Job]):
 
     @property
     def alive(self) -> int:
-        return self._seats + sum(not run.stuck for run in self._under_way)
+        return self._seats + sum(not run.stuck for run in self._in_flight)
 
     @property
     def ready(self) -> bool:
-        """Whether `work` has a job and a worker for it."""
+        """True if a job and a worker for it are waiting."""
         return bool(self._waiting) and self._seats > 0
 
     def submit(self, job: Job) -> None:
@@ -70,26 +70,26 @@ class SimulatedWorkers(SupervisedPool[Job]):
         """Run the next job. REQUIRES: `ready`."""
         run = _Run(self._waiting.popleft(), self._schedule)
         self._seats -= 1
-        self._under_way.append(run)
+        self._in_flight.append(run)
         try:
             self._schedule.elsewhere()
             self.handle(run.job, run.beat)
         except Died:
-            self._under_way.remove(run)
+            self._in_flight.remove(run)
             self._dead.append(run.job)
             return
         except Exception as error:
             self.handler_failed(run.job, error)
         self._schedule.elsewhere()
-        self._under_way.remove(run)
+        self._in_flight.remove(run)
         self._end(run)
 
     def _end(self, run: _Run[Job]) -> None:
         self.acknowledge(run.job)
-        self._seats += not run.stuck  # else a substitute has its place
+        self._seats += not run.stuck  # a substitute has taken the place of a stuck worker
 
     def handler_failed(self, job: Job, error: Exception) -> None:
-        """As the original, without the log: thousands of seeds fail jobs on purpose."""
+        """As the original, without the log: thousands of jobs fail on purpose."""
         self.errors[type(error).__name__] += 1
         self._fail(job)
 
@@ -101,9 +101,9 @@ class SimulatedWorkers(SupervisedPool[Job]):
             self.acknowledge(job)
             self._due.append(time_s + RESTART_S_MIN)
         self._dead.clear()
-        for run in self._under_way:
+        for run in self._in_flight:
             late = time_s > run.since + self._patience_s
-            if late and not run.stuck and sum(other.stuck for other in self._under_way) < SUBSTITUTES_MAX:
+            if late and not run.stuck and sum(other.stuck for other in self._in_flight) < SUBSTITUTES_MAX:
                 self._substitute_run(run)
         due = sum(at <= time_s for at in self._due)
         self._due = [at for at in self._due if at > time_s]
@@ -116,18 +116,18 @@ class SimulatedWorkers(SupervisedPool[Job]):
         self._seats += 1
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Runs what is queued; nobody is left out, so there is always one worker more."""
+        """Run all queued jobs, if necessary with an additional worker. Return True if no job is in flight."""
         self._seats += 1
         while self._waiting:
             self.work()
             self.supervise()
             self._seats = max(self._seats, 1)
         self.supervise()
-        return not self._under_way
+        return not self._in_flight
 
 
 class _Run(Generic[Job]):
-    """One job under way."""
+    """One job in flight."""
 
     def __init__(self, job: Job, schedule: Schedule) -> None:
         self.job = job

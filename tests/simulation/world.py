@@ -1,4 +1,4 @@
-"""The parts of one simulation: memory, devices, workers, storage and time of its own, and the cache over them."""
+"""The parts of one simulation: its own memory, devices, workers, storage and time, and the cache over them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.stamps import Stamps
 
 
 class World(ABC):
-    """See the module's docstring. Everything depends on the seed alone."""
+    """See the module's docstring. Everything depends only on the seed."""
 
     def __init__(self, seed: int, parts: Parts) -> None:
         self.random = random.Random(seed)
         self.time_s = 1000.0
-        self.alone = False  # the scheduler is inside a call: others may go on, but it cannot
+        self.alone = False  # the scheduler is inside a call: only devices and workers may run
         self.epoch = 0
         self.setting = setting = Setting.draw(self.random)
         self.parts = parts
@@ -38,7 +38,7 @@ class World(ABC):
         self.copies = parts.copies(self.device, self.host, self.random, setting.device_fail_rate, self.clock)
         namespace = Namespace(model="simulation", geometry=setting.geometry)
         self.servers = [Stores(namespace, setting.storage_pages or 1, self) for _ in range(2)]
-        self.stores = self.servers[0]  # those that were attached last
+        self.stores = self.servers[0]  # the stores that were attached last
         self.stores.attached = has_storage = setting.storage_pages is not None
         self.controller = parts.controller(
             self.host, self.copies, self.stores.open_now(0) if has_storage else None, setting.config,
@@ -64,26 +64,26 @@ class World(ABC):
         return group
 
     def key(self, tokens: list[int], seed: bytes) -> RadixKey:
-        """The key of a prompt, as this cache's engine makes it."""
+        """Return the key of a prompt, as the engine of this cache computes it."""
         return prompt_key(tokens, seed, self.setting.bigram)
 
     def page_keys(self, key: RadixKey) -> list[bytes]:
-        """Its page keys, made apart from those the cache makes."""
+        """Return the page keys of a key, computed independently of the cache."""
         return chained_keys(key.tokens, self.cache.tree.page_bytes // TOKEN_BYTES, key.seed) if key.tokens else []
 
     # For workers and storage
 
     def clock(self) -> float:
-        """Simulated monotonic seconds; a little passes with every look."""
+        """Return simulated monotonic seconds. Each call advances them a little."""
         self.time_s += 1e-5
         return self.time_s
 
     def mishap(self) -> BaseException | None:
-        """What goes wrong in a worker now."""
+        """Return an exception that a worker raises now; usually None."""
         if self.random.random() >= self.setting.fault_rate / 2:
             return None
         return self.random.choice([Died(), ValueError("a bug in a driver")])
 
     @abstractmethod
     def elsewhere(self) -> None:
-        """Called in the middle of a worker's job: whatever else happens until it goes on."""
+        """Run other actions in the middle of a worker's job."""

@@ -1,4 +1,4 @@
-"""Which device blocks a request has: those of pages that were computed before and are still there, and free ones."""
+"""The device blocks of a request: blocks of cached pages, and free blocks."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class _Kept:
 
 
 class BlockPool:
-    """Blocks 1 to `blocks` - 1; 0 is padding, as in vLLM. They are handed out as pages of `blocks_per_page` blocks.
+    """Allocates blocks 1 to `blocks` - 1 in pages of `blocks_per_page` blocks. Block 0 is padding, as in vLLM.
 
-    With `keeps_pages` it is a device cache: the whole pages of ended requests stay until their blocks are needed.
+    With `keeps_pages` the pool is a device cache: whole pages of ended requests stay until their blocks are needed.
     """
 
     def __init__(self, shape: ModelShape, blocks: int, *, keeps_pages: bool) -> None:
         self._page_tokens, self._page_blocks = shape.page_tokens, shape.blocks_per_page
-        # Every other block, then the others: the blocks of a page are apart.
+        # First the odd blocks, then the even ones, so that the blocks of a page are not adjacent.
         order = [*range(1, blocks, 2), *range(2, blocks, 2)]
         pages = len(order) // self._page_blocks
         self._free = [order[page * self._page_blocks :][: self._page_blocks] for page in range(pages)]
         self._keeps_pages = keeps_pages
-        self._kept: dict[tuple[int, ...], _Kept] = {}  # by all tokens up to the end of the page; the oldest first
+        self._kept: dict[tuple[int, ...], _Kept] = {}  # key: all tokens up to the end of the page; oldest first
 
     def cached_pages(self, tokens: Sequence[int]) -> int:
-        """How many leading whole pages are on the device, without that of the last token."""
+        """Return how many leading whole pages are on the device, without the page of the last token."""
         pages = (len(tokens) - 1) // self._page_tokens
         return next((page for page in range(pages) if self._prefix(tokens, page) not in self._kept), pages)
 
     def take(self, tokens: Sequence[int], count: int) -> list[int] | None:
-        """Blocks for `tokens` and more, `count` tokens in all, those of the cached pages first; None: no room now."""
+        """Return blocks for `count` tokens that begin with `tokens`, cached pages first; None if the pool is full."""
         cached = [self._kept[self._prefix(tokens, page)] for page in range(self.cached_pages(tokens))]
         missing = -(-count // self._page_tokens) - len(cached)
         victims = [prefix for prefix, kept in self._kept.items() if kept.users == 0 and kept not in cached]
@@ -51,7 +51,7 @@ class BlockPool:
         return [block for blocks in [*(kept.blocks for kept in cached), *taken] for block in blocks]
 
     def give_back(self, tokens: Sequence[int], blocks: list[int]) -> None:
-        """Take the blocks of a request back, which has computed `tokens`."""
+        """Free the blocks of a request that has computed `tokens`."""
         whole_pages = len(tokens) // self._page_tokens
         size = self._page_blocks
         for page, start in enumerate(range(0, len(blocks), size)):
@@ -66,7 +66,7 @@ class BlockPool:
                 self._free.append(own)
 
     def forget(self) -> None:
-        """Nothing is on the device any more. REQUIRES: no request has blocks."""
+        """Forget all pages on the device. REQUIRES: no request has blocks."""
         assert not any(kept.users for kept in self._kept.values())
         self._free += [kept.blocks for kept in self._kept.values()]
         self._kept = {}

@@ -1,9 +1,9 @@
-"""The scheduler of a test engine that keeps its own device blocks and uses a `HostCache`, as vLLM would.
+"""The scheduler of a test engine that manages its own device blocks and uses a `HostCache`, as vLLM does.
 
-A step takes in what the workers report, admits requests (prefetch, lookup, load), computes one batch, and writes back
+A step handles the reports of the workers, admits requests (prefetch, lookup, load), computes one batch, and writes back
 the pages of requests that have ended. The scheduler never waits for a worker; each step ends with `HostCache.poll`.
-With `keeps_pages` the engine has a prefix cache on the device, and asks the host for the pages behind it; without, all
-that a request reuses comes from the host.
+With `keeps_pages` the engine has a prefix cache on the device, and loads the pages behind that prefix from the host.
+Without it, all hits come from the host.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _STEP_WAIT_S = 0.001
 
 
 class State(enum.Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     WAITING = enum.auto()  # for storage, for another request's load, or for blocks
     LOADING = enum.auto()
     RUNNING = enum.auto()
-    WRITING = enum.auto()  # all tokens are there; the blocks are lent to a backup
+    WRITING = enum.auto()  # all tokens are computed; a backup reads the blocks
     ENDED = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt. `tokens` are the prompt and what came after it; the KV of the first `computed` is in `blocks`.
+    """One prompt. `tokens` are the prompt and the output; the KV of the first `computed` tokens is in `blocks`.
 
     `device_pages` of the prompt were on the device, and `hit_pages` behind them came from the host.
     """
@@ -60,13 +60,13 @@ class Request:
 
     @property
     def answered(self) -> bool:
-        """True once all tokens are there; the write-back may still be in flight."""
+        """True once all tokens are computed; the write-back may still be in flight."""
         return len(self.output) == self.count
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A copy that the workers in `ranks` have not reported yet; `end` gets its time, None if a rank failed."""
+    """A copy that the workers in `ranks` have not reported yet. `end` gets its time, or None if a rank failed."""
 
     ranks: set[int]
     end: Callable[[float | None], None]
@@ -74,7 +74,7 @@ class _Job:
 
 
 class Engine:
-    """One scheduler over `cache` and `workers`, which owns the numbers of the device blocks."""
+    """One scheduler over `cache` and `workers`. It allocates the device blocks."""
 
     def __init__(
         self, cache: HostCache, workers: Workers, shape: ModelShape, blocks: BlockPool, *, hashed_keys: bool
@@ -99,18 +99,18 @@ class Engine:
 
     @property
     def copying_ranks(self) -> set[int]:
-        """The ranks that have yet to report a copy."""
+        """The ranks that have not reported a copy yet."""
         return {rank for job in self._jobs.values() for rank in job.ranks}
 
     def submit(self, rid: str, prompt: list[int], count: int = 3) -> Request:
-        """Take in a request."""
+        """Add a request and start its prefetch."""
         request = Request(rid, prompt, count, list(prompt))
         self._requests.append(request)
         self.cache.prefetch(rid, self.key(prompt))
         return request
 
     def key(self, tokens: list[int]) -> RadixKey:
-        """The key of the whole pages of `tokens`: the chained hash of the last block of each page, or the tokens."""
+        """Return the key of the whole pages: for each page the chained hash of its last block, or the tokens."""
         if not self._hashed_keys:
             return RadixKey.of(tokens)
         shape, chained, hashes = self._shape, b"", []
@@ -122,7 +122,7 @@ class Engine:
         return RadixKey.of_hashes(last_blocks)
 
     def step(self) -> None:
-        """One step. A lost worker ends what was in flight as failed; `replace_workers` must follow."""
+        """Run one step. If a worker died, all copies in flight end as failed; call `replace_workers` next."""
         try:
             self._receive()
             self._admit()
@@ -133,12 +133,12 @@ class Engine:
         self.cache.check()
 
     def run(self, *requests: Request) -> list[list[int]]:
-        """Step until the requests have ended; their outputs."""
+        """Step until the requests have ended. Return their outputs."""
         wait_for(lambda: all(request.state is State.ENDED for request in requests), self.step)
         return [request.output for request in requests]
 
     def replace_workers(self, workers: Workers) -> None:
-        """Go on with other workers, whose blocks are empty: what was running begins again."""
+        """Continue with new workers, whose blocks are empty. Running requests begin again."""
         self.workers = workers
 
     def _receive(self) -> None:
@@ -179,7 +179,7 @@ class Engine:
                 continue
             request.blocks, request.device_pages = blocks, start_page
             request.computed = start_page * self._shape.page_tokens
-            # The last token is computed in any case: its logit is asked for.
+            # The last token is always computed: its logit is needed.
             end_page = min(start_page + found.pages, (len(request.prompt) - 1) // self._shape.page_tokens)
             load = None
             if end_page > start_page:
@@ -200,11 +200,11 @@ class Engine:
         self._copy(True, request.blocks[load.start_page * self._shape.blocks_per_page :], load.host_pages, end)
 
     def _copy(self, load: bool, blocks: list[int], pages: Iterable[int], end: Callable[[float | None], None]) -> None:
-        """Have all ranks copy between `blocks` and host pages, of which there may be fewer."""
+        """Start a copy between `blocks` and `pages` on all ranks. Uses only as many blocks as the pages have."""
         k = self._shape.blocks_per_page
         host_blocks = [int(page) * k + i for page in pages for i in range(k)]
         self._job_number += 1
-        # Noted first: if a worker is lost here, the job ends with all others.
+        # Add the job first: if `send` finds a dead worker, the job then ends with all others.
         self._jobs[self._job_number] = _Job(set(range(len(self.workers))), end)
         self.workers.send(Copy(self._job_number, load, blocks[: len(host_blocks)], host_blocks))
 
@@ -248,7 +248,7 @@ class Engine:
         self.cache.abort(request.rid)
 
     def _lose(self) -> None:
-        """End what was in flight. The other workers are ended first: they must not write to pages that come back."""
+        """End all copies in flight. Kill the other workers first: they must not write to freed pages."""
         self.lost_workers += 1
         self.workers.kill()
         jobs, self._jobs = list(self._jobs.values()), {}
@@ -256,7 +256,7 @@ class Engine:
             job.seconds = None
             self._end(job)
         self._batch, self._parts = [], []
-        for request in self._in(State.RUNNING):  # from the beginning, on other workers
+        for request in self._in(State.RUNNING):  # they begin again, on new workers
             self.blocks.give_back(request.tokens[: request.computed], request.blocks)
             request.tokens, request.computed, request.hit_pages = list(request.prompt), 0, 0
             request.state = State.WAITING

@@ -1,11 +1,11 @@
-"""A toy model with tensor-parallel ranks, whose next token depends on each KV element of the prefix on each rank.
+"""A toy model with tensor-parallel ranks. Its next token depends on each KV element of the prefix on each rank.
 
-All arithmetic is on 64-bit integers that wrap, so a sum is the same in any order: the tokens are equal for any number
-of ranks, any batch, and any part of the prefix that was loaded and not computed.
+All arithmetic is on 64-bit integers that wrap, so a sum is the same in any order. The tokens are therefore equal for
+any number of ranks, any batch, and any loaded part of the prefix.
 
 A rank owns some heads and keeps their KV in blocks as vLLM does: per layer one tensor `[2, blocks, block, heads, dim]`
-(K and V) of int32. In each layer, a head sums its whole prefix, each element times an odd weight of its own, so a
-change of any one element changes the sum; the next layer's KV depends on it.
+(K and V) of int32. In each layer, a head sums its whole prefix. Each element has its own odd weight, so a change of one
+element changes the sum, and the KV of the next layer depends on the sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKEN, _POSITION, _HEAD, _DIM, _SUM = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the model over all ranks. A block has `block` tokens; a page has `blocks_per_page` blocks."""
+    """The sizes of the model over all ranks. A block has `block` tokens; a page has `blocks_per_page` blocks."""
 
     layers: int = 3
     heads: int = 4
@@ -42,12 +42,12 @@ class ModelShape:
         return self.block * self.blocks_per_page
 
     def block_bytes(self, ranks: int) -> int:
-        """Bytes of K and V of one block in one layer on one of `ranks` ranks."""
+        """Return the bytes of K and V of one block in one layer on one of `ranks` ranks."""
         return 2 * self.block * (self.heads // ranks) * self.dim * 4
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Scatter the bits of each word. No two words have the same result."""
+    """Mix the bits of each word. Different words have different results."""
     for shift, factor in ((31, _SUM), (29, _DIM)):
         logical = (words >> shift) & ((1 << (64 - shift)) - 1)
         words = (words ^ logical) * factor
@@ -71,7 +71,8 @@ class RankModel:
     def forward(self, tokens: Sequence[int], start: int, table: Sequence[int]) -> int:
         """Write the KV of `tokens`, at positions from `start` on, and return this rank's part of the logit.
 
-        `table` has the blocks of the positions from 0 on. The KV of the positions before `start` must be there.
+        `table` has the blocks of the positions from 0 on. REQUIRES: these blocks have the KV of the positions before
+        `start`.
         """
         block = self._shape.block
         positions = torch.arange(start + len(tokens))
@@ -89,12 +90,12 @@ class RankModel:
 
 
 def next_token(parts: Sequence[int]) -> int:
-    """The token that the parts of all ranks make together."""
+    """Return the token from the parts of all ranks."""
     return (sum(parts) * _TOKEN % _WORD >> 32) % VOCABULARY
 
 
 def reference_tokens(shape: ModelShape, prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` tokens after `prompt`, from one model with all heads and no cache."""
+    """Return the `count` tokens after `prompt`, computed by one model with all heads and without a cache."""
     table = range(-(-(len(prompt) + count) // shape.block))
     model = RankModel(shape, 0, 1, len(table))
     tokens, computed = list(prompt), 0

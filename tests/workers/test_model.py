@@ -1,4 +1,4 @@
-"""The toy model of the test engine: what its tokens depend on."""
+"""The toy model of the test engine: its tokens depend on every KV element and not on the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TABLE = [3, 0, 2, 1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_any_number_of_ranks_makes_the_same_tokens(ranks: int) -> None:
+def test_any_number_of_ranks_computes_the_same_tokens(ranks: int) -> None:
     models = [RankModel(SHAPE, rank, ranks, 4) for rank in range(ranks)]
     whole = next_token([model.forward(PROMPT, 0, TABLE) for model in models])
     assert [whole] == reference_tokens(SHAPE, PROMPT, 1)
@@ -26,7 +26,7 @@ def test_a_cached_prefix_contributes_the_same_part_of_the_logit() -> None:
     assert in_steps.forward(PROMPT[3:], 3, TABLE) == at_once.forward(PROMPT, 0, TABLE)
 
 
-def test_each_element_of_the_prefix_changes_the_part_of_the_logit_of_its_rank() -> None:
+def test_each_kv_element_of_the_prefix_changes_the_logit_part_of_its_rank() -> None:
     model = RankModel(SHAPE, 1, 2, 4)
     model.forward(PROMPT[:6], 0, TABLE)
     expected = model.forward(PROMPT[6:], 6, TABLE)

@@ -1,4 +1,5 @@
-"""One scheduler process with a `HostCache`, and worker processes that copy: equal tokens, whatever a worker does."""
+"""One scheduler process with a `HostCache`, and worker processes that copy: tokens are equal also if a worker is slow,
+fails or dies."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_an_engine_with_a_device_cache_loads_the_pages_behind_its_own(tmp_path: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_zeroed_frames_change_the_tokens(tmp_path: Path, rank: int) -> None:
-    """The negative control of all tests of equal tokens: one rank's part of the frames is enough."""
+    """The negative control of all tests of equal tokens. Zeroes only one rank's part of the frames."""
     with started(tmp_path, 2) as world:
         world.serve(*PROMPTS)
         world.drop_blocks()
@@ -106,7 +107,7 @@ def test_a_worker_imports_neither_tree_nor_cache_nor_storage(tmp_path: Path) -> 
     assert "tiers" in loaded and not loaded & set(above)
 
 
-def test_a_slow_write_on_one_worker_shows_nothing_and_delays_no_other_request(tmp_path: Path) -> None:
+def test_pages_of_a_slow_write_stay_invisible_and_other_requests_are_not_delayed(tmp_path: Path) -> None:
     with started(tmp_path, 2) as world:
         engine = world.engine
         engine.workers.send(Hold(True), 1)
@@ -159,7 +160,7 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_later_loads_work(tmp_path
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_write_that_fails_on_one_rank_is_not_shown_and_later_writes_work(tmp_path: Path, rank: int) -> None:
+def test_a_write_that_fails_on_one_rank_stays_invisible_and_later_writes_work(tmp_path: Path, rank: int) -> None:
     with started(tmp_path, 2) as world:
         for failed, pages in ((1, 0), (1, whole_pages(PROMPTS[0]))):
             if pages == 0:
@@ -201,7 +202,7 @@ def test_a_worker_that_dies_during_a_copy_is_replaced_and_tokens_are_equal(tmp_p
 
 
 def disturb(world: World, chance: random.Random) -> None:
-    """Do something to the workers or to the cache, or nothing."""
+    """Slow, break or kill a worker, clear the cache, or do nothing."""
     workers, rank = world.engine.workers, chance.randrange(2)
     match chance.choices(("nothing", "hold", "go on", "break", "clear", "kill"), (30, 5, 10, 4, 1, 1))[0]:
         case "hold":

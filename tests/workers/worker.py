@@ -1,7 +1,7 @@
 """A worker process of the test engine: one tensor-parallel rank.
 
 It owns its blocks, computes, and copies between its blocks and its window of the shared frames. It takes commands from
-a pipe and sends reports back; it has no tree, no scheduler and no storage. It ends when the pipe is closed.
+a pipe and sends reports back. It has no tree, scheduler or storage. It ends when the pipe is closed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hicache.tiers import EngineBlocks, Fence, HostWindow, SharedHostPool, Trans
 from tests.steps import StepCounter
 from tests.workers.model import ModelShape, RankModel
 
-# How often a worker looks at its copies while some are in flight.
+# How often a worker checks its copies in flight.
 _POLL_S = 0.0005
 _OPEN_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one worker is: its rank, its model and the shared pool."""
+    """The parameters of one worker: its rank, its model and the shared pool."""
 
     rank: int
     ranks: int
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy between blocks and host blocks, pairwise. The answer is a `Copied` of the same job."""
+    """Copy between blocks and host blocks, pairwise. The worker replies with a `Copied` of the same job."""
 
     job: int
     load: bool
@@ -50,31 +50,31 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Compute one batch: per request new tokens, their first position, and the table of its blocks."""
+    """Compute one batch: for each request its new tokens, their first position and its block table."""
 
     batch: list[tuple[list[int], int, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """While it is on, each copy that comes waits: a slow worker."""
+    """While `on`, new copies wait, as on a slow worker."""
 
     on: bool
 
 
 @dataclass(frozen=True, slots=True)
 class BreakNextCopy:
-    """Have the next copy fail."""
+    """Make the next copy fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropBlocks:
-    """Overwrite all blocks, so that nothing that was computed is on the device."""
+    """Overwrite all blocks, so that no computed KV is on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker takes commands now. It has mapped the pool `identity`, and imported `modules` of hicache."""
+    """The worker accepts commands. It has mapped the pool `identity` and imported `modules` of hicache."""
 
     identity: tuple[int, int]
     modules: tuple[str, ...]
@@ -100,7 +100,7 @@ Report: TypeAlias = Ready | Copied | Computed
 
 
 def page_of(shape: ModelShape, ranks: int) -> PageShape:
-    """The page of all ranks: rank by rank, block by block, layer by layer."""
+    """Return the page of all ranks: rank by rank, block by block, layer by layer."""
     pieces = [
         Piece(f"rank{rank}.block{block}.layer{layer}", shape.block_bytes(ranks))
         for rank in range(ranks)
@@ -111,17 +111,17 @@ def page_of(shape: ModelShape, ranks: int) -> PageShape:
 
 
 class _Broken:
-    """A fence of a device that failed."""
+    """The fence of a failed device."""
 
     def query(self) -> bool:
-        raise RuntimeError("the device failed, as the test wants it")
+        raise RuntimeError("the device failed (planted by the test)")
 
     def synchronize(self) -> None:
         self.query()
 
 
 class Worker:
-    """What the process runs, on its main thread."""
+    """A rank: its model, blocks and copies. Runs on the main thread of its process."""
 
     def __init__(self, task: Task, pipe: Connection) -> None:
         shape = task.shape
@@ -135,12 +135,12 @@ class Worker:
         window = HostWindow(self._host, task.rank * pieces, pieces, shape.blocks_per_page)
         self._copies = create_copy_engine(EngineBlocks([[kv[0], kv[1]] for kv in self._model.kv], first=1), window)
         self._transfers: dict[int, Transfer] = {}
-        self._held = StepCounter()  # counts the ends of holding
+        self._held = StepCounter()  # counts how often `Hold` was switched off
         self._hold = False
         self._break_next = False
 
     def run(self) -> None:
-        """Take commands until the other end of the pipe is closed."""
+        """Handle commands until the other end of the pipe is closed."""
         modules = tuple(name for name in sys.modules if name.startswith("hicache."))
         self._pipe.send(Ready(self._host.identity, modules))
         while True:
@@ -190,10 +190,10 @@ def _ids(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def main(task: Task, pipe: Connection) -> None:
-    """The whole life of a worker process."""
+    """Run a worker process from start to end."""
     torch.set_num_threads(1)
     worker = Worker(task, pipe)
     try:
         worker.run()
-    except (EOFError, OSError):  # the engine is gone, or wants this worker to end
+    except (EOFError, OSError):  # the engine has ended, or ends this worker
         worker.close()

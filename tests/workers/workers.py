@@ -1,4 +1,4 @@
-"""The worker processes of a test engine, as its scheduler sees them: commands out, reports in, and their end."""
+"""The scheduler's handle of the worker processes: it sends commands, receives reports and ends the processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TIMEOUT_S = 30.0
 
 
 class WorkerLost(Exception):
-    """A worker has died. The engine cannot go on with the others."""
+    """A worker has died. The engine cannot continue with the others."""
 
 
 class Workers:
-    """One process per task. Used by the scheduler alone; only `receive` waits."""
+    """One process per task, for the scheduler. Of the calls in a step, only `receive` waits."""
 
     def __init__(self, tasks: list[Task], start: Callable[[Task, Connection], None] = worker.main) -> None:
         self._pipes: list[Connection] = []
@@ -38,11 +38,11 @@ class Workers:
         return len(self._pipes)
 
     def wait_ready(self) -> list[Ready]:
-        """The first report of each worker, by rank. Raises WorkerLost."""
+        """Wait for the first report of each worker and return them by rank. Raises WorkerLost."""
         ready = []
         for pipe in self._pipes:
             try:
-                assert pipe.poll(_TIMEOUT_S), "a worker does not start"
+                assert pipe.poll(_TIMEOUT_S), "a worker has not started in time"
                 ready.append(pipe.recv())
             except (EOFError, OSError) as error:
                 raise WorkerLost from error
@@ -57,7 +57,7 @@ class Workers:
             raise WorkerLost from error
 
     def receive(self, timeout_s: float) -> list[tuple[int, Report]]:
-        """What has been reported, with the rank; waits for `timeout_s` if that is nothing. Raises WorkerLost."""
+        """Return the reports with their ranks; wait up to `timeout_s` for the first. Raises WorkerLost."""
         reports = []
         for pipe in connection.wait(self._pipes, timeout_s):
             assert isinstance(pipe, Connection)
@@ -68,13 +68,13 @@ class Workers:
         return reports
 
     def kill(self) -> None:
-        """End all processes at once: when this returns, none of them writes to the shared frames."""
+        """Kill all processes. When this returns, none of them writes to the shared frames."""
         for process in self.processes:
             process.kill()
         self._join()
 
     def close(self) -> None:
-        """Have the processes end by themselves. Raises AssertionError if one does not, or failed."""
+        """Close the pipes and wait until the processes end. Raises AssertionError if one hangs or failed."""
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:

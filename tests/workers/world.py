@@ -1,4 +1,4 @@
-"""A test engine with all that it needs: shared frames, worker processes, a `HostCache` over a file store."""
+"""A complete test engine: shared frames, worker processes, and a `HostCache` over a file store."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ SHAPE = ModelShape()
 BLOCKS = 96
 HOST_PAGES = 40
 OUTPUT_TOKENS = 3
-# What the prompts of one seed have in common.
+# The common prefix of the prompts of one seed.
 SHARED_PAGES = 2
 _WAIT_S = 30.0
 _numbers = itertools.count()
 
 
 def make_prompts(seed: int, count: int = 3) -> list[list[int]]:
-    """Prompts of different lengths with the first pages in common."""
+    """Return prompts of different lengths with a common prefix."""
     chance = random.Random(seed)
     common = [chance.randrange(1000) for _ in range(SHARED_PAGES * SHAPE.page_tokens)]
     return [common + [chance.randrange(1000) for _ in range(13 + 6 * i)] for i in range(count)]
 
 
 def whole_pages(prompt: list[int]) -> int:
-    """The pages of a prompt that can be reused: its last token is always computed."""
+    """Return how many pages of a prompt can be reused; its last token is always computed."""
     return (len(prompt) - 1) // SHAPE.page_tokens
 
 
 def expected_tokens(prompt: list[int]) -> list[int]:
-    """What every engine must say to a prompt."""
+    """Return the correct output for a prompt."""
     return reference_tokens(SHAPE, prompt, OUTPUT_TOKENS)
 
 
 @dataclass(slots=True, eq=False)
 class World:
-    """One engine; `start_workers` makes further workers over the same frames."""
+    """One engine. `replace_workers` starts new workers over the same frames."""
 
     host: SharedHostPool
     cache: HostCache
@@ -60,7 +60,7 @@ class World:
     _number: Iterator[int] = field(default_factory=itertools.count)
 
     def submit(self, prompt: list[int]) -> Request:
-        """A new request for a prompt."""
+        """Submit a new request for a prompt."""
         return self.engine.submit(f"request-{next(self._number)}", prompt, OUTPUT_TOKENS)
 
     def serve(self, *prompts: list[int]) -> list[Request]:
@@ -70,7 +70,7 @@ class World:
         return requests
 
     def pages_on_host(self, prompt: list[int]) -> int:
-        """Pages of a prompt that a request would load now."""
+        """Return how many pages of a prompt a request would load now."""
         found = self.cache.lookup("looking", self.engine.key(prompt))
         self.cache.abort("looking")
         return found.pages
@@ -81,11 +81,11 @@ class World:
         self.engine.blocks.forget()
 
     def kill_workers(self) -> None:
-        """End all processes that are left."""
+        """Kill the remaining processes."""
         self.engine.workers.kill()
 
     def replace_workers(self) -> None:
-        """Go on with new workers over the same frames, whose pool must be kept."""
+        """Start new workers over the same frames. REQUIRES: `keep_pool`."""
         workers = Workers(self.tasks)
         self.engine.replace_workers(workers)
         assert all(ready.identity == self.host.identity for ready in workers.wait_ready())
@@ -102,9 +102,9 @@ def started(
     keeps_pages: bool = False,
     blocks: int = BLOCKS,
 ) -> Iterator[World]:
-    """A new engine over the store in `folder`, which may have pages. Everything ends with the block.
+    """Start an engine over the store in `folder`, which may have pages. Everything ends with the block.
 
-    The name of the pool goes away once all have opened it, unless it is kept for further workers.
+    The name of the pool is removed once all processes have opened it, except with `keep_pool`, for new workers.
     """
     name, page = f"test-{os.getpid()}-{next(_numbers)}", page_of(SHAPE, ranks)
     processes = None if keep_pool else ranks + 1
@@ -143,7 +143,7 @@ def _config(folder: Path) -> HiCacheConfig:
 
 
 def _namespace(ranks: int, hashed_keys: bool) -> Namespace:
-    """Of the pages of all ranks together."""
+    """Return the namespace of pages that contain all ranks."""
     layout = f"toy/[2,blocks,{SHAPE.block},heads,dim]/int32/{ranks} ranks"
     return Namespace(
         model="toy", geometry=page_of(SHAPE, ranks), engine_layout=layout, ranks_share_pages=True,

@@ -1,4 +1,4 @@
-"""The store against the contracts of HiCache, and what is its own."""
+"""The SQLite store under both contract suites, and tests of its own behaviour."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WHERE = "WHERE namespace = ? AND key = ?"
 
 
 def opened(path: Path, codec: FrameCodec = CODEC) -> Store:
-    """The store at `path`, with a side door that goes by SQL."""
+    """Return the store at `path`, with raw access to its pages by SQL."""
 
     def read(key: bytes) -> bytes | None:
         db = sqlite3.connect(path)
@@ -71,7 +71,7 @@ class TestSqliteRawStore(RawContract):
         return lambda: SqliteRawStore(tmp_path / "pages.db")
 
 
-def test_a_store_that_somebody_holds_is_an_error_at_the_deadline(tmp_path: Path) -> None:
+def test_a_store_locked_by_another_process_is_an_error_at_the_deadline(tmp_path: Path) -> None:
     store = opened(tmp_path / "pages.db")
     db = sqlite3.connect(tmp_path / "pages.db", isolation_level=None)
     db.execute("BEGIN IMMEDIATE")
@@ -89,7 +89,7 @@ def test_a_store_that_somebody_holds_is_an_error_at_the_deadline(tmp_path: Path)
     ("pragma", "outcome", "errors"),
     [("max_page_count = 20", SetOutcome.REJECTED, {}), ("query_only = 1", SET_ERROR, {"SQLITE_READONLY": 30})],
 )
-def test_a_full_store_turns_pages_away_and_one_that_cannot_be_written_is_in_trouble(
+def test_a_full_store_rejects_pages_and_a_read_only_store_reports_errors(
     tmp_path: Path, pragma: str, outcome: SetOutcome, errors: dict[str, int]
 ) -> None:
     store, keys = opened(tmp_path / "pages.db"), make_keys(30)
@@ -101,7 +101,7 @@ def test_a_full_store_turns_pages_away_and_one_that_cannot_be_written_is_in_trou
     store.backend.close()
 
 
-def test_a_disk_that_is_full_before_the_first_page_is_trouble(
+def test_a_disk_that_is_full_before_the_first_page_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(deadline: float, *, writing: bool = False) -> None:
@@ -114,28 +114,28 @@ def test_a_disk_that_is_full_before_the_first_page_is_trouble(
     backend.close()
 
 
-def test_a_removal_that_failed_can_be_tried_again(tmp_path: Path) -> None:
+def test_a_failed_removal_can_be_retried(tmp_path: Path) -> None:
     store = opened(tmp_path / "pages.db")
     assert store_chain(store, make_keys(3)) == [STORED] * 3
     raw = SqliteRawStore(tmp_path / "pages.db")
     pages = list(raw.pages())
-    raw._db.execute("CREATE TRIGGER trouble BEFORE DELETE ON pages BEGIN SELECT RAISE(FAIL, 'trouble'); END")
+    raw._db.execute("CREATE TRIGGER failure BEFORE DELETE ON pages BEGIN SELECT RAISE(FAIL, 'failure'); END")
     with pytest.raises(BackendUnavailable, match="check disk and permissions"):
         raw.remove(pages)
-    raw._db.execute("DROP TRIGGER trouble")
+    raw._db.execute("DROP TRIGGER failure")
     assert raw.remove(pages) == 3
     raw.close()
     store.backend.close()
 
 
-def test_what_is_no_database_is_refused_and_left(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_rejected_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("Dear diary, " * 100)
     with pytest.raises(BackendUnavailable, match="not a database"):
         SqliteBackend(CODEC, tmp_path / "diary.txt")
     assert (tmp_path / "diary.txt").read_text().startswith("Dear diary")
 
 
-def test_it_is_found_by_its_name_and_refuses_what_it_does_not_take(tmp_path: Path) -> None:
+def test_the_entry_point_is_found_by_name_and_unknown_options_are_rejected(tmp_path: Path) -> None:
     backend = open_backend("sqlite", CODEC, {"path": str(tmp_path / "pages.db")})
     assert isinstance(backend, SqliteBackend)
     backend.close()
@@ -143,7 +143,7 @@ def test_it_is_found_by_its_name_and_refuses_what_it_does_not_take(tmp_path: Pat
         open_backend("sqlite", CODEC, {"pathh": str(tmp_path / "pages.db")})
 
 
-def test_a_limit_comes_with_being_listed(tmp_path: Path) -> None:
+def test_a_store_with_a_raw_store_accepts_a_limit(tmp_path: Path) -> None:
     options = {"path": str(tmp_path / "pages.db"), "capacity_bytes": 10 * CODEC.frame_bytes}
     backend = open_backend("sqlite", CODEC, options)
     assert isinstance(backend, LimitedBackend) and backend.usage().capacity_bytes == 10 * CODEC.frame_bytes

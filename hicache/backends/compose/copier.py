@@ -32,7 +32,7 @@ from ..calls import parent_outside
 _CALL_BYTES_MAX = 16 << 20
 # The time limit of one call. If a store needs longer for 16 MiB, reading from it does not pay either.
 _CALL_S = 3.0
-# A part keeps its deadline if its call returns at most this late.
+# A part meets its deadline if its call returns at most this late.
 _GRACE_S = 1.0
 
 
@@ -207,8 +207,8 @@ class Copier:
     def close(self) -> None:
         """Wait until the thread has ended, at most one call of the part after `stop_at`; drop the remaining pages.
 
-        A part that ignores its deadline is not waited for any longer; it keeps its frames. Several copiers with the
-        same `stop_at` together wait no longer than one. REQUIRES: `stop` was called.
+        The wait does not last longer for a part that ignores its deadline; such a part keeps its frames. Several
+        copiers with the same `stop_at` together wait no longer than one. REQUIRES: `stop` was called.
         """
         with self._state:
             self._state.wait_for(lambda: not self._runs, max(0.0, self._stop_at - time.monotonic()))

@@ -69,8 +69,8 @@ class LevelsBackend(ComposedBackend):
         return {name: copier.statistics() for name, copier in zip(self._names, self._copiers, strict=True)}
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A page counts if any level has it. Asks the levels in turn, each from the first page not found
-        so far, until no level finds more."""
+        """See Envelope. A page counts if any level has it. Looks in one level after the other, each time from the first
+        page not found so far, until no level finds more."""
         found = without = calls = 0
         while found < len(keys) and without < len(self._parts) and calls < LOOKUPS_MAX:
             level = self._parts[calls % len(self._parts)]
@@ -179,7 +179,8 @@ class LevelsBackend(ComposedBackend):
 
 
 def _any_has(levels: Sequence[StorageBackend], keys: Sequence[bytes], deadline: float) -> list[bool]:
-    """Return for each key whether any of `levels` has it. Asks each level only for keys not found before it."""
+    """Return for each key whether any of `levels` has it. Looks in each level only for the keys that no earlier level
+    has."""
     found = [False] * len(keys)
     for level in levels:
         missing = [position for position, there in enumerate(found) if not there]

@@ -6,8 +6,8 @@ parallel. All engines that give the parts the same names agree. Adding or removi
 gains or had; they are misses until stored again. The part of a page must not depend on its batch, so neighbouring pages
 cannot be kept together.
 
-A lookup asks each part for its own keys of the prefix, in chain order. Each part returns its count before the first
-hole; the first hole of the prefix is the earliest of these. The result is exact and takes one call per part.
+A lookup sends each part its own keys of the prefix, in chain order. Each part returns its count before the first hole;
+the first hole of the prefix is the earliest of these. The result is exact and takes one call per part.
 
 A part that evicts can drop tails before heads only if it knows each page's parent. The parent in the chain is usually
 on another part. Therefore each part gets the previous page on that same part as parent, while the header of the stored

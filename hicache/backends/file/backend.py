@@ -48,7 +48,7 @@ from .writes import CapacityManager, Writes, class_of
 
 T = TypeVar("T")
 
-# Recency is written when this many uses wait, or the oldest one waits this long; more are not kept.
+# Recency is written when this many uses wait, or when the oldest one has waited this long. At most `_USES_MAX` wait.
 _USES_FLUSH = 4096
 USES_FLUSH_S = 1.0
 _USES_MAX = 65_536

@@ -117,7 +117,7 @@ _NOT_NOW = frozenset({
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH,
 })  # fmt: skip
-# Those of them that damage of the file cannot cause.
+# The temporary errors that damage of the file cannot cause.
 _BLAMELESS = frozenset({
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_FULL,
 })  # fmt: skip
@@ -254,7 +254,7 @@ class Index:
         for row in rows:
             for is_valid, value in zip(checks, row, strict=True):
                 if not is_valid(value):
-                    raise IndexDamaged(f"it holds {value!r:.80}")
+                    raise IndexDamaged(f"it contains the invalid value {value!r:.80}")
         return rows
 
     def begin(self) -> None:
@@ -492,5 +492,6 @@ def code_of(error: BaseException) -> int:
 
 
 def blames_file(error: BaseException) -> bool:
-    """Return True if damage of the file can cause this error of SQLite; opening it again would find the damage."""
+    """Return True if damage of the file can cause this error of SQLite; opening the file again would find the
+    damage."""
     return isinstance(error, sqlite3.Error) and code_of(error) not in _BLAMELESS

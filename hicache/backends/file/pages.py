@@ -145,7 +145,7 @@ def is_hex(name: str, digits: int) -> bool:
 
 
 def page_name(namespace_hex: str, key: bytes) -> str:
-    """Return the name of a page's file, relative to the root; for only the first byte of a key, that of its
+    """Return the name of a page's file, relative to the root. For the first byte of a key alone, return the name of its
     directory."""
     text = key.hex()
     return f"{namespace_hex}/{text[:2]}/{text}" if len(key) > 1 else f"{namespace_hex}/{text}"
@@ -162,8 +162,8 @@ def error_name(error: OSError) -> str:
 
 
 def read_head(system: System, fd: int, target: memoryview) -> int:
-    """Fill `target` from the start of a file. Return the number of bytes read, less than its length if the file ends
-    before. Raises OSError."""
+    """Fill `target` from the start of a file. Return the number of bytes read; a shorter file does not fill `target`.
+    Raises OSError."""
     done = 0
     while done < target.nbytes and (count := system.preadv(fd, [target[done:]], done)):
         done += count

@@ -41,8 +41,8 @@ _SICK_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 def stored_ids(system: System, root_fd: int, prefix: str = "") -> Iterator[PageId]:
     """Yield namespace and key of everything at a page's location, by namespace, for the namespaces whose digest begins
-    with `prefix` in hexadecimal. If a directory of pages is replaced by something else, the key is the first byte of
-    theirs. Does not follow links. Raises OSError.
+    with `prefix` in hexadecimal. If a file or link has replaced a directory of pages, the key is the byte with which
+    the keys of its pages begin. Does not follow links. Raises OSError.
 
     Other names are skipped. Holds the names of one directory of pages at a time.
     """

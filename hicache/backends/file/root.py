@@ -37,9 +37,9 @@ def open_root(
     into one.
 
     Links above the root are resolved here, once. Missing directories above the root are created with mode 0700. With
-    `read_only` nothing is written, so it works on a read-only mount. REQUIRES: not both of them. Blocks on the file
-    system. Raises NotOurs, without changes, for a directory of another user or one that others may write or replace,
-    BackendUnavailable for one that cannot be opened, created or written.
+    `read_only` nothing is written, so it works on a read-only mount. REQUIRES: `create` and `read_only` are not both
+    True. Blocks on the file system. Raises NotOurs, without changes, for a directory of another user or one that others
+    may write or replace, BackendUnavailable for one that cannot be opened, created or written.
     """
     absolute = os.path.abspath(os.fspath(path))
     try:
@@ -107,7 +107,10 @@ def _open_or_make(
         system.mkdir(name, dir_fd=dir_fd)
         if system.lstat(name, dir_fd=dir_fd).st_mode & 0o777 != DIR_MODE:
             system.rmdir(name, dir_fd=dir_fd)
-            raise BackendUnavailable(f"file store: the umask takes rights of the owner from {name}; set it to 077")
+            raise BackendUnavailable(
+                f"file store: the umask removes permissions of the owner from the new directory {name}; set the umask "
+                "to 077"
+            )
     return open_it(name, dir_fd)
 
 
@@ -200,7 +203,7 @@ def _check_marker(path: str, fd: int, create: bool, read_only: bool, system: Sys
     try:
         found = system.fstat(marker)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise NotOurs(f"{path}: its {MARKER} file was not written by this user")
+            raise NotOurs(f"{path}: its {MARKER} file is not a regular file of this user; use another directory")
         buffer = memoryview(bytearray(len(_MARKER_TEXT) + 1))
         text = bytes(buffer[: read_head(system, marker, buffer)])
         if not text:
@@ -208,6 +211,9 @@ def _check_marker(path: str, fd: int, create: bool, read_only: bool, system: Sys
             if not read_only:
                 system.pwritev(marker, [memoryview(_MARKER_TEXT)], 0)
         elif text != _MARKER_TEXT:
-            raise BackendUnavailable(f"{path} has another store version; this one reads version {STORE_VERSION} only")
+            raise BackendUnavailable(
+                f"{path} has another store version; this HiCache only reads version {STORE_VERSION}; use another "
+                "directory"
+            )
     finally:
         system.close(marker)

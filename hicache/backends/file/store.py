@@ -267,9 +267,9 @@ class Store:
         if moved:
             _limited_log.warn(
                 str(self.path), "file store %s: its directory was moved, replaced or removed, so nothing is stored; "
-                "move it back, or close and open the store, as a restart does", self.path,
+                "move the directory back, or reopen the store, as a restart does", self.path,
             )  # fmt: skip
-            raise OSError(errno.ESTALE, f"{self.path} was moved or replaced; move it back, or open it where it is")
+            raise OSError(errno.ESTALE, f"{self.path} was moved or replaced; move it back, or open it at its new path")
 
     @contextlib.contextmanager
     def _changes(self) -> Iterator[Index]:
@@ -373,7 +373,7 @@ class Store:
                 if name is not None:
                     return self._keep(name, Index(os.path.join(self.path, name)))
             except IndexDamaged as damage:
-                _log.warning("file store %s: its index is made again: %s", self.path, damage)
+                _log.warning("file store %s: rebuilding its index: %s", self.path, damage)
         # Old indices are removed first, to make room. The name is new, because other processes have the old one open.
         self._remove_indices()
         name = f"index-{secrets.token_hex(4)}.sqlite"

@@ -179,8 +179,8 @@ class DamageWatch:
     def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
         """Return how many pages of a batch to read next, after the outcomes `read`; None for all remaining pages.
 
-        Until a sound page proves the store, the first pages of a batch are read alone. After an alarm, pages are read
-        one at a time.
+        Until the reader has seen a sound page, the first pages of a batch are read alone. After an alarm, pages are
+        read one at a time.
         """
         if self._sound and not self._run:
             return None

@@ -142,7 +142,7 @@ class GuardedBackend(Compound, Touchable):
         )
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. Until a sound page proves the store, the first pages of a batch are read before the rest."""
+        """See Envelope. Until the guard has seen a sound page, the first pages of a batch are read before the rest."""
         with self._enter(Verb.GET, len(keys), deadline) as call:
             outcomes: list[GetOutcome] = []
             while len(outcomes) < len(keys):
@@ -413,7 +413,7 @@ class GuardedBackend(Compound, Touchable):
             self.count(f"raised_{kind}")
             if kind not in self._raised:
                 self._raised.add(kind)
-                logger.exception("storage %s: unexpected %s; counted from now on", self.name, kind)
+                logger.exception("storage %s: unexpected %s; further ones are only counted", self.name, kind)
             return None
 
 
@@ -452,7 +452,7 @@ def may_pass(backend: StorageBackend, direction: Direction) -> bool:
 def leaf_statistics(backend: StorageBackend) -> tuple[LeafStatistics, ...]:
     """Return the statistics of each store, in the order in which they are read, named as by `named_leaves`.
 
-    Does not block for a guarded store. A store without a guard is asked for its usage, which may block.
+    Does not block for a guarded store. The usage of a store without a guard is measured now, which may block.
     """
     found: list[LeafStatistics] = []
     for name, leaf in named_leaves(backend):

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # Reminders of a direction that stays off are 1, 2, 4 and 8 minutes apart, then a quarter of an hour.
 _RECALL_S = 60.0
 _RECALL_S_MAX = 900.0
-_WORDS = {Direction.READ: "reading", Direction.WRITE: "writing"}
+_WORDS = {Direction.READ: "reads", Direction.WRITE: "writes"}
 
 
 class BreakerLog:
@@ -36,15 +36,15 @@ class BreakerLog:
             direction, breaker, what = change.direction, change.breaker, _WORDS[change.direction]
             if breaker.state is not BreakerState.OPEN:
                 self._recalls.pop(direction, None)
-                logger.info("storage %s: %s is on again after %.1f s; %s calls were not made", self._name,
+                logger.info("storage %s: %s are on again after %.1f s; %s calls were rejected", self._name,
                             what, change.after_s, f"{change.refused:,}")  # fmt: skip
             elif breaker.override is not Override.AUTO:
-                logger.warning("storage %s: %s is off: the operator switched it off", self._name, what)
+                logger.warning("storage %s: the operator switched %s off", self._name, what)
             else:
                 recall = Backoff(_RECALL_S, _RECALL_S_MAX)
                 self._recalls[direction] = recall, recall.next_s()
-                logger.warning("storage %s: %s is off: the breaker has opened (%s); errors since the last such line: "
-                               "%s; next probe in %.1f s", self._name, what, breaker.reason,
+                logger.warning("storage %s: the breaker for %s opened (%s); errors since the last line: %s; "
+                               "next probe in %.1f s", self._name, what, breaker.reason,
                                self._new(direction, errors), change.pause_s)  # fmt: skip
 
     def still_off(self, off: Mapping[Direction, tuple[float, int]], errors: Mapping[str, int]) -> None:
@@ -54,8 +54,8 @@ class BreakerLog:
             recall, due_s = self._recalls.get(direction, (None, 0.0))
             if recall is not None and off_s >= due_s:
                 self._recalls[direction] = recall, off_s + recall.next_s()
-                logger.warning("storage %s: %s has been off for %.0f s; %s calls were not made; errors since the last "
-                               "such line: %s", self._name, _WORDS[direction], off_s, f"{refused:,}",
+                logger.warning("storage %s: %s have been off for %.0f s; %s calls were rejected; errors since the last "
+                               "line: %s", self._name, _WORDS[direction], off_s, f"{refused:,}",
                                self._new(direction, errors))  # fmt: skip
 
     def _new(self, direction: Direction, errors: Mapping[str, int]) -> str:

@@ -103,7 +103,7 @@ class MooncakeBackend(PageStore[None]):
         self.count(*(codes.kind_of(code) for code in found if code < 0 and code not in codes.MISSES))
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore. Asks the master's HTTP server for all keys of the store."""
+        """See PageStore. Gets all keys of the store from the master's HTTP server."""
         names = Names(self.options.prefix, self.codec.namespace)
         try:
             found = self._admin.all_keys()
@@ -112,8 +112,8 @@ class MooncakeBackend(PageStore[None]):
         return (key for key in map(names.key_of, found) if key is not None)
 
     def measure(self) -> Usage:
-        """See PageStore. Asks the master's HTTP server. Counts all pages and bytes in the store, since they share its
-        capacity."""
+        """See PageStore. Sends a request to the master's HTTP server. Counts all pages and bytes in the store, since
+        they share its capacity."""
         try:
             return self._admin.usage()
         except BackendUnavailable as error:

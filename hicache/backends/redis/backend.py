@@ -2,8 +2,8 @@
 
 A `batch_get` groups the pages by server. For each server, a few connections pipeline GETs (two pages or `pipeline`
 deep), read each value directly into its page and check it while it is in the processor's cache. A `batch_set` first
-asks which pages are stored, then sends the others with SET NX; one gathering send has header and body. A lookup is one
-round trip per server. docs/backends/redis.md has the keys, the commands and their cost.
+looks up which pages are stored, then sends the others with SET NX; one gathering send has header and body. A lookup is
+one round trip per server. docs/backends/redis.md has the keys, the commands and their cost.
 
 Locking design: a call owns its batch and leases connections. `Pools` and `Router` have their own locks; no lock is held
 while another is taken or a socket is used. Everything else is set once.

@@ -42,13 +42,13 @@ _VERSION = re.compile(rb"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])")
 
 
 class Connector:
-    """Opens channels to servers and asks sentinels. Thread-safe. Its methods block at most until their deadline, and
+    """Opens channels to servers and queries sentinels. Thread-safe. Its methods block at most until their deadline, and
     for at most `timeout` per server or sentinel."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._dials = SupervisedPool[Any]("redis-connect", _ATTEMPTS_MAX, linger_s=0.0)
-        self._first_sentinel = 0  # the sentinel to ask first: the last that answered, or the next after a failed one
+        self._first_sentinel = 0  # the sentinel to query first: the last that answered, or the next after a failed one
 
     def open(self, endpoint: Endpoint, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
         """Return a channel to a server, logged in. With `read_only`, a cluster's replica serves reads on it. With

@@ -4,7 +4,7 @@ A redirection (MOVED, ASK) comes from a server and is not trusted. It is followe
 that the configuration or CLUSTER SLOTS of a known node names, or that `allowed_nodes` contains.
 
 Locking design: `_routes` is replaced as a whole, never changed, so it is read without a lock; `_lock` guards `_stale`
-and is held for an assignment. The first thread that finds the routes stale asks for new ones; the others use the old
+and is held for an assignment. The first thread that finds the routes stale requests new ones; the others use the old
 ones. Items of `_avoid` are set and read one at a time, which is atomic in CPython. The dictionary is replaced together
 with the routes; an item set at the same moment is lost, which costs a timeout.
 """
@@ -32,7 +32,7 @@ from .pool import Pools, Purpose
 Redirects: TypeAlias = dict[tuple[Address, bool], list[int]]
 SLOTS = 16384
 NO_SHARD = -1
-# A failed replica gets no reads for this long, then its share again. A failed cluster node is asked for routes last.
+# A failed replica gets no reads for this long, then its share again. A failed cluster node is queried for routes last.
 _AVOID_S = 5.0
 # After one of these errors the routes may be out of date.
 _STALE = frozenset({
@@ -74,7 +74,7 @@ class Routes:
 
 
 class Router:
-    """Finds servers. Thread-safe. Blocks, at most until the deadline, when it must ask sentinels or nodes.
+    """Finds servers. Thread-safe. Blocks, at most until the deadline, when it must query sentinels or nodes.
 
     Its methods and the constructor raise StoreError if no server answers.
     """
@@ -90,7 +90,7 @@ class Router:
         self._learn(deadline)
 
     def note(self, kind: str, server: Server | None) -> None:
-        """Record a failure of `server`, or of the search for one. If routes may be out of date, the next call asks for
+        """Record a failure of `server`, or of the search for one. If routes may be out of date, the next call requests
         new ones, and reads avoid the server for a while."""
         if kind in _STALE:
             with self._lock:
@@ -99,7 +99,7 @@ class Router:
                 self._avoid[server.address] = time.monotonic() + _AVOID_S
 
     def routes(self, deadline: float) -> Routes:
-        """Return the current routes; asks for new ones if they are stale. Raises StoreError."""
+        """Return the current routes; request new ones if they are stale. Raises StoreError."""
         with self._lock:
             ask, self._stale = self._stale, False
         if ask and self._access.mode != "single":
@@ -112,7 +112,7 @@ class Router:
         return self._routes
 
     def _learn(self, deadline: float) -> None:
-        """Ask for new routes, and forget the servers that are not in them."""
+        """Request new routes, and forget the servers that are not in them."""
         self._routes = self._find(deadline)
         known = self._routes.addresses()
         self._pools.keep(known)
@@ -127,8 +127,8 @@ class Router:
 
     def follow(self, redirects: Redirects, deadline: float) -> tuple[dict[tuple[Server, bool], list[int]], list[int]]:
         """Return the redirected positions by server and by need of ASKING, and the positions whose redirection must not
-        be followed. Asks for new routes if a target is not in the current ones.
-        REQUIRES: the caller holds no connection, since asking needs one."""
+        be followed. Requests new routes if a target is not in the current ones. REQUIRES: the caller holds no
+        connection, because the request needs one."""
         if not self._known().issuperset(target for target, _ in redirects):
             self.note(ErrorKind.MOVED, None)
             with contextlib.suppress(StoreError):  # use the old routes
@@ -184,8 +184,8 @@ class Router:
         return Routes((Shard(primary, tuple(replicas)),))
 
     def _find_cluster(self, deadline: float) -> Routes:
-        """Ask nodes for the routes, one after another: first the known good ones, then those that failed recently, then
-        the configured ones."""
+        """Request the routes from one node after another: first the known good ones, then those that failed recently,
+        then the configured ones."""
         known = list(self._routes.addresses())
         random.shuffle(known)
         now_s = time.monotonic()

@@ -106,7 +106,7 @@ class DaemonClient:
         def read(connection: Connection, head: Head) -> None:
             if head.status != 200 or head.length is None or head.is_chunked:
                 _small(connection, head, until)
-                raise StoreError(ErrorKind.PROTOCOL, "the daemon does not say how long its answer is")
+                raise StoreError(ErrorKind.PROTOCOL, "the daemon's answer has no length")
             if take(connection, head.length, until):
                 connection.finish()
 

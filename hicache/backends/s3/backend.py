@@ -26,7 +26,7 @@ from ..pages import Damaged, PageReads, PageWrites
 from ..store import PageStore
 from .objects import Objects
 
-# Up to this many keys, `prefix` asks for all keys in parallel, and the answer is exact.
+# Up to this many keys, `prefix` looks up all keys in parallel, and the answer is exact.
 EXACT_KEYS_MAX = 16
 # Keys requested in the first round of a longer batch, including both ends. If all or none exist, one round is enough.
 FIRST_PROBES = 8
@@ -165,7 +165,7 @@ def stored_prefix(count: int, ask: Callable[[Sequence[int]], Sequence[bool]]) ->
     """Return the length of the stored prefix of `count` keys. `ask` returns for some positions whether each is stored.
 
     Pages of a chain are written head first and evicted tail first, so the stored pages are nearly always a prefix. This
-    function searches for its end. Each round asks for a few keys in parallel and costs one round trip.
+    function searches for its end. Each round looks up a few keys in parallel and costs one round trip.
 
     Exact for up to EXACT_KEYS_MAX keys. For more keys, exact if the stored keys are a prefix; otherwise a hole between
     the requested keys is not seen.

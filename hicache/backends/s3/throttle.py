@@ -1,4 +1,4 @@
-"""A limit on requests in flight, which is lower after the server has asked to slow down.
+"""A limit on requests in flight, which is lower after a "slow down" reply of the server.
 
 Additive increase, multiplicative decrease (Chiu and Jain, 1989): a "slow down" reply halves the limit; each round of
 answered requests adds one to it.
@@ -40,7 +40,7 @@ class Throttle:
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
         """A context for one request: waits until it may be sent, and learns from the StoreError that leaves the
-        context. Raises StoreError at `deadline`, or if the server has asked for a pause."""
+        context. Raises StoreError at `deadline`, or if the server has requested a pause."""
         self._enter(deadline)
         failure = None
         try:
@@ -59,7 +59,7 @@ class Throttle:
                 if left <= 0:
                     raise StoreError(ErrorKind.DEADLINE)
                 if now < self._closed_until_s:
-                    raise StoreError(ErrorKind.THROTTLED, "the server asked for a pause")
+                    raise StoreError(ErrorKind.THROTTLED, "the server requested a pause")
                 if self._running < int(self._limit):
                     self._running += 1
                     return

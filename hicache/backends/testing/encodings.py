@@ -157,7 +157,7 @@ class EncodingsContract(ContractFixtures):
 
     @pytest.mark.parametrize("kind", ["mac_keys", "encryption_keys"])
     def test_only_pages_made_with_one_of_its_keys_are_accepted(self, open_store: OpenStore, kind: str) -> None:
-        """A reader of encrypted pages rejects a page that is proved by the same key but not encrypted."""
+        """A reader of encrypted pages rejects a page with a MAC of the same key that is not encrypted."""
 
         def codec(*keys: bytes) -> FrameCodec:
             if kind == "mac_keys":

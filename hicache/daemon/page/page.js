@@ -1,6 +1,6 @@
 "use strict";
-// Polls /statusz and /history and draws them. Text from the daemon goes through textContent and setAttribute alone, so
-// a label that looks like markup is shown as it is.
+// Polls /statusz and /history and draws them. Text from the daemon is set only by textContent and setAttribute, so a
+// label that looks like markup is shown as text.
 
 const STATUS_MS = 2000, HISTORY_MS = 5000, TIMEOUT_MS = 5000, COLUMNS_MAX = 120, KEPT_S = 3600, FAULTS_SHOWN = 15, PROBLEMS_SHOWN = 10;
 const SVG = "http://www.w3.org/2000/svg";
@@ -61,7 +61,7 @@ function quantile(latency, share) {
   return place < bounds.length ? `≤ ${seconds(bounds[place])}` : `> ${seconds(bounds[bounds.length - 1])}`;
 }
 
-// A cell or fact: what is shown, and the exact value as its title.
+// A cell or fact: the shown text, with the exact value as its title.
 const exact = (shown, value, path = "") => ({shown, title: String(value), path});
 const size = (value, path) => exact(bytes(value), `${count(value)} bytes`, path);
 const number = (value, path) => exact(count(value), count(value), path);
@@ -74,7 +74,7 @@ function put(element, value) {
   }
 }
 
-// Fill a table in place: the same cells get new text, so that a selection or a screen reader keeps its place.
+// Fill a table in place: the cells stay and get new text, so a selection or a screen reader keeps its position.
 function fill(id, heads, lines, empty) {
   const table = $(id);
   if (!table.tHead) {
@@ -97,7 +97,7 @@ function fill(id, heads, lines, empty) {
   });
 }
 
-// What is there now
+// The current state
 
 const BREAKERS = {closed: ["● closed", "good"], half_open: ["◐ half open", "warn"], open: ["■ open", "bad"]};
 
@@ -107,15 +107,15 @@ function storesOf(status) {
   )));
 }
 
-// A failure in words, worst first.
+// Return the current problems as sentences: of stores, then of namespaces and of engines.
 function problemsOf(status) {
-  const found = [], affected = new Map(); // the namespaces of each problem of a store
+  const found = [], affected = new Map(); // the namespaces that each problem of a store affects
   for (const {store, namespace} of storesOf(status)) {
     const where = store.name;
     const add = (problem) => affected.set(problem, [...(affected.get(problem) ?? []), namespace.label]);
     for (const [direction, breaker] of Object.entries(store.guard?.breakers ?? {})) {
       const calls = `${where}: ${direction}s`;
-      if (breaker.override === "off") add(`${calls} are switched off by the operator`);
+      if (breaker.override === "off") add(`${calls} are forced off`);
       else if (breaker.state === "open") add(`${calls} are not made; the breaker is open (${breaker.reason})`);
       else if (breaker.state === "half_open") add(`${calls} are tried again; the breaker is half open`);
     }
@@ -138,7 +138,7 @@ function showTiers(status) {
   const tiers = [{name: "Host pool", used: size(pool.used_bytes, "pool.used_bytes"), bytes: pool.used_bytes,
     capacity: pool.capacity_bytes, capacityPath: "pool.capacity_bytes", pinned: pool.pinned_bytes,
     more: pool.capacity_bytes ? `${count(pool.pages)} pages, ${bytes(pool.pinned_bytes)} pinned` : "no pool is configured"}];
-  // Each namespace sees the whole of a store that they share: the largest of what they see counts, once.
+  // Each namespace reports the whole of a store that they share, so show the largest report once.
   const stores = new Map();
   for (const found of storesOf(status)) {
     const known = stores.get(found.store.name);
@@ -197,7 +197,7 @@ function showTables(status) {
     status.hot.map((hot, at) => [hot.page, hot.label, number(hot.pages, `hot.${at}.pages`), number(hot.hits, `hot.${at}.hits`)]),
     "No prefix has been used twice yet.");
   const operations = [...new Set([...Object.keys(status.requests), ...Object.keys(status.latency)])].sort();
-  fill("operations", [["Operation"], ["Answers", "n"], ["Of them errors", "n"], ["p50", "n"], ["p99", "n"]],
+  fill("operations", [["Operation"], ["Answers", "n"], ["Errors", "n"], ["p50", "n"], ["p99", "n"]],
     operations.map((operation) => {
       const answers = status.requests[operation] ?? {}, latency = status.latency[operation];
       const failed = sum(Object.entries(answers).filter(([code]) => code >= 400).map(([, times]) => times));
@@ -239,8 +239,8 @@ function show(status) {
   instance = status.instance;
   bounds = status.latency_bounds_s;
   showState(...(TONES[status.state] ?? [status.state, "warn"]));
-  showBanner(status.state === "draining" ? "The daemon is draining: it ends what is in flight and takes no new requests."
-    : status.state === "starting" ? "The daemon is starting and takes no requests yet." : "", "warn");
+  showBanner(status.state === "draining" ? "The daemon is draining: it completes requests in flight and accepts no new ones."
+    : status.state === "starting" ? "The daemon is starting and does not accept requests yet." : "", "warn");
   const facts = {Up: seconds(status.uptime_s), "Run": status.instance.slice(0, 8),
     "Engines": number(status.clients.length), "Connections": number(total(status.connections)),
     "In flight": number(status.in_flight_requests, "in_flight_requests"), "Refused": number(total(status.refused))};
@@ -264,21 +264,21 @@ function show(status) {
 // The last hour
 
 const FAULTS = {damage: "page damaged", breaker_opened: "breaker opened", failed_calls: "calls failed",
-  limit: "request refused", client_lost: "engine lost"};
+  limit: "request rejected", client_lost: "engine lost"};
 
 function showFaults() {
   fill("faults", [["Time"], ["What"], ["Where", "name"], ["Times", "n"]],
     faults.slice(0, FAULTS_SHOWN).map((fault) => [
       exact(fault.first === fault.last ? clock(fault.last) : `${clock(fault.first)} to ${clock(fault.last)}`, new Date(fault.last * 1000).toISOString()),
       `${FAULTS[fault.kind] ?? fault.kind} (${fault.detail})`, fault.store ? named(fault.store, fault.namespace) : "the daemon", number(fault.count)]),
-    "None since the daemon was started.");
+    "None since the daemon started.");
   setText($("faults-h"), faults.length > FAULTS_SHOWN ? `Recent faults: the latest ${FAULTS_SHOWN} of ${faults.length}` : "Recent faults");
 }
 
-// Samples of the chosen time, joined into as many columns as can be told apart.
+// The samples of the chosen time, joined into at most COLUMNS_MAX columns.
 function columns() {
   const end = rows.length ? rows[rows.length - 1].time : 0, kept = rows.length ? end - rows[0].time + sampleS : 0;
-  // A daemon that was started just now fills its charts as well.
+  // Soon after a start, the charts show only the time since then, but at least a minute.
   const span = Math.min(+document.querySelector("#span input:checked").value, Math.max(60, kept));
   const width = Math.max(sampleS, span / COLUMNS_MAX), found = new Map();
   for (const row of rows) {
@@ -298,7 +298,7 @@ const asked = (column) => sum(HIT_SERIES.map(([, name]) => column[name])) + colu
 const rate = (name) => (column) => column.seconds ? column[name] / column.seconds : 0;
 const perSecond = (value) => `${bytes(value)}/s`;
 const CHARTS = [
-  {id: "hits", unit: percent, stacked: true, ceiling: () => 1, gap: (column) => !asked(column), empty: "No page was asked for in this time.",
+  {id: "hits", unit: percent, stacked: true, ceiling: () => 1, gap: (column) => !asked(column), empty: "No page was requested in this time.",
     series: HIT_SERIES.map(([label, name]) => [label, (column) => column[name] / asked(column)]), rest: "Missed",
     figure: (found) => `${percent(1 - sum(found.map((column) => column.missed_pages)) / sum(found.map(asked)))} of ${count(sum(found.map(asked)))} pages`},
   {id: "engines", unit: perSecond, series: [["to engines", rate("sent_bytes")], ["from engines", rate("received_bytes")]]},
@@ -307,7 +307,7 @@ const CHARTS = [
   {id: "flight", unit: (value) => count(Math.round(value)), series: [["in flight", (column) => column.requests_in_flight]]},
 ];
 
-// The next value that reads well on an axis, like its half: 2, 4 or 10 times a power of ten, or a power of two for bytes.
+// The next round value for an axis whose half is round too: 2, 4 or 10 times a power of ten; for bytes a power of two.
 function ceiling(value, unit) {
   if (unit === bytes || unit === perSecond) return 2 ** Math.ceil(Math.log2(Math.max(value, 1024)));
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
@@ -318,7 +318,7 @@ function swatch(chart, at) {
   return chart.stacked ? draw("rect", {width: 22, height: 12, class: `f${at}`}) : draw("path", {d: "M0 6H22", class: `l${at}`});
 }
 
-// The parts of a chart that stay: picture, value under the cursor, legend, the same as a table.
+// The elements of a chart that are created once: picture, value at the cursor, legend, table.
 function build(chart) {
   const section = $(chart.id), picture = draw("svg", {role: "img", tabindex: "0", "aria-describedby": `${chart.id}-now`});
   chart.now = make("output", {id: `${chart.id}-now`, class: "muted"});
@@ -372,7 +372,7 @@ function render(chart) {
     });
   } else {
     values.forEach((of, place) => {
-      // A line breaks where samples are missing: the daemon was not there.
+      // A line breaks where samples are missing, because the daemon did not run.
       const steps = shown.map((column, at) => {
         const follows = at && column.time - shown[at - 1].time < 3 * Math.max(width, sampleS);
         return `${follows ? "L" : "M"}${x(column).toFixed(1)} ${y(of[at]).toFixed(1)}`;
@@ -387,7 +387,7 @@ function render(chart) {
   chart.shown = shown;
   chart.nearest = (at) => shown.reduce((best, column, place) => Math.abs(x(column) - at) < Math.abs(x(shown[best]) - at) ? place : best, 0);
   const reading = (at) => {
-    if (chart.gap?.(shown[at])) return "no page was asked for";
+    if (chart.gap?.(shown[at])) return "no page was requested";
     const parts = chart.series.map(([label], place) => `${label} ${unit(values[place][at])}`);
     return [...parts, ...(chart.rest ? [`${chart.rest} ${unit(1 - sum(values.map((of) => of[at])))}`] : [])].join(", ");
   };
@@ -405,13 +405,13 @@ function render(chart) {
 
 const renderAll = () => CHARTS.forEach(render);
 
-// Asking
+// Requests
 
 async function ask(path) {
   const headers = token ? {Authorization: `Bearer ${token}`} : {};
   const answer = await fetch(path, {headers, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS)});
   if (answer.status === 401 || answer.status === 403) $("login").hidden = false;
-  if (!answer.ok) throw new Error(answer.status === 401 ? "it asks for a token" : `status ${answer.status}`);
+  if (!answer.ok) throw new Error(answer.status === 401 ? "it requires a token" : `status ${answer.status}`);
   $("login").hidden = true;
   return answer.json();
 }
@@ -434,8 +434,8 @@ async function pollStatus() {
 async function pollHistory() {
   const since = rows.length ? rows[rows.length - 1].time : 0, of = instance;
   let history;
-  try { history = await ask(`history?since=${since}`); } catch { return; } // the status says so
-  if (of !== instance) return; // another daemon by now: its rows come with the next poll
+  try { history = await ask(`history?since=${since}`); } catch { return; } // pollStatus shows the error
+  if (of !== instance) return; // the daemon was restarted: the next poll reads its rows
   sampleS = history.sample_s;
   const news = history.rows.map((row) => Object.fromEntries(history.columns.map((name, at) => [name, row[at]])));
   rows = rows.concat(news.filter((row) => row.time > since));
@@ -446,7 +446,7 @@ async function pollHistory() {
   renderAll();
 }
 
-// One request at a time for each: a slow daemon is not asked faster than it answers. A hidden page asks for nothing.
+// Polls one after the other, so a slow daemon is not overloaded. A hidden page does not poll.
 async function every(interval, poll) {
   for (;;) {
     if (!document.hidden) await poll();
@@ -468,7 +468,7 @@ CHARTS.forEach((chart) => { chart.at = null; chart.shown = []; chart.nearest = (
 document.querySelectorAll("#span input").forEach((input) => input.addEventListener("change", renderAll));
 $("login").addEventListener("submit", (event) => {
   event.preventDefault();
-  token = $("token").value; // kept in this page alone, until it is closed
+  token = $("token").value; // kept only in this page, until it is closed
   $("token").value = "";
   pollStatus().then(pollHistory);
 });

@@ -142,28 +142,28 @@ class HiCacheStore(HiCacheStorage):
     def close(self) -> None:
         """Close storage; SGLang calls it when it detaches, after its threads have ended, and at its end."""
         if self._storage is not None and not self._storage.close():
-            logger.warning("storage did not close in time; a thread of it is left behind")
+            logger.warning("storage did not close in time; one of its threads is still running")
 
     # Unsupported interfaces
 
     def get(self, key: str, target_location: object = None, target_sizes: object = None) -> NoReturn:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         _refuse()
 
     def batch_get(self, keys: list[str], target_locations: object = None, target_sizes: object = None) -> NoReturn:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         _refuse()
 
     def set(
         self, key: str, value: object = None, target_location: object = None, target_sizes: object = None
     ) -> NoReturn:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         _refuse()
 
     def batch_set(
         self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
     ) -> NoReturn:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         _refuse()
 
     def batch_exists_v2(
@@ -172,19 +172,19 @@ class HiCacheStore(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         _refuse()
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         _refuse()
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         _refuse()
 
     def _weights_are_those_of_now(self, pool: HostPool) -> Callable[[], bool]:

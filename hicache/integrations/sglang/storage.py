@@ -99,8 +99,8 @@ class HostPoolStorage:
         if not self._is_stale and not self._is_current():
             self._is_stale = True
             logger.warning(
-                "SGLang's weights or its caches were changed, so storage is not used any more: its pages are of the "
-                "weights of the start. To use it for new weights, detach and attach it (DELETE, PUT "
+                "SGLang changed its weights or flushed its caches, so HiCache stops using storage, whose pages belong "
+                "to the weights at the start. To use it for new weights, detach and attach it (DELETE, PUT "
                 '/hicache/storage-backend) with another "model"; if weights never change while SGLang runs, set '
                 '"fixed_weights": true'
             )

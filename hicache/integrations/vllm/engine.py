@@ -127,7 +127,7 @@ class Engine:
         entries = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
         changed = json.dumps(entries, sort_keys=True, default=str)
         algorithm = vllm.cache_config.prefix_caching_hash_algo
-        seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))  # vLLM sets it after it has asked the workers
+        seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))  # vLLM sets it after the workers' reports
         terms = [
             f"vllm {__version__}", form, f"dtype={model.dtype}", f"kv={vllm.cache_config.cache_dtype}",
             f"tp={self.layout.ranks}", self.specs,

@@ -184,7 +184,7 @@ class WorkerSide:
 
     def _invalidate(self, copy: _Copy, error: TransferError | None) -> None:
         self._invalid_blocks.update(copy.job.blocks.tolist())
-        logger.warning("a load of %d blocks failed, they are computed again: %s", len(copy.job.blocks), error)
+        logger.warning("a load of %d blocks failed; they are computed again: %s", len(copy.job.blocks), error)
 
 
 class _ForwardTimer:

@@ -1,7 +1,8 @@
 """HiCacheTier: a secondary tier of vLLM's TieringOffloadingSpec over a ChunkTier.
 
-vLLM creates it in the scheduler's process and calls it only on the scheduler's thread. It does not notify of new
-weights, except by `drain_jobs`, which it calls before it resets its caches: for new weights, for sleep and on request.
+vLLM creates it in the scheduler's process and calls it only on the scheduler's thread. vLLM does not notify a tier of
+new weights, except by `drain_jobs`, which it calls before it resets its caches: for new weights, for sleep and on
+request.
 
 Written for vLLM 0.32.
 """

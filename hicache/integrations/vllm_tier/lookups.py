@@ -3,9 +3,9 @@
 vLLM looks up single chunks, in each step until it has an answer, and must not be blocked. So a new lookup is recorded,
 a thread makes the lookups of one step together, and a later step reads the results.
 
-    asked -> (result of the thread) -> known      a hit or a miss, kept until the last request for it is finished
-    asked -> (timeout)              -> known      a miss: storage does not answer
-    known -> (`mark`)               -> known      a read has failed, or a chunk was stored
+    unknown -> (result of the thread) -> known    a hit or a miss, kept until the last request for it is finished
+    unknown -> (timeout)              -> known    a miss: storage does not answer
+    known   -> (`mark`)               -> known    a read has failed, or a chunk was stored
 
 A failed read turns a hit into a miss; otherwise vLLM would promote the chunk again in each step.
 
@@ -42,7 +42,7 @@ class Batch:
 class LookupTable:
     """See the module's docstring. `patience_s` is how long a request waits for a result.
 
-    Invariant: a chunk is in the table exactly while a request that asked for it is not finished.
+    Invariant: a chunk is in the table exactly while a request that has looked it up is not finished.
     """
 
     def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
@@ -101,4 +101,4 @@ class LookupTable:
         """Raise InvariantError if the invariant does not hold."""
         named = {name for names in self._of_request.values() for name in names}
         if named != set(self._questions) or not all(question.requests for question in self._questions.values()):
-            raise InvariantError(f"lookups: {len(self._questions)} chunks, but requests have asked for {len(named)}")
+            raise InvariantError(f"lookups: {len(self._questions)} chunks, but requests have looked up {len(named)}")

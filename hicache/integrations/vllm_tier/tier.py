@@ -304,7 +304,7 @@ class ChunkTier:
         if ended:
             self._rows.release()
         else:
-            logger.warning("vllm tier: a call of storage hangs; its thread is left behind")
+            logger.warning("vllm tier: a call of storage still hangs; its thread ends when the call returns")
         return ended
 
     def _cancel(self, jobs: Iterable[Job]) -> None:

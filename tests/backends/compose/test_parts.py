@@ -218,7 +218,7 @@ def test_if_one_part_cannot_be_opened_those_before_it_are_closed(name: str) -> N
 
 def test_memory_and_compositions_report_that_they_have_no_raw_store() -> None:
     for spec in (BackendSpec("memory"), BackendSpec("levels", {"levels": [MEMORY, MEMORY]})):
-        with pytest.raises(ConfigError, match=f"{spec.type}: cannot be listed; file, .* can"):
+        with pytest.raises(ConfigError, match=f"{spec.type}: cannot be listed; use one of file, .*"):
             open_raw(spec)
 
 

@@ -1,9 +1,9 @@
-"""SGLang on a CPU, without the packages that exist for GPUs alone. Python runs this at the start of each process that
-has this folder in PYTHONPATH, since SGLang starts its processes anew.
+"""Stubs that let SGLang run on a CPU, without packages that exist only for GPUs. Python runs this module at the start
+of each process that has this folder in PYTHONPATH, also in the processes that SGLang spawns.
 
-SGLang imports these packages wherever it runs and uses them on GPUs only. Imports of them give modules whose names all
-exist and do nothing. Two parts of its host pool are replaced: what registers memory with CUDA, and the copies between
-device and host, which are kernels of a GPU.
+SGLang imports these packages on every machine and uses them only on GPUs. Their imports return modules in which every
+name exists and does nothing. Two parts of SGLang's host pool are replaced: the registration of memory with CUDA, and
+the copies between device and host, which are GPU kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _StubType(type):
 
 
 class _Stub(metaclass=_StubType):
-    """Stands for any function, class or constant."""
+    """Replaces any function, class or constant."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -45,7 +45,7 @@ class _StubModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        # A class of its own, since some are derived from.
+        # A new class each time, because SGLang derives from some.
         made: Any = _StubType(name, (_Stub,), {}) if name[:1].isupper() else _Stub()
         setattr(self, name, made)
         return made
@@ -70,18 +70,18 @@ _find_spec = importlib.util.find_spec
 
 
 def _installed_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of a package, None for a stub: who asks whether a package is installed is told the truth."""
+    """Return the spec of a package; None for a stub, so that a check for the package fails."""
     spec = _find_spec(name, package)
     return None if spec is not None and isinstance(spec.loader, _Stubs) else spec
 
 
-sys.meta_path.append(_Stubs())  # behind the others: what is installed is used
+sys.meta_path.append(_Stubs())  # last, so that installed packages are used
 importlib.util.find_spec = _installed_spec
 
 
 def _copied_on_the_cpu(mha: types.ModuleType) -> None:
     def rows(pool: Any, layers: Any, layer: int, indices: Any) -> Any:
-        """The index of tokens in one layer of the host pool: of pages, or of single tokens."""
+        """Return one layer of the host pool, and the index of tokens in it: by page and offset, or by token."""
         if pool.layout == "page_first_direct":
             return layers[layer], (indices // pool.page_size, indices % pool.page_size)
         return layers[layer], (indices,)
