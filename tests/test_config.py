@@ -1,4 +1,4 @@
-"""Configuration: precedence of its sources, and that whatever is wrong is said at once, where and what instead."""
+"""Configuration: the precedence of its sources, and errors that list all problems with location and advice."""
 
 from __future__ import annotations
 
@@ -503,7 +503,7 @@ def test_a_variable_named_for_a_secret_is_not_reported_as_a_typo(
     load: Load, refused: Callable[..., list[str]], text: str, name: str
 ) -> None:
     assert load(text % name, {name: "hunter2"}) == load(text % name)
-    (line,) = refused(text % name, {f"{name}__X": "hunter2"})  # nobody names this one
+    (line,) = refused(text % name, {f"{name}__X": "hunter2"})  # no entry names this variable
     assert "unknown entry" in line and "hunter2" not in line
 
 

@@ -1,4 +1,4 @@
-"""Files that a user names are opened without waiting, whatever stands at their path; empty paths are refused."""
+"""Files that a user names are opened without waiting, for any kind of file at the path. Empty paths are rejected."""
 
 from __future__ import annotations
 

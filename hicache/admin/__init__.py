@@ -24,8 +24,8 @@ def serve_configured(
     environ: Mapping[str, str] | None = None,
 ) -> AdminServer | None:
     """Serve the admin surface of `cache`, built from `config` and `namespace`, as the section `admin` configures it.
-    Return None without a socket, and for a ChunkCache, which does not keep pages. Starts a thread; close the result before
-    the cache. Call it on one rank. Raises ConfigError, and MissingPackage without the extra `daemon`.
+    Return None without a socket, and for a ChunkCache, which does not keep pages. Starts a thread; close the result
+    before the cache. Call it on one rank. Raises ConfigError, and MissingPackage without the extra `daemon`.
     """
     if config.admin.socket is None:
         return None

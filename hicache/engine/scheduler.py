@@ -136,9 +136,7 @@ class Engine:
         # The last generated token is not computed, so it does not need a slot.
         positions, context = len(tokens) + max_new_tokens - 1, self.model.context_tokens
         if positions > context:
-            raise CapacityError(
-                f"engine: prompt and output take {positions} positions, the context has {context}; use less"
-            )
+            raise CapacityError(f"engine: prompt and output need {positions} positions of {context}; use less")
         self._require_fit(len(tokens))
         if len(self._waiting) >= self.options.waiting_max:
             raise CapacityError(f"engine: {len(self._waiting)} requests are waiting; submit again later")

@@ -75,7 +75,7 @@ def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceReq
                     yield _request(line, index, f"trace {path}, line {number}")
                     index += 1
     except OSError as error:
-        raise InvalidInput(f"trace {path}: cannot be read: {error.strerror}") from error
+        raise InvalidInput(f"trace {path}: cannot be read: {error.strerror}; check the path") from error
     if index == 0:
         raise InvalidInput(f"trace {path}: is empty; give a file with at least one request")
 

@@ -1,4 +1,4 @@
-"""`hicache config`: what it prints for good and bad configurations."""
+"""`hicache config`: its output for valid and invalid configurations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def invoke(*args: str, **environ: str) -> Result:
     return CliRunner().invoke(main, ["config", *args], env=environ)
 
 
-def test_check_prints_the_effective_configuration_as_yaml_and_ok_beside_it(tmp_path: Path) -> None:
+def test_check_prints_the_effective_configuration_as_yaml_and_ok_on_stderr(tmp_path: Path) -> None:
     file = tmp_path / "good.yaml"
     file.write_text("host: {size: 2048MiB}\n")
     result = invoke("check", str(file), "--set", "page_size=16", HICACHE_TRANSFER__STORAGE_DEADLINE="0.5s")
@@ -29,7 +29,7 @@ def test_check_prints_the_effective_configuration_as_yaml_and_ok_beside_it(tmp_p
     assert load_config(file, environ={}, overrides={}).page_size == 16
 
 
-def test_check_of_a_bad_configuration_lists_what_is_wrong_and_fails(tmp_path: Path) -> None:
+def test_check_of_an_invalid_configuration_lists_its_problems_and_fails(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("page_size: 0\nhots: {}\n")
     result = invoke("check", str(file))
@@ -88,7 +88,7 @@ def test_check_reads_the_mac_key_file(tmp_path: Path) -> None:
     assert invoke("check", str(file), "--set", "storage.type=memory").exit_code == 0
 
 
-def test_check_refuses_events_for_strangers_and_reads_their_keys(tmp_path: Path) -> None:
+def test_check_rejects_public_events_without_keys_and_reads_key_files(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("events: {endpoint: 'tcp://*:5557'}\n")
     result = invoke("check", str(file))
@@ -100,20 +100,20 @@ def test_check_refuses_events_for_strangers_and_reads_their_keys(tmp_path: Path)
     assert invoke("check", str(file), "--set", "events.endpoint=tcp://127.0.0.1:5557").exit_code == 0
 
 
-def test_check_refuses_a_tier_without_a_page(tmp_path: Path) -> None:
+def test_check_rejects_a_tier_smaller_than_a_page(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("host: {tokens: 10}\n")
     result = invoke("check", str(tmp_path / "x.yaml"))
     assert result.exit_code == 1 and "host.tokens: is less than one page; got 10, page_size is 64" in result.stderr
 
 
 @pytest.mark.parametrize("setting", ["page_size", "=5"])
-def test_a_setting_without_name_or_value_is_refused(tmp_path: Path, setting: str) -> None:
+def test_a_setting_without_name_or_value_is_rejected(tmp_path: Path, setting: str) -> None:
     (tmp_path / "x.yaml").touch()
     result = invoke("check", str(tmp_path / "x.yaml"), "--set", setting)
     assert result.exit_code == 1 and "ENTRY=VALUE" in result.stderr
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     result = invoke("check", str(tmp_path / "none.yaml"))
     assert result.exit_code == 1 and "No such file" in result.stderr
 
@@ -131,7 +131,7 @@ def test_schema_as_json_is_a_schema_without_unknown_keywords() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ready_files()))
-def test_a_ready_configuration_is_written_as_it_is_and_loads(name: str, tmp_path: Path) -> None:
+def test_a_ready_configuration_is_written_unchanged_and_loads(name: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     result = invoke("init", name, "-o", str(file))
     assert (result.exit_code, result.stdout) == (0, "")
@@ -139,14 +139,14 @@ def test_a_ready_configuration_is_written_as_it_is_and_loads(name: str, tmp_path
     assert load_config(file, environ={}).page_size
 
 
-def test_a_file_that_is_there_is_not_replaced_by_a_ready_configuration(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_replaced_by_a_ready_configuration(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("mine")
     result = invoke("init", "redis", "-o", str(file))
     assert result.exit_code == 2 and "already exists" in result.stderr and file.read_text() == "mine"
 
 
-def test_the_ready_configurations_are_listed_and_a_typo_is_answered() -> None:
+def test_ready_configurations_are_listed_and_a_typo_gets_a_suggestion() -> None:
     listed = invoke("init").stdout
     assert {"file", "redis", "s3", "mooncake", "levels", "sharded"} <= set(listed.split())
     result = invoke("init", "reddis")
@@ -160,7 +160,7 @@ def test_a_configuration_is_checked_from_standard_input_and_shown_as_json() -> N
     assert (result.exit_code, "(standard input, line 1)" in result.stderr) == (1, True)
 
 
-def test_without_a_file_the_one_that_a_variable_names_is_checked(tmp_path: Path) -> None:
+def test_without_an_argument_the_file_in_the_environment_is_checked(tmp_path: Path) -> None:
     assert invoke("check").exit_code == 2
     (tmp_path / "named.yaml").write_text("page_size: 32")
     assert invoke("check", HICACHE_CONFIG_FILE=str(tmp_path / "named.yaml")).stdout.startswith("page_size: 32")

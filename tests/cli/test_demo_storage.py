@@ -1,4 +1,4 @@
-"""`hicache demo --storage`: real servers for the length of a demo, and the same tokens on all of them."""
+"""`hicache demo --storage`: a demo starts and ends real servers, and has equal tokens on all of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
     assert list(scratch.iterdir()) == []
 
 
-def test_a_demo_that_is_terminated_takes_its_server_along(
+def test_a_terminated_demo_ends_its_server(
     repository: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(scratch))
@@ -50,7 +50,7 @@ def section(path: Path) -> dict[str, object]:
     return loaded
 
 
-def test_the_configuration_keeps_all_but_its_storage() -> None:
+def test_only_the_storage_of_the_configuration_changes() -> None:
     given = yaml.safe_load(DEMO_CONFIG.read_text())
     with demo_storage("valkey", DEMO_CONFIG) as path:
         made = yaml.safe_load(path.read_text())
@@ -60,12 +60,12 @@ def test_the_configuration_keeps_all_but_its_storage() -> None:
     assert not path.exists()
 
 
-def test_files_need_no_server_and_stay_where_the_configuration_says() -> None:
+def test_a_file_store_needs_no_server_and_keeps_its_configured_path() -> None:
     with demo_storage("file", DEMO_CONFIG) as path:
         assert section(path) == yaml.safe_load(DEMO_CONFIG.read_text())["storage"]
 
 
-def test_two_levels_are_files_above_a_server_with_credentials_meanwhile() -> None:
+def test_two_levels_are_files_over_a_server_whose_credentials_are_set_during_the_demo() -> None:
     with demo_storage("file+s3", DEMO_CONFIG) as path:
         made = section(path)
         assert made["type"] == "levels" and isinstance(made["options"], dict)
@@ -77,7 +77,7 @@ def test_two_levels_are_files_above_a_server_with_credentials_meanwhile() -> Non
 
 
 @pytest.mark.parametrize("storage", ["file", "file+s3"])
-def test_files_need_a_configuration_that_says_where(tmp_path: Path, storage: str) -> None:
+def test_files_need_a_configuration_with_a_path(tmp_path: Path, storage: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("storage: {type: memory}\n")
     with pytest.raises(ConfigError, match=r"needs a configuration with storage\.type: file"), \
@@ -86,7 +86,7 @@ def test_files_need_a_configuration_that_says_where(tmp_path: Path, storage: str
 
 
 @pytest.mark.parametrize("text", ["- a list", "{", "just words"])
-def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_configuration_is_rejected(tmp_path: Path, text: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"), demo_storage("valkey", config):

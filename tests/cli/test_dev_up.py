@@ -136,7 +136,7 @@ def test_an_interrupt_during_the_start_leaves_nothing(repository: Path, scratch:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nonsense"], "'redis', 'valkey', 's3', 'mooncake'"), (["mooncake", "--data", "x"], "keeps pages in memory"),
+    [(["nonsense"], "'redis', 'valkey', 's3', 'mooncake'"), (["mooncake", "--data", "x"], "keeps pages only in memory"),
      (["valkey", "--port", "0"], "1<=x<=65535")],
 )  # fmt: skip
 def test_invalid_arguments_are_rejected(arguments: list[str], words: str) -> None:
@@ -147,7 +147,7 @@ def test_invalid_arguments_are_rejected(arguments: list[str], words: str) -> Non
 def test_every_kind_has_a_service_and_other_kinds_are_rejected() -> None:
     for kind in KINDS:
         assert not make_service(kind).running
-    with pytest.raises(ConfigError, match="there are redis, valkey, s3, mooncake"):
+    with pytest.raises(ConfigError, match="use one of redis, valkey, s3, mooncake"):
         make_service("nonsense")
 
 

@@ -1,4 +1,4 @@
-"""The command as a user meets it: quick help, clear errors, exit codes."""
+"""The command `hicache`: help, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hicache.errors import BackendUnavailable, CapacityError, InvariantError
 
 
 def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
+    """Run the real command in its own process."""
     return subprocess.run(
         [sys.executable, "-m", "hicache", *args], capture_output=True, text=True, timeout=60, check=False, cwd=cwd,
         stdin=subprocess.DEVNULL,
@@ -63,20 +63,20 @@ def test_help_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize("group", ["config", "trace"])
-def test_no_line_of_a_group_is_cut(group: str) -> None:
+def test_no_help_line_of_a_group_is_cut(group: str) -> None:
     shown = CliRunner().invoke(main, [group, "--help"], terminal_width=80).stdout
     assert "Commands:" in shown and "..." not in shown.partition("Commands:")[2]
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_is_where_the_table_says(name: str) -> None:
+def test_every_command_is_in_the_module_of_the_table(name: str) -> None:
     module, _, attribute = COMMANDS[name][0].partition(":")
     command = getattr(importlib.import_module(module), attribute)
     assert isinstance(command, click.Command) and command.name == name
     assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
 
 
-def test_a_mistyped_command_is_answered_with_the_nearest() -> None:
+def test_a_mistyped_command_gets_the_nearest_one_as_suggestion() -> None:
     result = run("demoo")
     assert result.returncode == 2 and "No such command 'demoo'; did you mean 'demo'?" in result.stderr
     assert run("zzzzzz").stderr.endswith("No such command 'zzzzzz'.\n")
@@ -98,7 +98,7 @@ def test_a_full_disk_behind_the_output_is_one_line_and_exit_code_2(args: tuple[s
 
 
 @pytest.mark.parametrize("args", [("--help",), ("config", "schema")])
-def test_a_reader_that_has_gone_ends_a_command_silently(args: tuple[str, ...]) -> None:
+def test_a_closed_pipe_ends_a_command_silently(args: tuple[str, ...]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
@@ -110,7 +110,7 @@ def test_a_reader_that_has_gone_ends_a_command_silently(args: tuple[str, ...]) -
 
 
 def assert_one_line(args: tuple[str, ...], stdout: int, reason: str) -> None:
-    """The command with `stdout` as its output says on one line why that cannot be written."""
+    """Check that the command reports in one line why it cannot write to `stdout`."""
     command = [sys.executable, "-m", "hicache", *args]
     result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (2, f"hicache: cannot write to standard output: {reason}\n")
@@ -131,7 +131,7 @@ def test_ctrl_c_is_exit_code_130_without_a_traceback() -> None:
 
 
 def run_failing(error: BaseException) -> Result:
-    """A command that raises `error`."""
+    """Run a command that raises `error`."""
 
     @click.command()
     def fails() -> None:
@@ -155,7 +155,7 @@ def run_failing(error: BaseException) -> Result:
         (BackendUnavailable("the disk is gone; plug it in"), "the disk is gone; plug it in\n"),
     ],
 )
-def test_an_error_that_a_user_can_do_something_about_is_one_line_and_exit_code_2(error: Exception, said: str) -> None:
+def test_an_error_that_a_user_can_fix_is_one_line_and_exit_code_2(error: Exception, said: str) -> None:
     result = run_failing(error)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"hicache: {said}")
@@ -167,7 +167,7 @@ def test_an_error_that_a_user_can_do_something_about_is_one_line_and_exit_code_2
      InvariantError("a page twice"), ExceptionGroup("two", [ValueError("a\nb")])],
     ids=repr,
 )  # fmt: skip
-def test_a_bug_is_one_line_and_exit_code_3_and_its_traceback_is_kept(
+def test_a_bug_is_one_line_and_exit_code_3_and_its_traceback_is_saved(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -179,7 +179,7 @@ def test_a_bug_is_one_line_and_exit_code_3_and_its_traceback_is_kept(
     assert kept.stat().st_mode & 0o077 == 0
 
 
-def test_the_traceback_of_a_bug_is_printed_where_no_file_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traceback_of_a_bug_is_printed_if_no_file_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nothing")
     result = run_failing(ZeroDivisionError("x"))
     assert result.exit_code == 3 and "Traceback" in result.stderr and "the traceback above" in result.stderr

@@ -93,7 +93,7 @@ def test_two_processes_replay_a_trace_on_one_store(repository: Path, tmp_path: P
     assert result["ideal"]["lru_tokens"] == 5 * 8 * 15 * 64
 
 
-def test_what_is_no_trace_is_refused_with_its_line(repository: Path, tmp_path: Path) -> None:
+def test_an_invalid_trace_is_rejected_with_the_line_number(repository: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text('{"prompt": "hello"}\n')
     code, output = hicache(repository, "replay", str(path))
@@ -102,7 +102,7 @@ def test_what_is_no_trace_is_refused_with_its_line(repository: Path, tmp_path: P
     assert "Traceback" not in output
 
 
-def test_one_file_for_both_reports_is_refused_before_the_replay(repository: Path, tmp_path: Path) -> None:
+def test_one_file_for_both_reports_is_rejected_before_the_replay(repository: Path, tmp_path: Path) -> None:
     code, output = hicache(
         repository, "replay", "--report", str(tmp_path / "a"), "--json", str(tmp_path / "x" / ".." / "a")
     )
@@ -112,7 +112,7 @@ def test_one_file_for_both_reports_is_refused_before_the_replay(repository: Path
 
 
 @pytest.mark.parametrize("option", ["--json", "--report"])
-def test_one_report_that_cannot_be_written_does_not_cost_the_other(
+def test_a_report_is_written_even_if_the_other_one_cannot_be(
     repository: Path, tmp_path: Path, trace: Path, option: str
 ) -> None:
     other, file = "--report" if option == "--json" else "--json", tmp_path / "other"
@@ -124,7 +124,7 @@ def test_one_report_that_cannot_be_written_does_not_cost_the_other(
 
 
 def test_wrong_bytes_are_exit_code_1_also_without_a_report_or_a_reader(repository: Path, trace: Path) -> None:
-    """Negative control: a backend that gives other bytes than it was given, under a valid seal."""
+    """Negative control: a backend that returns wrong bytes under a valid seal."""
     lying = ("replay", str(trace), *SMALL[:-2], "--set", "storage.type=tests.replay.lying:SwappingBackend")
     code, output = hicache(repository, *lying, "--json", "/dev/full")
     assert code == 1, output
@@ -134,7 +134,7 @@ def test_wrong_bytes_are_exit_code_1_also_without_a_report_or_a_reader(repositor
 
 
 def without_reader(repository: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and standard error of a command whose output nobody reads after its first line."""
+    """Run a command and close its output after the first line. Return the exit code and standard error."""
     command = [sys.executable, "-m", "hicache", *arguments]
     environ = {**os.environ, "PYTHONPATH": str(repository)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
@@ -144,13 +144,13 @@ def without_reader(repository: Path, *arguments: str) -> tuple[int, str]:
         return process.wait(TIMEOUT_S), process.stderr.read()
 
 
-def test_a_reader_that_leaves_ends_a_replay_silently(repository: Path, trace: Path) -> None:
-    # Not in files: a slow disk makes the cache warn of stores that gave way.
+def test_a_closed_pipe_ends_a_replay_silently(repository: Path, trace: Path) -> None:
+    # Pages are in memory: with a slow disk, the cache logs warnings about dropped stores.
     options = (*SMALL[:-2], "--set", "storage.type=memory")
     assert without_reader(repository, "replay", str(trace), *options) == (141, "")
 
 
-def test_a_replay_in_which_nothing_ran_is_no_success(repository: Path, trace: Path) -> None:
+def test_a_replay_in_which_no_request_ran_fails(repository: Path, trace: Path) -> None:
     code, output = hicache(repository, "replay", str(trace), "--device-tokens", "512", "--set", "storage.type=memory")
     assert code == 2, output
     last = output.splitlines()[-1]
@@ -160,16 +160,16 @@ def test_a_replay_in_which_nothing_ran_is_no_success(repository: Path, trace: Pa
 
 @pytest.mark.parametrize(
     ("arguments", "said"), [(("--device", "banana"), "unknown device 'banana'"),
-                            (("--set", "prefix_cache=false"), "prefix_cache: false reuses no page")],
+                            (("--set", "prefix_cache=false"), "a replay needs the prefix cache")],
 )  # fmt: skip
-def test_what_a_replay_cannot_do_is_one_line_and_exit_code_2(
+def test_an_unsupported_replay_is_one_line_and_exit_code_2(
     repository: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     code, output = hicache(repository, "replay", *arguments)
     assert code == 2 and said in output and output.count("\n") == 1
 
 
-def test_help_names_the_models_and_what_the_exit_code_means(repository: Path) -> None:
+def test_help_names_the_models_and_the_meaning_of_exit_codes(repository: Path) -> None:
     code, output = hicache(repository, "replay", "--help")
     assert code == 0
     for word in ("llama-3.1-8b", "deepseek-v3", "Exit code 1", "--speed-up", "--json", "--report", "Mooncake"):
@@ -199,7 +199,7 @@ def path_of(config: object) -> str:
     return str(json.loads(config.model_dump_json())["storage"]["options"].get("path"))  # type: ignore[attr-defined]
 
 
-def test_stored_pages_go_to_a_temporary_directory_unless_somebody_says_where(tmp_path: Path) -> None:
+def test_pages_are_stored_in_a_temporary_directory_unless_a_path_is_set(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     assert path_of(replay_config({}, {}, temporary)) == str(temporary / "pages")
     assert path_of(replay_config({}, {}, temporary, store=tmp_path)) == str(tmp_path)
@@ -209,24 +209,24 @@ def test_stored_pages_go_to_a_temporary_directory_unless_somebody_says_where(tmp
     assert path_of(replay_config({}, {}, temporary, REPLAY_CONFIG)) == "replay-data/pages"
 
 
-def test_other_entries_of_storage_leave_stored_pages_in_the_temporary_directory(tmp_path: Path) -> None:
+def test_pages_stay_in_the_temporary_directory_if_only_other_storage_entries_are_set(tmp_path: Path) -> None:
     environ = {"HICACHE_STORAGE__OPTIONS__CAPACITY": "2GiB", "PATH": "/bin"}
     assert path_of(replay_config({}, environ, tmp_path)) == str(tmp_path / "pages")
 
 
 @pytest.mark.parametrize(("given", "environ"), [({"storage": "null"}, {}), ({}, {"HICACHE_STORAGE": "null"})])
-def test_a_replay_without_storage_needs_no_place_for_it(
+def test_a_replay_without_storage_needs_no_path(
     tmp_path: Path, given: dict[str, str], environ: dict[str, str]
 ) -> None:
     assert replay_config(given, environ, tmp_path).storage is None
 
 
-def test_another_backend_needs_nothing_of_the_default_one(tmp_path: Path) -> None:
+def test_another_backend_gets_no_options_of_the_default_one(tmp_path: Path) -> None:
     config = replay_config({"storage.type": "memory"}, {}, tmp_path)
     assert config.storage is not None and config.storage.options == {}
 
 
-def test_sizes_on_the_command_line_are_stronger_than_the_file(repository: Path, trace: Path) -> None:
+def test_sizes_on_the_command_line_override_the_file(repository: Path, trace: Path) -> None:
     given = ("replay", str(trace), "-c", str(REPLAY_CONFIG), "--set", "storage=null")
     code, output = hicache(repository, *given, "--device-tokens", "640")
     assert code == 2 and "longer than L1 (640 tokens)" in output
@@ -234,7 +234,7 @@ def test_sizes_on_the_command_line_are_stronger_than_the_file(repository: Path, 
     assert code == 2 and "device.tokens" in output
 
 
-def test_a_trace_goes_through_pipes_and_so_does_the_report(repository: Path, tmp_path: Path) -> None:
+def test_traces_and_reports_can_be_piped(repository: Path, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "hicache"]
     environ = {**os.environ, "PYTHONPATH": str(repository)}
     lines = subprocess.run([*run, "trace", "generate", "-", "--requests", "6"], env=environ, capture_output=True,

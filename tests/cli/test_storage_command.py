@@ -65,13 +65,13 @@ def make_store(root: Path, *mac_keys: bytes) -> Store:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A store without a MAC key."""
+    """Return a store without a MAC key."""
     return make_store(tmp_path / "store")
 
 
 @pytest.fixture
 def mac_key_file(tmp_path: Path) -> Path:
-    """A file with MAC_KEY."""
+    """Write a file with MAC_KEY."""
     path = tmp_path / "mac.key"
     path.write_text(MAC_KEY.hex())
     path.chmod(0o600)
@@ -83,7 +83,7 @@ def invoke(*args: str | Path) -> Result:
 
 
 def on_a_terminal(*args: str | Path, answer: str) -> subprocess.CompletedProcess[str]:
-    """The real command with a terminal as its input, on which `answer` has been typed."""
+    """Run the real command with `answer` typed on its terminal."""
     controller, terminal = pty.openpty()
     try:
         os.write(controller, answer.encode())
@@ -111,7 +111,7 @@ def test_inspect_shows_the_header_of_a_sound_page(store: Store) -> None:
     }
 
 
-def test_inspect_of_nothing_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_inspect_of_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     result = invoke("inspect", tmp_path / "none")
     assert result.exit_code == 2
     assert result.stderr.startswith("hicache: ") and result.stderr.count("\n") == 1
@@ -124,7 +124,7 @@ def test_inspect_of_a_directory_asks_for_a_file_in_it(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("kind", "words"), [("fifo", "it is a FIFO"), ("link", "it is a symbolic link"), ("text", "")])
-def test_inspect_of_what_is_no_page_says_so(store: Store, tmp_path: Path, kind: str, words: str) -> None:
+def test_inspect_reports_a_file_that_is_not_a_page(store: Store, tmp_path: Path, kind: str, words: str) -> None:
     path = tmp_path / "thing"
     if kind == "fifo":
         os.mkfifo(path)
@@ -137,7 +137,7 @@ def test_inspect_of_what_is_no_page_says_so(store: Store, tmp_path: Path, kind: 
     assert result.stdout.startswith("page:        not a HiCache page: ") and words in result.stdout
 
 
-def test_a_keyed_page_is_proved_with_the_key_alone(tmp_path: Path, mac_key_file: Path) -> None:
+def test_a_page_with_a_mac_is_verified_only_with_the_key(tmp_path: Path, mac_key_file: Path) -> None:
     keyed = make_store(tmp_path / "keyed", MAC_KEY)
     assert "sound as far as checked" in invoke("inspect", keyed.page(0)).stdout
     assert "page:        sound\n" in invoke("inspect", keyed.page(0), "--mac-key-file", mac_key_file).stdout
@@ -145,13 +145,13 @@ def test_a_keyed_page_is_proved_with_the_key_alone(tmp_path: Path, mac_key_file:
     assert "could not" not in invoke("verify", keyed.root, "--mac-key-file", mac_key_file).stdout
 
 
-def test_a_key_file_open_to_others_is_refused(store: Store, mac_key_file: Path) -> None:
+def test_a_key_file_readable_by_others_is_rejected(store: Store, mac_key_file: Path) -> None:
     mac_key_file.chmod(0o644)
     result = invoke("verify", store.root, "--mac-key-file", mac_key_file)
     assert result.exit_code == 2 and "chmod 600" in result.stderr
 
 
-def test_verify_counts_damage_by_reason_and_removes_it_only_if_told_to(store: Store) -> None:
+def test_verify_counts_damage_by_reason_and_removes_it_only_with_the_option(store: Store) -> None:
     store.damage(2)
     assert "damaged: tag" in invoke("inspect", store.page(2)).stdout
     os.truncate(store.page(0), 4095)
@@ -165,13 +165,13 @@ def test_verify_counts_damage_by_reason_and_removes_it_only_if_told_to(store: St
         assert (result.exit_code, lines[0][-9:], lines[1:4]) == (1, "3 damaged", [
             "  not_regular: 1", "  size: 1", "  tag: 1",
         ])  # fmt: skip
-        # Each with its file, which `inspect` takes.
+        # Each line has the path of the page's file, which `inspect` accepts.
         assert {line.partition(":")[0].strip() for line in lines[4:7]} == {str(path) for path in files}
         assert (lines[-1], store.pages()) == ("removed 3" if remove else f"  {files[2]}: tag", left)
     assert invoke("verify", store.root).exit_code == 0
 
 
-def test_pages_that_do_not_fit_the_key_are_said_to_and_stay(tmp_path: Path, store: Store, mac_key_file: Path) -> None:
+def test_pages_with_another_key_are_reported_and_kept(tmp_path: Path, store: Store, mac_key_file: Path) -> None:
     keyed = make_store(tmp_path / "keyed", MAC_KEY[::-1])
     for found, words, page in (
         (keyed, "4 pages are sealed with another MAC key", "not verified: sealed with another key than the given ones"),
@@ -184,7 +184,7 @@ def test_pages_that_do_not_fit_the_key_are_said_to_and_stay(tmp_path: Path, stor
         assert result.exit_code == 1 and result.stdout.startswith(f"page:        {page}")
 
 
-def test_verify_shows_a_bar_on_a_terminal_and_ends_with_the_verdict(store: Store) -> None:
+def test_verify_shows_a_progress_bar_on_a_terminal_and_then_the_result(store: Store) -> None:
     controller, terminal = pty.openpty()
     try:
         command = [sys.executable, "-m", "hicache", "verify", str(store.root)]
@@ -201,7 +201,7 @@ def test_verify_shows_a_bar_on_a_terminal_and_ends_with_the_verdict(store: Store
 
 
 @pytest.mark.parametrize("command", ["verify", "purge"])
-def test_a_directory_that_is_no_store_is_left_alone(tmp_path: Path, command: str) -> None:
+def test_a_directory_that_is_not_a_store_is_not_changed(tmp_path: Path, command: str) -> None:
     (tmp_path / "precious").write_text("mine")
     result = invoke(command, tmp_path, *(["--yes"] if command == "purge" else []))
     assert result.exit_code == 2 and "not a HiCache file store" in result.stderr
@@ -211,7 +211,7 @@ def test_a_directory_that_is_no_store_is_left_alone(tmp_path: Path, command: str
 @pytest.mark.parametrize(
     ("mode", "advice"), [(0o1777, "use a separate directory, such as"), (0o770, "run chmod 700 on it")]
 )
-def test_the_advice_on_a_directory_that_others_may_write_fits_what_it_is(
+def test_the_advice_for_a_directory_writable_by_others_depends_on_its_mode(
     tmp_path: Path, mode: int, advice: str
 ) -> None:
     shared = tmp_path / "shared"
@@ -223,7 +223,7 @@ def test_the_advice_on_a_directory_that_others_may_write_fits_what_it_is(
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", "maybe\n", "\x04"])
-def test_purge_asks_first_and_takes_no_for_an_answer(store: Store, answer: str) -> None:
+def test_purge_asks_first_and_removes_nothing_without_a_yes(store: Store, answer: str) -> None:
     result = on_a_terminal("purge", store.root, answer=answer)
     assert (result.returncode, result.stdout) == (1, "to remove: 4 pages, 16.0 KiB\nnothing removed\n")
     assert result.stderr == "Remove them? [y/N]: "
@@ -231,14 +231,14 @@ def test_purge_asks_first_and_takes_no_for_an_answer(store: Store, answer: str) 
 
 
 @pytest.mark.parametrize("command", [["purge"], ["trim", "--to", "0"]])
-def test_removing_without_a_terminal_to_ask_on_says_what_to_pass(store: Store, command: list[str]) -> None:
+def test_a_removal_without_a_terminal_needs_the_option_yes(store: Store, command: list[str]) -> None:
     result = invoke(command[0], store.root, *command[1:])
     assert result.exit_code == 2 and "pass --yes" in result.stderr
     assert store.pages() == PAGES
 
 
 @pytest.mark.parametrize("way", ["--yes", "y\n"])
-def test_purge_removes_every_page_damaged_ones_too(store: Store, way: str) -> None:
+def test_purge_removes_every_page_including_damaged_ones(store: Store, way: str) -> None:
     store.damage(1)
     os.truncate(store.page(2), 4095)
     if way == "--yes":
@@ -255,14 +255,14 @@ def test_purge_removes_every_page_damaged_ones_too(store: Store, way: str) -> No
     [(["verify", "--rate", "fast"], "write it like 200GiB"), (["purge", "--older-than", "old"], "250ms, 2h or 7d"),
      (["purge", "--older-than", "7"], "7 has no unit; write 7d, 7h, 7m, 7s or 7ms")],
 )
-def test_a_rate_or_an_age_without_sense_is_a_usage_error_that_shows_how(
+def test_an_invalid_rate_or_age_is_a_usage_error_with_an_example(
     store: Store, args: list[str], words: str
 ) -> None:
     result = invoke(args[0], store.root, *args[1:])
     assert result.exit_code == 2 and words in result.stderr
 
 
-def test_purge_keeps_to_the_namespace_and_the_age(store: Store) -> None:
+def test_purge_removes_only_pages_of_the_namespace_and_the_age(store: Store) -> None:
     assert "removed 0 pages" in invoke("purge", store.root, "--namespace", "22", "--yes").stdout
     assert "removed 0 pages" in invoke("purge", store.root, "--older-than", "7d", "--yes").stdout
     assert store.pages() == PAGES
@@ -274,9 +274,9 @@ def test_verify_of_the_directory_above_a_store_names_the_store(store: Store) -> 
     assert result.exit_code == 2 and f"did you mean {store.root}?" in result.stderr
 
 
-def test_ctrl_c_in_a_scrub_ends_it_with_130_and_what_was_found_until_then(store: Store) -> None:
+def test_ctrl_c_ends_verify_with_130_and_the_results_so_far(store: Store) -> None:
     store.damage(0)
-    # A parent that ignores SIGINT, as a shell's background job does, hands that on.
+    # A process inherits an ignored SIGINT, for example from a background job of a shell.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from hicache.cli.main import main; main()"

@@ -1,4 +1,4 @@
-"""`hicache ls`, `stat`, `copy`, `trim` and `purge` on real stores, single and of several parts."""
+"""`hicache ls`, `stat`, `copy`, `trim` and `purge` on real stores, with one and with several parts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stores:
         return Store(backend, lambda key: None, lambda key, data: None)
 
     def fill(self, name: str, namespace: bytes, keys: list[bytes], *, age_s: float = 0.0) -> None:
-        """A chain, last used so long ago."""
+        """Store a chain that was last used so long ago."""
         store = self.open(name, namespace)
         assert store_chain(store, keys) == [STORED] * len(keys)
         store.backend.close()
@@ -85,7 +85,7 @@ class Stores:
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Stores:
-    """A store `a` with three namespaces: 4 pages of today, 4 of 10 days ago, 2 of 40 days ago."""
+    """Return a store `a` with three namespaces: 4 pages of today, 4 of 10 days ago, 2 of 40 days ago."""
     stores = Stores(tmp_path)
     stores.fill("a", OLD, KEYS, age_s=10 * DAY_S)
     stores.fill("a", NEW, KEYS)
@@ -100,7 +100,7 @@ def as_json(*args: str | Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_ls_shows_whose_pages_there_are_within_80_columns(stores: Stores) -> None:
+def test_ls_shows_the_namespaces_within_80_columns(stores: Stores) -> None:
     result = invoke("ls", stores.root("a"))
     assert result.exit_code == 0
     lines = [re.sub(r"\b[0-9]+s ago", "now", " ".join(line.split())) for line in result.stdout.splitlines()]
@@ -126,7 +126,7 @@ def test_ls_of_a_namespace_and_as_json_has_plain_numbers(stores: Stores) -> None
     }  # fmt: skip
 
 
-def test_ls_of_pages_shows_what_each_is_behind(stores: Stores) -> None:
+def test_ls_of_pages_shows_the_parent_of_each(stores: Stores) -> None:
     result = invoke("ls", stores.root("a"), "--pages", "--namespace", "22")
     rows = sorted(line.split()[1:3] for line in result.stdout.splitlines()[1:])
     assert rows == sorted([[KEYS[0].hex()[:16], "-"], [KEYS[1].hex()[:16], KEYS[0].hex()[:12]]])
@@ -135,7 +135,7 @@ def test_ls_of_pages_shows_what_each_is_behind(stores: Stores) -> None:
     assert parents == {KEYS[0].hex(): None, KEYS[1].hex(): KEYS[0].hex()}
 
 
-def test_ls_says_where_no_page_is_sound(stores: Stores) -> None:
+def test_ls_reports_a_namespace_without_a_sound_page(stores: Stores) -> None:
     for key in KEYS[:2]:
         path = stores.root("a") / OTHER.hex() / key.hex()[:2] / key.hex()
         path.write_bytes(bytes(PAGE))
@@ -171,7 +171,7 @@ def test_stat_of_a_store_whose_pages_have_no_bytes(stores: Stores) -> None:
     assert "1 page without a sound header" in result.stdout
 
 
-def test_stat_counts_chains_and_what_nothing_leads_to(stores: Stores) -> None:
+def test_stat_counts_chains_and_orphans(stores: Stores) -> None:
     (before,) = as_json("stat", stores.root("a"), "--chains")
     assert (before["heads"], before["tails"], before["orphans"], before["damaged"]) == (3, 3, 0, 0)
     store = stores.open("a", NEW)
@@ -190,7 +190,7 @@ def test_a_configuration_names_the_store_and_its_capacity(stores: Stores) -> Non
     assert "capacity  1.0 MiB, 3.9 % used" in invoke("stat", path).stdout
 
 
-def test_credentials_of_another_store_in_the_environment_are_no_typos(
+def test_credentials_of_another_store_in_the_environment_are_not_typos(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = stores.configured(type="file", options={"path": str(stores.root("none"))})
@@ -212,7 +212,7 @@ def test_each_part_of_a_composition_is_shown_and_one_can_be_chosen(stores: Store
     assert result.exit_code == 2 and "has no part 'c'; it has: a, b" in result.stderr
 
 
-def test_parts_of_parts_are_shown_by_the_way_to_them(stores: Stores) -> None:
+def test_nested_parts_are_shown_with_their_path(stores: Stores) -> None:
     names = ("b", "c")
     shards = [{"type": "file", "name": name, "options": {"path": str(stores.root(name))}} for name in names]
     low = {"type": "sharded", "name": "low", "options": {"parts": shards}}
@@ -235,7 +235,7 @@ def test_a_part_that_cannot_be_listed_does_not_hide_the_others(stores: Stores) -
 
 
 @pytest.mark.parametrize("args", [["ls"], ["stat"], ["trim", "--to", "1B", "--yes"], ["verify"], ["purge", "--yes"]])
-def test_what_names_no_store_is_one_line_and_exit_code_2(tmp_path: Path, args: list[str]) -> None:
+def test_a_missing_store_is_one_line_and_exit_code_2(tmp_path: Path, args: list[str]) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("page_size: 64\n")
     for store, words in ((tmp_path / "none", "check the path"), (empty, "has no section `storage`")):
@@ -244,14 +244,14 @@ def test_what_names_no_store_is_one_line_and_exit_code_2(tmp_path: Path, args: l
 
 
 @pytest.mark.parametrize("args", [["ls"], ["stat"], ["trim", "--to", "1B", "--yes"], ["verify"], ["purge", "--yes"]])
-def test_a_store_of_memory_alone_is_no_empty_store(stores: Stores, args: list[str]) -> None:
-    """Nothing to be seen must not look like nothing damaged, or like all removed."""
+def test_a_store_with_only_memory_is_an_error(stores: Stores, args: list[str]) -> None:
+    """A store that cannot be listed must not look like an empty or an undamaged one."""
     path = stores.configured(type="levels", options={"levels": [{"type": "memory"}, {"type": "memory"}]})
     result = invoke(args[0], path, *args[1:])
     assert result.exit_code == 2 and "all parts of the store are memory" in result.stderr
 
 
-def test_copy_makes_an_equal_store_and_then_finds_nothing_to_do(stores: Stores) -> None:
+def test_copy_makes_an_equal_store_and_a_second_copy_does_nothing(stores: Stores) -> None:
     result = invoke("copy", stores.root("a"), stores.root("b"))
     assert (result.exit_code, result.stdout) == (0, "copied 10 pages, 40.0 KiB\n")
     assert as_json("ls", stores.root("a")) == as_json("ls", stores.root("b"))
@@ -261,13 +261,13 @@ def test_copy_makes_an_equal_store_and_then_finds_nothing_to_do(stores: Stores) 
     assert (result.exit_code, result.stdout) == (0, "copied 0 pages, 0 B\n  10 pages there already\n")
 
 
-def test_a_dry_copy_makes_nothing(stores: Stores) -> None:
+def test_a_dry_copy_creates_nothing(stores: Stores) -> None:
     result = invoke("copy", stores.root("a"), stores.root("b"), "--dry-run", "--namespace", "1")
     assert (result.exit_code, result.stdout) == (0, "to copy: 8 pages, 32.0 KiB\n")
     assert not stores.root("b").exists()
 
 
-def test_a_copy_leaves_out_damage_and_what_hangs_on_it(stores: Stores) -> None:
+def test_a_copy_skips_damaged_pages_and_pages_behind_them(stores: Stores) -> None:
     (path,) = (stores.root("a") / NEW.hex()).rglob(KEYS[1].hex())
     path.write_bytes(path.read_bytes()[:1000].ljust(PAGE, b"\xff"))
     result = invoke("copy", stores.root("a"), stores.root("b"), "--namespace", "12")
@@ -298,7 +298,7 @@ def test_a_copy_into_a_composition_asks_which_part(stores: Stores) -> None:
     assert stores.found("b", OTHER, KEYS) == 2
 
 
-def test_trim_takes_the_tails_of_the_oldest_chains(stores: Stores) -> None:
+def test_trim_removes_the_tails_of_the_oldest_chains(stores: Stores) -> None:
     dry = invoke("trim", stores.root("a"), "--to", f"{7 * PAGE}B", "--dry-run")
     assert (dry.exit_code, dry.stdout) == (0, "to remove: 3 pages, 12.0 KiB\n")
     result = invoke("trim", stores.root("a"), "--to", f"{7 * PAGE}B", "--yes")
@@ -307,13 +307,13 @@ def test_trim_takes_the_tails_of_the_oldest_chains(stores: Stores) -> None:
     assert invoke("trim", stores.root("a"), "--to", "1GiB", "--yes").stdout.startswith("removed 0 pages")
 
 
-def test_purge_of_an_epoch_takes_its_namespaces_alone(stores: Stores) -> None:
+def test_purge_of_an_epoch_removes_only_its_namespaces(stores: Stores) -> None:
     assert invoke("purge", stores.root("a"), "--epoch", "3", "--dry-run").stdout == "to remove: 6 pages, 24.0 KiB\n"
     assert invoke("purge", stores.root("a"), "--epoch", "3", "--yes").stdout == "removed 6 pages, 24.0 KiB\n"
     assert [stores.found("a", namespace, KEYS) for namespace in (OTHER, OLD, NEW)] == [0, 0, 4]
 
 
-def test_purge_takes_all_parts_or_the_one_that_was_named(stores: Stores) -> None:
+def test_purge_removes_pages_of_all_parts_or_of_the_named_one(stores: Stores) -> None:
     stores.fill("b", NEW, KEYS)
     path = stores.levels("a", "b")
     assert invoke("purge", path, "--part", "b", "--older-than", "7d", "--yes").stdout.startswith("removed 0 pages")
@@ -322,14 +322,14 @@ def test_purge_takes_all_parts_or_the_one_that_was_named(stores: Stores) -> None
 
 
 @pytest.mark.parametrize("prefix", ["", "xyz", "1" * 65])
-def test_a_namespace_that_is_none_removes_nothing(stores: Stores, prefix: str) -> None:
-    """An empty one would be all of them: a script's unset variable must not clear a store."""
+def test_an_invalid_namespace_removes_nothing(stores: Stores, prefix: str) -> None:
+    """An empty prefix would select all namespaces: a script's unset variable must not clear a store."""
     result = invoke("purge", stores.root("a"), "--namespace", prefix, "--yes")
     assert result.exit_code == 2 and "hexadecimal digits" in result.stderr
     assert stores.found("a", NEW, KEYS) == 4
 
 
-def test_verify_looks_at_every_part(stores: Stores) -> None:
+def test_verify_checks_every_part(stores: Stores) -> None:
     stores.fill("b", NEW, KEYS)
     stores.damage("b", KEYS[2])
     path = stores.levels("a", "b")
@@ -343,7 +343,7 @@ def test_verify_looks_at_every_part(stores: Stores) -> None:
     assert invoke("verify", path, "--part", "a").exit_code == 0
 
 
-def test_looking_changes_nothing(stores: Stores) -> None:
+def test_listing_and_dry_runs_change_nothing(stores: Stores) -> None:
     before = {str(path): path.lstat().st_mtime_ns for path in stores.root("a").rglob("*")}
     for command in ("ls", "ls --pages", "stat --chains", "purge --dry-run --yes", "trim --to 0 --dry-run"):
         name, *options = command.split()
@@ -351,7 +351,7 @@ def test_looking_changes_nothing(stores: Stores) -> None:
     assert {str(path): path.lstat().st_mtime_ns for path in stores.root("a").rglob("*")} == before
 
 
-def test_each_damaged_page_is_named_by_a_program_and_some_on_a_screen(stores: Stores) -> None:
+def test_the_text_names_some_damaged_pages_and_json_all(stores: Stores) -> None:
     many = make_keys(30)
     stores.fill("b", NEW, many)
     for key in many[:25]:
@@ -366,7 +366,7 @@ def test_each_damaged_page_is_named_by_a_program_and_some_on_a_screen(stores: St
     assert all(one["namespace"] == NEW.hex() and Path(one["path"]).is_file() for one in found)
 
 
-def test_what_is_removed_and_copied_is_told_to_programs_too(stores: Stores) -> None:
+def test_copies_and_removals_are_reported_as_json(stores: Stores) -> None:
     stores.open("b").backend.close()
     (copied,) = as_json("copy", stores.root("a"), stores.root("b"))
     assert (copied["copied"], copied["damaged"], copied["bytes"]) == (10, 0, 10 * PAGE)
@@ -380,7 +380,7 @@ def test_what_is_removed_and_copied_is_told_to_programs_too(stores: Stores) -> N
 
 
 @pytest.mark.parametrize("command", ["ls", "stat", "verify"])
-def test_without_a_store_the_configuration_is_used_that_a_variable_names(
+def test_without_a_store_the_configuration_in_the_environment_is_used(
     stores: Stores, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "pass a STORE" in invoke(command).stderr
@@ -389,11 +389,11 @@ def test_without_a_store_the_configuration_is_used_that_a_variable_names(
     monkeypatch.setenv("HICACHE_CONFIG_FILE", str(path))
     (part,) = as_json(command)
     assert part.get("pages", 10) == 10
-    assert "Missing argument" in invoke("purge", "--yes").stderr  # what removes is told from where
+    assert "Missing argument" in invoke("purge", "--yes").stderr  # a command that removes pages needs an explicit store
 
 
 @pytest.mark.parametrize("args", [["ls"], ["ls", "--pages"], ["stat", "--chains"]])
-def test_at_60_columns_no_figure_is_broken_over_lines(
+def test_at_60_columns_no_number_is_wrapped(
     stores: Stores, args: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")

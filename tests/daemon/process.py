@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.waiting import WAIT_S, wait_for
+from tests.waiting import WAIT_S
 
 from . import daemons
 
@@ -61,14 +61,6 @@ class Daemon(daemons.Daemon):
         fields = dict(line.split(":", 1) for line in status.splitlines())
         descriptors = len(os.listdir(f"/proc/{self.process.pid}/fd"))
         return Resources(int(fields["VmRSS"].split()[0]) * 1024, descriptors, int(fields["Threads"]))
-
-    def until_quiet(self) -> None:
-        """Wait until the connection and the request of this check are the only ones."""
-        wait_for(lambda: self._counts() == (1, 1), pause_s=0.02)
-
-    def _counts(self) -> tuple[int, int]:
-        found = self.status()
-        return sum(found["connections"].values()), found["in_flight_requests"]
 
     def end(self) -> tuple[int, float]:
         """Send SIGTERM. Return the exit code and the time until the end."""

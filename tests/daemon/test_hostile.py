@@ -25,7 +25,6 @@ from .process import Daemon, Resources, answer_of, request
 pytestmark = pytest.mark.long
 
 TOKEN = "t" * 30
-NOBODY = 65534
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""RadixAttention against a dense reference in float64, over pools whose unused entries are NaN."""
+"""RadixAttention compared with a dense reference in float64, over pools whose unused entries are NaN."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Forward:
         return result
 
     def expected(self, *, scale: float | None = None, logit_cap: float | None = None) -> torch.Tensor:
-        """Each query and head by itself, `[tokens, heads * v_head_dim]`."""
+        """Return the expected result, one query and head at a time, `[tokens, heads * v_head_dim]`."""
         shape, rows = self.shape, []
         scale = shape.head_dim**-0.5 if scale is None else scale
         queries = iter(self.new_q.double())
@@ -152,7 +152,7 @@ def close(result: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 7, 20])
-def test_a_mixed_batch_over_scattered_pages_is_dense_attention(
+def test_a_mixed_batch_over_scattered_pages_equals_dense_attention(
     kind: str, page_size: int, cap: float | None, window: int | None
 ) -> None:
     world = Forward(SHAPES[kind], page_size=page_size, window=window)
@@ -160,7 +160,7 @@ def test_a_mixed_batch_over_scattered_pages_is_dense_attention(
 
 
 @pytest.mark.parametrize("seed", seeds(15))
-def test_random_batches_are_dense_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_batches_equal_dense_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = rng(seed)
     monkeypatch.setattr(attention, "ROWS_MAX", numbers.choice([1, 6, 16, 2048]))  # cuts prefills and splits groups
     monkeypatch.setattr(attention, "KEYS_MAX", numbers.choice([1, 64, 1 << 16]))
@@ -173,7 +173,7 @@ def test_random_batches_are_dense_attention(seed: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("change", ["scale", "logit_cap", "window"])
 def test_each_option_changes_the_result(change: str) -> None:
-    """The negative control: the comparison would see an option that is ignored."""
+    """The negative control: the comparison detects an ignored option."""
     world = Forward(SHAPES["gqa"], window=5)
     result = world.run(scale=0.3, logit_cap=1.5)
     close(result, world.expected(scale=0.3, logit_cap=1.5))
@@ -228,7 +228,7 @@ def test_saving_writes_the_new_tokens_of_one_layer_only() -> None:
 
 
 def test_a_request_reads_only_its_own_keys() -> None:
-    """The control of the NaN in all other entries: one in a key reaches the request that has it, and no other."""
+    """The control of the NaN in unused entries: a NaN in a key reaches only the request that reads it."""
     world = Forward(SHAPES["gqa"])
     clean = world.run()
     world.k[4][30] = math.nan
@@ -270,7 +270,7 @@ def test_padding_of_a_fixed_shape_changes_nothing(kind: str, save_kv_cache: bool
         assert world.pool.kv_buffer[1][unused].isnan().all(), "KV of padding goes to the padding page"
 
 
-def test_decodes_are_one_product_and_a_long_request_does_not_pad_the_short_ones() -> None:
+def test_decodes_are_one_product_without_padding_to_the_longest_request() -> None:
     shape = SHAPES["gqa"]
     world = Forward(shape, [(20, 1), (30, 1), (25, 1), (19, 1)])
     assert [len(group.blocks) for group in world.batch().groups(None, 3)] == [4]
@@ -299,7 +299,7 @@ def test_large_logits_are_capped_before_they_are_rounded(compute: torch.dtype) -
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @pytest.mark.parametrize("options", [{}, {"logit_cap": 2.0}, {"sliding_window": 6}])
 def test_host_decisions_do_not_depend_on_device_values(kind: str, options: dict[str, Any]) -> None:
-    """Tensors without values stand for those of a device whose work has not ended."""
+    """Tensors without values represent those of a device whose work has not ended."""
     world, shape = Forward(SHAPES[kind]), SHAPES[kind]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         pool = create_device_pool(shape.geometry(4), world.pool.pages)
@@ -316,7 +316,7 @@ def test_host_decisions_do_not_depend_on_device_values(kind: str, options: dict[
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("options", [{}, {"logit_cap": 2.0}])
 @pytest.mark.parametrize("window", [None, 7])
-def test_on_cuda_it_is_dense_attention_and_never_waits(kind: str, options: dict[str, Any], window: int | None) -> None:
+def test_on_cuda_it_is_dense_attention_without_waits(kind: str, options: dict[str, Any], window: int | None) -> None:
     shape = SHAPES[kind]
     world = Forward(shape, dtype="bfloat16", compute=torch.bfloat16, window=window)
     pool = create_device_pool(world.pool.geometry, world.pool.pages, "cuda")
@@ -367,7 +367,7 @@ def test_caller_errors_are_rejected_and_change_nothing() -> None:
 
 
 class OnDemand(CpuCopyEngine):
-    """Copies a layer only when it is waited for."""
+    """A copy engine that copies a layer only when a forward waits for it."""
 
     def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
         self.wanted = threading.Semaphore(0)
@@ -379,7 +379,7 @@ class OnDemand(CpuCopyEngine):
 
 
 class Demanding(Transfer):
-    """Lets `copies` copy the layers up to the one that is waited for, and waits for it."""
+    """A transfer that, on a wait, makes `copies` copy all layers up to the awaited one."""
 
     def __init__(self, transfer: Transfer, copies: OnDemand) -> None:
         self._transfer, self._copies = transfer, copies
@@ -408,7 +408,7 @@ class Demanding(Transfer):
 
 @pytest.fixture(params=["gqa", "mla"])
 def loaded(request: pytest.FixtureRequest) -> Iterator[tuple[Forward, Demanding]]:
-    """A forward whose cached prefixes are on L2 alone, and the load that brings them to L1."""
+    """Return a forward whose cached prefixes are only on L2, and their load to L1."""
     world = Forward(SHAPES[request.param])
     for row, (cached, _) in enumerate(world.sizes):
         world.write(row, slice(cached), layer=0)
@@ -423,7 +423,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[tuple[Forward, Demanding]
     assert copies.close(10)
 
 
-def test_a_forward_that_does_not_know_of_the_cache_reads_a_layer_once_it_has_arrived(
+def test_attention_waits_for_the_load_of_each_layer(
     loaded: tuple[Forward, Demanding],
 ) -> None:
     world, transfer = loaded
@@ -432,10 +432,10 @@ def test_a_forward_that_does_not_know_of_the_cache_reads_a_layer_once_it_has_arr
     # The new tokens are not written: this load brings all pages of the pool.
     for layer in range(2):
         close(world.shape.attention(layer)(world.new_q, world.new_k, v, batch, False), world.expected())
-        assert transfer.waited == layer + 1, "and it does not wait for the layers behind"
+        assert transfer.waited == layer + 1, "the forward waits only for this layer"
 
 
-def test_without_the_wait_a_layer_is_read_too_early(loaded: tuple[Forward, Demanding]) -> None:
+def test_without_the_wait_a_layer_is_read_before_its_load(loaded: tuple[Forward, Demanding]) -> None:
     """The negative control of the test above."""
     world, _ = loaded
     assert world.pool.loading is None

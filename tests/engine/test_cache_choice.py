@@ -1,4 +1,4 @@
-"""One engine, three caches, two schedules: the tokens are the same, what is computed for them is not."""
+"""One engine with three caches and two schedules: equal tokens, but different amounts of computation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = [[*random_tokens(length, seed=1), *random_tokens(5, seed=length)] for 
 
 
 def off_engine(page_size: int = 8, pages: int = 64, options: EngineOptions | None = None) -> Engine:
-    """An engine whose configuration says `prefix_cache: false`."""
+    """Return an engine with `prefix_cache: false`."""
     config = HiCacheConfig.model_validate(
         {"page_size": page_size, "device": {"tokens": page_size * pages}, "prefix_cache": False}
     )
@@ -138,7 +138,7 @@ def test_an_aborted_turn_frees_its_session_for_the_next() -> None:
             assert drive(engine)[rid].output_tokens == generate(plain, PROMPTS[3], 6).output_tokens
 
 
-def test_turns_that_are_preempted_go_on_in_their_sessions() -> None:
+def test_preempted_turns_continue_in_their_sessions() -> None:
     with session_engine(device_pages=14) as engine, make_engine(CHECKPOINT) as plain:
         rids = []
         for number, prompt in enumerate(PROMPTS[:3]):
@@ -157,7 +157,7 @@ def test_turns_that_are_preempted_go_on_in_their_sessions() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_random_conversations_get_their_tokens_whatever_the_cache_and_the_schedule(seed: int) -> None:
+def test_random_conversations_get_equal_tokens_with_every_cache_and_schedule(seed: int) -> None:
     numbers = rng(seed)
     options = EngineOptions(
         running_max=3, prefill_tokens_max=numbers.choice([5, 32, 500]),
@@ -192,7 +192,7 @@ def test_random_conversations_get_their_tokens_whatever_the_cache_and_the_schedu
 
 
 def _wave(numbers: random.Random, said: dict[str, list[int]]) -> dict[str, tuple[list[int], int]]:
-    """What some conversations ask at once; now and then one starts anew, or goes back a little."""
+    """Return the next prompts of some conversations. Sometimes a conversation starts again or drops its last tokens."""
     wave = {}
     for name in numbers.sample(["s0", "s1", "s2", "none"], 3):
         past = said.get(name, [])
@@ -215,7 +215,7 @@ def prefix_engine(**bounds: float) -> Engine:
 
 
 def order_of(engine: Engine, prompts: Sequence[list[int]]) -> list[int]:
-    """The order in which prompts end, which with one running at a time is that in which they began."""
+    """Return the order in which prompts end. With one running at a time, they begin in the same order."""
     rids = [engine.submit(prompt, 2, ignore_eos=True) for prompt in prompts]
     return [rids.index(rid) for rid in drive(engine)]
 
@@ -234,7 +234,7 @@ def test_the_order_is_as_configured_unless_overridden(policy: str, order: list[i
 
 
 @pytest.mark.parametrize("bounds", [{"queue_max": 0}, {"age_max": 0}])
-def test_beyond_its_bounds_the_order_is_that_of_arrival(bounds: dict[str, float]) -> None:
+def test_above_the_limits_requests_run_in_the_order_of_arrival(bounds: dict[str, float]) -> None:
     prompts = [random_tokens(20, seed=7), PROMPTS[1], PROMPTS[4]]
     with prefix_engine(**bounds) as engine:
         generate(engine, PROMPTS[3])
@@ -243,7 +243,7 @@ def test_beyond_its_bounds_the_order_is_that_of_arrival(bounds: dict[str, float]
 
 @pytest.mark.parametrize(("schedule", "computed"), [("longest_prefix", 72 + 3 * 8), ("fcfs", 4 * 72)])
 def test_a_new_prefix_that_arrives_four_times_is_computed_once(schedule: str, computed: int) -> None:
-    """First come, first served computes it four times in one step: the negative control."""
+    """The negative control: first come, first served computes the prefix four times in one step."""
     prompts = [[*random_tokens(64, seed=1), *random_tokens(8, seed=number)] for number in (2, 3, 4, 5)]
     options = EngineOptions(schedule=ScheduleConfig(policy=schedule, defer_tokens=8, age_max=1000.0))
     with make_engine(CHECKPOINT, options=options) as engine, off_engine() as off:

@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face format: what is read, and what is refused with which words."""
+"""Checkpoints in Hugging Face format: loading, and the errors for unsupported or broken ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HF_CONFIG: dict[str, Any] = {
 
 
 def write_model(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: object) -> Path:
-    """A checkpoint of one weight file; `changes` replace entries of its configuration."""
+    """Write a checkpoint of one weight file. `changes` replace entries of its configuration."""
     (folder / "config.json").write_text(json.dumps(HF_CONFIG | changes))
     save_file(tensors or random_tensors(TINY), folder / "model.safetensors")
     return folder
@@ -94,7 +94,7 @@ def test_the_fingerprint_follows_every_weight_and_the_configuration(tmp_path: Pa
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )
-def test_a_model_that_cannot_be_computed_is_refused(changes: dict[str, object], message: str) -> None:
+def test_an_unsupported_model_is_rejected(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(HF_CONFIG | changes)
 
@@ -137,7 +137,7 @@ def test_a_broken_configuration_is_rejected(tmp_path: Path, content: bytes) -> N
         load_checkpoint(tmp_path)
 
 
-def test_broken_weights_and_tokenizers_are_refused(tmp_path: Path) -> None:
+def test_broken_weights_and_tokenizers_are_rejected(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors at all")
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):

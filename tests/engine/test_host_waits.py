@@ -1,8 +1,8 @@
-"""A forward queues its work and does not wait for the device: only the wait for its tokens does.
+"""A forward queues its work and does not wait for the device. Only reading its tokens waits.
 
-The tensors of these tests are on `meta`, a device that has shapes and no values, so whatever would bring a value to the
-host raises. Copies to the device that would block are found by their arguments. `tests/gpu/test_engine.py` has the same
-claim for a CUDA device.
+The tensors of these tests are on `meta`, a device that has shapes and no values, so every operation that copies a value
+to the host raises. Blocking copies to the device are detected by their arguments. `tests/gpu/test_engine.py` tests the
+same on a CUDA device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tests.engine.world import TINY, random_tensors
 
 
 class HostWaitError(Exception):
-    """A copy between host and device that makes the host wait."""
+    """A copy between host and device makes the host wait."""
 
 
 class NoTensorsOfLists(TorchFunctionMode):
     """Raises HostWaitError for `torch.tensor` on a device, which copies from pageable memory. On `meta` it copies
-    nothing, so the mode below would not see it."""
+    nothing, so NoHostWaits would not detect it."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -43,7 +43,7 @@ class NoTensorsOfLists(TorchFunctionMode):
 
 
 class NoHostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises HostWaitError for a copy between devices that is not asked to be non-blocking."""
+    """Raises HostWaitError for a copy between devices without `non_blocking`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ def model_on_meta() -> LlamaModel:
 
 
 def request(rid: str, tokens: int, computed: int, temperature: float = 0.0) -> Request:
-    """A request that runs, of which a forward has computed `computed` tokens."""
+    """Return a running request with `computed` computed tokens."""
     kv = cast("RequestKV", SimpleNamespace(pages=np.arange(1, tokens // 16 + 2, dtype=np.int32)))
     return Request(
         rid, 0, [1] * tokens, tokens, 9, False, b"", 0.0, Sampling(temperature), kv=kv, kv_tokens=computed,
@@ -115,7 +115,7 @@ WAITS: list[Callable[[torch.Tensor], object]] = [
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_operations_that_make_the_host_wait_are_found(wait: Callable[[torch.Tensor], object]) -> None:
+def test_operations_that_make_the_host_wait_are_detected(wait: Callable[[torch.Tensor], object]) -> None:
     there = torch.zeros(4, device="meta") if wait is not greedy else torch.zeros((2, 4), device="meta")
     with pytest.raises((HostWaitError, RuntimeError, NotImplementedError)), NoTensorsOfLists(), NoHostWaits():
         wait(there)

@@ -1,4 +1,4 @@
-"""The forward: right (against a float64 reference) and exact (the same bits however the work was cut)."""
+"""The forward: correct (compared with a float64 reference) and exact (equal bits for any division of the work)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @pytest.fixture(scope="module")
 def whole() -> tuple[torch.Tensor, torch.Tensor]:
-    """KV bytes and last logits of `TOKENS`, computed in one go."""
+    """Return KV bytes and last logits of `TOKENS`, computed in one forward."""
     device = Device()
     row = device.row(LENGTH)
     logits = device.forward(row, TOKENS)
@@ -33,7 +33,7 @@ def whole() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("length", [1, TILE - 1, TILE, TILE + 1, LENGTH])
-def test_logits_are_those_of_a_plain_forward_over_the_whole_prompt(length: int, tied: bool) -> None:
+def test_logits_equal_those_of_a_plain_forward_over_the_whole_prompt(length: int, tied: bool) -> None:
     config = dataclasses.replace(TINY, tied_embeddings=tied, rope_theta=500.0)
     tensors = random_tensors(config)
     device = Device(config, tensors=tensors)
@@ -67,7 +67,7 @@ def test_a_cached_prefix_does_not_change_a_bit(cut: int, whole: tuple[torch.Tens
     assert same_bits(device.kv(row, LENGTH), whole[0]) and same_bits(logits, whole[1])
 
 
-def test_decoding_gives_the_bits_of_a_prefill_at_every_position() -> None:
+def test_decoding_and_prefill_give_equal_bits_at_every_position() -> None:
     device, fresh = Device(), Device()
     row = device.row(LENGTH)
     for position, token in enumerate(TOKENS):
@@ -134,7 +134,7 @@ def test_changed_kv_changes_the_logits(whole: tuple[torch.Tensor, torch.Tensor])
 
 
 class LayerByLayer(Transfer):
-    """Brings the KV of a prefix to `device` layer by layer, each at the moment it is waited for."""
+    """A transfer that copies the KV of a prefix to `device`, each layer when a forward waits for it."""
 
     def __init__(self, source: Device, source_row: int, device: Device, row: int, tokens: int) -> None:
         self._from = (source.pool, source.place(source_row, slice(tokens)))
@@ -186,7 +186,7 @@ def test_a_narrow_kv_dtype_rounds_once_for_all_readers() -> None:
     torch.testing.assert_close(logits.double(), expected, rtol=0.2, atol=0.2)
 
 
-def test_a_forward_refuses_what_it_cannot_compute_and_computes_nothing() -> None:
+def test_a_forward_rejects_invalid_input_and_computes_nothing() -> None:
     device = Device()
     row = device.row(LENGTH)
     good, before = Span(row, 0, TOKENS), device.kv(row, LENGTH)
@@ -198,7 +198,7 @@ def test_a_forward_refuses_what_it_cannot_compute_and_computes_nothing() -> None
     assert torch.equal(device.kv(row, LENGTH), before)
 
 
-def test_a_model_refuses_pools_that_do_not_fit() -> None:
+def test_a_model_rejects_pools_that_do_not_fit() -> None:
     device = Device()
     with pytest.raises(InvalidInput, match="layers"):
         LlamaModel(dataclasses.replace(TINY, layers=3), {}, device.pool, device.rows)

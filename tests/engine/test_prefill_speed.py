@@ -1,4 +1,4 @@
-"""The engine tells the cache how fast it computes prompts, and nothing that would mislead it."""
+"""The engine reports its prefill rate to the cache, and excludes times that would distort it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens are picked."""
+"""Sampling of tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hicache.errors import HiCacheError, InvalidInput
 
 
 def picked(logits: torch.Tensor, choices: Sequence[tuple[Sampling, int]]) -> list[int]:
-    """The next token of each row; `choices` has each row's sampling and token position."""
+    """Return the next token of each row. `choices` has each row's sampling and token position."""
     return [pick(row, best, *choice) for row, best, choice in zip(logits, greedy(logits), choices, strict=True)]
 
 
-def test_greedy_takes_the_largest_and_of_equals_the_first() -> None:
+def test_greedy_takes_the_first_of_the_largest_logits() -> None:
     assert greedy(torch.tensor([[0.0, 2.0, 2.0], [-1.0, -3.0, -2.0]])) == [1, 0]
 
 
-def test_a_draw_depends_on_seed_and_position_alone() -> None:
+def test_a_draw_depends_only_on_seed_and_position() -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     one = [picked(logits, [(Sampling(1.0, seed=7), position)])[0] for position in range(40)]
     batch = picked(logits.expand(40, -1), [(Sampling(1.0, seed=7), position) for position in range(40)])

@@ -1,4 +1,4 @@
-"""The scheduler: who runs when, what ends how, and that nothing is lost on the way."""
+"""The scheduler: the order of requests, how they end, and that no page is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHECKPOINT = random_checkpoint()
 
 
 def plain_greedy(prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
-    """Greedy tokens of a model without cache and scheduler: each step computes everything again."""
+    """Return greedy tokens of a model without cache and scheduler; each step computes the whole sequence."""
     tokens, device = list(prompt), Device()
     row = device.row(len(prompt) + new_tokens)
     for _ in range(new_tokens):
@@ -90,7 +90,7 @@ def test_a_repeated_prompt_hits_all_but_its_last_page() -> None:
         assert (second.device_hit_tokens, second.computed_tokens) == (32, 8)
 
 
-def test_generated_tokens_are_found_by_the_next_turn_but_the_last() -> None:
+def test_the_next_turn_hits_all_generated_tokens_except_the_last() -> None:
     prompt = random_tokens(20, seed=5)
     with make_engine(CHECKPOINT, page_size=4) as engine:
         first = generate(engine, prompt, 8)
@@ -121,7 +121,7 @@ def test_tenants_and_adapters_share_nothing() -> None:
         assert drive(engine)[rid].hit_tokens == 0
 
 
-def test_a_crowded_l1_preempts_the_youngest_and_changes_no_token() -> None:
+def test_a_full_l1_preempts_the_youngest_request_and_changes_no_token() -> None:
     prompts = [random_tokens(24, seed=seed) for seed in (10, 11, 12)]
     expected = [plain_greedy(prompt, 40) for prompt in prompts]
     with make_engine(CHECKPOINT, page_size=8, device_pages=14) as engine:
@@ -169,7 +169,7 @@ def test_a_request_that_can_never_run_is_rejected_at_once() -> None:
             engine.submit([1], 1, cache_salt="")
         with pytest.raises(CapacityError, match="L1 has 4"):
             engine.submit([1] * 33, 1)
-        with pytest.raises(CapacityError, match="context"):
+        with pytest.raises(CapacityError, match="513 positions"):
             engine.submit([1], TINY.context_tokens + 1)
         engine.submit([1], 1)
         with pytest.raises(CapacityError, match="waiting"):
@@ -217,7 +217,7 @@ def test_numbers_of_numpy_and_tensors_are_accepted() -> None:
             assert drive(engine)[rid].output_tokens == plain_greedy(prompt, 4)
 
 
-def test_other_bad_arguments_of_an_engine_are_refused() -> None:
+def test_other_invalid_arguments_of_an_engine_are_rejected() -> None:
     with make_engine(CHECKPOINT) as engine:
         for rid in (None, 5, ["request-0"]):
             with pytest.raises(InvalidInput, match="rid"):
@@ -236,7 +236,7 @@ def test_other_bad_arguments_of_an_engine_are_refused() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Failing(Sampling):
-    """A sampling that passes the door and fails when it is used, from its `after`-th use on."""
+    """A sampling that `submit` accepts and that fails from its `after`-th use on."""
 
     error: Exception = dataclasses.field(default_factory=lambda: RuntimeError("a secret of the prompt"))
     after: int = 0
@@ -246,7 +246,7 @@ class Failing(Sampling):
         if name == "seed" and object.__getattribute__(self, "temperature") > 0:
             uses = object.__getattribute__(self, "uses")
             uses.append(1)
-            if len(uses) > 1 + object.__getattribute__(self, "after"):  # the door reads it once
+            if len(uses) > 1 + object.__getattribute__(self, "after"):  # `submit` reads it once
                 raise object.__getattribute__(self, "error")
         return object.__getattribute__(self, name)
 
@@ -280,10 +280,10 @@ def test_a_request_that_fails_inside_a_step_ends_alone(after: int, error: Except
         assert_nothing_leaked(engine)
 
 
-def test_a_request_whose_cache_calls_fail_ends_alone_and_returns_its_pages_once() -> None:
-    """Its key is planted wrong behind the door, so that the cache refuses to share it, whichever call comes first."""
+def test_a_request_whose_cache_calls_fail_ends_alone_and_frees_its_pages_once() -> None:
+    """The test plants an invalid key after `submit`, so that the first call to the cache fails."""
     prompt = random_tokens(40, seed=38)
-    for steps in (0, 2, 4):  # it waits, is in the middle of its prefill, decodes
+    for steps in (0, 2, 4):  # the request waits, prefills, decodes
         with make_engine(CHECKPOINT, options=EngineOptions(prefill_tokens_max=30)) as engine:
             good = engine.submit(prompt, 10, ignore_eos=True)
             bad = engine.submit(random_tokens(30, seed=39), 10, ignore_eos=True)
@@ -298,7 +298,7 @@ def test_a_request_whose_cache_calls_fail_ends_alone_and_returns_its_pages_once(
 
 
 def test_broken_counters_and_a_failed_forward_fail_the_engine() -> None:
-    """Negative control: what all share is raised, and no request is blamed for it."""
+    """Negative control: an error of shared state is raised, and does not fail a single request."""
     with make_engine(CHECKPOINT) as engine:
         broken = Failing(1.0, error=InvariantError("the books are broken"))
         engine.submit(random_tokens(20, seed=40), 4, sampling=broken)
@@ -307,7 +307,7 @@ def test_broken_counters_and_a_failed_forward_fail_the_engine() -> None:
         assert engine.statistics().finished == {}
 
 
-def test_options_and_parts_that_do_not_fit_are_refused() -> None:
+def test_options_and_parts_that_do_not_fit_are_rejected() -> None:
     for bad in (0, -1, *NOT_WHOLE):
         for name in ("running_max", "prefill_tokens_max", "waiting_max"):
             with pytest.raises(InvalidInput, match=name):
@@ -334,7 +334,7 @@ def test_requests_that_wait_for_storage_are_overtaken_and_steps_go_on() -> None:
         assert_nothing_leaked(engine)
 
 
-def test_run_until_done_gives_up_at_its_time_and_goes_on_later() -> None:
+def test_run_until_done_stops_at_its_deadline_and_can_be_called_again() -> None:
     engine, backend = gated_engine()
     with engine:
         rid = engine.submit(random_tokens(40, seed=19), 4)
@@ -375,7 +375,7 @@ def test_a_request_may_be_aborted_before_in_and_after_its_prefill() -> None:
 
 
 class FailingLoads(CpuCopyEngine):
-    """A copy engine that never brings a page back."""
+    """A copy engine whose loads fail."""
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         return FailedTransfer(TransferError("the copy failed"))
@@ -400,7 +400,7 @@ def test_a_failed_load_fails_its_request_without_a_token() -> None:
 
 
 class Streamed(LlamaModel):
-    """A model that says that it computes on a stream. Its fences tell how many forwards they come after."""
+    """A model that pretends to compute on a stream. Its fences record how many forwards they come after."""
 
     forwards = 0
 
@@ -417,7 +417,7 @@ class Streamed(LlamaModel):
 
 
 class PassedFence(NamedTuple):
-    """A fence that was passed before it was recorded."""
+    """A fence that has always passed."""
 
     forwards: int
 
@@ -429,7 +429,7 @@ class PassedFence(NamedTuple):
 
 
 class FencedCopies(CpuCopyEngine):
-    """Notes after how many forwards each copy comes, and how many were queued before it."""
+    """Records for each copy how many forwards its fence comes after, and how many were queued before it."""
 
     model: Streamed
 
@@ -447,7 +447,7 @@ class FencedCopies(CpuCopyEngine):
         return super().load(host_blocks, blocks, after=after)
 
 
-def test_on_a_stream_backups_come_after_all_forwards_and_loads_after_the_last_that_used_their_pages() -> None:
+def test_on_a_stream_backups_wait_for_all_forwards_and_loads_for_the_last_user_of_their_pages() -> None:
     prompt = random_tokens(40, seed=24)
     with make_engine(CHECKPOINT, copies=FencedCopies, model=Streamed) as engine:
         copies = tiers(engine).controller._copies
@@ -497,7 +497,7 @@ def test_statistics_add_up() -> None:
         assert totals.output_tokens == 15 and (totals.waiting, totals.running) == (0, 0)
 
 
-def test_an_idle_engine_verifies_its_books_if_asked_to() -> None:
+def test_an_idle_engine_checks_its_invariants_if_configured() -> None:
     for check, found in ((True, True), (False, False)):
         with make_engine(CHECKPOINT, options=EngineOptions(check_when_idle=check)) as engine:
             generate(engine, random_tokens(40, seed=31))

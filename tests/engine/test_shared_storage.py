@@ -1,4 +1,4 @@
-"""Two engine processes on one storage: each finds what the other stored, also what both stored at once."""
+"""Two engine processes on one storage: each finds the pages of the other, also pages that both store at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMON, FIRST, SECOND = make_prompts(1, 2), make_prompts(2, 3), make_prompts(3, 
 
 @pytest.fixture(scope="module")
 def computed() -> dict[tuple[int, ...], list[int]]:
-    """The tokens that each prompt gives in an engine without storage."""
+    """Return the tokens of each prompt in an engine without storage."""
     prompts = [*COMMON, *FIRST, *SECOND]
     with create_engine(HiCacheConfig.model_validate(configuration())) as engine:
         return {tuple(prompt): serve(engine, [prompt])[0].tokens for prompt in prompts}
@@ -31,7 +31,7 @@ def computed() -> dict[tuple[int, ...], list[int]]:
 
 @pytest.fixture
 def config_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A configuration with the storage that the test names, which is empty."""
+    """Write a configuration with the named, empty storage."""
     path = tmp_path / "engine.yaml"
     section = {"type": "file", "options": {"path": str(tmp_path / "pages"), "capacity": "256MiB"}}
     path.write_text(yaml.safe_dump({**configuration(), "storage": section}))
@@ -67,7 +67,7 @@ def test_two_engines_that_store_at_once_find_the_pages_of_both(
 
 
 def test_engines_without_a_common_storage_find_nothing(tmp_path: Path, repository: Path) -> None:
-    """Negative control: what the test above counts comes from storage and from nowhere else."""
+    """Negative control: the hits of the test above come only from storage."""
     path = tmp_path / "engine.yaml"
     path.write_text(yaml.safe_dump({**configuration(), "storage": {"type": "memory"}}))
     with engines(repository, path, 2) as (one, two):

@@ -1,6 +1,6 @@
-"""A real model over all three tiers: whatever tier a prefix comes from, KV bytes and greedy tokens are the same.
+"""A real model over all three tiers: KV bytes and greedy tokens do not depend on the tier of a prefix.
 
-And the other way round: KV that was zeroed on any tier must change the tokens, or the tests above would prove nothing.
+The controls zero KV on each tier, which must change the tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def bundled() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    """The bundled texts as tokens."""
+    """Return the bundled texts as tokens."""
     tokenizer = load_tokenizer(BUNDLED_MODEL)
     return [tokenizer.encode(path.read_text()).ids for path in sorted(TEXTS.glob("*.txt"))]
 
@@ -55,7 +55,7 @@ def open_storage(kind: str, path: Path, codec: FrameCodec) -> StorageBackend:
 
 
 def conversations(texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Prompts that share prefixes of several lengths and come back after others have passed by."""
+    """Return prompts that share prefixes of several lengths and return after other prompts."""
     rounds = []
     for length in (120, 200, 260):  # each turn of a conversation extends the one before
         rounds += [list(text[:length]) for text in texts[:5]]
@@ -63,7 +63,7 @@ def conversations(texts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def outputs(engine: Engine, prompts: Sequence[Sequence[int]], *, salted: bool) -> list[tuple[int, ...]]:
-    """Greedy tokens of all prompts, four requests at a time; `salted` ones share nothing with anybody."""
+    """Return greedy tokens of all prompts, four requests at a time. With `salted`, no two requests share pages."""
     found = []
     for first in range(0, len(prompts), 4):
         rids = [
@@ -117,7 +117,7 @@ def test_a_restarted_engine_finds_its_pages_in_the_file_store(tmp_path: Path) ->
 
 
 class Stack:
-    """An engine over a memory store, one prompt whose KV lies on every tier, and its tokens and KV bytes."""
+    """An engine over a memory store, and one prompt whose KV is on every tier."""
 
     def __init__(self, storage: MemoryBackend | None = None) -> None:
         self.prompt = random_tokens(100, seed=2)
@@ -131,7 +131,7 @@ class Stack:
         return self.storage
 
     def kv(self) -> list[torch.Tensor]:
-        """The KV of the prompt's whole pages as it lies in L1."""
+        """Return the KV of the prompt's whole pages in L1."""
         match = self.engine.cache.match_prefix(RadixKey.of(self.prompt))
         assert match.host_hit_pages == 0
         pool = self.engine.cache.device
@@ -144,7 +144,7 @@ class Stack:
         assert tree.device_evictable_pages == 0
 
     def leave_host(self) -> None:
-        """Take everything off L1 and L2, by asking for more L2 than there is."""
+        """Evict all pages from L1 and L2."""
         self.leave_device()
         cache = tiers(self.engine)
         cache.host.free(cache.tree.evict_host(cache.host.pages))
@@ -160,7 +160,7 @@ class Stack:
         return page_keys(token_bytes(self.prompt), self.engine.cache.page_size)
 
 
-def test_kv_bytes_are_the_same_after_the_way_through_l2_and_l3() -> None:
+def test_kv_bytes_are_equal_after_l2_and_l3() -> None:
     stack = Stack()
     with stack.engine as engine:
         computed = stack.kv()

@@ -1,4 +1,4 @@
-"""From the section `events` to a publisher."""
+"""Publishers from the section `events` of a configuration."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_keys_are_read_from_files(tmp_path: Path) -> None:
      ({"endpoint": "tcp://127.0.0.1:1", "curve_secret_key_file": "/no/s", "curve_client_keys_file": "/no/c"},
       "No such file")],
 )  # fmt: skip
-def test_the_check_refuses_what_the_start_refuses(section: dict[str, object], message: str) -> None:
+def test_config_check_rejects_the_same_configurations_as_the_start(section: dict[str, object], message: str) -> None:
     for call in (lambda: check_events(config(**section)), lambda: create_publisher(config(**section), EventStream(1))):
         with pytest.raises(ConfigError, match=message):
             call()

@@ -1,4 +1,4 @@
-"""A publisher and its subscribers over real sockets: Unix sockets and loopback ports that were free."""
+"""A publisher and its subscribers over real sockets: Unix sockets and free loopback ports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def follower_of(publisher: EventPublisher, curve: ClientCurve | None = None, tim
 
 
 def connected(stream: EventStream, publisher: EventPublisher, follower: EventFollower) -> None:
-    """Until messages reach `follower` by themselves and not by replay, and none is under way."""
+    """Wait until `follower` receives published messages, not only replays, and no message is in flight."""
 
     def one_more() -> None:
         stream.put(removed(0))
@@ -58,7 +58,7 @@ def removed(number: int) -> Removed:
 
 
 def stored(number: int, tokens: int = 16) -> Stored:
-    """A first page of its own."""
+    """Return an event for a first page."""
     page = token_bytes([number, *[7] * (tokens - 1)])
     return Stored(Medium.DEVICE, tuple(page_keys(page, tokens)), None, b"", page, tokens)
 
@@ -227,7 +227,7 @@ def raw_requests(publisher: EventPublisher) -> Iterator[zmq.Socket[bytes]]:
 
 
 def replayed(dealer: zmq.Socket[bytes], start: int) -> list[tuple[int, bytes]]:
-    """The numbers and payloads that a request from `start` on brings."""
+    """Return the numbers and payloads of a replay from `start` on."""
     dealer.send_multipart([b"", start.to_bytes(8, "big")])
     found: list[tuple[int, bytes]] = []
     while dealer.poll(int(1000 * TIMEOUT_S)):
@@ -335,12 +335,12 @@ def test_a_loopback_address_needs_none(endpoint: str) -> None:
     ["", "inproc://x", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://127.0.0.1:1;192.0.2.1:2", "ipc://@abstract",
      "ipc://*", "ipc://relative/x", "ipc:///" + "x" * 120, "ipc:///no/such/directory/x"],
 )  # fmt: skip
-def test_an_endpoint_that_is_not_private_is_refused(endpoint: str) -> None:
+def test_an_endpoint_that_is_not_private_is_rejected(endpoint: str) -> None:
     with pytest.raises(ConfigError):
         require_private(EventsConfig(endpoint=endpoint), None)
 
 
-def test_a_socket_in_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+def test_a_socket_in_a_directory_that_others_may_enter_is_rejected(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     section = EventsConfig(endpoint=f"ipc://{tmp_path}/x")
     require_private(section, None)
@@ -377,10 +377,10 @@ def test_with_keys_only_listed_subscribers_are_admitted() -> None:
             assert not without_keys.index.in_sync
         with follower_of(publisher, ClientCurve(*listed, server_public)) as inside:
             wait_for(lambda: len(inside.index) == 1, lambda: inside.poll(0.01))
-        assert publisher.statistics().replays == 1  # nobody else's request was even read
+        assert publisher.statistics().replays == 1  # the other requests were not read
 
 
-def test_malformed_keys_are_refused_and_never_shown() -> None:
+def test_malformed_keys_are_rejected_and_never_shown() -> None:
     public, secret = curve_pair()
     for keys in ((secret[:-1], [public]), (secret, []), (secret, ["short"])):
         with pytest.raises(ConfigError, match="CURVE") as refused:
@@ -412,7 +412,7 @@ def test_batches_are_kept_only_with_a_replay_socket(replay_endpoint: str | None)
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """Let no thread of Python start: the stacks are larger than what a process can address."""
+    """Prevent the start of threads: their stacks are larger than the address space."""
     before = threading.stack_size(1 << 47)
     try:
         yield
@@ -421,15 +421,15 @@ def no_more_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_a_publisher_whose_thread_cannot_start_leaves_neither_sockets_nor_a_reader(has_keys: bool) -> None:
-    """With keys, the thread of the authenticator is the first."""
+def test_a_publisher_whose_thread_cannot_start_leaves_no_socket_and_no_reader(has_keys: bool) -> None:
+    """With keys, the thread of the authenticator starts first."""
     stream = EventStream(1 << 20)
     keys = CurveKeys(curve_pair()[1], frozenset([curve_pair()[0]])) if has_keys else None
     with published(stream) as publisher:
         options = EventsConfig(endpoint=publisher.endpoint)
     with no_more_threads(), pytest.raises(RuntimeError, match="thread"):
         EventPublisher(stream, options, keys)
-    gc.collect()  # what an authenticator that never started does at its end is no error either
+    gc.collect()  # finalises the authenticator that never started, which must not raise
     assert stream.statistics().readers == 0
     with EventPublisher(stream, options, keys) as publisher:
         stream.put(Cleared())

@@ -1,4 +1,4 @@
-"""Events of the real tree, replayed into an index that then equals it."""
+"""An index that replays the events of a real tree equals the tree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_index_that_follows_random_operations_equals_the_tree_after_each(page
 
 
 @pytest.mark.parametrize("seed", seeds(15))
-def test_a_reader_that_falls_behind_meets_a_gap_and_equals_the_tree_again_after_a_snapshot(seed: int) -> None:
+def test_a_slow_reader_gets_a_gap_and_equals_the_tree_again_after_a_snapshot(seed: int) -> None:
     random_numbers = rng(seed)
     stream = EventStream(8 << 10)
     machine = RecordedMachine(4, random_numbers, stream)
@@ -56,8 +56,8 @@ def test_a_reader_that_falls_behind_meets_a_gap_and_equals_the_tree_again_after_
 
 
 def followed_in_slices(seed: int, *, deaf: bool = False) -> list[bool]:
-    """Whether an index equals the tree at the end of each snapshot that was made a node at a time, with operations on
-    the tree in between; `deaf` leaves out of the snapshot what is removed meanwhile."""
+    """Make snapshots one node at a time, with operations on the tree in between. Return for each whether the index
+    equals the tree at its end. With `deaf`, snapshots ignore pages that are removed in between."""
     random_numbers = rng(seed)
     stream = EventStream(LARGE_BYTES)
     machine = RecordedMachine(4, random_numbers, stream, slice_s=0.0)
@@ -92,7 +92,7 @@ def test_a_snapshot_without_the_changes_in_between_does_not_equal_the_tree() -> 
     assert not all(right for seed in range(5) for right in followed_in_slices(seed, deaf=True))
 
 
-def test_one_step_takes_a_slice_of_a_large_tree_and_no_more() -> None:
+def test_one_step_adds_one_slice_of_a_large_tree_to_a_snapshot() -> None:
     stream = EventStream(LARGE_BYTES)
     tree = RadixTree(1, POLICIES["lru"], observer=(recorder := EventRecorder(stream, slice_s=0.0)))
     for number in range(50):
@@ -107,7 +107,7 @@ def test_one_step_takes_a_slice_of_a_large_tree_and_no_more() -> None:
     assert reader.in_sync
 
 
-def test_emptying_the_cache_ends_a_snapshot_and_later_requests_get_the_next() -> None:
+def test_clearing_the_cache_ends_a_snapshot_and_later_requests_get_the_next() -> None:
     stream = EventStream(LARGE_BYTES)
     tree = RadixTree(1, POLICIES["lru"], observer=(recorder := EventRecorder(stream, slice_s=0.0)))
     for number in range(5):
@@ -141,7 +141,7 @@ def test_pages_that_leave_the_tree_stay_indexed_until_storage_loses_them() -> No
     index.check()
 
 
-def test_with_another_store_a_reader_starts_over() -> None:
+def test_a_reader_starts_over_after_a_change_of_store() -> None:
     stream, tree, _ = filled_tree()
     reader, index = stream.subscribe(), PrefixIndex()
     (node,) = tree.nodes()
@@ -217,7 +217,7 @@ def test_an_index_that_missed_one_event_differs_from_the_tree(seed: int) -> None
 
 
 def chain(tokens: int) -> list[Event]:
-    """Pages of 4 tokens, each stored on the device by an event of its own, then removed last first."""
+    """Return events that store pages of 4 tokens on the device one by one, and then remove them, last page first."""
     whole = token_bytes(range(tokens))
     keys = page_keys(whole, 4)
     stored = [
@@ -230,8 +230,8 @@ def chain(tokens: int) -> list[Event]:
 
 
 @pytest.mark.parametrize("lost", range(7))
-def test_the_check_finds_that_an_event_is_missing(lost: int) -> None:
-    """Negative control of the check. Only a loss at the very end is beyond it: nothing contradicts that yet."""
+def test_the_check_detects_a_missing_event(lost: int) -> None:
+    """Negative control of the check. It cannot detect a loss of the last event, which no later event contradicts."""
     events = chain(16)
     followed(*events).check()
     del events[lost]
@@ -239,7 +239,7 @@ def test_the_check_finds_that_an_event_is_missing(lost: int) -> None:
         followed(*events).check()
 
 
-def test_the_check_finds_tokens_that_do_not_match_the_key() -> None:
+def test_the_check_detects_tokens_that_do_not_match_the_key() -> None:
     (event, *_) = chain(4)
     assert isinstance(event, Stored)
     with pytest.raises(InvariantError, match="hash"):
@@ -277,13 +277,13 @@ def filled_tree(tokens: int = 64) -> tuple[EventStream, RadixTree, RadixKey]:
     return stream, tree, key
 
 
-def test_a_split_makes_no_event() -> None:
+def test_a_split_creates_no_event() -> None:
     stream, tree, key = filled_tree()
     assert tree.match(RadixKey(key.tokens[:64], key.seed)).pages == 1 and tree.node_count == 2
     assert len(everything(stream)) == 1
 
 
-def test_a_tree_is_walked_only_if_a_reader_waits_for_it() -> None:
+def test_a_tree_is_walked_only_for_a_reader_that_waits_for_a_snapshot() -> None:
     stream, tree, _ = filled_tree()
     recorder = EventRecorder(stream)
     recorder.poll(tree)

@@ -1,4 +1,4 @@
-"""The bounded stream by itself, with one thread and with two."""
+"""The bounded stream, with one thread and with two."""
 
 from __future__ import annotations
 
@@ -79,14 +79,13 @@ def test_the_size_of_an_event_includes_tokens_and_keys() -> None:
 
 
 def numbered(stream: EventStream) -> Stored:
-    """What a snapshot holds here: how many events there were before it, as its page size."""
+    """Return the snapshot of this test: its page size is the number of events before it."""
     return STORED._replace(page_size=stream.statistics().events)
 
 
 @pytest.mark.usefixtures("threads_switch_often")
 def test_a_reader_on_another_thread_sees_each_event_once_or_a_gap(soak_factor: int) -> None:
-    """The producer never waits, so it overtakes the reader again and again; what that gets is consistent all the same.
-    """
+    """The producer never waits, so it overtakes the reader repeatedly. The reader's events are still consistent."""
     events = 30_000 * soak_factor
     stream = EventStream(50 * SIZE)
     reader = stream.subscribe()

@@ -1,4 +1,4 @@
-"""Batches as bytes: what we read back, what other consumers' types read, and what is refused."""
+"""Batches as bytes: decoding by HiCache and by other consumers, and rejected batches."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_written_values_are_read_back() -> None:
 
 
 def as_maps(events: Iterable[Event], form: WireForm = OPEN) -> list[dict[str, Any]]:
-    """The events of a batch, without what only HiCache reads."""
+    """Return the events of a batch, without the fields that only HiCache reads."""
     _, found, _ = msgspec.msgpack.decode(encode_batch(events, 1.0, form))
     return [{name: value for name, value in event.items() if name != "hicache"} for event in found]
 
 
-def test_a_page_is_known_by_the_first_64_bits_of_its_key_or_by_the_last_of_one_that_vllm_gives() -> None:
+def test_a_page_hash_is_the_first_64_bits_of_its_key_or_the_last_for_keys_of_vllm() -> None:
     first, second, *_, removed, cleared = as_maps(EVENTS)
     numbers = [int.from_bytes(key[:8], "big", signed=True) for key in KEYS]
     assert (first["block_hashes"], first["parent_block_hash"]) == (numbers, None)
@@ -57,7 +57,7 @@ def test_a_page_is_known_by_the_first_64_bits_of_its_key_or_by_the_last_of_one_t
     assert given[4]["block_hashes"] == [int.from_bytes(key[-8:], "big") for key in KEYS]
 
 
-def test_ids_are_single_integers_also_where_positions_are_pairs() -> None:
+def test_token_ids_are_single_integers_also_for_bigram_keys() -> None:
     assert [event["token_ids"] for event in as_maps(EVENTS[:4])] == [
         list(range(1, 9)), list(range(5, 9)), list(range(1, 9)), list(range(1, 9)),
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_without_token_ids_neither_tokens_nor_seeds_are_written() -> None:
     assert SEED in encode_batch(EVENTS, 1.0)  # negative control
 
 
-def test_salts_and_sessions_are_written_only_if_that_is_asked_for_and_the_adapter_always() -> None:
+def test_salts_and_sessions_are_written_only_if_enabled_and_adapters_always() -> None:
     payload = encode_batch(NAMED, 1.0)
     assert b"salt" not in payload.replace(b"cache_salt", b"") and b"session" not in payload
     (event,) = as_maps(NAMED, WireForm())
@@ -109,7 +109,7 @@ def decoded(*events: object) -> tuple[Event, ...]:
     return decode_batch(msgspec.msgpack.encode((1.0, events, None)))
 
 
-def test_fields_from_the_future_are_skipped() -> None:
+def test_unknown_fields_are_skipped() -> None:
     assert decoded(stored(group_idx=1)) == decoded(stored()) == decoded(stored([KEYS[0], None, b"", None, 8]))
     assert decoded(removed(locality="LOCAL")) == (Removed(Medium.DEVICE, KEYS[:1]),)
 
@@ -143,7 +143,7 @@ def test_an_invalid_batch_is_rejected(payload: bytes) -> None:
 
 
 @given(st.data())
-def test_damaged_batches_raise_nothing_but_the_typed_error(data: st.DataObject) -> None:
+def test_damaged_batches_raise_only_the_typed_error(data: st.DataObject) -> None:
     whole = encode_batch(EVENTS, 1.0)
     damaged = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
     for _ in range(data.draw(st.integers(0, 4))):
@@ -156,8 +156,8 @@ def test_damaged_batches_raise_nothing_but_the_typed_error(data: st.DataObject) 
 
 
 @pytest.mark.parametrize("start", ["", "93cb" + "00" * 8 + "91", "93cb" + "00" * 8 + "91" + "82a178"])
-def test_a_batch_that_nests_deeply_is_the_typed_error(start: str) -> None:
-    """As the whole, as an event, and as a field that is skipped."""
+def test_a_deeply_nested_batch_raises_the_typed_error(start: str) -> None:
+    """The nesting is the whole batch, an event, or a skipped field."""
     with pytest.raises(InvalidInput, match="not a batch of events"):
         decode_batch(bytes.fromhex(start) + b"\x91" * 100_000 + b"\xc0\xc0")
 
@@ -170,13 +170,13 @@ def test_any_bytes_decode_or_raise_the_typed_error(noise: bytes, start: bytes) -
         pass
 
 
-def test_text_that_is_not_utf_8_is_the_typed_error() -> None:
+def test_text_that_is_not_utf_8_raises_the_typed_error() -> None:
     whole = encode_batch([Removed(Medium.DEVICE, (bytes(32),))], 1.0)
     with pytest.raises(InvalidInput, match="not a batch of events"):
         decode_batch(whole.replace(b"GPU", b"G\x80U"))
 
 
-def test_the_worked_example_of_the_format_page_is_true(repository: Path) -> None:
+def test_the_worked_example_on_the_format_page_is_correct(repository: Path) -> None:
     page = (repository / "docs/formats/kv_events.md").read_text()
     event = Stored(
         Medium.DEVICE, tuple(page_keys(token_bytes([1, 2, 3, 4]), 4)), None, b"", token_bytes([1, 2, 3, 4]), 4

@@ -1,4 +1,4 @@
-"""The ideal caches, against a search of everything that a cache could do on tiny traces, and beside real replays."""
+"""The ideal caches, compared with an exhaustive search on tiny traces and with real replays."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def uses(*pages: int, reusable: int | None = None) -> Uses:
 
 
 def tiny_trace(dice: random.Random, *, whole: bool) -> list[Uses]:
-    """Paths of a random tree of three pages with children: 1, 11, 111, 12, 2, ... `whole`: all pages are reusable, but
-    for outputs, which no other request has."""
+    """Return paths of a random tree: 1, 11, 111, 12, 2, ... With `whole`, all pages are reusable; no other request has
+    the outputs."""
     requests = []
     for number in range(dice.randint(2, 7)):
         path = [int("".join(digits)) for digits in itertools.accumulate(dice.choice("12") for _ in range(3))]
@@ -43,8 +43,8 @@ def parent(page: int) -> int:
 
 
 def best(requests: Sequence[Uses], pages: int, *, tree: bool) -> int:
-    """The most hits that any cache has, by trying all. In a `tree` a page stays only below its parent, which outputs
-    need not have; otherwise any pages stay, and any of them is a hit."""
+    """Return the largest number of hits of any cache, by exhaustive search. In a `tree`, a page is kept only below its
+    parent, except outputs. Otherwise any pages are kept, and each of them can be a hit."""
 
     @cache
     def most(number: int, cached: frozenset[int]) -> int:
@@ -72,7 +72,7 @@ def test_the_optimum_equals_a_search_of_all_decisions(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-def test_no_tree_beats_the_optimum_if_the_last_page_of_a_prompt_is_always_computed(seed: int) -> None:
+def test_the_optimum_bounds_every_tree_if_the_last_page_of_a_prompt_is_always_computed(seed: int) -> None:
     dice = random.Random(seed)
     for pages in CAPACITIES:
         requests = tiny_trace(dice, whole=False)
@@ -82,7 +82,7 @@ def test_no_tree_beats_the_optimum_if_the_last_page_of_a_prompt_is_always_comput
 
 
 def test_an_always_computed_page_need_not_be_kept() -> None:
-    """The one difference between the bound and a tree: 1 is computed again, so the bound keeps 11 and 2 alone."""
+    """The only difference between the bound and a tree: page 1 is computed again, so the bound keeps only 11 and 2."""
     requests = [uses(1, 11), uses(2), uses(2), uses(1, reusable=0), uses(1, 11)]
     assert sum(optimal_hits(requests, 2)) == 3
     assert best(requests, 2, tree=True) == 2
@@ -103,7 +103,7 @@ def test_the_lru_evicts_the_oldest_page_and_of_a_prompt_its_tail(seed: int) -> N
         assert lru_hits(requests, pages) == expected, requests
 
 
-def test_an_lru_misses_a_cycle_of_which_the_optimum_keeps_a_part() -> None:
+def test_an_lru_has_no_hits_in_a_cycle_of_which_the_optimum_keeps_a_part() -> None:
     cycle = [uses(page) for page in (1, 2, 3)] * 3
     assert sum(lru_hits(cycle, 2)) == 0
     assert sum(optimal_hits(cycle, 2)) == 4
@@ -116,7 +116,7 @@ def test_without_requests_or_room_there_are_no_hits() -> None:
 
 
 def test_whole_pages_are_reused_and_the_last_token_of_a_prompt_never(tmp_path: Path) -> None:
-    """A prompt of 16 pages, the same again, and the next turn, which begins with 612 tokens and their output."""
+    """Requests: a prompt of 16 pages, its repetition, and a next turn that begins with 612 tokens and their output."""
     trace = [request(0, [1, 2]), request(1, [1, 2]), request(2, [3, 4], tail=100, output=200), request(3, [3, 5, 6])]
     found = list(uses_of(job(tmp_path, trace, small_config()), 64, 100_000))
     assert optimal_hits(found, None) == lru_hits(found, None) == [0, 15, 0, (612 + 199) // 64]
@@ -146,8 +146,8 @@ def test_processes_are_reported_as_one_cache_with_all_requests(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("capacity_pages", [None, 64])
-def test_a_replay_is_beside_ideal_caches_of_its_total_size(tmp_path: Path, capacity_pages: int | None) -> None:
-    """Eight prompts of 16 pages and an output page that fills no page. L1 has 32 pages, L2 256, storage 64 or all."""
+def test_the_result_of_a_replay_has_ideal_caches_of_its_total_size(tmp_path: Path, capacity_pages: int | None) -> None:
+    """Eight prompts of 16 pages whose output does not fill a page. L1 has 32 pages, L2 256, storage 64 or no limit."""
     frame_bytes = 3 * 4096
     options = {"storage__options__capacity_bytes": str(capacity_pages * frame_bytes)} if capacity_pages else {}
     config = small_config(device=2048, host=16_384, **options)

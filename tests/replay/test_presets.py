@@ -1,4 +1,4 @@
-"""The geometries of known models, against figures that are published or easily computed."""
+"""The geometries of known models, compared with published or computed numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several engines on one store, in processes of their own; and that none is left, however it ends."""
+"""Several engines on one store, in separate processes. No process remains, however the replay ends."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -
 
 
 def test_an_engine_finds_pages_of_another_process(tmp_path: Path) -> None:
-    """Each replays the whole trace, one after the other: the second one computes less than half of it."""
+    """Two processes replay the whole trace one after the other. The second computes less than half of it."""
     one = file_job(tmp_path, times=1)
     with closing(start_engines(one)) as engines:
         list(engines.run())
@@ -116,7 +116,7 @@ def test_a_process_that_is_killed_is_an_error_and_ends_the_others(tmp_path: Path
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_process_ends_by_itself_when_its_parent_is_gone(tmp_path: Path) -> None:
+def test_a_process_ends_when_its_parent_has_ended(tmp_path: Path) -> None:
     job_file = tmp_path / "job"
     job_file.write_bytes(pickle.dumps(file_job(tmp_path, times=1000)))
     parent = (

@@ -1,4 +1,4 @@
-"""The page: whole, self-contained, with every figure, and nothing that a trace could inject."""
+"""The HTML report: well-formed, self-contained, with every figure, and safe against text in a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIGURES = [
 
 
 class Page(HTMLParser):
-    """Checks that tags are closed in order, and notes what the page has."""
+    """A parser that checks the nesting of tags and records the contents of the page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results as values: to JSON, and several as one."""
+"""Results of replays: conversion to JSON, and merging."""
 
 from __future__ import annotations
 

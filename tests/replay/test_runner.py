@@ -1,4 +1,4 @@
-"""Replays through all tiers, far too small on purpose; and what they find if a tier gives wrong bytes."""
+"""Replays through tiers that are far too small, and the detection of wrong bytes from each tier."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_repeated_prompt_comes_from_l1(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("storage", [None, "memory", "file"])
 def test_pages_that_left_a_tier_come_from_the_next(tmp_path: Path, storage: str | None) -> None:
-    """L1 holds two prompts, L2 four; there are twice as many prompts as the last tier but one holds."""
+    """There are twice as many prompts as fit into the tier above the last one."""
     options = {"storage.options.path": str(tmp_path / "pages")} if storage == "file" else {}
     prompts = 4 if storage is None else 8
     config = small_config(storage=storage, device=2048, host=512 * prompts if storage else 8192, **options)
@@ -102,7 +102,7 @@ def test_a_synthetic_trace_through_tiers_far_too_small_has_no_wrong_byte(tmp_pat
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
-def test_every_model_is_replayed_right(tmp_path: Path, preset: str) -> None:
+def test_every_model_is_replayed_without_wrong_bytes(tmp_path: Path, preset: str) -> None:
     small = small_config(storage="memory", device=512, host=1024, page_size="16", prefetch__threshold_tokens="64")
     trace = [replace(one, input_length=100, hash_ids=one.hash_ids[:1]) for one in rounds(12, 2, output=3)]
     with started(replace(job(tmp_path, trace, small, **ONE_AT_A_TIME), preset=preset)) as replay:
@@ -113,7 +113,7 @@ def test_every_model_is_replayed_right(tmp_path: Path, preset: str) -> None:
 
 
 def test_requests_are_not_preempted_while_evicted_pages_are_in_flight_to_l2(tmp_path: Path) -> None:
-    """Four requests fill L1 with the pages that four earlier ones left, so that decoding has to write those back."""
+    """L1 is full with four requests and the pages of four earlier ones, so decoding must write those pages back."""
     trace = [request(i, [i], tail=320, output=200 if i >= 4 else 1) for i in range(8)]
     config = small_config(storage=None, device=2048, write_policy="write_back")
     waits = 0
@@ -131,7 +131,7 @@ def test_requests_are_not_preempted_while_evicted_pages_are_in_flight_to_l2(tmp_
 
 
 @pytest.mark.parametrize(("length", "calls"), [(512, 1), (500, 1), (492, 0), (450, 0)])
-def test_room_is_allocated_only_at_page_borders(tmp_path: Path, length: int, calls: int) -> None:
+def test_pages_are_allocated_only_at_page_boundaries(tmp_path: Path, length: int, calls: int) -> None:
     trace = [TraceRequest(0, 0, length, 20, (1,))]
     with started(job(tmp_path, trace, small_config(storage=None))) as replay:
         go(replay)
@@ -170,7 +170,7 @@ def test_every_nth_request_is_replayed_and_the_tokens_are_as_in_the_whole_trace(
 
 
 class Clock:
-    """A clock that a test turns."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -241,7 +241,7 @@ def test_an_unknown_device_is_rejected(device: str) -> None:
         ReplayJob(config=small_config(storage=None), device=device)
 
 
-def test_a_replay_without_the_cache_or_with_other_keys_is_refused_with_the_reason() -> None:
+def test_a_replay_without_the_cache_or_with_other_keys_is_rejected_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="prefix_cache: a replay needs the prefix cache"):
         ReplayJob(config=small_config(storage=None, prefix_cache="false"))
     with pytest.raises(ConfigError, match="bigram_keys: a replay does not support them"):
@@ -260,7 +260,7 @@ def test_requests_account_for_all_time_of_the_scheduler(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["FlippingBackend", "SwappingBackend"])
-def test_bytes_that_storage_got_wrong_under_a_valid_seal_are_found(tmp_path: Path, backend: str) -> None:
+def test_wrong_bytes_from_storage_under_a_valid_seal_are_detected(tmp_path: Path, backend: str) -> None:
     config = small_config(storage=f"tests.replay.lying:{backend}", device=2048, host=4096)
     with started(job(tmp_path, rounds(8, 2), config, **ONE_AT_A_TIME)) as replay:
         go(replay)
@@ -286,11 +286,11 @@ def test_one_wrong_byte_on_l2_is_one_wrong_byte_in_the_report(tmp_path: Path) ->
 
 
 def prompt_key(one: ReplayJob) -> RadixKey:
-    """The first prompt of a job's trace."""
+    """Return the first prompt of a job's trace."""
     return RadixKey.of(TokenSource().take(next(one.requests_of_trace())).prompt)
 
 
-def test_one_wrong_byte_on_l1_is_found_when_the_prompt_comes_again_and_when_it_ends(tmp_path: Path) -> None:
+def test_one_wrong_byte_on_l1_is_detected_at_the_next_hit_and_at_the_end(tmp_path: Path) -> None:
     one = job(tmp_path, rounds(1, 2), small_config(storage=None), **ONE_AT_A_TIME)
     with started(one) as replay:
         while replay.ended < 1:

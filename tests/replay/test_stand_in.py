@@ -1,4 +1,4 @@
-"""Bytes of pages: every way in which a page can be wrong is found, with the number of bytes."""
+"""The bytes of pages: every kind of wrong page is detected, with the number of wrong bytes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Filled:
         self.bytes.fill(self.pages, self.seeds)
 
     def block(self, layer: int) -> torch.Tensor:
-        """The pages of one layer, uint8 `[pages + 1, bytes]`."""
+        """Return the pages of one layer, uint8 `[pages + 1, bytes]`."""
         (region,) = self.pool.blocks.layers[layer]
         return region
 
     def wrong(self) -> list[int]:
-        """Wrong bytes by page, over all layers."""
+        """Return the number of wrong bytes of each page, over all layers."""
         total, expected = np.zeros(PAGES, np.int64), self.bytes.expected(self.pages, self.seeds)
         for layer in range(self.pool.geometry.layers):
             total += self.bytes.wrong_bytes(layer, expected)
@@ -57,7 +57,7 @@ def filled(request: pytest.FixtureRequest) -> Filled:
     return Filled(request.param)
 
 
-def test_filled_pages_are_right(filled: Filled) -> None:
+def test_filled_pages_are_correct(filled: Filled) -> None:
     assert filled.wrong() == [0] * PAGES
 
 
@@ -105,7 +105,7 @@ def leave_half_out(blocks: list[torch.Tensor]) -> None:
     [(flip, 0, 0), (replace_by_another, 0.95, 1), (swap, 0.95, 1), (take_another_layer, 0.95, 1), (put_k_for_v, 0.4, 1),
      (leave_half_out, 0.475, 0.5), *((functools.partial(shift, by=by), 0.9, 1) for by in (1, 2, 8, 16, 64))],
 )  # fmt: skip
-def test_every_damage_is_found_in_all_bytes_that_it_changes(
+def test_every_kind_of_damage_is_detected_in_all_changed_bytes(
     filled: Filled, damage: Callable[[list[torch.Tensor]], None], least: float, most: float
 ) -> None:
     """`least` and `most` are shares of the page's bytes in one layer; a flipped bit is one byte."""

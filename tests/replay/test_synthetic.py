@@ -1,4 +1,4 @@
-"""Synthetic traces: equal for equal seeds, valid, and like real ones in what they share."""
+"""Synthetic traces: equal for equal seeds, valid, and with the kinds of reuse of real traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_longer_trace_begins_with_the_shorter_one() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-def test_a_trace_has_the_form_of_the_public_ones(tmp_path: Path, seed: int) -> None:
+def test_a_trace_has_the_format_of_the_public_traces(tmp_path: Path, seed: int) -> None:
     trace = list(synthetic_trace(500, seed))
     assert write_trace(tmp_path / "trace.jsonl", trace) == 500
     assert list(read_trace(tmp_path / "trace.jsonl")) == trace

@@ -1,4 +1,4 @@
-"""Percentiles, and where the scheduler's time is charged."""
+"""Percentiles, and the accounting of the scheduler's time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_percentiles_are_exact_to_three_percent(seed: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, 31, 32, 33, 63, 64, 1000, 123_456_789, 1 << 50])
-def test_a_value_lies_in_its_class_and_close_to_its_end(value: int) -> None:
+def test_a_value_is_in_its_class_and_close_to_the_end_of_the_class(value: int) -> None:
     assert value <= upper_bound(value) <= value * (1 + 1 / 32)
     assert upper_bound(upper_bound(value)) == upper_bound(value)
 
@@ -48,14 +48,14 @@ def test_merged_parts_equal_a_common_count() -> None:
 
 
 class Times:
-    """Both clocks of a thread, which go on only when somebody works, or by `look_ns` when one of them is read."""
+    """Both clocks of a thread. They advance only in `work`, and by `look_ns` when one of them is read."""
 
     def __init__(self, look_ns: int = 0) -> None:
         self.look_ns = look_ns
         self.cpu_ns = self.elapsed_ns = 0
 
     def work(self, rid: str | None, cpu_ns: int, waiting_ns: int = 0) -> int:
-        """What the cache does in a call for `rid`: so much work, and so much waiting besides."""
+        """Advance the clocks as a call of the cache for `rid` does, by work and additional waiting."""
         self.cpu_ns += cpu_ns
         self.elapsed_ns += cpu_ns + waiting_ns
         return cpu_ns
@@ -73,7 +73,7 @@ class Times:
 
 
 def charged(clock: SchedulerClock) -> tuple[float, float]:
-    """What requests that have ended were charged, in ns of both clocks."""
+    """Return the time charged to ended requests, in ns of both clocks."""
     return clock.request_cpu.latency().total_us * 1000, clock.request_elapsed.latency().total_us * 1000
 
 
@@ -86,7 +86,7 @@ def test_a_call_is_charged_to_its_request_and_its_result_is_passed_on() -> None:
     assert clock.calls[Call.BEGIN] == CallTotal(1, 500 / 1e9, 570 / 1e9)
 
 
-def test_a_call_that_fails_is_charged_too() -> None:
+def test_a_failed_call_is_charged_too() -> None:
     times = Times()
     clock = times.clock()
     with pytest.raises(ZeroDivisionError):
@@ -127,7 +127,7 @@ def test_a_step_without_work_is_not_counted_but_its_time_is() -> None:
     assert charged(clock) == pytest.approx((600, 620))
 
 
-def test_the_time_of_timing_is_not_charged() -> None:
+def test_the_cost_of_reading_clocks_is_not_charged() -> None:
     times = Times(look_ns=3)
     clock = times.clock()
     # Between the two looks at the inner clock is one of them, between those at the outer one are three.
@@ -143,7 +143,7 @@ def test_the_time_of_timing_is_not_charged() -> None:
     assert charged(clock) == pytest.approx((500 * 203, 500 * 229))
 
 
-def test_a_call_that_was_timed_faster_than_an_empty_one_costs_nothing() -> None:
+def test_a_call_measured_as_faster_than_an_empty_call_costs_nothing() -> None:
     times = Times(look_ns=3)
     clock = times.clock()
     times.look_ns = 1

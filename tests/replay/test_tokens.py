@@ -17,13 +17,13 @@ def test_equal_blocks_have_equal_tokens_and_different_ones_different_tokens() ->
     assert not np.array_equal(one.prompt[512:], two.prompt[512:])
 
 
-def test_prompt_and_output_are_as_long_as_the_trace_says() -> None:
+def test_prompt_and_output_have_the_lengths_of_the_trace() -> None:
     taken = TokenSource().take(request(0, [1, 2], tail=100, output=33))
     assert (len(taken.prompt), len(taken.output)) == (612, 33)
     assert len(TokenSource().take(request(0, [1], output=0)).output) == 0
 
 
-def test_outputs_are_different_for_each_request_and_unlike_any_block() -> None:
+def test_outputs_differ_from_each_other_and_from_all_blocks() -> None:
     source = TokenSource()
     taken = [source.take(request(i, [i], output=512)) for i in range(20)]
     streams = {bytes(part.tobytes()) for one in taken for part in (one.prompt, one.output)}
@@ -82,7 +82,7 @@ def test_a_repeated_prompt_is_seen_as_a_whole() -> None:
 
 
 def test_tokens_do_not_depend_on_the_run() -> None:
-    """The same in every process and every version: two engines share pages only if they agree on them."""
+    """Tokens are equal in every process and version: two engines share pages only if their tokens agree."""
     taken = TokenSource().take(request(0, [46], output=2))
     again = TokenSource().take(request(0, [46], output=2))
     assert np.array_equal(taken.prompt, again.prompt) and np.array_equal(taken.output, again.output)

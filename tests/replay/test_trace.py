@@ -1,4 +1,4 @@
-"""Reading and writing traces: what is one, and what is said about what is not."""
+"""Reading and writing traces: valid traces, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def test_bytes_that_are_not_text_are_rejected(tmp_path: Path) -> None:
     assert "line 1: expected one JSON object" in wrong(tmp_path / "some.jsonl", b"\xff\xfe\xfd\n")
 
 
-def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
+def test_an_endless_line_is_rejected_before_it_is_in_memory(tmp_path: Path) -> None:
     assert "line 1: is longer" in wrong(tmp_path / "some.jsonl", b" " * (LINE_BYTES_MAX + 10))
 
 
-def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_requests_is_rejected(tmp_path: Path) -> None:
     assert "is empty; give a file" in wrong(tmp_path / "some.jsonl", "\n\n")
 
 
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_read_or_written_is_an_error_with_its_name(tmp_pat
         write_trace(tmp_path / "no" / "folder.jsonl", [TraceRequest(0, 0, 1, 1, (0,))])
 
 
-def test_a_trace_that_ends_half_way_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_the_old_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(LINE + "\n")
 
@@ -151,7 +151,7 @@ _hostile = st.one_of(
 
 
 @given(fields=st.dictionaries(st.sampled_from(list(GOOD)) | st.text(max_size=4), _hostile, max_size=5))
-def test_any_values_are_a_request_or_refused_with_their_line(
+def test_any_values_are_a_request_or_rejected_with_their_line(
     tmp_path_factory: pytest.TempPathFactory, fields: dict[str, object]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
@@ -160,7 +160,7 @@ def test_any_values_are_a_request_or_refused_with_their_line(
 
 
 @given(line=st.binary(max_size=60) | st.text(alphabet='{}[]:,"\\\0 019.eE+-tfnulNaIity', max_size=40).map(str.encode))
-def test_any_bytes_are_a_request_or_refused_with_their_line(
+def test_any_bytes_are_a_request_or_rejected_with_their_line(
     tmp_path_factory: pytest.TempPathFactory, line: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
@@ -175,7 +175,7 @@ def test_any_bytes_are_a_request_or_refused_with_their_line(
      '{"a":' * 500 + "1" + "}" * 500, '"\\ud800"', "-0", "-5", "1" + "0" * 400],
     ids=lambda value: value[:12],
 )  # fmt: skip
-def test_a_hostile_value_is_refused_with_its_line(tmp_path: Path, name: str, value: str) -> None:
+def test_a_hostile_value_is_rejected_with_its_line(tmp_path: Path, name: str, value: str) -> None:
     path = tmp_path / "some.jsonl"
     others = {other: field for other, field in GOOD.items() if other != name}
     path.write_text(f'{json.dumps(GOOD)}\n{json.dumps(others)[:-1]}, "{name}": {value}}}\n')
@@ -190,5 +190,5 @@ def read_or_refused(path: Path, *, line: int) -> None:
         assert f", line {line}: " in str(error) and len(str(error)) < 2000
 
 
-def test_a_field_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+def test_a_repeated_field_is_rejected(tmp_path: Path) -> None:
     assert "given twice" in wrong(tmp_path / "some.jsonl", json.dumps(GOOD)[:-1] + ', "timestamp": 1}')
