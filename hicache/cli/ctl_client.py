@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..admin.models import Refusal
 from ..backends.errors import ErrorKind, StoreError
 from ..backends.http import Connection, ConnectionPool, Head, Server, read_small, request_head
+from ..config.addresses import HTTP_PORTS, split_url
 from ..errors import AdminError, BackendUnavailable, ConfigError
 
 Answer = TypeVar("Answer")
@@ -52,22 +52,21 @@ class Endpoint:
         """Return the server for a ConnectionPool. Raises ConfigError."""
         if self.socket is not None:
             return _server("localhost", 0, None, socket=os.fspath(self.socket))
-        parts = urlsplit(self.url)
         try:
-            host, port = parts.hostname, parts.port
+            url = split_url(self.url, HTTP_PORTS)
         except ValueError as error:
             raise ConfigError(f"--url: {error}") from error
-        if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.username:
-            raise ConfigError(f"--url: {self.url[:80]!r} is not a valid address; write it as https://host:port")
-        if parts.scheme == "http":
-            return _server(host, port or 80, None)
+        if url.path.strip("/"):
+            raise ConfigError("--url: the address must not have a path; write it as https://host:port")
+        if url.scheme == "http":
+            return _server(url.host, url.port, None)
         try:
             context = ssl.create_default_context(cafile=None if self.ca_file is None else os.fspath(self.ca_file))
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"--ca-file, --certificate, --key: a file is not usable: {error}") from error
-        return _server(host, port or 443, context)
+        return _server(url.host, url.port, context)
 
 
 def _server(host: str, port: int, tls: ssl.SSLContext | None, socket: str = "") -> Server:

@@ -152,7 +152,9 @@ def test_the_log_level_is_shown_and_set(ctl: Ctl) -> None:
 def test_without_a_server_the_error_says_what_to_do(tmp_path: Path) -> None:
     for address in (("--socket", str(tmp_path / "none")), ("--url", "http://localhost:1")):
         assert "hicache serve" in Ctl(address).quick("status", code=2).err
-    assert "not a valid address" in Ctl(("--url", "ftp://host")).quick("status", code=2).err
+    for url in ("ftp://host", "http://operator:secret@host:1", "http://host:1/path"):
+        said = Ctl(("--url", url)).quick("status", code=2).err
+        assert "--url" in said and "host:" in said and "secret" not in said
     assert "one of --socket and --url" in Ctl(("--url", "http://h:1", "--socket", "x")).quick("status", code=2).err
 
 
