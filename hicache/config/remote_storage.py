@@ -53,7 +53,8 @@ class RemoteStorageOptions(Section):
         "detects a lost network sooner.",
     )
     connect_timeout: PositiveDuration = Field(
-        default=2.0, ge=0.01, le=3600, description="Time limit for opening a connection.",
+        default=2.0, ge=0.01, le=3600,
+        description="Time limit for opening a connection. Shorter detects an unreachable host sooner.",
     )
 
     @model_validator(mode="after")

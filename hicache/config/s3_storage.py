@@ -114,7 +114,7 @@ class S3StorageOptions(Section):
     )
     connect_timeout: PositiveDuration = Field(
         default=2.0, ge=0.01, le=3600,
-        description="Time limit for opening a connection.",
+        description="Time limit for opening a connection. Shorter detects an unreachable host sooner.",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Thousands of seeds of the simulation without a finding (see `simulation`). TEST_SEED=n replays one of them."""
+"""A thousand seeds of the simulation without a finding (see `simulation`). TEST_SEED=n replays one of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.simulation.streams import StagedCopyEngine, StreamedCopyEngine
 
 pytestmark = pytest.mark.long
 
-SEEDS = 2000
-STREAMED_SEEDS = 150
+SEEDS = 1000
+STREAMED_SEEDS = 100
 BLOCK = 100  # seeds in one test
 
 
