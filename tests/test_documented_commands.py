@@ -1,7 +1,7 @@
 """The commands on the pages run as written: those of one page in order, in a folder like a fresh clone.
 
-`NOT_RUN` names the others, each with the reason. Every `hicache` command is parsed, whether it runs or not. Table
-headings in the output shown on a page must be those of the real output.
+`NOT_RUN` names the others, each with the reason. Every `hicache` command is parsed, whether it runs or not, and also
+within the text. Table headings in the output shown on a page must be those of the real output.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from hicache.backends.testing import make_keys
 from hicache.cli.main import main
@@ -75,11 +76,11 @@ def reason(command: str) -> str | None:
     return next((pattern for pattern in NOT_RUN if re.match(pattern, command)), None)
 
 
-PAGES = {
-    str(path.relative_to(ROOT)): found
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-    if (found := examples(path.read_text(encoding="utf-8")))
 }
+PAGES = {page: found for page, text in TEXTS.items() if (found := examples(text))}
 RUN = {page: run for page, found in PAGES.items() if (run := [one for one in found if reason(one[0]) is None])}
 
 
@@ -213,6 +214,19 @@ def test_options_and_arguments_exist(page: str) -> None:
             parse([word for word in shlex.split(match[1].partition(" > ")[0]) if word])
 
 
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_within_the_text_exist(page: str) -> None:
+    for mention in re.findall(r"`hicache ([a-z][^`]*)`", TEXTS[page]):
+        assert is_known(mention.split()), f"hicache {mention}"
+
+
+def is_known(words: list[str]) -> bool:
+    """Return True if `hicache` has the command, and its options. The last option may lack its value."""
+    option = words[-1] if words[-1].startswith("--") else ""
+    shown = CliRunner().invoke(main, [*(words[:-1] if option else words), "--help"])
+    return shown.exit_code == 0 and option in shown.output
+
+
 def parse(words: list[str]) -> None:
     """Parse the command line of `hicache`. Raises click.UsageError."""
     command: click.Command = main
@@ -240,3 +254,5 @@ def test_commands_of_a_page_that_do_not_work_are_noticed(folder: Folder) -> None
     with pytest.raises(click.UsageError, match="--no-such"):
         parse(["ls", "--no-such", "x"])
     assert not headings(["STORE  PAGE"]) <= headings(["STORE  PAGES"])
+    assert is_known(["ctl", "logs", "LEVEL"]) and is_known(["purge", "--epoch"])
+    assert not (is_known(["ctl", "log-level"]) or is_known(["purge", "--age"]) or is_known(["ls", "--age", "5"]))
