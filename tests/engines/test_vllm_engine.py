@@ -138,7 +138,7 @@ def test_engines_with_one_configuration_do_not_share_frames() -> None:
         scheduler = first.open_pool(worker=False)
         undo.callback(scheduler.unlink)
         assert first.open_pool(worker=True).identity == scheduler.identity
-        with pytest.raises(SharedMemoryError, match="another engine's"):
+        with pytest.raises(SharedMemoryError, match="belongs to another engine"):
             second.open_pool(worker=False)
         other = third.open_pool(worker=False)
         undo.callback(other.unlink)
