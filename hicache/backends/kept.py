@@ -60,6 +60,12 @@ class KeptFrames:
 
     # On the scheduler thread
 
+    @property
+    def room(self) -> int:
+        """The number of pages that `give_way` can free now."""
+        with self._lock:
+            return len(self._pages) + len(self._unused)
+
     def give_way(self, count: int) -> list[int]:
         """Free up to `count` pages: those that were read, then the least recently looked-up ones, tails before
         heads."""

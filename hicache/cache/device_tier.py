@@ -337,18 +337,22 @@ class DeviceTier:
         as the load queue accepts. Starts at once. Return None if there is no room now. REQUIRES: `node` is held.
         """
         path: list[Node] = []
-        while node.device is None and node.parent is not None:
-            path.append(node)
-            node = node.parent
+        above = node
+        while above.device is None and above.parent is not None:
+            path.append(above)
+            above = above.parent
         nodes: list[Node] = []
         room = self._controller.load_room
         while path and tree.pages(path[-1]) <= room:
             room -= tree.pages(path[-1])
             nodes.append(path.pop())
-        if self._halted or not nodes or not self._has_room(sum(map(tree.pages, nodes))):
+        if self._halted or not nodes:
             return None
-        load = self._load(tree, nodes)
-        self._controller.launch_loads()
+        tree.lock(above)  # otherwise it could be evicted to make room for the pages below it
+        load = self._load(tree, nodes) if self._has_room(sum(map(tree.pages, nodes))) else None
+        tree.unlock(above)
+        if load is not None:
+            self._controller.launch_loads()
         return load
 
     def _load(self, tree: RadixTree, nodes: list[Node]) -> Load:

@@ -85,15 +85,17 @@ class HostTier:
         stores; if that does not help either, return None and evict nothing.
         """
         tree = self._trees.current
+        if count > self.room:
+            self._give_way(count - self.room)
+        if count > self.room:
+            return None
         missing = count - self.host.allocator.free_pages
         if missing > 0 and self.kept is not None:
             given = np.array(self.kept.give_way(missing), np.int32)
             self.host.free(given)
             missing -= len(given)
         if missing > tree.host_evictable_pages:
-            self._give_way(missing - tree.host_evictable_pages)
-        if missing > tree.host_evictable_pages:
-            return None
+            return None  # a worker has taken a kept frame since, for a read
         if missing > 0:
             self.free_evicted(tree.evict_host(missing, copy_pages_max=int(COPIES_SHARE_MAX * self.host.pages)))
         pages = self.host.alloc(count)
@@ -104,7 +106,8 @@ class HostTier:
     @property
     def room(self) -> int:
         """Pages that `reserve` can give now without cancelling stores."""
-        return self.host.allocator.free_pages + self._trees.current.host_evictable_pages
+        kept_pages = 0 if self.kept is None else self.kept.room
+        return self.host.allocator.free_pages + self._trees.current.host_evictable_pages + kept_pages
 
     def free_evicted(self, pages: PageIds) -> None:
         """Take back pages that the tree has evicted from L2."""

@@ -132,12 +132,17 @@ class LoadVerifier:
             return True
         request = self._requests.setdefault(rid, _Request(key))
         proof = request.proof
-        if proof is None or (proof.until_s and (proof.until_s <= self._clock() or proof.tree is not self._tree)):
+        if proof is None or (proof.until_s and not self._is_final(proof)):
             pages = sum(map(self._tree.pages, nodes))
             waited_for = (one for one in self._running if not one.scrubs)
             same = (one for one in waited_for if one.node is nodes[-1] and len(one.pages) >= pages)
             proof = request.proof = next(same, None) or self._start(nodes)
         return proof.until_s > 0
+
+    def _is_final(self, proof: Proof) -> bool:
+        """Return True if an ended proof has found damage, so that its request computes. Otherwise pages that are not
+        verified have come since."""
+        return proof.damage is not None and proof.tree is self._tree and self._clock() < proof.until_s
 
     def may_load(self, node: Node) -> bool:
         """Return True if the frames of `node` were verified recently enough."""
@@ -253,6 +258,7 @@ class LoadVerifier:
             if proof.damage is not None:
                 if sound:
                     tree.split(node, sound).proved_until_s = proof.until_s
+                node.proved_until_s = 0.0  # it stays on L2 while it is held, also if it was verified before
                 damaged = node
             break
         tree.release_host(proof.node)

@@ -121,3 +121,20 @@ def test_pages_that_other_requests_have_loaded_are_not_loaded_again(backend: Mem
     world.cache.cache_finished_req(others, None)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     assert world.attempt("a", KEY).cached_tokens == PAGES * GEOMETRY.page_size
+
+
+@pytest.mark.parametrize("device_pages", range(8, 13))
+@pytest.mark.parametrize("busy_pages", range(1, 6))
+def test_a_full_l1_never_evicts_the_first_parts_to_make_room_for_the_next_one(
+    backend: MemoryBackend, device_pages: int, busy_pages: int
+) -> None:
+    world = small_l2(backend, device_pages)
+    busy = world.begin("busy", prompt(*range(100, 99 + busy_pages)))
+    assert world.cache.prefetch_from_storage("a", KEY)
+    for _ in range(60):
+        world.step()  # checks that the parent of each node on L1 is on L1
+    world.cache.abort_prefetch("a")
+    world.cache.cache_finished_req(busy, None)
+    world.settle()
+    world.attempt("b", KEY.head(21))
+    assert world.wrong_pages == 0

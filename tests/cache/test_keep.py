@@ -185,6 +185,15 @@ def test_new_pages_replace_kept_ones_oldest_first(kind: str, name: str) -> None:
 
 
 @both
+def test_a_prompt_that_does_not_fit_on_l2_frees_no_kept_page(kind: str, name: str) -> None:
+    killed(kind, name, host_pages=16)
+    with started(kind, name, host_pages=16) as engine:
+        assert engine.cache._l2.reserve(17) is None
+        assert engine.cache.host.allocator.used_pages == PAGES
+        assert engine.serve(PROMPTS[2]) == 5
+
+
+@both
 def test_an_incomplete_write_counts_as_free(kind: str, name: str) -> None:
     killed(kind, name)
     with started(kind, name) as engine:

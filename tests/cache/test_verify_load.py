@@ -112,6 +112,35 @@ def test_a_verification_is_valid_for_ten_seconds() -> None:
     assert verified(world) == {"sound": 8}
 
 
+def test_a_damaged_page_is_not_loaded_while_a_pin_keeps_it_on_l2_and_an_earlier_verification_is_valid() -> None:
+    clock = ShiftedClock()
+    world = World(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec, clock=clock)
+    longer = prompt(1, 2, 3, 4, 5, 6)
+    leave(world, longer)
+    assert world.cache.pin(KEY.head(16), ttl_s=1000.0)
+    assert world.serve("short", KEY).host_hit_tokens == 16
+    world.settle()
+    world.cache.evict(100)
+    (first,) = (node for node in world.cache.tree.nodes() if node.parent is not None and node.parent.parent is None)
+    assert first.host is not None and first.proved_until_s > 0
+    world.host.frame(int(first.host[1]))[PAYLOAD] ^= 4
+    assert world.serve("long", longer).host_hit_tokens == 4
+    assert verified(world)["damaged"] == 1 and world.wrong_pages == 0
+
+
+def test_pages_that_left_l1_after_a_verification_are_verified_too() -> None:
+    clock = ShiftedClock()
+    world = on_host(clock=clock)
+    world.serve("fork", prompt(1, 2, 9))  # the first two pages are on L1 again
+    world.settle()
+    clock.shift_s += 11
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.cache.evict(100)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.attempt("a", KEY).host_hit_tokens == 16
+
+
 def test_pages_that_are_not_sealed_are_loaded_and_counted() -> None:
     world = World(config=every_hit(integrity=VERIFIES), host_codec=codec)  # without storage nothing is sealed
     leave(world, KEY)
