@@ -7,8 +7,11 @@ from functools import partial
 import pytest
 
 from hicache.backends.memory import MemoryBackend
+from hicache.cache import RequestKV
 from hicache.config import HiCacheConfig, PrefetchConfig
+from hicache.keys import RadixKey
 from tests.cache.world import GEOMETRY, World, memory_backend, prompt
+from tests.seeds import rng, seeds
 
 PAGES = 24
 KEY = prompt(*range(1, PAGES + 1))
@@ -138,3 +141,51 @@ def test_a_full_l1_never_evicts_the_first_parts_to_make_room_for_the_next_one(
     world.settle()
     world.attempt("b", KEY.head(21))
     assert world.wrong_pages == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", seeds(10))
+def test_random_requests_that_climb_beside_each_other_get_the_right_pages(seed: int) -> None:
+    random = rng(seed)
+    prompts = [prompt(*range(first, first + PAGES)) for first in (100, 200, 300)]
+    backend = memory_backend()
+    helper = World(device_pages=128, host_pages=128, backend=backend)
+    for number, key in enumerate(prompts):
+        helper.serve(f"store {number}", key)
+    helper.settle()
+    helper.close()
+    world = small_l2(backend, random.randint(PAGES + 2, PAGES + 16))
+    waiting: dict[str, RadixKey] = {}
+    running: dict[str, tuple[RequestKV, RadixKey]] = {}
+
+    def begin(rid: str) -> None:
+        request = world.try_begin(rid, waiting[rid]) if world.cache.check_prefetch_progress(rid) else None
+        if request is not None:
+            running[rid] = request, waiting.pop(rid)
+
+    def finish(rid: str) -> None:
+        request, key = running.pop(rid)
+        world.cache.cache_finished_req(request, random.choice([key, None]))
+
+    for number in range(400):
+        action = random.random()
+        if action < 0.2 and len(waiting) < 6:
+            waiting[str(number)] = random.choice(prompts).head(4 * random.randint(2, PAGES) + 1)
+            world.cache.prefetch_from_storage(str(number), waiting[str(number)])
+        elif action < 0.4 and waiting:
+            begin(random.choice(list(waiting)))
+        elif action < 0.43 and waiting:
+            rid = random.choice(list(waiting))
+            del waiting[rid]
+            world.cache.abort_prefetch(rid)
+        elif action < 0.55 and running:
+            finish(random.choice(list(running)))
+        elif action < 0.6:
+            world.cache.evict(random.randint(1, PAGES))
+        world.step()
+    for rid in waiting:
+        world.cache.abort_prefetch(rid)
+    for rid in list(running):
+        finish(rid)
+    world.settle()
+    assert world.compared_pages > 0 and world.wrong_pages == 0
