@@ -44,11 +44,13 @@ class Climbs:
         """Return the request of that id if its pages are being loaded or wait for room."""
         return self._requests.get(rid)
 
-    def start(self, request: PrefetchRequest) -> None:
-        """Load the pages that have arrived for `request` to L1 as soon as there is room."""
-        if self.promote is not None and self._share.end_of(request.rid) is not None:
-            self._requests[request.rid] = request
-            self._waiting[request.rid] = None
+    def start(self, request: PrefetchRequest) -> bool:
+        """Load the pages that have arrived for `request` to L1 as soon as there is room. Return False without any."""
+        if self._share.end_of(request.rid) is None:
+            return False
+        self._requests[request.rid] = request
+        self._waiting[request.rid] = None
+        return True
 
     def advance(self) -> list[PrefetchRequest]:
         """Start the waiting loads that have room now. Once per step; free of cost if none wait.
@@ -71,7 +73,8 @@ class Climbs:
 
     def ended(self, load: Load) -> PrefetchRequest | None:
         """Handle the end of a load. Return its request if that still waits."""
-        request = self._requests.get(self._loads.get(load, ""))
+        rid = self._loads.get(load)
+        request = None if rid is None else self._requests.get(rid)
         if request is not None:
             self.stop(request.rid)
         return request
@@ -88,7 +91,7 @@ class Climbs:
 
     def stop_all(self) -> None:
         """Stop waiting for all loads."""
-        for table in (self._requests, self._loads, self._waiting):
+        for table in (self._requests, self._loads, self._waiting, self._pages):
             table.clear()
 
     def take(self, rid: str) -> int:
