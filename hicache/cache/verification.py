@@ -7,7 +7,8 @@ copied. A request waits for that as for its prefetch. A damaged page and its des
 request computes them.
 
 A frame that was computed here gets a tag when it is stored. A page that is not stored yet, or that was compressed in
-storage, has no tag: it is loaded without verification, and counted.
+storage, has no tag: it is loaded without verification, and counted. So is a frame whose header was overwritten, because
+it cannot be distinguished from these.
 
 The scrub verifies one node at a time, at its rate, and stops within a node for a request. A node that was not
 completely verified, or arrived behind the scrub's position, is verified in the next round.
