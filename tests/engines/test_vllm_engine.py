@@ -6,6 +6,7 @@ import dataclasses
 import os
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,11 @@ from hicache.errors import ConfigError, SharedMemoryError
 
 with warnings.catch_warnings():  # from vLLM and its imports
     warnings.simplefilter("ignore")
+    from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from hicache.integrations.vllm import engine as vllm_engine
-    from hicache.integrations.vllm.engine import Engine
+    from hicache.integrations.vllm.engine import AdapterKeys, Engine
 from hicache.integrations.vllm.layout import BlockLayout
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.uint8)
@@ -31,14 +33,17 @@ def vllm_config(**changes: Any) -> Any:
     sections: dict[str, dict[str, Any]] = {
         "model_config": {
             "model": "someone/model", "hf_config": SimpleNamespace(_commit_hash="c0ffee", to_dict=dict),
-            "dtype": torch.bfloat16, "quantization": None, "is_diffusion": False,
-            "is_prefix_caching_supported": True,
+            "dtype": torch.bfloat16, "quantization": None, "quantization_config": None, "is_diffusion": False,
+            "is_prefix_caching_supported": True, "max_model_len": 4096, "multimodal_config": None,
         },
+        "load_config": {"load_format": "auto"},
         "parallel_config": {
             "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "nnodes": 1, "prefill_context_parallel_size": 1,
             "decode_context_parallel_size": 1, "data_parallel_index": 0, "data_parallel_size": 1,
         },
-        "cache_config": {"prefix_caching_hash_algo": "sha256", "cache_dtype": "fp8_e4m3"},
+        "cache_config": {
+            "prefix_caching_hash_algo": "sha256", "cache_dtype": "fp8_e4m3", "enable_prefix_caching": True,
+        },
         "kv_transfer_config": {
             "kv_connector_extra_config": {}, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "engine_id": "an-engine",
@@ -64,10 +69,46 @@ def test_engines_with_equal_configurations_share_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"cache_dtype": "fp8_e5m2"}, {"quantization": "fp8"}, {"dtype": torch.float16}], ids=str
+    "change",
+    [
+        {"cache_dtype": "fp8_e5m2"},  # both kinds of fp8 are bytes of equal length in torch
+        {"quantization": "fp8"},
+        {"quantization_config": {"linear_scheme": "fp8"}},
+        {"dtype": torch.float16},
+        {"max_model_len": 131072},  # LongRoPE selects its factors by it
+        {"load_format": "dummy"},
+    ],
+    ids=str,
 )
-def test_engines_with_different_kinds_of_blocks_do_not_share_pages(change: dict[str, Any]) -> None:
-    assert digest_of() != digest_of(**change)  # both kinds of fp8 are bytes of equal length in torch
+def test_engines_whose_kv_can_differ_do_not_share_pages(change: dict[str, Any]) -> None:
+    assert digest_of() != digest_of(**change)
+
+
+def adapter_in(folder: Path, weights: bytes) -> LoRARequest:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return LoRARequest("an adapter", 1, str(folder))
+
+
+def test_adapters_are_identified_by_their_weights(tmp_path: Path) -> None:
+    one, other = adapter_in(tmp_path / "one", b"one"), adapter_in(tmp_path / "other", b"other")
+    keys = AdapterKeys()
+    assert keys.of(None) is None
+    assert keys.of(one) == keys.of(one) == AdapterKeys().of(one) != keys.of(other)
+
+
+def test_if_the_files_of_an_adapter_change_its_requests_share_no_pages(tmp_path: Path) -> None:
+    keys = AdapterKeys()
+    before = keys.of(adapter_in(tmp_path / "one", b"old weights"))
+    after = adapter_in(tmp_path / "one", b"the new weights")
+    found = [before, keys.of(after), keys.of(after), AdapterKeys().of(after)]
+    assert len(set(found)) == 4
+
+
+def test_an_adapter_without_files_is_found_only_by_its_process() -> None:
+    keys, adapter = AdapterKeys(), LoRARequest("an adapter", 1, "someone/adapter")
+    assert keys.of(adapter) == keys.of(adapter) != AdapterKeys().of(adapter)
 
 
 def test_the_seed_of_block_hashes_is_in_the_namespace_before_vllm_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +128,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "context parallelism": ({"decode_context_parallel_size": 2}, {}),
     "use sha256": ({"prefix_caching_hash_algo": "xxhash"}, {}),
     "'kv_both'": ({"kv_role": "kv_producer"}, {}),
+    "two images": (
+        {"multimodal_config": SimpleNamespace(mm_processor_cache_gb=0), "enable_prefix_caching": False}, {},
+    ),
 }
 
 

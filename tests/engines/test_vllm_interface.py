@@ -69,16 +69,19 @@ METHODS = {
 }  # fmt: skip
 # The attributes of vLLM's objects that HiCache reads.
 READ = {
-    "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype",
     "vllm.config:KVEventsConfig": "enable_kv_cache_events",
     "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config",
-    "vllm.config:ModelConfig": "model hf_config dtype quantization is_diffusion "
+    "vllm.config:ModelConfig": "model hf_config dtype quantization quantization_config max_model_len "
+    "multimodal_config is_diffusion "
     "is_prefix_caching_supported",
     "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size nnodes prefill_context_parallel_size "
     "decode_context_parallel_size data_parallel_index data_parallel_size",
     "vllm.config:SpeculativeConfig": "uses_draft_kv_cache",
-    "vllm.config:VllmConfig": "model_config parallel_config cache_config speculative_config kv_transfer_config "
-    "kv_events_config",
+    "vllm.config:CacheConfig": "cache_dtype enable_prefix_caching prefix_caching_hash_algo",
+    "vllm.config:LoadConfig": "load_format",
+    "vllm.config:MultiModalConfig": "mm_processor_cache_gb",
+    "vllm.config:VllmConfig": "model_config parallel_config cache_config load_config speculative_config "
+    "kv_transfer_config kv_events_config",
     "vllm.distributed.kv_events:BlockRemoved": "block_hashes medium",
     "vllm.distributed.kv_events:BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium "
     "lora_name",

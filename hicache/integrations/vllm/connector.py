@@ -22,19 +22,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...admin import serve_configured as serve_admin
 from ...cache import create_host_cache
-from ...errors import ConfigError, HiCacheError
+from ...errors import ConfigError
 from ...events import EventReader, EventStream
-from ...fingerprint import model_fingerprint
-from ...logs import LimitedLog
 from ...metrics import serve_configured as serve_metrics
-from .engine import Engine, WorkerLayout, form_of, wants_layerwise
+from .engine import AdapterKeys, Engine, WorkerLayout, form_of, wants_layerwise
 from .events import vllm_events
 from .figures import CopyPromMetrics, CopyStats
 from .jobs import Report, Step
 from .scheduler import SchedulerSide
 from .worker import Collected, WorkerSide
-
-logger = logging.getLogger(__name__)
 
 # The most events that vLLM gets in one step; the others follow in the next one.
 _EVENTS_MAX = 10_000
@@ -71,7 +67,7 @@ class HiCacheConnector(KVConnectorBase_V1):
         _log_as_vllm()
         self._engine = Engine.of(vllm_config, kv_cache_config)
         self._blocks = kv_cache_config.num_blocks
-        self._log = LimitedLog(logger)
+        self._adapters = AdapterKeys()
         self._scheduler: _Scheduler | None = None
         self._worker: _Worker | None = None
         self._pool = self._engine.open_pool(worker=False) if role == KVConnectorRole.SCHEDULER else None
@@ -135,7 +131,7 @@ class HiCacheConnector(KVConnectorBase_V1):
     # The scheduler
 
     def on_new_request(self, request: Any) -> None:
-        self._decisions.arrive(request, self._adapter_key(request.lora_request))
+        self._decisions.arrive(request, self._adapters.of(request.lora_request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._decisions.match(request, num_computed_tokens)
@@ -215,22 +211,6 @@ class HiCacheConnector(KVConnectorBase_V1):
         if self._scheduler is None:
             raise ConfigError("the workers did not report the layout of their blocks; HiCache needs vLLM 0.32 or later")
         return self._scheduler.decisions
-
-    def _adapter_key(self, adapter: Any) -> str | None:
-        """Return the identity of an adapter's weights: block hashes only contain its name, whose weights can change.
-
-        The pages of an adapter without a fingerprint, such as one on a hub, are found only by this engine.
-        """
-        if adapter is None:
-            return None
-        try:
-            return f"{adapter.lora_name} {model_fingerprint(adapter.lora_path)}"
-        except HiCacheError as error:
-            self._log.warn(
-                adapter.lora_name, "adapter %r: its pages are not shared with other engines; serve it from a local "
-                "folder: %s", adapter.lora_name, error,
-            )  # fmt: skip
-            return f"{adapter.lora_name} {self._engine.vllm.kv_transfer_config.engine_id}"
 
 
 class _Worker:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from vllm import __version__
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -21,8 +23,10 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs, group_kernel_blocks
 
 from ...config import EventsConfig, HiCacheConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, HiCacheError
+from ...fingerprint import model_fingerprint
 from ...keys import Namespace
+from ...logs import LimitedLog
 from ...tiers import SharedHostPool
 from ...tiers.memory import host_is_pinned, host_pages
 from ..options import engine_config, known_options, model_identity
@@ -131,6 +135,8 @@ class Engine:
         terms = [
             f"vllm {__version__}", form, f"dtype={model.dtype}", f"kv={vllm.cache_config.cache_dtype}",
             f"tp={self.layout.ranks}", self.specs,
+            f"length={model.max_model_len}",  # some models scale their rotary embedding by it
+            f"weights={'dummy' if vllm.load_config.load_format == 'dummy' else 'loaded'}",
         ]  # fmt: skip
         return Namespace(
             model=f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}",
@@ -138,7 +144,7 @@ class Engine:
             tp_size=self.layout.ranks,
             ranks_share_pages=True,
             engine_layout=" ".join(terms),
-            quantisation=str(model.quantization or ""),
+            quantisation=f"{model.quantization or ''} {model.quantization_config or ''}".strip(),
             key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {seed}",
             label=str(model.model),
         )
@@ -161,6 +167,40 @@ class Engine:
         if missing:
             raise ConfigError(f"vLLM registered no KV cache for {', '.join(missing)}; {_SECOND_PATH}")
         return [[group_kernel_blocks(caches[name], blocks)] for name in self.layer_names]
+
+
+class AdapterKeys:
+    """The identities of LoRA adapters, because block hashes only contain their names, whose weights can change.
+
+    The pages of an adapter without a fingerprint, such as one on a hub, are found only by this process. If the files of
+    an adapter change, vLLM may use the old or the new ones; from then on its requests share no pages.
+    """
+
+    def __init__(self) -> None:
+        self._log = LimitedLog(logger)
+        self._process = uuid.uuid4().hex
+        self._first: dict[tuple[str, str], str] = {}  # by name and path
+
+    def of(self, adapter: LoRARequest | None) -> str | None:
+        """Return the key of a request's adapter; None without one. Reads the weights if they are new."""
+        if adapter is None:
+            return None
+        name = adapter.lora_name
+        try:
+            found = model_fingerprint(adapter.lora_path)
+        except HiCacheError as error:
+            self._log.warn(
+                name, "adapter %r: its pages are not shared with other engines; serve it from a local folder: %s",
+                name, error,
+            )  # fmt: skip
+            found = self._process
+        if self._first.setdefault((name, adapter.lora_path), found) != found:
+            self._log.warn(
+                f"changed {name}",
+                "adapter %r: its files have changed, so its pages are not reused; restart the engine", name,
+            )  # fmt: skip
+            found = uuid.uuid4().hex
+        return f"{name} {found}"
 
 
 def extra_of(vllm: VllmConfig) -> dict[str, Any]:
@@ -192,7 +232,7 @@ def form_of(workers: Mapping[Any, Any], pool: SharedHostPool, ranks: int) -> str
 
 def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
     parallel, speculative = vllm.parallel_config, vllm.speculative_config
-    algorithm = vllm.cache_config.prefix_caching_hash_algo
+    algorithm, multimodal = vllm.cache_config.prefix_caching_hash_algo, vllm.model_config.multimodal_config
     groups = cache.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
     layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
@@ -220,6 +260,10 @@ def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
             or vllm.model_config.is_diffusion or not vllm.model_config.is_prefix_caching_supported,
         "speculative decoding with a draft model's KV (EAGLE, MTP) is not supported yet; use ngram, or turn it off":
             speculative is not None and speculative.uses_draft_kv_cache(),
+        "--mm-processor-cache-gb 0 without prefix caching: vLLM then names images by a counter, so two images can have "
+        "the same pages; turn one of them on":
+            multimodal is not None and multimodal.mm_processor_cache_gb == 0
+            and not vllm.cache_config.enable_prefix_caching,
         f"--prefix-caching-hash-algo {algorithm}: a prompt can be made that collides with another's pages; use "
         "sha256": not algorithm.startswith("sha256"),
     }  # fmt: skip
