@@ -320,6 +320,8 @@ class Prefetcher:
             raise InvariantError(
                 f"prefetch: {len(self._operations)} operations for {in_flight} prefetches in flight, {holding} anchors"
             )
+        if self._share.free_pages < 0:
+            raise InvariantError(f"prefetch: {-self._share.free_pages} pages more than their share of L2 are held")
         if any(rid in self._waiting for rid in self._active):
             raise InvariantError("prefetch: a request waits for its turn but has a prefetch")
 
