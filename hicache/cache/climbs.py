@@ -44,13 +44,11 @@ class Climbs:
         """Return the request of that id if its pages are being loaded or wait for room."""
         return self._requests.get(rid)
 
-    def start(self, request: PrefetchRequest) -> bool:
-        """Load the pages that have arrived for `request` to L1 as soon as there is room. Return False without any."""
-        if self._share.end_of(request.rid) is None:
-            return False
-        self._requests[request.rid] = request
-        self._waiting[request.rid] = None
-        return True
+    def start(self, request: PrefetchRequest) -> None:
+        """Load the pages that have arrived for `request` to L1 as soon as there is room."""
+        if self.promote is not None and self._share.end_of(request.rid) is not None:
+            self._requests[request.rid] = request
+            self._waiting[request.rid] = None
 
     def advance(self) -> list[PrefetchRequest]:
         """Start the waiting loads that have room now. Once per step; free of cost if none wait.
@@ -73,8 +71,7 @@ class Climbs:
 
     def ended(self, load: Load) -> PrefetchRequest | None:
         """Handle the end of a load. Return its request if that still waits."""
-        rid = self._loads.get(load)
-        request = None if rid is None else self._requests.get(rid)
+        request = self._requests.get(self._loads.get(load, ""))
         if request is not None:
             self.stop(request.rid)
         return request
@@ -91,7 +88,7 @@ class Climbs:
 
     def stop_all(self) -> None:
         """Stop waiting for all loads."""
-        for table in (self._requests, self._loads, self._waiting, self._pages):
+        for table in (self._requests, self._loads, self._waiting):
             table.clear()
 
     def take(self, rid: str) -> int:

@@ -249,34 +249,25 @@ class Prefetcher:
         self._host.release(unused)
         if read.failed:
             self._skip("prefetch_failed")
-            self._note_store(read, works=False)
+            self._gate.failed(Direction.READ)
         else:
             self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
             if prefetch.taken_pages:
-                self._note_store(read, works=True)
-        climbs = self._may_climb(prefetch) and not self._climbs.start(prefetch.request)
+                self._gate.succeeded(Direction.READ)
+        has_rest = prefetch.wanted_pages - prefetch.taken_pages >= self._share.pages_min
+        if has_rest and not prefetch.answered and prefetch.taken_pages == len(read.host_pages):
+            self._climbs.start(prefetch.request)
         self._end(prefetch)
-        if climbs:  # other requests have computed these pages, so nothing is loaded
-            self._waiting.queue(prefetch.request)
-
-    def _may_climb(self, prefetch: Prefetch) -> bool:
-        """Return True if the rest of a prompt may be fetched after the part that has arrived. Parts that L1 has evicted
-        are fetched again a few times only: then L1 is too small for the prompts that climb."""
-        rest_pages = prefetch.wanted_pages - prefetch.taken_pages
-        if prefetch.answered or self._climbs.promote is None or rest_pages < self._share.pages_min:
-            return False
-        request, end_page = prefetch.request, prefetch.start_page + prefetch.taken_pages
-        if end_page > request.reached_page:
-            request.reached_page, request.lookups = end_page, 0
-        elif request.lookups >= LOOKUPS_MAX:
-            return self._skip("prefetch_host_share")
-        return isinstance(read := prefetch.operation, Read) and prefetch.taken_pages == len(read.host_pages)
 
     def loaded(self, load: Load) -> None:
         """Handle the end of a load. If it made room on L2 for the remaining pages of a request, look them up."""
         request = self._climbs.ended(load)
         if request is not None:
-            self._waiting.queue(request)
+            self._look_again(request)
+
+    def _look_again(self, request: PrefetchRequest) -> None:
+        request.lookups = 0
+        self._waiting.queue(request)
 
     def expired(self, operation: Lookup | Read) -> None:
         """Handle the timeout of a prefetch: end the wait of its request. Call it after `found` and `ended`."""
@@ -286,7 +277,7 @@ class Prefetcher:
         self._skip("prefetch_timeout")
         self._answer(prefetch)
         if prefetch.taken_pages == 0:
-            self._note_store(operation, works=False)  # it may hang; the next requests should not wait for it
+            self._gate.failed(Direction.READ)  # storage may hang; the next requests should not wait for it
 
     def start_waiting(self) -> None:
         """Start waiting work that may start now: copies to L1, reads in the order of their lookups, then lookups in
@@ -294,7 +285,7 @@ class Prefetcher:
         waits.
         """
         for request in self._climbs.advance():
-            self._waiting.queue(request)
+            self._look_again(request)
         while self._for_room and self._gate.may(Direction.READ):
             prefetch = next(iter(self._for_room))
             if not self._read_or_drop(prefetch):
@@ -320,8 +311,6 @@ class Prefetcher:
             raise InvariantError(
                 f"prefetch: {len(self._operations)} operations for {in_flight} prefetches in flight, {holding} anchors"
             )
-        if self._share.free_pages < 0:
-            raise InvariantError(f"prefetch: {-self._share.free_pages} pages more than their share of L2 are held")
         if any(rid in self._waiting for rid in self._active):
             raise InvariantError("prefetch: a request waits for its turn but has a prefetch")
 
@@ -439,15 +428,10 @@ class Prefetcher:
         self._skip(reason)
         prefetch.judge(Verdict(reason, found.start_page + found.pages), has_ranks=self._controller.has_ranks)
         if found.failed or reason == "prefetch_timeout":
-            self._note_store(found, works=False)
+            self._gate.failed(Direction.READ)
         elif not prefetch.answered:
-            self._note_store(found, works=True)
+            self._gate.succeeded(Direction.READ)
         self._end(prefetch)
-
-    def _note_store(self, operation: Lookup | Read, *, works: bool) -> None:
-        """Notify the gate of the result of an operation, unless its store has been replaced since."""
-        if operation.storage is self._gate.storage:
-            (self._gate.succeeded if works else self._gate.failed)(Direction.READ)
 
     def _answer(self, prefetch: Prefetch) -> None:
         if isinstance(read := prefetch.operation, Read):

@@ -80,8 +80,6 @@ class HiRadixCache(TieredCache):
         tree.lock(match.node)
         if not self._l1.make_room(needed):
             tree.unlock(match.node)
-            if not (len(self.running) or self._l1.writeback_pages):
-                self._prefetcher.take_arrived(rid)  # they may hold a prefix on L1 that another waiting request needs
             return None
         node, loaded, load = self._l1.load_back(tree, match)
         if node is not match.node:

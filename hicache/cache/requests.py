@@ -65,9 +65,6 @@ class RunningRequests:
     def __init__(self) -> None:
         self._by_id: dict[int, RequestKV] = {}  # an object that is referenced here keeps its id
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
     def add(self, request: RequestKV) -> None:
         """Add a request that has begun."""
         self._by_id[id(request)] = request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,9 @@ from hicache.backends.file import FileBackend
 from hicache.backends.guard import Direction
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.config.storage import FileStorageOptions
-from hicache.errors import BackendError
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
 from tests.cache.world import GatedBackend, ShiftedClock, World, codec, prompt
-from tests.waiting import WAIT_S, wait_for
 
 PROMPTS = [prompt(*range(10 * number + 1, 10 * number + 9)) for number in range(100)]
 HOST_PAGES = 40  # prefetches may use half of them: room for two prompts
@@ -397,68 +395,3 @@ def test_pages_that_others_compute_while_a_prefetch_waits_for_room_are_not_read(
     world.until(lambda: world.cache.check_prefetch_progress("b"))
     assert backend.pages_read == 8 + 5
     assert world.attempt("b", PROMPTS[1]).cached_tokens == 32
-
-
-# The share of L2, and the pages that have arrived
-
-
-def test_a_lookup_that_ends_in_the_step_of_a_read_does_not_get_the_room_of_its_pages() -> None:
-    backend = store_of(*PROMPTS[:2])
-    world = World(device_pages=64, host_pages=32, backend=backend, config=configuration(host_share=0.25))
-    backend.reads.clear()
-    world.cache.prefetch_from_storage("a", PROMPTS[0])
-    world.until(lambda: world.controller.read_pages == 8)
-    lookups = backend.lookups
-    world.cache.prefetch_from_storage("b", PROMPTS[1])
-    wait_for(lambda: backend.lookups > lookups)
-    backend.reads.set()
-    wait_for(lambda: world.controller._storage._finished.qsize() == 2)
-    world.step()  # checks the share
-    assert world.attempt("a", PROMPTS[0]).storage_hit_tokens == 32
-    world.until(lambda: world.cache.check_prefetch_progress("b"))
-    assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 32
-
-
-def test_requests_whose_arrived_pages_keep_each_others_room_on_l1_can_begin() -> None:
-    """The arrived pages of each hold its prefix on L1, L2 has no room for that, and no request is running."""
-    keys = [prompt(*range(first, first + 20)) for first in (1, 101)]
-    world = World(device_pages=33, host_pages=8, backend=store_of(*keys), config=configuration(host_share=1.0))
-    world.cache._prefetcher.promote_with(None)
-    for key in keys:
-        part = key.head(64)
-        world.cache.cache_finished_req(world.begin("first", part), part)
-        world.settle()
-    for rid, key in zip("ab", keys, strict=True):
-        assert world.cache.prefetch_from_storage(rid, key)
-    world.until(lambda: all(map(world.cache.check_prefetch_progress, "ab")))
-    world.settle()
-    assert world.cache._prefetcher._share.arrived_pages == 8
-    began: list[str] = []
-
-    def all_have_begun() -> bool:
-        for rid, key in zip("ab", keys, strict=True):
-            if rid not in began and (request := world.try_begin(rid, key)) is not None:
-                began.append(rid)
-                world.cache.cache_finished_req(request, None)
-        return len(began) == 2
-
-    world.until(all_have_begun)
-
-
-def test_a_failure_of_a_store_that_was_replaced_does_not_pause_the_new_one() -> None:
-    class Failing(GatedBackend):
-        def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-            self.entered.set()
-            assert self.reads.wait(WAIT_S)
-            raise BackendError("the old store is dead")
-
-    old = Failing()
-    world = world_of(old)
-    old.reads.clear()
-    world.cache.prefetch_from_storage("a", PROMPTS[1])
-    world.until(old.entered.is_set)
-    world.cache.storage.attach(lambda epoch: store_of(PROMPTS[0]))
-    world.until(lambda: world.controller.gate.may(Direction.READ))
-    old.reads.set()
-    world.until(lambda: skipped(world).get("prefetch_too_late") == 1)
-    assert world.controller.gate.may(Direction.READ)
