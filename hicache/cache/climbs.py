@@ -44,11 +44,13 @@ class Climbs:
         """Return the request of that id if its pages are being loaded or wait for room."""
         return self._requests.get(rid)
 
-    def start(self, request: PrefetchRequest) -> None:
-        """Load the pages that have arrived for `request` to L1 as soon as there is room."""
-        if self.promote is not None and self._share.end_of(request.rid) is not None:
-            self._requests[request.rid] = request
-            self._waiting[request.rid] = None
+    def start(self, request: PrefetchRequest) -> bool:
+        """Load the pages that have arrived for `request` to L1 as soon as there is room. Return False without any."""
+        if self._share.end_of(request.rid) is None:
+            return False
+        self._requests[request.rid] = request
+        self._waiting[request.rid] = None
+        return True
 
     def advance(self) -> list[PrefetchRequest]:
         """Start the waiting loads that have room now. Once per step; free of cost if none wait.
@@ -71,7 +73,8 @@ class Climbs:
 
     def ended(self, load: Load) -> PrefetchRequest | None:
         """Handle the end of a load. Return its request if that still waits."""
-        request = self._requests.get(self._loads.get(load, ""))
+        rid = self._loads.get(load)
+        request = None if rid is None else self._requests.get(rid)
         if request is not None:
             self.stop(request.rid)
         return request
@@ -88,8 +91,17 @@ class Climbs:
 
     def stop_all(self) -> None:
         """Stop waiting for all loads."""
-        for table in (self._requests, self._loads, self._waiting):
+        for table in (self._requests, self._loads, self._waiting, self._pages):
             table.clear()
+
+    def release_arrived(self) -> bool:
+        """Stop holding pages that have arrived, and so the climbs. They stay while there is room, and a later request
+        finds them on their tier. Return False if there are none."""
+        rids = self._share.rids
+        for rid in rids:
+            self.stop(rid)
+            self._share.take(rid)
+        return bool(rids)
 
     def take(self, rid: str) -> int:
         """Return and reset the number of pages loaded for a request; called when it begins or is cancelled."""

@@ -85,6 +85,7 @@ class DeviceTier:
         counters: CacheCounters,
         break_even: BreakEven,
         *,
+        release_arrived: Callable[[], bool],
         may_load: Callable[[Node], bool] | None = None,
     ) -> None:
         self.allocator = allocator
@@ -95,6 +96,7 @@ class DeviceTier:
         self._config = controller.config
         self._counters = counters
         self._break_even = break_even
+        self._release_arrived = release_arrived
         self._may_load = may_load  # None: all nodes
         self._backups: dict[Backup, _Run] = {}
         self._loads: dict[Load, tuple[RadixTree, Node]] = {}
@@ -108,9 +110,15 @@ class DeviceTier:
         """Evict until `pages` pages are free. Return False if they are not: nothing was evicted because it would not
         have been enough, or the evicted pages are in flight to L2, or pinned pages did not fit there.
 
+        Pages that have arrived for requests that have not begun hold their prefixes. If these do not fit on L2, they
+        keep the room on L1 that the requests themselves may need, so the holds end.
+
         Inside a free group nothing is evicted: pages freed there become free too late for this call.
         """
         if self._has_room(pages):
+            return True
+        is_stuck = self.may_have_room(pages) and not (self.writeback_pages or self.allocator.group_open)
+        if is_stuck and self._release_arrived() and self._has_room(pages):
             return True
         self._counters.skipped["no_device_room"] += 1
         return False

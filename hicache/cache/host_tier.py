@@ -240,6 +240,8 @@ class HostTier:
         if tree is self._trees.current:
             self._counters.skipped["store_incomplete"] += not store.stored
             # From this rank's result; the ranks then agree whether all may store.
+            if store.storage is not self._gate.storage:
+                return  # its store has been replaced since
             if store.complete:
                 self._gate.succeeded(Direction.WRITE)
             elif self._controller.stores_pages:

@@ -97,6 +97,7 @@ class Prefetcher:
             return False
         if self._share.pages_max == 0:
             return self._skip("prefetch_host_share")
+        self._share.take(rid)  # of an earlier start: a leader could wait for their room
         match = self._trees.current.match(key)
         missing_pages = key.pages(self._trees.current.page_size) - match.pages
         if missing_pages < self._share.pages_min:
@@ -215,6 +216,10 @@ class Prefetcher:
         """Use `promote` to load arrived pages to L1 if storage has more pages than fit on L2."""
         self._climbs.promote = promote
 
+    def release_arrived(self) -> bool:
+        """See `Climbs.release_arrived`."""
+        return self._climbs.release_arrived()
+
     def take_promoted(self, rid: str) -> int:
         """As `take_arrived`, for the pages that were loaded to L1 before the request began."""
         return self._climbs.take(rid)
@@ -249,25 +254,31 @@ class Prefetcher:
         self._host.release(unused)
         if read.failed:
             self._skip("prefetch_failed")
-            self._gate.failed(Direction.READ)
+            self._note_store(read, works=False)
         else:
             self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
             if prefetch.taken_pages:
-                self._gate.succeeded(Direction.READ)
-        has_rest = prefetch.wanted_pages - prefetch.taken_pages >= self._share.pages_min
-        if has_rest and not prefetch.answered and prefetch.taken_pages == len(read.host_pages):
-            self._climbs.start(prefetch.request)
+                self._note_store(read, works=True)
+        looks_again = self._may_climb(prefetch, read) and not self._climbs.start(prefetch.request)
         self._end(prefetch)
+        if looks_again:  # other requests have computed these pages, so nothing is loaded
+            self._waiting.queue(prefetch.request)
+
+    def _may_climb(self, prefetch: Prefetch, read: Read) -> bool:
+        """Return True if the rest of a prompt may be fetched after the part that has arrived. Parts that L1 has evicted
+        are fetched again a few times only: then L1 is too small for the prompts that climb."""
+        rest_pages = prefetch.wanted_pages - prefetch.taken_pages
+        is_whole = prefetch.taken_pages == len(read.host_pages) and not prefetch.answered
+        if self._climbs.promote is None or not is_whole or rest_pages < self._share.pages_min:
+            return False
+        end_page = prefetch.start_page + prefetch.taken_pages
+        return prefetch.request.reaches(end_page, LOOKUPS_MAX) or self._skip("prefetch_host_share")
 
     def loaded(self, load: Load) -> None:
         """Handle the end of a load. If it made room on L2 for the remaining pages of a request, look them up."""
         request = self._climbs.ended(load)
         if request is not None:
-            self._look_again(request)
-
-    def _look_again(self, request: PrefetchRequest) -> None:
-        request.lookups = 0
-        self._waiting.queue(request)
+            self._waiting.queue(request)
 
     def expired(self, operation: Lookup | Read) -> None:
         """Handle the timeout of a prefetch: end the wait of its request. Call it after `found` and `ended`."""
@@ -277,7 +288,7 @@ class Prefetcher:
         self._skip("prefetch_timeout")
         self._answer(prefetch)
         if prefetch.taken_pages == 0:
-            self._gate.failed(Direction.READ)  # storage may hang; the next requests should not wait for it
+            self._note_store(operation, works=False)  # it may hang; the next requests should not wait for it
 
     def start_waiting(self) -> None:
         """Start waiting work that may start now: copies to L1, reads in the order of their lookups, then lookups in
@@ -285,7 +296,7 @@ class Prefetcher:
         waits.
         """
         for request in self._climbs.advance():
-            self._look_again(request)
+            self._waiting.queue(request)
         while self._for_room and self._gate.may(Direction.READ):
             prefetch = next(iter(self._for_room))
             if not self._read_or_drop(prefetch):
@@ -428,10 +439,15 @@ class Prefetcher:
         self._skip(reason)
         prefetch.judge(Verdict(reason, found.start_page + found.pages), has_ranks=self._controller.has_ranks)
         if found.failed or reason == "prefetch_timeout":
-            self._gate.failed(Direction.READ)
+            self._note_store(found, works=False)
         elif not prefetch.answered:
-            self._gate.succeeded(Direction.READ)
+            self._note_store(found, works=True)
         self._end(prefetch)
+
+    def _note_store(self, operation: Lookup | Read, *, works: bool) -> None:
+        """Notify the gate of the result of an operation, unless its store has been replaced since."""
+        if operation.storage is self._gate.storage:
+            (self._gate.succeeded if works else self._gate.failed)(Direction.READ)
 
     def _answer(self, prefetch: Prefetch) -> None:
         if isinstance(read := prefetch.operation, Read):

@@ -68,6 +68,11 @@ class PrefetchShare:
         self._arrived[rid] = _Arrived(tree, node, pages)
         self.arrived_pages += pages
 
+    @property
+    def rids(self) -> list[str]:
+        """Return the requests for which pages have arrived."""
+        return list(self._arrived)
+
     def end_of(self, rid: str) -> tuple[RadixTree, Node] | None:
         """Return the end of the pages that have arrived for a request; None if there are none."""
         arrived = self._arrived.get(rid)

@@ -44,6 +44,7 @@ class HiRadixCache(TieredCache):
         self.running = RunningRequests()
         self._l1 = DeviceTier(
             device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
+            release_arrived=self._prefetcher.release_arrived,
             may_load=None if self._verifier is None else self._verifier.may_load,
         )  # fmt: skip
         if self._verifier is None:  # it verifies the pages that a request is about to load

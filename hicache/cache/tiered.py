@@ -242,10 +242,10 @@ class TieredCache:
             self._l2.stored(store)
         if acks.lost:
             self._l2.lost(acks.lost)
+        for read in acks.read:  # before lookups, which share L2 with the pages that arrive
+            self._prefetcher.ended(read)
         for found in acks.found:
             self._prefetcher.found(found)
-        for read in acks.read:
-            self._prefetcher.ended(read)
         for operation in acks.expired:
             self._prefetcher.expired(operation)
 

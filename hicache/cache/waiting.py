@@ -8,10 +8,10 @@ differ there look up storage at the same time.
 
 Why waits are not circular and lookups are bounded: a request does not follow and lead at the same time. A leader waits
 for workers, or for room that other prefetches hold and free, never for a follower. For each `start` a request leads at
-most `LOOKUPS_MAX` times: once, and again only if its prefix was evicted from L2 while it waited for room; and as often
-again after each part of its prompt that was loaded to L1, which is progress. A follow ends when that lead ends, and a
-request follows a lead once. So n requests lead and follow a bounded number of times. Each step tries a waiting request
-at most once, and a request waits at most until its `until_s`.
+most `LOOKUPS_MAX` times: once, and again only if its prefix was evicted while it waited for room or climbed; and as
+often again after each part of its prompt that ends behind all parts before it, which is progress. A follow ends when
+that lead ends, and a request follows a lead once. So n requests lead and follow a bounded number of times. Each step
+tries a waiting request at most once, and a request waits at most until its `until_s`.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -56,7 +56,8 @@ class Verdict(NamedTuple):
 class PrefetchRequest:
     """A request for a prefetch. It waits at most until `until_s`, in `HiCacheController.time_s`.
 
-    It differs from the fruitless leaders that it has followed in the pages before `apart_page`.
+    It differs from the fruitless leaders that it has followed in the pages before `apart_page`. The pages before
+    `reached_page` have arrived at some time.
     """
 
     arrival: int
@@ -66,6 +67,14 @@ class PrefetchRequest:
     leader: Prefetch | None = field(default=None, repr=False)
     apart_page: int = 0
     lookups: int = 0
+    reached_page: int = 0
+
+    def reaches(self, end_page: int, lookups_max: int) -> bool:
+        """Record that a part up to `end_page` has arrived. Return False after `lookups_max` lookups without a part that
+        ends behind all parts before it."""
+        if end_page > self.reached_page:
+            self.reached_page, self.lookups = end_page, 0
+        return self.lookups < lookups_max
 
     def first_pages(self, tree: RadixTree, match: Match, end_page: int = 0) -> FirstPages:
         """Return the pages after `match`, up to `end_page` and at least one."""

@@ -276,6 +276,8 @@ class StorageGate:
     def use(self, backend: StorageBackend) -> None:
         """Use `backend` as the wanted store. REQUIRES: no store is open."""
         self.storage, self.attached, self.opened = OpenStore(backend, self._until), True, self.wanted
+        for direction in Direction:
+            self.succeeded(direction)  # a back-off is of the store before
         self.overrides.apply(backend)
         if self._on_evicted is not None:
             watch_evictions(backend, self._on_evicted)

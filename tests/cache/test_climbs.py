@@ -8,9 +8,11 @@ import pytest
 
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
-from hicache.config import HiCacheConfig, PrefetchConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
+from hicache.controller import Load
 from hicache.keys import RadixKey
-from tests.cache.world import GEOMETRY, World, memory_backend, prompt
+from hicache.types import NO_PAGES
+from tests.cache.world import GEOMETRY, GatedBackend, World, memory_backend, prompt
 from tests.seeds import rng, seeds
 
 PAGES = 24
@@ -31,7 +33,9 @@ def backend() -> MemoryBackend:
 
 def small_l2(backend: MemoryBackend, device_pages: int = 64) -> World:
     prefetch = PrefetchConfig(threshold_tokens=4, policy="wait_complete")
-    config = HiCacheConfig(load_back_threshold_tokens=4, prefetch=prefetch)
+    config = HiCacheConfig(
+        load_back_threshold_tokens=4, break_even=BreakEvenConfig(mode="always"), prefetch=prefetch
+    )
     return World(device_pages=device_pages, host_pages=HOST_PAGES, backend=backend, config=config)
 
 
@@ -141,6 +145,67 @@ def test_a_full_l1_never_evicts_the_first_parts_to_make_room_for_the_next_one(
     world.settle()
     world.attempt("b", KEY.head(21))
     assert world.wrong_pages == 0
+
+
+def test_prompts_that_are_together_larger_than_l1_do_not_read_each_others_parts_again_without_end() -> None:
+    backend, prompts = GatedBackend(), [prompt(*range(first, first + PAGES)) for first in (100, 200, 300, 400)]
+    helper = World(device_pages=256, host_pages=256, backend=backend)
+    for number, key in enumerate(prompts):
+        helper.serve(f"store {number}", key)
+        helper.settle()
+    helper.close()
+    backend.pages_read = 0
+    world = small_l2(backend, device_pages=PAGES + 8)
+    waiting = {str(number): key for number, key in enumerate(prompts)}
+    for rid, key in waiting.items():
+        assert world.cache.prefetch_from_storage(rid, key)
+
+    def all_served() -> bool:
+        for rid in [rid for rid in waiting if world.cache.check_prefetch_progress(rid)]:
+            request = world.try_begin(rid, waiting[rid])
+            if request is not None:
+                world.cache.cache_finished_req(request, waiting.pop(rid))
+        return not waiting
+
+    world.until(all_served)
+    assert backend.pages_read <= 2 * len(prompts) * PAGES
+
+
+def test_if_another_request_computes_the_part_that_is_being_read_the_rest_is_fetched() -> None:
+    backend = GatedBackend()
+    helper = World(device_pages=64, host_pages=64, backend=backend)
+    helper.serve("store", KEY)
+    helper.settle()
+    helper.close()
+    world = small_l2(backend)
+    backend.reads.clear()
+    backend.entered.clear()
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    part = KEY.head(HOST_PAGES // 2 * GEOMETRY.page_size)
+    world.cache.cache_finished_req(world.begin("b", part), part)
+    world.until(lambda: world.cache.tree.host_pages > 0)
+    backend.reads.set()
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.attempt("a", KEY).cached_tokens == PAGES * GEOMETRY.page_size
+
+
+def test_after_clear_no_pages_count_as_loaded_for_a_request(backend: MemoryBackend) -> None:
+    world = small_l2(backend)
+    climb(world, "a")
+    world.until(lambda: world.cache._prefetcher._climbs._pages["a"] > 0)
+    world.cache.clear()
+    assert world.cache._prefetcher.take_promoted("a") == 0
+
+
+def test_the_load_of_another_request_does_not_end_a_climb_without_a_name(backend: MemoryBackend) -> None:
+    world = small_l2(backend, device_pages=PAGES + 8)
+    others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
+    assert world.cache.prefetch_from_storage("", KEY)
+    world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
+    assert world.cache._prefetcher._climbs.ended(Load(NO_PAGES, NO_PAGES, 0)) is None
+    world.cache.cache_finished_req(others, None)
+    assert pages_from_storage(world, "") == PAGES
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,11 @@ from hicache.backends.file import FileBackend
 from hicache.backends.guard import Direction
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.config.storage import FileStorageOptions
+from hicache.errors import BackendError
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
 from tests.cache.world import GatedBackend, ShiftedClock, World, codec, prompt
+from tests.waiting import WAIT_S, wait_for
 
 PROMPTS = [prompt(*range(10 * number + 1, 10 * number + 9)) for number in range(100)]
 HOST_PAGES = 40  # prefetches may use half of them: room for two prompts
@@ -395,3 +397,97 @@ def test_pages_that_others_compute_while_a_prefetch_waits_for_room_are_not_read(
     world.until(lambda: world.cache.check_prefetch_progress("b"))
     assert backend.pages_read == 8 + 5
     assert world.attempt("b", PROMPTS[1]).cached_tokens == 32
+
+
+# The share of L2, and the pages that have arrived
+
+
+def test_a_lookup_that_ends_in_the_step_of_a_read_does_not_get_the_room_of_its_pages() -> None:
+    backend = store_of(*PROMPTS[:2])
+    world = World(device_pages=64, host_pages=32, backend=backend, config=configuration(host_share=0.25))
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("a", PROMPTS[0])
+    world.until(lambda: world.controller.read_pages == 8)
+    lookups = backend.lookups
+    world.cache.prefetch_from_storage("b", PROMPTS[1])
+    wait_for(lambda: backend.lookups > lookups)
+    backend.reads.set()
+    wait_for(lambda: world.controller._storage._finished.qsize() == 2)
+    world.step()
+    assert world.cache._prefetcher._share.free_pages >= 0
+    assert world.attempt("a", PROMPTS[0]).storage_hit_tokens == 32
+    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 32
+
+
+def world_whose_l1_is_held() -> tuple[World, dict[str, RadixKey]]:
+    """Return a world with two requests that can begin. Their arrived pages hold their prefixes, which fill L1 except
+    for one page, and L2 has no room for these."""
+    keys = {rid: prompt(*range(first, first + 20)) for rid, first in (("a", 1), ("b", 101))}
+    store = store_of(*keys.values())
+    world = World(device_pages=33, host_pages=8, backend=store, config=configuration(host_share=1.0))
+    world.cache._prefetcher.promote_with(None)
+    for key in keys.values():
+        part = key.head(64)
+        world.cache.cache_finished_req(world.begin("first", part), part)
+        world.settle()
+    for rid, key in keys.items():
+        assert world.cache.prefetch_from_storage(rid, key)
+    world.until(lambda: all(map(world.cache.check_prefetch_progress, keys)))
+    world.settle()
+    assert world.cache._prefetcher._share.arrived_pages == 8
+    return world, keys
+
+
+def test_requests_whose_arrived_pages_keep_each_others_room_on_l1_can_begin() -> None:
+    world, keys = world_whose_l1_is_held()
+
+    def all_have_begun() -> bool:
+        for rid, key in list(keys.items()):
+            if (request := world.try_begin(rid, key)) is not None:
+                world.cache.cache_finished_req(request, None)
+                del keys[rid]
+        return not keys
+
+    world.until(all_have_begun)
+
+
+def test_a_running_request_gets_the_room_on_l1_that_arrived_pages_hold() -> None:
+    world, _ = world_whose_l1_is_held()
+    request = world.begin("running", prompt(500).head(2))
+    world.until(lambda: world.cache.extend(request, 9))
+    world.cache.cache_finished_req(request, None)
+
+
+def test_a_request_that_starts_again_does_not_wait_for_a_leader_that_waits_for_its_room() -> None:
+    key = prompt(*range(1, 25))
+    world = World(device_pages=64, host_pages=32, backend=store_of(key), config=configuration(host_share=0.25))
+    world.cache._prefetcher.promote_with(None)
+    assert world.cache.prefetch_from_storage("a", key.head(33))
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.cache._prefetcher._share.free_pages == 0
+    assert world.cache.prefetch_from_storage("b", key)
+    world.until(lambda: bool(world.cache._prefetcher._for_room))
+    assert world.cache.prefetch_from_storage("a", key)
+    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    assert world.attempt("b", key).storage_hit_tokens == 32
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+
+
+def test_a_failure_of_a_store_that_was_replaced_does_not_pause_the_new_one() -> None:
+    class Failing(GatedBackend):
+        def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+            self.entered.set()
+            assert self.reads.wait(WAIT_S)
+            raise BackendError("the old store is dead")
+
+    old = Failing()
+    world = world_of(old)
+    old.reads.clear()
+    world.cache.prefetch_from_storage("a", PROMPTS[1])
+    world.until(old.entered.is_set)
+    world.cache.storage.attach(lambda epoch: store_of(PROMPTS[0]))
+    world.until(lambda: world.controller.gate.may(Direction.READ))
+    old.reads.set()
+    world.until(lambda: skipped(world).get("prefetch_too_late") == 1)
+    assert world.controller.gate.may(Direction.READ)
