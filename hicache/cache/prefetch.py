@@ -97,7 +97,6 @@ class Prefetcher:
             return False
         if self._share.pages_max == 0:
             return self._skip("prefetch_host_share")
-        self._share.take(rid)  # of an earlier start: a leader could wait for their room
         match = self._trees.current.match(key)
         missing_pages = key.pages(self._trees.current.page_size) - match.pages
         if missing_pages < self._share.pages_min:
@@ -111,10 +110,9 @@ class Prefetcher:
         elif len(self._waiting) >= WAITING_MAX:
             self._controller.refused["prefetch"] += 1
             return False
-        elif leader is not None:
-            self._waiting.follow(request, leader)
         else:
-            self._waiting.queue(request)
+            self._share.take(rid)  # of an earlier start: those before it may wait for this room
+            self._waiting.wait(request, leader)
         self._asked_s[rid] = self._controller.clock()
         return True
 
@@ -262,7 +260,7 @@ class Prefetcher:
         looks_again = self._may_climb(prefetch, read) and not self._climbs.start(prefetch.request)
         self._end(prefetch)
         if looks_again:  # other requests have computed these pages, so nothing is loaded
-            self._waiting.queue(prefetch.request)
+            self._waiting.wait(prefetch.request)
 
     def _may_climb(self, prefetch: Prefetch, read: Read) -> bool:
         """Return True if the rest of a prompt may be fetched after the part that has arrived. Parts that L1 has evicted
@@ -278,7 +276,7 @@ class Prefetcher:
         """Handle the end of a load. If it made room on L2 for the remaining pages of a request, look them up."""
         request = self._climbs.ended(load)
         if request is not None:
-            self._waiting.queue(request)
+            self._waiting.wait(request)
 
     def expired(self, operation: Lookup | Read) -> None:
         """Handle the timeout of a prefetch: end the wait of its request. Call it after `found` and `ended`."""
@@ -296,7 +294,7 @@ class Prefetcher:
         waits.
         """
         for request in self._climbs.advance():
-            self._waiting.queue(request)
+            self._waiting.wait(request)
         while self._for_room and self._gate.may(Direction.READ):
             prefetch = next(iter(self._for_room))
             if not self._read_or_drop(prefetch):
@@ -343,7 +341,7 @@ class Prefetcher:
         if leader is None:
             self._lead(request, match)
         else:
-            self._waiting.follow(request, leader)
+            self._waiting.wait(request, leader)
 
     def _lead(self, request: PrefetchRequest, match: Match) -> None:
         tree = self._trees.current
@@ -420,6 +418,7 @@ class Prefetcher:
 
     def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> bool:
         prefetch.lacks = lacks
+        self._share.take(prefetch.rid)  # of an earlier start
         self._release(prefetch)
         return False
 

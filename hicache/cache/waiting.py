@@ -190,16 +190,17 @@ class WaitingRequests:
         """True if a request waits for its turn."""
         return bool(self._turns)
 
-    def queue(self, request: PrefetchRequest) -> None:
-        """Let `request` wait for its turn, after those that arrived before it."""
-        self._requests[request.rid] = request
-        insort(self._turns, request, key=_ARRIVAL)
+    def wait(self, request: PrefetchRequest, leader: Prefetch | None = None) -> None:
+        """Let `request` wait for `leader`; without one, for its turn, after those that arrived before it.
 
-    def follow(self, request: PrefetchRequest, leader: Prefetch) -> None:
-        """Let `request` wait for `leader`. REQUIRES: it is not in the queue."""
+        REQUIRES: it does not wait.
+        """
         self._requests[request.rid] = request
         request.leader = leader
-        leader.followers[request] = None
+        if leader is None:
+            insort(self._turns, request, key=_ARRIVAL)
+        else:
+            leader.followers[request] = None
 
     def next(self) -> PrefetchRequest:
         """Remove and return the first request in the queue. REQUIRES: `any_turns`."""

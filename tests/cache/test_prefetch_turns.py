@@ -459,18 +459,21 @@ def test_a_running_request_gets_the_room_on_l1_that_arrived_pages_hold() -> None
     world.cache.cache_finished_req(request, None)
 
 
-def test_a_request_that_starts_again_does_not_wait_for_a_leader_that_waits_for_its_room() -> None:
-    key = prompt(*range(1, 25))
-    world = World(device_pages=64, host_pages=32, backend=store_of(key), config=configuration(host_share=0.25))
+@pytest.mark.parametrize("turn", ["follows", "waits for room"])
+def test_a_request_that_starts_again_does_not_wait_for_one_that_waits_for_its_room(turn: str) -> None:
+    key, other = prompt(*range(1, 25)), prompt(*range(101, 109))
+    world = World(device_pages=64, host_pages=32, backend=store_of(key, other), config=configuration(host_share=0.25))
     world.cache._prefetcher.promote_with(None)
     assert world.cache.prefetch_from_storage("a", key.head(33))
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     assert world.cache._prefetcher._share.free_pages == 0
-    assert world.cache.prefetch_from_storage("b", key)
-    world.until(lambda: bool(world.cache._prefetcher._for_room))
+    key_b = key if turn == "follows" else other
+    assert world.cache.prefetch_from_storage("b", key_b)
+    if turn == "follows":
+        world.until(lambda: for_room(world) == ["b"])
     assert world.cache.prefetch_from_storage("a", key)
     world.until(lambda: world.cache.check_prefetch_progress("b"))
-    assert world.attempt("b", key).storage_hit_tokens == 32
+    assert world.attempt("b", key_b).storage_hit_tokens == 32
     world.until(lambda: world.cache.check_prefetch_progress("a"))
 
 
