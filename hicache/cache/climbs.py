@@ -45,7 +45,8 @@ class Climbs:
         return self._requests.get(rid)
 
     def start(self, request: PrefetchRequest) -> bool:
-        """Load the pages that have arrived for `request` to L1 as soon as there is room. Return False without any."""
+        """Load the pages that have arrived for `request` to L1 as soon as there is room. Return False if none
+        have."""
         if self._share.end_of(request.rid) is None:
             return False
         self._requests[request.rid] = request
