@@ -13,7 +13,7 @@ The time starts with `start`. A prefetch that cannot start waits (`waiting`) in 
 while storage is paused. After a sufficient lookup, it waits while other prefetches hold the L2 room that it needs: they
 are reading, or their pages have arrived and their requests have not begun. When no other prefetch holds room, it reads
 as many pages as fit, so a prefetch never waits for room that cannot become free. The rest follows once these pages are
-on L1 (`climbs`). A waiting prefetch holds nothing.
+on L1 (`climbs`). A waiting prefetch holds nothing, so a request that starts again and waits gives its pages up.
 
 A waiting prefetch is cancelled and counted when its request begins. It is not cancelled when its request's time is
 over: the request no longer waits, but until it is scheduled, pages may still arrive. Requests do not wait for paused
@@ -58,7 +58,7 @@ class Prefetcher:
 
     Invariants: `_active` has the prefetches whose operation is not acknowledged, and those that wait for room, at most
     `operations_max` in all. `_for_room` has the latter too, in the order of their lookups, and `_operations` the former
-    by operation. A request in `_waiting` does not have a prefetch.
+    by operation. A request in `_waiting` does not have a prefetch; `_share` has no pages for it, or for `_for_room`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Prefetcher:
             self._controller.refused["prefetch"] += 1
             return False
         else:
-            self._share.take(rid)  # of an earlier start: those before it may wait for this room
+            self._share.take(rid)  # of an earlier start; those before it may wait for this room
             self._waiting.wait(request, leader)
         self._asked_s[rid] = self._controller.clock()
         return True
@@ -320,8 +320,9 @@ class Prefetcher:
             raise InvariantError(
                 f"prefetch: {len(self._operations)} operations for {in_flight} prefetches in flight, {holding} anchors"
             )
-        if any(rid in self._waiting for rid in self._active):
-            raise InvariantError("prefetch: a request waits for its turn but has a prefetch")
+        has_both = any(rid in self._waiting for rid in (*self._active, *self._share.rids))
+        if has_both or any(self._share.end_of(prefetch.rid) for prefetch in self._for_room):
+            raise InvariantError("prefetch: a request that waits has a prefetch, or pages that have arrived")
 
     # Leading
 
@@ -418,7 +419,7 @@ class Prefetcher:
 
     def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> bool:
         prefetch.lacks = lacks
-        self._share.take(prefetch.rid)  # of an earlier start
+        self._share.take(prefetch.rid)  # of an earlier start; the first in line may wait for them
         self._release(prefetch)
         return False
 
