@@ -92,17 +92,17 @@ def test_a_reader_on_another_thread_sees_each_event_once_or_a_gap(soak_factor: i
     problems: list[str] = []
 
     def follow() -> None:
-        expected = 0
-        while expected < events and not problems:
-            got = reader.drain(20)
-            if got == (Cleared(),):
-                continue  # a gap
-            if got[:1] == (Cleared(),):
-                expected = got[1].page_size  # type: ignore[union-attr]
-            elif got != tuple(map(removed, range(expected, expected + len(got)))):
-                problems.append(f"other events than those from {expected} on")
-            else:
-                expected += len(got)
+        expected: int | None = 0  # the number of the next event; None between `Cleared` and the rest of a snapshot
+        while expected != events and not problems:
+            for event in reader.drain(20):
+                if event == Cleared():
+                    expected = None
+                elif isinstance(event, Stored):
+                    expected = event.page_size
+                elif expected is not None and event == removed(expected):
+                    expected += 1
+                else:
+                    problems.append(f"{event} instead of event {expected}")
 
     thread = threading.Thread(target=follow)
     thread.start()
