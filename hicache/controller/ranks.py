@@ -34,6 +34,7 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 # A wait for a device event has no time limit, so the event is polled this often.
 _POLL_S = 50e-6
+_SUCCESS = 0  # WorkResult.SUCCESS of torch's process groups
 
 
 class RankGroup(Protocol):
@@ -215,9 +216,10 @@ class _DeviceReduction:
             if time.monotonic() >= deadline:
                 raise RuntimeError("the device has not finished the all-reduce")
             time.sleep(_POLL_S)
-        error = self._work.exception()
-        if error is not None:
-            raise RuntimeError(str(error))
+        # The watchdog sets this before it aborts. Neither `exception()` nor `wait()` of the handle show an abort.
+        outcome = self._work.get_future_result()
+        if outcome.done() and outcome.value() != _SUCCESS:
+            raise RuntimeError(f"NCCL aborted the all-reduce (WorkResult {outcome.value()})")
         result: Int64s = self._incoming.numpy().copy()
         return result
 

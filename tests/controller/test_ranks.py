@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -129,6 +132,43 @@ def test_a_vector_makes_a_round_trip_through_the_device() -> None:
             assert rank.agree(values).tolist() == values.tolist()
     finally:
         dist.destroy_process_group()
+
+
+_ABORTED = """
+import os
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hicache.config import RanksConfig
+from hicache.controller.ranks import TorchRankGroup
+from hicache.errors import RankError
+
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=1))
+rank = TorchRankGroup(dist.group.WORLD, RanksConfig(deadline=60), device="cuda")
+values = np.arange(3, dtype=np.int64)
+rank.agree(values)
+with torch.cuda.stream(rank._reduction._stream):
+    torch.cuda._sleep(8_000_000_000)  # some seconds
+try:
+    rank.agree(values)
+except RankError as error:
+    print("failed:", error.__cause__, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_all_reduce_that_nccl_aborted_is_an_error() -> None:
+    """The watchdog of the process group aborts the communicator after the group's own timeout. With this setting it
+    leaves the process running."""
+    environment = os.environ | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    command = [sys.executable, "-c", _ABORTED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert "failed: NCCL aborted" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 # Agreement

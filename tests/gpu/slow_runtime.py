@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from hicache.tiers import Fence
 from hicache.tiers.cuda_runtime import CudaRuntime
-from hicache.tiers.runtime import Rows
+from hicache.tiers.runtime import Memory, Rows
 from hicache.types import Addresses
 
 # Some milliseconds of a GPU, many times the duration of a copy in these tests.
@@ -47,6 +49,13 @@ class SlowRuntime(CudaRuntime):
         assert isinstance(fence, torch.cuda.Event)
         if (self._number(stream), "fence") != self._dropped:
             CudaRuntime.wait(self, stream, int(fence.cuda_event))
+
+    def device_memory(self, size_bytes: int) -> Memory:
+        """Zeroed: block ids that an omitted wait leaves out are valid ones."""
+        memory = super().device_memory(size_bytes)
+        cast("torch.Tensor", memory.owner).zero_()
+        torch.cuda.synchronize(self._device)
+        return memory
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self._stall(stream)

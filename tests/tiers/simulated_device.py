@@ -181,11 +181,12 @@ class SimulatedRuntime(DeviceRuntime):
 
     `dropped` names the omitted waits, as (stream that waits, stream that recorded) or, for the host, as ("main" or
     "copy thread", stream that recorded): the tests must detect each omission. `waits` collects the waits that were
-    made. Once `started`, no memory may be allocated. `made` counts events, `timed` counts timed events.
+    made. Once `started`, no memory may be allocated. `made` counts events, `timed` counts timed events, and
+    `longest_call` is the largest number of copies in one call.
     """
 
     started = False
-    made = timed = 0
+    made = timed = longest_call = 0
 
     def __init__(self, turns: Turns, *, fail_rate: float = 0.0, dropped: tuple[str, str] | None = None) -> None:
         self.turns = turns
@@ -270,6 +271,7 @@ class SimulatedRuntime(DeviceRuntime):
 
     def copy(self, stream: SimulatedStream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self._maybe_fail()
+        self.longest_call = max(self.longest_call, len(sizes))
         if any(len({self.registered(at) for at in side.tolist()} - {None}) > 1 for side in (targets, sources)):
             raise Finding("a call copies from or to two registrations")
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))

@@ -19,7 +19,7 @@ import torch
 from hicache.config import TransferConfig
 from hicache.errors import TransferError
 from hicache.geometry import PageShape, Piece
-from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, Transfer
+from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, Transfer, copy_paths
 from hicache.tiers.copy_cuda import CudaCopyEngine, StreamTransfer
 from hicache.tiers.copy_paths import CopyPath
 from hicache.types import PageIds
@@ -239,6 +239,16 @@ def test_every_page_is_correct_in_every_interleaving(path: str) -> None:
         verified += simulation.verified
         assert simulation.untimed == 0
     assert verified > SEEDS
+
+
+def test_a_call_of_the_direct_path_has_few_copies_and_every_page_is_correct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_paths, "DIRECT_CALL_MAX", 3)
+    longest = 0
+    for seed in seeds(SEEDS // 10):
+        simulation = Simulation(seed, "direct")
+        simulation.run()
+        longest = max(longest, simulation.runtime.longest_call)
+    assert longest == 3
 
 
 def found(seeds_max: int, make: Callable[[int], Simulation]) -> str | None:
