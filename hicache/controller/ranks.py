@@ -216,7 +216,7 @@ class _DeviceReduction:
             if time.monotonic() >= deadline:
                 raise RuntimeError("the device has not finished the all-reduce")
             time.sleep(_POLL_S)
-        # The watchdog sets this before it aborts. Neither `exception()` nor `wait()` of the handle show an abort.
+        # The watchdog sets this before it aborts. Neither `exception()` nor `wait()` of the handle shows an abort.
         outcome = self._work.get_future_result()
         if outcome.done() and outcome.value() != _SUCCESS:
             raise RuntimeError(f"NCCL aborted the all-reduce (WorkResult {outcome.value()})")

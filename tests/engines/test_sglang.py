@@ -46,6 +46,8 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def start(llama: Path, folder: Path) -> Callable[..., EngineProcess]:
     def begin(config: Path, *, fixed_weights: bool = True, **changes: object) -> EngineProcess:
+        # Otherwise the scheduler of each idle engine uses a core.
+        changes["sleep_on_idle"] = True
         options = sglang_options(llama, {"config": str(config), "fixed_weights": fixed_weights}, **changes)
         return EngineProcess("tests.engines.sglang_engine", options, folder=folder, environ=sglang_environ())
 
