@@ -89,7 +89,7 @@ def test_tokens_are_the_same_from_every_tier(
         bundled,
         page_size=PAGE_SIZE,
         device_pages=72,
-        host_pages=80,
+        host_pages=48,
         backend=lambda codec: open_storage(kind, tmp_path / "store", codec),
     ) as engine:
         assert outputs(engine, prompts, salted=False) == expected
