@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,17 +37,16 @@ def opened(
     size: tuple[int, int] = DESK,
     scheme: Literal["light", "dark"] = "light",
     *,
-    refused: bool = False,
+    expected: str | None = None,
 ) -> Iterator[Page]:
-    """Open the page at `url`. At the end, check that it has logged no message and requested nothing from other origins.
-    With `refused`, ignore messages about status 401."""
+    """Open the page at `url`. At the end, check that it has logged no message, except of requests that failed with
+    `expected`, and requested nothing from other origins."""
     page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     complaints: list[str] = []
     requests: list[str] = []
 
     def said(message: ConsoleMessage) -> None:
-        # The browser reports each request to a daemon that is down; ignore that.
-        if "ERR_CONNECTION_REFUSED" not in message.text and not (refused and "status of 401" in message.text):
+        if expected is None or not re.match(f"Failed to load resource: .*{expected}", message.text):
             complaints.append(f"{message.type}: {message.text}")
 
     def asked(request: Request) -> None:
@@ -59,5 +59,5 @@ def opened(
     page.goto(url)
     yield page
     page.close()
-    assert not complaints
-    assert not requests
+    assert not complaints, complaints
+    assert not requests, requests
