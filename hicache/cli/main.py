@@ -70,6 +70,18 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+@contextlib.contextmanager
+def needs_of(name: str) -> Iterator[None]:
+    """Import packages that the command `name` needs. Raises Failure, which says what to install, if one is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __package__.partition(".")[0]:
+            raise  # a module of HiCache: an installation would not help
+        hint = install_hint(EXTRAS[name]) if name in EXTRAS else f"install {error.name}"
+        raise Failure(f"{name} needs the package {error.name}; {hint}") from error
+
+
 class LazyGroup(click.Group):
     """A group whose subcommands are named in `COMMANDS` and imported on first use."""
 
@@ -85,13 +97,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        try:
+        with needs_of(cmd_name):
             command = getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] == __package__.partition(".")[0]:
-                raise  # a module of HiCache: an installation would not help
-            hint = install_hint(EXTRAS[cmd_name]) if cmd_name in EXTRAS else f"install {error.name}"
-            raise Failure(f"{cmd_name} needs the package {error.name}; {hint}") from error
         assert isinstance(command, click.Command)
         return command
 

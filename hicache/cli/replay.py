@@ -21,10 +21,8 @@ from ..config.logging import LoggingConfig
 from ..config.ready import ready_file
 from ..config.section import TOKENS_MAX
 from ..errors import ConfigError
-from ..replay.ideal import ideal_of
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.presets import PRESETS
-from ..replay.processes import start_engines
 from ..replay.report import html_report
 from ..replay.result import ReplayResult, Sample
 from ..replay.trace import REQUESTS_MAX
@@ -32,7 +30,7 @@ from .arguments import DIRECTORY, FILE, SEED_MAX, Number, is_dash, read_dash
 from .config import parse_settings
 from .interrupts import noted_signals
 from .log_options import LOG_OPTIONS, log_options, start_log
-from .main import FOUND_EXIT_CODE, Failure, output_failures
+from .main import FOUND_EXIT_CODE, Failure, needs_of, output_failures
 from .progress import OutputConsole, follow
 from .replay_view import print_summary, progress_of
 
@@ -103,6 +101,9 @@ def replay(
         given |= {"trace": trace, "requests": given["requests"] or _lines_in(trace)}
         job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **given)
         console.print(f"replaying {job.trace.name if job.trace else 'a synthetic trace'} ...", highlight=False)
+        with needs_of("replay"):  # torch, which takes seconds: the help and the checks above do without it
+            from ..replay.ideal import ideal_of  # noqa: PLC0415
+            from ..replay.processes import start_engines  # noqa: PLC0415
         with closing(start_engines(job)) as engines:
             follow(_until(stop, engines.run()), "replay", lambda sample: progress_of(sample, job))
             result = engines.result()
