@@ -115,6 +115,14 @@ def threads_switch_often() -> Iterator[None]:
 
 
 @pytest.fixture
+def long_back_off(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Make the pause after a failed operation on storage longer than any test. Return its length in seconds."""
+    for name in ("BACKOFF_S_MIN", "BACKOFF_S_MAX"):
+        monkeypatch.setattr(f"hicache.controller.gate.{name}", 600.0)
+    return 600.0
+
+
+@pytest.fixture
 def scratch() -> Iterator[Path]:
     """Create an empty directory with a short path. The path of a Unix socket has at most 107 bytes, and `tmp_path` of a
     pytest-xdist worker uses most of them."""

@@ -62,7 +62,8 @@ def test_if_the_engine_owns_l1_only_the_pages_that_fit_on_l2_are_read(backend: M
     world = small_l2(backend)
     world.cache._prefetcher.promote_with(None)
     assert world.cache.prefetch_from_storage("a", KEY)
-    for _ in range(200):
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    for _ in range(20):
         world.step()
     assert world.attempt("a", KEY).storage_hit_tokens == HOST_PAGES // 2 * GEOMETRY.page_size
 

@@ -27,7 +27,8 @@ NAMESPACE = Namespace(model="m", geometry=GEOMETRY)
 
 
 def config(**sections: object) -> HiCacheConfig:
-    return HiCacheConfig.model_validate({"page_size": 4, "device": {"tokens": 64}, "prefetch": {"threshold_tokens": 4},
+    return HiCacheConfig.model_validate({"page_size": 4, "device": {"tokens": 64},
+                                         "prefetch": {"threshold_tokens": 4, "timeout_base": 30},
                                          "transfer": {"io_workers": 1}, **sections})  # fmt: skip
 
 

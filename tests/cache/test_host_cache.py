@@ -258,7 +258,7 @@ def test_write_through_selective_stores_pages_that_a_second_request_uses() -> No
     options = HiCacheConfig(
         write_policy="write_through_selective",
         load_back_threshold_tokens=4,
-        prefetch=PrefetchConfig(threshold_tokens=4),
+        prefetch=PrefetchConfig(threshold_tokens=4, timeout_base=30),
     )
     world = HostWorld(backend=store, config=options)
     world.write("a", KEY)
@@ -466,7 +466,8 @@ def test_write_back_is_rejected() -> None:
 
 
 def config(**sections: object) -> HiCacheConfig:
-    return HiCacheConfig.model_validate({"page_size": 4, "host": {"tokens": 64}, "prefetch": {"threshold_tokens": 4},
+    return HiCacheConfig.model_validate({"page_size": 4, "host": {"tokens": 64},
+                                         "prefetch": {"threshold_tokens": 4, "timeout_base": 30},
                                          "load_back_threshold_tokens": 4, "break_even": {"mode": "always"},
                                          **sections})  # fmt: skip
 

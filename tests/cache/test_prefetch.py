@@ -16,7 +16,7 @@ from hicache.backends.memory import MemoryBackend
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey, page_keys
-from tests.cache.world import GEOMETRY, LastingBackend, World, codec, memory_backend, prompt
+from tests.cache.world import GEOMETRY, LastingBackend, ShiftedClock, World, codec, memory_backend, prompt
 
 KEY = prompt(*range(1, 9))
 
@@ -85,16 +85,27 @@ def forget(world: World) -> None:
         world.host.free(freed)
 
 
-def timeout(seconds: float) -> HiCacheConfig:
-    prefetch = PrefetchConfig(threshold_tokens=4, timeout_base=seconds, timeout_per_1024_tokens=0)
-    return HiCacheConfig(load_back_threshold_tokens=4, prefetch=prefetch)
+TIMEOUT_S = 60.0
+
+
+def world_with_a_late_prefetch(backend: TroubledBackend, transfer: TransferConfig | None = None) -> World:
+    """Return a world in which request "a" has waited long enough for the read of KEY, in which `backend` hangs. The
+    clock moves when the read hangs, so on a slow machine the prefetch is not late before."""
+    clock = ShiftedClock()
+    prefetch = PrefetchConfig(threshold_tokens=4, timeout_base=TIMEOUT_S, timeout_per_1024_tokens=0)
+    config = HiCacheConfig(load_back_threshold_tokens=4, prefetch=prefetch)
+    world = World(backend=backend, device_pages=32, config=config, transfer=transfer, clock=clock)
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    assert not world.cache.check_prefetch_progress("a")
+    clock.shift_s = TIMEOUT_S + 1
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    return world
 
 
 def test_a_late_prefetch_gives_the_arrived_pages_and_keeps_its_buffers_until_the_read_ends() -> None:
     backend = held_backend(from_call=2)
-    world = World(backend=backend, config=timeout(0.3), transfer=TransferConfig(storage_batch_pages=2))
-    assert world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world = world_with_a_late_prefetch(backend, TransferConfig(storage_batch_pages=2))
     request = world.begin("a", KEY)
     assert request.storage_hit_tokens == 4 * GEOMETRY.page_size
     world.cache.cache_finished_req(request, KEY)
@@ -154,21 +165,20 @@ def test_an_exception_in_a_backend_is_a_miss_and_the_next_request_has_a_worker(
 
 def test_a_worker_that_hangs_is_replaced() -> None:
     backend = held_backend()
-    world = World(
-        backend=backend, config=timeout(0.2),
-        transfer=TransferConfig(io_workers=1, storage_deadline=0.1),
-    )  # fmt: skip
-    assert world.serve("a", KEY).storage_hit_tokens == 0
+    world = world_with_a_late_prefetch(backend, TransferConfig(io_workers=1, storage_deadline=0.1))
+    assert world.attempt("a", KEY).storage_hit_tokens == 0
     world.until(lambda: world.controller.statistics().workers_stuck == 1)
     assert world.controller.statistics().workers_alive == 3
     backend.gate.set()
 
 
+@pytest.mark.usefixtures("long_back_off")
 def test_only_the_first_request_waits_for_a_store_that_hangs() -> None:
     backend = held_backend()
-    world = World(backend=backend, device_pages=32, config=timeout(0.1))
-    assert world.serve("a", KEY).storage_hit_tokens == 0
-    world.step()
+    world = world_with_a_late_prefetch(backend)
+    request = world.begin("a", KEY)
+    assert request.storage_hit_tokens == 0
+    world.cache.cache_finished_req(request, KEY)
     other = prompt(*range(20, 28))
     assert world.cache.prefetch_from_storage("b", other)
     assert world.cache.check_prefetch_progress("b"), "the request need not wait"
@@ -213,10 +223,11 @@ def test_a_prefetch_uses_at_most_its_share_of_the_host_pool() -> None:
     assert world.serve("a", KEY).storage_hit_tokens == 4 * GEOMETRY.page_size
 
 
-def test_after_a_back_off_a_request_retries_a_failed_store() -> None:
+def test_after_a_back_off_a_request_retries_a_failed_store(long_back_off: float) -> None:
     backend = RejectingBackend(codec())
     backend.rejection, backend.rejections = SetOutcome.REJECTED, math.inf
-    world = World(backend=backend)
+    clock = ShiftedClock()
+    world = World(backend=backend, clock=clock)
     world.serve("a", KEY)
     world.settle()
     assert backend.usage().pages == 0
@@ -225,6 +236,7 @@ def test_after_a_back_off_a_request_retries_a_failed_store() -> None:
     world.settle()
     assert world.cache.statistics().skipped["store_paused"] > 0
     backend.rejections = 0
+    clock.shift_s += long_back_off
     rids = itertools.count()
 
     def stored_after_another_request() -> bool:

@@ -228,6 +228,7 @@ def test_if_the_read_of_a_leader_finds_nothing_its_followers_do_not_repeat_it() 
     assert backend.lookups == 1
 
 
+@pytest.mark.usefixtures("long_back_off")
 def test_followers_make_no_lookups_while_a_failed_store_is_paused() -> None:
     backend = store_of(KEY)
     backend.failures["lookup"] = 1

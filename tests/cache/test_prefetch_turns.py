@@ -244,18 +244,20 @@ def test_a_request_that_finds_no_room_on_l1_keeps_its_turn() -> None:
 # While storage is paused
 
 
-def test_a_prefetch_waits_until_storage_works_again_but_its_request_does_not() -> None:
-    backend = store_of(PROMPTS[0])
-    world = world_of(backend)
+def test_a_prefetch_waits_until_storage_works_again_but_its_request_does_not(long_back_off: float) -> None:
+    backend, clock = store_of(PROMPTS[0]), ShiftedClock()
+    world = World(device_pages=32, host_pages=32, backend=backend, config=configuration(), clock=clock)
     world.controller.gate.failed(Direction.READ)
     world.step()
     assert world.cache.prefetch_from_storage("a", PROMPTS[0])
     assert world.cache.check_prefetch_progress("a") and backend.lookups == 0
+    clock.shift_s = long_back_off
     world.until(lambda: world.controller.statistics().prefetched_pages == 8)
     assert world.attempt("a", PROMPTS[0]).storage_hit_tokens == 32
     assert skipped(world) == {}
 
 
+@pytest.mark.usefixtures("long_back_off")
 def test_a_request_that_begins_while_storage_is_paused_is_computed_and_counted() -> None:
     world = world_of(store_of(PROMPTS[0]))
     world.controller.gate.failed(Direction.READ)

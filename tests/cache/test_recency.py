@@ -27,7 +27,7 @@ from hicache.keys import RadixKey
 from hicache.radix import Node
 from tests.backends.redis.store import grow_old
 from tests.cache.host_world import HostWorld
-from tests.cache.world import LastingBackend, ShiftedClock, World, codec, every_hit, prompt
+from tests.cache.world import LastingBackend, ShiftedClock, StandingClock, World, codec, every_hit, prompt
 from tests.ranks import Exchange
 from tests.waiting import wait_for
 
@@ -187,7 +187,7 @@ def test_a_worker_notifies_storage_heads_first_and_once_a_minute_for_each_run() 
 
 
 def test_uses_within_one_second_are_sent_together() -> None:
-    store, clock = RecordingStore(), ShiftedClock()
+    store, clock = RecordingStore(), StandingClock()
     world = World(device_pages=24, backend=store, clock=clock)
     for number in range(4):
         world.serve(f"first {number}", other(number))

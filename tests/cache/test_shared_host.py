@@ -60,7 +60,8 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 def sections(name: str, *, owner: str = "engine", tokens: int = 64, **others: Any) -> dict[str, Any]:
     host = {"tokens": tokens, "shared": {"name": name, "owner": owner}}
-    return {"page_size": 4, "device": {"tokens": 64}, "prefetch": {"threshold_tokens": 4}, "host": host,
+    return {"page_size": 4, "device": {"tokens": 64}, "host": host,
+            "prefetch": {"threshold_tokens": 4, "timeout_base": 30},
             "transfer": {"io_workers": 1}, **others}  # fmt: skip
 
 

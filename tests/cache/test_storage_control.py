@@ -262,7 +262,7 @@ def test_a_prefetch_in_flight_at_a_detach_adds_no_pages_and_holds_none() -> None
 
 
 def test_while_the_breaker_is_open_nothing_is_submitted_and_it_closes_by_itself() -> None:
-    server = Server(options=GuardConfig(backoff_min=0.1, backoff_max=0.2, retry_share=0.0))
+    server = Server(options=GuardConfig(backoff_min=1.0, backoff_max=1.0, retry_share=0.0))
     world = world_of(server)
     world.serve("a", KEY)
     forget_l1_and_l2(world)

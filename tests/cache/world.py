@@ -56,6 +56,16 @@ class ShiftedClock:
         return time.monotonic() + self.shift_s
 
 
+class StandingClock(ShiftedClock):
+    """A clock that moves only when a test changes `shift_s`."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+
+    def __call__(self) -> float:
+        return self._began_s + self.shift_s
+
+
 class LastingBackend(MemoryBackend):
     """A store that stays open after its engine closes it, like a server."""
 
@@ -259,7 +269,7 @@ def every_hit(**entries: Any) -> HiCacheConfig:
     return HiCacheConfig(
         load_back_threshold_tokens=4,
         break_even=BreakEvenConfig(mode="always"),
-        prefetch=PrefetchConfig(threshold_tokens=4),
+        prefetch=PrefetchConfig(threshold_tokens=4, timeout_base=WAIT_S),
         **entries,
     )
 

@@ -28,7 +28,6 @@ from .sglang_engine import PAGE_TOKENS, sglang_environ, sglang_options
 
 # The tokens of a prompt of 300 that can be cached; the last token is computed.
 CACHED = 299 // PAGE_TOKENS * PAGE_TOKENS
-PAGES = 300 // PAGE_TOKENS
 
 Answers = list[dict[str, Any]]
 
@@ -110,10 +109,10 @@ def files_of(prompt: list[int], folder: Path) -> list[Path]:
 
 def cold(engine: EngineProcess, folder: Path, asked: list[list[int]]) -> Answers:
     """Compute new prompts, and wait until their pages are stored."""
-    before = len(stored(folder))
     answers = generate(engine, asked)
     assert cached(answers) == [0] * len(asked)
-    wait_for(lambda: len(stored(folder)) >= before + PAGES * len(asked))
+    keys = {key.hex() for prompt in asked for key in page_keys(token_bytes(prompt), PAGE_TOKENS)}
+    wait_for(lambda: keys <= stored(folder).keys())
     return answers
 
 

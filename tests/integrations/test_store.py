@@ -129,6 +129,7 @@ def test_a_configuration_without_storage_is_an_error() -> None:
         EngineStorage(HiCacheConfig(), Namespace("weights", SHAPE))
 
 
+@pytest.mark.usefixtures("long_back_off")
 def test_writes_to_a_full_store_back_off_and_reads_are_hits(opened: Open, tmp_path: Path) -> None:
     small = files(tmp_path)
     small["options"]["capacity"] = 4 * FRAME_BYTES
@@ -141,6 +142,7 @@ def test_writes_to_a_full_store_back_off_and_reads_are_hits(opened: Open, tmp_pa
     assert storage.lookup(KEYS) == stored
 
 
+@pytest.mark.usefixtures("long_back_off")
 @pytest.mark.parametrize(("configured_s", "most_s"), [(0.05, math.inf), (60, 0.05)])
 def test_a_slow_call_ends_at_its_deadline_and_the_next_call_is_skipped(
     opened: Open, tmp_path: Path, configured_s: float, most_s: float

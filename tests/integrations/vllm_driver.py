@@ -47,7 +47,8 @@ class Engine:
         storage = {"type": "file", "options": {"path": str(folder), "capacity": "16MiB", "free_space_floor": 0}}
         config = HiCacheConfig.model_validate({
             "page_size": page, "load_back_threshold_tokens": 1, "break_even": {"mode": "always"},
-            "prefetch": {"threshold_tokens": 1}, "transfer": {"io_workers": 1}, "host": {"tokens": 1},
+            "prefetch": {"threshold_tokens": 1, "timeout_base": WAIT_S},
+            "transfer": {"io_workers": 1}, "host": {"tokens": 1},
             **({} if folder is None else {"storage": storage}),
         })  # fmt: skip
         namespace = Namespace(

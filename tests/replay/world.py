@@ -33,6 +33,7 @@ def small_config(
 ) -> HiCacheConfig:
     """Return a configuration with tiers of so many tokens. `entries` are dotted names with `__` for a dot."""
     overrides = {"break_even.mode": "always", "page_size": "64", "device.tokens": str(device), "host.tokens": str(host)}
+    overrides["prefetch.timeout_base"] = f"{WAIT_S:g}s"  # otherwise a busy machine turns a hit into a miss
     overrides |= {} if storage is None else {"storage.type": storage}
     overrides |= {name.replace("__", "."): value for name, value in entries.items()}
     return load_config(None, environ={}, overrides=overrides)
