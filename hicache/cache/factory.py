@@ -190,6 +190,8 @@ def _start(  # noqa: PLR0917 - the differences between the two kinds of caches
     ranks: RankGroup | None,
 ) -> Tiered:
     """Open storage, start the workers, and make a cache over both, which `undo` closes."""
+    if copies is not None:
+        undo.callback(copies.close, 1.0)
     epoch = namespace.weights_epoch
     opener = storage_opener(config, namespace, environ)
     options: TieredOptions = {"weights_epoch": epoch}
@@ -208,7 +210,7 @@ def _start(  # noqa: PLR0917 - the differences between the two kinds of caches
         controller = HiCacheController(
             host, copies, backend, config, ranks=ranks, stores_pages=namespace.writes, rates=len(Rates())
         )
-        undo.pop_all()  # the controller closes its backend
+        undo.pop_all()  # the controller closes its backend and its copies
         undo.callback(controller.close, 1.0)
         cache = make(controller, options)
     except InvalidInput as error:

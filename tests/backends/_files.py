@@ -136,6 +136,19 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+class Leftovers:
+    """What has been opened and started since this object was made, and is still there. Descriptors and threads of
+    earlier tests may end meanwhile."""
+
+    def __init__(self) -> None:
+        self._descriptors, self._threads = open_descriptors(), set(threading.enumerate())
+
+    def found(self) -> tuple[int, list[threading.Thread]]:
+        """Return the number of descriptors, and the threads."""
+        new = [thread for thread in threading.enumerate() if thread not in self._threads]
+        return max(0, open_descriptors() - self._descriptors), new
+
+
 def check(store: Store, root: Path) -> None:
     """Check that the index is consistent and matches the disk."""
     backend = store.backend

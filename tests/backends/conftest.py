@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ._files import OPENED
+from .guard.stores import GUARDS
 
 _MEMORY = "/dev/shm"
 
@@ -32,6 +33,8 @@ def stores_end(tmp_path: Path) -> Iterator[None]:
     yield
     while OPENED:
         OPENED.pop().close()
+    while GUARDS:
+        GUARDS.pop().close()
 
 
 @pytest.fixture

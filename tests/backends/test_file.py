@@ -42,10 +42,10 @@ from ._files import (
     FORMS,
     PAGE,
     Faulty,
+    Leftovers,
     check,
     disk_usage,
     exists,
-    open_descriptors,
     open_file,
     page_path,
     temporary_files,
@@ -353,12 +353,12 @@ def test_rows_without_files_and_files_without_rows_are_reconciled(tmp_path: Path
 
 
 def test_closing_leaves_no_descriptor_thread_or_temporary_file(tmp_path: Path) -> None:
-    before = open_descriptors(), threading.active_count()
+    leftovers = Leftovers()
     for _ in range(3):
         store = open_file(tmp_path / "s", io_threads=3)
         store_chain(store, make_keys(5))
         store.backend.close()
-    assert (open_descriptors(), threading.active_count()) == before
+    assert leftovers.found() == (0, [])
     assert temporary_files(tmp_path / "s") == []
 
 

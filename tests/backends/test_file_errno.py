@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,8 @@ from ._files import (
     PAGE,
     SYSTEM_CALLS,
     Faulty,
+    Leftovers,
     disk_usage,
-    open_descriptors,
     open_file,
     page_files,
     reserved_bytes,
@@ -103,7 +102,7 @@ def assert_sound(store: Store, root: Path) -> None:
 @pytest.mark.parametrize("code", ERRNOS, ids=lambda code: errno.errorcode[code])
 @pytest.mark.parametrize("call", SYSTEM_CALLS)
 def test_a_failing_call_only_costs_pages(tmp_path: Path, call: str, code: int) -> None:
-    before = open_descriptors(), threading.active_count()
+    leftovers = Leftovers()
     for nth in (1, 2, 3, 0):
         root = tmp_path / f"s{nth}"
         fault = Fails(call, code, nth)
@@ -121,13 +120,13 @@ def test_a_failing_call_only_costs_pages(tmp_path: Path, call: str, code: int) -
         system.armed = True
         system.counts.clear()
         store.backend.close()
-        assert (open_descriptors(), threading.active_count()) == before, f"{call} {nth}"
+        assert leftovers.found() == (0, []), f"{call} {nth}"
         shutil.rmtree(root)
 
 
 @pytest.mark.parametrize("call", SYSTEM_CALLS)
 def test_a_failing_call_while_opening_is_a_typed_error_and_leaks_nothing(tmp_path: Path, call: str) -> None:
-    before = open_descriptors(), threading.active_count()
+    leftovers = Leftovers()
     root = tmp_path / "s"
     store = open_file(root, **OPTIONS)
     store_chain(store, make_keys(6, "old"))
@@ -138,7 +137,7 @@ def test_a_failing_call_while_opening_is_a_typed_error_and_leaks_nothing(tmp_pat
                 open_file(root, system=Faulty(Fails(call, code, nth)), **OPTIONS).backend.close()
             except BackendError:
                 pass
-            assert (open_descriptors(), threading.active_count()) == before, f"{call} {nth}"
+            assert leftovers.found() == (0, []), f"{call} {nth}"
     store = open_file(root, **OPTIONS)
     assert load(store, make_keys(6, "old")) == [HIT] * 6
     assert_sound(store, root)

@@ -150,12 +150,18 @@ def opened(tmp_path: Path) -> Opened:
     return Opened(tmp_path / "store")
 
 
+def end_sweeps(store: Store) -> None:
+    """From now on the limit makes no room."""
+    assert isinstance(store.backend, LimitedBackend) and store.backend._sweeps.close(10.0)
+
+
 def evicted(store: Store) -> int:
     return store.backend.statistics().evicted_pages
 
 
 def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened) -> None:
     store, keys = opened(5), make_keys(8)
+    end_sweeps(store)
     assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
     assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
     assert store.backend.statistics().sets == {STORED: 5, REJECTED: 3}
@@ -180,6 +186,7 @@ def test_without_the_limit_all_pages_are_stored(tmp_path: Path) -> None:
 
 def test_stored_pages_are_present_in_a_full_store(opened: Opened) -> None:
     store, keys = opened(3), make_keys(4)
+    end_sweeps(store)
     store_chain(store, keys[:3])
     assert store_chain(store, keys) == [PRESENT] * 3 + [REJECTED]
 
@@ -310,14 +317,16 @@ def troubled(
 
 @pytest.mark.parametrize("trouble", [BackendUnavailable("it is away"), RuntimeError("a bug")])
 def test_a_store_that_cannot_be_listed_takes_no_pages_until_it_can(
-    tmp_path: Path, trouble: Exception, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, trouble: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hicache.backends.limit.FIRST_LISTING_WAIT_S", 0.05)
+    kind = "listing" if isinstance(trouble, OSError) else "internal"
     with caplog.at_level(logging.CRITICAL), troubled(tmp_path / "store", trouble) as (store, troubles, _):
         keys = make_keys(2)
         frames = [memoryview(bytearray(PAGE)) for _ in keys]
-        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [SET_ERROR] * 2
-        errors = store.backend.statistics().errors
-        assert errors["unlisted"] == 2 and errors["listing" if isinstance(trouble, OSError) else "internal"] > 0
+        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * 2
+        assert store.backend.statistics().errors["unlisted"] == 2
+        wait_for(lambda: store.backend.statistics().errors.get(kind, 0) > 0)
         assert load(store, keys) == [MISS] * 2
         troubles.clear()
         wait_for(lambda: store_chain(store, keys) == [STORED] * 2)

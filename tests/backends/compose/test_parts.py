@@ -36,7 +36,7 @@ from tests.cache.world import NAMESPACE
 from tests.ranks import gloo_ranks
 from tests.waiting import wait_for
 
-from .._files import open_descriptors
+from .._files import Leftovers
 from .._troubled import CODEC, Troubled
 from ._parts import PAGE
 
@@ -201,10 +201,12 @@ def test_a_cache_starts_without_a_part_that_is_down_and_uses_it_later(ranks: int
 
 
 def test_a_cache_does_not_start_if_its_single_store_is_down() -> None:
-    """The control of the test above: a single store reports an error at once."""
+    """The control of the test above: a single store reports an error at once. No thread of the cache is left."""
     REFUSING.set()
+    leftovers = Leftovers()
     with pytest.raises(BackendUnavailable):
         create_cache(HiCacheConfig.model_validate({**ENTRIES, "storage": {"type": SWITCHED}}), NAMESPACE)
+    assert leftovers.found() == (0, [])
 
 
 @pytest.mark.parametrize("name", ["levels", "sharded"])
@@ -226,10 +228,10 @@ def test_memory_and_compositions_report_that_they_have_no_raw_store() -> None:
 def test_a_closed_composition_leaves_no_thread_and_no_descriptor(name: str, tmp_path: Path) -> None:
     parts = [{"type": "file", "name": part, "options": {"path": str(tmp_path / part)}} for part in ("a", "b")]
     entry = "levels" if name == "levels" else "parts"
-    before = set(threading.enumerate()), open_descriptors()
+    leftovers = Leftovers()
     backend = open_backend(name, CODEC, {entry: parts})
     store = Store(backend, lambda key: None, lambda key, data: None)
     assert store_chain(store, make_keys(8)) == [STORED] * 8
     assert load(store, make_keys(8)) == [HIT] * 8
     backend.close()
-    assert (set(threading.enumerate()), open_descriptors()) == before
+    assert leftovers.found() == (0, [])

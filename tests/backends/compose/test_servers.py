@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.devservers import DevService, SeaweedServer, ValkeyServer
+from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from tests.backends.redis.store import open_on
 from tests.waiting import wait_for
@@ -84,7 +86,15 @@ def file_part(path: Path) -> dict[str, Any]:
 
 
 def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[LevelsBackend, Store]:
-    backend = open_backend("levels", CODEC, {"levels": list(parts), **options})
+    found: list[Any] = []
+
+    def open_it() -> None:
+        # On a busy machine a server may take longer to answer than the short timeouts of these tests.
+        with contextlib.suppress(BackendUnavailable):
+            found.append(open_backend("levels", CODEC, {"levels": list(parts), **options}))
+
+    wait_for(lambda: bool(found), open_it)
+    (backend,) = found
     assert isinstance(backend, LevelsBackend)
     return backend, Store(backend, lambda key: None, lambda key, data: None)
 

@@ -32,7 +32,7 @@ from hicache.devservers.ports import LOOPBACK
 from hicache.frame import Damage, FrameCodec
 from hicache.units import MIB
 from tests.proxy import Direction, Faults, Proxy
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 
 from .store import CODEC, PAGE, fresh_prefix, open_on, opened
 
@@ -260,12 +260,13 @@ def test_a_bug_on_one_connection_is_one_error_for_each_of_its_pages(
     with opened(valkey, codec) as (backend, store):
         keys = make_keys(8)
         store_chain(store, keys)
-        accept = codec.accept
+        accept, other_lane = codec.accept, threading.Event()
 
         def broken(*arguments: Any) -> Damage | None:
             if threading.current_thread().name.startswith("hicache-redis"):
+                other_lane.set()
                 raise ValueError
-            time.sleep(0.1)  # so that the second lane gets a page too
+            other_lane.wait(WAIT_S)  # so that the second lane gets a page too
             return accept(*arguments)
 
         monkeypatch.setattr(codec, "accept", broken)
