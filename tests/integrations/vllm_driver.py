@@ -204,7 +204,7 @@ class Engine:
         return scheduled
 
     def _admit(self, rows: list[Row], budget: int) -> None:
-        for request in sorted(self.waiting, key=lambda one: one.status != "loading"):  # requests with blocks first
+        for request in sorted(self.waiting, key=lambda one: not one.blocks):  # requests with blocks first
             if not budget:
                 break
             if request.status == "loading":
@@ -253,7 +253,7 @@ class Engine:
     def _fits_beside_others(self, request: Request) -> bool:
         """Return True if the blocks suffice for this prompt and all begun ones. Otherwise vLLM does not start the load:
         the prompts could block each other."""
-        begun = [one for one in self.waiting if one.status == "loading"] + self.running
+        begun = [one for one in self.waiting if one.blocks] + self.running
         missing = sum(max(0, -(-one.known // BLOCK) - len(one.blocks)) for one in [request, *begun])
         return missing <= len(self.blocks.free)
 
