@@ -13,6 +13,14 @@ def seeds(count: int) -> list[int]:
     return list(range(count * int(os.environ.get("SOAK_FACTOR", "1"))))
 
 
+def fuzz_seed() -> int:
+    """Return the seed of a fuzzer: TEST_SEED, or 0; with SOAK_FACTOR a new one in each run, which is printed."""
+    new = random.SystemRandom().randrange(2**31) if "SOAK_FACTOR" in os.environ else 0
+    seed = int(os.environ.get("TEST_SEED", new))
+    print(f"TEST_SEED={seed} replays this")
+    return seed
+
+
 def rng(seed: int) -> random.Random:
     """Return the random numbers of one seed."""
     return random.Random(seed)

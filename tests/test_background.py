@@ -28,11 +28,12 @@ class Work:
         self.error: BaseException | None = None
 
     def __call__(self) -> float:
+        gate, next_in_s = self.gate, self.next_in_s  # before the count, after which a test replaces them
         self.runs += 1
-        self.gate.wait(WAIT_S)
+        gate.wait(WAIT_S)
         if self.error is not None:
             raise self.error
-        return time.monotonic() + self.next_in_s
+        return time.monotonic() + next_in_s
 
 
 def test_work_takes_no_thread_before_its_first_wake_and_then_repeats_at_the_returned_time() -> None:
@@ -51,7 +52,7 @@ def test_work_runs_again_for_wakes_that_come_after_its_start() -> None:
     for runs in (1, 2, 3):
         task.wake()
         wait_for(lambda n=runs: work.runs == n)  # type: ignore[misc]
-    work.gate.clear()
+    work.gate = threading.Event()
     task.wake()
     wait_for(lambda: work.runs == 4)
     for _ in range(10):
@@ -100,8 +101,7 @@ def test_a_hanging_thread_is_replaced_and_its_late_result_is_ignored() -> None:
     work.gate, work.next_in_s = threading.Event(), math.inf
     work.gate.set()
     wait_for(lambda: work.runs == 2, task.tend)
-    work.next_in_s = 0.0  # what the hanging run returns
-    gate.set()
+    gate.set()  # the hanging run returns that it is due again
     wait_for(lambda: len(task._pool._threads) == 1)
     assert work.runs == 2
     assert task.close(WAIT_S)

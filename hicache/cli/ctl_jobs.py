@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from ..admin.models import Job, JobKind, JobState
 from ..units import counted, format_size
 from .ctl_client import AdminClient
+from .interrupts import noted_signals
 from .main import FOUND_EXIT_CODE, INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE
 from .progress import Told, follow
 
@@ -33,10 +35,13 @@ def watch(
 ) -> Job:
     """Start a job by POST, or use the one with the id `job`, and follow it until it ends; return it. With `background`
     return at once. Ctrl-C cancels it."""
-    first = client.get(f"/jobs/{job}", Job) if request is None else client.post(path, request, Job)
+    with noted_signals() as noted:  # an interrupt now would leave a job behind that has begun
+        first = client.get(f"/jobs/{job}", Job) if request is None else client.post(path, request, Job)
     if background:
         return first
     try:
+        if noted:
+            signal.raise_signal(noted[0])
         return follow(_steps(client, first), title, _tell)
     except KeyboardInterrupt:
         click.echo("cancelling; press Ctrl-C again to leave it running", err=True)

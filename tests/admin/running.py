@@ -33,7 +33,8 @@ def file_config(folder: Path, **entries: Any) -> HiCacheConfig:
     """Return a configuration with small pages, a file store and an admin socket in a separate directory."""
     return HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size, "device": {"tokens": 256}, "host": {"tokens": 512},
-        "load_back_threshold_tokens": 4, "prefetch": {"threshold_tokens": 4}, "break_even": {"mode": "always"},
+        "load_back_threshold_tokens": 4, "break_even": {"mode": "always"},
+        "prefetch": {"threshold_tokens": 4, "policy": "wait_complete"},
         "storage": {"type": "file", "options": {"path": folder / "store", "free_space_floor": 0}},
         "admin": {"socket": folder / "sockets" / "engine.sock"},
     } | entries)  # fmt: skip

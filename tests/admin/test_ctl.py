@@ -9,9 +9,11 @@ import pty
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hicache.cli.ctl_client import AdminClient
 from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine
 from tests.admin.test_embedded import damage_one
@@ -25,6 +27,8 @@ def ctl(levels: RunningEngine) -> Iterator[Ctl]:
     """Runs commands for an engine whose stores `ram` and `disk` both have PROMPT."""
     levels.serve("a", PROMPT)
     wait_for(lambda: levels.places(keys=KEYS) == [["device", "host", "ram", "disk"]] * 4)
+    # The usage in a status is a measurement that may be older than these pages.
+    wait_for(lambda: [one["pages"] for one in levels.ask("GET", "/status")["stores"]] == [4, 4])
     yield Ctl(("--socket", str(levels.config.admin.socket)))
     logging.getLogger("hicache").setLevel(logging.NOTSET)
 
@@ -134,6 +138,21 @@ def test_ctrl_c_cancels_a_scrub_and_prints_its_result(ctl: Ctl, levels: RunningE
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "cancelling" in err and "cancelled after" in out and "read " in out
+    assert [job["state"] for job in levels.ask("GET", "/jobs")] == ["cancelled"]
+
+
+def test_an_interrupt_while_a_job_is_being_started_cancels_it(
+    ctl: Ctl, levels: RunningEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = AdminClient.post
+
+    def interrupted(*arguments: Any) -> Any:
+        job = post(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return job
+
+    monkeypatch.setattr(AdminClient, "post", interrupted)
+    assert "cancelling" in ctl.quick("scrub", "disk", "--rate", "4KiB", code=130).err
     assert [job["state"] for job in levels.ask("GET", "/jobs")] == ["cancelled"]
 
 

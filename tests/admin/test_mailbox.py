@@ -103,7 +103,7 @@ def test_abandoned_work_ends() -> None:
             closed.append(1)
 
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(mailbox.ask, endless(), 0.2)
+        answer = pool.submit(mailbox.ask, endless(), 1.0)
         wait_for(began.is_set, mailbox.serve)
         with pytest.raises(AdminError):
             answer.result(30)

@@ -25,10 +25,11 @@ def start(repository: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
     """Wait for the end of a command. Return its exit code and its unread output. Kill it after `timeout_s`."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        process.kill()
+    with process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
     return process.returncode, output
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hicache.shared_memory import path_of
+from tests.seeds import fuzz_seed
 from tests.waiting import wait_for
 
 from .attacks import BOUNDS, FRAME_BYTES, OPEN, attach, keys_of, memory, open_namespace, send_raw
@@ -30,10 +31,8 @@ TOKEN = "t" * 30
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The result of two rounds of all attacks. The first one is the warm-up."""
-    seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
-    print(f"TEST_SEED={seed} replays this")
     folder = tmp_path_factory.mktemp("hostile") / "daemon"
-    return run(folder, seed, lambda number: number < 2, lambda number: number > 0)
+    return run(folder, fuzz_seed(), lambda number: number < 2, lambda number: number > 0)
 
 
 def test_a_well_behaved_client_is_served_during_all_attacks(outcome: Outcome) -> None:

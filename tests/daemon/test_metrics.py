@@ -21,6 +21,7 @@ from hicache.metrics.families import LABELS, STORE_METRICS, MetricSpec
 from tests.daemon.daemons import Client, Daemon, keys_of, write
 from tests.daemon.snapshots import MIB, guard, namespace, node, store
 from tests.prometheus import checked
+from tests.waiting import wait_for
 
 Found = dict[tuple[str, frozenset[tuple[str, str]]], float]
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +106,8 @@ def test_every_metric_follows_the_naming_rules() -> None:
 
 def test_a_scrape_of_a_real_daemon_passes_promtool_and_has_the_expected_counts(daemon: Daemon, client: Client) -> None:
     assert write(client, keys_of(3))[1]["outcomes"] == ["stored"] * 3
+    # Usage is measured on another thread, and has no series before the first measurement.
+    wait_for(lambda: daemon.status()["namespaces"][0]["stores"][0]["usage"] is not None)
     text = client.call("GET", "/metrics")[1].decode()
     assert checked(text) == ""
     found = parsed(text)

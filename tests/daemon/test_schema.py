@@ -4,13 +4,14 @@ it forbids are rejected, and none causes a server error. SOAK_FACTOR multiplies 
 from __future__ import annotations
 
 import os
-import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.seeds import fuzz_seed
 
 from .process import Daemon
 
@@ -29,8 +30,6 @@ BUG = re.compile("Traceback|InvariantError|Internal Server Error")
     (DATA_TOKEN, ("--exclude-path-regex", "^/v1/admin")), (ADMIN_TOKEN, ("--include-path-regex", "^/v1/admin")),
 ], ids=["data", "admin"])  # fmt: skip
 def test_answers_match_the_document(tmp_path: Path, token: str, paths: tuple[str, str]) -> None:
-    seed = os.environ.get("TEST_SEED", str(random.SystemRandom().randrange(2**31)))
-    print(f"TEST_SEED={seed} replays this")
     made = Daemon(tmp_path / "daemon")
     made.configure({"request_timeout": "2s", "token_file": made.secret("token", DATA_TOKEN),
                     "admin_token_file": made.secret("admin", ADMIN_TOKEN)})  # fmt: skip
@@ -40,7 +39,7 @@ def test_answers_match_the_document(tmp_path: Path, token: str, paths: tuple[str
             [
                 Path(sys.executable).with_name("schemathesis"), "run", f"http://127.0.0.1:{daemon.port}/openapi.json",
                 "-H", f"Authorization: Bearer {token}", "--checks", ",".join(CHECKS), "--max-time", str(SECONDS),
-                "--phases", "coverage,fuzzing", "--seed", seed, "--no-color", "--warnings", "off",
+                "--phases", "coverage,fuzzing", "--seed", str(fuzz_seed()), "--no-color", "--warnings", "off",
                 "--request-timeout", "30", *paths,
             ],
             cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60 + 4 * SECONDS,

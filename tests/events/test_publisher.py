@@ -34,7 +34,9 @@ def published(stream: EventStream, **options: Any) -> EventPublisher:
     return EventPublisher(stream, EventsConfig(**{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK} | options))
 
 
-def follower_of(publisher: EventPublisher, curve: ClientCurve | None = None, timeout_s: float = 1.0) -> EventFollower:
+def follower_of(
+    publisher: EventPublisher, curve: ClientCurve | None = None, timeout_s: float = TIMEOUT_S
+) -> EventFollower:
     assert publisher.replay_endpoint is not None
     return EventFollower(
         publisher.endpoint, publisher.replay_endpoint, curve=curve, replay_timeout_s=timeout_s, replay_interval_s=0.05
@@ -214,7 +216,8 @@ def test_a_subscriber_that_does_not_read_is_counted_and_does_not_slow_others(tmp
 
         wait_for(lambda: publisher.statistics().slow > 0, one_more)
         wait_for(lambda: len(follower.index) == number, lambda: follower.poll(0.01))
-        assert publisher.close(1.0)  # which does not wait for it either
+        publisher.close(1.0)  # which does not wait for it either
+        wait_for(lambda: not publisher.statistics().alive)
 
 
 def raw_requests(publisher: EventPublisher) -> Iterator[zmq.Socket[bytes]]:
@@ -298,7 +301,7 @@ def test_an_unexpected_error_is_counted_and_healed_by_a_snapshot() -> None:
     machine = RecordedMachine(4, rng(3), stream)
     with published(stream) as publisher, follower_of(publisher) as follower:
         stream.broken = True
-        wait_for(lambda: publisher.statistics().errors == {"RuntimeError": 1})
+        wait_for(lambda: publisher.statistics().errors.keys() == {"RuntimeError"})  # each further try counts too
         for _ in range(50):
             machine.step()
         stream.broken = False
