@@ -226,13 +226,13 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _shared_memory(pid: int) -> set[Path]:
-    """Return the files of /dev/shm that a process has mapped."""
+    """Return the files of /dev/shm that a process has mapped, by inode: a semaphore is mapped under another name."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return set()
-    names = (line.split(maxsplit=5)[-1] for line in maps.splitlines())
-    return {Path(name) for name in names if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
+    inodes = {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
+    return {Path(entry.path) for entry in os.scandir("/dev/shm") if entry.inode() in inodes}
 
 
 def _send(pid: int, number: signal.Signals) -> None:
