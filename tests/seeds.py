@@ -14,8 +14,8 @@ def seeds(count: int) -> list[int]:
 
 
 def fuzz_seed() -> int:
-    """Return the seed of a fuzzer: TEST_SEED, or 0; with SOAK_FACTOR a new one in each run, which is printed."""
-    new = random.SystemRandom().randrange(2**31) if "SOAK_FACTOR" in os.environ else 0
+    """Return and print the seed of a fuzzer: TEST_SEED, or 0, or with a SOAK_FACTOR above 1 a new one in each run."""
+    new = random.SystemRandom().randrange(2**31) if int(os.environ.get("SOAK_FACTOR", "1")) > 1 else 0
     seed = int(os.environ.get("TEST_SEED", new))
     print(f"TEST_SEED={seed} replays this")
     return seed

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+Made = TypeVar("Made")
 
 # Far longer than any expected wait in tests.
 WAIT_S = 30.0
@@ -24,3 +28,16 @@ def wait_for(
         assert time.monotonic() < deadline_s, f"the condition is still false after {timeout_s:g} s"
         meanwhile()
         time.sleep(pause_s)
+
+
+def wait_until_made(make: Callable[[], Made], refusal: type[Exception]) -> Made:
+    """Return `make()`. Call it again while it raises `refusal`: a busy machine may exceed the short timeouts of a
+    test."""
+    made: list[Made] = []
+
+    def attempt() -> None:
+        with suppress(refusal):
+            made.append(make())
+
+    wait_for(lambda: bool(made), attempt)
+    return made[0]

@@ -8,12 +8,15 @@ import os
 import pty
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache.cli.ctl_client import AdminClient
+from hicache.admin.models import JobState, ScrubRequest
+from hicache.cli.ctl_client import AdminClient, Endpoint
+from hicache.cli.ctl_jobs import watch
 from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine
 from tests.admin.test_embedded import damage_one
@@ -141,18 +144,20 @@ def test_ctrl_c_cancels_a_scrub_and_prints_its_result(ctl: Ctl, levels: RunningE
     assert [job["state"] for job in levels.ask("GET", "/jobs")] == ["cancelled"]
 
 
-def test_an_interrupt_while_a_job_is_being_started_cancels_it(
-    ctl: Ctl, levels: RunningEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    post = AdminClient.post
+class Interrupted(AdminClient):
+    """A client whose user presses Ctrl-C after a job has begun and before its answer is used."""
 
-    def interrupted(*arguments: Any) -> Any:
-        job = post(*arguments)
+    def post(self, *arguments: Any) -> Any:
+        job = super().post(*arguments)
         signal.raise_signal(signal.SIGINT)
         return job
 
-    monkeypatch.setattr(AdminClient, "post", interrupted)
-    assert "cancelling" in ctl.quick("scrub", "disk", "--rate", "4KiB", code=130).err
+
+@pytest.mark.usefixtures("ctl")
+def test_an_interrupt_while_a_job_is_being_started_cancels_it(levels: RunningEngine) -> None:
+    request = ScrubRequest(store="disk", rate_bytes_per_s=4096)
+    with closing(Interrupted(Endpoint(levels.config.admin.socket), None)) as client:
+        assert watch(client, "/scrub", request).state is JobState.CANCELLED
     assert [job["state"] for job in levels.ask("GET", "/jobs")] == ["cancelled"]
 
 

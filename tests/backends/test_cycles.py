@@ -40,6 +40,7 @@ from tests.waiting import wait_for
 from ._files import CODEC, PAGE, open_file, open_raw
 from ._troubled import Troubled
 from .compose._parts import COPIES, named, settle
+from .test_limit import end_sweeps
 
 SELVES = make_keys(8, "self")
 CYCLE = make_keys(2, "cycle")
@@ -167,7 +168,7 @@ def test_a_limit_evicts_forged_pages_like_others(tmp_path: Path) -> None:
 
 def test_a_limit_stores_a_batch_with_a_repeated_key_in_parts(tmp_path: Path) -> None:
     store, (one, two, three) = limited(tmp_path / "s", 2), make_keys(3)
-    assert isinstance(store.backend, LimitedBackend) and store.backend._sweeps.close(10.0)  # no sweep makes room
+    end_sweeps(store)
     assert store_chain(store, [one, two, one, three]) == [STORED, STORED, PRESENT, SetOutcome.REJECTED]
     store.backend.close()
 

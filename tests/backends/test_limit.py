@@ -317,9 +317,8 @@ def troubled(
 
 @pytest.mark.parametrize("trouble", [BackendUnavailable("it is away"), RuntimeError("a bug")])
 def test_a_store_that_cannot_be_listed_takes_no_pages_until_it_can(
-    tmp_path: Path, trouble: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trouble: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hicache.backends.limit.FIRST_LISTING_WAIT_S", 0.05)
     kind = "listing" if isinstance(trouble, OSError) else "internal"
     with caplog.at_level(logging.CRITICAL), troubled(tmp_path / "store", trouble) as (store, troubles, _):
         keys = make_keys(2)

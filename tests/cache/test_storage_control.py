@@ -362,4 +362,4 @@ def test_a_closed_cache_does_not_open_storage() -> None:
             world.cache.storage.attach(server.open)
         world.cache.update_weights(1)
         world.cache.poll()
-        assert (len(server.guards), set(threading.enumerate())) == (opened, threads)
+        assert len(server.guards) == opened and set(threading.enumerate()) <= threads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from tests.proxy import Proxy
-from tests.waiting import wait_for
+from tests.waiting import wait_until_made
 
 # Larger than the buffers of sockets and proxy, so that a cut or a stall in the middle of a page affects the page.
 PAYLOAD_BYTES = 3 << 20
@@ -88,15 +88,7 @@ class Hurt:
 
 
 def _opened(spec: BackendSpec) -> Iterator[StorageBackend]:
-    opened: list[StorageBackend] = []
-
-    def open_it() -> None:
-        # Without a fault so far, but a busy machine may take longer than the timeout of a cell.
-        with suppress(BackendUnavailable):
-            opened.append(open_spec(spec, CODEC))
-
-    wait_for(lambda: bool(opened), open_it)
-    (backend,) = opened
+    backend = wait_until_made(lambda: open_spec(spec, CODEC), BackendUnavailable)  # there is no fault so far
     try:
         yield backend
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from hicache.devservers import DevService, SeaweedServer, ValkeyServer
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from tests.backends.redis.store import open_on
-from tests.waiting import wait_for
+from tests.waiting import wait_for, wait_until_made
 
 from .._files import open_file
 from .._troubled import CODEC
@@ -86,15 +85,8 @@ def file_part(path: Path) -> dict[str, Any]:
 
 
 def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[LevelsBackend, Store]:
-    found: list[Any] = []
-
-    def open_it() -> None:
-        # On a busy machine a server may take longer to answer than the short timeouts of these tests.
-        with contextlib.suppress(BackendUnavailable):
-            found.append(open_backend("levels", CODEC, {"levels": list(parts), **options}))
-
-    wait_for(lambda: bool(found), open_it)
-    (backend,) = found
+    levels = {"levels": list(parts), **options}
+    backend = wait_until_made(lambda: open_backend("levels", CODEC, levels), BackendUnavailable)
     assert isinstance(backend, LevelsBackend)
     return backend, Store(backend, lambda key: None, lambda key, data: None)
 
