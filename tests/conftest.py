@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from hatch_build import LIBRARY, compile_native
 from hicache.devservers import DevService
+from tests.daemon.daemons import Daemon
 
 # Fixtures for all tests.
 pytest_plugins = ["tests.servers"]
@@ -69,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_server(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, DevService)
+    return isinstance(value, type) and issubclass(value, (DevService, Daemon))
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,8 @@ from tests.cache.keeping import KINDS, PAGES, PROMPTS, Engine, RadixEngine, opti
 from tests.cache.world import GEOMETRY, NAMESPACE, codec, prompt
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "01" * 32
 FRAME_BYTES = codec().frame_bytes

@@ -23,6 +23,8 @@ from tests.backends.remote.daemon import Daemon
 from tests.cache.test_factory import NAMESPACE, file_storage
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = list(range(32))
 REUSABLE = 28  # the last page is computed, for the first new token

@@ -15,6 +15,8 @@ from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 from hicache.keys import page_keys, token_bytes
 
+pytestmark = pytest.mark.long
+
 # With this line, `import torch` raises the same error as without the package.
 WITHOUT = "import sys; sys.modules['torch'] = None\n"
 NEED_TORCH = {"demo", "replay"}

@@ -26,6 +26,8 @@ from hicache.types import PageIds
 from tests.seeds import seeds
 from tests.tiers.simulated_device import Finding, SimulatedRuntime, SimulatedThread, Turns
 
+pytestmark = pytest.mark.long
+
 SEEDS = 100
 ACTIONS = 40
 PAGES, FRAMES = 14, 12

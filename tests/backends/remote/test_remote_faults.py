@@ -36,6 +36,8 @@ from tests.backends.remote.daemon import CODEC, Daemon, Frames
 from tests.proxy import Proxy
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.long
+
 POISON = b"\xee" * CODEC.frame_bytes
 # Long enough for a test to disturb a call in flight.
 LATENCY = "700ms"
