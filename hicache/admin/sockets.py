@@ -75,7 +75,10 @@ def require_private_directory(directory: Path, what: str) -> None:
     if not stat.S_ISDIR(state.st_mode):
         raise ConfigError(f"{what}: {str(directory)!r} is not a directory; use a path in your own directory")
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise ConfigError(f"{what}: the directory {str(directory)!r} must be yours and closed to others; run chmod 700")
+        raise ConfigError(
+            f"{what}: the directory {str(directory)!r} must be yours and closed to others; run chmod 700, or use a new "
+            f"directory in it, such as {str(directory / 'private')!r}"
+        )
 
 
 def _hold(lock: Path, what: str) -> int:

@@ -36,7 +36,7 @@ class FileStorageOptions(Section):
 
     path: FileSystemPath = Field(
         description="Directory of the store, on a local disk. It must belong to this user and be closed to others; "
-        "HiCache creates a missing one.",
+        "HiCache creates a missing one. In a volume or shared directory, the store is `hicache` below it.",
     )
     capacity: TierSize | None = Field(
         default=10 * GIB,

@@ -85,4 +85,4 @@ def _require_private_directory(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{where} cannot be used: {error.strerror}") from error
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise ConfigError(f"{where} must be yours and closed to others: chmod 700")
+        raise ConfigError(f"{where} must be yours and closed to others; run chmod 700, or use your own directory in it")

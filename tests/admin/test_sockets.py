@@ -43,7 +43,7 @@ def test_a_directory_that_others_can_enter_or_a_link_is_rejected(tmp_path: Path)
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o755)
-    with pytest.raises(ConfigError, match="chmod 700"):
+    with pytest.raises(ConfigError, match=f"chmod 700, or use a new directory in it, such as '{folder}/private'"):
         PrivateSocket(folder / "admin.sock", "admin.socket")
     link = tmp_path / "link"
     folder.chmod(0o700)

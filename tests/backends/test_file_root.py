@@ -156,6 +156,38 @@ def test_each_directory_above_is_checked_and_named(tmp_path: Path) -> None:
     open_file(root).backend.close()
 
 
+def test_the_root_of_a_mount_may_be_writable_by_everyone(small_disk: Path) -> None:
+    """The control: a directory in it may not."""
+    small_disk.chmod(0o777)
+    open_file(small_disk / "s").backend.close()
+    (small_disk / "open").mkdir()
+    (small_disk / "open").chmod(0o777)
+    with pytest.raises(NotOurs, match=f"{small_disk / 'open'} above it is writable by everyone.*mount a volume there"):
+        open_file(small_disk / "open" / "s")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2777, 0o770])
+def test_a_volume_that_cannot_be_closed_has_the_store_in_its_own_directory(small_disk: Path, mode: int) -> None:
+    small_disk.chmod(mode)
+    store, keys = open_file(small_disk), make_keys(3)
+    assert store_chain(store, keys) == [STORED] * 3
+    store.backend.close()
+    assert [path.name for path in small_disk.iterdir()] == ["hicache"]
+    assert (small_disk / "hicache").stat().st_mode & 0o777 == 0o700
+    assert load(open_file(small_disk), keys) == [HIT] * 3
+    assert purge(small_disk).pages == 3
+
+
+def test_a_store_at_the_root_of_a_mount_is_found_and_must_be_private(small_disk: Path) -> None:
+    store, keys = open_file(small_disk), make_keys(3)
+    store_chain(store, keys)
+    store.backend.close()
+    assert load(open_file(small_disk), keys) == [HIT] * 3
+    small_disk.chmod(0o2770)  # as the kubelet does with an fsGroup
+    with pytest.raises(NotOurs, match=r"writable by others.*OnRootMismatch"):
+        open_file(small_disk)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
 def test_a_directory_above_owned_by_another_user_is_rejected(tmp_path: Path) -> None:
     high = tmp_path / "high"

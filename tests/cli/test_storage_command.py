@@ -209,7 +209,7 @@ def test_a_directory_that_is_not_a_store_is_not_changed(tmp_path: Path, command:
 
 
 @pytest.mark.parametrize(
-    ("mode", "advice"), [(0o1777, "use a separate directory, such as"), (0o770, "run chmod 700 on it")]
+    ("mode", "advice"), [(0o1777, "is not a HiCache file store"), (0o770, "run chmod 700 on it")]
 )
 def test_the_advice_for_a_directory_writable_by_others_depends_on_its_mode(
     tmp_path: Path, mode: int, advice: str

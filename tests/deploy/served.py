@@ -59,21 +59,31 @@ class Place:
 
     def get(self, path: str, *, port: int | None = None, token: str | None = None) -> int:
         """Make a request over the Unix socket, or over TCP with `port`. Return its status."""
-        connection = http.client.HTTPConnection(LOOPBACK, port or 0, timeout=WAIT_S)
-        with contextlib.closing(socket.socket(socket.AF_UNIX)) as unix:
-            if port is None:
-                unix.connect(str(self.socket))
-                connection.sock = unix
-            connection.request("GET", path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
-            status = connection.getresponse().status
-            connection.close()
-            return status
+        return get(self.socket if port is None else port, path, token=token)
 
     def is_ready(self) -> bool:
         """Return True if a daemon serves here."""
-        with contextlib.suppress(OSError):
-            return self.get("/readyz") == 200
-        return False
+        return is_ready(self.socket)
+
+
+def get(server: Path | int, path: str, *, token: str | None = None) -> int:
+    """Make a request to a Unix socket or a port. Return its status."""
+    connection = http.client.HTTPConnection(LOOPBACK, server if isinstance(server, int) else 0, timeout=WAIT_S)
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as unix:
+        if isinstance(server, Path):
+            unix.connect(str(server))
+            connection.sock = unix
+        connection.request("GET", path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+
+def is_ready(server: Path) -> bool:
+    """Return True if a daemon serves at a Unix socket."""
+    with contextlib.suppress(OSError):
+        return get(server, "/readyz") == 200
+    return False
 
 
 @contextlib.contextmanager

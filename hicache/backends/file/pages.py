@@ -117,6 +117,14 @@ class System:
         finally:
             self.close(fd)
 
+    def is_mount_root(self, fd: int) -> bool:
+        """Return True if the directory is the root of a mount, such as a volume. `/` is not."""
+        above = self.step("..", dir_fd=fd)
+        try:
+            return _mount_id(fd) != _mount_id(above)
+        finally:
+            self.close(above)
+
     def readlink(self, fd: int) -> str:
         """Return the target of the link `fd`."""
         return os.readlink("", dir_fd=fd)
@@ -137,6 +145,13 @@ class System:
 
     def statvfs(self, fd: int) -> os.statvfs_result:
         return os.statvfs(fd)
+
+
+def _mount_id(fd: int) -> str:
+    """Return the number of the mount of an open file (proc(5), `/proc/pid/fdinfo`); empty text if it is unknown."""
+    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
+        return next((line for line in lines if line.startswith("mnt_id:")), "")
+    return ""
 
 
 def is_hex(name: str, digits: int) -> bool:

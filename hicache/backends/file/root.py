@@ -1,11 +1,16 @@
 """The root directory of a file store: creates and checks it.
 
 A root is accepted if this user owns it, other users cannot write to it, and it has HiCache's marker file. A directory
-with files but without the marker is not changed. Each directory above it must belong to root or this user, and must not
-be writable by everyone unless it is sticky: others could replace the store.
+with files but without the marker is not changed.
 
-A group may have write access to the directories above: shared groups (mode 2775) and per-user groups are usual, and an
-administrator has chosen the members.
+A path may also be a directory that this user can write but cannot close to others: that of root (a volume of
+Kubernetes has mode 0777, or 2777 with `fsGroup`), or a shared one. Then the root is OWN_FOLDER in it, of mode 0700.
+
+Each directory above the root must belong to root or this user. If everyone can write to it, other users can rename the
+entries of this user, unless it is sticky. They cannot read or change the pages in the root, nor put a directory of
+their own there, whose owner this module and each transaction (see `store`) would reject. They can move the store away,
+which makes it lose its pages. So such a directory is rejected, unless it is the root of a mount: the containers that
+mount a volume, like the members of a group with write access, were chosen by an administrator.
 """
 
 from __future__ import annotations
@@ -17,9 +22,11 @@ import stat
 from collections.abc import Callable
 
 from ...errors import BackendUnavailable, NotOurs
-from .pages import DIR_MODE, LIST_FLAGS, System, read_head
+from .pages import DIR_MODE, LIST_FLAGS, System, look, read_head
 
 MARKER = "HICACHE_STORE"
+# The root in a directory that this user cannot close to others.
+OWN_FOLDER = "hicache"
 STORE_VERSION = 1
 _MARKER_TEXT = f"hicache file store {STORE_VERSION}\n".encode()
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -36,10 +43,11 @@ def open_root(
     """Return the absolute path and the descriptor of a store's root; with `create`, turn an empty or missing directory
     into one.
 
-    Links above the root are resolved here, once. Missing directories above the root are created with mode 0700. With
-    `read_only` nothing is written, so it works on a read-only mount. REQUIRES: `create` and `read_only` are not both
-    True. Blocks on the file system. Raises NotOurs, without changes, for a directory of another user or one that others
-    may write or replace, BackendUnavailable for one that cannot be opened, created or written.
+    The root is `path`, or OWN_FOLDER in it: see the module. Links above the root are resolved here, once. Missing
+    directories above the root are created with mode 0700. With `read_only` nothing is written, so it works on a
+    read-only mount. REQUIRES: `create` and `read_only` are not both True. Blocks on the file system. Raises NotOurs,
+    without changes, for a directory of another user or one that others may write or replace, BackendUnavailable for one
+    that cannot be opened, created or written.
     """
     absolute = os.path.abspath(os.fspath(path))
     try:
@@ -49,6 +57,11 @@ def open_root(
                 absolute = os.path.join(above, os.path.basename(absolute))
                 fd = _open_directory(absolute, above_fd, create, system)
                 on_failure.callback(system.close, fd)
+                if _cannot_be_closed(fd, system):
+                    opened.push(on_failure.pop_all())
+                    above_fd, absolute = fd, os.path.join(absolute, OWN_FOLDER)
+                    fd = _open_own(absolute, above_fd, create, system)
+                    on_failure.callback(system.close, fd)
                 _check_owner(absolute, fd, above_fd, system)
                 _check_marker(absolute, fd, create, read_only, system)
             on_failure.pop_all()
@@ -121,11 +134,40 @@ def _check_above(path: str, where: str, fd: int, system: System) -> None:
             f"file store {path}: {where} above it belongs to user id {found.st_uid}, who can replace the store; "
             f"run chown on {where}, or use a path below your own directories"
         )
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if found.st_mode & stat.S_IWOTH and not _keeps_entries(found, fd, system):
         raise NotOurs(
-            f"file store {path}: {where} above it is writable by everyone, so others can replace the store; "
-            f"run chmod o-w on {where}, or use another path"
+            f"file store {path}: {where} above it is writable by everyone, so others can move the store away; "
+            f"run chmod o-w or chmod +t on {where}, mount a volume there, or use another path"
         )
+
+
+def _keeps_entries(found: os.stat_result, fd: int, system: System) -> bool:
+    """Return True if others cannot rename this user's entries, or only those with whom a volume is shared."""
+    return bool(found.st_mode & stat.S_ISVTX) or system.is_mount_root(fd)
+
+
+def _cannot_be_closed(fd: int, system: System) -> bool:
+    """Return True for a directory of root, and for a shared one of this user that is not a store."""
+    found = system.fstat(fd)
+    if found.st_uid != os.geteuid():
+        return found.st_uid == 0
+    if not found.st_mode & _OTHERS_WRITE or not _keeps_entries(found, fd, system):
+        return False
+    return look(system, fd, MARKER) is None
+
+
+def _open_own(path: str, above_fd: int, create: bool, system: System) -> int:
+    above = os.path.dirname(path)
+    _check_above(path, above, above_fd, system)
+    try:
+        return _open_directory(path, above_fd, create, system)
+    except FileNotFoundError:
+        raise _not_a_store(above, above_fd, system) from None
+    except PermissionError:
+        raise NotOurs(
+            f"file store {above} belongs to user id {system.fstat(above_fd).st_uid}, and you may not create a "
+            f"directory in it; run chown on it, or use your own directory; in a pod, set fsGroup"
+        ) from None
 
 
 def _link_target(path: str, where: str, dir_fd: int, system: System) -> str:
@@ -164,11 +206,11 @@ def _check_owner(path: str, fd: int, above_fd: int, system: System) -> None:
     found = system.fstat(fd)
     if found.st_uid != os.geteuid():
         raise NotOurs(f"file store {path} belongs to user id {found.st_uid}; use your own directory")
-    if found.st_mode & stat.S_ISVTX and found.st_mode & _OTHERS_WRITE:
-        # Such as /tmp, which others need.
-        raise NotOurs(f"file store {path} is shared with others; use a separate directory, such as {path}/hicache")
     if found.st_mode & _OTHERS_WRITE:
-        raise NotOurs(f"file store {path} is writable by others; run chmod 700 on it")
+        raise NotOurs(
+            f"file store {path} is writable by others; run chmod 700 on it; in a pod with fsGroup, set "
+            "fsGroupChangePolicy to OnRootMismatch"
+        )
     if system.fstat(above_fd).st_mode & stat.S_IWOTH and found.st_mode & 0o777 != DIR_MODE:
         raise NotOurs(f"file store {path} is in a shared directory and is not private; run chmod 700 on it")
 
@@ -178,8 +220,7 @@ def _open_marker(path: str, fd: int, create: bool, flags: int, system: System) -
         return system.open(MARKER, flags, dir_fd=fd)
     except FileNotFoundError:
         if not create:
-            hint = _store_below(path, fd, system)
-            raise NotOurs(f"{path} is not a HiCache file store: it has no {MARKER} file{hint}") from None
+            raise _not_a_store(path, fd, system) from None
     if any(name != MARKER for name in system.listdir(fd)):
         try:
             # The marker is created first: if it exists now, another process has just created the store.
@@ -189,12 +230,15 @@ def _open_marker(path: str, fd: int, create: bool, flags: int, system: System) -
     return system.open(MARKER, flags | os.O_CREAT, dir_fd=fd)
 
 
-def _store_below(path: str, fd: int, system: System) -> str:
+def _not_a_store(path: str, fd: int, system: System) -> NotOurs:
+    """Return the error for a directory without a marker, with a store below it as a hint."""
+    hint = ""
     for name in sorted(system.listdir(fd))[:_HINT_LOOKS_MAX]:
         with contextlib.suppress(OSError):
             system.lstat(f"{name}/{MARKER}", dir_fd=fd)
-            return f"; did you mean {os.path.join(path, name)}?"
-    return ""
+            hint = f"; did you mean {os.path.join(path, name)}?"
+            break
+    return NotOurs(f"{path} is not a HiCache file store: it has no {MARKER} file{hint}")
 
 
 def _check_marker(path: str, fd: int, create: bool, read_only: bool, system: System) -> None:
