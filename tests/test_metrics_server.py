@@ -15,7 +15,7 @@ from hicache.metrics.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, MetricsServe
 
 pytestmark = pytest.mark.long
 
-REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Slow: "
+REQUEST = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 
 
 @pytest.fixture

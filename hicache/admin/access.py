@@ -5,7 +5,9 @@
     TCP           callers with the token        no access
 
 A token for data gives no access here: only the admin token is compared. Engines run as the user of their daemon, so
-only a token prevents them from administering it.
+only a token prevents them from administering it. Without a token, the header `Host` must be `localhost`, this machine's
+name or an IP address: a browser whose user forwards a port to the socket (`ssh -L`) has the user's access too, so a web
+page must not reach it under the page's own name.
 
 Locking design: a field is one reference, which is replaced as a whole.
 """
@@ -22,6 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..config.addresses import is_own_host
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred, unix(7)
 # The key of the connection's peer in a request's scope.
@@ -79,12 +83,15 @@ class AdminAccess:
         """Return what a rejected caller needs."""
         if self.token is not None:
             return "this needs the admin token, as Authorization: Bearer; with ctl, pass --token-file"
-        return "use the Unix socket, as the user who runs this process; for TCP configure an admin token"
+        return (
+            "use the Unix socket, as the user who runs this process, with the host `localhost`; for TCP configure an "
+            "admin token"
+        )
 
     def who(self, peer: Peer | None, headers: Mapping[str, str]) -> str | None:
         """Return the caller's name for the audit log: `uid 1000` or `token`; None for a rejected caller."""
         if self.token is not None:
             return "token" if is_token(bearer_token(headers), self.token) else None
-        if peer is not None and peer.uid in (os.geteuid(), 0):
+        if peer is not None and peer.uid in (os.geteuid(), 0) and is_own_host(headers.get("host"), ()):
             return f"uid {peer.uid}"
         return None

@@ -9,9 +9,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
+
+from pydantic import AfterValidator, Field
 
 PORT_MAX = 65535
 # The ports of schemes, for `split_url`.
@@ -60,6 +63,10 @@ def check_host(host: str) -> str:
     if not is_valid:
         raise ValueError("the host is not valid; use a name of ASCII letters, digits, '-' and '.', or an IP address")
     return host
+
+
+# The entries `hosts` of servers; see `is_own_host`.
+HostNames: TypeAlias = Annotated[list[Annotated[str, AfterValidator(check_host)]], Field(max_length=64)]
 
 
 def _is_ip(host: str) -> bool:
@@ -160,3 +167,24 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_own_host(header: str | None, names: Iterable[str]) -> bool:
+    """Return True if a request with this header `Host` (None: without one) may be meant for this server: the host is an
+    IP address, `localhost`, the name of this machine, or one of `names`. The port is not compared.
+
+    A web page whose name resolves to this server (DNS rebinding) can read the answers, because the browser takes the
+    server for the page's own. The browser then sends the name of the page, always; it cannot be an IP address, because
+    addresses are not resolved. So each address is safe, also behind a proxy or a port mapping that changes it.
+    """
+    if not header:
+        return True
+    try:
+        host = _plain(split_address(header, 0, lowest=0).host)
+    except ValueError:
+        return False
+    return _is_ip(host) or host in {"localhost", *map(_plain, (socket.gethostname(), *names))}
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, model_validator
 
 from ..units import GIB, MIB, Count, PositiveDuration, PositiveSize, Size
-from .addresses import Address, is_loopback, split_address
+from .addresses import Address, HostNames, is_loopback, split_address
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 # The name of a Unix socket, with its closing zero, has 108 bytes on Linux.
@@ -59,6 +59,12 @@ class DaemonConfig(Section):
         default=None,
         description="TCP address, `host:port`, for engines on other hosts, Prometheus and browsers; port 0 is a free "
         "port. Beyond loopback it needs a token or `tls`. Not set: no TCP.",
+    )
+    hosts: HostNames = Field(
+        default=[],
+        description="Further names of the TCP address, such as those of a DNS entry or a proxy, for browsers and "
+        "scrapers without a token. IP addresses, `localhost`, this machine's name and that of `listen` need no entry. "
+        "Requests to other names get 421: a web page could use its own name to read the status (DNS rebinding).",
     )
     token_file: FileSystemPath | None = Field(
         default=None,
@@ -136,6 +142,12 @@ class DaemonConfig(Section):
     def address(self) -> Address | None:
         """The TCP address, or None."""
         return None if self.listen is None else split_address(self.listen, lowest=0)
+
+    @property
+    def names(self) -> list[str]:
+        """The configured names of the TCP address, for `is_own_host`."""
+        address = self.address
+        return self.hosts if address is None else [address.host, *self.hosts]
 
     @property
     def has_token(self) -> bool:

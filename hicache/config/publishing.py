@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..units import MIB, Count, PositiveDuration, PositiveSize
-from .addresses import PORT_MAX, check_host, check_port, is_loopback, ranked_endpoint, split_endpoint
+from .addresses import PORT_MAX, HostNames, check_host, check_port, is_loopback, ranked_endpoint, split_endpoint
 from .section import FileSystemPath, Section
 
 
@@ -30,6 +30,11 @@ class MetricsConfig(Section):
     host: Annotated[str, AfterValidator(check_host)] = Field(
         default="127.0.0.1",
         description="Address to listen on: a loopback address, unless `allow_remote` is set.",
+    )
+    hosts: HostNames = Field(
+        default=[],
+        description="Further names by which scrapers reach the exporter, as `daemon.hosts`, such as a Compose service. "
+        "Requests to other names get 421.",
     )
     allow_remote: bool = Field(
         default=False,

@@ -23,6 +23,7 @@ LIMITS: Mapping[str, str] = {
     "draining": "requests came while the daemon was ending",
     "head_bytes": "heads of requests were too long",
     "head_timeout": "heads of requests did not arrive in time (daemon.head_timeout)",
+    "host": "requests named a host that is not this daemon (daemon.hosts)",
     "idle_timeout": "connections were closed after an early answer (daemon.idle_timeout)",
     "peer": "connections came from another user's processes",
     "pipelining": "clients did not wait for their answer",

@@ -9,6 +9,10 @@
 Engines' memory is available only over the Unix socket: otherwise a token would give another host access to the frames
 of every engine.
 
+Everything that needs neither a token nor a client certificate also needs a `Host` of this daemon, because a web page in
+a browser on this host can send requests too (`is_own_host`). A browser that forwards a port to the Unix socket
+(`ssh -L`) has this user's access, so that socket is no exception.
+
 Calls below /v1/admin pass: their router has its own access rights.
 
 Locking design: runs on the event loop's thread. `token` is replaced by a reload.
@@ -25,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..admin.access import bearer_token, is_token
 from ..backends.errors import ErrorKind
+from ..config.addresses import is_own_host
 from ..logs import request_id
 from .connection import Listener
 from .node import Node
@@ -38,6 +43,9 @@ _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "c
 # The operations that name the memory of an engine on this host.
 _OF_MEMORY = frozenset({"attach", "detach", "get", "set"})
 _ADMIN = "/v1/admin/"
+_FOREIGN_HOST = (
+    "host: the header Host does not name this daemon; use its IP address or localhost, or add the name to daemon.hosts"
+)
 # A client's name of its request: short, with characters that are safe in logs and headers. Longer runs of digits may be
 # keys.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,48}")
@@ -94,12 +102,16 @@ class Gate:
             calls.answered(operation, status, time.monotonic() - began_s)
 
     def _refusal(self, scope: Scope, operation: str) -> Refused | None:
+        calls, config = self._node.calls, self._node.config.daemon
+        if not scope["path"].startswith(_ADMIN) and not self._has_credentials(scope):
+            if not _is_open(scope, operation):
+                calls.refuse("token")
+                return Refused(401, ErrorKind.WRONG_CREDENTIALS, "send the header `Authorization: Bearer TOKEN`")
+            if not is_own_host(Headers(scope=scope).get("host"), config.names):
+                calls.refuse("host")
+                return Refused(421, ErrorKind.ACCESS_DENIED, _FOREIGN_HOST)
         if operation in _PROBES:
             return None
-        calls, config = self._node.calls, self._node.config.daemon
-        if not self._may(scope, operation):
-            calls.refuse("token")
-            return Refused(401, ErrorKind.WRONG_CREDENTIALS, "send the header `Authorization: Bearer TOKEN`")
         if operation in _OF_MEMORY and not scope["state"]["listener"].is_unix:
             detail = "memory: is available only over the Unix socket; over TCP use read and write"
             return Refused(403, ErrorKind.ACCESS_DENIED, detail)
@@ -111,15 +123,19 @@ class Gate:
             return Refused(503, ErrorKind.UNAVAILABLE, "daemon: is ending; try again after its restart", 1)
         return None
 
-    def _may(self, scope: Scope, operation: str) -> bool:
+    def _has_credentials(self, scope: Scope) -> bool:
         listener: Listener = scope["state"]["listener"]
-        if listener.is_unix or operation == "page" or scope["path"].startswith(_ADMIN):
-            return True
-        if listener.is_loopback and operation in _PAGES:
-            return True
-        if self.token is None:
+        if listener.is_unix or self.token is None:
             return listener.verifies_clients
         return is_token(bearer_token(Headers(scope=scope)), self.token)
+
+
+def _is_open(scope: Scope, operation: str) -> bool:
+    """Return True if a request needs no credentials."""
+    listener: Listener = scope["state"]["listener"]
+    if listener.is_unix or operation == "page" or operation in _PROBES:
+        return True
+    return listener.is_loopback and operation in _PAGES
 
 
 def _named(scope: Scope) -> str:

@@ -14,7 +14,7 @@ from .node import Node
 # The entries that a reload changes. Tokens and certificates are read again from the files and variables of these
 # entries; the command applies `logging`.
 RELOADED = frozenset({
-    "daemon.token_file", "daemon.token_env", "daemon.admin_token_file", "daemon.admin_token_env",
+    "daemon.hosts", "daemon.token_file", "daemon.token_env", "daemon.admin_token_file", "daemon.admin_token_env",
     "daemon.memory_max", "daemon.memories_max", "daemon.namespaces_max", "daemon.connections_max",
     "daemon.requests_max", "daemon.namespace_requests_max", "daemon.request_timeout", "daemon.head_timeout",
     "daemon.body_timeout", "daemon.idle_timeout", "daemon.drain_timeout", "logging.level", "logging.format",
@@ -65,7 +65,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
         for number, inner in enumerate(value):
             yield from _flat(inner, f"{name}.{number}")
     else:

@@ -19,7 +19,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from ..cache.statistics import CacheStatistics
 from ..config import HiCacheConfig
-from ..config.addresses import PORT_MAX
+from ..config.addresses import PORT_MAX, is_own_host
 from ..errors import ConfigError
 from .families import CacheCollector
 
@@ -42,20 +42,24 @@ CONNECTIONS_MAX = 16
 # The time for a closed connection's thread to end; only a snapshot that hangs takes longer.
 _ROOM_TIMEOUT_S = 0.5
 _RECEIVE_BYTES = 4096
+_FOREIGN_HOST = (
+    b"the header Host does not name this exporter; use its IP address or localhost, or add the name to metrics.hosts\n"
+)
 
 _log = logging.getLogger(__name__)
 
 
 class MetricsServer(ThreadingWSGIServer):
     """Serves `collector` at `http://host:port/metrics`, on its own thread; `/healthz` answers while the process can
-    answer at all. `port` is the bound one. A context manager that closes. Raises OSError if it cannot listen.
+    answer at all. `port` is the bound one. Requests to other names than `host` and `names` get 421 (`is_own_host`). A
+    context manager that closes. Raises OSError if it cannot listen.
 
     Invariant: `_connections` are at most `CONNECTIONS_MAX`, in the order of arrival.
     """
 
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, collector: Collector) -> None:
+    def __init__(self, host: str, port: int, collector: Collector, names: Sequence[str] = ()) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._changed = threading.Condition()
         self._connections: dict[socket.socket, bool] = {}  # whether the request is complete
@@ -63,7 +67,7 @@ class MetricsServer(ThreadingWSGIServer):
         self.port: int = self.server_port
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
-        self.set_app(_application(make_wsgi_app(registry)))
+        self.set_app(_application(make_wsgi_app(registry), (host, *names)))
         self._thread = threading.Thread(target=self.serve_forever, name="hicache-metrics", daemon=True)
         self._thread.start()
 
@@ -128,16 +132,19 @@ class MetricsServer(ThreadingWSGIServer):
             self._changed.notify()
 
 
-def _application(metrics: Callable[..., Any]) -> Callable[..., Any]:
+def _application(metrics: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     """Return the WSGI application: `/metrics`, and `/healthz`, which does not take a snapshot."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         path = environ["PATH_INFO"]
-        if path == "/metrics":
+        is_own = is_own_host(environ.get("HTTP_HOST"), names)
+        if is_own and path == "/metrics":
             return metrics(environ, start_response)
-        found = path == "/healthz"
-        start_response("200 OK" if found else "404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-        return [b"ok\n" if found else b"see /metrics\n"]
+        status, said = ("200 OK", b"ok\n") if path == "/healthz" else ("404 Not Found", b"see /metrics\n")
+        if not is_own:
+            status, said = "421 Misdirected Request", _FOREIGN_HOST
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [said]
 
     return answer
 
@@ -199,7 +206,7 @@ def serve_collector(config: HiCacheConfig, collector: Collector, *, ports: int =
     port, last = section.port, min(section.port + ports - 1, PORT_MAX) if section.port else 0
     while True:
         try:
-            return MetricsServer(section.host, port, collector)
+            return MetricsServer(section.host, port, collector, section.hosts)
         except OSError as error:
             if port >= last or error.errno != errno.EADDRINUSE:
                 where = str(port) if ports == 1 else f"{section.port} to {last}"

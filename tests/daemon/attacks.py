@@ -77,12 +77,12 @@ def open_namespace(daemon: Daemon) -> None:
 def absurd_lengths(daemon: Daemon, dice: random.Random) -> Answers:
     """Send lengths that are too large, negative, invalid or repeated, and endless chunks."""
     found: Answers = Counter()
-    post = f"POST {OPEN}/exists HTTP/1.1\r\nhost: x\r\n".encode()
+    post = f"POST {OPEN}/exists HTTP/1.1\r\nhost: localhost\r\n".encode()
     lengths = [b"999999999999", b"18446744073709551615", b"99999999999999999999999", b"-1", b"0x10", b"1e9", b"4, 4",
                b"4\r\ncontent-length: 5", b" ", b"4\r\ntransfer-encoding: chunked"]  # fmt: skip
     for length in lengths:
         found[send_raw(daemon, post + b"content-length: " + length + b"\r\n\r\n{}")] += 1
-    write = f"POST {OPEN}/write?count=1 HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n".encode()
+    write = f"POST {OPEN}/write?count=1 HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999999\r\n\r\n".encode()
     found[send_raw(daemon, write)] += 1
     chunked = post + b"transfer-encoding: chunked\r\n\r\n"
     found[send_raw(daemon, chunked, b"ffffffffffffffff\r\n")] += 1
@@ -97,11 +97,11 @@ def heads(daemon: Daemon, dice: random.Random) -> Answers:
     found: Answers = Counter()
     for piece in (
         b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * (1 << 20),
-        b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000 + b"\r\n",
         dice.randbytes(4096), b"\r\n" * 100_000, b"\x16\x03\x01" + dice.randbytes(500),
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
         b"\0" * 100_000,
     ):  # fmt: skip
         found[send_raw(daemon, piece)] += 1

@@ -58,7 +58,7 @@ def _refusals(daemon: Daemon, limit: str) -> int:
     return int(daemon.status()["refused"].get(limit, 0))
 
 
-HEAD = f"POST /v1/namespaces/{NAMESPACE}/exists HTTP/1.1\r\nhost: x\r\n"
+HEAD = f"POST /v1/namespaces/{NAMESPACE}/exists HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ HEAD = f"POST /v1/namespaces/{NAMESPACE}/exists HTTP/1.1\r\nhost: x\r\n"
         (f"{HEAD}content-length: 99999999\r\n\r\n".encode(), 413, "body_bytes"),
         (f"{HEAD}content-length: {10**40}\r\n\r\n".encode(), 400, ""),
         (f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode() + b"ffff\r\n" + b" " * 65535 + b"\r\n", 0, ""),
-        (b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 3, 400, "pipelining"),
+        (b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n" * 3, 400, "pipelining"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), 400, ""),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, ""),
     ],
@@ -102,7 +102,7 @@ def test_a_request_over_a_limit_is_rejected_and_its_connection_closed(
         (b"", "head_timeout"),
         (b"GET /livez HT", "head_timeout"),
         (f"{HEAD}content-length: 10\r\n\r\n123".encode(), "body_timeout"),
-        (f"POST /v1/namespaces/{NAMESPACE}/write?keys=1&timeout_s=30 HTTP/1.1\r\nhost: x\r\n"
+        (f"POST /v1/namespaces/{NAMESPACE}/write?keys=1&timeout_s=30 HTTP/1.1\r\nhost: localhost\r\n"
          f"content-length: {32 + FRAME_BYTES}\r\n\r\n123".encode(), "body_timeout"),
     ],
 )  # fmt: skip
@@ -281,7 +281,7 @@ def test_a_client_that_dies_during_a_request_leaves_no_connection_and_no_request
     requests = [
         (HEAD.replace("exists", "write?keys=2&timeout_s=5") + f"content-length: {len(body)}\r\n\r\n").encode() + body,
         (f"{HEAD}content-type: application/json\r\ncontent-length: 100\r\n\r\n").encode() + b"{" * 100,
-        b"GET /statusz HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /statusz HTTP/1.1\r\nhost: localhost\r\n\r\n",
     ]
     with contextlib.closing(daemon.client()) as client:
         client.open()

@@ -74,7 +74,7 @@ def test_a_body_in_small_pieces_is_stored_unchanged(daemon: Daemon, client: Clie
     keys = keys_of(3, "pieces")
     body = write_body(keys)
     target = f"/v1/namespaces/{NAMESPACE}/write?keys=3&timeout_s=30"
-    head = f"POST {target} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {target} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with contextlib.closing(daemon.client()) as other:
         other.connect()
         for cut in (len(head), len(head) + 1, len(head) + 40, len(head) + 5000):
