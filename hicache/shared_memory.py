@@ -24,6 +24,11 @@ A file whose creator died is too short, because tmpfs sets the size after all me
 daemon that is attached to a leftover may still write to it for the dead member. So `open` waits until the daemon has
 detached, and replaces the file at its deadline. A GUEST joins it: the daemon has created or emptied it for this
 process.
+
+**Dead memory.** `remove_dead` removes leftovers of all names without `keep`. Every `open` calls it, because only a
+process of the same name would replace a leftover, and so do daemons. It needs no list of owners: a file is dead if no
+process holds a lock on it, under its flock. The creator of a file holds the flock until it has its byte, so a file that
+is being created is not dead.
 """
 
 from __future__ import annotations
@@ -32,14 +37,14 @@ import contextlib
 import enum
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
-import stat
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +52,13 @@ from .arguments import instance
 from .errors import CapacityError, InvalidInput, SharedMemoryError
 from .mapping import address_of, populate
 from .numa import bind_file
+from .shared_file import RETRY_S, file_error, flock, is_locked, lock_byte, open_file
+from .units import format_size
+
+logger = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")  # where Linux keeps POSIX shared memory
+_PREFIX = "hicache."
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,128}")
 # A multiple of every page size of Linux, so that the frames can be mapped without the control block.
 CONTROL_BYTES = 64 << 10
@@ -58,8 +68,6 @@ PROCESSES_MAX = 1024
 _ATTACHED = PROCESSES_MAX
 # The byte of the process that assigns pages to owners.
 _CLAIMED = PROCESSES_MAX + 1
-# flock has no timeout: how often a process that waits for it tries again.
-_RETRY_S = 0.005
 # The file does not fit: no space, a quota, a limit of the process, or no memory.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 _VERSION = 1
@@ -83,7 +91,7 @@ class Layout:
     frame_bytes: int
     shape: bytes  # SHA-256 of the page's shape
     version: int = _VERSION
-    keep: bool = False  # a daemon does not remove the file when its engine has died
+    keep: bool = False  # the file is not removed when its processes have died
 
     _PACKED = struct.Struct("<8sIIQQ32s?")
     BYTES = _PACKED.size
@@ -143,8 +151,9 @@ class SharedMemory:
         state = os.fstat(descriptor)
         self.identity = (state.st_dev, state.st_ino)
         self._descriptor = descriptor
+        self._process = os.getpid()
         self._address = address_of(self.frames)
-        self._leave = weakref.finalize(self, _leave, descriptor, self.path, bool(layout.processes), os.getpid())
+        self._leave = weakref.finalize(self, _leave, descriptor, self.path, bool(layout.processes), self._process)
         _MAPPED[self._address] = weakref.ref(self)
 
     @classmethod
@@ -162,13 +171,15 @@ class SharedMemory:
         The process that creates the memory also blocks as long as the kernel needs to zero it.
 
         `require_memory` is called before memory is allocated, and raises if the machine has too little. The process
-        that creates the file takes its memory from NUMA node `node` (None: any node), like `numa.bind`. REQUIRES: for
-        DAEMON, the layout of a kept file. Raises CapacityError if the memory does not fit (then all of it is freed),
-        SharedMemoryError if the file differs from `layout`, is not ready in time, is open in another process and the
-        role forbids that, or if the path holds a file that HiCache did not create or that other users can open;
-        InvalidInput for an invalid name.
+        that creates the file takes its memory from NUMA node `node` (None: any node), like `numa.bind`. To make room,
+        dead memory of other names is removed first (`remove_dead`). REQUIRES: for DAEMON, the layout of a kept file.
+
+        Raises CapacityError if the memory does not fit (then all of it is freed), SharedMemoryError if the file differs
+        from `layout`, is not ready in time, is open in another process and the role forbids that, or if the path holds
+        a file that HiCache did not create or that other users can open; InvalidInput for an invalid name.
         """
         opening = _Opening(path_of(name), layout, deadline, role, node, require_memory)
+        remove_dead(spare=name)
         while True:
             descriptor = opening.descriptor()
             try:
@@ -192,21 +203,22 @@ class SharedMemory:
         """
         path = path_of(name)
         try:
-            descriptor = _open_file(path)
+            descriptor = open_file(path)
         except FileNotFoundError as error:
-            raise _error(path, "does not exist; containers of engine and daemon must share /dev/shm") from error
+            raise file_error(path, "does not exist; containers of engine and daemon must share /dev/shm") from error
         try:
-            with _flock(path, descriptor, deadline):
+            with flock(path, descriptor, deadline):
                 state = os.fstat(descriptor)
                 found = Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
                 if identity is not None and (state.st_dev, state.st_ino) != identity:
-                    raise _error(path, "has another device or inode than requested; open it again and send both")
+                    raise file_error(path, "has another device or inode than requested; open it again and send both")
                 if found is None or found.version != _VERSION or not found.pages or state.st_size != found.file_bytes:
-                    raise _error(path, "was not created by HiCache, or its creation was cut short")
+                    raise file_error(path, "was not created by HiCache, or its creation was cut short")
                 if found.processes:
-                    raise _error(path, f"is for {found.processes} processes and not kept; create it without processes")
+                    what = f"is for {found.processes} processes and not kept; create it without processes"
+                    raise file_error(path, what)
                 mapping = _mapped(path, descriptor, found)
-                _lock(descriptor, fcntl.F_RDLCK, _ATTACHED)
+                lock_byte(descriptor, fcntl.F_RDLCK, _ATTACHED)
         except BaseException:
             os.close(descriptor)
             raise
@@ -219,18 +231,20 @@ class SharedMemory:
 
     def has_others(self) -> bool:
         """True if another process has opened the memory. Processes that have attached it do not count."""
-        return _locked(self._descriptor, 0, PROCESSES_MAX)
+        return is_locked(self._descriptor, 0, PROCESSES_MAX)
 
     def claim(self) -> None:
         """Claim the right to assign pages to owners, until this process ends. Raises SharedMemoryError if another
         process has it: both would write their pages into the same frames."""
-        if not _lock(self._descriptor, fcntl.F_WRLCK, _CLAIMED):
-            raise _error(self.path, "belongs to another engine; end that engine, or give each engine its own name")
+        if not lock_byte(self._descriptor, fcntl.F_WRLCK, _CLAIMED):
+            raise file_error(self.path, "belongs to another engine; end that engine, or give each engine its own name")
 
     def unlink(self) -> None:
         """Remove the name if it still belongs to this memory. The memory is freed when the last process has unmapped
-        it.
+        it. No effect in the child of a fork, whose parent still uses the memory.
         """
+        if os.getpid() != self._process:
+            return
         with contextlib.suppress(FileNotFoundError):
             state = os.lstat(self.path)
             if (state.st_dev, state.st_ino) == self.identity:
@@ -273,15 +287,15 @@ class _Opening:
         """Return a descriptor of this user's file, or of a new and empty one."""
         while True:
             try:
-                return _open_file(self.path)
+                return open_file(self.path)
             except FileNotFoundError:
                 with contextlib.suppress(FileExistsError):  # another process has created it first
-                    return _open_file(self.path, creates=True)
+                    return open_file(self.path, creates=True)
 
     def join(self, descriptor: int) -> mmap.mmap | None:
         """Create, verify or replace the file, and map it. Return None to start again: its name has been removed, or a
         daemon is still attached to a leftover."""
-        with _flock(self.path, descriptor, self.deadline):
+        with flock(self.path, descriptor, self.deadline):
             state = os.fstat(descriptor)
             if state.st_nlink == 0:
                 return None
@@ -296,7 +310,7 @@ class _Opening:
             try:
                 return _mapped(self.path, descriptor, self.wanted)
             except CapacityError:
-                if os.fstat(descriptor).st_nlink and not _locked(descriptor, 0, _ATTACHED + 1):
+                if os.fstat(descriptor).st_nlink and not is_locked(descriptor, 0, _ATTACHED + 1):
                     os.unlink(self.path)
                 raise
 
@@ -304,18 +318,18 @@ class _Opening:
         """Return True if the file can be joined as it is. Otherwise unlink a leftover, or wait for another process."""
         found = Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
         if found is None:
-            raise _error(self.path, "was not created by HiCache; it is unchanged. Choose another name")
+            raise file_error(self.path, "was not created by HiCache; it is unchanged. Choose another name")
         difference = self.wanted.difference(found, size_bytes)
-        has_members = _locked(descriptor, 0, PROCESSES_MAX)
+        has_members = is_locked(descriptor, 0, PROCESSES_MAX)
         if difference is not None and has_members:
-            raise _error(self.path, f"{difference}. Give all processes the same arguments, or choose another name")
+            raise file_error(self.path, f"{difference}. Give all processes the same arguments, or choose another name")
         if has_members and self.role in (Role.ALONE, Role.GUEST):
             # The previous engine may be about to end. Two engines would write their pages into the same frames.
             if time.monotonic() < self.deadline:
                 self._pause(descriptor)
                 return False
-            raise _error(self.path, "belongs to another engine; end that engine, or give each engine its own name")
-        if not has_members and self.role is not Role.GUEST and _locked(descriptor, _ATTACHED, 1):
+            raise file_error(self.path, "belongs to another engine; end that engine, or give each engine its own name")
+        if not has_members and self.role is not Role.GUEST and is_locked(descriptor, _ATTACHED, 1):
             if time.monotonic() < self.deadline:
                 self._pause(descriptor)
                 return False
@@ -328,7 +342,7 @@ class _Opening:
     def _pause(descriptor: int) -> None:
         """Wait before the next attempt without the lock, so that a daemon can take it and remove the name."""
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-        time.sleep(_RETRY_S)
+        time.sleep(RETRY_S)
 
     def _fill(self, descriptor: int) -> None:
         """Write the control block of an empty file and allocate all memory. Remove the name if that fails."""
@@ -354,11 +368,11 @@ class _Opening:
         """Lock a byte for this process; the last process removes the name. Return False if all bytes are locked."""
         processes = self.wanted.processes
         if not processes:
-            return _lock(descriptor, fcntl.F_RDLCK, _ATTACHED if self.role is Role.DAEMON else 0)
-        place = next((at for at in range(processes) if _lock(descriptor, fcntl.F_WRLCK, at)), None)
+            return lock_byte(descriptor, fcntl.F_RDLCK, _ATTACHED if self.role is Role.DAEMON else 0)
+        place = next((at for at in range(processes) if lock_byte(descriptor, fcntl.F_WRLCK, at)), None)
         if place is None:
             return False
-        if all(_locked(descriptor, at, 1) for at in range(processes) if at != place):
+        if all(is_locked(descriptor, at, 1) for at in range(processes) if at != place):
             os.unlink(self.path)
         return True
 
@@ -381,42 +395,46 @@ def find(view: memoryview) -> tuple[SharedMemory, int] | None:
     return None
 
 
+def remove_dead(*, spare: str = "") -> list[str]:
+    """Remove the memory that no process has open any more, except that of the name `spare` and memory with `keep`.
+    Return the names. Does not wait.
+
+    Removes only files of this user that have a name and a control block of this version of HiCache. The memory is in
+    use as long as any process has it mapped, also the child of a fork.
+    """
+    removed = []
+    for path in FOLDER.glob(f"{_PREFIX}*"):
+        name = path.name.removeprefix(_PREFIX)
+        if name != spare and _NAME.fullmatch(name):
+            with contextlib.suppress(OSError, SharedMemoryError):  # another user's, or another process removes it
+                size_bytes = _remove_if_dead(path)
+                if size_bytes is not None:
+                    logger.info("memory %s: its processes have ended; removed (%s)", name, format_size(size_bytes))
+                    removed.append(name)
+    return removed
+
+
+def _remove_if_dead(path: Path) -> int | None:
+    """Return the size of a file that was removed, None for one that stays. Raises OSError and SharedMemoryError."""
+    descriptor = open_file(path)
+    try:
+        with flock(path, descriptor, 0.0):
+            state, found = os.fstat(descriptor), Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
+            if found is None or found.version != _VERSION or found.keep or is_locked(descriptor, 0, 0):
+                return None
+            if not os.path.samestat(state, os.lstat(path)):
+                return None  # the name belongs to newer memory
+            os.unlink(path)
+            return state.st_blocks * 512
+    finally:
+        os.close(descriptor)
+
+
 def path_of(name: str) -> Path:
     """Return the file of the memory `name`. Raises InvalidInput for an invalid name."""
     if not _NAME.fullmatch(instance("shared host pool: name", name, str)):
         raise InvalidInput("shared host pool: name: use 1 to 128 letters, digits, dashes and dots")
-    return FOLDER / f"hicache.{name}"
-
-
-def _open_file(path: Path, *, creates: bool = False) -> int:
-    """Return a descriptor of this user's file, or create it. Raises FileNotFoundError, FileExistsError (with `creates`)
-    and SharedMemoryError."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        if creates:
-            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            os.fchmod(descriptor, 0o600)  # the umask may have removed bits
-        else:
-            _require_own(path, os.lstat(path))
-            descriptor = os.open(path, flags)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, descriptor)
-            _require_own(path, os.fstat(descriptor))
-            undo.pop_all()
-    except (SharedMemoryError, FileNotFoundError, FileExistsError):
-        raise
-    except OSError as error:
-        raise _error(path, f"cannot be opened: {error.strerror}") from error
-    return descriptor
-
-
-def _require_own(path: Path, state: os.stat_result) -> None:
-    if not stat.S_ISREG(state.st_mode):
-        raise _error(path, "is not a regular file; it is unchanged. Choose another name")
-    if state.st_uid != os.geteuid():
-        raise _error(path, f"belongs to user {state.st_uid}, not {os.geteuid()}. Choose another name")
-    if stat.S_IMODE(state.st_mode) != 0o600:
-        raise _error(path, f"has mode {stat.S_IMODE(state.st_mode):04o}, not 0600. Choose another name")
+    return FOLDER / f"{_PREFIX}{name}"
 
 
 def _mapped(path: Path, descriptor: int, layout: Layout) -> mmap.mmap:
@@ -428,33 +446,12 @@ def _mapped(path: Path, descriptor: int, layout: Layout) -> mmap.mmap:
         raise CapacityError(f"shared host pool: {path}: {what}, or lower host.size") from error
 
 
-@contextlib.contextmanager
-def _flock(path: Path, descriptor: int, deadline: float) -> Iterator[None]:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                message = "is not ready in time: another process still creates it. Raise timeout_s, or end it"
-                raise _error(path, message) from None
-            time.sleep(_RETRY_S)
-    try:
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
 def _full(wanted: Layout, free_bytes: int) -> CapacityError:
     return CapacityError(
         f"shared host pool: {wanted.pages} pages of {wanted.frame_bytes} bytes need {wanted.file_bytes} bytes "
         f"in {FOLDER}, but only {free_bytes} are free, or a limit of this process is lower; enlarge it (mount -o "
         "remount,size=..., docker --shm-size), or lower host.size"
     )
-
-
-def _error(path: Path, what: str) -> SharedMemoryError:
-    return SharedMemoryError(f"shared host pool: {path} {what}")
 
 
 def _leave(descriptor: int, path: Path, last_unlinks: bool, process: int) -> None:
@@ -464,29 +461,9 @@ def _leave(descriptor: int, path: Path, last_unlinks: bool, process: int) -> Non
     with contextlib.suppress(OSError):  # held: another process is joining, and will be the last one
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            if last_unlinks and os.fstat(descriptor).st_nlink and not _locked(descriptor, 0, PROCESSES_MAX):
+            if last_unlinks and os.fstat(descriptor).st_nlink and not is_locked(descriptor, 0, PROCESSES_MAX):
                 os.unlink(path)
         finally:
             # A remaining view keeps the mapping, whose duplicate of the descriptor would keep the lock.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
-
-
-# struct flock of 64-bit Linux: type, whence, start, length, process.
-_FLOCK = struct.Struct("hhqqi4x")
-
-
-def _lock(descriptor: int, kind: int, at: int) -> bool:
-    """Lock byte `at` for this open file. Return False if another open file holds it."""
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, depending on the system
-        return False
-    return True
-
-
-def _locked(descriptor: int, first: int, count: int) -> bool:
-    """True if another open file has locked one of `count` bytes."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
-    kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))[0]
-    return kind != fcntl.F_UNLCK

@@ -16,6 +16,7 @@ import pytest
 
 from hicache.errors import CapacityError, InvalidInput, SharedMemoryError
 from hicache.shared_memory import CONTROL_BYTES, Layout, Role, SharedMemory, find, path_of
+from tests.leftovers import guarded
 
 FRAME = 8192
 KEPT = Layout(0, 4, FRAME, b"s" * 32)
@@ -177,8 +178,9 @@ def test_memory_of_a_running_engine_is_not_given_to_another_one(name: str, role:
     found: list[SharedMemory] = []
     opening = threading.Thread(target=lambda: found.append(open_it(name, wait_s=60.0, role=role)))
     opening.start()
-    engine.close()
-    opening.join(30.0)
+    with guarded(name):
+        engine.close()
+        opening.join(30.0)
     assert found[0].identity == engine.identity and bytes(found[0].frames[:4]) == b"mine", "what it left is taken over"
     assert open_it(name).identity == engine.identity, "the control: its workers join"
     found[0].unlink()

@@ -35,6 +35,7 @@ class PrivateSocket:
 
     def __init__(self, path: Path, what: str, *, lock: Path | None = None) -> None:
         self.path = path
+        self._process = os.getpid()
         if len(os.fsencode(path)) > PATH_BYTES_MAX:
             raise ConfigError(f"{what}: {str(path)!r} is longer than {PATH_BYTES_MAX} bytes; choose a shorter path")
         try:
@@ -49,8 +50,9 @@ class PrivateSocket:
             raise ConfigError(f"{what}: cannot listen at {str(path)!r}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close and remove the socket, then release the lock. Idempotent."""
-        if self._lock < 0:
+        """Close and remove the socket, then release the lock. Idempotent. No effect in the child of a fork: its parent
+        still serves the socket."""
+        if self._lock < 0 or os.getpid() != self._process:
             return
         self.socket.close()
         with contextlib.suppress(OSError):  # removed from outside

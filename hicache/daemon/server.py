@@ -33,6 +33,7 @@ from ..cache.report import DropLog, dropped_by_stores, stores_of
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket, is_loopback
 from ..errors import ConfigError
+from ..shared_memory import remove_dead
 from ..units import format_size
 from .app import create_app
 from .calls import LIMITS
@@ -197,6 +198,7 @@ class Server:
                 self._history.note(FaultKind.CLIENT, name)
             if time.monotonic() - sampled_s >= SAMPLE_S:
                 sampled_s = time.monotonic()
+                await loop.run_in_executor(None, remove_dead)  # of engines that died while no daemon ran
                 self._history.record(await loop.run_in_executor(None, self._node.statistics))
             await asyncio.sleep(_TEND_S)
 

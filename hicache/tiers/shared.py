@@ -67,10 +67,11 @@ class SharedHostPool(HostPool):
 
         `name` is 1 to 128 letters, digits, dashes and dots. Use one name per engine, so that a restart takes over the
         memory after a crash. `processes` is the number of processes that open the pool, including this one; with None,
-        the name stays until `unlink`. `pin` is the CUDA device that copies from and to the pool, in each process that
-        has one. `node` is the NUMA node of the memory (by default that of `pin`, else any), if this process creates it.
+        the name stays until `unlink`, or until all of them have ended and another pool is opened. `pin` is the CUDA
+        device that copies from and to the pool, in each process that has one. `node` is the NUMA node of the memory (by
+        default that of `pin`, else any), if this process creates it.
         `role` ALONE rejects a pool that another process has open; so does GUEST, which opens a pool that a daemon has
-        created for this process. `keep` tells daemons to keep the memory when its engine has died.
+        created for this process. With `keep` the memory also stays after its processes have ended.
 
         Raises CapacityError if the memory does not fit (it is then removed); SharedMemoryError if the pool has other
         pages than requested, if it is not ready in time, or if the path is a file that HiCache did not create or that

@@ -24,6 +24,7 @@ from hicache.shared_memory import CONTROL_BYTES
 from hicache.tiers import SharedHostPool
 from tests.cache.world import GEOMETRY as CACHE_GEOMETRY
 from tests.cache.world import World, prompt
+from tests.leftovers import guarded
 from tests.tiers._shared_child import GEOMETRY
 
 pytestmark = pytest.mark.long
@@ -153,8 +154,9 @@ def test_processes_that_open_at_the_same_time_share_one_memory(name: str, childr
 def test_a_kept_pool_stays_until_it_is_unlinked(name: str, children: list[Child]) -> None:
     identity = children[0].ask("open", name, 5, None, WAIT_S)
     children[0].ask("write", name, 2, "kept")
-    children[0].ask("drop", name)
-    pool = open_here(name, 5, None)
+    with guarded(name):
+        children[0].ask("drop", name)
+        pool = open_here(name, 5, None)
     assert list(pool.identity) == identity and bytes(pool.payload(2)[:4]) == b"kept"
     pool.unlink()
     assert not path_of(name).exists()
@@ -221,8 +223,9 @@ def test_a_leftover_that_differs_is_replaced(name: str, misfit: str) -> None:
 
 def test_a_process_that_died_after_opening_does_not_count(name: str, doomed: Child) -> None:
     identity = doomed.ask("open", name, 8, 2, WAIT_S)
-    doomed.kill()
-    first = open_here(name)
+    with guarded(name):
+        doomed.kill()
+        first = open_here(name)
     assert list(first.identity) == identity and path_of(name).exists()
     assert open_here(name).identity == first.identity
     assert not path_of(name).exists()
@@ -235,9 +238,10 @@ def test_an_open_waits_for_half_created_memory_and_replaces_it_if_the_creator_di
     assert path_of(name).stat().st_size > 0
     with pytest.raises(SharedMemoryError, match="not ready in time"):
         open_here(name, timeout_s=0.05)
-    doomed.kill()
-    assert path_of(name).exists()
-    first = open_here(name, timeout_s=0)
+    with guarded(name):
+        doomed.kill()
+        assert path_of(name).exists()
+        first = open_here(name, timeout_s=0)
     assert open_here(name, timeout_s=0).identity == first.identity
 
 
