@@ -66,12 +66,12 @@ class EventRecorder:
         self.stream.put(event)
         walk = self._walk
         if walk is not None:
-            walk.stored(event, tree, node)
+            walk.added(event, tree, node)
         if node.stored and medium is Medium.HOST:
             event = event._replace(medium=Medium.STORAGE)
             self.stream.put(event)
             if walk is not None:
-                walk.stored(event, tree, node)
+                walk.added(event, tree, node)
 
     def grown(self, tree: RadixTree, node: Node, pages: int, prior: bytes | PageChain) -> None:
         """See `TreeObserver`."""
@@ -84,7 +84,7 @@ class EventRecorder:
         )  # fmt: skip
         self.stream.put(event)
         if self._walk is not None:
-            self._walk.grown(event, tree, node)
+            self._walk.added(event, tree, node)
 
     def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """Record that `node` is about to leave `medium`, or was lost by storage."""
@@ -206,13 +206,8 @@ class SnapshotWalk:
         self.snapshot.end()
         return True
 
-    def stored(self, event: Recorded, tree: RadixTree, node: Node) -> None:
-        """Record `event`: `node` was just added to a medium."""
-        self.tell(tree, node)
-        self.snapshot.put(event)
-
-    def grown(self, event: Recorded, tree: RadixTree, node: Node) -> None:
-        """Record `event`: `node`, on L1, just got more pages."""
+    def added(self, event: Recorded, tree: RadixTree, node: Node) -> None:
+        """Record `event`: `node` was just added to a medium, or, on L1, just got more pages."""
         if node.told == self._mark:
             self.snapshot.put(event)
         else:

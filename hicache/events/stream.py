@@ -20,10 +20,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 from ..errors import InvalidInput, InvariantError
-from .types import Cleared, Event, Recorded, RemovedRun, StoredRun
+from .types import Cleared, Event, Medium, Recorded, Removed, RemovedRun, Stored, StoredRun
+
+# Pages on storage that a reader remembers, 125 bytes each. `PrefixIndex` keeps as many that are only on storage.
+STORAGE_PAGES_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +142,23 @@ class EventReader:
 
     `gaps` counts how often events were dropped before they were read. `in_sync` is False from a gap until the end of
     the next snapshot, while the events so far describe only a part of the tree.
+
+    Invariant: after a `Cleared`, and from the start, each page is stored on a medium and removed from it in turn, so a
+    subscriber may count. The tree ensures this for device and host. It does not know which pages have left it and stay
+    on storage, so the reader does: `_on_storage` are the pages that it has reported there, the least recently stored
+    first. Beyond `storage_pages_max` it reports the first ones as removed, and forgets them.
     """
 
-    def __init__(self, stream: EventStream) -> None:
+    def __init__(self, stream: EventStream, *, storage_pages_max: int = STORAGE_PAGES_MAX) -> None:
         self.gaps = 0
         self.in_sync = True
         self._stream = stream
         self._cursor = 0
         self._wanted = False
         self._feeds: deque[deque[Recorded | _End]] = deque()
+        self._storage_pages_max = storage_pages_max
+        self._on_storage: dict[bytes, bool] = {}  # the values are True
+        self._ready: deque[Event] = deque()  # read from the stream and not returned yet
 
     def drain(self, events_max: int) -> tuple[Event, ...]:
         """Return the next events, at most `events_max`; an empty tuple if there are none. Never waits. Hashes the page
@@ -155,6 +168,13 @@ class EventReader:
         of an unknown tree are meaningless. A snapshot is a `Cleared` and a `Stored` for each page, parents first, with
         the new events of that time between them.
         """
+        ready = self._ready
+        while not ready and (events := self._next_events(events_max)):
+            for event in events:
+                ready.extend(self._news(event))
+        return tuple(ready.popleft() for _ in range(min(events_max, len(ready))))
+
+    def _next_events(self, events_max: int) -> tuple[Event, ...]:
         if self._feeds and (events := self._drain_snapshot(events_max)):
             return events
         if not self.in_sync:
@@ -187,6 +207,25 @@ class EventReader:
             events.append(_resolved(event))
         return tuple(events)
 
+    def _news(self, event: Event) -> list[Event]:
+        """Return the parts of `event` that the subscriber does not know yet."""
+        known = self._on_storage
+        if isinstance(event, Cleared):
+            known.clear()
+        elif event.medium is Medium.STORAGE:
+            if isinstance(event, Removed):
+                gone = tuple(key for key in event.keys if known.pop(key, False))
+                return [Removed(event.medium, gone)] if gone else []
+            news: list[Event] = list(_runs([key not in known for key in event.keys], event))
+            for key in event.keys:
+                known.pop(key, None)
+                known[key] = True
+            oldest = tuple(islice(known, max(0, len(known) - self._storage_pages_max)))
+            for key in oldest:
+                del known[key]
+            return [*news, Removed(event.medium, oldest)] if oldest else news
+        return [event]
+
     def request_snapshot(self) -> None:
         """Request a snapshot of the whole tree from the scheduler; `drain` returns it some steps later."""
         self._wanted = True
@@ -196,6 +235,15 @@ class EventReader:
         """Unsubscribe. Idempotent. Any thread."""
         with self._stream._lock:
             self._stream._readers = tuple(other for other in self._stream._readers if other is not self)
+
+
+def _runs(chosen: Sequence[bool], event: Stored) -> Iterator[Stored]:
+    """Yield the runs of `event` that consist of chosen pages."""
+    position = 0
+    for is_chosen, group in groupby(chosen):
+        begin, position = position, position + len(list(group))
+        if is_chosen:
+            yield event.part(begin, position)
 
 
 def _resolved(event: Recorded) -> Event:

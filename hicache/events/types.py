@@ -75,6 +75,13 @@ class Stored(NamedTuple):
         """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * len(self.keys)
 
+    def part(self, begin: int, end: int) -> Stored:
+        """Return the event of the pages `begin ... end - 1` of this run."""
+        page_bytes = len(self.tokens) // len(self.keys)
+        tokens = self.tokens[begin * page_bytes : end * page_bytes]
+        parent, seed = (self.keys[begin - 1], b"") if begin else (self.parent, self.seed)
+        return self._replace(keys=self.keys[begin:end], parent=parent, seed=seed, tokens=tokens)
+
 
 class Removed(NamedTuple):
     """The pages `keys` are no longer on `medium`."""
