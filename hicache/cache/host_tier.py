@@ -148,7 +148,7 @@ class HostTier:
             and not self._trees.current.stores_on_host
             and self._gate.may(Direction.WRITE)
             and self._controller.has_store_room(self._trees.current.pages(node))
-            and self._break_even.would(Route.STORE, *self._size(node)).go
+            and self._is_worth(node)
         )
 
     def store_path(self, node: Node, hits_min: int = 0) -> None:
@@ -221,6 +221,34 @@ class HostTier:
         self._stores[store] = tree, node
         tree.hold_host(node)
         return True
+
+    def unsaved(self, hits_min: int) -> list[Node]:
+        """Return the runs that storage lacks although they are worth storing, most recently used first, so parents
+        before children: those that at least `hits_min` requests have used, and pinned ones. Without storage, return an
+        empty list. Visits every node.
+        """
+        if not self._gate.attached:
+            return []
+        found = [
+            node
+            for node in self._trees.current.nodes()
+            if not node.stored and (node.hit_count >= hits_min or node.pin_ref) and self._is_worth(node)
+        ]
+        return sorted(found, key=lambda node: -node.last_access)
+
+    def takes_save(self, pages: int) -> bool:
+        """Return True if `pages` pages of L1 that must be stored fit on L2 now, without cancelling stores. Frames that
+        are kept for the next process replace pages that are only on L2, but not each other.
+        """
+        room = self.room
+        if (tree := self._trees.current).stores_on_host:
+            copies = tree.host_copy_pages + self.reserved_pages
+            room = min(room, int(COPIES_SHARE_MAX * self.host.pages) - copies)
+        return pages <= room
+
+    def _is_worth(self, node: Node) -> bool:
+        tree = self._trees.current
+        return tree.stores_on_host or self._break_even.would(Route.STORE, *self._size(node)).go
 
     def _pays(self, node: Node) -> bool:
         """Return True if a hit on `node` could pay. A run that continues one in flight is stored with it."""

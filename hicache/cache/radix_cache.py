@@ -19,7 +19,7 @@ from ..arguments import WHOLE_MAX, instance, number, whole
 from ..controller import Acks, HiCacheController
 from ..errors import InvariantError, TransferError
 from ..keys import RadixKey
-from ..radix import Inserted, Match, Peek
+from ..radix import Inserted, Match, Node, Peek
 from ..tiers import FailedTransfer, Fence, HostPool, KVPool, PageSource, Transfer, require_pages
 from ..types import PageIds
 from .break_even import Route
@@ -280,6 +280,11 @@ class HiRadixCache(TieredCache):
         super()._take_in(acks)
 
     # Inside
+
+    def _save(self, node: Node) -> bool:
+        if self._device_fault is not None:
+            return False
+        return self._l1.save(node) if node.host is None else super()._save(node)
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """Return the whole pages of `key` that may come from the cache: the last token is always computed."""

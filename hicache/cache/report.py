@@ -73,13 +73,16 @@ def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistic
     )  # fmt: skip
 
 
-def log_end(*, everything_ended: bool, took_s: float) -> None:
+def log_end(*, everything_ended: bool, unsaved_pages: int, took_s: float) -> None:
     """Log that a cache was closed."""
-    if everything_ended:
+    if everything_ended and unsaved_pages:
+        logger.warning("cache closed after %.1f s; %d pages are lost, storage did not take them (transfer."
+                       "shutdown_deadline, or the store is full, slow or down)", took_s, unsaved_pages)  # fmt: skip
+    elif everything_ended:
         logger.info("cache closed after %.1f s; all queued work has ended", took_s)
     else:
-        logger.warning("cache closed after %.1f s with unfinished operations: queued pages were not stored, or a call "
-                       "hangs (transfer.shutdown_deadline)", took_s)  # fmt: skip
+        logger.warning("cache closed after %.1f s with unfinished operations: %d pages were not stored, or a call "
+                       "hangs (transfer.shutdown_deadline)", took_s, unsaved_pages)  # fmt: skip
 
 
 def dropped(state: CacheStatistics) -> Counter[str]:

@@ -28,7 +28,7 @@ from ..events import EventStream, Publisher
 from ..frame import FrameCodec
 from ..histogram import STEP_BOUNDS_S, Histogram
 from ..keys import TOKEN_BYTES, Namespace, RadixKey, require_epoch
-from ..radix import NEW, RUN_PAGES_MAX, RadixTree, Uses, check_tree, make_policy
+from ..radix import NEW, RUN_PAGES_MAX, Node, RadixTree, Uses, check_tree, make_policy
 from ..tiers import HostPool, PageAllocator
 from .break_even import BreakEven
 from .host_tier import HostTier
@@ -44,6 +44,12 @@ from .verification import LoadVerifier
 
 # The polling interval of `drain`. It is for shutdown and tests, where a millisecond does not matter.
 DRAIN_WAIT_S = 0.001
+# The share of the closing time in which stores are started; the rest is for the threads to end.
+WORK_SHARE = 0.9
+# `close` waits this long for a store that takes no writes: longer than a back-off, and shorter than an outage.
+GATE_WAIT_S = 1.5
+# `close` ends its attempts after this many in a row without a stored page: the store is full or does not answer.
+FRUITLESS_MAX = 2
 
 
 class TieredOptions(TypedDict, total=False):
@@ -113,6 +119,9 @@ class TieredCache:
         self._log: CacheLog | None = None
         self._release_host = release
         self._closed = False
+        # Requests that must have used a page before it is worth storing.
+        self._saved_hits_min = config.selective_hits if config.write_policy == "write_through_selective" else 0
+        self._unsaved_pages = 0
 
     def _new_tree(self) -> RadixTree:
         bounds = self.config.transfer
@@ -285,6 +294,7 @@ class TieredCache:
             prefetch_wait=self._prefetcher.wait.statistics(),
             prefetches_waiting=self._prefetcher.waiting,
             step=self._step_time.statistics(),
+            unsaved_pages=self._unsaved_pages,
         )
 
     def check(self) -> None:
@@ -308,10 +318,12 @@ class TieredCache:
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish queued copies and stores and end all threads. Blocks up to `timeout_s` (None: as configured).
+        """Finish queued copies and stores, store the pages that storage lacks, and end all threads. Blocks up to
+        `timeout_s` (None: as configured).
 
-        Prefetches are cancelled. Return False if operations or threads remained; stored objects are then still whole or
-        absent.
+        Prefetches are cancelled. Pages that the write policy wants in storage are stored as time allows, most recently
+        used first; `statistics().unsaved_pages` counts those that were not. Return False if operations or threads
+        remained; stored objects are then still whole or absent.
         """
         timeout_s = self.config.transfer.shutdown_deadline if timeout_s is None else number("timeout_s", timeout_s)
         began_s = time.monotonic()
@@ -322,23 +334,57 @@ class TieredCache:
         self.mailbox.close()
         self.controller.gate.stop(Direction.READ)
         try:
-            self.drain(max(0.0, deadline - time.monotonic()))
+            self._save_all(began_s + WORK_SHARE * timeout_s)
         except RankError:
             pass  # the other ranks are gone; operations in flight still end
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
         if self._scrubber is not None:
             ended &= self._scrubber.close(max(0.0, deadline - time.monotonic()))
         self.poll()
+        self._unsaved_pages = sum(map(self.tree.pages, self._l2.unsaved(self._saved_hits_min)))
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - time.monotonic()))
         self._end_log(ended, began_s)
         self._release_host()
         return ended
 
+    def _save_all(self, until_s: float) -> None:
+        """Drain, and store the pages that storage lacks, in waves that fit on L2, until `until_s` at most.
+
+        Stops when nothing more can be started, and after `FRUITLESS_MAX` waves that stored nothing. Waits for a
+        store that takes no writes for as long as a back-off may run.
+        """
+        gate, fruitless, lacking_pages = self.controller.gate, 0, math.inf
+        idle_s = self.controller.time_s()
+        while (left_s := until_s - time.monotonic()) > 0 and self.drain(left_s) and gate.attached:
+            if gate.may(Direction.WRITE):
+                lacking = self._l2.unsaved(self._saved_hits_min)
+                before, lacking_pages = lacking_pages, sum(map(self.tree.pages, lacking))
+                fruitless = 0 if lacking_pages < before else fruitless + 1
+                if fruitless == FRUITLESS_MAX or not self._start_saves(lacking):
+                    return
+                idle_s = self.controller.time_s()
+            elif self.controller.time_s() - idle_s >= GATE_WAIT_S:
+                return
+            elif not self.poll():
+                time.sleep(DRAIN_WAIT_S)
+
+    def _start_saves(self, lacking: list[Node]) -> bool:
+        """Start to store those of the runs that fit now. Return False if there is none."""
+        started = 0
+        for node in lacking:
+            if self.controller.has_store_room(self.tree.pages(node)):
+                started += self._save(node)
+        return started > 0
+
+    def _save(self, node: Node) -> bool:
+        """Start to store a run. Return False if that is not possible now."""
+        return self._l2.store(node)
+
     def _end_log(self, ended: bool, began_s: float) -> None:
         if self._log is not None:
             self._log.close()
-            log_end(everything_ended=ended, took_s=time.monotonic() - began_s)
+            log_end(everything_ended=ended, unsaved_pages=self._unsaved_pages, took_s=time.monotonic() - began_s)
 
     def __enter__(self) -> Self:
         return self

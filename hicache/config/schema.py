@@ -244,7 +244,8 @@ class TransferConfig(Section):
     )
     shutdown_deadline: PositiveDuration = Field(
         default=5.0,
-        description="Time limit of closing. Pages not stored by then are dropped, never half written.",
+        description="Time limit of closing, in which pages that storage lacks are stored, most recently used first. "
+        "Pages not stored by then are dropped, never half written.",
     )
 
 
@@ -329,7 +330,8 @@ class HiCacheConfig(Section):
         description="When a page is copied to the host and stored. `write_through`: as soon as it is computed (in "
         "chunked prompts every 32,768 tokens); evicting it from the device is then free. `write_through_selective`: "
         "after `selective_hits` uses; pages that are used once are not written. `write_back`: when the device evicts "
-        "it; copies least, but freeing device memory takes a step longer.",
+        "it, or when the cache is closed; copies least, but freeing device memory takes a step longer, and a crash "
+        "loses more.",
     )
     selective_hits: Count = Field(
         default=2, ge=1, le=1 << 30,

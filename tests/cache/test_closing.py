@@ -1,0 +1,247 @@
+"""`close` stores the pages that storage lacks, most recently used first, and counts those that it could not."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.guard import Direction, Override
+from hicache.backends.memory import MemoryBackend
+from hicache.config import HiCacheConfig
+from hicache.controller.ranks import TorchRankGroup
+from hicache.frame import PageBuffer
+from hicache.keys import RadixKey
+from hicache.shared_memory import path_of
+from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import Indices
+from tests.cache.host_world import HostWorld
+from tests.cache.keeping import PAGE_TOKENS, RadixEngine, options
+from tests.cache.world import GatedBackend, LastingBackend, World, codec, every_hit, memory_backend, prompt
+from tests.ranks import gloo_ranks
+from tests.waiting import wait_for
+
+PROMPTS = [prompt(*range(first, first + 5)) for first in (10, 20, 30, 40)]
+PAGES = 20  # of all prompts
+BACK = every_hit(write_policy="write_back")
+
+
+def stored_pages(backend: MemoryBackend, key: RadixKey) -> int:
+    """Return how many leading pages of a prompt are stored."""
+    keys = key.page_keys(PAGE_TOKENS, key.seed, 0, key.pages(PAGE_TOKENS))
+    return next((number for number, key in enumerate(keys) if backend.peek(key) is None), len(keys))
+
+
+def closed(world: World | HostWorld, timeout_s: float | None = None) -> int:
+    """Close the cache of a world, whose threads must end. Return the pages that it could not store."""
+    world.leave()
+    assert world.cache.close(timeout_s)
+    world.cache.check()
+    return world.cache.statistics().unsaved_pages
+
+
+def compute(world: World, keys: Sequence[RadixKey] = PROMPTS) -> None:
+    for number, key in enumerate(keys):
+        world.serve(f"r{number}", key)
+
+
+class FullBackend(LastingBackend):
+    """A store that takes `pages` pages, and rejects all others."""
+
+    def __init__(self, pages: int) -> None:
+        super().__init__(codec())
+        self.left, self.calls = pages, 0
+
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        self.calls += 1
+        taken = min(self.left, len(keys))
+        self.left -= taken
+        outcomes = super().batch_set(keys[:taken], pages[:taken], parent=parent, deadline=deadline)
+        return outcomes + [SetOutcome.REJECTED] * (len(keys) - taken)
+
+
+def test_with_write_back_the_pages_that_are_only_on_l1_are_stored() -> None:
+    backend = memory_backend()
+    world = World(device_pages=24, backend=backend, config=BACK)
+    compute(world)
+    world.settle()
+    assert world.cache.statistics().controller.stored_pages == 0
+    assert closed(world) == 0
+    assert [stored_pages(backend, key) for key in PROMPTS] == [5, 5, 5, 5]
+
+
+def test_pages_that_do_not_fit_on_l2_together_are_stored_in_waves() -> None:
+    backend = memory_backend()
+    world = World(device_pages=24, host_pages=6, backend=backend, config=BACK)
+    compute(world)
+    assert closed(world) == 0
+    assert [stored_pages(backend, key) for key in PROMPTS] == [5, 5, 5, 5]
+
+
+def test_the_most_recently_used_prompts_are_stored_first_and_each_from_its_first_page() -> None:
+    backend = FullBackend(8)
+    world = World(device_pages=24, host_pages=5, backend=backend, config=BACK)
+    compute(world)
+    world.attempt("again", PROMPTS[1])
+    assert closed(world) == PAGES - 5  # a run that is stored in part counts as a whole
+    assert [stored_pages(backend, key) for key in PROMPTS] == [0, 5, 0, 3]
+
+
+def test_pages_that_are_stored_already_are_not_stored_again() -> None:
+    backend = GatedBackend()
+    world = World(device_pages=24, backend=backend, config=BACK)
+    compute(world, PROMPTS[:2])
+    world.cache.evict(10)  # which writes back and stores
+    compute(world, PROMPTS[2:])
+    world.settle()
+    assert backend.statistics().sets[SetOutcome.STORED] == 10
+    assert closed(world) == 0
+    sets = backend.statistics().sets
+    assert sets[SetOutcome.STORED] == PAGES and not sets.get(SetOutcome.PRESENT)
+
+
+def test_pages_whose_store_was_dropped_are_stored_at_the_end() -> None:
+    """The relative of write_back: with write_through they wait for their next use, which does not come."""
+    backend = GatedBackend()
+    backend.writes.clear()
+    world = World(device_pages=24, backend=backend, config=every_hit(transfer={"store_host_share": 0.2}))
+    compute(world)
+    world.until(lambda: world.cache.writeback_pages == 0 and backend.entered.is_set())
+    world.until(lambda: world.controller._backup_pages == 0)
+    assert world.cache.statistics().controller.refused["backup"] > 0
+    backend.writes.set()
+    assert closed(world) == 0
+    assert [stored_pages(backend, key) for key in PROMPTS] == [5, 5, 5, 5]
+
+
+def test_a_host_cache_stores_its_pages_whose_store_was_dropped() -> None:
+    backend = GatedBackend()
+    backend.writes.clear()
+    world = HostWorld(backend=backend, config=every_hit(transfer={"store_host_share": 0.2}))
+    keys = [key.head(20) for key in PROMPTS]
+    for number, key in enumerate(keys):
+        world.write(f"r{number}", key)
+    assert world.cache.statistics().controller.refused["backup"] > 0
+    backend.writes.set()
+    assert closed(world) == 0
+    assert [stored_pages(backend, key) for key in keys] == [5, 5, 5, 5]
+
+
+def test_with_write_through_selective_pages_that_were_used_once_are_not_worth_storing() -> None:
+    backend = memory_backend()
+    world = World(
+        device_pages=24, backend=backend, config=every_hit(write_policy="write_through_selective", selective_hits=2)
+    )
+    compute(world)
+    assert closed(world) == 0
+    assert [stored_pages(backend, key) for key in PROMPTS] == [0, 0, 0, 0]
+
+
+def test_without_storage_nothing_is_copied_and_nothing_counts_as_lost() -> None:
+    world = World(device_pages=24, config=BACK)
+    compute(world)
+    assert closed(world) == 0
+    assert world.cache.statistics().controller.written_pages == 0
+
+
+def test_a_store_that_takes_nothing_is_tried_twice_and_all_pages_are_counted() -> None:
+    backend = FullBackend(0)
+    world = World(device_pages=24, backend=backend, config=BACK)
+    compute(world)
+    assert closed(world) == PAGES
+    assert 0 < backend.calls <= 2 * len(PROMPTS)
+
+
+def test_a_store_that_hangs_does_not_delay_the_end_beyond_its_time() -> None:
+    backend = GatedBackend()
+    backend.writes.clear()
+    world = World(device_pages=24, backend=backend, config=BACK)
+    compute(world)
+    world.leave()
+    assert not world.cache.close(0.3)
+    assert world.cache.statistics().unsaved_pages == PAGES
+    backend.writes.set()
+    wait_for(lambda: world.cache.statistics().controller.workers_alive == 0)
+
+
+def test_pages_of_earlier_weights_are_not_stored() -> None:
+    stores = [memory_backend(epoch=0), memory_backend(epoch=1)]
+    world = World(device_pages=24, backend=stores[0], config=BACK, open_storage=lambda epoch: stores[epoch])
+    compute(world)
+    world.cache.update_weights(1)
+    world.until(lambda: world.controller.backend is stores[1])
+    assert closed(world) == 0
+    assert [stored_pages(store, PROMPTS[0]) for store in stores] == [0, 0]
+
+
+class BrokenLoads(CpuCopyEngine):
+    """A copy engine whose loads fail on the device."""
+
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
+        raise OSError("device lost")
+
+
+def test_after_a_failed_device_copy_nothing_is_stored_because_l1_is_unknown() -> None:
+    backend = memory_backend()
+    world = World(device_pages=24, backend=backend, config=BACK, copies=BrokenLoads)
+    compute(world, PROMPTS[:2])
+    world.cache.evict(5)
+    world.settle()
+    assert world.admit("again", PROMPTS[0]).load is not None
+    world.cache.start_loading()
+    world.settle()
+    assert closed(world) == 5
+    assert [stored_pages(backend, key) for key in PROMPTS[:2]] == [5, 0]
+
+
+def test_all_ranks_store_their_pages() -> None:
+    """Two ranks with different stores decide alike in each step until both have ended."""
+    backends = [memory_backend(), memory_backend()]
+
+    def run(group: TorchRankGroup, backend: MemoryBackend) -> int:
+        world = World(device_pages=24, host_pages=8, backend=backend, config=BACK, ranks=group)
+        compute(world)
+        return closed(world)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, gloo_ranks(2, deadline_s=60), backends)) == [0, 0]
+    for backend in backends:
+        assert [stored_pages(backend, key) for key in PROMPTS] == [5, 5, 5, 5]
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    chosen = f"hicache-test-closing-{os.getpid()}"
+    yield chosen
+    path_of(chosen).unlink(missing_ok=True)
+
+
+def test_memory_that_is_kept_for_the_next_process_gets_the_pages_of_l1(name: str) -> None:
+    for expected in (0, 5):
+        engine = RadixEngine(HiCacheConfig.model_validate(options(name, write_policy="write_back")))
+        with closing(engine.cache):
+            assert [engine.serve(key) for key in PROMPTS[:3]] == [expected] * 3
+        assert engine.wrong == 0
+        del engine
+        gc.collect()  # unmaps the memory, like the end of a process
+
+
+def test_the_log_says_how_many_pages_were_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**options("", write_policy="write_back"), "host": {"tokens": 128}}
+    config["storage"] = {"type": "file", "options": {"path": str(tmp_path / "pages")}}
+    engine = RadixEngine(HiCacheConfig.model_validate(config))
+    for key in PROMPTS[:3]:
+        engine.serve(key)
+    engine.cache.storage.override(Direction.WRITE, Override.OFF)
+    with caplog.at_level("WARNING", logger="hicache.cache"):
+        assert engine.cache.close()
+    assert engine.cache.statistics().unsaved_pages == 15
+    assert "15 pages are lost" in caplog.text
