@@ -144,6 +144,22 @@ def test_an_engine_with_full_attention_is_served() -> None:
     assert open_engine({}, {}).layout.shape.tokens == 64
 
 
+def warnings_for(changes: dict[str, Any], specs: list[FullAttentionSpec], caplog: pytest.LogCaptureFixture) -> str:
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(kv_cache_specs=dict(enumerate(specs))))]
+    cache: Any = SimpleNamespace(kv_cache_groups=groups)
+    caplog.clear()
+    vllm_engine.warn_of_settings(vllm_config(**changes), cache)
+    return caplog.text
+
+
+def test_a_window_that_is_kept_whole_is_a_warning_that_names_the_tier(caplog: pytest.LogCaptureFixture) -> None:
+    window = dataclasses.replace(SPEC, sliding_window=512)
+    assert "only to the last 512 tokens" in (text := warnings_for({}, [SPEC, window], caplog)) and "vllm_tier" in text
+    assert not warnings_for({}, [SPEC, SPEC], caplog)
+    assert not warnings_for({"max_model_len": 512}, [SPEC, window], caplog)  # no prompt is longer than the window
+    assert "'recompute'" in warnings_for({"kv_load_failure_policy": "fail"}, [SPEC], caplog)
+
+
 def test_events_of_a_data_parallel_rank_name_it() -> None:
     assert open_engine({"data_parallel_size": 2, "data_parallel_index": 1}, {}).config.events.data_parallel_rank == 1
     assert open_engine({}, {}).config.events.data_parallel_rank is None

@@ -11,10 +11,17 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 with warnings.catch_warnings():  # from vLLM and its imports
     warnings.simplefilter("ignore")
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorTransferResults,
+        supports_hma,
+    )
+    from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     from hicache.integrations.vllm import HiCacheConnector
 
@@ -91,7 +98,7 @@ READ = {
     "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens preempted_req_ids scheduled_cached_reqs "
     "kv_connector_block_state",
-    "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size unpadded_page_size_bytes",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size unpadded_page_size_bytes sliding_window",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups kv_tp_replicas",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names kv_cache_spec",
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs",
@@ -143,3 +150,16 @@ def test_transfer_results_have_the_field_order_that_hicache_uses() -> None:
     assert [field.name for field in fields(KVConnectorTransferResults)] == [
         "finished_sending", "finished_recving", "failed_recving",
     ]  # fmt: skip
+
+
+def test_without_its_hybrid_allocator_vllm_changes_windows_to_full_attention_and_rejects_state() -> None:
+    """As docs/engines.md says of HiCacheConnector: the message for models with state is vLLM's."""
+    assert not supports_hma(HiCacheConnector)
+    attention: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    full = FullAttentionSpec(**attention)
+    layers: dict[str, Any] = {"0": full, "1": SlidingWindowSpec(**attention, sliding_window=128)}
+    unify_hybrid_kv_cache_specs(layers)
+    assert type(layers["1"]) is FullAttentionSpec and layers["1"].sliding_window == 128
+    state = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.float32,))
+    with pytest.raises(ValueError, match="Failed to promote local KV cache specs to one unified type"):
+        unify_hybrid_kv_cache_specs({"0": full, "1": state})

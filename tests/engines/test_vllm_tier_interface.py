@@ -107,13 +107,13 @@ def spec(**changes: object) -> types.SimpleNamespace:
 class Primary:
     """Rows of a primary tier, and a tier over them from vLLM's factory."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
+    def __init__(self, folder: Path, changes: dict[str, object] | None = None, **options: object) -> None:
         config = folder / "hicache.yaml"
         config.write_text(json.dumps({"storage": {"type": "file", "options": {"path": str(folder / "store")}}}))
         self.rows = np.zeros((ROWS, ROW_BYTES), dtype=np.int8)
         entry = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm_tier", "config": str(config)}
         self.tier = SecondaryTierFactory.create_secondary_tier(
-            {**entry, "model": "weights 1", **options}, memoryview(self.rows.data), spec()
+            {**entry, "model": "weights 1", **options}, memoryview(self.rows.data), spec(**(changes or {}))
         )
         self.results: dict[int, JobResult] = {}
 
@@ -159,6 +159,27 @@ def test_chunks_are_stored_and_loaded_through_the_adapter(primary: Primary) -> N
     primary.tier.on_request_finished(request)
     primary.tier.drain_jobs()
     assert LookupResult.HIT not in primary.find(keys, ReqContext("s"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "numbers", "warns"),
+    [(8, [0], True), (8, [0, 1], False), (1, [0], False)],
+    ids=["no state", "state", "single blocks"],
+)
+def test_a_group_without_chunks_is_reported_once(
+    tmp_path: Path, root_hash: None, caplog: pytest.LogCaptureFixture, blocks: int, numbers: list[int], warns: bool
+) -> None:
+    groups = tuple(
+        OffloadingGroupConfig(tokens_per_block=32, layer_names=(f"layer.{number}",), group_id=number)
+        for number in range(2)
+    )
+    cache = types.SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=blocks)
+    primary, request = Primary(tmp_path, {"groups": groups, "cache": cache}), ReqContext("r")
+    for number in range(60):
+        keys = [make_offload_key(bytes([number, group]) * 16, group) for group in numbers for _ in range(2)]
+        primary.run(number, keys, [0] * len(keys), request, load=False)
+    primary.tier.shutdown()
+    assert caplog.text.count("is of layer layer.1, so no prompt can hit; remove blocks_per_chunk") == warns
 
 
 def test_a_name_without_a_folder_does_not_identify_weights(tmp_path: Path) -> None:

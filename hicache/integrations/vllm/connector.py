@@ -25,7 +25,7 @@ from ...cache import create_host_cache
 from ...errors import ConfigError
 from ...events import EventReader, EventStream
 from ...metrics import serve_configured as serve_metrics
-from .engine import AdapterKeys, Engine, WorkerLayout, form_of, wants_layerwise
+from .engine import AdapterKeys, Engine, WorkerLayout, form_of, wants_layerwise, warn_of_settings
 from .events import vllm_events
 from .figures import CopyPromMetrics, CopyStats
 from .jobs import Report, Step
@@ -70,7 +70,10 @@ class HiCacheConnector(KVConnectorBase_V1):
         self._adapters = AdapterKeys()
         self._scheduler: _Scheduler | None = None
         self._worker: _Worker | None = None
-        self._pool = self._engine.open_pool(worker=False) if role == KVConnectorRole.SCHEDULER else None
+        self._pool = None
+        if role == KVConnectorRole.SCHEDULER:
+            warn_of_settings(vllm_config, kv_cache_config)
+            self._pool = self._engine.open_pool(worker=False)
 
     # Called by vLLM before it starts
 

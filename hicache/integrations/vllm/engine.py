@@ -20,7 +20,13 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs, group_kernel_blocks
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
 
 from ...config import EventsConfig, HiCacheConfig
 from ...errors import ConfigError, HiCacheError
@@ -230,21 +236,36 @@ def form_of(workers: Mapping[Any, Any], pool: SharedHostPool, ranks: int) -> str
     return forms.pop()
 
 
+def warn_of_settings(vllm: VllmConfig, cache: KVCacheConfig) -> None:
+    """Log which supported settings cost more than necessary. For one process of an engine."""
+    policy, length = vllm.kv_transfer_config.kv_load_failure_policy, vllm.model_config.max_model_len
+    if policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a request fails if a copy to the device fails; set it to 'recompute'", policy
+        )
+    # vLLM keeps the window of the layers that it changes to full attention, because the connector does not support its
+    # hybrid allocator.
+    layers = _layer_specs(cache)
+    windows = [one.sliding_window for one in layers if isinstance(one, FullAttentionSpec) and one.sliding_window]
+    if windows and min(windows) < length:
+        logger.warning(
+            "layers of this model attend only to the last %d tokens, but with this connector vLLM keeps the KV of all "
+            "tokens, and HiCache copies and stores it; %s: it needs less memory (docs/engines.md)",
+            min(windows), _SECOND_PATH,
+        )  # fmt: skip
+
+
+def _layer_specs(cache: KVCacheConfig) -> list[KVCacheSpec]:
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    return [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+
+
 def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
     parallel, speculative = vllm.parallel_config, vllm.speculative_config
     algorithm, multimodal = vllm.cache_config.prefix_caching_hash_algo, vllm.model_config.multimodal_config
-    groups = cache.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups]
-    layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
-    transfer = vllm.kv_transfer_config
-    if transfer.kv_load_failure_policy != "recompute":
-        logger.warning(
-            "kv_load_failure_policy is %r: a request fails if a copy to the device fails; set it to 'recompute'",
-            transfer.kv_load_failure_policy,
-        )
+    groups, layers, role = cache.kv_cache_groups, _layer_specs(cache), vllm.kv_transfer_config.kv_role
     problems = {
-        f"kv_role {transfer.kv_role!r} is not supported, every engine loads and saves; use 'kv_both'":
-            transfer.kv_role != "kv_both",
+        f"kv_role {role!r} is not supported, every engine loads and saves; use 'kv_both'": role != "kv_both",
         "pipeline parallelism is not supported yet; use tensor parallelism": parallel.pipeline_parallel_size > 1,
         "several nodes are not supported: the workers share host memory; run one engine per node and let them "
         "share storage": parallel.nnodes > 1,

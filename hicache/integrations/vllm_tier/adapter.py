@@ -9,6 +9,7 @@ Written for vLLM 0.32.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
+logger = logging.getLogger(__name__)
+
+# A group of layers without one of the first chunks never gets one: each prompt gives chunks of all groups.
+_CHUNKS_OF_ALL_GROUPS = 100
 _WHERE = "secondary_tiers of kv_connector_extra_config"
 
 
@@ -85,6 +91,8 @@ class HiCacheTier(SecondaryTierManager):
             )
             return opener.open(codec)
 
+        self._chunks = 0  # passed to `submit_store`, until the groups are compared
+        self._groups_without = {} if layout.chunk_blocks == 1 else {one.number: one.layers for one in layout.groups}
         self._tier = ChunkTier(
             options, layout.namespace(identity, name), primary_kv_view.cast("B"), open_namespace, _key_of,
             in_place=in_place, processes=offloading_spec.config.parallel.data_parallel_size,
@@ -99,6 +107,8 @@ class HiCacheTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """See vLLM's SecondaryTierManager."""
+        if self._groups_without:
+            self._compare_groups(job_metadata)
         self._tier.store(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -140,6 +150,20 @@ class HiCacheTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """See vLLM's SecondaryTierManager. Blocks for at most `transfer.shutdown_deadline`."""
         self._tier.close()
+
+    def _compare_groups(self, stored: TransferJob) -> None:
+        """Warn once if vLLM has no chunks of some layers: a hit needs chunks of all groups. Chunks of several blocks
+        have this effect on state layers, of which vLLM keeps single blocks."""
+        self._chunks += len(stored.keys)
+        for key in stored.keys:
+            self._groups_without.pop(get_offload_group_idx(key), None)
+        if self._groups_without and self._chunks >= _CHUNKS_OF_ALL_GROUPS:
+            layers = next(iter(self._groups_without.values()))
+            logger.warning(
+                "vllm tier: none of the first %d chunks is of layer %s, so no prompt can hit; remove blocks_per_chunk, "
+                "as for all models with state layers", self._chunks, layers[0],
+            )  # fmt: skip
+            self._groups_without = {}
 
 
 def chunk_layout(spec: OffloadingSpec, chunk_bytes: int) -> ChunkLayout:
