@@ -1,0 +1,208 @@
+"""The Python blocks of the pages are correct under `mypy --strict`, and run as written.
+
+A block is a program: its setup, which supplies the names that a reader has, and the block. It runs on the CPU, with
+small sizes (`SMALL`). `NOT_RUN` names the pages whose blocks do not run, each with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hicache.shared_memory import path_of
+from tests.test_documented_commands import ROOT, TEXTS
+
+pytestmark = [pytest.mark.long, pytest.mark.servers]
+
+# mypy without a cache reads torch for a minute.
+TYPES_TIMEOUT_S = 170
+RUN_TIMEOUT_S = 120
+SMALL = {'"cuda"': '"cpu"', '"40GiB"': '"128MiB"', '"4GiB"': '"64MiB"'}
+SMALL_CONFIG = {
+    "HICACHE_HOST__SIZE": "128MiB",
+    "HICACHE_STORAGE__OPTIONS__PATH": "pages",
+    "HICACHE_STORAGE__OPTIONS__CAPACITY": "1GiB",
+    "HICACHE_STORAGE__OPTIONS__FREE_SPACE_FLOOR": "0",
+}
+
+CONFIG = """
+from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
+geometry = KVGeometry(layers=4, heads=2, head_dim=16, page_size=16, dtype="float32")
+options = {
+    "page_size": 16, "device": {"tokens": 1024}, "host": {"tokens": 2048},
+    "storage": {"type": "file", "options": {"path": "store", "capacity": "64MiB", "free_space_floor": 0}},
+}
+config = HiCacheConfig.model_validate(options)
+namespace = Namespace(model="weights", geometry=geometry)
+rid, key = "r1", RadixKey.of(range(300))
+page_size, layers, heads, kv_heads, head_dim = 16, 4, 2, 2, 16
+"""
+CACHE = """
+import atexit
+from hicache import HiRadixCache, create_cache
+cache = create_cache(config, namespace)
+atexit.register(cache.close)
+assert isinstance(cache, HiRadixCache)
+"""
+SESSIONS = CONFIG + """
+import atexit
+from hicache import SessionCache, create_cache
+cache = create_cache(HiCacheConfig.model_validate({**options, "sessions": {"enabled": True}}), namespace)
+atexit.register(cache.close)
+assert isinstance(cache, SessionCache)
+"""
+REQUEST = CONFIG + CACHE + """
+import torch
+request = cache.begin_request(rid, key)
+assert request is not None
+first, end, layer = 0, 300, 0
+k = v = torch.ones(300, 2, 16)
+"""
+BATCH = REQUEST + """
+from hicache.tiers import RequestToTokenPool
+rows, request_1, request_2, q = RequestToTokenPool(2, 1024), request, request, torch.ones(301, 2, 16)
+k = v = torch.ones(301, 2, 16)
+row_1, row_2, prompt_tokens, computed_tokens = rows.alloc(), rows.alloc(), 300, 40
+assert row_1 is not None and row_2 is not None
+rows.write(row_1, request.pages, page_size)
+rows.write(row_2, request.pages, page_size)
+"""
+SLOTS = CONFIG + CACHE + """
+import torch
+device, prefix_lens, seq_lens, extend_tokens = "cpu", torch.tensor([0]), torch.tensor([20]), 20
+last_loc, new_last_loc = torch.tensor([-1]), torch.tensor([35])
+"""
+RANKS = CONFIG + """
+from pathlib import Path
+from torch import distributed
+from hicache import create_cache
+distributed.init_process_group("gloo", init_method="file://" + str(Path("ranks").resolve()), rank=0, world_size=1)
+"""
+HOST = CONFIG + """
+from hicache.tiers import HostPool
+pool, start_page, seconds = HostPool(geometry, 128), 0, 0.001
+key = RadixKey.of(range(288))
+"""
+WORKERS = """
+import numpy as np
+import torch
+from hicache import HiCacheConfig, Piece
+page_tokens, pages, ranks, rank, k, model, fence = 32, 64, 1, 0, 2, "weights", None
+pieces = tuple(Piece(f"{block}.{layer}", 2 * 16 * 2 * 8 * 4) for block in range(k) for layer in range(4))
+layers = [torch.zeros(2, 64, 16, 2, 8) for _ in range(4)]
+config = HiCacheConfig.model_validate({"page_size": page_tokens})
+device_blocks, host_blocks = np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32)
+"""
+BACKEND = """
+from hicache.backends.memory import MemoryBackend
+from hicache.frame import FrameCodec
+class MyBackend(MemoryBackend):
+    def __init__(self, codec: FrameCodec, path: object) -> None:
+        super().__init__(codec)
+def read_file(key: bytes) -> bytes | None: ...
+def write_file(key: bytes, data: bytes) -> None: ...
+"""
+SERVER = """
+from hicache.devservers.ports import free_ports
+from types import SimpleNamespace
+server = SimpleNamespace(port=free_ports(1)[0])
+"""
+# The setup of each block, in the order of the page.
+SETUPS = {
+    "README.md": ['prompt_tokens, rid = list(range(300)), "r1"'],
+    "docs/backends/s3.md": [""],
+    "docs/backends/writing.md": [BACKEND],
+    "docs/embedding.md": [
+        CONFIG + "from hicache.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SESSIONS, SLOTS, RANKS,
+        CONFIG + CACHE + "capacity_bytes = 1 << 20",
+    ],
+    "docs/host_cache.md": [HOST, WORKERS],
+    "docs/reliability.md": [CONFIG + CACHE],
+    "docs/servers.md": ["", SERVER],
+}  # fmt: skip
+NOT_RUN = {"docs/backends/s3.md": "tests/backends/s3/test_s3_http.py runs it on a real server"}
+
+
+class Program(NamedTuple):
+    """A block of a page: the line after which it begins, its setup and its text."""
+
+    page: str
+    line: int
+    setup: str
+    text: str
+
+    @property
+    def source(self) -> str:
+        """The whole program. The future import lets setups use later names."""
+        return f"from __future__ import annotations\n{self.setup}\n{self.text}"
+
+    @property
+    def name(self) -> str:
+        return f"{re.sub(r'[^a-z]+', '_', self.page.lower())}_{self.line}"
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """Return the Python blocks of a page, each with the number of its first line."""
+    found = re.finditer(r"^ *```python\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, one.start()) + 1, textwrap.dedent(one[1])) for one in found]
+
+
+PROGRAMS = [
+    Program(page, line, setup, block)
+    for page, text in TEXTS.items()
+    for (line, block), setup in zip(blocks(text), SETUPS.get(page, []), strict=True)
+]
+RUN = [program for program in PROGRAMS if program.page not in NOT_RUN]
+
+
+def type_errors(programs: list[Program], folder: Path) -> str:
+    """Check the types of all programs in one run, with the settings of this project. Return the errors."""
+    files = [folder / f"{program.name}.py" for program in programs]
+    for file, program in zip(files, programs, strict=True):
+        file.write_text(program.source)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *map(str, files)], cwd=ROOT,
+        env={**os.environ, "MYPYPATH": f"{ROOT}:{folder}"}, capture_output=True, text=True, check=False,
+        timeout=TYPES_TIMEOUT_S,
+    )  # fmt: skip
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_the_types_of_all_blocks_are_correct(tmp_path: Path) -> None:
+    assert not (errors := type_errors(PROGRAMS, tmp_path)), errors
+
+
+def test_a_wrong_type_is_noticed(tmp_path: Path) -> None:
+    """The control: what an engine's author would write from an earlier text of the guide."""
+    text = "k, v = cache.device.get_kv_buffer(0)"
+    assert '"KVPool" has no attribute "get_kv_buffer"' in type_errors([Program("a", 1, CONFIG + CACHE, text)], tmp_path)
+
+
+@pytest.mark.parametrize("program", RUN, ids=lambda program: program.name)
+def test_a_block_runs(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "hicache.yaml").write_text("page_size: 16\ndevice: {tokens: 1024}\n")
+    source = re.sub("|".join(SMALL), lambda found: SMALL[found[0]], program.source)
+    name = f"test-documented-{os.getpid()}"
+    source = source.replace("my-engine", name)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)} | (SMALL_CONFIG if program.page == "README.md" else {})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", source], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=RUN_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    finally:
+        path_of(name).unlink(missing_ok=True)
+    assert done.returncode == 0, f"{program.page}:{program.line}: {done.stdout}"
+
+
+def test_reasons_and_setups_are_not_stale() -> None:
+    assert {program.page for program in PROGRAMS} == set(SETUPS) >= set(NOT_RUN)
+    assert all(any(small in program.text for program in RUN) for small in SMALL)
