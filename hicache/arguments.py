@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 import threading
 from numbers import Real
 from pathlib import Path
@@ -24,6 +25,10 @@ WHOLE_MAX = 2**63 - 1
 SECONDS_MAX = threading.TIMEOUT_MAX
 # Names are hashed on the scheduler's thread, some 0.5 us per KiB.
 NAME_BYTES_MAX = 64 << 10
+# A label stands in log lines, tables, pages and metrics; the header of a page has room for 32 bytes.
+LABEL_CHARACTERS_MAX = 64
+# A folder of Hugging Face's cache: models--ORGANISATION--NAME/snapshots/COMMIT.
+_HUB_SNAPSHOT = re.compile(r"(?:^|/)models--[^/]*?--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
 def whole(name: str, value: object, least: int = 0, most: int = WHOLE_MAX) -> int:
@@ -82,6 +87,17 @@ def encoded(name: str, value: object, *, least: int = 1) -> bytes:
     if not least <= len(data) <= NAME_BYTES_MAX:
         raise InvalidInput(f"{name}: {len(data)} bytes of text; use {least} to {NAME_BYTES_MAX}")
     return data
+
+
+def model_label(name: str) -> str:
+    """Return a short label for a model: the last part of `name`, which is a folder, a name on a hub, or any text. For a
+    snapshot in a hub's cache, this is the name of the model. At most `LABEL_CHARACTERS_MAX` printable characters,
+    because the label is public: it never contains the folders above.
+    """
+    path = name.rstrip("/")
+    snapshot = _HUB_SNAPSHOT.search(path)
+    last = snapshot[1] if snapshot else path.rpartition("/")[2]
+    return "".join(char if char.isprintable() else "?" for char in last.strip()[:LABEL_CHARACTERS_MAX])
 
 
 def _bad(name: str, value: object, hint: str) -> InvalidInput:

@@ -16,13 +16,13 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import encoded, instance, whole
+from .arguments import LABEL_CHARACTERS_MAX, encoded, instance, model_label, whole
 from .errors import InvalidInput
 from .geometry import KVGeometry, PageShape, page_shape
 
@@ -405,8 +405,9 @@ class Namespace:
     rank has its own pages, unless `ranks_share_pages` is set: then all tensor-parallel ranks hold the same bytes (the
     latent of MLA, or one page that all of them fill) and have one namespace for any number of ranks.
 
-    `label` names the model for people who look at a store, and may differ between engines. Raises InvalidInput for
-    a field of another type or range.
+    `label` names the model for people: on pages, in tables, logs and stores. It may be the path of its folder, of which
+    only the last part is kept (`model_label`), and may differ between engines. Raises InvalidInput for a field of
+    another type or range.
     """
 
     model: str
@@ -437,7 +438,7 @@ class Namespace:
             known = ", ".join(ELEMENT_ORDERS)
             raise InvalidInput(f"namespace: element_order {self.element_order[:40]!r} is not known; use one of {known}")
         instance("namespace: ranks_share_pages", self.ranks_share_pages, bool)
-        instance("namespace: label", self.label, str)
+        object.__setattr__(self, "label", model_label(instance("namespace: label", self.label, str)))
         page_shape(self.geometry)
         object.__setattr__(self, "weights_epoch", require_epoch(self.weights_epoch))
         for kind in ("tp", "pp", "cp", "dcp"):
@@ -457,6 +458,16 @@ class Namespace:
             *(() if self.ranks_share_pages else ("tp_rank", "tp_size")),
         ]  # fmt: skip
         return [("format_version", str(FORMAT_VERSION).encode()), *_texts(self, names)]
+
+    @property
+    def name(self) -> str:
+        """The label; without one `model`, of a fingerprint only the first 12 digits."""
+        model = model_label(self.model)
+        return self.label or (model if len(model) < LABEL_CHARACTERS_MAX else model[:12])
+
+    def labelled(self, label: str | None) -> Namespace:
+        """Return this namespace with another label, or unchanged for None. The digest stays the same."""
+        return self if label is None else replace(self, label=label)
 
     @property
     def shape(self) -> PageShape:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache import keys as keys_module
-from hicache.arguments import NAME_BYTES_MAX
+from hicache.arguments import LABEL_CHARACTERS_MAX, NAME_BYTES_MAX
 from hicache.errors import InvalidInput
 from hicache.geometry import KVGeometry, KVLayout, PageShape, Piece
 from hicache.keys import (
@@ -462,6 +462,34 @@ def test_a_label_may_contain_text_that_utf_8_cannot_encode() -> None:
     """It is the name of a folder as a rule, and no part of what must agree."""
     shape = KVGeometry(1, 1, 8, 16)
     assert Namespace("m", shape, label="\udcff").digest == Namespace("m", shape).digest
+
+
+COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
+LABELS = {
+    "llama": "llama",
+    "meta-llama/Llama-3.1-8B": "Llama-3.1-8B",
+    "/srv/tenant-a/models/llama/": "llama",
+    f"/srv/hub/models--meta-llama--Llama-3.1-8B/snapshots/{COMMIT}/": "Llama-3.1-8B",
+    f"models--gpt2/snapshots/{COMMIT}": COMMIT,
+    "with a line\nand \x1b[31m and \u202e": "with a line?and ?[31m and ?",
+    "x" * 300: "x" * LABEL_CHARACTERS_MAX,
+    "///": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", LABELS)
+def test_a_label_is_the_last_part_of_a_path_with_printable_characters(given: str) -> None:
+    namespace = Namespace("m", KVGeometry(1, 1, 8, 16), label=given)
+    assert namespace.label == LABELS[given] == replace(namespace).label
+    assert namespace.digest == replace(namespace, label="").digest == namespace.labelled("other").digest
+    assert namespace.labelled(None) is namespace and namespace.labelled("other").name == "other"
+
+
+def test_without_a_label_a_namespace_is_named_after_its_model_and_a_fingerprint_is_short() -> None:
+    shape = KVGeometry(1, 1, 8, 16)
+    assert Namespace("a model", shape).name == "a model" and Namespace("/srv/a model", shape).name == "a model"
+    assert Namespace("3f" * 32, shape).name == "3f" * 6
+    assert Namespace("3f" * 32, shape, label="llama").name == "llama"
 
 
 def test_a_text_of_another_class_counts_as_its_characters() -> None:

@@ -64,7 +64,7 @@ class EmbeddedCache:
     ) -> None:
         self._cache = cache
         self._config = config
-        self._namespace = namespace
+        self._namespace = namespace.labelled(config.model_label)
         self._environ = dict(os.environ if environ is None else environ)
         self._stores = ConfiguredStores(config, self._environ)
         self._instance = secrets.token_hex(8)
@@ -104,7 +104,7 @@ class EmbeddedCache:
                 _tier("device", found.device, 0), _tier("host", found.host, found.pinned_pages)
             ] if found.device.capacity_pages else [_tier("host", found.host, found.pinned_pages)],
             namespaces=[NamespaceStatus(
-                namespace=digest, label=self._namespace.label or self._namespace.model,
+                namespace=digest, label=self._namespace.name,
                 weights_epoch=found.weights_epoch, pool_bytes=found.host.cached_pages * page_bytes, quota_bytes=None,
                 pool_hits=in_memory, store_hits=stored,
                 misses=found.prompt_tokens // cache.page_size - in_memory - stored,

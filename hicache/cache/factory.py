@@ -192,7 +192,7 @@ def _start(  # noqa: PLR0917 - the differences between the two kinds of caches
     """Open storage, start the workers, and make a cache over both, which `undo` closes."""
     if copies is not None:
         undo.callback(copies.close, 1.0)
-    epoch = namespace.weights_epoch
+    namespace, epoch = namespace.labelled(config.model_label), namespace.weights_epoch
     opener = storage_opener(config, namespace, environ)
     options: TieredOptions = {"weights_epoch": epoch}
     if config.host.shared.keep or config.integrity.verifies_host:
@@ -323,6 +323,7 @@ def storage_opener(
     Reads the keys once, here. Raises ConfigError."""
     if config.storage is None:
         return None
+    namespace = namespace.labelled(config.model_label)
     geometry = namespace.geometry
     # A PageShape does not contain the size of an element.
     element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
@@ -333,7 +334,7 @@ def storage_opener(
             replace(namespace, weights_epoch=epoch).digest,
             geometry.payload_bytes,
             weights_epoch=epoch,
-            label=namespace.label or namespace.model,
+            label=namespace.name,
         )
         return storage.open(codec, spec)
 

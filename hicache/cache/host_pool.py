@@ -71,7 +71,7 @@ def host_codecs(
             tag=TagKind[config.integrity.tag.upper()],
             mac_keys=keys,
             weights_epoch=epoch,
-            label=namespace.label or namespace.model,
+            label=namespace.name,
         )
 
     return make

@@ -69,7 +69,7 @@ def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistic
     logger.info(
         "cache started: %s of %d tokens, storage %s, %s; namespace %s, %r, weights epoch %d", ", ".join(tiers),
         config.page_size, stores_of(config.storage), config.write_policy, namespace.digest.hex()[:8],
-        namespace.label or namespace.model, state.weights_epoch,
+        namespace.name, state.weights_epoch,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+from ..arguments import model_label
 from ..backends.base import GetOutcome, StorageBackend
 from ..backends.calls import collected_errors
 from ..backends.compose import copies_of
@@ -186,7 +187,7 @@ class Node:
             self._close(namespace)
 
     def _open(self, digest: bytes, request: NamespaceRequest) -> Namespace:
-        epoch, label = request.weights_epoch, request.label
+        epoch, label = request.weights_epoch, model_label(request.label)
         try:
             codec = self.storage.opener.codec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
             wire = FrameCodec(digest, request.payload_bytes, weights_epoch=epoch, label=label)

@@ -100,6 +100,16 @@ def test_a_label_changes_only_the_name_of_the_model_in_the_metadata(tmp_path: Pa
         assert header.label == "a name"
 
 
+def test_the_configured_model_label_replaces_the_engines(tmp_path: Path) -> None:
+    settings = config(storage=file_storage(tmp_path / "pages"), model_label="our llama")
+    for header in store_two_pages(settings, replace(NAMESPACE, label="/srv/llama"), tmp_path / "pages"):
+        assert header.label == "our llama"
+        assert header.namespace == NAMESPACE.digest
+    for bad in ("", "a/b", "/srv/llama", "a\nb", "x" * 65, " a"):
+        with pytest.raises(ConfigError, match="model_label"):
+            HiCacheConfig(model_label=bad)
+
+
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_page_shape_is_rejected_because_l1_needs_a_geometry(prefix_cache: bool) -> None:
     with pytest.raises(InvalidInput, match="an engine with its own device cache"):

@@ -305,6 +305,12 @@ def test_each_verb_is_counted_under_its_name_and_status(daemon: Daemon, client: 
     assert status["namespaces"][0]["label"] == "tests" and status["namespaces"][0]["weights_epoch"] == 3
 
 
+def test_a_label_is_shown_without_its_path_and_the_first_one_stays(daemon: Daemon, client: Client) -> None:
+    for label in ("/srv/tenant-a/llama", "another name"):
+        assert client.call("PUT", f"/v1/namespaces/{'1a' * 32}", {"payload_bytes": 3000, "label": label})[0] == 200
+        assert [one["label"] for one in daemon.status()["namespaces"] if one["namespace"] == "1a" * 32] == ["llama"]
+
+
 FAILING = {"type": "memory", "guard": {"inject": {"error_share": 1}}}
 
 

@@ -24,6 +24,7 @@ with warnings.catch_warnings():  # from vLLM and its imports
     from hicache.integrations.vllm import engine as vllm_engine
     from hicache.integrations.vllm.engine import AdapterKeys, Engine
 from hicache.integrations.vllm.layout import BlockLayout
+from hicache.keys import Namespace
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.uint8)
 
@@ -57,11 +58,21 @@ def vllm_config(**changes: Any) -> Any:
     )
 
 
-def digest_of(**changes: Any) -> bytes:
-    """Return the digest of an engine's namespace."""
+def namespace_of(**changes: Any) -> Namespace:
+    """Return an engine's namespace."""
     layout = BlockLayout(16, 64, (128,), 1)
     engine = Engine(HiCacheConfig(page_size=64), layout, ("layer",), 8, False, "specs", vllm_config(**changes))
-    return engine.namespace("the form of its blocks").digest
+    return engine.namespace("the form of its blocks")
+
+
+def digest_of(**changes: Any) -> bytes:
+    """Return the digest of an engine's namespace."""
+    return namespace_of(**changes).digest
+
+
+def test_the_label_is_the_name_of_the_model_without_its_folder() -> None:
+    assert namespace_of().label == "model"
+    assert namespace_of(model="/srv/" + "deep/" * 100 + "llama/").label == "llama"
 
 
 def test_engines_with_equal_configurations_share_pages() -> None:

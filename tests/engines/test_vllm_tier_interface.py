@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from hicache.errors import ConfigError
+from hicache.frame import FrameHeader
 from tests.waiting import wait_for
 
 with warnings.catch_warnings():  # from vLLM and its imports
@@ -180,6 +181,13 @@ def test_a_group_without_chunks_is_reported_once(
         primary.run(number, keys, [0] * len(keys), request, load=False)
     primary.tier.shutdown()
     assert caplog.text.count("is of layer layer.1, so no prompt can hit; remove blocks_per_chunk") == warns
+
+
+def test_stored_chunks_are_labelled_with_the_name_of_the_model(primary: Primary, tmp_path: Path) -> None:
+    assert primary.run(1, [make_offload_key(b"\1" * 32, 0)], [1], ReqContext("r"), load=False).success
+    pages = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and len(path.name) == 64]
+    headers = [FrameHeader.parse(path.read_bytes()) for path in pages]
+    assert [header and header.label for header in headers] == ["model"]
 
 
 def test_a_name_without_a_folder_does_not_identify_weights(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class HiCacheStore(HiCacheStorage):
         pages = HostPages(mem_pool_host)
         config = engine_config(OPTIONS, self._extra, pages.shape.tokens, whole_page=True)
         engine = _engine(self._extra)
-        namespace = engine.namespace(self._config, mem_pool_host, pages)
+        namespace = engine.namespace(self._config, mem_pool_host, pages).labelled(config.model_label)
         if pages.shape.tokens < _PAGE_TOKENS_MIN:
             logger.warning(
                 "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64",
@@ -87,9 +87,9 @@ class HiCacheStore(HiCacheStorage):
         storage = EngineStorage(config, namespace, processes=_PROCESSES_MAX, deadline_s_max=_DEADLINE_S_MAX)
         self._storage = HostPoolStorage(storage, pages, self._weights_are_those_of_now(mem_pool_host))
         logger.info(
-            "HiCache stores pages of %d tokens, %d bytes in %d parts (%s); weights: %s; namespace %s",
+            "HiCache stores pages of %d tokens, %d bytes in %d parts (%s); weights: %s; namespace %s (%s)",
             pages.shape.tokens, pages.shape.payload_bytes, len(pages.shape.pieces), mem_pool_host.layout,
-            engine.weights[:24], namespace.digest.hex()[:8],
+            engine.weights[:24], namespace.digest.hex()[:8], namespace.name,
         )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: PoolName) -> None:
@@ -220,7 +220,7 @@ def _engine(extra: dict[str, Any]) -> Engine:
         version=sglang_version,
         weights=" ".join(weights),
         weight_version=_weight_version(),
-        label=model.model_path.rstrip("/").rpartition("/")[2],
+        label=model.model_path,
         kv_cache_dtype=str(model.kv_cache_dtype),
         quantization=str(model.quantization or ""),
         kv_scales=_digest(model.quantization_param_path),

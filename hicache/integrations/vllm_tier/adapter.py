@@ -87,14 +87,15 @@ class HiCacheTier(SecondaryTierManager):
 
         def open_namespace(namespace: Namespace) -> StorageBackend:
             codec = opener.codec(
-                namespace.digest, layout.chunk_bytes, weights_epoch=namespace.weights_epoch, label=name
+                namespace.digest, layout.chunk_bytes, weights_epoch=namespace.weights_epoch, label=namespace.name
             )
             return opener.open(codec)
 
         self._chunks = 0  # passed to `submit_store`, until the groups are compared
         self._groups_without = {} if layout.chunk_blocks == 1 else {one.number: one.layers for one in layout.groups}
+        namespace = layout.namespace(identity, name).labelled(options.model_label)
         self._tier = ChunkTier(
-            options, layout.namespace(identity, name), primary_kv_view.cast("B"), open_namespace, _key_of,
+            options, namespace, primary_kv_view.cast("B"), open_namespace, _key_of,
             in_place=in_place, processes=offloading_spec.config.parallel.data_parallel_size,
         )  # fmt: skip
 
