@@ -316,8 +316,8 @@ class HiCacheConfig(Section):
     model_label: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+:@-]{0,63}$",
         description="Name of the model for people: on the daemon's page, in `hicache ctl` and `hicache ls`, in logs "
-        "and metrics. It does not change which pages engines share; of two names for the same pages, the first is shown. "
-        "Not set: the name of the model's folder, or its name on a hub.",
+        "and metrics. It does not change which pages engines share; of two names for the same pages, the first is "
+        "shown. Not set: the name of the model's folder, or its name on a hub.",
     )
     prefix_cache: bool = Field(
         default=True,

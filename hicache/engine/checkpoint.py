@@ -101,12 +101,13 @@ class Checkpoint:
     """A loaded checkpoint. `tensors` are on the CPU in the stored dtype.
 
     `fingerprint` is that of the folder (`hicache.model_fingerprint`). It is the `model` of the cache's namespace, so
-    engines with different weights never share a page.
+    engines with different weights never share a page. `label` is its label, the folder.
     """
 
     config: LlamaConfig
     tensors: Mapping[str, torch.Tensor]
     fingerprint: str
+    label: str = ""
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -131,7 +132,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
     _check_tensors(folder, tensors, wanted)
-    return Checkpoint(config, tensors, model_fingerprint(folder))
+    return Checkpoint(config, tensors, model_fingerprint(folder), str(folder.resolve()))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -42,8 +42,7 @@ def create_engine(
     options = replace(options, schedule=options.schedule or config.schedule)
     checkpoint = load_checkpoint(model) if isinstance(model, Path) else model
     geometry = checkpoint.config.geometry(config.page_size, kv_dtype)
-    folder = model if isinstance(model, Path) else None
-    label = "bundled" if folder == BUNDLED_MODEL else folder.resolve().name if folder else ""
+    label = "bundled" if model == BUNDLED_MODEL else checkpoint.label
     cache = create_cache(config, Namespace(checkpoint.fingerprint, geometry, label=label), device=device)
     with ExitStack() as undo:
         undo.callback(cache.close)
