@@ -21,11 +21,11 @@ from ..arguments import instance, whole
 from ..errors import CapacityError, InvalidInput
 from ..frame import HEADER_BYTES, frame_bytes, unseal
 from ..geometry import KVGeometry, PageShape, page_shape
+from ..host_memory import host_memory
 from ..mapping import populate_zeroed
 from ..numa import NODES_MAX, bind, numa_node
 from ..types import Bytes2D, PageIds
 from .allocator import PageAllocator, require_pages
-from .memory import available_host_bytes
 from .pinning import driver_of, frames_per_chunk
 from .pinning import pin as pin_memory
 
@@ -85,7 +85,7 @@ class HostPool:
 
     def _require_available(self, pages: int) -> None:
         """Raise CapacityError unless enough memory is available for all frames and a reserve for other programs."""
-        available = available_host_bytes()
+        available = host_memory().available_bytes
         if self.capacity_bytes + _RESERVE_BYTES > available:
             raise CapacityError(
                 f"host pool: {pages} pages of {self.frame_bytes} bytes need {self.capacity_bytes} bytes, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -12,38 +11,13 @@ from ..config import DeviceConfig, HostConfig
 from ..errors import CapacityError, ConfigError
 from ..frame import frame_bytes
 from ..geometry import KVGeometry, PageShape, page_shape
+from ..host_memory import host_memory
 from ..units import format_size
 
 # Staging of copies on a CUDA device: one ring of slots per direction. Several slots keep link and kernels busy.
 STAGING_SLOTS = 3
 STAGING_SLOT_BYTES = 16 << 20
 STAGING_BYTES = 2 * STAGING_SLOTS * STAGING_SLOT_BYTES
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_host_bytes() -> int:
-    """Return the host memory available without swapping: MemAvailable, or the rest of the cgroup's limit if smaller."""
-    available = None
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    if available is None:
-        raise CapacityError(f"{_MEMINFO} has no MemAvailable; use a Linux kernel of 3.14 or later")
-    return min([available, *_cgroup_rest()])
-
-
-def _cgroup_rest() -> list[int]:
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        current = int((_CGROUP / "memory.current").read_text())
-        figures = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return []  # not cgroup v2, or the root cgroup
-    # Inactive page cache counts as used, but the kernel frees it on demand.
-    return [] if limit == "max" else [max(0, int(limit) - current + int(figures.get("inactive_file", 0)))]
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -94,7 +68,7 @@ def device_pages(
         memory = cuda_memory(device)
     if memory is not None and device.type == "cuda":  # staging needs memory too
         memory = replace(memory, available_bytes=max(0, memory.available_bytes - STAGING_BYTES))
-    available = available_host_bytes() if memory is None else memory.available_bytes
+    available = host_memory().available_bytes if memory is None else memory.available_bytes
     if fraction is not None and memory is not None:
         pages = profile_max_num_tokens(memory, fraction, geometry.token_bytes) // geometry.page_size - 1
         if pages < 1:

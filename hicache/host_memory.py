@@ -1,0 +1,71 @@
+"""The memory of this machine, within the limits of this process's memory cgroup (version 2 or 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from .errors import CapacityError
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """`total_bytes` is the machine's memory, `limit_bytes` the smallest limit of the cgroup and of those above it, None
+    without a limit. `available_bytes` can be used without swapping, within both."""
+
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def usable_bytes(self) -> int:
+        """The most memory that this process could ever use."""
+        return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
+
+
+def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
+    """Read the memory of the machine and the limits. Raises CapacityError for a kernel without these figures."""
+    found = {}
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            found[name] = int(rest.split()[0]) * 1024
+    if len(found) < 2:
+        raise CapacityError(f"{proc}/meminfo has no MemAvailable; use a Linux kernel of 3.14 or later")
+    total = found["MemTotal"]
+    limits = [one for one in _limits(proc, cgroups) if one[0] < total]  # version 1 writes a huge number for no limit
+    available = min([found["MemAvailable"], *(rest for _, rest in limits)])
+    return HostMemory(total, available, min((limit for limit, _ in limits), default=None))
+
+
+def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and rest of each memory cgroup of this process, from its own to the root. In a container the paths
+    may be those of the host, which do not exist here; the root is then the container's own cgroup."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, used, cached = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, used = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        for below in (own, *own.parents):
+            if ".." not in below.parts:
+                yield from _limit(root / below, limit, used, cached)
+
+
+def _limit(folder: Path, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
+    try:
+        most, current = int((folder / limit).read_text()), int((folder / used).read_text())
+        figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return  # no such cgroup, or `max`
+    # Inactive page cache counts as used, but the kernel frees it on demand.
+    yield most, max(0, most - current + int(figures.get(cached, 0)))
