@@ -42,6 +42,7 @@ NOT_RUN = {
     r"kubectl ": "needs a cluster; tests/deploy checks the manifests",
     r"ssh |prometheus |promtool |python3 -m http.server": "needs another host or program, or serves until stopped",
     r"\S*hicache demo": "tests/cli/test_demo.py and test_demo_storage.py",
+    r"\S*hicache doctor": "needs a machine of the configuration's size: tests/cli/test_doctor.py",
     r"\S*hicache dev-up|\S*python -m hicache.devservers": "tests/cli/test_dev_up.py",
     r"\S*hicache replay( conversation_trace.jsonl.*)?$": "takes minutes, or needs the public trace: tests/replay",
     r"\S*python examples/": "tests/test_examples.py",

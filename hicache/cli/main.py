@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ctl": ("hicache.cli.ctl:ctl", "Show or change a running daemon, or the cache inside an engine."),
     "demo": ("hicache.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
     "dev-up": ("hicache.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),
+    "doctor": ("hicache.cli.doctor:doctor", "Check machine and stores of a configuration, before the first request."),
     "inspect": ("hicache.cli.verify:inspect", "Show the header of one stored page."),
     "ls": ("hicache.cli.storage_view:ls", "List the pages of a store, by namespace."),
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace, weights epoch and age."),

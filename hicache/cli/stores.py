@@ -16,7 +16,7 @@ from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
 from ..backends.tools.verify import PageKeys
 from ..config import FILE_VARIABLE, HiCacheConfig, entry_of_variable, load_config, read_key_file
-from ..config.storage import FileStorageOptions
+from ..config.storage import FileStorageOptions, StorageConfig
 from ..errors import ConfigError
 from ..units import counted, format_size
 from .arguments import PATH, NamespacePrefix
@@ -106,6 +106,11 @@ def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
     if not chosen:
         raise ConfigError(f"{store} has no part {part!r}; it has: {', '.join(one.name for one in found)}")
     return chosen
+
+
+def parts_of_storage(storage: StorageConfig) -> list[StorePart]:
+    """Return the stores of a section `storage`: the parts of a composition, also those in memory. Opens nothing."""
+    return list(_parts_of_spec(None, BackendSpec.of(storage)))
 
 
 def only_part(store: Path, part: str | None, option: str) -> StorePart:

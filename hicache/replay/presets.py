@@ -47,6 +47,13 @@ PRESETS: Mapping[str, Preset] = {
         description="Llama-3.1-70B on 8 ranks: 80 layers, 1 of 8 KV heads of 128",
         layers=80, heads=1, head_dim=128, tp_size=8,
     ),
+    "llama-3.1-70b": Preset(
+        description="Llama-3.1-70B: 80 layers, 8 KV heads of 128", layers=80, heads=8, head_dim=128
+    ),
+    "qwen3-8b": Preset(description="Qwen3-8B: 36 layers, 8 KV heads of 128", layers=36, heads=8, head_dim=128),
+    "qwen3-32b": Preset(description="Qwen3-32B: 64 layers, 8 KV heads of 128", layers=64, heads=8, head_dim=128),
+    "gpt-oss-20b": Preset(description="gpt-oss-20b: 24 layers, 8 KV heads of 64", layers=24, heads=8, head_dim=64),
+    "gpt-oss-120b": Preset(description="gpt-oss-120b: 36 layers, 8 KV heads of 64", layers=36, heads=8, head_dim=64),
     "deepseek-v3": Preset(
         description="DeepSeek-V3 (MLA): 61 layers, a latent of 512 and 64 rotary dims",
         layers=61, heads=1, head_dim=576, layout=KVLayout.MLA,

@@ -34,8 +34,8 @@ EXTRA = {
 }  # fmt: skip
 # Options of a group, so that no command reaches a daemon on this machine.
 GROUPS = {"ctl": ["--socket", "none.sock"]}
-# Commands that exit with 1 if a file is invalid.
-FINDS = {("config", "check"), ("inspect",)}
+# Commands that exit with 1 if a file is invalid, or a check fails.
+FINDS = {("config", "check"), ("doctor",), ("inspect",)}
 COMMANDS_OF_EACH = 12
 
 

@@ -54,7 +54,7 @@ def test_a_command_is_loaded_without_torch(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     ["ls store", "ls store.yaml --pages", "stat store --chains", "verify store", "inspect PAGE", "copy store other",
-     "trim store --to 0 --yes", "purge store --yes", "config check store.yaml", "config schema",
+     "trim store --to 0 --yes", "purge store --yes", "config check store.yaml", "config schema", "doctor -c store.yaml",
      "trace generate trace.jsonl --requests 2"],
 )  # fmt: skip
 def test_a_command_works_without_torch(line: str, tmp_path: Path, page: Path) -> None:

@@ -13,6 +13,11 @@ KV_BYTES = {
     "qwen2.5-7b": 56 * KIB,
     "llama-3.1-8b": 128 * KIB,
     "llama-3.1-70b-tp8": 40 * KIB,
+    "llama-3.1-70b": 320 * KIB,
+    "qwen3-8b": 144 * KIB,
+    "qwen3-32b": 256 * KIB,
+    "gpt-oss-20b": 48 * KIB,
+    "gpt-oss-120b": 72 * KIB,
     "deepseek-v3": 70_272,
 }
 

@@ -1,0 +1,156 @@
+"""`hicache doctor`: checks a machine and the stores of a configuration before the first request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from .. import __version__
+from ..backends.opening import StorageOpener
+from ..config import FILE_VARIABLE, load_config
+from ..errors import HiCacheError
+from ..geometry import DTYPE_BYTES
+from ..replay.presets import PRESETS
+from .arguments import PATH, read_dash
+from .config import parse_settings
+from .doctor_machine import CHECKS, Row, Subject, Verdict
+from .doctor_probe import StoreCheck
+from .doctor_stores import CALL_S, certificates
+from .interrupts import interrupted_by_signals, no_more_interrupts
+from .main import FOUND_EXIT_CODE, printable
+from .model_shapes import model_shape
+from .stores import JSON, parts_of_storage, print_json
+from .tables import table
+
+# The check of a store that works takes a second, of one that works slowly some more.
+_STORE_S = 4 * CALL_S
+# The call in progress when the check is stopped, and the removal of the pages.
+_END_S = 4 * CALL_S
+_FINDING_MIN, _LOG_LINES_MAX = 30, 5
+
+
+@click.command(epilog=f"Models by name: {', '.join(PRESETS)}.")
+@click.option("-c", "--config", "path", type=PATH, required=True, envvar=FILE_VARIABLE, show_envvar=True,
+              help="Configuration of an engine or of a daemon; - for standard input.")  # fmt: skip
+@click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as host.size=4GiB.")
+@click.option("--model", metavar="NAME|PATH", help="Model to estimate whether hits pay: a name, or its config.json.")
+@click.option("--kv-dtype", type=click.Choice(sorted(DTYPE_BYTES)), help="Type of its KV.  [default: of the model]")
+@click.option("--prefill", type=click.IntRange(1, 10**9), metavar="TOKENS/S", help="Speed of computing a prompt.")
+@JSON
+def doctor(
+    path: Path, settings: tuple[str, ...], model: str | None, kv_dtype: str | None, prefill: int | None, as_json: bool
+) -> None:
+    """Check this machine and the stores of a configuration before the first request.
+
+    Compares all sizes with memory, /dev/shm, devices and volumes. Opens each store as an engine does, which creates
+    a missing directory: run it as the engine's user. Writes pages of some MiB to each store in a namespace of its own,
+    reads, compares and removes them. With --model and --prefill, says whether hits of each store pay. Exit code 1 if a
+    check fails.
+    """
+    if model is None and (prefill is not None or kv_dtype is not None):
+        raise click.UsageError("--prefill and --kv-dtype need --model")
+    with read_dash(path) as file:
+        config = load_config(file, environ=os.environ, overrides=parse_settings(settings))
+    shape = None if model is None else model_shape(model, kv_dtype)
+    subject = Subject(config, [] if config.storage is None else parts_of_storage(config.storage), shape)
+    hung = False
+    with _warnings() as lines, interrupted_by_signals():
+        rows = [row for check in (*CHECKS, certificates) for row in _rows(check, subject)]
+        if config.storage is None:
+            rows.append(Row("storage", Verdict.INFO, "not configured: pages are not kept beyond host memory"))
+        for found, hangs in _stores(subject, prefill):
+            rows += found
+            hung |= hangs
+    failed = any(row.verdict is Verdict.FAIL for row in rows)
+    rows += [] if failed else [Row("log", Verdict.WARN, line) for line in lines[:_LOG_LINES_MAX]]
+    if as_json:
+        print_json({"version": __version__, "failed": failed, "rows": [_document(row) for row in rows]})
+    else:
+        click.echo(printable("\n".join(_lines(rows))))
+    if hung:  # a thread that hangs in a library would keep the process
+        sys.stdout.flush()
+        os._exit(FOUND_EXIT_CODE)
+    if failed:
+        raise click.exceptions.Exit(FOUND_EXIT_CODE)
+
+
+def _rows(check: Callable[[Subject], Iterable[Row]], subject: Subject) -> list[Row]:
+    """Return the rows of a check. An exception becomes a row, because the other checks are useful without it."""
+    name = check.__name__.replace("_", " ")
+    try:
+        return list(check(subject))
+    except (HiCacheError, OSError) as error:
+        return [Row(name, Verdict.FAIL, str(error))]
+    except Exception as error:
+        return [Row(name, Verdict.FAIL, f"{type(error).__name__}: {error}", "this is a bug in HiCache: report it")]
+
+
+def _stores(subject: Subject, prefill: int | None) -> Iterator[tuple[list[Row], bool]]:
+    """Yield the rows of each store, and whether its check hangs."""
+    if not subject.parts:
+        return
+    try:
+        opener = StorageOpener(subject.config)
+        checks = [StoreCheck(part, opener, subject, prefill) for part in subject.parts]
+    except HiCacheError as error:
+        yield [Row("storage", Verdict.FAIL, str(error))], False
+        return
+    for check in checks:
+        threading.Thread(target=check.run, name=f"doctor-{check.part.name}", daemon=True).start()
+        try:
+            check.ended.wait(_STORE_S)
+        except KeyboardInterrupt:
+            no_more_interrupts()
+            raise
+        finally:
+            check.stop.set()
+            has_ended = check.ended.wait(_END_S)
+        late = f"did not answer for {_STORE_S + _END_S:.0f} s; its check was given up"
+        hang = [] if has_ended else [Row(check.part.name, Verdict.FAIL, late, "see whether the server works")]
+        yield [*check.rows, *hang], bool(hang)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect the warnings in the log instead of writing them between the rows."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("hicache"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    was, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = was
+
+
+def _document(row: Row) -> dict[str, object]:
+    return {
+        "check": row.check, "verdict": row.verdict.value, "finding": row.finding, "advice": row.advice,
+        "figures": dict(row.figures),
+    }  # fmt: skip
+
+
+def _lines(rows: list[Row]) -> Iterator[str]:
+    """Yield a table in which findings and advice are wrapped to the terminal's width, and a summary."""
+    names = max(len(row.check) for row in rows)
+    room = max(_FINDING_MIN, shutil.get_terminal_size().columns - names - len("verdict") - 4)
+    cells: list[tuple[str, str, str]] = []
+    for row in rows:
+        texts = textwrap.wrap(" ".join(row.finding.split()), room) or [""]
+        texts += textwrap.wrap(row.advice, room, initial_indent="-> ", subsequent_indent="   ")
+        firsts = [(row.verdict.value, row.check), *[("", "")] * (len(texts) - 1)]
+        cells += [(verdict, name, text) for (verdict, name), text in zip(firsts, texts, strict=True)]
+    yield from table(["verdict", "check", "finding, and advice"], cells)
+    counts = [sum(row.verdict is verdict for row in rows) for verdict in (Verdict.FAIL, Verdict.WARN)]
+    yield f"\n{counts[0]} failed, {counts[1]} with a warning, {len(rows)} rows"

@@ -1,0 +1,261 @@
+"""`hicache doctor`: a few pages through one store, its speed, and whether hits of that speed pay.
+
+The store is opened as an engine opens it, behind its guard, in a namespace that only this command uses. The pages have
+random keys, and are removed at the end, also after an error or an interrupt: `stop` ends the check after the call in
+progress. Each call has a deadline of `CALL_S`; opening has the limits of the store.
+
+Locking design: `run` works on one thread of any kind; `rows` is only appended to; `stop` and `ended` are events. Others
+wait for `ended`: after an interrupted `join`, Python 3.11 considers the thread ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..backends.base import GetOutcome, StorageBackend
+from ..backends.errors import StoreError
+from ..backends.opening import StorageOpener
+from ..cache.break_even import BreakEven, Route
+from ..config.remote_storage import RemoteStorageOptions
+from ..config.storage import FileStorageOptions
+from ..errors import BackendError, ConfigError
+from ..frame import HEADER_BYTES, FrameCodec
+from ..units import counted, format_size
+from .doctor_machine import Figures, Row, Subject, Verdict
+from .doctor_stores import CALL_S, credentials, daemon, volume
+from .model_shapes import ModelShape
+from .stores import StorePart
+
+# Of Llama-3.1-8B in bf16: the pages of a check without --model.
+_TOKEN_BYTES = 128 << 10
+# Longer pages are shortened, and all pages of a measurement have about this size together.
+_PAGE_BYTES_MAX = 16 << 20
+_MEASURED_BYTES = 25 << 20
+_PAGES_MAX = 16
+_LABEL = "hicache doctor"
+# A prefix of a usual length, and the bus of a GPU (PCIe 4.0 x16), if the configuration does not give its speed.
+_PREFIX_TOKENS = 8192
+_BUS_BYTES_PER_S = 20 << 30
+_ADVICE: Mapping[str, str] = {
+    "connection_refused": "start the server, or correct its address",
+    "unreachable": "start the server, or correct its address",
+    "dns": "correct the name of the server, or the resolver of this machine",
+    "timeout": "the server accepts and does not answer: see whether it works, and whether a firewall is between",
+    "deadline": "see whether the server works; it did not answer in time",
+    "wrong_credentials": "correct the user and the password or keys; the row above has their source",
+    "access_denied": "allow this user to list, read, write and remove below the prefix",
+    "tls": "correct ca_file and the certificates; the server's must have the configured name",
+    "protocol": "another service listens at this address; correct it",
+    "no_bucket": "create the bucket, or correct its name",
+    "wrong_region": "set region to that of the bucket",
+    "clock_skew": "set the clock of this machine",
+    "no_space": "free space, or lower capacity and free_space_floor",
+    "read_only": "use the primary; this server does not accept writes",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Measured:
+    """Times of calls in seconds, each with its number of pages. `left` pages could not be removed."""
+
+    opened_s: float
+    writes: list[tuple[int, float]] = field(default_factory=list)
+    reads: list[tuple[int, float]] = field(default_factory=list)
+    removed_s: float = 0.0
+    left: int = 0
+
+    def figures(self, page_bytes: int) -> Figures:
+        """Return the figures of the row of a store whose pages have `page_bytes` bytes."""
+        found: Figures = {
+            "page": page_bytes, "open_s": self.opened_s, "remove_s": self.removed_s, "left": self.left
+        }  # fmt: skip
+        for name, calls in (("write", self.writes), ("read", self.reads)):
+            if calls:
+                pages, seconds = calls[-1]
+                found[f"{name}_s"] = calls[0][1]
+                found[f"{name}_bytes_per_s"] = pages * page_bytes / max(seconds, 1e-9)
+        return found
+
+
+class StoreCheck:
+    """The check of one store. See the module's docstring."""
+
+    def __init__(self, part: StorePart, opener: StorageOpener, subject: Subject, prefill: int | None) -> None:
+        self.part = part
+        self.rows: list[Row] = []
+        self.stop = threading.Event()
+        self.ended = threading.Event()
+        self._opener = opener
+        self._subject = subject
+        self._prefill = prefill
+        token_bytes = _TOKEN_BYTES if subject.model is None else subject.model.token_bytes
+        self._page_tokens = max(1, min(subject.config.page_size, _PAGE_BYTES_MAX // token_bytes))
+        payload_bytes = self._page_tokens * token_bytes
+        self.namespace = hashlib.sha256(f"{_LABEL} {payload_bytes}".encode()).digest()
+        self._codec = opener.codec(self.namespace, payload_bytes, weights_epoch=0, label=_LABEL)
+
+    def run(self) -> None:
+        """Check the store, and remove the pages again. Blocks for some calls of `CALL_S`, and as opening does."""
+        try:
+            self._run()
+        finally:
+            self.ended.set()
+
+    def _run(self) -> None:
+        name, options = self.part.name, self.part.spec.options
+        with self._failures(f"{name} access"):
+            self.rows += credentials(self.part)
+            if isinstance(options, RemoteStorageOptions):
+                self.rows.append(daemon(name, options))
+        if any(row.verdict is Verdict.FAIL for row in self.rows):
+            return  # opening would fail too, perhaps after half a minute
+        with self._failures(name):
+            began_s = time.monotonic()
+            with contextlib.closing(self._opener.open(self._codec, self.part.spec)) as backend:
+                measured = Measured(time.monotonic() - began_s)
+                if isinstance(options, FileStorageOptions):
+                    self.rows.append(volume(name, options, backend.usage().bytes))
+                problem = self._exercise(backend, measured)
+                self.rows.append(self._row(backend, measured, problem))
+            if self._subject.model is not None and measured.reads and not problem:
+                self.rows.append(self._pays(self._subject.model, measured.reads))
+
+    @contextlib.contextmanager
+    def _failures(self, check: str) -> Iterator[None]:
+        """Turn an exception into a row."""
+        try:
+            yield
+        except StoreError as error:
+            self.rows.append(Row(check, Verdict.FAIL, str(error), _ADVICE.get(error.kind, "")))
+        except (BackendError, ConfigError) as error:
+            self.rows.append(Row(check, Verdict.FAIL, str(error)))
+        except Exception as error:  # a thread ends here, and a backend of another package may raise anything
+            self.rows.append(Row(check, Verdict.FAIL, f"{type(error).__name__}: {error}", "this is a bug: report it"))
+
+    def _exercise(self, backend: StorageBackend, measured: Measured) -> str:
+        """Write pages, read them back, compare and remove them. Return the problem; empty if there is none."""
+        count = max(1, min(_PAGES_MAX, _MEASURED_BYTES // self._codec.frame_bytes))
+        keys, frames = [secrets.token_bytes(32) for _ in range(count)], [_frame(self._codec) for _ in range(count)]
+        try:
+            return self._write(backend, keys, frames, measured) or self._read(backend, keys, frames, measured)
+        finally:
+            began_s = time.monotonic()
+            backend.delete(keys, deadline=began_s + CALL_S)
+            measured.removed_s = time.monotonic() - began_s
+            measured.left = sum(backend.batch_has(keys, deadline=time.monotonic() + CALL_S))
+
+    def _write(
+        self, backend: StorageBackend, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
+    ) -> str:
+        """Store the first page, then the others."""
+        for start, stop in ((0, 1), (1, len(keys))):
+            if start == stop or self.stop.is_set():
+                break
+            parent, began_s = (keys[0] if start else None), time.monotonic()
+            outcomes = backend.batch_set(keys[start:stop], frames[start:stop], parent=parent, deadline=began_s + CALL_S)
+            measured.writes.append((stop - start, time.monotonic() - began_s))
+            bad = [outcome for outcome in outcomes if not outcome.is_stored]
+            if bad:
+                return f"{counted(len(bad), 'page')} of {len(outcomes)} could not be stored: {bad[0].value}"
+        return ""
+
+    def _read(
+        self, backend: StorageBackend, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
+    ) -> str:
+        """Read one page, then half of them, then all, and compare."""
+        payload = slice(HEADER_BYTES, HEADER_BYTES + self._codec.payload_bytes)
+        for count in (1, -(-len(keys) // 2), len(keys)):
+            if self.stop.is_set():
+                break
+            targets, began_s = [memoryview(bytearray(frame.nbytes)) for frame in frames[:count]], time.monotonic()
+            outcomes = backend.batch_get(keys[:count], targets, deadline=began_s + CALL_S)
+            measured.reads.append((count, time.monotonic() - began_s))
+            for outcome, frame, target in zip(outcomes, frames, targets, strict=False):
+                if outcome is not GetOutcome.HIT:
+                    return f"a page was stored, and reading it ended with: {outcome.value}"
+                if frame[payload] != target[payload]:
+                    return "a page was read with other bytes than were stored"
+        return ""
+
+    def _row(self, backend: StorageBackend, measured: Measured, problem: str) -> Row:
+        name, size, kinds = self.part.name, self._codec.payload_bytes, list(map(str, backend.statistics().errors))
+        figures = measured.figures(size)
+        if measured.left:
+            problem = f"{problem}; " * bool(problem) + f"{counted(measured.left, 'page')} could not be removed"
+        if problem:
+            advice = next((_ADVICE[kind] for kind in kinds if kind in _ADVICE), "")
+            if "rejected" in problem:
+                advice = "the store is full, or too small for one page: see its capacity and its volume"
+            if measured.left:
+                advice = f"remove them: hicache purge STORE --namespace {self.namespace.hex()[:12]}"
+            return Row(name, Verdict.FAIL, f"{problem} (errors: {', '.join(kinds) or 'none'})", advice, figures)
+        if self.stop.is_set() or not measured.reads:
+            return Row(name, Verdict.FAIL, "too slow: not done in time; the pages were removed",
+                       "see whether the server works, and the network", figures)  # fmt: skip
+        options, pages = self.part.spec.options, counted(measured.reads[-1][0], "page")
+        is_cached = isinstance(options, FileStorageOptions) and not options.direct_io
+        finding = (
+            f"opened in {_ms(measured.opened_s)}; a page of {format_size(size)} stored in "
+            f"{_ms(measured.writes[0][1])}, read and verified in {_ms(measured.reads[0][1])}, {pages} removed in "
+            f"{_ms(measured.removed_s)}; {_speed(figures['write_bytes_per_s'])} written, "
+            f"{_speed(figures['read_bytes_per_s'])} read{' (from the page cache)' if is_cached else ''}"
+        )
+        return Row(name, Verdict.OK, finding, "", figures)
+
+    def _pays(self, model: ModelShape, reads: Sequence[tuple[int, float]]) -> Row:
+        """Decide as the cache would for a prefix that no tier of the engine has."""
+        given, page_bytes = self._subject.config.break_even, self._codec.payload_bytes
+        bus, prefill = given.host_bandwidth or _BUS_BYTES_PER_S, given.prefill_tokens_per_second or self._prefill
+        settings = {"host_bandwidth": bus, "prefill_tokens_per_second": prefill}
+        rule = BreakEven(given.model_copy(update=settings), page_bytes)
+        for pages, seconds in reads:
+            rule.observe_transfer(Route.PREFETCH, pages, seconds)
+        rates = rule.rates()
+        rule.use_rates(rates)
+        token_s = model.token_bytes / rates.storage_bytes_per_s + model.token_bytes / bus
+        most = given.margin / token_s
+        name = f"{self.part.name} pays"
+        finding = f"{model.name}: {format_size(model.token_bytes)} of KV per token, over a bus of {_speed(bus)}"
+        figures: Figures = {"token_bytes": model.token_bytes, "prefill_max": most}
+        if prefill is None:
+            return Row(name, Verdict.INFO, f"{finding}; hits pay up to a prefill of {most:,.0f} tokens/s",
+                       "pass --prefill with the engine's tokens/s", figures)  # fmt: skip
+        tokens = -(-_PREFIX_TOKENS // self._page_tokens) * self._page_tokens
+        decision = rule.would(Route.PREFETCH, tokens, tokens // self._page_tokens)
+        ratio = (1 / rates.storage_operations_per_s + tokens * token_s) / (tokens / prefill)
+        finding += (
+            f"; prefill of {prefill:,} tokens/s makes {_speed(prefill * model.token_bytes)}; fetching {tokens:,} "
+            f"tokens takes {ratio:.2f} of the time of computing them: {decision.value.replace('_', ' ')}"
+        )
+        figures |= {"ratio": ratio, "decision": decision.value}
+        if decision.go:
+            options = self.part.spec.options
+            is_cached = isinstance(options, FileStorageOptions) and not options.direct_io
+            advice = "beyond the page cache, the disk's speed counts: see it with direct_io: true" if is_cached else ""
+            return Row(name, Verdict.OK, f"{finding}, up to a prefill of {most:,.0f} tokens/s", advice, figures)
+        advice = (f"hits of this store are computed instead: use a faster store, or set break_even.margin to "
+                  f"{math.ceil(10 * ratio) / 10:.1f} to free the device although it takes longer")  # fmt: skip
+        return Row(name, Verdict.WARN, finding, advice, figures)
+
+
+def _frame(codec: FrameCodec) -> memoryview:
+    """Return a frame with a random payload, which cannot be compressed."""
+    frame = memoryview(bytearray(codec.frame_bytes))
+    frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes] = os.urandom(codec.payload_bytes)
+    return frame
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def _speed(bytes_per_s: float | int | str | None) -> str:
+    return f"{format_size(float(bytes_per_s or 0))}/s"

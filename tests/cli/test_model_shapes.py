@@ -1,0 +1,46 @@
+"""The KV of models: the table agrees with the published configurations, and files with those entries are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.cli.model_shapes import model_shape
+from hicache.errors import ConfigError
+
+# Entries of the published `config.json`, and the bytes of a token in bf16.
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "llama-3.1-8b": ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                      "hidden_size": 4096, "torch_dtype": "bfloat16"}, 128 << 10),
+    "qwen3-8b": ({"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                  "hidden_size": 4096, "torch_dtype": "bfloat16"}, 144 << 10),
+    "gpt-oss-20b": ({"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+                     "hidden_size": 2880}, 48 << 10),
+    "deepseek-v3": ({"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+                     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}, 61 * 576 * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_known_model_and_its_published_configuration_have_the_same_kv(name: str, tmp_path: Path) -> None:
+    entries, token_bytes = PUBLISHED[name]
+    folder = tmp_path / "a-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"text_config": entries} if name == "gpt-oss-20b" else entries))
+    assert model_shape(name).token_bytes == model_shape(name.upper()).token_bytes == token_bytes
+    for path in (folder, folder / "config.json"):
+        assert (model_shape(str(path)).name, model_shape(str(path)).token_bytes) == ("a-model", token_bytes)
+    assert model_shape(name, "float8_e4m3fn").token_bytes * 2 == token_bytes
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"num_hidden_layers": "x"}', "[" * 100_000,
+                                  '{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 8}'])  # fmt: skip
+def test_a_file_without_attention_is_rejected(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="does not describe attention"):
+        model_shape(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"llama-3\.1-8b"):
+        model_shape(str(tmp_path / "none"))
