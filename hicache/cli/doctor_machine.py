@@ -7,6 +7,7 @@ import contextlib
 import enum
 import importlib
 import importlib.util
+import itertools
 import os
 import platform
 import pwd
@@ -88,7 +89,8 @@ class Subject:
     @property
     def is_engines(self) -> bool:
         """True for a configuration of an engine. One file may be both."""
-        return not self.is_daemons or bool({"host", "device"} & self.config.model_fields_set)
+        names_tiers = bool({"host", "device"} & self.config.model_fields_set)
+        return not self.is_daemons or names_tiers or any(part.spec.type == "remote" for part in self.parts)
 
     @property
     def device_bytes(self) -> int | None:
@@ -190,7 +192,7 @@ def memory(subject: Subject) -> Iterator[Row]:
 def _is_mapped(config: HiCacheConfig) -> bool:
     """True if the engine's shared memory exists, so that its size is no longer available."""
     name = config.host.shared.name
-    return name is not None and any(_SHM.glob(f"hicache.{name}*"))
+    return name is not None and any(itertools.chain(_SHM.glob(f"hicache.{name}"), _SHM.glob(f"hicache.{name}[.-]*")))
 
 
 def shared_memory(subject: Subject) -> Iterator[Row]:

@@ -14,8 +14,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 from hicache.backends.registry import BackendSpec, open_raw
-from hicache.cli.doctor_machine import gpu
+from hicache.cli.doctor_machine import Verdict, gpu
+from hicache.cli.doctor_stores import file_system, volume
 from hicache.cli.main import main
+from hicache.config import FileStorageOptions
 from hicache.devservers import DevService, SeaweedServer, ValkeyServer
 from hicache.devservers.ports import LOOPBACK, free_ports
 from tests.certificates import make_certificates
@@ -159,6 +161,13 @@ def test_a_full_volume_and_a_floor_above_it_fail_with_the_numbers(tmp_path: Path
     large = file_storage(tmp_path, capacity="512TiB")
     found = rows(doctor(configured(tmp_path, large), "--json"))
     assert (found["file volume"]["verdict"], found["file"]["verdict"]) == ("warn", "ok")
+
+
+def test_the_type_of_a_file_system_is_that_of_its_mount() -> None:
+    assert file_system(Path("/proc/self")) == "proc"
+    options = FileStorageOptions(path=Path("/dev/shm/none/pages"), capacity=None, free_space_floor=0)
+    found = volume("file", options, 0)
+    assert (found.figures["system"], found.verdict) == ("tmpfs", Verdict.WARN) and "mount a disk" in found.advice
 
 
 def test_a_store_smaller_than_a_page_fails(tmp_path: Path) -> None:
