@@ -333,10 +333,13 @@ class TieredCache:
         self._closed = True
         self.mailbox.close()
         self.controller.gate.stop(Direction.READ)
+        work_until_s = began_s + WORK_SHARE * timeout_s
         try:
-            self._save_all(began_s + WORK_SHARE * timeout_s)
+            self.drain(max(0.0, work_until_s - time.monotonic()))
         except RankError:
             pass  # the other ranks are gone; operations in flight still end
+        self.controller.leave_ranks()
+        self._save_all(work_until_s)
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
         if self._scrubber is not None:
             ended &= self._scrubber.close(max(0.0, deadline - time.monotonic()))
@@ -349,7 +352,8 @@ class TieredCache:
         return ended
 
     def _save_all(self, until_s: float) -> None:
-        """Drain, and store the pages that storage lacks, in waves that fit on L2, until `until_s` at most.
+        """Store the pages that storage lacks, in waves that fit on L2, until `until_s` at most. Each rank does this alone:
+        then a rank that is slow or gone does not hold up the others, and a prefix that one of them lacks is a miss.
 
         Stops when nothing more can be started, and after `FRUITLESS_MAX` waves that stored nothing. Waits for a
         store that takes no writes for as long as a back-off may run.

@@ -365,7 +365,7 @@ class HiCacheController:
         self._submitted["free host pages"] = self.host.allocator.free_pages
         self._agreement.start(progress, self._submitted)
 
-    def _leave_ranks(self) -> None:
+    def leave_ranks(self) -> None:
         """Make this rank acknowledge its operations alone, for shutdown. Ended operations are not lost."""
         if self._agreement is None:
             return
@@ -482,7 +482,7 @@ class HiCacheController:
         """
         self.closed = True
         deadline = self.clock() + timeout_s
-        self._leave_ranks()
+        self.leave_ranks()
         self.gate.stop(Direction.READ)
         self.gate.stop(Direction.WRITE, at=deadline)
         self.launch_backups()

@@ -203,7 +203,7 @@ def test_after_a_failed_device_copy_nothing_is_stored_because_l1_is_unknown() ->
 
 
 def test_all_ranks_store_their_pages() -> None:
-    """Two ranks with different stores decide alike in each step until both have ended."""
+    """Two ranks with different stores, of which none waits for the other at its end."""
     backends = [memory_backend(), memory_backend()]
 
     def run(group: TorchRankGroup, backend: MemoryBackend) -> int:
