@@ -37,6 +37,7 @@ from .interface import TreeCache
 from .radix_cache import HiRadixCache
 from .session_cache import SessionCache
 from .tiered import TieredOptions
+from .unclosed import watch
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +177,8 @@ def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable
         if ranks is not None and not ranks.agree(np.array([True], dtype=np.int64))[0]:
             raise RankError("another rank could not start; see its error")
         undo.pop_all()
+    if not isinstance(cache, ChunkCache):  # which has nothing to lose
+        watch(cache)
     return cache
 
 

@@ -124,7 +124,7 @@ class HostCache(TieredCache):
         """
         instance("rid", rid, str)
         self.tree.require_fitting(key)
-        return not self._closed and self._prefetcher.start(rid, key)
+        return not self.closed and self._prefetcher.start(rid, key)
 
     def check_prefetch(self, rid: str) -> bool:
         """Return True once the prefetch of a request has ended or its time is over, and while storage is paused. The
@@ -375,7 +375,7 @@ class HostCache(TieredCache):
             write = writes.pop()
             if write not in self._writes or not write._complete:
                 continue
-            gone = write._tree is not self.tree or self._closed
+            gone = write._tree is not self.tree or self.closed
             present = 0 if gone else self.tree.peek(self._head(write._key, write.start_page)).host_pages
             if not gone and present == write.start_page:
                 writes += self._show(write)

@@ -229,7 +229,7 @@ class HiRadixCache(TieredCache):
         does not pay or is not possible."""
         instance("rid", rid, str)
         reusable = self._reusable(key)
-        in_service = self._device_fault is None and not self._closed
+        in_service = self._device_fault is None and not self.closed
         if in_service and self._verifier is not None:
             self._verifier.ask(rid, reusable)
         return in_service and self._prefetcher.start(rid, reusable)

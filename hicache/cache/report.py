@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from ..backends.base import SetOutcome
 from ..backends.compose import CopyStatistics
@@ -20,6 +22,9 @@ from ..config.storage import AnyStorage, parts_of
 from ..keys import Namespace
 from ..units import format_size
 from .statistics import CacheStatistics
+
+if TYPE_CHECKING:
+    from .tiered import TieredCache
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +78,12 @@ def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistic
     )  # fmt: skip
 
 
-def log_end(*, everything_ended: bool, unsaved_pages: int, took_s: float) -> None:
-    """Log that a cache was closed."""
-    if everything_ended and unsaved_pages:
+def log_end(took_s: float, unsaved_pages: int, *, everything_ended: bool, is_abandoned: bool) -> None:
+    """Log that a cache was closed; `is_abandoned`: not by its engine."""
+    if is_abandoned:
+        logger.warning("cache was not closed by its engine; closed at its end, after %.1f s: %d pages are lost. Call "
+                       "close(), or use the cache in a with statement", took_s, unsaved_pages)  # fmt: skip
+    elif everything_ended and unsaved_pages:
         logger.warning("cache closed after %.1f s; %d pages are lost, storage did not take them (transfer."
                        "shutdown_deadline, or the store is full, slow or down)", took_s, unsaved_pages)  # fmt: skip
     elif everything_ended:
@@ -149,17 +157,20 @@ class DropLog:
 
 
 class CacheLog:
-    """The log of one cache, from its start to its end."""
+    """The log of one cache, from its start to its end. Its thread does not keep the cache alive."""
 
-    def __init__(self, config: HiCacheConfig, namespace: Namespace, statistics: Callable[[], CacheStatistics]) -> None:
-        state = statistics()
+    def __init__(self, config: HiCacheConfig, namespace: Namespace, cache: TieredCache) -> None:
+        state = cache.statistics()
         log_start(config, namespace, state)
-        self._statistics = statistics
+        self._cache = weakref.ref(cache)
         self._state = state
         self._drops = DropLog(lambda: dropped(self._state), look=self._look)
 
     def _look(self) -> None:
-        before, self._state = self._state, self._statistics()
+        cache = self._cache()
+        if cache is None:
+            return
+        before, self._state = self._state, cache.statistics()
         if self._state.weights_epoch != before.weights_epoch:
             logger.info("new weights: epoch %d replaces %d; the cache starts empty, and storage is reopened",
                         self._state.weights_epoch, before.weights_epoch)  # fmt: skip

@@ -13,6 +13,7 @@ Conservation of L2, verified by `check()`: free + held by nodes + reserved for o
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -39,6 +40,7 @@ from .report import CacheLog, log_end
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 from .storage import StorageControl
 from .trees import Trees
+from .unclosed import collected
 from .uses import UseMemory
 from .verification import LoadVerifier
 
@@ -74,7 +76,8 @@ class TieredOptions(TypedDict, total=False):
 class TieredCache:
     """See the module's docstring and `TieredOptions`. Uses the configuration of `controller`.
 
-    `device` are the pages of L1, zero for a cache without L1. `storage` detaches the store, attaches another, and
+    `device` are the pages of L1, zero for a cache without L1. `built_by` is the process that watches the cache
+    (`unclosed`), `polled_by` the thread of the last `poll`. `storage` detaches the store, attaches another, and
     switches its directions off and on. `mailbox` has the operators' requests, which `poll` serves.
     """
 
@@ -118,7 +121,9 @@ class TieredCache:
         self.mailbox = Mailbox()
         self._log: CacheLog | None = None
         self._release_host = release
-        self._closed = False
+        self.closed = self.is_abandoned = False
+        self.built_by: int | None = None
+        self.polled_by: threading.Thread | None = None
         # Requests that must have used a page before it is worth storing.
         self._saved_hits_min = config.selective_hits if config.write_policy == "write_through_selective" else 0
         self._unsaved_pages = 0
@@ -154,7 +159,7 @@ class TieredCache:
         """Log the setup of the cache, and from now on the work that limits drop. Call it once, before the first
         request.
         """
-        self._log = CacheLog(self.config, namespace, self.statistics)
+        self._log = CacheLog(self.config, namespace, self)
 
     # Emptying
 
@@ -227,6 +232,7 @@ class TieredCache:
         for the slowest if that is a whole step behind, and raises RankError if one is lost or their states diverge.
         """
         began_s = time.perf_counter()
+        self.polled_by = threading.current_thread()
         acks = self.controller.poll()
         if acks is not None:
             self._take_in(acks)
@@ -263,7 +269,7 @@ class TieredCache:
         return NEW if self._uses is None else self._uses.note(rid, key, pages, begins=begins)
 
     def _require_service(self) -> None:
-        if self._closed:
+        if self.closed:
             raise InvalidInput("the cache is closed; build a new one")
 
     # State
@@ -328,9 +334,9 @@ class TieredCache:
         timeout_s = self.config.transfer.shutdown_deadline if timeout_s is None else number("timeout_s", timeout_s)
         began_s = time.monotonic()
         deadline = began_s + timeout_s
-        if self._closed:
+        if self.closed:
             return self.controller.idle
-        self._closed = True
+        self.closed = True
         self.mailbox.close()
         self.controller.gate.stop(Direction.READ)
         work_until_s = began_s + WORK_SHARE * timeout_s
@@ -344,16 +350,20 @@ class TieredCache:
         if self._scrubber is not None:
             ended &= self._scrubber.close(max(0.0, deadline - time.monotonic()))
         self.poll()
-        self._unsaved_pages = sum(map(self.tree.pages, self._l2.unsaved(self._saved_hits_min)))
+        self._unsaved_pages = self.count_unsaved()
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - time.monotonic()))
         self._end_log(ended, began_s)
         self._release_host()
         return ended
 
+    def count_unsaved(self) -> int:
+        """Return the number of pages that are worth storing and that storage lacks. Visits every node."""
+        return sum(map(self.tree.pages, self._l2.unsaved(self._saved_hits_min)))
+
     def _save_all(self, until_s: float) -> None:
-        """Store the pages that storage lacks, in waves that fit on L2, until `until_s` at most. Each rank does this alone:
-        then a rank that is slow or gone does not hold up the others, and a prefix that one of them lacks is a miss.
+        """Store the pages that storage lacks, in waves that fit on L2, until `until_s` at most. Each rank does this
+        alone: a rank that is slow or gone does not hold up the others, and a prefix that one of them lacks is a miss.
 
         Stops when nothing more can be started, and after `FRUITLESS_MAX` waves that stored nothing. Waits for a
         store that takes no writes for as long as a back-off may run.
@@ -388,7 +398,13 @@ class TieredCache:
     def _end_log(self, ended: bool, began_s: float) -> None:
         if self._log is not None:
             self._log.close()
-            log_end(everything_ended=ended, unsaved_pages=self._unsaved_pages, took_s=time.monotonic() - began_s)
+            log_end(
+                time.monotonic() - began_s, self._unsaved_pages, everything_ended=ended, is_abandoned=self.is_abandoned
+            )
+
+    def __del__(self) -> None:
+        if hasattr(self, "built_by"):  # otherwise the constructor has failed
+            collected(self)
 
     def __enter__(self) -> Self:
         return self

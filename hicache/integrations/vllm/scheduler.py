@@ -280,7 +280,7 @@ class SchedulerSide:
             if time.monotonic() - self._called_s < _IDLE_S:
                 continue
             with self._lock:
-                if time.monotonic() - self._called_s >= _IDLE_S:
+                if time.monotonic() - self._called_s >= _IDLE_S and not self.cache.closed:
                     self.cache.poll()
 
     def _prompt_pages(self, request: EngineRequest) -> int:
