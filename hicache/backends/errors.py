@@ -80,7 +80,8 @@ class StoreError(Exception):
     pages fail.
 
     `kind` is counted, even if no page fails with it. `detail` is for messages; it contains neither sent data nor text
-    from a server. `retry_after_s` is the pause that the server requested, or 0.
+    from a server, except the words of a daemon (`remote/client.py`). `retry_after_s` is the pause that the server
+    requested, or 0.
     """
 
     def __init__(self, kind: str, detail: str = "", retry_after_s: float = 0.0) -> None:
@@ -109,3 +110,14 @@ _OF_EXCEPTIONS: tuple[tuple[type[Exception], ErrorKind], ...] = (
 def kind_of_exception(error: Exception) -> ErrorKind:
     """Return the kind of an exception of a socket, of TLS or of name resolution."""
     return next((kind for cls, kind in _OF_EXCEPTIONS if isinstance(error, cls)), ErrorKind.UNREACHABLE)
+
+
+def words_of_exception(error: OSError) -> str:
+    """Return the reason that such an exception gives, without numbers and lines of source code."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate verify failed: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return error.reason.lower().replace("_", " ")
+    if kind_of_exception(error) is ErrorKind.TIMEOUT:
+        return "no answer in time"
+    return error.strerror or type(error).__name__

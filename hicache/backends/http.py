@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from ..frame import TagStream, fill, first_bytes, without_first
-from .errors import ErrorKind, StoreError, kind_of_exception
+from .errors import ErrorKind, StoreError, kind_of_exception, words_of_exception
 from .refreshed import Refreshed
 
 Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...] | str]
@@ -399,7 +399,7 @@ class ConnectionPool:
                 reply = _early_reply(connection, deadline, error)
             return read(connection, reply)
         except OSError as error:
-            raise StoreError(kind_of_exception(error), type(error).__name__) from error
+            raise StoreError(kind_of_exception(error), words_of_exception(error)) from error
         finally:
             self.give(connection)
 
@@ -421,7 +421,8 @@ class ConnectionPool:
             try:
                 return self._open(family, address, deadline)
             except OSError as error:
-                failure = StoreError(kind_of_exception(error), str(error))
+                failure = StoreError(kind_of_exception(error), words_of_exception(error))
+                failure.__cause__ = error
         self._addresses.expire()
         raise failure or StoreError(ErrorKind.DNS, f"{self._server.host} has no address")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import ssl
 import time
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..admin.models import Refusal
-from ..backends.errors import ErrorKind, StoreError
+from ..backends.errors import StoreError
 from ..backends.http import Connection, ConnectionPool, Head, Server, read_small, request_head
+from ..backends.remote.causes import Entries, explain
 from ..config.addresses import HTTP_PORTS, split_url
 from ..errors import AdminError, BackendUnavailable, ConfigError
 
@@ -25,13 +25,8 @@ Answer = TypeVar("Answer")
 TIMEOUT_S = 70.0
 CONNECT_TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
-_HINTS: dict[str, str] = {
-    ErrorKind.ACCESS_DENIED: "run this as the daemon's or engine's user (sudo -u)",
-    ErrorKind.TLS: "check --ca-file, --certificate and the name in the URL",
-    ErrorKind.TIMEOUT: "it does not answer; check its log",
-    ErrorKind.DEADLINE: "it does not answer; check its log",
-    ErrorKind.PROTOCOL: "check the address",
-}
+_OPTIONS = Entries("--socket, --url or -c FILE", "--url", "--ca-file", "--certificate and --key")
+_NOT_AN_ADMIN_SURFACE = "is not an admin surface; correct --socket, --url or -c FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,7 @@ class AdminClient:
 
     def __init__(self, endpoint: Endpoint, token: str | None) -> None:
         self.endpoint = endpoint
-        server = endpoint.server()
+        self._server = server = endpoint.server()
         self._pool = ConnectionPool(server)
         self._headers = {"host": f"{server.host}:{server.port}", "content-type": "application/json"}
         if token is not None:
@@ -124,21 +119,19 @@ class AdminClient:
         try:
             refusal = Refusal.model_validate_json(answer)
         except ValidationError:
-            raise BackendUnavailable(
-                f"{self.endpoint}: answers {status}, but is not an admin surface; check the address"
-            ) from None
+            raise BackendUnavailable(f"{self.endpoint}: answers {status}, so it {_NOT_AN_ADMIN_SURFACE}") from None
         raise AdminError(refusal.error, refusal.detail)
 
     def _unavailable(self, error: StoreError) -> BackendUnavailable:
-        hint = _HINTS.get(error.kind, "start a daemon there (`hicache serve`), or pass another address with --socket, "
-                                      "--url or -c FILE")  # fmt: skip
-        reason = re.sub(r"\[Errno [0-9]+\] ", "", str(error))
-        return BackendUnavailable(f"{self.endpoint}: {reason}; {hint}")
+        why = explain(error, _OPTIONS, self._server)
+        return BackendUnavailable(f"{self.endpoint}: {why}")
 
     def _typed(self, kind: type[Answer], data: bytes) -> Answer:
         try:
             return TypeAdapter(kind).validate_json(data or b"null")
         except ValidationError as error:
+            if any(problem["type"] == "json_invalid" for problem in error.errors()):
+                raise BackendUnavailable(f"{self.endpoint}: {_NOT_AN_ADMIN_SURFACE}") from error
             raise BackendUnavailable(
                 f"{self.endpoint}: its answer is from another version ({error.error_count()} differences); use the ctl "
                 "of its version"

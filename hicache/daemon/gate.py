@@ -43,6 +43,8 @@ _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "c
 # The operations that name the memory of an engine on this host.
 _OF_MEMORY = frozenset({"attach", "detach", "get", "set"})
 _ADMIN = "/v1/admin/"
+_NO_TOKEN = "token: is missing or wrong; send `Authorization: Bearer TOKEN` (token_file or token_env of an engine)"
+_NO_ACCESS = "token: this daemon has none, so pages need its Unix socket; use that, or set daemon.token_file"
 _FOREIGN_HOST = (
     "host: the header Host does not name this daemon; use its IP address or localhost, or add the name to daemon.hosts"
 )
@@ -106,7 +108,7 @@ class Gate:
         if not scope["path"].startswith(_ADMIN) and not self._has_credentials(scope):
             if not _is_open(scope, operation):
                 calls.refuse("token")
-                return Refused(401, ErrorKind.WRONG_CREDENTIALS, "send the header `Authorization: Bearer TOKEN`")
+                return Refused(401, ErrorKind.WRONG_CREDENTIALS, _NO_ACCESS if self.token is None else _NO_TOKEN)
             if not is_own_host(Headers(scope=scope).get("host"), config.names):
                 calls.refuse("host")
                 return Refused(421, ErrorKind.ACCESS_DENIED, _FOREIGN_HOST)

@@ -13,6 +13,8 @@ from ..errors import ConfigError
 
 # The most bytes of a key in PEM.
 _KEY_BYTES_MAX = 64 << 10
+# OpenSSL's reason for a client without a certificate.
+_NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,23 @@ def server_context(config: TlsConfig) -> ssl.SSLContext | None:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError("daemon.tls.client_ca: has no authority certificate in PEM; check the file") from error
         context.verify_mode = ssl.CERT_REQUIRED
+        context.sslobject_class = _Handshake
     return context
+
+
+class _Handshake(ssl.SSLObject):
+    """A handshake that tells a client why its certificate is rejected. The event loop would close the connection
+    before it sends OpenSSL's alert, and the client would not know the reason."""
+
+    def do_handshake(self) -> None:
+        """Raise `SSLWantReadError` instead of an error of the client's certificate: the loop then sends the alert and
+        waits for the client to disconnect, until the timeout of the handshake."""
+        try:
+            super().do_handshake()
+        except ssl.SSLError as error:
+            if isinstance(error, ssl.SSLCertVerificationError) or error.reason == _NO_CERTIFICATE:
+                raise ssl.SSLWantReadError from error
+            raise
 
 
 def load_certificate(context: ssl.SSLContext, config: TlsConfig) -> None:

@@ -49,10 +49,10 @@ _ADVICE: Mapping[str, str] = {
     ErrorKind.CONNECTION_REFUSED: "no server listens at this address; start the server or correct the address",
     ErrorKind.UNREACHABLE: "check the address (of a Unix socket: path and permissions) and the network",
     ErrorKind.DNS: "the host name cannot be resolved; correct it, or check the DNS",
-    ErrorKind.TLS: "the TLS handshake failed; check rediss:// against redis://, tls_ca_file, and the name in the "
-    "certificate",
-    ErrorKind.CONNECTION_LOST: "it closed the connection; check that it is a Redis server, and redis:// against "
-    "rediss://",
+    ErrorKind.TLS: "the TLS handshake failed; check rediss:// against redis://, tls_ca_file, the name in the "
+    "certificate, and tls_cert_file, which most servers with TLS require",
+    ErrorKind.CONNECTION_LOST: "it closed the connection; check that it is a Redis server, redis:// against rediss://, "
+    "and tls_cert_file, which most servers with TLS require",
     ErrorKind.PROTOCOL: "the reply is not from a Redis server; correct the address",
     ErrorKind.WRONG_CREDENTIALS: "correct `username` and the password in `password_env` or `password_file`, or leave "
     "them out if the server has no password",

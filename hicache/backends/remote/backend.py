@@ -32,6 +32,7 @@ from ..pages import PageReads, PageWrites
 from ..store import SETTLE_S
 from .access import open_access
 from .bodies import BY_DAEMON, parts_of, read_pages, write_pages
+from .causes import CONFIGURED, explain
 from .client import DaemonClient, Refused, kinds_of, list_of, number_of
 from .frames import FrameRun, SharedFrames, frame_runs
 
@@ -70,10 +71,10 @@ class RemoteBackend(Touchable):
             self._open_namespace(time.monotonic() + _OPEN_S)
         except StoreError as error:
             self._client.close()
-            where = f"remote storage at {self._client.access.where}"
-            if isinstance(error, Refused) and not error.retry_after_s:
-                raise BackendError(f"{where}: the daemon rejects this engine: {error}") from error
-            raise BackendUnavailable(f"{where}: {error}; start the daemon with: hicache serve -c FILE") from error
+            access = self._client.access
+            kind = BackendError if isinstance(error, Refused) and error.status != 503 else BackendUnavailable
+            why = explain(error, CONFIGURED, access.server)
+            raise kind(f"remote storage at {access.where}: {why}") from error
         self._pool = SupervisedPool[Any]("remote", options.connections - 1)
         _opened.add(self)
 

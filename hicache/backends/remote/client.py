@@ -8,6 +8,7 @@ Locking design: the pool of connections is safe for threads; everything else her
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ GRACE_S = 0.25
 # Replies are short, except for one word per key.
 _ANSWER_BYTES_MAX = 1 << 20
 _RETRY_AFTER_MAX_S = 60.0
+# A daemon's explanations are shorter.
+_WORDS_MAX = 400
 # Classes under which a daemon's errors are counted here. All others become `server_error`.
 _KINDS = frozenset({*ErrorKind, *Damage})
 # The classes that the guard of a daemon's store counts for rejected calls.
@@ -48,11 +51,13 @@ _BY_STATUS: Mapping[int, ErrorKind] = {
 
 class Refused(StoreError):
     """A daemon has rejected a request. `is_unknown`: it does not know the namespace or the memory; register it
-    again."""
+    again. `is_explained`: the detail is the daemon's own words, which say what to do."""
 
-    def __init__(self, kind: str, status: int, retry_after_s: float) -> None:
-        super().__init__(kind, f"the daemon answered with status {status}", retry_after_s)
+    def __init__(self, kind: str, status: int, retry_after_s: float, words: str) -> None:
+        super().__init__(kind, words or f"the server answered with status {status}", retry_after_s)
+        self.status = status
         self.is_unknown = status == 404
+        self.is_explained = bool(words)
 
 
 class DaemonClient:
@@ -60,6 +65,7 @@ class DaemonClient:
 
     def __init__(self, access: Access) -> None:
         self.access = access
+        self._token = access.headers.get("authorization", "").removeprefix("Bearer ")
         self._pool = ConnectionPool(access.server)
 
     def call(
@@ -78,7 +84,7 @@ class DaemonClient:
         body = b"" if fields is None else _body(fields, keys, left_s)
 
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
-            return _fields(_small(connection, head, until))
+            return _fields(self._small(connection, head, until))
 
         until = time.monotonic() + left_s + GRACE_S
         head = self._head(method, path, "application/json", len(body))
@@ -91,7 +97,7 @@ class DaemonClient:
         left_s = time_left(deadline)
 
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
-            return _fields(_small(connection, head, until))
+            return _fields(self._small(connection, head, until))
 
         until = time.monotonic() + left_s + GRACE_S
         target = f"{path}?{urlencode({**query, 'timeout_s': left_s})}"
@@ -105,7 +111,7 @@ class DaemonClient:
 
         def read(connection: Connection, head: Head) -> None:
             if head.status != 200 or head.length is None or head.is_chunked:
-                _small(connection, head, until)
+                self._small(connection, head, until)
                 raise StoreError(ErrorKind.PROTOCOL, "the daemon's answer has no length")
             if take(connection, head.length, until):
                 connection.finish()
@@ -116,6 +122,22 @@ class DaemonClient:
     def close(self) -> None:
         """Close the connections. REQUIRES: no request is in flight."""
         self._pool.close()
+
+    def _small(self, connection: Connection, head: Head, deadline: float) -> bytes:
+        """Return the body of a reply. Raises Refused, and StoreError for other failures."""
+        body = read_small(connection, head, _ANSWER_BYTES_MAX, deadline)
+        if head.status == 200:
+            return body
+        if head.status >= 500 and head.status != 503:
+            raise StoreError(ErrorKind.SERVER_ERROR, f"the server answered with status {head.status}")
+        otherwise, words = _BY_STATUS.get(head.status, ErrorKind.SERVER_ERROR), ""
+        kind: str = otherwise
+        with contextlib.suppress(StoreError):  # from another server: the status is enough
+            fields = _fields(body)
+            kind, words = _kind(fields.get("error"), otherwise), _words(fields, self._token)
+        pause = head.headers.get("retry-after", "")
+        pause_s = min(float(pause), _RETRY_AFTER_MAX_S) if pause.isdecimal() else 0.0
+        raise Refused(kind, head.status, pause_s, words)
 
     def _head(self, method: str, path: str, content_type: str, length: int) -> bytes:
         headers = {**self.access.headers, "content-type": content_type, "content-length": str(length)}
@@ -169,20 +191,12 @@ def _kind(word: object, otherwise: ErrorKind) -> str:
     return word if word in _KINDS else _BY_GUARD.get(word, otherwise)
 
 
-def _small(connection: Connection, head: Head, deadline: float) -> bytes:
-    """Return the body of a reply. Raises Refused, and StoreError for other failures."""
-    body = read_small(connection, head, _ANSWER_BYTES_MAX, deadline)
-    if head.status == 200:
-        return body
-    if head.status >= 500 and head.status != 503:
-        raise StoreError(ErrorKind.SERVER_ERROR, f"the daemon answered with status {head.status}")
-    otherwise = _BY_STATUS.get(head.status, ErrorKind.SERVER_ERROR)
-    try:
-        kind = _kind(_fields(body).get("error"), otherwise)
-    except StoreError:  # from another server: the status is enough
-        kind = otherwise
-    pause = head.headers.get("retry-after", "")
-    raise Refused(kind, head.status, min(float(pause), _RETRY_AFTER_MAX_S) if pause.isdecimal() else 0.0)
+def _words(answer: Mapping[str, Any], token: str) -> str:
+    """Return a server's explanation as printable text of limited length, without the token; empty if there is none."""
+    detail = answer.get("detail")
+    if not isinstance(detail, str) or not isinstance(answer.get("error"), str) or (token and token in detail):
+        return ""
+    return "".join(character if character.isprintable() else " " for character in detail[:_WORDS_MAX])
 
 
 def _fields(body: bytes) -> Mapping[str, Any]:

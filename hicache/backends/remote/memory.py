@@ -9,6 +9,7 @@ from ...errors import BackendError, BackendUnavailable
 from ...frame import frame_bytes
 from ..errors import StoreError
 from .access import open_access
+from .causes import CONFIGURED, explain
 from .client import DaemonClient, Refused
 
 _CREATE_S = 60.0
@@ -25,6 +26,7 @@ def create_memory(options: RemoteStorageOptions, name: str, shape: bytes, payloa
     except StoreError as error:
         kind = BackendError if isinstance(error, Refused) else BackendUnavailable
         where = f"host.shared: the daemon at {client.access.where} does not create the memory {name!r}"
-        raise kind(f"{where}: {error}; see its log, or set host.shared.owner to engine") from error
+        why = explain(error, CONFIGURED, client.access.server)
+        raise kind(f"{where}: {why}; or set host.shared.owner to engine") from error
     finally:
         client.close()

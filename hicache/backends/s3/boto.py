@@ -35,7 +35,7 @@ import urllib3
 import urllib3.connection
 
 from ...frame import TagStream, fill
-from ..errors import ErrorKind, StoreError, kind_of_exception
+from ..errors import ErrorKind, StoreError, kind_of_exception, words_of_exception
 from ..http import Head, read_chunks
 from .access import Access, config_errors
 from .client import ObjectInfo, Target, object_length
@@ -300,7 +300,7 @@ def _failed(error: Exception) -> StoreError:
             break
         error = inner
     if isinstance(error, OSError):
-        return StoreError(kind_of_exception(error), type(error).__name__)
+        return StoreError(kind_of_exception(error), words_of_exception(error))
     kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), ErrorKind.PROTOCOL)
     return StoreError(kind, type(error).__name__)
 

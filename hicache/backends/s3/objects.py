@@ -33,6 +33,8 @@ _ADVICE: dict[str, str] = {
     ErrorKind.TIMEOUT: "no answer came in time; check endpoint_url and the network",
     ErrorKind.UNREACHABLE: "check endpoint_url, proxy and the network",
     ErrorKind.TLS: "the TLS handshake failed; check endpoint_url and ca_file",
+    ErrorKind.CONNECTION_LOST: "it closed the connection; check https:// against http:// in endpoint_url, and proxy",
+    ErrorKind.BAD_REQUEST: "it does not accept the request; check endpoint_url, its path, and the name of the bucket",
     ErrorKind.PROTOCOL: "the reply is not from an S3 store; check endpoint_url",
     ErrorKind.NO_BUCKET: "create the bucket, or correct its name",
     ErrorKind.WRONG_CREDENTIALS: "the credentials are wrong, unknown or expired; check them",

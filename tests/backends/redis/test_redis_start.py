@@ -102,6 +102,18 @@ def test_tls_to_a_plain_server_or_an_untrusted_one_is_refused(valkey: ValkeyServ
         RedisBackend(CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file)).close()
 
 
+def test_a_server_that_requires_a_client_certificate_is_refused_with_that_advice(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    """The control: with the certificate it is used."""
+    made = make_certificates(tmp_path)
+    with Proxy(valkey.port, tls=made.server_context(ask_client=True)) as proxy:
+        url = f"rediss://127.0.0.1:{proxy.port}"
+        refused("tls_cert_file", url=url, tls_ca_file=made.ca_file)
+        own = {"tls_cert_file": made.client_cert_file, "tls_key_file": made.client_key_file}
+        RedisBackend(CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file, **own)).close()
+
+
 @pytest.fixture
 def answering() -> Iterator[Callable[[bytes], int]]:
     """A function that starts a listener, which gives the same answer to all input, and returns its port."""

@@ -20,6 +20,7 @@ from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
 from tests.backends.s3.stub import Answer, Request, StubS3
+from tests.certificates import make_certificates
 
 SECRETS = ("a-secret-key", "another-secret")
 
@@ -68,6 +69,19 @@ def test_a_silent_server_is_reported_at_start(stub: StubS3) -> None:
     stub.fault = lambda request: Answer(b"", "hang")
     chosen = options(stub.url, timeout=0.1, connect_timeout=0.1)
     assert "timeout" in refused(BackendUnavailable, chosen)
+
+
+@pytest.mark.parametrize("client", ["direct", "boto3"])
+def test_a_wrong_scheme_certificate_or_path_is_named(stub: StubS3, tmp_path: Path, client: Any) -> None:
+    made = make_certificates(tmp_path)
+    with StubS3("pages", tls=made.server_context()) as server:
+        message = refused(BackendUnavailable, options(server.url.replace("https", "http"), client=client))
+        assert "connection_lost" in message and "https:// against http://" in message
+        message = refused(BackendUnavailable, options(server.url, client=client))
+        assert "certificate verify failed: " in message and "ca_file" in message
+    stub.fault = lambda request: Answer(b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n", "close")
+    message = refused(BackendUnavailable, options(stub.url, client=client))
+    assert "status 404" in message and "check endpoint_url" in message
 
 
 def test_an_unset_variable_is_named(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,260 @@
+"""An engine and `hicache ctl` that cannot use a daemon say why, and what to change: the true cause, not a guess."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.admin.models import Status
+from hicache.backends.remote import RemoteBackend
+from hicache.cli.ctl_client import AdminClient, Endpoint
+from hicache.config.remote_storage import RemoteStorageOptions
+from hicache.devservers.ports import LOOPBACK
+from hicache.errors import AdminError, BackendError, BackendUnavailable, HiCacheError
+from hicache.frame import FrameCodec
+from tests.certificates import Certificates, make_certificates
+from tests.daemon.daemons import CODEC, ROOT, TOKEN, Daemon
+
+NOT_STARTED = "start the daemon with: hicache serve"
+NO_DAEMON = "it is not a HiCache daemon"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hc-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def certificates(folder: Path) -> Certificates:
+    (folder / "ours").mkdir()
+    return make_certificates(folder / "ours")
+
+
+@pytest.fixture(scope="module")
+def others(folder: Path) -> Certificates:
+    """Certificates of another authority."""
+    (folder / "others").mkdir()
+    return make_certificates(folder / "others")
+
+
+def started(folder: Path, name: str, **entries: Any) -> Daemon:
+    (folder / name).mkdir()
+    return Daemon(folder / name, entries).start()
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path, certificates: Certificates) -> Iterator[Daemon]:
+    """A daemon with TLS and a token."""
+    tls = {"certificate": str(certificates.cert_file), "key": str(certificates.key_file)}
+    daemon = started(folder, "guarded", tls=tls, token_file=secret(folder, "token", TOKEN))
+    yield daemon
+    daemon.kill()
+
+
+@pytest.fixture(scope="module")
+def mutual(folder: Path, certificates: Certificates) -> Iterator[Daemon]:
+    """A daemon that requires client certificates."""
+    tls = {"certificate": str(certificates.cert_file), "key": str(certificates.key_file),
+           "client_ca": str(certificates.ca_file)}  # fmt: skip
+    daemon = started(folder, "mutual", tls=tls)
+    yield daemon
+    daemon.kill()
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[Daemon]:
+    """A daemon with neither TLS nor a token, for one connection at a time."""
+    daemon = started(folder, "plain", connections_max=1)
+    yield daemon
+    daemon.kill()
+
+
+def secret(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.touch(0o600)
+    path.write_text(text)
+    return str(path)
+
+
+def of_engine(codec: FrameCodec = CODEC, **options: Any) -> HiCacheError:
+    """Return the error of an engine that opens this storage."""
+    with pytest.raises(BackendError) as caught:
+        RemoteBackend(codec, RemoteStorageOptions(timeout="5s", **options))
+    return caught.value
+
+
+def of_ctl(token: str | None = None, **address: Any) -> HiCacheError:
+    """Return the error of `hicache ctl status` at this address."""
+    client = AdminClient(Endpoint(**address), token)
+    with contextlib.closing(client), pytest.raises((BackendUnavailable, AdminError)) as caught:
+        client.get("/status", Status)
+    return caught.value
+
+
+def url_of(daemon: Daemon, scheme: str = "https") -> str:
+    return f"{scheme}://localhost:{daemon.port}"
+
+
+def test_only_a_daemon_that_does_not_run_is_to_be_started(folder: Path) -> None:
+    places: tuple[dict[str, Any], ...] = ({"socket": folder / "none.sock"}, {"url": "http://127.0.0.1:1"})
+    for place in places:
+        for error in (of_engine(**place), of_ctl(**place)):
+            assert isinstance(error, BackendUnavailable) and NOT_STARTED in str(error) and "Errno" not in str(error)
+    for error in (of_engine(url="http://none.invalid:1"), of_ctl(url="http://none.invalid:1")):
+        assert "has no address; correct the host" in str(error) and NOT_STARTED not in str(error)
+
+
+def test_a_missing_or_wrong_token_is_named(guarded: Daemon, folder: Path, certificates: Certificates) -> None:
+    wrong = secret(folder, "wrong", "not-the-token-of-engines")
+    for token_file in (None, wrong):
+        error = of_engine(url=url_of(guarded), ca_file=certificates.ca_file, token_file=token_file)
+        assert not isinstance(error, BackendUnavailable), "another try does not help"
+        assert "token: is missing or wrong" in str(error) and "token_file" in str(error)
+        assert NOT_STARTED not in str(error) and "not-the-token" not in str(error) and TOKEN not in str(error)
+    assert "configure an admin token" in str(of_ctl("x", url=url_of(guarded), ca_file=certificates.ca_file))
+
+
+def test_a_daemon_without_a_token_says_that_tcp_gives_no_access(plain: Daemon) -> None:
+    assert "pages need its Unix socket" in str(of_engine(url=url_of(plain, "http")))
+
+
+def test_a_certificate_that_this_client_does_not_trust_is_named(guarded: Daemon, others: Certificates) -> None:
+    for ca_file in (None, others.ca_file):
+        place: dict[str, Any] = {"url": url_of(guarded), "ca_file": ca_file}
+        for error, entry in ((of_engine(**place), "check ca_file"), (of_ctl(**place), "check --ca-file")):
+            assert "certificate verify failed: " in str(error) and entry in str(error)
+            assert NOT_STARTED not in str(error) and ".c:" not in str(error)
+
+
+def test_a_client_certificate_that_is_missing_or_not_accepted_is_named(
+    mutual: Daemon, certificates: Certificates, others: Certificates
+) -> None:
+    """The daemon sends the reason before it closes. The control: the right certificate is accepted."""
+    place: dict[str, Any] = {"url": url_of(mutual), "ca_file": certificates.ca_file}
+    wrong: dict[str, Any] = {"certificate": others.client_cert_file, "key": others.client_key_file}
+    for error, entries in ((of_engine(**place), "set certificate and key"),
+                           (of_ctl(**place), "set --certificate and --key")):  # fmt: skip
+        assert f"the daemon requires a client certificate; {entries}" in str(error) and NOT_STARTED not in str(error)
+    for error in (of_engine(**place, **wrong), of_ctl(**place, **wrong)):
+        assert "does not accept this client's certificate" in str(error) and "daemon.tls.client_ca" in str(error)
+        assert NOT_STARTED not in str(error)
+    right: dict[str, Any] = {"certificate": certificates.client_cert_file, "key": certificates.client_key_file}
+    RemoteBackend(CODEC, RemoteStorageOptions(**place, **right)).close()
+
+
+def test_http_at_a_port_with_tls_and_tls_at_one_without_are_named(guarded: Daemon, plain: Daemon) -> None:
+    for url in (url_of(guarded, "http"), url_of(plain, "https")):
+        for error, entry in ((of_engine(url=url), "url"), (of_ctl(url=url), "--url")):
+            wanted = f"{entry} must begin with https://" if url.startswith("http:") else "does not use TLS"
+            assert wanted in str(error) and entry in str(error) and NOT_STARTED not in str(error)
+
+
+def test_the_reason_of_a_daemon_that_rejects_an_engine_is_passed_on(
+    plain: Daemon, guarded: Daemon, folder: Path, certificates: Certificates
+) -> None:
+    with contextlib.closing(plain.client()) as first:
+        assert first.call("GET", "/livez")[0] == 200
+        for error in (of_engine(socket=plain.socket), of_ctl(socket=plain.socket)):
+            assert "daemon: too many connections; try again" in str(error) and NOT_STARTED not in str(error)
+    with contextlib.closing(guarded.client()) as client:
+        assert client.open()[0] == 200
+    other = FrameCodec(CODEC.namespace, 4096)
+    error = of_engine(other, url=url_of(guarded), ca_file=certificates.ca_file, token_file=folder / "token")
+    assert "conflict: namespace: is open with pages of 12000 bytes" in str(error)
+
+
+class Impostor:
+    """A server that sends these bytes to each client and closes the connection."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            with client, contextlib.suppress(OSError):
+                client.recv(65536)
+                client.sendall(self._answer)
+
+    def __enter__(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
+def http_answer(status: int, body: bytes) -> bytes:
+    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (status, len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (http_answer(404, b"<html>nothing here</html>"), f"status 404; {NO_DAEMON}"),
+        (http_answer(404, b'{"detail": "Not Found"}'), f"status 404; {NO_DAEMON}"),
+        (http_answer(404, b'{"error": "bad_request", "detail": "Not Found; see /openapi.json"}'), NO_DAEMON),
+        (http_answer(405, b""), f"status 405; {NO_DAEMON}"),
+        (http_answer(200, b"<html>hello</html>"), f"the answer is not JSON; {NO_DAEMON}"),
+        (http_answer(200, b"{}"), f"frames of another size; {NO_DAEMON}"),
+        (http_answer(503, b"<html>no upstream</html>"), "status 503; it, or a proxy before it, does not work"),
+        (http_answer(502, b"<html>no upstream</html>"), "status 502; it, or a proxy before it, does not work"),
+        (b"-ERR unknown command\r\n", NO_DAEMON),
+        (b"", "url must begin with https://"),
+    ],
+)
+def test_a_server_that_is_not_a_daemon_is_recognised(answer: bytes, cause: str) -> None:
+    with Impostor(answer) as url:
+        assert cause in str(of_engine(url=url)) and NOT_STARTED not in str(of_engine(url=url))
+        said = str(of_ctl(url=url))
+        assert ("is not an admin surface" in said or cause in said or "another version" in said
+                or "Not Found; see" in said) and NOT_STARTED not in said  # fmt: skip
+
+
+@pytest.mark.parametrize("detail", ["\x1b[31mred\r\nline " + "x" * 100_000, f"you sent {TOKEN}", 5, None])
+def test_the_words_of_a_server_are_limited_and_never_contain_the_token(folder: Path, detail: object) -> None:
+    body = json.dumps({"error": "busy", "detail": detail}).encode()
+    with Impostor(http_answer(403, body)) as url:
+        said = str(of_engine(url=url, token_file=secret(folder, "token", TOKEN)))
+    assert len(said) < 600 and said.isprintable() and TOKEN not in said
+
+
+# Asks for the status as another user, with an open directory for imports.
+_AS_OTHER = """
+import os, sys
+from pathlib import Path
+from hicache.admin.models import Status
+from hicache.cli.ctl_client import AdminClient, Endpoint
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    AdminClient(Endpoint(Path(sys.argv[1])), None).get("/status", Status)
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_socket_that_this_user_may_not_open_is_named(plain: Daemon) -> None:
+    command = [sys.executable, "-c", _AS_OTHER, str(plain.socket)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "run this process as the user of the daemon" in said and NOT_STARTED not in said
