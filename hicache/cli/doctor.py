@@ -119,16 +119,26 @@ def _stores(subject: Subject, prefill: int | None) -> Iterator[tuple[list[Row], 
         yield [*check.rows, *hang], bool(hang)
 
 
+class _Lines(logging.Handler):
+    """Collects messages of the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See Handler."""
+        self.lines.append(record.getMessage())
+
+
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collect the warnings in the log instead of writing them between the rows."""
-    lines: list[str] = []
-    logger, handler = logging.getLogger("hicache"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger, handler = logging.getLogger("hicache"), _Lines()
     was, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
-        yield lines
+        yield handler.lines
     finally:
         logger.removeHandler(handler)
         logger.propagate = was

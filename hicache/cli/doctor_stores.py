@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
@@ -41,19 +41,22 @@ def certificates(subject: Subject) -> Iterator[Row]:
     """Show until when the certificates of all sections are valid."""
     sections: list[tuple[str, object]] = [(f"{part.name} ", part.spec.options) for part in subject.parts]
     for name, section in (*sections, ("daemon.tls.", subject.config.daemon.tls)):
-        for entry in ("ca_file", "certificate", "client_ca", "tls_ca_file", "tls_cert_file"):
+        # Of a chain, the first to expire counts; of authorities the last, because bundles have expired ones.
+        for entry, which in (
+            ("certificate", min), ("tls_cert_file", min), ("ca_file", max), ("client_ca", max), ("tls_ca_file", max)
+        ):  # fmt: skip
             path = getattr(section, entry, None)
             if isinstance(path, Path):
-                yield _certificate(f"{name}{entry}", path)
+                yield _certificate(f"{name}{entry}", path, which)
 
 
-def _certificate(what: str, path: Path) -> Row:
+def _certificate(what: str, path: Path, which: Callable[[Iterable[datetime.datetime]], datetime.datetime]) -> Row:
     try:
         with open_regular(path) as file:
             found = x509.load_pem_x509_certificates(file.read(_BODY_BYTES_MAX))
     except (OSError, ValueError):
         return Row(what, Verdict.FAIL, f"{path}: cannot be read as PEM certificates", "correct the path and its mode")
-    ends = min(one.not_valid_after_utc for one in found)
+    ends = which(one.not_valid_after_utc for one in found)
     left = ends - datetime.datetime.now(datetime.UTC)
     verdict = Verdict.OK if left > _EXPIRES_SOON else Verdict.WARN if left > datetime.timedelta(0) else Verdict.FAIL
     finding = f"{path}: {'valid until' if verdict is not Verdict.FAIL else 'expired on'} {ends:%Y-%m-%d %H:%M} UTC"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import signal
 import socket
@@ -12,6 +13,10 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from hicache.backends.registry import BackendSpec, open_raw
 from hicache.cli.doctor_machine import Verdict, gpu
@@ -107,6 +112,26 @@ def test_certificates_show_their_end_and_an_unreadable_one_fails(tmp_path: Path)
     assert (found["verdict"], found["advice"]) == ("warn", "renew it"), "it ends tomorrow"
     made.cert_file.write_text("no certificate")
     assert rows(doctor(tmp_path / "hicache.yaml", "--json"))["daemon.tls.certificate"]["verdict"] == "fail"
+
+
+def certificate(days: int) -> bytes:
+    """Return a certificate that ends in so many days."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "doctor")])
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now - datetime.timedelta(99))
+    made = builder.not_valid_after(now + datetime.timedelta(days)).sign(key, hashes.SHA256())
+    return made.public_bytes(serialization.Encoding.PEM)
+
+
+def test_an_expired_certificate_of_a_chain_fails_and_one_of_a_bundle_of_authorities_does_not(tmp_path: Path) -> None:
+    (tmp_path / "both.pem").write_bytes(certificate(-1) + certificate(99))
+    (tmp_path / "key.pem").touch(mode=0o600)
+    tls = {"certificate": "both.pem", "key": "key.pem", "client_ca": "both.pem"}
+    sections = {"tls": {name: str(tmp_path / file) for name, file in tls.items()}}
+    found = rows(doctor(configured(tmp_path, None, daemon=sections), "--json"))
+    assert found["daemon.tls.certificate"]["verdict"] == "fail"
+    assert found["daemon.tls.client_ca"]["verdict"] == "ok"
 
 
 def test_a_device_is_compared_with_the_size_of_l1() -> None:
