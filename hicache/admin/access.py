@@ -8,8 +8,6 @@ A token for data gives no access here: only the admin token is compared. Engines
 only a token prevents them from administering it. Without a token, the header `Host` must be `localhost`, this machine's
 name or an IP address: a browser whose user forwards a port to the socket (`ssh -L`) has the user's access too, so a web
 page must not reach it under the page's own name.
-
-Locking design: a field is one reference, which is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -72,16 +70,16 @@ def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode("latin-1", "replace"), expected.encode())  # headers are read as Latin-1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AdminAccess:
-    """See the module's docstring. `token` None: without an admin token. A reload of a daemon replaces it."""
+    """See the module's docstring. `token` returns the current admin token; None: there is none."""
 
-    token: str | None = field(default=None, repr=False)
+    token: Callable[[], str | None]
 
     @property
     def how(self) -> str:
         """Return what a rejected caller needs."""
-        if self.token is not None:
+        if self.token() is not None:
             return "this needs the admin token, as Authorization: Bearer; with ctl, pass --token-file"
         return (
             "use the Unix socket, as the user who runs this process, with the host `localhost`; for TCP configure an "
@@ -90,8 +88,9 @@ class AdminAccess:
 
     def who(self, peer: Peer | None, headers: Mapping[str, str]) -> str | None:
         """Return the caller's name for the audit log: `uid 1000` or `token`; None for a rejected caller."""
-        if self.token is not None:
-            return "token" if is_token(bearer_token(headers), self.token) else None
+        token = self.token()
+        if token is not None:
+            return "token" if is_token(bearer_token(headers), token) else None
         if peer is not None and peer.uid in (os.geteuid(), 0) and is_own_host(headers.get("host"), ()):
             return f"uid {peer.uid}"
         return None

@@ -24,6 +24,7 @@ from fastapi import FastAPI
 
 from .. import __version__
 from ..backends.guard import Direction, Override, named_leaves
+from ..backends.rotated import Rotated
 from ..cache import HiRadixCache, HostCache, Pin, TierStatistics, TreeCache
 from ..cache.factory import storage_opener
 from ..cache.mailbox import Steps
@@ -283,10 +284,10 @@ def _tier(name: str, found: TierStatistics, pinned_pages: int) -> TierStatus:
 class AdminServer:
     """Serves the admin surface of an embedded cache. A context manager; close it before the cache."""
 
-    def __init__(self, target: EmbeddedCache, socket: PrivateSocket, token: str | None) -> None:
+    def __init__(self, target: EmbeddedCache, socket: PrivateSocket, access: AdminAccess) -> None:
         self.path = socket.path
         self._socket = socket
-        self._surface = AdminSurface(target, AdminAccess(token))
+        self._surface = AdminSurface(target, access)
         app = FastAPI(title="HiCache admin", version=__version__, docs_url=None, redoc_url=None)
         app.include_router(self._surface.router)
         self._server = uvicorn.Server(uvicorn.Config(
@@ -323,7 +324,10 @@ def serve(
     if not isinstance(cache, (HiRadixCache, HostCache)):
         logger.warning("admin.socket is ignored: a cache with prefix_cache off does not have an admin surface")
         return None
-    environ = os.environ if environ is None else environ
-    token = read_secret("admin token", config.admin.token_env, config.admin.token_file, environ)
-    target = EmbeddedCache(cache, config, namespace, environ)
-    return AdminServer(target, PrivateSocket(path, "admin.socket"), token)
+    variables, section = os.environ if environ is None else environ, config.admin
+    token = Rotated(
+        "admin token", [section.token_file],
+        lambda: read_secret("admin token", section.token_env, section.token_file, variables),
+    )  # fmt: skip
+    target = EmbeddedCache(cache, config, namespace, variables)
+    return AdminServer(target, PrivateSocket(path, "admin.socket"), AdminAccess(token.get))

@@ -28,6 +28,7 @@ from typing import TypeAlias, TypeVar
 from ..frame import TagStream, fill, first_bytes, without_first
 from .errors import ErrorKind, StoreError, kind_of_exception, words_of_exception
 from .refreshed import Refreshed
+from .rotated import Rotated
 
 Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...] | str]
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class Server:
 
     host: str
     port: int
-    tls: ssl.SSLContext | None
+    tls: Rotated[ssl.SSLContext] | None
     name: str
     tunnel: str
     connect_timeout_s: float
@@ -442,7 +443,7 @@ class ConnectionPool:
                 self._ask_proxy(sock, deadline)
             if server.tls is not None:
                 sock.settimeout(self._time_left(deadline))
-                sock = server.tls.wrap_socket(sock, server_hostname=server.name)
+                sock = server.tls.get().wrap_socket(sock, server_hostname=server.name)
             return Connection(sock, server.timeout_s)
         except BaseException:
             sock.close()

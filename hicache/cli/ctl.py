@@ -98,7 +98,7 @@ def ctl(context: click.Context, /, *, as_json: bool, **address: Any) -> None:
 
 
 def _session(address: Address, as_json: bool) -> Session:
-    return Session(AdminClient(address.endpoint(), address.token()), as_json)
+    return Session(AdminClient(address.endpoint(), address.token().get), as_json)
 
 
 def _with_session(command: Command) -> Command:

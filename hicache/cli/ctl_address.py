@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..backends.rotated import Rotated
 from ..config import HiCacheConfig, load_config
 from ..config.addresses import default_socket
 from ..config.secret import read_secret
@@ -42,17 +43,15 @@ class Address:
             raise ConfigError("the system has no directory for this user's sockets (XDG_RUNTIME_DIR); pass --socket")
         return Endpoint(socket)
 
-    def token(self) -> str | None:
+    def token(self) -> Rotated[str | None]:
         """Return the admin token, from --token-file or the configuration, or None. Raises ConfigError."""
-        if self.token_file is not None:
-            return read_secret("admin token", None, self.token_file, os.environ)
-        config = self._config()
-        if config is None:
-            return None
-        variable, path = config.daemon.admin_token_env, config.daemon.admin_token_file
-        if config.admin.socket is not None:
+        variable, path = None, self.token_file
+        config = self._config() if path is None else None
+        if config is not None and config.admin.socket is not None:
             variable, path = config.admin.token_env, config.admin.token_file
-        return read_secret("admin token", variable, path, os.environ)
+        elif config is not None:
+            variable, path = config.daemon.admin_token_env, config.daemon.admin_token_file
+        return Rotated("admin token", [path], lambda: read_secret("admin token", variable, path, os.environ))
 
     def _config(self) -> HiCacheConfig | None:
         if self.config_file is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from ..admin.models import Refusal
 from ..backends.errors import StoreError
 from ..backends.http import Connection, ConnectionPool, Head, Server, read_small, request_head
 from ..backends.remote.causes import Entries, explain
+from ..backends.rotated import client_tls
 from ..config.addresses import HTTP_PORTS, split_url
 from ..errors import AdminError, BackendUnavailable, ConfigError
 
@@ -46,39 +47,28 @@ class Endpoint:
     def server(self) -> Server:
         """Return the server for a ConnectionPool. Raises ConfigError."""
         if self.socket is not None:
-            return _server("localhost", 0, None, socket=os.fspath(self.socket))
+            return Server("localhost", 0, None, "", "", CONNECT_TIMEOUT_S, TIMEOUT_S, os.fspath(self.socket))
         try:
             url = split_url(self.url, HTTP_PORTS)
         except ValueError as error:
             raise ConfigError(f"--url: {error}") from error
         if url.path.strip("/"):
             raise ConfigError("--url: the address must not have a path; write it as https://host:port")
-        if url.scheme == "http":
-            return _server(url.host, url.port, None)
-        try:
-            context = ssl.create_default_context(cafile=None if self.ca_file is None else os.fspath(self.ca_file))
-            if self.certificate is not None:
-                context.load_cert_chain(self.certificate, self.key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"--ca-file, --certificate, --key: a file is not usable: {error}") from error
-        return _server(url.host, url.port, context)
-
-
-def _server(host: str, port: int, tls: ssl.SSLContext | None, socket: str = "") -> Server:
-    return Server(host, port, tls, host, "", CONNECT_TIMEOUT_S, TIMEOUT_S, socket)
+        files = {"--ca-file": self.ca_file, "--certificate": self.certificate, "--key": self.key}
+        tls = client_tls("ctl", files) if url.scheme == "https" else None
+        return Server(url.host, url.port, tls, url.host, "", CONNECT_TIMEOUT_S, TIMEOUT_S)
 
 
 class AdminClient:
-    """A client of the admin surface at `endpoint`. Raises BackendUnavailable without an answer, and AdminError if the
-    server rejects a request."""
+    """A client of the admin surface at `endpoint`. `token` returns the current token, or None. Raises
+    BackendUnavailable without an answer, and AdminError if the server rejects a request."""
 
-    def __init__(self, endpoint: Endpoint, token: str | None) -> None:
+    def __init__(self, endpoint: Endpoint, token: Callable[[], str | None]) -> None:
         self.endpoint = endpoint
         self._server = server = endpoint.server()
         self._pool = ConnectionPool(server)
         self._headers = {"host": f"{server.host}:{server.port}", "content-type": "application/json"}
-        if token is not None:
-            self._headers["authorization"] = f"Bearer {token}"
+        self._token = token
 
     def get(self, path: str, kind: type[Answer]) -> Answer:
         """Return the answer to a GET, as `kind`."""
@@ -109,7 +99,10 @@ class AdminClient:
             return head.status, read_small(connection, head, _ANSWER_BYTES_MAX, deadline)
 
         try:
-            head = request_head(method, f"/v1/admin{path}", {**self._headers, "content-length": str(len(data))})
+            token = self._token()
+            login = {} if token is None else {"authorization": f"Bearer {token}"}
+            headers = {**self._headers, **login, "content-length": str(len(data))}
+            head = request_head(method, f"/v1/admin{path}", headers)
             status, answer = self._pool.exchange(head, [memoryview(data)] if data else [], read, deadline,
                                                  may_repeat=method == "GET")  # fmt: skip
         except StoreError as error:

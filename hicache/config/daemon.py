@@ -27,7 +27,8 @@ class TlsConfig(Section):
         default=None, description="PEM file with the daemon's certificate and the intermediate ones."
     )
     key: FileSystemPath | None = Field(
-        default=None, description="PEM file with the private key, mode 0600. SIGHUP reloads both files."
+        default=None,
+        description="PEM file with the private key, mode 0600. Replaced files are used for new connections.",
     )
     client_ca: FileSystemPath | None = Field(
         default=None,
@@ -68,8 +69,8 @@ class DaemonConfig(Section):
     )
     token_file: FileSystemPath | None = Field(
         default=None,
-        description="File whose first line is the token of TCP clients (`Authorization: Bearer`), mode 0600. SIGHUP "
-        "reloads it. The Unix socket does not need a token.",
+        description="File whose first line is the token of TCP clients (`Authorization: Bearer`), mode 0600; a "
+        "replaced one is used at once. The Unix socket does not need a token.",
     )
     token_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the token."

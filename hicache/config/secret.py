@@ -21,8 +21,7 @@ def read_key_file(path: Path, what: str) -> bytes:
     """Return the key in `path`: 64 hexadecimal digits (surrounded by optional white space), or 32 raw bytes. `what` is
     the file's name in errors.
 
-    Blocks on the file system. Raises ConfigError if the path is not a regular file, or the file cannot be read, belongs
-    to another user (except root), is accessible to group or others, or does not contain a key.
+    Blocks on the file system. Raises ConfigError as `read_private_file`, and if the file does not contain a key.
     """
     data = read_private_file(path, what, 1024)
     key = data if len(data) == KEY_BYTES else _from_hex(data)
@@ -35,7 +34,8 @@ def read_private_file(path: Path, what: str, bytes_max: int) -> bytes:
     """Return the first `bytes_max` bytes of a file with a secret. `what` is its name in errors.
 
     Blocks on the file system. Raises ConfigError if the path is not a regular file, or the file cannot be read, belongs
-    to another user (except root), or is accessible to group or others.
+    to another user (except root), or is accessible to group or others. The group of a file of root may read it: so
+    Kubernetes mounts a Secret (root, `fsGroup`, mode 0440), and only root chooses that group.
     """
     where = _named(path, what)
     try:
@@ -51,8 +51,11 @@ def _named(path: Path, what: str) -> str:
 
 
 def _require_private(state: os.stat_result, where: str) -> None:
-    if state.st_mode & 0o077:
-        raise ConfigError(f"{where}: mode {stat.S_IMODE(state.st_mode):04o} gives other users access; run chmod 600")
+    if state.st_mode & (0o037 if state.st_uid == 0 else 0o077):
+        raise ConfigError(
+            f"{where}: mode {stat.S_IMODE(state.st_mode):04o} gives other users access; run chmod 600 (in Kubernetes: "
+            "defaultMode: 0440 and fsGroup)"
+        )
     if state.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"{where}: belongs to user {state.st_uid}, not to you or root; run chown")
 

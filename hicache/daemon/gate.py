@@ -15,7 +15,7 @@ a browser on this host can send requests too (`is_own_host`). A browser that for
 
 Calls below /v1/admin pass: their router has its own access rights.
 
-Locking design: runs on the event loop's thread. `token` is replaced by a reload.
+Locking design: runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -70,12 +71,12 @@ def operation_of(method: str, path: str) -> str:
 
 
 class Gate:
-    """See the module's docstring. `token` None: clients have no token."""
+    """See the module's docstring. `token` returns the current token of clients; None: they have none."""
 
-    def __init__(self, app: ASGIApp, node: Node, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, node: Node, token: Callable[[], str | None]) -> None:
         self._app = app
         self._node = node
-        self.token = token
+        self._token = token
         self._numbers = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +109,7 @@ class Gate:
         if not scope["path"].startswith(_ADMIN) and not self._has_credentials(scope):
             if not _is_open(scope, operation):
                 calls.refuse("token")
-                return Refused(401, ErrorKind.WRONG_CREDENTIALS, _NO_ACCESS if self.token is None else _NO_TOKEN)
+                return Refused(401, ErrorKind.WRONG_CREDENTIALS, _NO_ACCESS if self._token() is None else _NO_TOKEN)
             if not is_own_host(Headers(scope=scope).get("host"), config.names):
                 calls.refuse("host")
                 return Refused(421, ErrorKind.ACCESS_DENIED, _FOREIGN_HOST)
@@ -127,9 +128,10 @@ class Gate:
 
     def _has_credentials(self, scope: Scope) -> bool:
         listener: Listener = scope["state"]["listener"]
-        if listener.is_unix or self.token is None:
+        token = self._token()
+        if listener.is_unix or token is None:
             return listener.verifies_clients
-        return is_token(bearer_token(Headers(scope=scope)), self.token)
+        return is_token(bearer_token(Headers(scope=scope)), token)
 
 
 def _is_open(scope: Scope, operation: str) -> bool:

@@ -11,8 +11,8 @@ from ..backends.registry import check_backend
 from ..config import HiCacheConfig
 from .node import Node
 
-# The entries that a reload changes. Tokens and certificates are read again from the files and variables of these
-# entries; the command applies `logging`.
+# The entries that a reload changes; the command applies `logging`. The contents of files of tokens and certificates are
+# read again without a reload too.
 RELOADED = frozenset({
     "daemon.hosts", "daemon.token_file", "daemon.token_env", "daemon.admin_token_file", "daemon.admin_token_env",
     "daemon.memory_max", "daemon.memories_max", "daemon.namespaces_max", "daemon.connections_max",

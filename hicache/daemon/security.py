@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..backends.rotated import Rotated, no_password
 from ..config.daemon import DaemonConfig, TlsConfig
 from ..config.files import require_readable
 from ..config.secret import read_private_file, read_secret
@@ -25,6 +26,12 @@ class Tokens:
     admin: str | None = field(repr=False)
 
 
+def open_tokens(config: DaemonConfig, environ: Mapping[str, str]) -> Rotated[Tokens]:
+    """Return both tokens, which follow their files. Raises as `read_tokens`."""
+    files = [config.token_file, config.admin_token_file]
+    return Rotated("daemon: tokens", files, lambda: read_tokens(config, environ))
+
+
 def read_tokens(config: DaemonConfig, environ: Mapping[str, str]) -> Tokens:
     """Read both tokens. Raises ConfigError for an unreadable or invalid one, and if they are equal."""
     data = _token("daemon: token", config.token_env, config, environ)
@@ -42,13 +49,18 @@ def _token(what: str, variable: str | None, config: DaemonConfig, environ: Mappi
     return token
 
 
-def server_context(config: TlsConfig) -> ssl.SSLContext | None:
-    """Return the TLS of the TCP address, None without a certificate. Raises ConfigError."""
+def open_tls(config: TlsConfig) -> Rotated[ssl.SSLContext] | None:
+    """Return the TLS of the TCP address, which follows its files; None without a certificate. Raises ConfigError."""
     if config.certificate is None:
         return None
+    files = [config.certificate, config.key, config.client_ca]
+    return Rotated("daemon.tls", files, lambda: _server_context(config))
+
+
+def _server_context(config: TlsConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    load_certificate(context, config)
+    _load_certificate(context, config)
     if config.client_ca is not None:
         require_readable(config.client_ca, "daemon.tls.client_ca")
         try:
@@ -75,16 +87,11 @@ class _Handshake(ssl.SSLObject):
             raise
 
 
-def load_certificate(context: ssl.SSLContext, config: TlsConfig) -> None:
-    """Read certificate and key into `context`, for connections from now on. Raises ConfigError."""
+def _load_certificate(context: ssl.SSLContext, config: TlsConfig) -> None:
     assert config.certificate is not None and config.key is not None  # checked by the section
     require_readable(config.certificate, "daemon.tls.certificate")
     read_private_file(config.key, "daemon.tls.key", _KEY_BYTES_MAX)
     try:
-        context.load_cert_chain(config.certificate, config.key, password=_no_password)
+        context.load_cert_chain(config.certificate, config.key, password=no_password)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError("daemon.tls: certificate and key are not a matching PEM pair without a password") from error
-
-
-def _no_password() -> str:
-    return ""  # otherwise OpenSSL would prompt on the terminal

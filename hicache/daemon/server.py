@@ -10,6 +10,7 @@ Locking design: everything runs on the event loop's thread; blocking calls run o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -44,7 +45,7 @@ from .node import Node
 from .notify import ServiceManager
 from .protocol import KEYS_MAX
 from .reload import apply
-from .security import load_certificate, read_tokens, server_context
+from .security import open_tls, open_tokens
 from .staging import Staging
 from .statistics import NodeState
 
@@ -81,15 +82,17 @@ class Server:
         self._manager = ServiceManager(environ)
         self._stopping = asyncio.Event()
         self._state = ServerState()
-        tokens = read_tokens(config, environ)
-        self._tls = server_context(config.tls)
-        self._admin_access = AdminAccess(tokens.admin)
+        self._tokens = open_tokens(config, environ)
+        self._tls = open_tls(config.tls)
+        self._listeners: list[asyncio.Server] = []  # the Unix socket, then TCP
+        self._tcp: tuple[Listener, socket.socket, ssl.SSLContext | None] | None = None
         self._history = History()
         staging = Staging(config.staging)
-        self._gate = Gate(create_app(node, staging, self._history, self._admin_access), node, tokens.data)
+        app = create_app(node, staging, self._history, AdminAccess(lambda: self._tokens.get().admin))
+        gate = Gate(app, node, lambda: self._tokens.get().data)
         self._shared = Shared(
             config,
-            uvicorn.Config(self._gate, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+            uvicorn.Config(gate, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
                            server_header=False, date_header=False),
             self._state,
             node.calls,
@@ -108,17 +111,20 @@ class Server:
             if path is None:
                 raise ConfigError("daemon.socket: XDG_RUNTIME_DIR is not set; set a path in a directory of mode 0700")
             unix = undo.enter_context(PrivateSocket(path, "daemon.socket", lock=path.with_name("lock")))
-            listeners = [await self._listen(Listener(True, True, False, False), unix.socket, None)]
+            self._listeners.append(await self._listen(Listener(True, True, False, False), unix.socket, None))
             address = self._shared.config.address
             if address is not None:
                 kind = Listener(False, is_loopback(address.host), self._tls is not None,
                                 self._shared.config.tls.client_ca is not None)  # fmt: skip
                 tcp = undo.enter_context(_tcp_socket(address.host, address.port))
-                listeners.append(await self._listen(kind, tcp, self._tls))
+                tls = None if self._tls is None else self._tls.get()
+                self._listeners.append(await self._listen(kind, tcp.dup(), tls))
+                self._tcp = kind, tcp, tls
             self._handle_signals()
             undo.callback(DropLog(self._dropped, LIMITS).close)
             self._node.state = NodeState.READY
-            logger.info("daemon: serving at %s (%s)", ", ".join(map(_name, listeners)), _described(self._node.config))
+            where = ", ".join(map(_name, self._listeners))
+            logger.info("daemon: serving at %s (%s)", where, _described(self._node.config))
             self._manager.ready()
             try:
                 await self._until_stopped()
@@ -128,7 +134,7 @@ class Server:
                 self._manager.stopping()
                 self._node.state = NodeState.DRAINING
                 logger.info("daemon: draining for at most %s s", self._shared.config.drain_timeout)
-                for listener in listeners:
+                for listener in self._listeners:
                     listener.close()
                 await self._drain()
             logger.info("daemon: ended")
@@ -146,6 +152,19 @@ class Server:
             ssl_handshake_timeout=self._shared.config.head_timeout if tls else None,
         )  # fmt: skip
 
+    async def _renew_tls(self) -> None:
+        """Listen with other certificates if their files have changed; connections stay. A new context also prevents
+        that a client resumes a session which the previous authorities allowed."""
+        if self._tcp is None or self._tls is None:
+            return
+        kind, tcp, before = self._tcp
+        tls = await asyncio.get_running_loop().run_in_executor(None, self._tls.get)
+        if tls is not before:
+            with contextlib.suppress(OSError):  # out of descriptors: the next round tries again
+                listener = await self._listen(kind, tcp.dup(), tls)
+                self._listeners[-1].close()
+                self._listeners[-1], self._tcp = listener, (kind, tcp, tls)
+
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _STOPPED_BY:
@@ -157,15 +176,13 @@ class Server:
         self._manager.reloading()
         try:
             new = self._load()
-            tokens = read_tokens(new.daemon, self._environ)
-            if self._tls is not None:
-                load_certificate(self._tls, self._node.config.daemon.tls)
+            tokens, tls = open_tokens(new.daemon, self._environ), open_tls(self._node.config.daemon.tls)
             now, later = apply(self._node, new)
         except ConfigError as error:
             logger.error("daemon: reload refused, nothing was changed: %s", error)
         else:
             self._shared.config = self._node.config.daemon
-            self._gate.token, self._admin_access.token = tokens.data, tokens.admin
+            self._tokens, self._tls = tokens, tls
             logger.info("daemon: reloaded; changed: %s", ", ".join(now) or "no entry")
             if later:
                 logger.warning("daemon: restart it to change: %s", ", ".join(later))
@@ -188,10 +205,12 @@ class Server:
             tending.cancel()
 
     async def _tend(self) -> None:
-        """Unmap the memory of dead engines, which takes as long as the system needs to free it, and take a sample."""
+        """Unmap the memory of dead engines, which takes as long as the system needs to free it, take a sample, and
+        look at the certificates."""
         loop = asyncio.get_running_loop()
         sampled_s = 0.0
         while True:
+            await self._renew_tls()
             for name in await loop.run_in_executor(None, self._node.memories.tend):
                 logger.warning("memory %s: its engine died; the memory was unmapped, and its file removed unless "
                                "host.shared.keep is set", name)  # fmt: skip

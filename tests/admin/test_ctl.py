@@ -156,7 +156,7 @@ class Interrupted(AdminClient):
 @pytest.mark.usefixtures("ctl")
 def test_an_interrupt_while_a_job_is_being_started_cancels_it(levels: RunningEngine) -> None:
     request = ScrubRequest(store="disk", rate_bytes_per_s=4096)
-    with closing(Interrupted(Endpoint(levels.config.admin.socket), None)) as client:
+    with closing(Interrupted(Endpoint(levels.config.admin.socket), lambda: None)) as client:
         assert watch(client, "/scrub", request).state is JobState.CANCELLED
     assert [job["state"] for job in levels.ask("GET", "/jobs")] == ["cancelled"]
 

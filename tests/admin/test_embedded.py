@@ -19,6 +19,7 @@ from hicache.errors import ConfigError
 from hicache.frame import HEADER_BYTES
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine, ask, file_config
 from tests.cache.world import NAMESPACE, prompt
+from tests.mounted import MountedSecret
 from tests.waiting import wait_for
 
 TOKENS = {"ids": IDS}
@@ -373,3 +374,16 @@ def test_closing_cancels_jobs_and_removes_the_socket(tmp_path: Path) -> None:
         engine.ask("POST", "/scrub", {"rate_bytes_per_s": 4096}, 202)
         assert engine.admin is not None and engine.admin.path.exists()
     assert not engine.admin.path.exists()
+
+
+def test_a_replaced_token_is_the_only_one_from_the_next_call_on(tmp_path: Path) -> None:
+    mounted = MountedSecret(tmp_path / "secret", {"token": "old-token"})
+    config = file_config(tmp_path)
+    admin = config.admin.model_copy(update={"token_file": mounted["token"]})
+    with RunningEngine(config.model_copy(update={"admin": admin})) as engine:
+        assert engine.admin is not None
+        path = engine.admin.path
+        before = [ask(path, "GET", "/status", token=token)[0] for token in ("old-token", "new-token")]
+        mounted.replace({"token": "new-token"})
+        after = [ask(path, "GET", "/status", token=token)[0] for token in ("old-token", "new-token")]
+    assert (before, after) == ([200, 403], [403, 200])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import socket
-import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -53,7 +52,7 @@ class Connector:
     def open(self, endpoint: Endpoint, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
         """Return a channel to a server, logged in. With `read_only`, a cluster's replica serves reads on it. With
         `no_touch`, its commands do not refresh recency, if the server supports and permits that. Raises StoreError."""
-        orders = _login(self._access.login)
+        orders: list[Sequence[bytes]] = []
         if self._access.db:
             orders.append((b"SELECT", b"%d" % self._access.db))
         # At least one request is needed: a server that rejects a connection sends the error as the first reply.
@@ -62,7 +61,7 @@ class Connector:
             orders.append((b"READONLY",))
         if no_touch:
             orders.append((b"CLIENT", b"NO-TOUCH", b"ON"))
-        return self._enter(endpoint, orders, deadline)[0]
+        return self._access.login.run(lambda words: self._enter(endpoint, words, orders, deadline))[0]
 
     def find_primary(self, deadline: float) -> Address:
         """Return the primary that a sentinel names. Raises StoreError."""
@@ -83,11 +82,7 @@ class Connector:
         failures: list[StoreError] = []
         for number in (*range(first, len(sentinels)), *range(first)):
             try:
-                # Sentinels have no databases.
-                orders = [*_login(self._access.sentinel_login), question]
-                channel, reply = self._enter(sentinels[number], orders, deadline)
-                channel.close()
-                found = self._alive(entries(reply))
+                found = self._alive(entries(self._ask(sentinels[number], question, deadline)))
             except StoreError as failure:
                 failures.append(failure)
                 # The next call skips this sentinel, even if this call has no time for another.
@@ -100,6 +95,14 @@ class Connector:
             raise failures[-1]
         return []
 
+    def _ask(self, sentinel: Endpoint, question: Sequence[bytes], deadline: float) -> Reply:
+        # Sentinels have no databases.
+        channel, reply = self._access.sentinel_login.run(
+            lambda words: self._enter(sentinel, words, [question], deadline)
+        )
+        channel.close()
+        return reply
+
     def _alive(self, entries: Reply) -> list[Address]:
         if not isinstance(entries, list) or len(entries) > NODES_MAX:
             raise StoreError(ErrorKind.PROTOCOL, "the reply to SENTINEL is not valid")
@@ -110,9 +113,13 @@ class Connector:
             if _DOWN.isdisjoint(_bytes(facts, b"flags").split(b","))
         ]
 
-    def _enter(self, endpoint: Endpoint, orders: Sequence[Sequence[bytes]], deadline: float) -> tuple[Channel, Reply]:
-        """Open a channel, send the commands `orders`, and return the channel with the last reply. Takes at most
-        `timeout` in total."""
+    def _enter(
+        self, endpoint: Endpoint, login: Sequence[bytes], orders: Sequence[Sequence[bytes]], deadline: float
+    ) -> tuple[Channel, Reply]:
+        """Open a channel, log in if `login` is not empty, send the commands `orders`, and return the channel with the
+        last reply. Takes at most `timeout` in total."""
+        if login:
+            orders = [(b"AUTH", *login), *orders]
         timeout_s = self._access.options.timeout
         wait_s = min(deadline - time.monotonic(), timeout_s)
         late = StoreError(ErrorKind.TIMEOUT if wait_s == timeout_s else ErrorKind.DEADLINE)
@@ -147,11 +154,6 @@ class Connector:
         raise failure
 
 
-def _login(words: Sequence[bytes]) -> list[Sequence[bytes]]:
-    """Return the command that logs in, if any."""
-    return [(b"AUTH", *words)] if words else []
-
-
 def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
     """Open a socket, with TLS if `access` requires it. Blocks. Raises OSError."""
     timeout_s = access.options.timeout
@@ -167,14 +169,8 @@ def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
             sock.connect(endpoint.path)
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if access.tls:
-                # A new context per connection: certificates may be renewed while engines run.
-                options = access.options
-                context = ssl.create_default_context(cafile=options.tls_ca_file)
-                context.check_hostname = options.tls_check_hostname
-                if options.tls_cert_file is not None:
-                    context.load_cert_chain(options.tls_cert_file, options.tls_key_file)
-                sock = context.wrap_socket(sock, server_hostname=endpoint.host)
+            if access.tls is not None:
+                sock = access.tls.get().wrap_socket(sock, server_hostname=endpoint.host)
         undo.pop_all()
     return sock
 

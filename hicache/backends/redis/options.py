@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ...config.addresses import Address, check_host, check_port, split_address, split_url
-from ...config.files import require_readable
 from ...config.redis_storage import PORT, SENTINEL_PORT, URL_PORTS, Network, RedisStorageOptions, allowed_node
 from ...config.secret import read_secret
 from ...errors import ConfigError
+from ..rotated import Rotated, client_tls
 
 Mode: TypeAlias = Literal["single", "sentinel", "cluster"]
 
@@ -48,8 +49,8 @@ class Access:
     """The access data that `open_access` derives from `options`. `repr` shows no secret.
 
     `addresses` are those of the server, of some cluster nodes, or of the sentinels; `replicas` are those of a single
-    server. `allowed_nodes` limits the addresses that servers may name; None allows all. `login` has the arguments of
-    AUTH; it is empty without a password.
+    server. `allowed_nodes` limits the addresses that servers may name; None allows all. `tls` is None for plain
+    connections. `login` has the arguments of AUTH; it is empty without a password. `tls` and logins follow their files.
     """
 
     options: RedisStorageOptions
@@ -58,9 +59,9 @@ class Access:
     replicas: tuple[Address, ...]
     allowed_nodes: tuple[Network | str, ...] | None
     db: int
-    tls: bool
-    login: tuple[bytes, ...] = field(repr=False)
-    sentinel_login: tuple[bytes, ...] = field(repr=False)
+    tls: Rotated[ssl.SSLContext] | None
+    login: Rotated[tuple[bytes, ...]] = field(repr=False)
+    sentinel_login: Rotated[tuple[bytes, ...]] = field(repr=False)
 
     @property
     def where(self) -> str:
@@ -111,10 +112,10 @@ def open_access(options: RedisStorageOptions) -> Access:
         mode, addresses = "cluster", tuple(split_address(text, PORT) for text in options.cluster)
     else:
         mode, addresses = "sentinel", tuple(split_address(text, SENTINEL_PORT) for text in options.sentinels or ())
-    for name in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
-        file: Path | None = getattr(options, name)
-        if file is not None:
-            require_readable(file, f"backend redis: {name}")
+    tls_files: dict[str, Path | None] = {
+        name: getattr(options, name) for name in ("tls_ca_file", "tls_cert_file", "tls_key_file")
+    }
+    tls = client_tls("backend redis", tls_files, check_hostname=options.tls_check_hostname) if is_tls else None
     return Access(
         options,
         mode,
@@ -122,7 +123,7 @@ def open_access(options: RedisStorageOptions) -> Access:
         tuple(split_address(text, PORT) for text in options.replicas),
         None if options.allowed_nodes is None else tuple(allowed_node(text) for text in options.allowed_nodes),
         db,
-        is_tls,
+        tls,
         _login("password", options.username, options.password_env, options.password_file),
         _login(
             "sentinel_password", options.sentinel_username, options.sentinel_password_env,
@@ -131,9 +132,14 @@ def open_access(options: RedisStorageOptions) -> Access:
     )
 
 
-def _login(what: str, username: str | None, variable: str | None, path: Path | None) -> tuple[bytes, ...]:
-    password = read_secret(f"redis {what}", variable, path, os.environ)
-    if username is not None and password is None:
-        raise ConfigError(f"backend redis: a user name needs a password; set {what}_env or {what}_file")
-    # Restores bytes that are not UTF-8 as they were read.
-    return tuple(word.encode(errors="surrogateescape") for word in (username, password) if word is not None)
+def _login(
+    what: str, username: str | None, variable: str | None, path: Path | None
+) -> Rotated[tuple[bytes, ...]]:
+    def load() -> tuple[bytes, ...]:
+        password = read_secret(f"redis {what}", variable, path, os.environ)
+        if username is not None and password is None:
+            raise ConfigError(f"backend redis: a user name needs a password; set {what}_env or {what}_file")
+        # Restores bytes that are not UTF-8 as they were read.
+        return tuple(word.encode(errors="surrogateescape") for word in (username, password) if word is not None)
+
+    return Rotated(f"redis {what}", [path], load)

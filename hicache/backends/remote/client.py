@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlencode
 
 from ...frame import Damage
@@ -21,6 +21,7 @@ from ..errors import ErrorKind, StoreError
 from ..http import Connection, ConnectionPool, Head, read_small, request_head
 from .access import Access
 
+T = TypeVar("T")
 # Reads the pages of a reply from a connection; the arguments are their bytes and the deadline. Returns True if all were
 # read.
 PageReceiver: TypeAlias = Callable[[Connection, int, float], bool]
@@ -28,6 +29,7 @@ PageReceiver: TypeAlias = Callable[[Connection, int, float], bool]
 TIMEOUT_S_MAX = 3600.0
 # A daemon replies at the deadline of a request; the reply has this time to arrive.
 GRACE_S = 0.25
+_JSON = "application/json"
 # Replies are short, except for one word per key.
 _ANSWER_BYTES_MAX = 1 << 20
 _RETRY_AFTER_MAX_S = 60.0
@@ -65,7 +67,6 @@ class DaemonClient:
 
     def __init__(self, access: Access) -> None:
         self.access = access
-        self._token = access.headers.get("authorization", "").removeprefix("Bearer ")
         self._pool = ConnectionPool(access.server)
 
     def call(
@@ -87,8 +88,7 @@ class DaemonClient:
             return _fields(self._small(connection, head, until))
 
         until = time.monotonic() + left_s + GRACE_S
-        head = self._head(method, path, "application/json", len(body))
-        return self._pool.exchange(head, [memoryview(body)], read, until, may_repeat=may_repeat)
+        return self._exchange(method, path, _JSON, [memoryview(body)], read, until, may_repeat=may_repeat)
 
     def send_pages(
         self, path: str, query: Mapping[str, object], pages: Sequence[memoryview], *, deadline: float
@@ -101,8 +101,7 @@ class DaemonClient:
 
         until = time.monotonic() + left_s + GRACE_S
         target = f"{path}?{urlencode({**query, 'timeout_s': left_s})}"
-        head = self._head("POST", target, "application/octet-stream", sum(buffer.nbytes for buffer in pages))
-        return self._pool.exchange(head, pages, read, until)
+        return self._exchange("POST", target, "application/octet-stream", pages, read, until)
 
     def receive_pages(self, path: str, keys: Sequence[bytes], take: PageReceiver, *, deadline: float) -> None:
         """As `call`, for a reply with pages: `take` reads them from the connection. Raises as `call`."""
@@ -117,7 +116,7 @@ class DaemonClient:
                 connection.finish()
 
         until = time.monotonic() + left_s + GRACE_S
-        self._pool.exchange(self._head("POST", path, "application/json", len(body)), [memoryview(body)], read, until)
+        self._exchange("POST", path, _JSON, [memoryview(body)], read, until)
 
     def close(self) -> None:
         """Close the connections. REQUIRES: no request is in flight."""
@@ -134,14 +133,32 @@ class DaemonClient:
         kind: str = otherwise
         with contextlib.suppress(StoreError):  # from another server: the status is enough
             fields = _fields(body)
-            kind, words = _kind(fields.get("error"), otherwise), _words(fields, self._token)
+            kind, words = _kind(fields.get("error"), otherwise), _words(fields, self.access.token.get() or "")
         pause = head.headers.get("retry-after", "")
         pause_s = min(float(pause), _RETRY_AFTER_MAX_S) if pause.isdecimal() else 0.0
         raise Refused(kind, head.status, pause_s, words)
 
-    def _head(self, method: str, path: str, content_type: str, length: int) -> bytes:
-        headers = {**self.access.headers, "content-type": content_type, "content-length": str(length)}
-        return request_head(method, path, headers)
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        content_type: str,
+        body: Sequence[memoryview],
+        read: Callable[[Connection, Head], T],
+        until: float,
+        *,
+        may_repeat: bool = True,
+    ) -> T:
+        """Send a request with the token, and `read` its reply. Raises as ConnectionPool.exchange."""
+        length = sum(part.nbytes for part in body)
+        headers = {"host": self.access.host, "content-type": content_type, "content-length": str(length)}
+
+        def send(token: str | None) -> T:
+            login = {} if token is None else {"authorization": f"Bearer {token}"}
+            head = request_head(method, path, {**headers, **login})
+            return self._pool.exchange(head, body, read, until, may_repeat=may_repeat)
+
+        return self.access.token.run(send)
 
 
 def _body(fields: Mapping[str, object], keys: Sequence[bytes], left_s: float) -> bytes:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import configparser
 import contextlib
 import os
-import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ...config.addresses import HTTP_PORTS, PROXY_PORTS, Address, split_url
-from ...config.files import require_readable
 from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
 from ...errors import ConfigError, MissingPackage, install_hint
 from ..errors import ErrorKind, StoreError
 from ..http import Server
 from ..refreshed import Refreshed
+from ..rotated import Rotated, client_tls
 from .signing import Credentials
 
 # boto3 starts to renew credentials 15 minutes before they expire, so checking once per minute is enough.
@@ -26,14 +25,15 @@ _CREDENTIALS_AGE_MAX_S = 60.0
 _CREDENTIALS_FILE_BYTES_MAX = 64 << 10
 _REGION = "us-east-1"  # the region that stores without regions expect in signatures
 
-# Returns credentials by a deadline, or raises StoreError.
-CredentialsSource: TypeAlias = Callable[[float], Credentials]
+# From files, which are read again when they change, or from a service, which boto3 asks again before they expire.
+CredentialsSource: TypeAlias = "Rotated[Credentials] | Refreshed[Credentials]"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
     """Endpoint and credentials of the store. Requests send `host` in their Host header; their path begins with `path`.
-    For a proxy, `origin` precedes the path. `session` is botocore's, with the same credentials.
+    For a proxy, `origin` precedes the path. `session` is botocore's.
     """
 
     options: S3StorageOptions
@@ -46,15 +46,19 @@ class Access:
     is_path_style: bool
     session: Any
 
+    def authorized(self, call: Callable[[Credentials], T], deadline: float) -> T:
+        """Return `call(credentials)`; see Rotated.run. Raises StoreError, also without credentials by `deadline`."""
+        if isinstance(self.credentials, Rotated):
+            return self.credentials.run(call)
+        return call(self.credentials.get(deadline=deadline))
+
 
 def open_access(options: S3StorageOptions) -> Access:
     """Find credentials, endpoint and region. May block while boto3 looks for credentials.
 
     Raises ConfigError if boto3 or the credentials are missing, or a file or variable that the options name is missing.
     """
-    if options.ca_file is not None:
-        require_readable(options.ca_file, "s3 store: ca_file")
-    session = _session(options)
+    session = open_session(options)
     region = options.region or session.get_config_variable("region") or _REGION
     try:
         check_region(str(region))
@@ -67,7 +71,9 @@ def open_access(options: S3StorageOptions) -> Access:
         raise ConfigError(f"s3 store: the endpoint in boto3's configuration is not valid: {error}") from None
     tls = None
     if url.scheme == "https":
-        tls = _tls_context(options.ca_file or session.get_config_variable("ca_bundle"))
+        bundle = options.ca_file or session.get_config_variable("ca_bundle")
+        files = {"ca_file": Path(bundle) if bundle else None, "certificate": None, "key": None}
+        tls = client_tls("s3 store", files)
     name, host, path = url.host, endpoint.split("/")[2], url.path.rstrip("/")
     path_style = options.path_style
     if path_style is None:
@@ -87,22 +93,12 @@ def open_access(options: S3StorageOptions) -> Access:
         else:
             tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
     server = Server(*reached, tls, name, tunnel, options.connect_timeout, options.timeout)
-    fixed = _fixed_credentials(options)
-    if fixed is not None:
-        session.set_credentials(fixed.access_key, fixed.secret_key, fixed.session_token)
-    source = _from_boto(session) if fixed is None else lambda deadline: fixed
+    source = _credentials(options, session)
     return Access(options, server, host, path, origin, region, source, path_style, session)
 
 
-def _tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
-    """Return a context that checks certificates, against `ca_file` or the system's authorities. Raises ConfigError."""
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"s3 store: ca_file {os.fspath(ca_file or '')!r} has no readable certificates") from error
-
-
-def _session(options: S3StorageOptions) -> Any:
+def open_session(options: S3StorageOptions) -> Any:
+    """Return a session of botocore. Raises ConfigError."""
     try:
         import botocore.exceptions  # noqa: PLC0415 - an optional dependency
         import botocore.session  # noqa: PLC0415
@@ -138,12 +134,13 @@ def config_errors(what: str) -> Iterator[None]:
         raise ConfigError(f"s3 store: {what} ({reason}); check the variables, files and role that it uses") from None
 
 
-def _fixed_credentials(options: S3StorageOptions) -> Credentials | None:
+def _credentials(options: S3StorageOptions, session: Any) -> CredentialsSource:
+    file = options.credentials_file
     if options.access_key_env is not None:
-        return _from_environment(options)
-    if options.credentials_file is not None:
-        return _from_file(options.credentials_file, options.profile or "default")
-    return None
+        return Rotated("s3 store: credentials", [], lambda: _from_environment(options))
+    if file is not None:
+        return Rotated("s3 store: credentials", [file], lambda: _from_file(file, options.profile or "default"))
+    return _from_boto(options, session)
 
 
 def _from_environment(options: S3StorageOptions) -> Credentials:
@@ -178,26 +175,39 @@ def _from_file(path: Path, section: str) -> Credentials:
         raise ConfigError(f"S3 credentials file {os.fspath(path)!r}: the keys of [{section}] {error}") from None
 
 
-def _from_boto(session: Any) -> CredentialsSource:
+def _from_boto(options: S3StorageOptions, session: Any) -> CredentialsSource:
     from botocore.credentials import RefreshableCredentials  # noqa: PLC0415
-    from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+
+    found = _found_by(session)
+    if isinstance(found, RefreshableCredentials):
+        return Refreshed("s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S)
 
     def load() -> Credentials:
-        try:
-            frozen = found.get_frozen_credentials()
-            return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
-        except (BotoCoreError, LookupError, TypeError, ValueError) as error:
-            raise StoreError(ErrorKind.WRONG_CREDENTIALS, type(error).__name__) from None
+        found = _found_by(open_session(options))  # a session reads its files once
+        with config_errors("boto3 cannot get credentials"):
+            return _frozen(found)
 
+    files = [Path(session.get_config_variable(name)).expanduser() for name in ("credentials_file", "config_file")]
+    return Rotated("s3 store: boto3's credentials", files, load)
+
+
+def _found_by(session: Any) -> Any:
     with config_errors("boto3 cannot get credentials"):
         found = session.get_credentials()
-        fixed = None if found is None or isinstance(found, RefreshableCredentials) else load()
     if found is None:
         raise ConfigError(
             "s3 store: no credentials found; set access_key_env and secret_key_env, credentials_file or profile, or "
             "the variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    if fixed is not None:
-        return lambda deadline: fixed
-    refreshed = Refreshed("s3-credentials", load, _CREDENTIALS_AGE_MAX_S)
-    return lambda deadline: refreshed.get(deadline=deadline)
+    return found
+
+
+def _frozen(found: Any) -> Credentials:
+    """Return the current keys of botocore's credentials. Raises StoreError."""
+    from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+
+    try:
+        frozen = found.get_frozen_credentials()
+        return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+    except (BotoCoreError, LookupError, TypeError, ValueError) as error:
+        raise StoreError(ErrorKind.WRONG_CREDENTIALS, type(error).__name__) from None

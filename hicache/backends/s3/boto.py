@@ -21,11 +21,12 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import botocore.awsrequest
 import botocore.config
+import botocore.credentials
 import botocore.exceptions
 import botocore.httpsession
 import botocore.parsers
@@ -37,9 +38,11 @@ import urllib3.connection
 from ...frame import TagStream, fill
 from ..errors import ErrorKind, StoreError, kind_of_exception, words_of_exception
 from ..http import Head, read_chunks
-from .access import Access, config_errors
+from ..rotated import Rotated
+from .access import Access, config_errors, open_session
 from .client import ObjectInfo, Target, object_length
 from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, Listing, error_code, failed_reply, read_listing, read_removals
+from .signing import Credentials
 from .throttle import Throttle
 
 # About as much as a socket holds.
@@ -138,12 +141,18 @@ class BotoClient:
 
     def __init__(self, access: Access) -> None:
         options = access.options
+        self._access = access
         self._options = options
         self.throttle = Throttle(options.connections)
         s3 = {"addressing_style": "path" if access.is_path_style else "virtual", "payload_signing_enabled": False}
         with config_errors("boto3 does not accept its configuration or that of the proxy"):
+            self._tls = None if access.server.tls is None else access.server.tls.get()
             self._pools = _open_pools(access)
-            self._client: Any = access.session.create_client(
+            session = access.session
+            if isinstance(access.credentials, Rotated):
+                session = open_session(options)
+                session.register_component("credential_provider", _CurrentCredentials(access.credentials))
+            self._client: Any = session.create_client(
                 "s3", region_name=access.region, endpoint_url=options.endpoint_url,
                 config=botocore.config.Config(
                     retries={"total_max_attempts": 1}, request_checksum_calculation="when_required", s3=s3
@@ -219,24 +228,31 @@ class BotoClient:
     def _reply(self, verb: str, expected: Sequence[int], deadline: float, **asked: Any) -> Iterator[_Reply]:
         """Make a request once. Raises StoreError if no reply comes or its status is not in `expected`."""
         with self.throttle.turn(deadline):
-            reply = _Reply(self._options.timeout, deadline)
-            future = self._threads.submit(self._make, reply, verb, asked)
+            reply = self._access.authorized(lambda _: self._fetch(verb, expected, deadline, asked), deadline)
             try:
-                failure = future.result(max(0.0, min(deadline - time.monotonic(), _WAIT_MAX_S)))
-            except TimeoutError:
-                if not future.cancel():
-                    reply.end()
-                future.add_done_callback(lambda _: reply.close())
-                raise StoreError(ErrorKind.TIMEOUT) from None
-            try:
-                if failure is not None:  # a new exception: the thread keeps the old one, which would keep pages alive
-                    raise StoreError(failure.kind, failure.detail, failure.retry_after_s)
-                status, code = reply.head.status, error_code(reply.body) if reply.head.status >= 300 else ""
-                if status not in expected or code == "NoSuchBucket":
-                    raise failed_reply(status, code, reply.head.headers.get("retry-after", ""))
                 yield reply
             finally:
                 reply.close()
+
+    def _fetch(self, verb: str, expected: Sequence[int], deadline: float, asked: dict[str, Any]) -> _Reply:
+        reply = _Reply(self._options.timeout, deadline)
+        future = self._threads.submit(self._make, reply, verb, asked)
+        try:
+            failure = future.result(max(0.0, min(deadline - time.monotonic(), _WAIT_MAX_S)))
+        except TimeoutError:
+            if not future.cancel():
+                reply.end()
+            future.add_done_callback(lambda _: reply.close())
+            raise StoreError(ErrorKind.TIMEOUT) from None
+        with contextlib.ExitStack() as undo:
+            undo.callback(reply.close)
+            if failure is not None:  # a new exception: the thread keeps the old one, which would keep pages alive
+                raise StoreError(failure.kind, failure.detail, failure.retry_after_s)
+            status, code = reply.head.status, error_code(reply.body) if reply.head.status >= 300 else ""
+            if status not in expected or code == "NoSuchBucket":
+                raise failed_reply(status, code, reply.head.headers.get("retry-after", ""))
+            undo.pop_all()
+        return reply
 
     def _make(self, reply: _Reply, verb: str, asked: dict[str, Any]) -> StoreError | None:
         """Fill `reply`, on a thread of the executor. Return the failure, if any."""
@@ -255,6 +271,9 @@ class BotoClient:
         reply: _Reply = _this_thread.reply
         request.headers.pop("Expect", None)  # send the body without waiting for "100 Continue": saves a round trip
         left = reply.time_left()
+        tls = self._access.server.tls
+        if tls is not None and tls.get() is not self._tls:  # ca_file has changed
+            self._tls, self._pools = tls.get(), _open_pools(self._access)
         reply.stream = stream = self._pools.urlopen(
             request.method, request.url, body=request.body, headers=dict(request.headers.items()),
             redirect=False, retries=False, preload_content=False, decode_content=False,
@@ -272,13 +291,34 @@ class BotoClient:
         return botocore.awsrequest.AWSResponse(request.url, 200, {}, raw)
 
 
+class _CurrentCredentials:
+    """Credentials as botocore signs with them, and their own provider: `credentials` as they are now."""
+
+    def __init__(self, credentials: Rotated[Credentials]) -> None:
+        self._credentials = credentials
+
+    def load_credentials(self) -> Self:
+        """See botocore.credentials.CredentialResolver."""
+        return self
+
+    def get_frozen_credentials(self) -> botocore.credentials.ReadOnlyCredentials:
+        """See botocore.credentials.Credentials."""
+        now = self._credentials.get()
+        return botocore.credentials.ReadOnlyCredentials(now.access_key, now.secret_key, now.session_token)
+
+    def get_deferred_property(self, _name: str) -> Callable[[], None]:
+        """See botocore.credentials.Credentials. The only one is the number of the account, which is not known."""
+        return lambda: None
+
+
 def _open_pools(access: Access) -> urllib3.PoolManager:
     """Return pools of connections, through the proxy of the options or of the environment, which may have a password.
     """
     url, proxy = f"{'http' if access.server.tls is None else 'https'}://{access.host}", access.options.proxy
     known = {"http": proxy, "https": proxy} if proxy else botocore.utils.get_environ_proxies(url)
     proxies = botocore.httpsession.ProxyConfiguration(known)
-    settings: Any = {"maxsize": access.options.connections, "ssl_context": access.server.tls, "blocksize": _PIECE_BYTES}
+    tls = None if access.server.tls is None else access.server.tls.get()
+    settings: Any = {"maxsize": access.options.connections, "ssl_context": tls, "blocksize": _PIECE_BYTES}
     proxy = proxies.proxy_url_for(url)
     pools = urllib3.PoolManager(**settings)
     if proxy:

@@ -23,7 +23,7 @@ from ..errors import ErrorKind, StoreError
 from ..http import Connection, ConnectionPool, Head, read_small, request_head
 from .access import Access
 from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, Listing, error_code, failed_reply, read_listing, read_removals
-from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, signed_headers
+from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, signed_headers
 from .throttle import Throttle
 
 T = TypeVar("T")
@@ -182,14 +182,16 @@ class S3Client:
     def _exchange(self, request: _Request, read: Callable[[Connection, Head], T], deadline: float) -> T:
         """Send `request` when the throttle permits it, and `read` its reply."""
         with self.throttle.turn(deadline):
-            return self._pool.exchange(self._sign(request, deadline), request.body, read, deadline)
+            return self._access.authorized(
+                lambda keys: self._pool.exchange(self._sign(request, keys), request.body, read, deadline), deadline
+            )
 
-    def _sign(self, request: _Request, deadline: float) -> bytes:
+    def _sign(self, request: _Request, credentials: Credentials) -> bytes:
         """Return the signed head of `request`, as it is sent."""
         access = self._access
         path = f"{access.path}/{request.name}"
         headers = signed_headers(
-            access.credentials(deadline),
+            credentials,
             access.region,
             request.method,
             path,

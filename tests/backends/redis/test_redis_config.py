@@ -15,6 +15,7 @@ from hicache.config import load_config
 from hicache.config.addresses import Address
 from hicache.config.redis_storage import RedisStorage, RedisStorageOptions
 from hicache.errors import ConfigError
+from tests.certificates import make_certificates
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
 
@@ -32,7 +33,8 @@ def test_the_backend_gets_the_options_of_the_section(tmp_path: Path, monkeypatch
     options = loaded(tmp_path, {
         "sentinels": ["one", "two:7000"], "service": "cache", "ttl": "2h", "timeout": "250ms", "pipeline": "1MiB",
         "read_from": "replica", "connections": 3, "db": 4, "key_prefix": "c:", "username": "me", "capacity": "2GiB",
-        "password_env": "PASSWORD_OF_TESTS", "tls": True, "tls_ca_file": __file__, "tls_check_hostname": False,
+        "password_env": "PASSWORD_OF_TESTS", "tls": True, "tls_ca_file": str(make_certificates(tmp_path).ca_file),
+        "tls_check_hostname": False,
     }).options  # fmt: skip
     check_backend("redis", options)
     made = open_access(options)
@@ -40,7 +42,7 @@ def test_the_backend_gets_the_options_of_the_section(tmp_path: Path, monkeypatch
     assert made.addresses == (Address("one", 26379), Address("two", 7000))
     assert (options.ttl, options.timeout, options.pipeline, options.connections) == (7200.0, 0.25, 1 << 20, 3)
     assert (options.read_from, made.db, options.key_prefix) == ("replica", 4, "c:")
-    assert made.tls and made.login == (b"me", b"hush")
+    assert made.tls and made.login.get() == (b"me", b"hush")
     assert "hush" not in repr(made)
 
 

@@ -97,7 +97,7 @@ def of_engine(codec: FrameCodec = CODEC, **options: Any) -> HiCacheError:
 
 def of_ctl(token: str | None = None, **address: Any) -> HiCacheError:
     """Return the error of `hicache ctl status` at this address."""
-    client = AdminClient(Endpoint(**address), token)
+    client = AdminClient(Endpoint(**address), lambda: token)
     with contextlib.closing(client), pytest.raises((BackendUnavailable, AdminError)) as caught:
         client.get("/status", Status)
     return caught.value

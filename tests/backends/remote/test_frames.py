@@ -21,7 +21,7 @@ class _Restarting:
     """A client whose daemon restarts, with a new directory for its socket, just before it answers."""
 
     def __init__(self, lock: Path) -> None:
-        self.access = Access(cast(Any, None), {}, lock, "")
+        self.access = Access(cast(Any, None), "", cast(Any, None), lock, "")
         self.held = -1
 
     def call(self, *_: object, **__: object) -> Mapping[str, Any]:

@@ -122,7 +122,7 @@ def _watch(stub: StubS3) -> list[Request]:
 
 @pytest.mark.parametrize(
     ("text", "mode", "word"),
-    [("[default]\naws_access_key_id = x\naws_secret_access_key = another-secret\n", 0o640, "chmod 600"),
+    [("[default]\naws_access_key_id = x\naws_secret_access_key = another-secret\n", 0o604, "chmod 600"),
      ("[default]\naws_access_key_id = x\n", 0o600, "no section"), ("another-secret", 0o600, "no section"),
      ("[x]\naws_access_key_id = x\naws_secret_access_key = another-secret\n", 0o600, r"\[default\]")],
 )  # fmt: skip
