@@ -123,13 +123,14 @@ def _of_s3(name: str, options: S3StorageOptions) -> Iterator[Row]:
     from ..backends.s3.access import open_access  # noqa: PLC0415 - imports botocore
 
     access = open_access(options)
-    found = access.session.get_credentials()
+    until = ""
     if options.access_key_env is not None or options.credentials_file is not None:
         source = _source(options.access_key_env, options.credentials_file)
     else:
+        found = access.session.get_credentials()
         source = f"from boto3 ({found.method})"
-    ends = getattr(found, "_expiry_time", None)  # botocore has no public name for it
-    until = f", until {ends:%Y-%m-%d %H:%M} UTC, then renewed" if ends is not None else ""
+        ends = getattr(found, "_expiry_time", None)  # botocore has no public name for it
+        until = f", until {ends:%Y-%m-%d %H:%M} UTC, then renewed" if ends is not None else ""
     yield Row(f"{name} access", Verdict.INFO, f"access key {source}{until}")
     pool, deadline = ConnectionPool(access.server), time.monotonic() + CALL_S
     try:
