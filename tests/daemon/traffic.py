@@ -17,7 +17,7 @@ from tests.daemon.daemons import Daemon
 
 PAGE_BYTES = 256 << 10
 # The label of an engine is untrusted text for the page.
-MARKUP = "<img src=x onerror=alert(1)><b>x</b>"
+MARKUP = "<img src=x onerror=alert(1)><b>x"  # the daemon removes the part of a label before the last slash
 LABELS = ("llama-3-70b tp0", MARKUP)
 
 

@@ -247,7 +247,7 @@ from hicache.admin.models import Status
 from hicache.cli.ctl_client import AdminClient, Endpoint
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 try:
-    AdminClient(Endpoint(Path(sys.argv[1])), None).get("/status", Status)
+    AdminClient(Endpoint(Path(sys.argv[1])), lambda: None).get("/status", Status)
 except Exception as error:
     print(error)
 """
