@@ -177,13 +177,13 @@ def is_own_host(header: str | None, names: Iterable[str]) -> bool:
     server for the page's own. The browser then sends the name of the page, always; it cannot be an IP address, because
     addresses are not resolved. So each address is safe, also behind a proxy or a port mapping that changes it.
     """
-    if not header:
+    if not header or header == "localhost":  # the latter from engines, for each of their requests
         return True
     try:
         host = _plain(split_address(header, 0, lowest=0).host)
     except ValueError:
         return False
-    return _is_ip(host) or host in {"localhost", *map(_plain, (socket.gethostname(), *names))}
+    return _is_ip(host) or any(host == _plain(name) for name in ("localhost", socket.gethostname(), *names))
 
 
 def _plain(name: str) -> str:

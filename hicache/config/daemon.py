@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
@@ -145,10 +146,11 @@ class DaemonConfig(Section):
         return None if self.listen is None else split_address(self.listen, lowest=0)
 
     @property
-    def names(self) -> list[str]:
-        """The configured names of the TCP address, for `is_own_host`."""
-        address = self.address
-        return self.hosts if address is None else [address.host, *self.hosts]
+    def names(self) -> Iterator[str]:
+        """The configured names of the TCP address, for `is_own_host`. Parses the address when it is iterated."""
+        yield from self.hosts
+        if self.address is not None:
+            yield self.address.host
 
     @property
     def has_token(self) -> bool:

@@ -72,7 +72,8 @@ class RemoteBackend(Touchable):
         except StoreError as error:
             self._client.close()
             access = self._client.access
-            kind = BackendError if isinstance(error, Refused) and error.status != 503 else BackendUnavailable
+            is_final = isinstance(error, Refused) and error.status != 503 and not error.retry_after_s
+            kind = BackendError if is_final else BackendUnavailable
             why = explain(error, CONFIGURED, access.server)
             raise kind(f"remote storage at {access.where}: {why}") from error
         self._pool = SupervisedPool[Any]("remote", options.connections - 1)

@@ -29,7 +29,7 @@ _SILENT = "see its log, and whether a firewall drops packets"
 _ANOTHER_USER = "run this process as the user of the daemon"
 _BY_KIND: Mapping[str, str] = {
     ErrorKind.CONNECTION_REFUSED: _NOT_STARTED,
-    ErrorKind.UNREACHABLE: _NOT_STARTED,
+    ErrorKind.UNREACHABLE: "check {address} and the network",
     ErrorKind.DNS: "correct the host in {url}",
     ErrorKind.TIMEOUT: _SILENT,
     ErrorKind.DEADLINE: _SILENT,
@@ -65,6 +65,8 @@ def _advice(error: StoreError, server: Server) -> str:
         return next(advice for reason, advice in _OF_TLS if re.search(reason, error.detail))
     if isinstance(error.__cause__, PermissionError):
         return _ANOTHER_USER
+    if isinstance(error.__cause__, FileNotFoundError):
+        return _NOT_STARTED  # no such socket
     if error.kind == ErrorKind.CONNECTION_LOST and not server.socket:
         if server.tls is None:
             return "if the daemon uses TLS, {url} must begin with https://; otherwise see its log"
