@@ -2,6 +2,7 @@
 
     HiCacheError
     |-- InvalidInput          (also ValueError)    a caller's argument: tokens, keys, sizes
+    |   `-- WrongThread                            a call from another thread than the one that owns the cache
     |-- ConfigError           (also ValueError)    a configuration file, variable or flag
     |   `-- MissingPackage    (also ImportError)   a package that an extra brings is not installed
     |-- CapacityError         (also MemoryError)   a pool does not fit into memory, or a request into a pool
@@ -31,6 +32,10 @@ class HiCacheError(Exception):
 
 class InvalidInput(HiCacheError, ValueError):
     """An argument has the wrong type, range or shape. Nothing was changed by the call."""
+
+
+class WrongThread(InvalidInput):
+    """The cache belongs to another thread, which has not ended. Nothing was changed by the call."""
 
 
 class ConfigError(HiCacheError, ValueError):

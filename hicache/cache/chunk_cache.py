@@ -26,6 +26,7 @@ from ..tiers import Fence, KVPool, Transfer
 from ..types import NO_PAGES
 from .break_even import BreakEven
 from .device_tier import Eviction
+from .misuse import OwnerThread
 from .pins import Pin
 from .recorder import EventRecorder
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
@@ -55,6 +56,7 @@ class ChunkCache:
         self._nothing = self._tree.match(RadixKey(b""))
         self._running = RunningRequests()
         self._counters = CacheCounters()
+        self._caller = OwnerThread()
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._closed = False
@@ -89,6 +91,8 @@ class ChunkCache:
         _, priority = require_beginning(rid, key, priority, self.device)
         if self._closed:
             raise InvalidInput("the cache is closed; build a new one")
+        self._caller.require()
+        self._running.require_new(rid)
         request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, priority)
         self._running.add(request)
         if not self.extend(request, key.prompt_tokens):
@@ -183,6 +187,10 @@ class ChunkCache:
         if self._events is not None:
             self._events.poll(self._tree)
         return False
+
+    def take_over(self) -> None:
+        """Make the calling thread the owner, which makes all calls from now on."""
+        self._caller.take_over()
 
     def statistics(self) -> CacheStatistics:
         """Return a snapshot of requests and L1; everything else is zero."""

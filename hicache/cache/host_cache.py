@@ -124,11 +124,13 @@ class HostCache(TieredCache):
         """
         instance("rid", rid, str)
         self.tree.require_fitting(key)
+        self.caller.called()
         return not self.closed and self._prefetcher.start(rid, key)
 
     def check_prefetch(self, rid: str) -> bool:
         """Return True once the prefetch of a request has ended or its time is over, and while storage is paused. The
         pages that have arrived by then are on L2."""
+        self.caller.called()
         return self._prefetcher.ready(rid)
 
     def abort(self, rid: str) -> None:
@@ -203,6 +205,7 @@ class HostCache(TieredCache):
             seconds = number("seconds", seconds)
         if instance("load", load, HostLoad) not in self._loads:
             raise InvalidInput("load: it has ended, or another cache began it")
+        self.caller.require()
         self._loads.remove(load)
         pages = len(load.host_pages)
         self._loading_pages -= pages
@@ -265,6 +268,7 @@ class HostCache(TieredCache):
         instance("complete", complete, bool)
         if instance("write", write, HostWrite) not in self._writes or write._complete:
             raise InvalidInput("write: it has ended, or another cache began it")
+        self.caller.require()
         if complete:
             self._written_pages += len(write.host_pages)
             write._complete = True

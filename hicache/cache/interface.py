@@ -9,7 +9,8 @@ missing method is an error of the type checker and not an empty method. The sche
 no storage I/O and do not raise storage errors. Only `drain` and `close` block, and with ranks `poll` may.
 
 Each call checks its arguments before it changes anything. It raises InvalidInput for a wrong type or range, a key that
-the cache cannot use, and a request that has ended, belongs to another cache or is a copy.
+the cache cannot use, and a request that has ended, belongs to another cache or is a copy. It raises WrongThread, also
+an InvalidInput, on another thread than the owner (`take_over`).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class TreeCache(Protocol):
         The KV of the first `cached_tokens` tokens is on L1 or being loaded; the engine computes the rest, at least the
         last token. The eviction policy `priority` uses `priority`. Return None if L1 has no room now. Raises
         TransferError after a device copy has failed, CapacityError for a prompt larger than L1, InvalidInput after
-        `close`.
+        `close` and if a request with this id has begun and not ended.
         """
 
     def start_loading(self) -> Transfer | None:
@@ -169,6 +170,13 @@ class TreeCache(Protocol):
         """Complete the operations that have ended and start queued ones. Call it once per step.
 
         Return True if any operation ended. With ranks it may wait for the slowest one, and raises RankError.
+        """
+
+    def take_over(self) -> None:
+        """Make the calling thread the owner, which makes all calls from now on. Without this, the owner is the first
+        thread that makes a call for a request or polls; a call of another one raises WrongThread until it has ended.
+
+        REQUIRES: no other thread is in a call, and the earlier owner makes no more calls unless it takes over again.
         """
 
     def statistics(self) -> CacheStatistics:

@@ -72,8 +72,10 @@ class HiRadixCache(TieredCache):
         """
         pages, priority = require_beginning(rid, key, priority, self.device)
         self._require_service()
+        self.running.require_new(rid)
         tree, reusable = self.tree, self._reusable(key)
         if self._prefetcher.is_active(rid) and not self._l1.may_have_room(pages - tree.peek(reusable).device_pages):
+            self.caller.refused(rid, self.running, self.device.pages)
             return None  # pages that are still being read can arrive until there is room
         self._prefetcher.conclude(rid)
         match = tree.match(reusable)
@@ -81,6 +83,7 @@ class HiRadixCache(TieredCache):
         tree.lock(match.node)
         if not self._l1.make_room(needed):
             tree.unlock(match.node)
+            self.caller.refused(rid, self.running, self.device.pages)
             return None
         node, loaded, load = self._l1.load_back(tree, match)
         if node is not match.node:
@@ -92,6 +95,7 @@ class HiRadixCache(TieredCache):
             raise InvariantError("L1: no pages are free for a request after room was made for it")
         request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), tree, node, priority, load)
         self.running.add(request)
+        self.caller.settled(rid)
         if self._verifier is not None:
             self._verifier.forget(rid)
         known_pages = self._note_uses(rid, key, len(shared), begins=True).known_pages
@@ -131,6 +135,7 @@ class HiRadixCache(TieredCache):
         pages. The lock moves to the end of the shared pages. Does nothing for a request of earlier weights, while pages
         of the tree are being loaded, and after a device copy has failed.
         """
+        self.caller.require()
         self.running.require(request)
         full = computed_pages(request, key, self.page_size)
         if request.tree is not self.tree or self._device_fault is not None:
@@ -161,6 +166,7 @@ class HiRadixCache(TieredCache):
 
         Cancels a load of an aborted request that has not started.
         """
+        self.caller.require()
         self.running.require(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
@@ -198,6 +204,7 @@ class HiRadixCache(TieredCache):
 
     def evict(self, pages: int) -> Eviction:
         """Evict `pages` pages from L1, or as many as possible. Return how many are free now, soon, and missing."""
+        self.caller.require()
         return self._l1.evict(whole("pages", pages))
 
     @property
@@ -215,6 +222,7 @@ class HiRadixCache(TieredCache):
         sooner, or None, pinning nothing, if pins would exceed their share of L2.
         """
         ttl_s = number("ttl_s", ttl_s, positive=True)
+        self.caller.require()
         match = self.tree.match(key)
         if (pin := self._pins.add(self.tree, match, ttl_s)) is None:
             self._counters.skipped["pin_share"] += 1
@@ -229,6 +237,7 @@ class HiRadixCache(TieredCache):
         does not pay or is not possible."""
         instance("rid", rid, str)
         reusable = self._reusable(key)
+        self.caller.called()
         in_service = self._device_fault is None and not self.closed
         if in_service and self._verifier is not None:
             self._verifier.ask(rid, reusable)
@@ -240,6 +249,7 @@ class HiRadixCache(TieredCache):
 
         With `integrity.verify: load`, the frames that the request would load must also be verified.
         """
+        self.caller.called()
         return self._prefetcher.ready(rid) and (self._verifier is None or self._verifier.ready(rid))
 
     def abort_prefetch(self, rid: str) -> None:
@@ -247,6 +257,7 @@ class HiRadixCache(TieredCache):
         if self._verifier is not None:
             self._verifier.forget(rid)
         self._prefetcher.abort(rid)
+        self.caller.settled(rid)
 
     # Emptying
 

@@ -6,6 +6,7 @@ tokens of a request, because it gets them only in the call that shares them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,16 +59,29 @@ class RequestKV:
 class RunningRequests:
     """The running requests of one cache, identified as objects and not by their fields.
 
+    Two requests that have begun have different ids; the pages that a session keeps have the id of their last turn.
     Invariant, verified by `check()`: each page outside the tree has one owner, and the shared pages of a request are
     those of its tree, locked.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, RequestKV] = {}  # an object that is referenced here keeps its id
+        self._begun: dict[str, RequestKV] = {}
+
+    def __iter__(self) -> Iterator[RequestKV]:
+        return iter(self._by_id.values())
+
+    def require_new(self, rid: str) -> None:
+        """Raises InvalidInput if a request with this id has begun and not ended."""
+        if rid in self._begun:
+            raise InvalidInput(
+                f"request {rid!r} has already begun: end it with cache_finished_req first, or give each request its "
+                "own id"
+            )
 
     def add(self, request: RequestKV) -> None:
-        """Add a request that has begun."""
-        self._by_id[id(request)] = request
+        """Add a request that has begun. REQUIRES: `require_new` has passed."""
+        self._by_id[id(request)] = self._begun[request.rid] = request
 
     def require(self, request: RequestKV) -> None:
         """Raises InvalidInput unless `request` is running here."""
@@ -83,13 +97,15 @@ class RunningRequests:
     def end(self, request: RequestKV) -> None:
         """Forget a request; the caller has taken its pages."""
         del self._by_id[id(request)]
+        if self._begun.get(request.rid) is request:
+            del self._begun[request.rid]
         request.pages, request.shared_pages, request.ended = NO_PAGES, 0, True
 
     def hand_over(self, request: RequestKV, *, key: RadixKey, pages: PageIds) -> RequestKV:
         """End `request` and return its successor with the same lock: a new object, which the engine does not have."""
         successor = replace(request, key=key, pages=pages)
         self.end(request)
-        self.add(successor)
+        self._by_id[id(successor)] = successor
         return successor
 
     def check(self) -> int:

@@ -158,6 +158,8 @@ class SessionCache(HiRadixCache):
         """
         pages, priority = require_beginning(rid, key, priority, self.device)
         self.tree.require_fitting(key)
+        self.caller.require()
+        self.running.require_new(rid)
         session = self._turns.get(rid)
         if session is not None and not session.idle:
             raise InvalidInput(f"request {rid!r} has already begun")

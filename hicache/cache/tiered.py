@@ -13,9 +13,9 @@ Conservation of L2, verified by `check()`: free + held by nodes + reserved for o
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
+from threading import get_ident
 from types import TracebackType
 from typing import Self, TypedDict
 
@@ -34,6 +34,7 @@ from ..tiers import HostPool, PageAllocator
 from .break_even import BreakEven
 from .host_tier import HostTier
 from .mailbox import Mailbox
+from .misuse import CallerWatch
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
 from .report import CacheLog, log_end
@@ -77,7 +78,7 @@ class TieredCache:
     """See the module's docstring and `TieredOptions`. Uses the configuration of `controller`.
 
     `device` are the pages of L1, zero for a cache without L1. `built_by` is the process that watches the cache
-    (`unclosed`), `polled_by` the thread of the last `poll`. `storage` detaches the store, attaches another, and
+    (`unclosed`), `caller` has the thread that owns it. `storage` detaches the store, attaches another, and
     switches its directions off and on. `mailbox` has the operators' requests, which `poll` serves.
     """
 
@@ -123,7 +124,7 @@ class TieredCache:
         self._release_host = release
         self.closed = self.is_abandoned = False
         self.built_by: int | None = None
-        self.polled_by: threading.Thread | None = None
+        self.caller = CallerWatch(controller)
         # Requests that must have used a page before it is worth storing.
         self._saved_hits_min = config.selective_hits if config.write_policy == "write_through_selective" else 0
         self._unsaved_pages = 0
@@ -168,6 +169,7 @@ class TieredCache:
 
         Requests and operations keep their pages until they end; these are not shared any more.
         """
+        self.caller.require()
         self._prefetcher.cancel_all()
         self._trees.retire()
         if self._l2.kept is not None:
@@ -184,6 +186,7 @@ class TieredCache:
         until it is open, the cache has no storage. Raises InvalidInput, changing nothing, for an epoch that is not an
         integer above the current one, and if the cache has storage but no `open_storage`.
         """
+        self.caller.require()
         epoch = require_epoch(epoch, above=self.weights_epoch)
         self.storage.require_opener()
         self.weights_epoch = epoch
@@ -232,7 +235,10 @@ class TieredCache:
         for the slowest if that is a whole step behind, and raises RankError if one is lost or their states diverge.
         """
         began_s = time.perf_counter()
-        self.polled_by = threading.current_thread()
+        caller = self.caller
+        if get_ident() != caller.owner_id and not self.closed:
+            caller.require()
+        caller.calls = 0
         acks = self.controller.poll()
         if acks is not None:
             self._take_in(acks)
@@ -271,6 +277,12 @@ class TieredCache:
     def _require_service(self) -> None:
         if self.closed:
             raise InvalidInput("the cache is closed; build a new one")
+        self.caller.called()
+
+    def take_over(self) -> None:
+        """Make the calling thread the owner, which makes all calls from now on. REQUIRES: no other thread is in a call,
+        and the earlier owner makes no more calls unless it takes over again."""
+        self.caller.take_over()
 
     # State
 
@@ -329,7 +341,7 @@ class TieredCache:
 
         Prefetches are cancelled. Pages that the write policy wants in storage are stored as time allows, most recently
         used first; `statistics().unsaved_pages` counts those that were not. Return False if operations or threads
-        remained; stored objects are then still whole or absent.
+        remained; stored objects are then still whole or absent. REQUIRES: no other thread is in a call.
         """
         timeout_s = self.config.transfer.shutdown_deadline if timeout_s is None else number("timeout_s", timeout_s)
         began_s = time.monotonic()
@@ -337,6 +349,7 @@ class TieredCache:
         if self.closed:
             return self.controller.idle
         self.closed = True
+        self.caller.take_over()
         self.mailbox.close()
         self.controller.gate.stop(Direction.READ)
         work_until_s = began_s + WORK_SHARE * timeout_s

@@ -9,9 +9,9 @@ the daemon threads, which are the workers of the cache. It runs before the handl
 earlier. It is not called after a signal without a handler (such as SIGTERM), or by `os._exit`. A forked child has no
 workers, so only the process that has built a cache closes it.
 
-Locking design: a cache belongs to the thread that polls it. If that thread is another one and still runs, it closes the
-cache itself, in its next `poll`, through the mailbox. `_watched` and `_ending` are changed by single operations, which
-are atomic.
+Locking design: a cache belongs to one thread (`misuse`). If that is another one and still runs, it closes the cache
+itself, in its next `poll`, through the mailbox. `_watched` and `_ending` are changed by single operations, which are
+atomic.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _exit() -> None:
 def _close_at_exit(cache: TieredCache, deadline: float) -> None:
     cache.is_abandoned = True
     left_s = min(max(0.0, deadline - time.monotonic()), cache.config.transfer.shutdown_deadline)
-    owner = cache.polled_by
+    owner = cache.caller.owner
     if owner is None or owner is threading.current_thread() or not owner.is_alive():
         cache.controller.leave_ranks()  # which may never poll again
         cache.close(left_s)

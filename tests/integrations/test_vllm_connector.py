@@ -172,8 +172,9 @@ class LosesPages(SchedulerSide):
     """Loses its pages on the host between `match` and `allocated`, as a poll in between could cause."""
 
     def allocated(self, request: Request, blocks: list[int], tokens: int) -> None:  # type: ignore[override]
-        if tokens:
-            self.cache.clear()
+        with self._called():
+            if tokens:
+                self.cache.clear()
         super().allocated(request, blocks, tokens)
 
 

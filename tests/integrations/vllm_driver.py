@@ -439,7 +439,7 @@ class Engine:
 
     def pages_on_host(self, request: Request) -> int:
         """Return how many pages of a request L2 has. Raises AssertionError if one has wrong bytes."""
-        with self.scheduler._lock:
+        with self.scheduler._called():
             self.cache.poll()
             self.cache.check()
             tokens = self.layout.page_tokens
@@ -466,7 +466,7 @@ class Engine:
         assert not (side._jobs or side._requests or side.frees_blocks_soon or side._loads)
         statistics = self.cache.statistics()
         assert (statistics.controller.queues.load, statistics.controller.queues.write) == (0, 0)
-        with side._lock:
+        with side._called():
             assert self.cache.drain(WAIT_S)
             self.cache.check()
 

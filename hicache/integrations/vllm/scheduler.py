@@ -23,8 +23,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -271,9 +271,13 @@ class SchedulerSide:
 
     # Inside
 
-    def _called(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """Let the engine's thread call the cache, which the idle thread may have polled since."""
         self._called_s = time.monotonic()
-        return self._lock
+        with self._lock:
+            self.cache.take_over()
+            yield
 
     def _poll_when_idle(self) -> None:
         while not self._closing.wait(_IDLE_S):
@@ -281,6 +285,7 @@ class SchedulerSide:
                 continue
             with self._lock:
                 if time.monotonic() - self._called_s >= _IDLE_S and not self.cache.closed:
+                    self.cache.take_over()
                     self.cache.poll()
 
     def _prompt_pages(self, request: EngineRequest) -> int:
