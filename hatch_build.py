@@ -1,7 +1,9 @@
-"""Build hook: compiles `native/*.c` if the machine can; if not, everything works the same, only slower.
+"""Build hooks. One compiles `native/*.c` if the machine can; if not, everything works the same, only slower.
 
 A wheel carries the library, an editable install gets it beside the modules. `HICACHE_NATIVE=0` leaves it out. A wheel
 also carries the ready configurations, which an editable install finds in `configs/`.
+
+The other one puts the project's addresses from pyproject.toml into the metadata of the package.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
 except ImportError:  # the tests import this module too, where the build backend is not installed
-    BuildHookInterface = object
+    BuildHookInterface = MetadataHookInterface = object
 
 LIBRARY = "_native.abi3.so"
 COMPILE_S_MAX = 120.0
@@ -41,6 +45,22 @@ def compile_native(root: Path, library: Path) -> bool:
         library.unlink(missing_ok=True)
         return False
     return True
+
+
+def project_urls(addresses: Mapping[str, str]) -> dict[str, str]:
+    """Return the links of the package; an empty address has none."""
+    site = addresses["documentation"].rstrip("/")
+    urls = {"Homepage": site, "Documentation": site, "Changelog": site and f"{site}/CHANGELOG.html",
+            "Source": addresses["source"], "Issues": addresses["issues"]}  # fmt: skip
+    return {name: url for name, url in urls.items() if url}
+
+
+class LinksHook(MetadataHookInterface):  # type: ignore[misc]
+    """Named in pyproject.toml, in the table with the addresses."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Called by the build backend when it reads the metadata."""
+        metadata["urls"] = project_urls(self.config)
 
 
 class NativeHook(BuildHookInterface):  # type: ignore[misc]

@@ -43,11 +43,13 @@ def checked(text: str) -> str:
 
 
 class Prometheus:
-    """A Prometheus that scrapes `targets`, pairs of a job and `host:port`, and evaluates `rules` every `interval_s`
-    seconds. A context manager: it is ready inside the block."""
+    """A Prometheus that scrapes `targets`, pairs of a job and `host:port`, and `jobs`, whole entries of its
+    configuration, and evaluates `rules` every `interval_s` seconds. A context manager: it is ready inside the block.
+    """
 
     def __init__(
-        self, folder: Path, targets: Sequence[tuple[str, str]], rules: Sequence[Path] = (), interval_s: int = 1
+        self, folder: Path, targets: Sequence[tuple[str, str]] = (), rules: Sequence[Path] = (), interval_s: int = 1,
+        jobs: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._folder = folder
         (self.port,) = free_ports(1)
@@ -56,7 +58,9 @@ class Prometheus:
         self._config = {
             "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
             "rule_files": [str(path) for path in rules],
-            "scrape_configs": [{"job_name": job, "static_configs": [{"targets": [target]}]} for job, target in targets],
+            "scrape_configs": [
+                *({"job_name": job, "static_configs": [{"targets": [target]}]} for job, target in targets), *jobs,
+            ],
         }
 
     def __enter__(self) -> Prometheus:

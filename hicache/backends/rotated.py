@@ -2,7 +2,7 @@
 
 Tools replace such a file by a rename, by writing into it, or, as Kubernetes does for all files of a Secret at once, by
 moving a link on the path (`..data`) to another directory. Each of these changes the state that `os.stat` reports for
-the path. So `get` asks for it at each use, which takes two microseconds per file, and reads the files again if it
+the path. So `get` asks for it at each use, which takes a few microseconds per file, and reads the files again if it
 differs; no thread watches them. Use `get` where a connection, a login or a request begins: a connection stays valid
 until its server closes it.
 

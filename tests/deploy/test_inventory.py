@@ -46,6 +46,10 @@ EXERCISED_BY = {
     "deploy/grafana/dashboards/": "tests.deploy.test_prometheus:test_every_panel_and_rule_uses_existing_metrics",
     "deploy/grafana/provisioning/": "tests.deploy.test_compose:test_grafana_finds_prometheus_and_the_dashboards",
     "deploy/prometheus/": "tests.deploy.test_prometheus:test_the_configuration_and_its_rules_pass_promtool",
+    "deploy/prometheus/links.py":
+        "tests.deploy.test_prometheus:test_with_the_address_of_the_documentation_each_alert_links_to_its_runbook",
+    "deploy/prometheus/prometheus-tls.yml":
+        "tests.deploy.test_scrape_tls:test_the_example_scrapes_a_daemon_and_an_engine_and_follows_a_replaced_token",
     "deploy/prometheus/tests/": "tests.deploy.test_prometheus:test_the_rules_pass_their_tests",
     "deploy/systemd/hicache.service": "tests.deploy.test_systemd:test_systemd_accepts_the_unit",
     "deploy/systemd/user/hicache.service": "tests.deploy.test_systemd:test_systemd_accepts_the_unit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hatch_build import project_urls
 from hicache.config import load_config
 from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS
 from hicache.metrics.families import CACHE_METRICS, STORE_METRICS
@@ -41,8 +43,12 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path.stem}: {panel['title']}", panel
 
 
-def test_the_configuration_and_its_rules_pass_promtool() -> None:
-    assert "2 rule files found" in promtool("check", "config", PROMETHEUS / "prometheus.yml")
+@pytest.mark.parametrize("name", ["prometheus.yml", "prometheus-tls.yml"])
+def test_the_configuration_and_its_rules_pass_promtool(name: str) -> None:
+    """The files of secrets in an example do not exist here, so only the syntax is checked."""
+    checks = ("check", "config", "--syntax-only") if "tls" in name else ("check", "config")
+    found = promtool(*checks, PROMETHEUS / name)
+    assert "is valid prometheus config" in found and ("tls" in name or "2 rule files found" in found)
 
 
 @pytest.mark.parametrize("path", sorted((PROMETHEUS / "tests").iterdir()), ids=lambda path: path.name)
@@ -69,9 +75,47 @@ def test_every_alert_has_a_severity_a_description_and_a_runbook() -> None:
     alerts = list(rules("alerts.rules.yml"))
     for alert in alerts:
         assert alert["labels"]["severity"] in ("critical", "warning", "info")
-        assert {"summary", "description", "runbook_url"} == set(alert["annotations"])
-        assert alert["annotations"]["runbook_url"] == f"docs/runbooks.md#{alert['alert'].lower()}"
+        assert {"summary", "description", "runbook"} == set(alert["annotations"])
+        assert alert["annotations"]["runbook"] == f"docs/runbooks.md#{alert['alert'].lower()}"
     assert anchors == {alert["alert"].lower() for alert in alerts}  # and each section is about an existing alert
+
+
+def linked(folder: Path, *site: str, project: str = "") -> dict[str, str]:
+    """Run a copy of the script that writes the links, and return the rule files; `project` is its pyproject.toml."""
+    place = folder / "deploy/prometheus"
+    place.mkdir(parents=True, exist_ok=True)
+    for path in (PROMETHEUS / "links.py", *PROMETHEUS.glob("*.rules.yml")):
+        if not (place / path.name).exists():
+            (place / path.name).write_text(path.read_text())
+    (folder / "pyproject.toml").write_text(project or (ROOT / "pyproject.toml").read_text())
+    subprocess.run(["python3", place / "links.py", *site], check=True, timeout=60)
+    return {path.name: path.read_text() for path in place.glob("*.rules.yml")}
+
+
+def test_with_the_address_of_the_documentation_each_alert_links_to_its_runbook(tmp_path: Path) -> None:
+    """Another test compares the anchors with the sections of the page, and test_docs_site those of the site."""
+    shipped = {path.name: path.read_text() for path in PROMETHEUS.glob("*.rules.yml")}
+    assert linked(tmp_path) == shipped, "run deploy/prometheus/links.py"
+    project = (ROOT / "pyproject.toml").read_text()
+    packaged = project.replace('documentation = ""', 'documentation = "https://docs.maker.test/hicache"')
+    for found in (linked(tmp_path, "https://docs.maker.test/hicache/"), linked(tmp_path, project=packaged)):
+        alerts = [rule for group in yaml.safe_load(found["alerts.rules.yml"])["groups"] for rule in group["rules"]]
+        for alert in alerts:
+            site = "https://docs.maker.test/hicache/runbooks.html"
+            assert alert["annotations"]["runbook_url"] == f"{site}#{alert['alert'].lower()}"
+            assert "runbook" not in alert["annotations"]
+        promtool("check", "rules", tmp_path / "deploy/prometheus/alerts.rules.yml")
+    assert linked(tmp_path, "") == shipped, "the links can be removed again"
+
+
+def test_the_package_has_no_link_without_an_address() -> None:
+    addresses = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    assert not [url for url in project_urls(addresses).values() if ".example" in url]
+    assert project_urls({"documentation": "", "source": "", "issues": ""}) == {}
+    assert project_urls({"documentation": "https://d.test/", "source": "", "issues": "https://i.test"}) == {
+        "Homepage": "https://d.test", "Documentation": "https://d.test",
+        "Changelog": "https://d.test/CHANGELOG.html", "Issues": "https://i.test",
+    }  # fmt: skip
 
 
 def test_prometheus_scrapes_the_addresses_of_the_ready_configurations() -> None:
