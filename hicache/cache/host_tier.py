@@ -17,6 +17,7 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -27,12 +28,16 @@ from ..backends.guard import Direction
 from ..backends.kept import KeptFrames
 from ..controller import HiCacheController, Store
 from ..errors import InvariantError
+from ..frame import Damage
+from ..logs import LimitedLog
 from ..radix import Node, RadixTree, may_leave_host, may_lose_copy
 from ..tiers import HostPool
 from ..types import PageIds
 from .break_even import BreakEven, Route
 from .statistics import CacheCounters
 from .trees import Trees, require_conservation
+
+logger = logging.getLogger(__name__)
 
 # While copies of pages on L1 use more than this share of L2, they are evicted before pages that are only on L2.
 COPIES_SHARE_MAX = 0.5
@@ -77,6 +82,7 @@ class HostTier:
         self._used: list[bytes] = []
         self._used_bytes = 0
         self._touch_at_s = -math.inf
+        self._log = LimitedLog(logger)
 
     # Pages
 
@@ -134,6 +140,17 @@ class HostTier:
         for part in reversed(below):
             if may_leave_host(part) or may_lose_copy(part):
                 self.host.free(tree.leave_host(part))
+
+    def drop_damaged(self, tree: RadixTree, node: Node, key: bytes, damage: Damage, label: str) -> None:
+        """Count and log the page `key` of `node`, which has changed on L2, and `drop` the node. While it is held it
+        stays, but is not loaded before it was verified again."""
+        self._counters.verified_pages["damaged"] += 1
+        self._log.warn(
+            damage, "L2: page %s of %s failed verification (%s); it is removed and computed again",
+            key.hex()[:8], label or "no label", damage.value,
+        )  # fmt: skip
+        node.proved_until_s = 0.0
+        self.drop(tree, node)
 
     def are_in_storage(self, keys: Sequence[bytes]) -> bool:
         """Return True if pages that were just read are in storage. False if they came from kept frames, now freed."""
@@ -217,7 +234,8 @@ class HostTier:
         if not self._controller.takes_store(len(node.host)):
             return False
         tree = self._trees.current
-        store = self._controller.submit_store(tree.begin_store(node), node.host, begins_prompt=root)
+        chain = tree.begin_store(node)
+        store = self._controller.submit_store(chain, node.host, begins_prompt=root, is_sealed=node.sealed)
         self._stores[store] = tree, node
         tree.hold_host(node)
         return True
@@ -272,7 +290,7 @@ class HostTier:
                 return  # its store has been replaced since
             if store.complete:
                 self._gate.succeeded(Direction.WRITE)
-            elif self._controller.stores_pages:
+            elif self._controller.stores_pages and store.damage is None:
                 self._gate.failed(Direction.WRITE)
 
     def _give_way(self, pages: int) -> None:
@@ -316,7 +334,16 @@ class HostTier:
     def _end_store(self, store: Store, *, stored: bool) -> RadixTree:
         tree, node = self._stores.pop(store)
         tree.end_store(node, store.chain, stored=stored)
+        damaged, end = None, store.chain.pages
+        for part in tree.span(node, end):
+            part.sealed |= store.complete and store.codec is not None
+            end -= tree.pages(part)
+            if store.damage is not None and damaged is None and end <= store.damage[0]:
+                damaged = part
         tree.release_host(node)
+        if damaged is not None and store.damage is not None and store.codec is not None:
+            number, damage = store.damage
+            self.drop_damaged(tree, damaged, store.chain.keys()[number], damage, store.codec.label)
         return tree
 
     def check(self) -> None:

@@ -139,6 +139,7 @@ class TieredCache:
             observer=self._events,
         )
         tree.stores_on_host = self._stores_on_host
+        tree.seals_host = self.config.integrity.verifies_host
         return tree
 
     def _new_verifier(self) -> LoadVerifier:
@@ -146,8 +147,9 @@ class TieredCache:
             raise InvalidInput("integrity.verify, scrub_rate: pass host_codec, the codec of frames on L2")
         if self.controller.has_ranks:
             raise InvalidInput("integrity.verify, scrub_rate: not supported with several ranks; remove the entries")
+        self.controller.host_codec = self._host_codec(self.weights_epoch)
         return LoadVerifier(
-            self._trees, self._l2, self._counters, self._host_codec(self.weights_epoch),
+            self._trees, self._l2, self._counters, self.controller,
             scrub_rate=self.config.integrity.scrub_rate, clock=self.controller.clock,
         )  # fmt: skip
 
@@ -192,7 +194,7 @@ class TieredCache:
         self.weights_epoch = epoch
         self.clear()
         if self._scrubber is not None and self._host_codec is not None:
-            self._scrubber.codec = self._host_codec(epoch)
+            self.controller.host_codec = self._host_codec(epoch)
         self.storage.use_epoch(epoch)
 
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:

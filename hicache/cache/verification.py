@@ -6,9 +6,9 @@ Pages are verified when they are read from storage, and sealed when they are sto
 copied. A request waits for that as for its prefetch. A damaged page and its descendants are evicted from L2, and the
 request computes them.
 
-A frame that was computed here gets a tag when it is stored. A page that is not stored yet, or that was compressed in
-storage, has no tag: it is loaded without verification, and counted. So is a frame whose header was overwritten, because
-it cannot be distinguished from these.
+A page gets a tag on L2 when it is stored or read, also if storage has it already or compresses it. The tree records
+that (`Node.sealed`), so a frame whose header was overwritten is damaged too. A page that is not stored has no tag: it
+is loaded without verification, and counted. A page that storage has lost is verified before it is stored again.
 
 The scrub verifies one node at a time, at its rate, and stops within a node for a request. A node that was not
 completely verified, or arrived behind the scrub's position, is verified in the next round.
@@ -22,22 +22,19 @@ ended.
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from ..controller import HiCacheController
 from ..frame import Damage, FrameCodec
 from ..keys import RadixKey
-from ..logs import LimitedLog
 from ..radix import Match, Node, RadixTree
 from ..supervised import Beat, SupervisedPool, WorkerFactory
 from .host_tier import HostTier
 from .statistics import CacheCounters
 from .trees import Trees
-
-logger = logging.getLogger(__name__)
 
 # How long a proof is valid. A request is scheduled in the step after its proof, or some steps later if it waits for
 # room on L1. A later load verifies the frames again.
@@ -72,8 +69,8 @@ class _Request:
 
 
 class LoadVerifier:
-    """See the module's docstring. `codec` is that of the frames in the current tree; `scrub_rate` is in bytes per
-    second, None without a scrub.
+    """See the module's docstring. `controller.host_codec` is the codec of frames in the current tree. `scrub_rate` is in bytes
+    per second, None without a scrub.
 
     Invariant: `_running` are the proofs that `poll` has not handled; the pages of each are held. A node may be loaded
     until its `proved_until_s`, which is 0 for pages that were not verified since they arrived on L2.
@@ -84,16 +81,16 @@ class LoadVerifier:
         trees: Trees,
         host: HostTier,
         counters: CacheCounters,
-        codec: FrameCodec,
+        controller: HiCacheController,
         *,
         scrub_rate: int | None = None,
         workers: WorkerFactory = SupervisedPool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.codec = codec
         self._trees = trees
         self._host = host
         self._counters = counters
+        self._controller = controller
         self._clock = clock
         self._scrub_rate = scrub_rate
         self._round: tuple[RadixTree, Iterator[Node]] | None = None  # the scrub's position
@@ -102,7 +99,6 @@ class LoadVerifier:
         self._requests: dict[str, _Request] = {}
         self._running: dict[Proof, None] = {}
         self._finished: queue.SimpleQueue[Proof] = queue.SimpleQueue()
-        self._log = LimitedLog(logger)
         self._worker: SupervisedPool[Proof] = workers(
             "verify", 1, handle=self._prove, acknowledge=self._finished.put, patience_s=_PATIENCE_S
         )
@@ -216,11 +212,12 @@ class LoadVerifier:
         for node in nodes:
             if node.host is None:
                 continue
-            # A running store may be sealing the frame; a node with sealed frames has its page keys.
-            sealed = node.page_keys is not None and not node.store_pending
+            sealed = node.sealed and not node.store_pending  # a running store may be sealing the frame
             keys = tree.page_keys(node) if sealed else [None] * len(node.host)
             pages += zip(node.host.tolist(), keys, strict=True)
-        proof = Proof(tree, nodes[-1], self.codec, pages, scrubs=scrubs)
+        codec = self._controller.host_codec
+        assert codec is not None  # the cache sets it before it makes this object
+        proof = Proof(tree, nodes[-1], codec, pages, scrubs=scrubs)
         self._running[proof] = None
         tree.hold_host(proof.node)
         self._worker.submit(proof)
@@ -233,7 +230,7 @@ class LoadVerifier:
             if self._closed or (proof.scrubs and len(self._running) > 1):
                 return
             frame = self._host.host.frame(page)
-            if key is None or not proof.codec.is_tagged(frame):
+            if key is None:
                 proof.untagged_pages += 1
             else:
                 proof.damage = proof.codec.check(key, frame)
@@ -259,15 +256,9 @@ class LoadVerifier:
             if proof.damage is not None:
                 if sound:
                     tree.split(node, sound).proved_until_s = proof.until_s
-                node.proved_until_s = 0.0  # it stays on L2 while it is held, also if it was verified before
                 damaged = node
             break
         tree.release_host(proof.node)
         if damaged is not None and proof.damage is not None:
-            counted["damaged"] += 1
             key = proof.pages[proof.sound_pages][1] or b""
-            self._log.warn(
-                proof.damage, "L2: page %s of %s failed verification (%s); it is removed and computed again",
-                key.hex()[:8], proof.codec.label or "no label", proof.damage.value,
-            )  # fmt: skip
-            self._host.drop(tree, damaged)
+            self._host.drop_damaged(tree, damaged, key, proof.damage, proof.codec.label)

@@ -37,6 +37,7 @@ from ..backends.compose import copies_of
 from ..backends.guard import Direction, leaf_statistics
 from ..config import HiCacheConfig
 from ..errors import InvariantError, TransferError
+from ..frame import FrameCodec
 from ..keys import PageChain, RadixKey
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, JoinedTransfer, Transfer
@@ -88,6 +89,7 @@ class HiCacheController:
         self.config = config = config or HiCacheConfig()
         self.host = host
         self.stores_pages = stores_pages
+        self.host_codec: FrameCodec | None = None  # of frames on L2, if these are verified; the cache sets it
         self.closed = False
         self.rates: tuple[int, ...] = (0,) * rates
         self.refused: Counter[str] = Counter()
@@ -249,7 +251,7 @@ class HiCacheController:
         """
         keys = found.keys[skip_pages : skip_pages + len(pages)]
         deadline = found.deadline if timeout_s is None else self.clock() + min(timeout_s, PREFETCH_S_MAX)
-        read = Read(keys, pages, storage=self.gate.enter(), deadline=deadline)
+        read = Read(keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=deadline)
         self._prefetches[read] = None
         self.read_pages += len(pages)
         self._storage.submit(read)
@@ -269,12 +271,12 @@ class HiCacheController:
         # A single operation may have any size: otherwise a large one could never be stored.
         return self.store_pages == 0 or self.store_pages + pages <= self._store_pages_max
 
-    def submit_store(self, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> Store:
-        """Store the pages of `chain`; with `begins_prompt` it begins a prompt. REQUIRES: `takes_store` returned True.
-        """
-        store = Store(chain, host_pages, begins_prompt, storage=self.gate.enter())
+    def submit_store(self, chain: PageChain, pages: PageIds, *, begins_prompt: bool, is_sealed: bool = False) -> Store:
+        """Store the pages of `chain`; with `begins_prompt` it begins a prompt. Frames that were sealed before are
+        verified first if L2 is. REQUIRES: `takes_store` returned True."""
+        store = Store(chain, pages, begins_prompt, is_sealed, storage=self.gate.enter(), codec=self.host_codec)
         self._stores[store] = None
-        self.store_pages += len(host_pages)
+        self.store_pages += len(pages)
         self._submitted["stores"] += 1
         if self.stores_pages:
             self._storage.submit(store)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import TransferError
+from ..frame import Damage, FrameCodec
 from ..keys import PageChain, RadixKey
 from ..tiers import Fence, Transfer
 from ..types import PageIds
@@ -85,6 +86,7 @@ def leading_done(launched: Iterable[Launch[Any]]) -> int:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _StorageOperation:
     storage: OpenStore  # the store that it uses; it may be replaced before the operation ends
+    codec: FrameCodec | None = None  # if L2 is verified: seals frames that storage has left without a tag
     failed: bool = False  # worker: failed on this rank
     ended: bool = False  # scheduler: ended on this rank
 
@@ -130,7 +132,9 @@ class Store(_StorageOperation):
     chain: PageChain  # hashed by the backup worker
     host_pages: PageIds
     begins_prompt: bool
+    is_sealed: bool = False  # the frames were sealed before, so they are verified first
     stored_pages: int = 0  # worker: how many pages were not in storage before
+    damage: tuple[int, Damage] | None = None  # worker: the first page of `is_sealed` frames that has changed
     complete: bool = False  # worker: the store of this operation, in use or retired, has all pages on this rank
     stored: bool = False  # scheduler, at the end: the storage in use has all pages, on all ranks
 

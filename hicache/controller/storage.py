@@ -195,6 +195,8 @@ class StorageExecutor:
             while hits < len(keys) and outcomes[hits] is GetOutcome.HIT:
                 if not backend.codec.is_sealed(keys[hits], frames[hits]):
                     raise BackendError("the backend reports a hit but has not filled the frame with that page")
+                if read.codec is not None:  # one that was compressed in storage has no tag
+                    read.codec.ensure_tag(keys[hits], frames[hits])
                 hits += 1
             read.pages_here = start + hits
             if hits < len(keys):
@@ -269,6 +271,8 @@ class StorageExecutor:
             keys = chain_keys[start : start + batch]
             frames = self._host.frames(store.host_pages[start : start + batch])
             beat()
+            if store.is_sealed and _any_damage(store, start, keys, frames):
+                return False
             deadline = self._deadline(storage.until[Direction.WRITE])
             if self._clock() >= deadline:
                 return False
@@ -277,6 +281,9 @@ class StorageExecutor:
             store.stored_pages += outcomes.count(SetOutcome.STORED)
             if not all(outcome.is_stored for outcome in outcomes):
                 return False
+            if store.codec is not None:  # the store has not sealed pages that were present, or that it compresses
+                for key, frame, before in zip(keys, frames, [parent, *keys], strict=False):
+                    store.codec.ensure_tag(key, frame, before)
             parent = keys[-1]
         return True
 
@@ -291,6 +298,17 @@ class StorageExecutor:
 
 def _fail(operation: Operation) -> None:
     operation.failed = True
+
+
+def _any_damage(store: Store, start: int, keys: Sequence[bytes], frames: Sequence[memoryview]) -> bool:
+    """Return True if a frame that was sealed before has changed since, and record the first one: another seal would
+    vouch for its bytes."""
+    for number, (key, frame) in enumerate(zip(keys, frames, strict=True), start):
+        damage = None if store.codec is None else store.codec.check(key, frame)
+        if damage is not None:
+            store.damage = number, damage
+            return True
+    return False
 
 
 def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:

@@ -265,6 +265,17 @@ class FrameCodec:
             and frame[VERSION_AND_KIND] == self._version_and_kind
         )
 
+    def ensure_tag(self, key: bytes, frame: memoryview, parent: bytes | None = None) -> None:
+        """Seal a plain frame in place unless it claims to be the page `key` with a tag. A frame that claims that
+        without a tag keeps its parent. REQUIRES: no other thread uses `frame`, and the codec does not encrypt or
+        compress."""
+        if self.is_sealed(key, frame):
+            if self.is_tagged(frame):
+                return
+            named = bytes(frame[PARENT])
+            parent = None if named == NO_PARENT else named
+        self.seal(key, frame, parent=parent)
+
     def claim_of(self, frame: memoryview) -> tuple[bytes, bytes | None] | None:
         """Return the page key and the parent key that a plain frame claims. Return None if it is not sealed, or if this
         codec would reject it with any tag. Does not verify the tag."""

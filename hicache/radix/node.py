@@ -49,6 +49,7 @@ class Node:
     copy_listed: bool = False  # it has a valid entry in the stack of copies
     store_pending: bool = False  # a store to L3 is in flight
     stored: bool = False  # L3 has it, as far as is known
+    sealed: bool = False  # the frames of its host pages were sealed with their page keys
     touched_s: float = -math.inf  # time of the last notice to L3 that this run was used
     proved_until_s: float = 0.0  # until this time a load may trust an earlier verification of the host pages
     device_entry: int = 0  # number of this node's entry in the L1 eviction queue; 0 for none

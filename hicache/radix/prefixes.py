@@ -310,7 +310,7 @@ class PrefixTree:
         head.lock_ref, head.host_ref, head.pin_ref = map(int, (tail.lock_ref > 0, tail.host_ref > 0, tail.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = tail.load_pending, tail.backup_pending, tail.copied
         head.store_pending, head.stored, head.told = tail.store_pending, tail.stored, tail.told
-        head.proved_until_s = tail.proved_until_s
+        head.sealed, head.proved_until_s = tail.sealed, tail.proved_until_s
         if tail.device is not None:
             head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()
             head.device_children = 1

@@ -60,6 +60,7 @@ class RadixTree(StoredPrefixes):
     ) -> None:
         super().__init__(page_size, position_bytes, run_pages_max)
         self.observer = observer
+        self.seals_host = False  # True: pages that arrive from storage are sealed on L2, and those that are stored
         self.stores_on_host = False  # True: L2 itself is the storage; its pages are sealed for the next process
         self.device_evictable_pages = 0
         self.device_protected_pages = 0
@@ -194,6 +195,7 @@ class RadixTree(StoredPrefixes):
             if stored:
                 self._mark_stored(node)
         self.set_host(node, host_pages.copy())
+        node.sealed = keys is not None and self.seals_host
 
     # Locks, holds, pins: a walk up ends at the first ancestor whose count was not 0 (invariant 3)
 
@@ -299,7 +301,7 @@ class RadixTree(StoredPrefixes):
 
     def set_host(self, node: Node, pages: PageIds) -> None:
         """Record that `node` is on L2 at `pages`. REQUIRES: it was not on L2, and the bytes are complete."""
-        node.host, node.proved_until_s = pages, 0.0
+        node.host, node.sealed, node.proved_until_s = pages, False, 0.0
         self.host_pages += len(pages)
         if node.device is not None:
             self.host_copy_pages += len(pages)

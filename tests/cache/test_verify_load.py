@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from hicache.backends.guard import Direction
 from hicache.config import HiCacheConfig, load_config
 from hicache.config.integrity import IntegrityConfig
 from hicache.errors import ConfigError, InvalidInput
-from hicache.frame import FrameCodec
+from hicache.frame import Compression, FrameCodec
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
 from tests.cache.world import GEOMETRY, NAMESPACE, ShiftedClock, World, codec, every_hit, memory_backend, prompt
@@ -74,12 +76,73 @@ def test_without_the_option_a_damaged_frame_is_loaded() -> None:
     world.wrong_pages = 0
 
 
-@pytest.mark.parametrize("at", [60, 100, 200, PAYLOAD + 8])
+@pytest.mark.parametrize("at", [0, 8, 60, 100, 200, PAYLOAD + 8])
 def test_a_damaged_header_is_found_too(at: int) -> None:
     world = on_host()
     flip(world, KEY, 0, at)
     assert world.serve("again", KEY).host_hit_tokens == 0
     assert verified(world) == {"damaged": 1}
+
+
+def overwrite(world: World, page: int) -> None:
+    """Overwrite the header and the payload of a page of KEY with zeros."""
+    (node,) = [node for node in world.cache.tree.nodes() if node.host is not None]
+    assert node.host is not None
+    world.host.frame(int(node.host[page]))[:] = bytes(codec().frame_bytes)
+
+
+def test_a_page_whose_header_was_overwritten_too_is_damaged() -> None:
+    world = on_host()
+    overwrite(world, 1)
+    assert world.serve("again", KEY).host_hit_tokens == 4
+    assert verified(world) == {"sound": 1, "damaged": 1} and world.wrong_pages == 0
+
+
+@pytest.mark.parametrize("compression", [None, Compression()])
+def test_pages_that_storage_has_already_or_compresses_are_sealed_too(compression: Compression | None) -> None:
+    def of_store(epoch: int) -> FrameCodec:
+        return FrameCodec(NAMESPACE.digest, GEOMETRY.payload_bytes, compression=compression)
+
+    store, clock = type(memory_backend())(of_store(0)), ShiftedClock()
+    world = World(config=every_hit(integrity=VERIFIES), backend=store, host_codec=codec, clock=clock)
+    leave(world, KEY)
+    world.cache.clear()
+    request = world.begin("without a prefetch", KEY)  # computes pages that are PRESENT in storage
+    world.cache.cache_finished_req(request, KEY)
+    world.settle()
+    world.cache.evict(100)
+    overwrite(world, 3)
+    assert world.serve("again", KEY).host_hit_tokens == 12
+    assert verified(world) == {"sound": 3, "damaged": 1}
+    world.cache.clear()
+    assert world.serve("from storage", KEY).storage_hit_tokens == 16
+    world.settle()
+    world.cache.evict(100)
+    overwrite(world, 2)
+    clock.shift_s += 11  # the last verification is not valid any more
+    assert world.serve("once more", KEY).host_hit_tokens == 8
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["payload", "header too"])
+def test_a_damaged_page_is_not_stored_again_after_storage_has_lost_it(
+    whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec)
+    world.serve("first", KEY)  # on L1 and L2
+    world.settle()
+    backend, keys = world.controller.backend, KEY.page_keys(4, b"", 0, 4)
+    assert backend is not None and backend.delete(keys[2:], deadline=time.monotonic() + 30) == 2
+    world.cache.tree.forget_pages([keys[3]])
+    if whole:
+        overwrite(world, 2)
+    else:
+        flip(world, KEY, 2)
+    world.serve("second", KEY)  # stores it again
+    world.settle()
+    assert backend.batch_has(keys, deadline=time.monotonic() + 30) == [True, True, False, False]
+    assert "failed verification" in caplog.text and verified(world)["damaged"] == 1
+    assert world.cache.tree.host_pages == 0  # the copies on L2 are gone, those on L1 are used
+    assert world.controller.gate.may(Direction.WRITE)
 
 
 def test_the_frame_of_another_page_counts_as_damaged() -> None:
