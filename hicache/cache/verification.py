@@ -69,8 +69,8 @@ class _Request:
 
 
 class LoadVerifier:
-    """See the module's docstring. `controller.host_codec` is the codec of frames in the current tree. `scrub_rate` is in bytes
-    per second, None without a scrub.
+    """See the module's docstring. `controller.host_codec` is the codec of frames in the current tree. `scrub_rate` is
+    in bytes per second, None without a scrub.
 
     Invariant: `_running` are the proofs that `poll` has not handled; the pages of each are held. A node may be loaded
     until its `proved_until_s`, which is 0 for pages that were not verified since they arrived on L2.
