@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -147,6 +148,8 @@ def test_certificates_of_both_sides_and_the_authority_of_clients_are_replaced_wi
         assert standing.call("GET", "/livez")[0] == 200
         served.replace({**files_of(old), "cert": files_of(new)["cert"]})
         wait_for(lambda: "daemon.tls: a changed file cannot be used" in daemon.log)
+        daemon.signal(signal.SIGHUP)
+        wait_for(lambda: "reload refused, nothing was changed" in daemon.log)
         assert serves(daemon, old)
         served.replace(files_of(new))
         wait_for(lambda: serves(daemon, new))
