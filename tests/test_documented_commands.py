@@ -92,8 +92,8 @@ class Folder:
         self.path = path
         self._stack = stack
         for entry in ROOT.iterdir():
-            if entry.name == "docs":  # some commands write into it
-                shutil.copytree(entry, path / "docs")
+            if entry.name in ("deploy", "docs"):  # some commands write into them
+                shutil.copytree(entry, path / entry.name)
             elif not entry.name.startswith(".") and entry.name not in ("build", "dist", "demo-data"):
                 (path / entry.name).symlink_to(entry)
         (path / ".venv").symlink_to(sys.prefix)
