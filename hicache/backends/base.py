@@ -189,6 +189,16 @@ class EvictionNotices(Protocol):
 
 
 @runtime_checkable
+class Rejecting(Protocol):
+    """A store that says why it has no room."""
+
+    @property
+    def rejection(self) -> str | None:
+        """Return why the last `batch_set` with new pages rejected some of them, with numbers; None if it did not. Any
+        thread; does not block."""
+
+
+@runtime_checkable
 class Composite(Protocol):
     """A backend that passes its verbs on to other backends."""
 

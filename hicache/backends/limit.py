@@ -12,9 +12,10 @@ A listing costs one request per thousand pages on S3. The first sweep that remov
 that this backend has not stored itself: one small request per page, once.
 
 Locking design: `_state` guards the `_Ledger`, `_closed` and the data of verbs for the sweep (`_fresh`, `_uses`,
-`_is_full`); it is held for a few instructions, and taken before the lock of the task. The sweep writes `_not_before`,
-`_chains`, `_raw` and `_backoff`; it is a BackgroundTask that the constructor wakes and `close` ends. Verbs wait for it
-only until the end of the first listing, at most FIRST_LISTING_WAIT_S. Otherwise as `envelope`.
+`_is_full`); it is held for a few instructions, and taken before the lock of the task. `_rejection` is a hint, written
+by any thread. The sweep writes `_not_before`, `_chains`, `_raw` and `_backoff`; it is a BackgroundTask that the
+constructor wakes and `close` ends. Verbs wait for it only until the end of the first listing, at most
+FIRST_LISTING_WAIT_S. Otherwise as `envelope`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..background import BackgroundTask
 from ..backoff import Backoff
 from ..errors import BackendError, ConfigError, InvalidInput
 from ..frame import PageBuffer
+from ..units import format_size
 from .base import EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage, watch_evictions
 from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
@@ -125,6 +127,7 @@ class LimitedBackend(Wrapper):
         self._ledger = _Ledger(capacity_bytes)
         self._fresh: dict[bytes, bytes | None] = {}
         self._uses: dict[bytes, float] = {}
+        self._rejection: str | None = None
         self._is_full = False  # a page was rejected since the last sweep began
         self._not_before = 0.0  # the earliest start of the next sweep
         self._closed = False
@@ -185,11 +188,22 @@ class LimitedBackend(Wrapper):
             else:
                 break
         rejected = len(keys) - len(outcomes)
+        self._rejection = None
         if rejected:
             with self._state:
                 self._is_full = True
+                used = self._ledger.used_bytes + self._ledger.reserved_bytes
+                self._rejection = (
+                    f"capacity_bytes is {format_size(self._ledger.capacity_bytes)}, and {format_size(used)} are stored "
+                    "or being written; a sweep makes room; raise capacity_bytes"
+                )
                 self._sweeps.wake(self._not_before)
         return outcomes + [SetOutcome.REJECTED] * rejected
+
+    @property
+    def rejection(self) -> str | None:
+        """See Rejecting."""
+        return self._rejection
 
     def _wait_for_listing(self, deadline: float) -> bool:
         wait_s = min(FIRST_LISTING_WAIT_S, deadline - time.monotonic())

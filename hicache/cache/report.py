@@ -110,7 +110,7 @@ def dropped_by_stores(stores: Iterable[LeafStatistics], copies: Mapping[str, Cop
         found[f"pages were not copied to {part} (cascade_bytes_max, or a slow store)"] += of_part.dropped
     for store in stores:
         rejected = store.statistics.sets.get(SetOutcome.REJECTED, 0)
-        found[f"pages were rejected by {store.name}, which is full and cannot evict"] += rejected
+        found[f"pages were rejected by {store.name}, which had no room for them (its line says why)"] += rejected
         if store.guard is not None:
             busy = sum(store.guard.refused.get((way, Refusal.BUSY), 0) for way in Direction)
             found[f"calls to {store.name} found no room in flight (storage.guard.in_flight, or a slow store)"] += busy

@@ -90,8 +90,8 @@ STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
                "is too small, so pages are evicted before they are read. error: see backend_errors_total."),
     MetricSpec("backend_set_pages_total", "Pages given to the backend, by outcome.", ("outcome",),
                lambda b: outcomes(SetOutcome, b.statistics.sets),
-               "rejected: the store is full and cannot evict; see its limit. present: the page was already stored, by "
-               "this or another engine."),
+               "rejected: the store had no room; its line in the log says why. present: the page was already stored, "
+               "by this or another engine."),
     MetricSpec("backend_corrupt_pages_total", "Stored pages rejected as damaged, by reason.",
                ("reason",), lambda b: with_zeros(_DAMAGE, b.statistics.corrupt),
                "Should stay at 0. tag and size: damage by disk, memory or network. mac_key and encryption_key: a "

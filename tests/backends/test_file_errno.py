@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache.backends.base import SetOutcome
+from hicache.backends.base import Rejecting, SetOutcome
 from hicache.backends.file import FileBackend
 from hicache.backends.testing import (
     GET_ERROR,
@@ -228,11 +229,11 @@ def test_a_really_full_disk_rejects_and_recovers(small_disk: Path, form: str) ->
     assert 100 < stored < 1000
     assert outcomes == [STORED] * stored + [REJECTED] * (1000 - stored), "the stored pages are not a prefix"
     assert store.backend.statistics().errors["ENOSPC"] >= 1
-    for number in range(5):
-        assert set(store_chain(store, make_keys(100, f"more {number}"))) <= {STORED, REJECTED}
-    assert set(load(store, keys)) == {HIT, MISS}
     there = store.backend.batch_exists(keys, deadline=soon())
     assert there == stored
+    assert store_chain(store, make_keys(50, "more")) == [STORED] * 50, "nothing was evicted for them"
+    assert set(load(store, keys)) == {HIT, MISS}
+    there = store.backend.batch_exists(keys, deadline=soon())
     assert store.backend.delete(keys[there // 2 :], deadline=soon()) == there - there // 2
     assert store_chain(store, make_keys(5, "again")) == [STORED] * 5
     assert isinstance(store.backend, FileBackend)
@@ -253,4 +254,27 @@ def test_the_floor_is_kept_on_a_small_disk(small_disk: Path) -> None:
     found = store.backend.statistics()
     assert found.errors == {}
     assert found.evicted_pages > 100
+    assert isinstance(store.backend, Rejecting) and store.backend.rejection is None
+    store.backend.close()
+
+
+def test_a_disk_smaller_than_the_floor_is_named_with_both_numbers(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_file(small_disk / "s", free_space_floor=1 << 30)
+    assert store_chain(store, make_keys(3)) == [REJECTED] * 3
+    assert isinstance(store.backend, FileBackend)
+    why = r"free_space_floor is 1.0 GiB, and the file system has 3.* MiB free of 4.0 MiB; lower it"
+    assert re.match(why, store.backend.rejection or "")
+    assert re.search(f"rejects pages: {why}", caplog.text)
+    store.backend.close()
+
+
+def test_a_batch_above_the_capacity_is_named(tmp_path: Path) -> None:
+    store = open_file(tmp_path / "s", capacity=2 * PAGE)
+    assert store_chain(store, make_keys(3)) == [STORED, STORED, REJECTED]
+    assert isinstance(store.backend, FileBackend)
+    assert re.match(r"capacity is 16\.0 KiB, 0 B are stored and", store.backend.rejection or "")
+    assert store_chain(store, make_keys(2, "small")) == [STORED] * 2
+    assert store.backend.rejection is None
     store.backend.close()

@@ -18,7 +18,7 @@ from hicache.backends.testing import CORRUPT, HIT, STORED, Store, load, make_key
 from hicache.backends.tools.removal import trim_raw
 from tests.waiting import wait_for
 
-from ._files import PAGE, check, disk_usage, open_file, open_raw, page_files, purge, verify
+from ._files import PAGE, Faulty, check, disk_usage, open_file, open_raw, page_files, purge, verify
 
 REJECTED = SetOutcome.REJECTED
 PAGES = 60
@@ -53,6 +53,37 @@ def test_a_store_that_filled_the_disk_stores_again_after_pages_are_removed(small
     store = open_file(root)
     assert store_chain(store, make_keys(20, "newer")) == [STORED] * 20
     check(store, root)
+    store.backend.close()
+
+
+def test_without_a_floor_a_full_disk_evicts_as_at_the_capacity(small_disk: Path) -> None:
+    """Only the batch that finds the disk full loses pages; the ones after it are stored."""
+    root = small_disk / "s"
+    store = open_file(root)
+    rejected = [number for number in range(300) if REJECTED in store_chain(store, make_keys(10, f"chain {number}"))]
+    assert len(rejected) == 1 and rejected[0] > 10
+    assert load(store, make_keys(10, "chain 299")) == [HIT] * 10
+    assert store.backend.statistics().evicted_pages > 1000
+    assert isinstance(store.backend, FileBackend) and store.backend.rejection is None
+    check(store, root)
+    store.backend.close()
+
+
+def test_a_store_is_not_emptied_by_programs_that_take_all_its_room(small_disk: Path) -> None:
+    def take_all(name: str, number: int, args: tuple[object, ...]) -> None:
+        if name == "pwritev":
+            fill_up(small_disk)
+
+    root, system = small_disk / "s", Faulty(take_all)
+    system.armed = False
+    store = open_file(root, system=system, io_threads=1)
+    assert store_chain(store, make_keys(PAGES)) == [STORED] * PAGES
+    system.armed = True
+    for number in range(20):
+        assert set(store_chain(store, make_keys(5, f"chain {number}"))) == {REJECTED}
+    assert disk_usage(root)[0] >= PAGES - 5 - (256 << 10) // PAGE
+    assert isinstance(store.backend, FileBackend)
+    assert (store.backend.rejection or "").startswith("ENOSPC: the file system has ")
     store.backend.close()
 
 

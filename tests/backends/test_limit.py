@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import SetOutcome, leaves
+from hicache.backends.base import Rejecting, SetOutcome, leaves
 from hicache.backends.chains import Chains
 from hicache.backends.file.raw import FileRaw, make_store
 from hicache.backends.guard import leaf_statistics
@@ -165,6 +166,8 @@ def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened) -> N
     assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
     assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
     assert store.backend.statistics().sets == {STORED: 5, REJECTED: 3}
+    assert isinstance(store.backend, Rejecting)
+    assert re.match(r"capacity_bytes is [\d.]+ KiB, and [\d.]+ KiB are stored or being", store.backend.rejection or "")
     (shown,) = leaf_statistics(store.backend)
     assert (shown.name, dict(shown.statistics.sets)) == ("file", {STORED: 5, REJECTED: 3})
     assert shown.usage is not None and shown.usage.capacity_bytes == 5 * PAGE

@@ -6,8 +6,8 @@ accesses files; uses are recorded in memory and written to the index about once 
 of the last second. docs/formats/file_store.md specifies the format.
 
 Locking design: the threads of a SupervisedPool and the caller read and write pages, each page by one of them (see
-`PageReads`). `_state` guards `_uses` and is held for a few instructions; `_flush_after` is a hint, written by any
-thread. Transactions start without `_state`. `_capacity` changes only in transactions.
+`PageReads`). `_state` guards `_uses` and is held for a few instructions; `_flush_after` and `_rejection` are hints,
+written by any thread. Transactions start without `_state`; for `_capacity` see `CapacityManager`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         self._uses: dict[bytes, int] = {}
         self._uses_since = math.inf
         self._flush_after = -math.inf
+        self._rejection: str | None = None
         self._store = Store(options.path, create=True, system=system)
         self._usage = Usage(0, 0, options.capacity)
         self._files = PageFiles(
@@ -221,7 +222,14 @@ class FileBackend(PageStore[Identity | None], Touchable):
         """See PageStore. Two transactions per batch; pages become visible at its end, head first."""
         writes = Writes(self._store, self._files, self._capacity, self._pool, pages)
         writes.run(self._write_uses)
+        if len(writes.present) < len(pages):
+            self._rejection = writes.rejection
         self._note_uses(writes.present)
+
+    @property
+    def rejection(self) -> str | None:
+        """See Rejecting."""
+        return self._rejection
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
         """See PageStore. One transaction for all of them. Works on a full disk, and without an index."""

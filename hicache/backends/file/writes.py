@@ -1,25 +1,35 @@
 """Writes of a file store: capacity, and the steps of one `batch_set`.
 
-Locking design: a `CapacityManager` changes only in transactions. A `Writes` belongs to one call; its `_write` runs in
+Locking design: a `CapacityManager` changes only in transactions, except for `_full`, which any thread replaces as a
+whole. A `Writes` belongs to one call; its `_write` runs in
 several threads, each with its own position; they write their own slots of dictionaries and append to lists, both atomic
 in CPython.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from ...logs import LimitedLog
 from ...supervised import SupervisedPool
+from ...units import format_size
 from ..pages import PageWrites
 from ..store import SETTLE_S
 from .index import Index
 from .pages import FULL_ERRNOS, TMP_DIR, PageFiles, error_name, page_name, remove_page
 from .reconcile import reap
 from .store import Store, now_us
+
+_log = logging.getLogger(__name__)
+# Each batch is rejected for the same reason until an operator acts.
+_limited_log = LimitedLog(_log, 60.0)
 
 # The growth of the index and of directories between two checks of the free space is less than this.
 _FLOOR_SLACK_BYTES = 1 << 20
@@ -31,8 +41,26 @@ _FAILURES_MAX = 3
 # The growth of the index in one transaction.
 _INDEX_GROWTH_BYTES = 256 << 10
 _INDEX_GROWTH_BYTES_PER_ROW = 1 << 10
+# After a write without room the store does not grow for this time, unless the file system gains room earlier.
+_FULL_S = 60.0
+# The classes of errors that eviction can end; a read-only file system is not one of them.
+_NO_ROOM = frozenset({"ENOSPC", "EDQUOT", "SQLITE_FULL"})
 # Released in addition, so that a page whose thread detected the full disk late can still be written.
 _GIVEN_UP_PAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """A failure for lack of room: the capacity until `until_s`, and the bytes that were free then."""
+
+    capacity_bytes: int
+    until_s: float
+    free_bytes: int
+
+    def ended(self, free: int, reserved: int) -> bool:
+        """Return True if the store may grow again: others made room, or it is time to try."""
+        is_over = time.monotonic() >= self.until_s and free >= reserved
+        return is_over or free >= self.free_bytes + reserved + _FLOOR_SLACK_BYTES
 
 
 class CapacityManager:
@@ -41,6 +69,11 @@ class CapacityManager:
     It counts bytes of stored pages plus bytes reserved for pages being written, over all namespaces and processes. It
     makes room by repeatedly removing the least recently used page without children (tails before heads). A page's file
     is removed before the removal of its row is committed, so the index never counts too few bytes.
+
+    A file system can be full, or its quota used up, at any size of the store. After such a failure, pages are evicted
+    as if the store's present size, less room for the index to grow, was its capacity, for _FULL_S or until the file
+    system gains room. Another failure in this time does not lower it: if other programs take the room that the store
+    makes, it loses at most that room and one batch. Nothing is rejected for this limit: the file system decides.
     """
 
     def __init__(self, store: Store, capacity_bytes: int | None, free_space_floor_bytes: int) -> None:
@@ -49,23 +82,50 @@ class CapacityManager:
         self.on_evicted: Callable[[bytes, bytes], object] = lambda namespace, key: None
         self._floor_bytes = free_space_floor_bytes
         self._store = store
+        self._full: _Full | None = None
 
     def fit(self, index: Index, errors: list[str]) -> int:
-        """Evict until both limits hold. Return the missing bytes, 0 on success. REQUIRES: a transaction.
+        """Evict until all limits hold. Return the bytes over capacity or floor, 0 on success. REQUIRES: a transaction.
 
         Appends the class of each error that prevented a removal. Raises OSError if the free space is unknown, and
         sqlite3.Error.
         """
-        if self._over(index) <= 0:
+        if max(self._over(index), self._over_full(index)) <= 0:
             return 0
         # Leftovers of dead processes are removed before readable pages.
         reap(index, self._store.system, self._store.root_fd, self._store.owner)
         for _ in range(_ROUNDS_MAX):
-            over = self._over(index)
+            over = max(self._over(index), self._over_full(index))
             if over <= 0:
                 return 0
             self._evict(index, over, errors)
         return max(self._over(index), 0)
+
+    def note_full(self, stored_bytes: int) -> None:
+        """The file system had no room for a page or for the index, when so many bytes were stored. Raises OSError."""
+        now_s = time.monotonic()
+        if self._full is None or now_s >= self._full.until_s:
+            self._full = _Full(stored_bytes - _INDEX_GROWTH_BYTES, now_s + _FULL_S, self._space()[0])
+
+    def why_full(self, index: Index) -> str:
+        """Return which limit leaves no room, with numbers. REQUIRES: a transaction. Raises as `fit`."""
+        totals = index.totals()
+        if self._floor_bytes and self._space()[0] - totals.reserved < self._floor_bytes + _FLOOR_SLACK_BYTES:
+            floor = format_size(self._floor_bytes)
+            return f"free_space_floor is {floor}, and {self.space_left()}; lower it, or use a larger disk"
+        return (
+            f"capacity is {format_size(self.capacity_bytes or 0)}, {format_size(totals.bytes)} are stored and "
+            f"{format_size(totals.reserved)} are being written; raise capacity"
+        )
+
+    def space_left(self) -> str:
+        """Return the free space in words. Raises OSError."""
+        free, size = self._space()
+        return f"the file system has {format_size(free)} free of {format_size(size)}"
+
+    def _space(self) -> tuple[int, int]:
+        space = self._store.system.statvfs(self._store.root_fd)
+        return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
 
     def _over(self, index: Index) -> int:
         totals = index.totals()
@@ -73,11 +133,19 @@ class CapacityManager:
         if self.capacity_bytes is not None:
             over = totals.bytes + totals.reserved - self.capacity_bytes
         if self._floor_bytes:
-            space = self._store.system.statvfs(self._store.root_fd)
             # Reserved bytes that are already on the disk count twice, which is conservative.
-            free = space.f_bavail * space.f_frsize - totals.reserved
-            over = max(over, self._floor_bytes + _FLOOR_SLACK_BYTES - free)
+            over = max(over, self._floor_bytes + _FLOOR_SLACK_BYTES - (self._space()[0] - totals.reserved))
         return over
+
+    def _over_full(self, index: Index) -> int:
+        full = self._full
+        if full is None:
+            return 0
+        totals = index.totals()
+        if full.ended(self._space()[0], totals.reserved):
+            self._full = None
+            return 0
+        return totals.bytes + totals.reserved - full.capacity_bytes
 
     def _evict(self, index: Index, need: int, errors: list[str]) -> None:
         failures = 0
@@ -102,7 +170,7 @@ class CapacityManager:
 
 class Writes:
     """The pages of one `batch_set`. `run` settles all of them, except those that were not started before the deadline.
-    `present` are the keys of already stored pages."""
+    `present` are the keys of already stored pages. `rejection` is the reason why pages were rejected, or None."""
 
     def __init__(
         self, store: Store, files: PageFiles, capacity: CapacityManager, pool: SupervisedPool[Any], pages: PageWrites
@@ -119,6 +187,8 @@ class Writes:
         self._temporaries: dict[int, str] = {}
         self._lengths: dict[int, int] = {}
         self._full = False
+        self._stored_bytes: int | None = None
+        self.rejection: str | None = None
         self.present: list[bytes] = []
 
     def run(self, before_reserving: Callable[[Index], None] | None = None, used_us: int | None = None) -> None:
@@ -133,6 +203,14 @@ class Writes:
                 self._pool.run(len(self._todo), self._write)
             finally:
                 self._publish()
+        if self.rejection in _NO_ROOM:
+            with contextlib.suppress(OSError):
+                if self._stored_bytes is not None:
+                    self._capacity.note_full(self._stored_bytes)
+                self.rejection = f"{self.rejection}: {self._capacity.space_left()}; make room, or use a larger disk"
+        if self.rejection is not None:
+            path = str(self._store.path)
+            _limited_log.warn(path, "file store %s: rejects pages: %s", path, self.rejection)
 
     def _look(self) -> None:
         """Settle the pages that are already stored, and collect the others."""
@@ -160,8 +238,11 @@ class Writes:
                 if before_reserving is not None:
                     before_reserving(index)
                 keys, parents = [pages.keys[p] for p in head], [pages.parents[p] for p in head]
+                self._stored_bytes = index.totals().bytes
                 index.reserve(self._namespace, keys, parents, self._writer, size, used_us)
                 over = self._capacity.fit(index, pages.errors)
+                if over or len(head) < len(self._todo):
+                    self.rejection = self._capacity.why_full(index)
                 if over:
                     head = head[: max(0, len(head) + -over // size)]
                     index.release(self._namespace, keys[len(head) :], self._writer)
@@ -182,6 +263,7 @@ class Writes:
             self._pages.errors.append(reason)
         elif _says_full(error):
             self._pages.reject(min(positions), reason)
+            self.rejection = reason
         else:
             for position in positions:
                 self._pages.fail(position, reason)
@@ -235,6 +317,7 @@ class Writes:
                     index.resize(self._namespace, lengths, self._writer)
                 if index.publish(self._writer) != len(named):
                     raise OSError(errno.ESTALE, "the index was rebuilt while the pages were written")
+                self._stored_bytes = index.totals().bytes
         except (OSError, sqlite3.Error) as error:
             # The files are renamed but not in the index: remove them, so that pages with ERROR are not visible.
             self._store.leftovers.add(self._writer)
