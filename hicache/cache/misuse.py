@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Longer than any step of an engine, in which it polls once.
 UNPOLLED_S = 10.0
+# The clock is read at every eighth call: a step may check hundreds of waiting requests.
+CALLS_PER_LOOK = 8
 # Under a full load a request waits this long for others to end, but seldom.
 STARVED_S = 30.0
 # At most one line per this time about requests that do not end.
@@ -89,14 +91,14 @@ class CallerWatch(OwnerThread):
     def called(self) -> None:
         """Note a call for a request. Raises as `require`."""
         self.require()
-        self.calls += 1
-        if self.calls == 1:
+        self.calls = calls = self.calls + 1
+        if calls == 1:
             self._first_call_s = self._clock()
-        elif not self._is_told and (waited_s := self._clock() - self._first_call_s) >= UNPOLLED_S:
+        elif calls % CALLS_PER_LOOK == 0 and (waited_s := self._clock() - self._first_call_s) >= UNPOLLED_S:
             self._tell_unpolled(waited_s)
 
     def _tell_unpolled(self, waited_s: float) -> None:
-        if self._controller.idle:
+        if self._is_told or self._controller.idle:
             return
         self._is_told = True
         logger.warning("poll() was not called for %.0f s, in which %d calls for requests were made, and operations "

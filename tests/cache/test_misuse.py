@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hicache.cache import ChunkCache, SessionCache
-from hicache.cache.misuse import STARVED_LOG_S, STARVED_S, UNPOLLED_S
+from hicache.cache.misuse import CALLS_PER_LOOK, STARVED_LOG_S, STARVED_S, UNPOLLED_S
 from hicache.errors import InvalidInput, WrongThread
 from hicache.tiers import create_device_pool
 from tests.cache.host_world import HostWorld
@@ -132,13 +132,14 @@ def test_a_cache_that_is_not_polled_warns_once(caplog: pytest.LogCaptureFixture)
     world.cache.poll()
     world.cache.cache_finished_req(world.admit("a", prompt(1)), prompt(1))  # whose copy ends only in a poll
     clock.shift_s += 0.9 * UNPOLLED_S
-    world.admit("b", prompt(2))
+    for number in range(CALLS_PER_LOOK):
+        world.cache.check_prefetch_progress(f"b{number}")
     assert not caplog.records
     clock.shift_s += 0.2 * UNPOLLED_S
-    for number in range(3):
-        world.admit(f"c{number}", prompt(3))
+    for number in range(2 * CALLS_PER_LOOK):
+        world.cache.check_prefetch_progress(f"c{number}")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "poll() was not called for 11 s, in which 3 calls for requests were made" in caplog.text
+    assert "poll() was not called for 11 s, in which 16 calls for requests were made" in caplog.text
     world.leave()
 
 
@@ -150,9 +151,9 @@ def test_a_cache_that_is_polled_or_has_nothing_in_flight_does_not_warn(caplog: p
         clock.shift_s += 2 * UNPOLLED_S
         world.cache.poll()
     world.settle()
-    for number in range(4):
-        world.admit(f"s{number}", prompt(0))
-        clock.shift_s += 2 * UNPOLLED_S
+    for number in range(2 * CALLS_PER_LOOK):
+        world.cache.check_prefetch_progress(f"s{number}")
+        clock.shift_s += UNPOLLED_S
     assert not caplog.records
     world.leave()
 
