@@ -11,8 +11,9 @@ pages do not change their owner between threads; the copy is faster than the ver
     KeptBackend   the store of them; without another store it also seals computed pages in place
     KeptLevel     a KeptBackend in front of the configured storage
 
-Locking design: `_lock` of a KeptFrames guards its fields. It is held for a few instructions per page, and never while a
-frame is read, because the scheduler thread takes it in `give_way`. A frame that is being read is not in the tables.
+Locking design: `_lock` of a KeptFrames guards its fields. It is held for a few instructions per page of a batch, and
+never while a frame is read, because the scheduler thread takes it in `give_way`. A frame that is being read is not in
+the tables.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from ..frame import FrameCodec, PageBuffer
+from ..frame import FrameCodec, PageBuffer, unseal
 from .base import GetOutcome, StorageBackend, Usage
 from .envelope import Wrapper
 from .order import EvictionOrder
 from .pages import Damaged, PageReads, PageWrites
 from .store import PageStore
+
+_END = object()
 
 
 class KeptFrames:
@@ -94,12 +97,16 @@ class KeptFrames:
     def find(self, keys: Sequence[bytes], namespace: bytes) -> list[bool]:
         """Return which of `keys` are here, and refresh them: the following read needs room, for which others are freed.
         """
+        if namespace != self._namespace:
+            return [False] * len(keys)
         with self._lock:
-            if namespace != self._namespace:
-                return [False] * len(keys)
             found = [key in self._pages for key in keys]
-            self._order.use(keys)
-            return found
+            uses = self._order.uses(keys)
+        has_more = True
+        while has_more:  # visits the ancestors of the pages too, so the lock is released between parts
+            with self._lock:
+                has_more = next(uses, _END) is not _END
+        return found
 
     def take(self, key: bytes, namespace: bytes) -> int | None:
         """Return the page of `key` for a read, or None if it is not here. The reader must call `end`."""
@@ -111,18 +118,22 @@ class KeptFrames:
 
     def end(self, page: int, key: bytes | None) -> None:
         """End the read of a page. `key` means that it was copied and verified, None that it failed."""
+        unseal(self.frame(page))  # the next process finds the copy, unless that is removed
         with self._lock:
             self._unused.append(page)
             if key is not None:
                 self._read.add(key)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Forget pages; return how many were kept."""
-        with self._lock:
-            there = [key for key in keys if key in self._pages]
-            for key in there:
-                self._discard(key)
-            return len(there)
+        """Forget pages, also for the next process; return how many were kept."""
+        removed = 0
+        for key in keys:
+            with self._lock:
+                if key in self._pages:
+                    unseal(self.frame(self._pages[key]))
+                    self._discard(key)
+                    removed += 1
+        return removed
 
     def keys(self) -> list[bytes]:
         """Return the keys of the pages."""

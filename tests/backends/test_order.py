@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.backends.order import EvictionOrder
+from hicache.backends.order import PAGES_AT_ONCE, EvictionOrder
 from hicache.backends.testing import make_keys
 from hicache.errors import InvariantError
 from tests.seeds import rng, seeds
@@ -64,6 +64,19 @@ def test_an_added_page_that_was_not_used_is_out_of_order() -> None:
     order.add(two, one)
     with pytest.raises(InvariantError):
         order.check()
+
+
+def test_a_long_use_is_made_in_parts_between_which_pages_may_leave() -> None:
+    order, keys, other = EvictionOrder(), make_keys(3 * PAGES_AT_ONCE, "long"), make_keys(2, "other")
+    chain(order, keys)
+    chain(order, other)
+    parts = order.uses(keys[-1:])
+    for gone in (keys[-1], other[-1]):
+        next(parts)
+        order.discard(gone)
+    assert sum(1 for _ in parts) >= 3
+    order.check()
+    assert drained(order) == [other[0], *keys[-2::-1]]
 
 
 @pytest.mark.parametrize("with_cycles", [False, True])

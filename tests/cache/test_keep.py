@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -214,6 +215,24 @@ def test_clear_and_new_weights_drop_kept_pages(kind: str, name: str) -> None:
         assert served(engine) == [0, 0, 0]
     with started(kind, name, dataclasses.replace(NAMESPACE, weights_epoch=1)) as engine:
         assert served(engine) == [5, 5, 5]
+
+
+def remove(engine: Engine, *, removes_all: bool) -> int:
+    """Remove the kept pages of all prompts, or of the first one. Return their number."""
+    backend, deadline = engine.cache.controller.backend, time.monotonic() + 30
+    assert backend is not None
+    keys = PROMPTS[0].page_keys(GEOMETRY.page_size, b"", 0, 5)
+    return backend.clear(deadline=deadline) if removes_all else backend.delete(keys, deadline=deadline)
+
+
+@both
+@pytest.mark.parametrize("removes_all", [False, True])
+def test_pages_that_were_removed_are_not_found_by_the_next_process(kind: str, name: str, removes_all: bool) -> None:
+    killed(kind, name)
+    with started(kind, name) as engine:
+        assert remove(engine, removes_all=removes_all) == (PAGES if removes_all else 5)
+    with started(kind, name) as engine:
+        assert served(engine) == ([0, 0, 0] if removes_all else [0, 5, 5])
 
 
 @both
