@@ -137,9 +137,9 @@ class HostTier:
         below = [node]
         for part in below if node.device is None else ():
             below.extend(part.children.values())
-        for part in reversed(below):
-            if may_leave_host(part) or may_lose_copy(part):
-                self.host.free(tree.leave_host(part))
+        leaves = [tree.leave_host(part) for part in reversed(below) if may_leave_host(part) or may_lose_copy(part)]
+        if leaves:  # freed at once: freeing them one by one takes as long as all the rest
+            self.host.free(np.concatenate(leaves))
 
     def drop_damaged(self, tree: RadixTree, node: Node, key: bytes, damage: Damage, label: str) -> None:
         """Count and log the page `key` of `node`, which has changed on L2, and `drop` the node. While it is held it
