@@ -165,6 +165,8 @@ class HostCache(TieredCache):
             if not self._verifier.prove(rid, key, match, pages):
                 return HostMatch(pages, loading=True)
             pages = self._verifier.loadable(match.node, pages)
+            if not pages:  # the first page is damaged, so no load begins, and the pages need not be held
+                self._prefetcher.take_arrived(rid)
         return HostMatch(pages, loading)
 
     def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad | None:

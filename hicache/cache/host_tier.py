@@ -82,6 +82,7 @@ class HostTier:
         self._used: list[bytes] = []
         self._used_bytes = 0
         self._touch_at_s = -math.inf
+        self._damaged: dict[Node, RadixTree] = {}  # found damaged while they were held
         self._log = LimitedLog(logger)
 
     # Pages
@@ -142,15 +143,23 @@ class HostTier:
             self.host.free(np.concatenate(leaves))
 
     def drop_damaged(self, tree: RadixTree, node: Node, key: bytes, damage: Damage, label: str) -> None:
-        """Count and log the page `key` of `node`, which has changed on L2, and `drop` the node. While it is held it
-        stays, but is not loaded before it was verified again."""
+        """Count and log the page `key` of `node`, which has changed on L2, and `drop` the node: now, or once nothing
+        holds it. Until then it is not loaded before it was verified again."""
         self._counters.verified_pages["damaged"] += 1
         self._log.warn(
             damage, "L2: page %s of %s failed verification (%s); it is removed and computed again",
             key.hex()[:8], label or "no label", damage.value,
         )  # fmt: skip
         node.proved_until_s = 0.0
-        self.drop(tree, node)
+        self._damaged[node] = tree
+        self.drop_released()
+
+    def drop_released(self) -> None:
+        """Drop damaged nodes that are not held any more. Call it once per step; free of cost without any."""
+        for node, tree in list(self._damaged.items()):
+            if not (node.host_ref or (node.lock_ref and node.device is None)):
+                del self._damaged[node]
+                self.drop(tree, node)
 
     def are_in_storage(self, keys: Sequence[bytes]) -> bool:
         """Return True if pages that were just read are in storage. False if they came from kept frames, now freed."""

@@ -252,6 +252,7 @@ class TieredCache:
             self._events.poll(self.tree)
         self.controller.launch_backups()
         self._l2.tell_uses()
+        self._l2.drop_released()
         self.controller.report(self.break_even.rates())
         self.break_even.use_rates(self.controller.rates)
         self._prefetcher.start_waiting()

@@ -258,6 +258,27 @@ def test_a_host_cache_does_not_offer_a_damaged_page() -> None:
     world.cache.abort("a")
 
 
+@pytest.mark.parametrize(("damaged", "offered"), [(0, 0), (2, 2)])
+def test_damaged_pages_that_arrived_for_a_request_are_freed_before_its_end(damaged: int, offered: int) -> None:
+    world = HostWorld(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec)
+    key = prompt(1, 2, 3, 4, tail=0)
+    world.write("w", key)
+    world.cache.abort("w")
+    world.settle()
+    world.cache.clear()
+    assert world.prefetch("a", key)
+    flip(world, key, damaged)
+    assert world.cache.lookup("a", key).loading
+    world.until(lambda: not world.cache.lookup("a", key).loading)
+    assert world.cache.lookup("a", key).pages == offered
+    if offered:
+        world.cache.end_load(world.begin_load("a", key, 0, offered), 0.001)
+        assert world.cache.statistics().hit_tokens["storage"] == offered * GEOMETRY.page_size
+    world.step()
+    assert world.cache.tree.host_pages == offered == world.host.allocator.used_pages
+    world.cache.abort("a")
+
+
 def test_a_host_cache_rejects_a_load_that_was_not_verified() -> None:
     world = HostWorld(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec)
     key = prompt(1, 2, tail=0)
