@@ -330,6 +330,22 @@ def test_a_save_that_fails_on_one_rank_stays_invisible(tmp_path: Path, rank: int
         assert engine.cache.statistics().skipped["backup_failed"] == 1
 
 
+def test_a_failed_save_is_repeated_once_while_its_request_runs(engine: Engine) -> None:
+    engine.hold("save")
+    engine.fail("save")
+    request = engine.add(engine.request(PROMPT[:20], 3))  # the answer does not fill a page
+    wait_for(lambda: engine.scheduler._jobs, engine.step)
+    engine.release("save")
+    wait_for(lambda: engine.cache.statistics().skipped["backup_failed"], engine.step)
+    assert request.status != "finished"
+    engine.fail()
+    engine.run(request)
+    assert engine.pages_on_host(request) == 5
+    engine.fail("save")
+    engine.serve([7, *PROMPT[:19]], 3)
+    assert engine.cache.statistics().skipped["backup_failed"] <= 1 + 2
+
+
 # The engine
 
 

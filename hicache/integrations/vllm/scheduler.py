@@ -71,12 +71,13 @@ class EngineStep(Protocol):
 @dataclass(slots=True, eq=False)
 class _Tracked:
     """A request that has not ended. `start_tokens` are the tokens that vLLM had at the last match; `tried_pages` the
-    pages that were saved or could not be."""
+    pages that were saved or could not be. A failed save is repeated once."""
 
     request: EngineRequest
     extra_key: str | None
     start_tokens: int = 0
     tried_pages: int = 0
+    saves_again: bool = True
     storage_pages: int = 0
     saves: set[int] = field(default_factory=set)
 
@@ -349,7 +350,11 @@ class SchedulerSide:
                     other.ended.failed |= isinstance(other.handle, HostWrite)
         else:
             self.cache.end_write(job.handle, complete=not job.ended.failed)
-            saves = self._requests[job.rid].saves if job.rid in self._requests else self._release.get(job.rid, set())
+            tracked = self._requests.get(job.rid)
+            if job.ended.failed and tracked is not None and tracked.saves_again:
+                tracked.saves_again = False
+                tracked.tried_pages = min(tracked.tried_pages, job.handle.start_page)
+            saves = self._release.get(job.rid, set()) if tracked is None else tracked.saves
             saves.discard(number)
             if not saves:
                 self._release.pop(job.rid, None)
