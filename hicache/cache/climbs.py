@@ -101,7 +101,7 @@ class Climbs:
         rids = self._share.rids
         for rid in rids:
             self.stop(rid)
-            self._share.take(rid)
+            self._share.release(rid)
         return bool(rids)
 
     def take(self, rid: str) -> int:

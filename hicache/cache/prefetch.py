@@ -111,7 +111,7 @@ class Prefetcher:
             self._controller.refused["prefetch"] += 1
             return False
         else:
-            self._share.take(rid)  # of an earlier start; those before it may wait for this room
+            self._share.release(rid)  # of an earlier start; those before it may wait for this room
             self._waiting.wait(request, leader)
         self._asked_s[rid] = self._controller.clock()
         return True
@@ -419,7 +419,7 @@ class Prefetcher:
 
     def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> bool:
         prefetch.lacks = lacks
-        self._share.take(prefetch.rid)  # of an earlier start; the first in line may wait for them
+        self._share.release(prefetch.rid)  # of an earlier start; the first in line may wait for them
         self._release(prefetch)
         return False
 

@@ -38,6 +38,7 @@ class PrefetchShare:
         self._host = host
         self._controller = controller
         self._arrived: dict[str, _Arrived] = {}
+        self._released: dict[str, int] = {}  # pages that arrived for requests that still wait, and are not held
 
     @property
     def free_pages(self) -> int:
@@ -63,7 +64,7 @@ class PrefetchShare:
 
     def arrive(self, rid: str, tree: RadixTree, node: Node, pages: int) -> None:
         """Hold the path to `node`, whose last `pages` pages have arrived for `rid`, until `take`."""
-        pages += self.take(rid)
+        pages += self._end_hold(rid)
         tree.hold_host(node)
         self._arrived[rid] = _Arrived(tree, node, pages)
         self.arrived_pages += pages
@@ -79,7 +80,15 @@ class PrefetchShare:
         return None if arrived is None else (arrived.tree, arrived.node)
 
     def take(self, rid: str) -> int:
-        """Release the pages that have arrived for a request. Return their number."""
+        """Release the pages that have arrived for a request. Return their number, with those released before."""
+        return self._end_hold(rid) + self._released.pop(rid, 0)
+
+    def release(self, rid: str) -> None:
+        """Release the pages that have arrived for a request that still waits. They stay on L2 while there is room."""
+        if pages := self._end_hold(rid):
+            self._released[rid] = pages + self._released.get(rid, 0)
+
+    def _end_hold(self, rid: str) -> int:
         arrived = self._arrived.pop(rid, None)
         if arrived is None:
             return 0
@@ -90,4 +99,5 @@ class PrefetchShare:
     def take_all(self) -> None:
         """Release all pages that have arrived."""
         for rid in list(self._arrived):
-            self.take(rid)
+            self._end_hold(rid)
+        self._released.clear()

@@ -447,6 +447,7 @@ def test_requests_whose_arrived_pages_keep_each_others_room_on_l1_can_begin() ->
     def all_have_begun() -> bool:
         for rid, key in list(keys.items()):
             if (request := world.try_begin(rid, key)) is not None:
+                assert request.host_hit_tokens == 0  # also for the request whose pages were released for the other one
                 world.cache.cache_finished_req(request, None)
                 del keys[rid]
         return not keys
@@ -477,6 +478,9 @@ def test_a_request_that_starts_again_does_not_wait_for_one_that_waits_for_its_ro
     world.until(lambda: world.cache.check_prefetch_progress("b"))
     assert world.attempt("b", key_b).storage_hit_tokens == 32
     world.until(lambda: world.cache.check_prefetch_progress("a"))
+    request = world.attempt("a", key)
+    # Pages that arrived at the first start are hits in storage too, although they were not held.
+    assert (request.storage_hit_tokens, request.host_hit_tokens) == (32 if turn == "follows" else 64, 0)
 
 
 def test_a_failure_of_a_store_that_was_replaced_does_not_pause_the_new_one() -> None:
