@@ -334,9 +334,9 @@ def test_a_failed_save_is_repeated_once_while_its_request_runs(engine: Engine) -
     engine.hold("save")
     engine.fail("save")
     request = engine.add(engine.request(PROMPT[:20], 3))  # the answer does not fill a page
-    wait_for(lambda: engine.scheduler._jobs, engine.step)
+    wait_for(lambda: bool(engine.scheduler._jobs), engine.step)
     engine.release("save")
-    wait_for(lambda: engine.cache.statistics().skipped["backup_failed"], engine.step)
+    wait_for(lambda: engine.cache.statistics().skipped["backup_failed"] > 0, engine.step)
     assert request.status != "finished"
     engine.fail()
     engine.run(request)
