@@ -56,7 +56,7 @@ def connected(stream: EventStream, publisher: EventPublisher, follower: EventFol
 
 
 def removed(number: int) -> Removed:
-    return Removed(Medium.STORAGE, (number.to_bytes(32, "big"),))
+    return Removed(Medium.HOST, (number.to_bytes(32, "big"),))
 
 
 def stored(number: int, tokens: int = 16) -> Stored:
