@@ -113,6 +113,31 @@ def test_a_non_empty_directory_is_rejected_and_not_changed(tmp_path: Path) -> No
     assert [path.name for path in root.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("foreign", [
+    "notes", "0123/x", "tmp/notes", f"{'a' * 64}/notes", f"{'a' * 64}/aa/notes", f"{'a' * 64}/aa/{'a' * 64}",
+    "index-00000000.sqlite/x",
+])  # fmt: skip
+def test_without_a_marker_a_directory_is_accepted_if_every_file_is_of_a_store(tmp_path: Path, foreign: str) -> None:
+    """The controls: another file, a file of another name among the pages, or one that is not a page."""
+    root, keys = tmp_path / "s", make_keys(3)
+    store = open_file(root)
+    store_chain(store, keys)
+    store.backend.close()
+    (root / "HICACHE_STORE").unlink()
+    path = root / foreign
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("all my work")
+    with pytest.raises(NotOurs, match="not empty"):
+        open_file(root)
+    assert path.read_text() == "all my work" and not (root / "HICACHE_STORE").exists()
+    path.unlink()
+    for parent in [parent for parent in path.parents if root in parent.parents and parent.name != "tmp"]:
+        parent.rmdir()
+    store = open_file(root)
+    assert load(store, keys) == [HIT] * 3
+    check(store, root)
+
+
 def test_an_empty_directory_of_ours_is_accepted(tmp_path: Path) -> None:
     root = tmp_path / "s"
     root.mkdir(mode=0o700)

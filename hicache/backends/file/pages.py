@@ -27,6 +27,7 @@ from typing import TypeAlias, TypeVar
 from ...frame import Damage, TagStream, without_first
 
 TMP_DIR = "tmp"
+LOCK_FILE = "lock"
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -34,6 +34,7 @@ from ..tools.verify import NO_KEYS, PageKeys, PageReport, read_page
 from .index import JOURNAL, Index, IndexDamaged, PageRow
 from .pages import (
     FULL_ERRNOS,
+    LOCK_FILE,
     NOT_REGULAR,
     READ_FLAGS,
     PageFiles,
@@ -46,7 +47,7 @@ from .pages import (
 )
 from .reconcile import stored_ids
 from .root import open_root
-from .store import LOCK_FILE, Store, now_us, usable_index, wait_for_flock
+from .store import Store, now_us, usable_index, wait_for_flock
 from .writes import CapacityManager, Writes
 
 _log = logging.getLogger(__name__)

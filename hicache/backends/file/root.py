@@ -1,7 +1,8 @@
 """The root directory of a file store: creates and checks it.
 
 A root is accepted if this user owns it, other users cannot write to it, and it has HiCache's marker file. A directory
-with files but without the marker is not changed.
+with files but without the marker is only accepted if all of them are those of a store, as after a `rm` of the marker.
+All others are not changed.
 
 A path may also be a directory that this user can write but cannot close to others: that of root (a volume of
 Kubernetes has mode 0777, or 2777 with `fsGroup`), or a shared one. Then the root is OWN_FOLDER in it, of mode 0700.
@@ -22,7 +23,21 @@ import stat
 from collections.abc import Callable
 
 from ...errors import BackendUnavailable, NotOurs
-from .pages import DIR_MODE, LIST_FLAGS, System, look, read_head
+from ...frame import HEADER_BYTES, FrameHeader
+from .index import index_files
+from .pages import (
+    DIR_MODE,
+    LIST_FLAGS,
+    LOCK_FILE,
+    TMP_DIR,
+    System,
+    is_hex,
+    look,
+    look_for_file,
+    read_head,
+    read_start,
+)
+from .reconcile import listed, owner_of
 
 MARKER = "HICACHE_STORE"
 # The root in a directory that this user cannot close to others.
@@ -226,7 +241,8 @@ def _open_marker(path: str, fd: int, create: bool, flags: int, system: System) -
             # The marker is created first: if it exists now, another process has just created the store.
             return system.open(MARKER, flags, dir_fd=fd)
         except FileNotFoundError:
-            raise NotOurs(f"{path} is not empty and not a HiCache file store; use a new sub-directory") from None
+            if not _has_only_files_of_a_store(fd, system):
+                raise NotOurs(f"{path} is not empty and not a HiCache file store; use a new sub-directory") from None
     return system.open(MARKER, flags | os.O_CREAT, dir_fd=fd)
 
 
@@ -239,6 +255,43 @@ def _not_a_store(path: str, fd: int, system: System) -> NotOurs:
             hint = f"; did you mean {os.path.join(path, name)}?"
             break
     return NotOurs(f"{path} is not a HiCache file store: it has no {MARKER} file{hint}")
+
+
+def _has_only_files_of_a_store(fd: int, system: System) -> bool:
+    """Return True if a store has created everything below this directory, as far as names and headers show. Reads one
+    page of each directory of pages. Raises OSError."""
+
+    def is_ours(name: str) -> bool:
+        if name == TMP_DIR:
+            below = listed(system, fd, name)
+            return below is not None and all(owner_of(one) is not None for one in below)
+        if is_hex(name, 64):
+            fans = listed(system, fd, name)
+            return fans is not None and all(_has_only_pages(fd, name, fan, system) for fan in fans)
+        return (name == LOCK_FILE or bool(index_files([name]))) and look_for_file(system, fd, name) is not None
+
+    return all(is_ours(name) for name in system.listdir(fd))
+
+
+def _has_only_pages(fd: int, namespace_hex: str, fan: str, system: System) -> bool:
+    names = listed(system, fd, f"{namespace_hex}/{fan}") if is_hex(fan, 2) else None
+    if names is None or not all(is_hex(name, 64) and name.startswith(fan) for name in names):
+        return False
+    header = None
+    for name in names[:1]:
+        with contextlib.suppress(OSError):
+            header = FrameHeader.parse(read_start(system, fd, f"{namespace_hex}/{fan}/{name}", HEADER_BYTES))
+        return header is not None and (header.namespace.hex(), header.page_key.hex()) == (namespace_hex, name)
+    return True
+
+
+def write_marker(fd: int, system: System) -> None:
+    """Write the marker into a root that has none. Raises OSError."""
+    marker = system.open(MARKER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+    try:
+        system.pwritev(marker, [memoryview(_MARKER_TEXT)], 0)
+    finally:
+        system.close(marker)
 
 
 def _check_marker(path: str, fd: int, create: bool, read_only: bool, system: System) -> None:

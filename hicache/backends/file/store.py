@@ -54,15 +54,14 @@ from ...errors import BackendUnavailable
 from ...logs import LimitedLog
 from ..raw import PageId
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file, index_files, index_names
-from .pages import FULL_ERRNOS, TMP_DIR, System, look, look_for_file, make_folder, remove_page
+from .pages import FULL_ERRNOS, LOCK_FILE, TMP_DIR, System, look, look_for_file, make_folder, remove_page
 from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
-from .root import open_root
+from .root import MARKER, open_root, write_marker
 
 _log = logging.getLogger(__name__)
 # Each transaction has the same error until an operator fixes it.
 _limited_log = LimitedLog(_log, 60.0)
 
-LOCK_FILE = "lock"
 # An opening scans the directory under the lock: about 1.5 s for 100,000 pages, more on a cold disk.
 OPEN_TIMEOUT_S = 60.0
 _POLL_S_FIRST = 0.0002
@@ -243,10 +242,8 @@ class Store:
         try:
             if self._ended is not None:
                 raise OSError(*self._ended)
-            if self._lock_fd is None:
-                self._lock_fd = self.system.open(LOCK_FILE, _LOCKABLE, dir_fd=self.root_fd)
-            wait_for_flock(self.system, self._lock_fd, fcntl.LOCK_EX, deadline)
             try:
+                self._wait_for_lock(deadline)
                 self._check_root()
                 yield
             finally:
@@ -257,6 +254,19 @@ class Store:
             thread_lock.release()
             if self._is_closed:
                 self._free()
+
+    def _wait_for_lock(self, deadline: float) -> None:
+        """Lock the lock file. If it was removed, as `rm -rf path/*` does, lock the new one, as other processes do."""
+        while True:
+            if self._lock_fd is None:
+                self._check_root()
+                self._lock_fd = self.system.open(LOCK_FILE, _LOCKABLE, dir_fd=self.root_fd)
+            wait_for_flock(self.system, self._lock_fd, fcntl.LOCK_EX, deadline)
+            if self._find(LOCK_FILE) == _file_id(self.system.fstat(self._lock_fd)):
+                return
+            fd, self._lock_fd = self._lock_fd, None
+            self.system.flock(fd, fcntl.LOCK_UN)  # closing is not enough: see `raw`
+            self.system.close(fd)
 
     def _check_root(self) -> None:
         """Raise ESTALE unless the path still refers to the open directory."""
@@ -335,8 +345,12 @@ class Store:
         """Create and lock the owner file, under the store's lock, so that other processes do not consider its owner
         dead.
 
-        Repeated if it or `tmp` was removed: without it others would remove this opening's files.
+        Repeated if it or `tmp` was removed: without it others would remove this opening's files. So is the marker,
+        without which the next opening would reject the directory.
         """
+        if self._find(MARKER) is None:
+            _log.warning("file store %s: its files were removed; writing its marker again", self.path)
+            write_marker(self.root_fd, self.system)
         if self._owner_fd is not None and self._find(self._owner_name) == self._owner_id:
             return
         self._disown()
