@@ -24,6 +24,7 @@ from hicache.backends.file.store import Store as FileStore
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,
+    SET_ERROR,
     STORED,
     Store,
     full_frames,
@@ -36,7 +37,7 @@ from hicache.backends.tools.removal import trim_raw
 from hicache.errors import BackendUnavailable
 from tests.seeds import rng, seeds
 
-from ._files import CODEC, PAGE, Faulty, check, open_file, open_raw, page_path, purge, verify
+from ._files import CODEC, PAGE, Faulty, check, disk_usage, open_file, open_raw, page_path, purge, verify
 from .test_file_crash import Killing
 
 pytestmark = pytest.mark.long
@@ -131,6 +132,48 @@ def test_an_index_with_a_bit_flipped_in_use_costs_one_batch_at_most(tmp_path: Pa
         peer.backend.close()
         assert_sound(open_file(root), root)
         shutil.rmtree(root)
+
+
+WRONG = {
+    "a sum of bytes": "UPDATE totals SET bytes = bytes + 1000000000000",
+    "a sum of reserved bytes": "UPDATE totals SET reserved = reserved + 1000000000000",
+    "no trigger for removals": "DROP TRIGGER removed",
+    "an unknown namespace": "UPDATE pages SET namespace = 99",
+}
+
+
+def spoil(root: Path, statement: str) -> None:
+    """Change the index with SQLite, so that it stays a valid database."""
+    with contextlib.closing(sqlite3.connect(index_path(root))) as db, db:
+        db.execute(statement)
+
+
+@pytest.mark.parametrize("statement", WRONG.values(), ids=WRONG)
+def test_an_index_that_is_valid_and_wrong_costs_one_batch_and_not_the_pages(tmp_path: Path, statement: str) -> None:
+    root, keys = tmp_path / "s", make_keys(15)
+    store = open_file(root, capacity=20 * PAGE)
+    assert store_chain(store, keys) == [STORED] * 15
+    spoil(root, statement)
+    first = store_chain(store, make_keys(10, "first"))
+    assert store_chain(store, make_keys(5, "second")) == [STORED] * 5
+    assert first in ([SET_ERROR] * 10, [STORED] * 10)
+    assert disk_usage(root)[0] >= 15
+    check(store, root)
+    store.backend.close()
+
+
+@pytest.mark.parametrize("statement", WRONG.values(), ids=WRONG)
+def test_an_index_that_is_valid_and_wrong_is_mended_by_the_next_opening(tmp_path: Path, statement: str) -> None:
+    root, keys = tmp_path / "s", make_keys(15)
+    store = open_file(root)
+    store_chain(store, keys)
+    store.backend.close()
+    spoil(root, statement)
+    store = open_file(root, capacity=20 * PAGE)
+    assert load(store, keys) == [HIT] * 15
+    assert store_chain(store, make_keys(10, "more")) == [STORED] * 10
+    check(store, root)
+    store.backend.close()
 
 
 @pytest.mark.parametrize("seed", seeds(1))

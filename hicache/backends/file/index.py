@@ -28,9 +28,7 @@ Locking design: no lock here. REQUIRES everywhere: the store's lock (see `store`
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import graphlib
 import re
 import sqlite3
@@ -40,51 +38,18 @@ from typing import Any
 
 from ...errors import InvariantError
 from ...keys import PAGE_KEY_BYTES
+from .schema import HEADER_BYTES, SCHEMA, SCHEMA_ROWS, SCHEMA_VERSION, expected_schema, has_our_header
 
 _NAME = re.compile(r"index-[0-9a-f]{8}\.sqlite")
 _FILE = re.compile(r"index-[0-9a-f]{8}\.sqlite(-wal|-shm|-journal)?")
 _WRITER = re.compile(r"[0-9a-f]{16}\.[0-9]+")
 JOURNAL = "-journal"
-SCHEMA_VERSION = 2
 # Other processes wait for the store's lock, not for SQLite; only a user with a shell on the file can block SQLite.
 _BUSY_TIMEOUT_MS = 2_000
 # A batch of 128 pages changes up to 250 pages of the index, each with 4 KiB in the journal. A larger transaction
 # extends the journal, at most to the size of the index, and truncates it to this size at its end.
 JOURNAL_BYTES = 1 << 20
 
-_SCHEMA = (
-    """CREATE TABLE namespaces(id INTEGER PRIMARY KEY,
-    digest BLOB NOT NULL UNIQUE CHECK (typeof(digest) = 'blob' AND length(digest) = 32))""",
-    """CREATE TABLE totals(id INTEGER PRIMARY KEY CHECK (id = 1), pages INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    reserved INTEGER NOT NULL)""",
-    """CREATE TABLE pages(id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL,
-    key BLOB NOT NULL CHECK (typeof(key) = 'blob' AND length(key) = 32),
-    parent BLOB CHECK (parent IS NULL OR typeof(parent) = 'blob' AND length(parent) = 32),
-    writer TEXT NOT NULL, size INTEGER NOT NULL CHECK (typeof(size) = 'integer' AND size >= 0),
-    children INTEGER NOT NULL, last_use INTEGER NOT NULL CHECK (typeof(last_use) = 'integer'))""",
-    "CREATE UNIQUE INDEX by_key ON pages(namespace, key, writer)",
-    "CREATE INDEX by_parent ON pages(namespace, parent) WHERE parent IS NOT NULL",
-    "CREATE INDEX by_writer ON pages(writer) WHERE writer != ''",
-    "CREATE INDEX leaves ON pages(last_use) WHERE children = 0 AND writer = ''",
-    """CREATE TRIGGER added AFTER INSERT ON pages BEGIN
-    UPDATE pages SET children = children + 1 WHERE namespace = NEW.namespace AND key = NEW.parent;
-    UPDATE totals SET pages = pages + (NEW.writer = ''), bytes = bytes + (NEW.writer = '') * NEW.size,
-        reserved = reserved + (NEW.writer != '') * NEW.size;
-END""",
-    """CREATE TRIGGER removed AFTER DELETE ON pages BEGIN
-    UPDATE pages SET children = children - 1 WHERE namespace = OLD.namespace AND key = OLD.parent;
-    UPDATE totals SET pages = pages - (OLD.writer = ''), bytes = bytes - (OLD.writer = '') * OLD.size,
-        reserved = reserved - (OLD.writer != '') * OLD.size;
-END""",
-)
-# The bytes of SQLite's file header that are the same in each index, by offset: page size, format and others. SQLite
-# obeys them: one flipped bit makes an index read-only, switches to a log, or changes the encoding.
-_HEADER = {
-    0: b"SQLite format 3\0\x10\x00\x01\x01\x00\x40\x20\x20",
-    44: (4).to_bytes(4, "big") + bytes(8) + (1).to_bytes(4, "big"),
-    64: bytes(28),
-}
-_HEADER_BYTES = 100
 _PRAGMAS = (
     # For a new file; a build of SQLite may have other defaults.
     "page_size = 4096",
@@ -97,7 +62,6 @@ _PRAGMAS = (
     "journal_mode = PERSIST",
     f"journal_size_limit = {JOURNAL_BYTES}",
 )
-_SCHEMA_ROWS = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY rowid"
 # Only a page that already has children can close a cycle, and only by a new link (two engines often store the same
 # chain), so all other inserts skip the walk. The plus sign prevents an automatic index of the walk, so the walk ends
 # where it meets the page.
@@ -181,8 +145,8 @@ class Index:
         Raises IndexDamaged, sqlite3.Error for temporary errors, and OSError.
         """
         with open(path, "rb") as file:
-            header = file.read(_HEADER_BYTES)
-        if any(header[offset:][: len(fixed)] != fixed for offset, fixed in _HEADER.items()):
+            header = file.read(HEADER_BYTES)
+        if not has_our_header(header):
             raise IndexDamaged("the header of the file is not that of an index")
         self._open(path)
         try:
@@ -200,7 +164,7 @@ class Index:
         index = cls.__new__(cls)
         index._open(path)
         try:
-            for statement in ("BEGIN", *_SCHEMA, "INSERT INTO totals VALUES(1, 0, 0, 0)", "COMMIT"):
+            for statement in ("BEGIN", *SCHEMA, "INSERT INTO totals VALUES(1, 0, 0, 0)", "COMMIT"):
                 index._run(statement)
         except sqlite3.Error:
             index.close()
@@ -225,11 +189,13 @@ class Index:
         version = self._run("PRAGMA user_version")
         if version != [(SCHEMA_VERSION,)]:
             raise IndexDamaged(f"it is of version {version}, not {SCHEMA_VERSION}")
-        if self._run(_SCHEMA_ROWS) != _expected_schema():
+        if self._run(SCHEMA_ROWS) != expected_schema():
             raise IndexDamaged("its tables are not those of an index")
         # Compares each row with the rest of the file, so that contradictions do not appear later.
         if self._run("PRAGMA integrity_check(1)") != [("ok",)]:
             raise IndexDamaged("its parts disagree")
+        if self._run(_STRANGERS):
+            raise IndexDamaged(_HAS_STRANGERS)
 
     def mark_sound(self) -> None:
         """Mark the index as complete, with the commit of this transaction."""
@@ -436,11 +402,19 @@ class Index:
         wrong = self._run(_WRONG_CHILDREN)
         self._run("UPDATE pages SET children = ? WHERE id = ?", [(count, row) for row, count in wrong], many=True)
 
+    def contradiction(self) -> str | None:
+        """Return how the sums or the namespaces contradict the rows, or None. Reads all rows: 131,072 take about 60 ms.
+        """
+        sums, totals = Totals(*self._run(_SUMS)[0]), self.totals()
+        if sums != totals:
+            return f"the rows sum up to {sums}, not {totals}"
+        return _HAS_STRANGERS if self._run(_STRANGERS) else None
+
     def check(self) -> None:
         """Raise InvariantError if a sum or a child count contradicts the rows, or pages form a cycle."""
-        sums = Totals(*self._run(_SUMS)[0])
-        if sums != self.totals():
-            raise InvariantError(f"file index: the rows sum up to {sums}, not {self.totals()}")
+        found = self.contradiction()
+        if found is not None:
+            raise InvariantError(f"file index: {found}")
         wrong = self._run(_WRONG_CHILDREN)
         if wrong:
             raise InvariantError(f"file index: {len(wrong)} pages have a wrong count of children")
@@ -458,6 +432,9 @@ _SUMS = (
     "SELECT coalesce(sum(writer = ''), 0), coalesce(sum((writer = '') * size), 0),"
     " coalesce(sum((writer != '') * size), 0) FROM pages"
 )
+# Rows that are never found again, and therefore never evicted.
+_STRANGERS = "SELECT 1 FROM pages WHERE namespace NOT IN (SELECT id FROM namespaces) LIMIT 1"
+_HAS_STRANGERS = "it has pages of an unknown namespace"
 # A page may have a stored row and reservations; each of them has the count of all children of its key.
 _WRONG_CHILDREN = """
 SELECT p.id, coalesce(c.number, 0) FROM pages p LEFT JOIN
@@ -465,15 +442,6 @@ SELECT p.id, coalesce(c.number, 0) FROM pages p LEFT JOIN
     ON c.namespace = p.namespace AND c.parent = p.key
 WHERE p.children != coalesce(c.number, 0)
 """
-
-
-@functools.cache
-def _expected_schema() -> list[Any]:
-    """Return the rows of SQLite's schema table in a valid index."""
-    with contextlib.closing(sqlite3.connect(":memory:")) as db:
-        for statement in _SCHEMA:
-            db.execute(statement)
-        return db.execute(_SCHEMA_ROWS).fetchall()
 
 
 def index_names(names: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from ...supervised import SupervisedPool
 from ...units import format_size
 from ..pages import PageWrites
 from ..store import SETTLE_S
-from .index import Index
+from .index import Index, IndexDamaged, Totals
 from .pages import FULL_ERRNOS, TMP_DIR, PageFiles, error_name, page_name, remove_page
 from .reconcile import reap
 from .store import Store, now_us
@@ -41,6 +42,8 @@ _FAILURES_MAX = 3
 # The growth of the index in one transaction.
 _INDEX_GROWTH_BYTES = 256 << 10
 _INDEX_GROWTH_BYTES_PER_ROW = 1 << 10
+# A full store evicts in each batch; comparing the sums with all rows each time would be too slow.
+_COMPARE_S = 60.0
 # After a write without room the store does not grow for this time, unless the file system gains room earlier.
 _FULL_S = 60.0
 # The classes of errors that eviction can end; a read-only file system is not one of them.
@@ -83,6 +86,7 @@ class CapacityManager:
         self._floor_bytes = free_space_floor_bytes
         self._store = store
         self._full: _Full | None = None
+        self._compare_after_s = -math.inf
 
     def fit(self, index: Index, errors: list[str]) -> int:
         """Evict until all limits hold. Return the bytes over capacity or floor, 0 on success. REQUIRES: a transaction.
@@ -92,6 +96,8 @@ class CapacityManager:
         """
         if max(self._over(index), self._over_full(index)) <= 0:
             return 0
+        if time.monotonic() >= self._compare_after_s:
+            self._compare(index)
         # Leftovers of dead processes are removed before readable pages.
         reap(index, self._store.system, self._store.root_fd, self._store.owner)
         for _ in range(_ROUNDS_MAX):
@@ -99,7 +105,16 @@ class CapacityManager:
             if over <= 0:
                 return 0
             self._evict(index, over, errors)
+        if self._over_capacity(index.totals()) > 0:
+            self._compare(index)
         return max(self._over(index), 0)
+
+    def _compare(self, index: Index) -> None:
+        """Raise IndexDamaged if the index contradicts itself: wrong sums would evict all pages, or reject new ones."""
+        self._compare_after_s = time.monotonic() + _COMPARE_S
+        contradiction = index.contradiction()
+        if contradiction is not None:
+            raise IndexDamaged(contradiction)
 
     def note_full(self, stored_bytes: int) -> None:
         """The file system had no room for a page or for the index, when so many bytes were stored. Raises OSError."""
@@ -127,11 +142,12 @@ class CapacityManager:
         space = self._store.system.statvfs(self._store.root_fd)
         return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
 
+    def _over_capacity(self, totals: Totals) -> int:
+        return 0 if self.capacity_bytes is None else totals.bytes + totals.reserved - self.capacity_bytes
+
     def _over(self, index: Index) -> int:
         totals = index.totals()
-        over = 0
-        if self.capacity_bytes is not None:
-            over = totals.bytes + totals.reserved - self.capacity_bytes
+        over = self._over_capacity(totals)
         if self._floor_bytes:
             # Reserved bytes that are already on the disk count twice, which is conservative.
             over = max(over, self._floor_bytes + _FLOOR_SLACK_BYTES - (self._space()[0] - totals.reserved))
