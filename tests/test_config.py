@@ -274,6 +274,40 @@ def test_zero_needs_no_unit_and_programs_pass_numbers(load: Load) -> None:
     assert HostConfig(size=4096).size == 4096
 
 
+@pytest.mark.parametrize("text", ["064", "-010", "0_7", "1:30", "1:30.5", "12:34:56"])
+def test_a_number_that_yaml_reads_in_another_base_is_rejected_with_advice(
+    refused: Callable[..., list[str]], text: str
+) -> None:
+    for line in (f"page_size: {text}", f"storage: {{type: memory, options: {{sizes: [{text}]}}}}"):
+        (found,) = refused(line)
+        assert f"{text} would be a number in base 8 or 60; write it without a leading zero or colon" in found
+
+
+def test_numbers_with_one_meaning_are_accepted(load: Load) -> None:
+    accepted = {"0x40": 64, "0b1000000": 64, "1_0": 10, "+64": 64, "089": 89, "64.0": 64, "'064'": 64}
+    assert {text: load(f"page_size: {text}").page_size for text in accepted} == accepted
+    assert load("", {"PAGE_SIZE": "064"}).page_size == 64, "a variable is text, not YAML"
+
+
+@pytest.mark.parametrize("path", ["file:/abs?mode=ro", "file:cache", "FILE:///x", "s3://bucket/pages"])
+@pytest.mark.parametrize("entry", [
+    "storage: {type: file, options: {path: 'PATH'}}", "integrity: {mac_key_file: 'PATH'}",
+    "storage: {type: remote, options: {socket: 'PATH'}}", "daemon: {socket: 'PATH'}",
+    "storage: {type: redis, options: {url: 'redis://h', password_file: 'PATH'}}",
+])  # fmt: skip
+def test_a_url_is_not_a_path(
+    refused: Callable[..., list[str]], load: Load, entry: str, path: str
+) -> None:
+    (found,) = refused(entry.replace("PATH", path))
+    assert "a URL is not a path; write /a/path without a scheme, or ./ before" in found
+    load(entry.replace("PATH", "./file:/abs"))
+
+
+def test_a_login_in_a_path_is_not_quoted(refused: Callable[..., list[str]]) -> None:
+    (found,) = refused("storage: {type: file, options: {path: 'redis://user:very-secret@host/0'}}")
+    assert "a URL is not a path" in found and "secret" not in found
+
+
 def test_a_home_directory_is_found_in_every_path(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load("storage: {type: file, options: {path: ~/pages}}\nintegrity: {mac_key_file: ~/mac.key}")

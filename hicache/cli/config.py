@@ -40,7 +40,8 @@ A file has at most 10,000 names and values. If no file is given, `{FILE_VARIABLE
 
 **Units.** Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required,
 except for 0; a program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. `~` in a path is the
-home directory.
+home directory; a URL in place of a path is rejected. Numbers that YAML reads in base 8 or 60 (`064` would be 52, `1:30`
+would be 90) are rejected in a file; as a variable or flag, `064` is 64.
 
 **Secrets.** A secret is in a file of mode 0600, or in an environment variable that an `..._env` entry names. A file is
 safer, because child processes inherit variables.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from typing import BinaryIO
 
 from ..errors import ConfigError
 
+# Also `file:name`, as SQLite accepts it.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/|file:", re.IGNORECASE)
 _OTHER_KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -21,8 +24,10 @@ _OTHER_KINDS = {
 
 def expanded(path: str) -> str:
     """Return `path` with a leading `~` or `~name` replaced by the home directory. Raises ValueError for an unknown
-    user.
+    user, and for a URL: it would name a directory such as `file:`.
     """
+    if _URL.match(path):
+        raise ValueError("a URL is not a path; write /a/path without a scheme, or ./ before a relative path")
     whole = os.path.expanduser(path)
     if whole.startswith("~"):
         raise ValueError(f"{path.partition('/')[0]} is not a user with a home directory; write the whole path")

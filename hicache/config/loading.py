@@ -16,6 +16,7 @@ import functools
 import itertools
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -49,6 +50,11 @@ VALUES_MAX = 10_000
 PROBLEMS_MAX = 100
 # Numbers, dates and booleans are shorter. Longer values are text: a number with 100,000 digits takes minutes.
 _NUMBER_CHARACTERS_MAX = 64
+# Numbers that YAML 1.1 reads in base 8 or 60, and that people write in base 10 or as times: 064 is 52, 1:30 is 90. Not
+# 0x40, 0b1000000 and 1_000, which have one meaning.
+_OTHER_BASE = re.compile(
+    r"[-+]?(?:0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)"
+)
 # The longest name that is compared with others as a possible typo.
 _TYPO_CHARACTERS_MAX = 200
 # The similarity (0 to 1) of a name and its typo; below 0.7 suggestions look random.
@@ -311,7 +317,7 @@ def _file_entries(path: Path | None, file_name: str, problems: list[_Problem]) -
 class _Loader(yaml.SafeLoader):
     """The safe loader without aliases, which can make a small file huge or endless, and without explicit tags, whose
     constructors fail in undocumented ways. It limits the number of values, reads long scalars as text, and rejects
-    duplicate names in a section of a list."""
+    duplicate names in a section of a list, and numbers in base 8 or 60."""
 
     values = 0
 
@@ -340,6 +346,10 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported", problem_mark=mark)
         if getattr(event, "tag", None) is not None:
             raise yaml.MarkedYAMLError(problem="tags (!name) are not supported", problem_mark=mark)
+        is_plain = isinstance(event, yaml.ScalarEvent) and event.style is None
+        if is_plain and len(event.value) <= _NUMBER_CHARACTERS_MAX and _OTHER_BASE.fullmatch(event.value):
+            what = f"{shown(event.value)} would be a number in base 8 or 60; write it without a leading zero or colon, "
+            raise yaml.MarkedYAMLError(problem=f"{what}or put it into quotes if it is text", problem_mark=mark)
         if isinstance(event, yaml.ScalarEvent) and not event.value.isascii():
             try:
                 event.value.encode()
@@ -422,8 +432,9 @@ def _warn_of_ignored(variables: tuple[str, ...]) -> None:
 
 def _scalar(text: str) -> Any:
     """Return a value as YAML reads it without quotes: null, a boolean, a number, otherwise the text. Empty text stays
-    text: an empty variable must not unset the file of a key."""
-    if not text:
+    text: an empty variable must not unset the file of a key. So does a number that YAML reads in another base, which is
+    in base 10 then."""
+    if not text or _OTHER_BASE.fullmatch(text):
         return text
     loader = _Loader("")
     tag: str = loader.resolve(yaml.ScalarNode, text, (True, False))

@@ -57,6 +57,10 @@ def locate(section: type[BaseModel], loc: Sequence[int | str]) -> tuple[tuple[st
     return path, tuple(dict.fromkeys((*beside, *(name for kind in kinds for name in kind.model_fields))))
 
 
+# A user and perhaps a password in a URL.
+_LOGIN = re.compile(r"://[^/]*@")
+
+
 def _tags(kind: type[BaseModel]) -> tuple[str, ...]:
     """Return the tags of a type of storage in the union of all."""
     field = kind.model_fields.get("type")
@@ -102,6 +106,7 @@ def what_is_wrong(error: Any, path: Sequence[str], names: Sequence[str], *, quot
         message = words.format_map(context)
     # Some values are not quoted: a user may have set the secret instead of its name.
     is_quoted = quote_text and not isinstance(value, (dict, list)) and path[0] != "integrity" and not names_secret
+    is_quoted = is_quoted and not _LOGIN.search(str(value))
     if not is_quoted and (quote_text or type(value) not in (int, float)):
         return message
     got = shown(value)
