@@ -46,8 +46,11 @@ def follower_of(
 def connected(stream: EventStream, publisher: EventPublisher, follower: EventFollower) -> None:
     """Wait until `follower` receives published messages, not only replays, and no message is in flight."""
 
+    page = stored(0)
+
     def one_more() -> None:
-        stream.put(removed(0))
+        stream.put(page)
+        stream.put(Removed(page.medium, page.keys))
         follower.poll(0.05)
 
     wait_for(lambda: follower._newest >= 0, one_more)
