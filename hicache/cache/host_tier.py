@@ -343,16 +343,16 @@ class HostTier:
     def _end_store(self, store: Store, *, stored: bool) -> RadixTree:
         tree, node = self._stores.pop(store)
         tree.end_store(node, store.chain, stored=stored)
-        damaged, end = None, store.chain.pages
-        for part in tree.span(node, end):
-            part.sealed |= store.complete and store.codec is not None
-            end -= tree.pages(part)
-            if store.damage is not None and damaged is None and end <= store.damage[0]:
-                damaged = part
+        if store.codec is not None and store.complete:
+            for part in tree.span(node, store.chain.pages):
+                part.sealed = True
         tree.release_host(node)
-        if damaged is not None and store.damage is not None and store.codec is not None:
-            number, damage = store.damage
-            self.drop_damaged(tree, damaged, store.chain.keys()[number], damage, store.codec.label)
+        if store.codec is not None and store.damage is not None:
+            (number, damage), end = store.damage, store.chain.pages
+            for part in tree.span(node, end):
+                if (end := end - tree.pages(part)) <= number:
+                    self.drop_damaged(tree, part, store.chain.keys()[number], damage, store.codec.label)
+                    break
         return tree
 
     def check(self) -> None:
