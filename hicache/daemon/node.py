@@ -226,6 +226,7 @@ class Node:
             backend=store.statistics(),
             stores=tuple(found for part in store.parts for found in leaf_statistics(part)),
             copies={name: copies for part in store.parts for name, copies in copies_of(part).items()},
+            opening=None,
         )
 
     def _make_room(self, deadline: float) -> None:

@@ -59,9 +59,20 @@ class SharingStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class OpeningStatistics:
+    """A store that could not be opened yet. `attempts` have failed since `since_s` (wall clock, seconds); `error` is
+    the reason of the last one, on one line, without secrets."""
+
+    attempts: int
+    since_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class NamespaceStatistics:
     """One open namespace. `namespace` is its digest in hexadecimal digits. `backend` counts for its clients, `stores`
-    are its guarded stores, empty while it is detached."""
+    are its guarded stores, empty while it is detached or its store is not open. `opening` tells why a wanted store is
+    not open; None if it is open, or none is wanted, or the first attempt has not ended."""
 
     namespace: str
     label: str
@@ -73,6 +84,7 @@ class NamespaceStatistics:
     backend: BackendStatistics
     stores: tuple[LeafStatistics, ...]
     copies: Mapping[str, CopyStatistics]
+    opening: OpeningStatistics | None
 
 
 @dataclass(frozen=True, slots=True)

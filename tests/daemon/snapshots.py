@@ -74,7 +74,7 @@ def namespace(label: str = "llama-8b", **fields: Any) -> NamespaceStatistics:
     values: dict[str, Any] = {
         "namespace": DIGEST, "label": label, "weights_epoch": 3, "frame_bytes": MIB, "pool_bytes": 40 * MIB,
         "quota_bytes": None, "sharing": SharingStatistics(0, 0, 0, 0, 0), "backend": backend(), "stores": (store(),),
-        "copies": {},
+        "copies": {}, "opening": None,
     }  # fmt: skip
     return NamespaceStatistics(**(values | fields))
 
