@@ -2,8 +2,8 @@
 
     python -m benchmarks.daemon [--seconds S] [--clients N] [--path DIRECTORY]
 
-Starts its own daemons over stores in memory (tmpfs), so that no disk hides the cost of a request. The steps of a
-scheduler are in `daemon_steps`, which runs at the end.
+Starts its own daemons over stores in memory (tmpfs), so that no disk hides the cost of a request. The hit rates with
+stores that are full or dead are in `daemon_hits`, and the steps of a scheduler in `daemon_steps`, which run at the end.
 
     same host       reads and writes of batches of 16 pages, file store, frames in shared memory. Both sides compute
                     and check a checksum for each page. Processor time is that of this process only
@@ -420,7 +420,8 @@ def main() -> None:
         with folder_in(arguments.path) as folder:
             rows += part(folder)
     print_table("Daemon (reference: the same store in this process, a plain server, or the limit)", rows)
-    # In a separate process: it loads PyTorch, and must not inherit the memory of these benchmarks.
+    # In separate processes: one loads PyTorch, and must not inherit the memory of these benchmarks.
+    subprocess.run([sys.executable, "-m", "benchmarks.daemon_hits"], check=True)
     subprocess.run([sys.executable, "-m", "benchmarks.daemon_steps"], check=True)
 
 

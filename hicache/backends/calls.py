@@ -107,6 +107,17 @@ def collected_errors() -> Iterator[list[str]]:
         _collecting.errors = None
 
 
+@contextlib.contextmanager
+def uncollected_errors() -> Iterator[None]:
+    """Keep the errors that this thread counts within the context out of the list of `collected_errors`."""
+    collected: list[str] | None = getattr(_collecting, "errors", None)
+    _collecting.errors = None
+    try:
+        yield
+    finally:
+        _collecting.errors = collected
+
+
 class Calls:
     """Counts the verbs in flight in a backend, for which `close` waits, and their outcomes, for `statistics`.
 

@@ -1,11 +1,12 @@
 """Attachment: the storage of a node's namespaces, and the operators' overrides of it.
 
-All namespaces use the same: the configured storage, one store of it, or none (only the pool). A background thread
-applies a change to one namespace after the other; a store that cannot be opened is tried again, and until then its
-namespace has no store.
+All namespaces use the same: the configured storage, one store of it, or none (only the pool). Each namespace has a
+background thread, which opens its store and applies changes; nothing else opens stores. An attempt that fails is
+repeated, and until it succeeds the namespace works without a store.
 
-Locking design: `_lock` guards the wanted state and `_applied`, and is not held for blocking calls. The background
-thread replaces stores; `joined` handles a namespace that is opened at the same time.
+Locking design: `_lock` of the attachment guards the wanted state and the table of openings; `_state` of an opening
+guards its fields. Neither is held for blocking calls, and no lock is taken while `_state` is held. The thread of an
+opening replaces the store of its namespace.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
 
 from ..backends.base import StorageBackend
 from ..backends.guard import Direction, Override, Overrides
@@ -24,7 +24,9 @@ from ..background import BackgroundTask
 from ..backoff import Backoff
 from ..errors import BackendError, ConfigError
 from ..frame import FrameCodec
+from ..logs import LimitedLog
 from .namespace import Namespace
+from .statistics import OpeningStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -33,48 +35,59 @@ logger = logging.getLogger(__name__)
 _REOPEN_S_MIN = 0.1
 _REOPEN_S_MAX = 30.0
 _PATIENCE_S = 60.0
-# The number of remembered namespaces at which closed ones are forgotten.
-_APPLIED_MAX = 4096
+# A namespace's line about a store that cannot be opened is written at most once per this time.
+_LOG_S = 60.0
+# The longest shown reason: a message of any backend fits, and a page with many namespaces stays small.
+_REASON_CHARS_MAX = 300
 
 
 class Attachment:
-    """See the module's docstring. `namespaces` returns the open ones. `opener` may be replaced by another one with the
-    same stores."""
+    """See the module's docstring. `opener` may be replaced by another one with the same stores."""
 
-    def __init__(self, opener: StorageOpener, namespaces: Callable[[], Sequence[Namespace]]) -> None:
+    def __init__(self, opener: StorageOpener) -> None:
         self.opener = opener
         self.is_attached = opener.spec is not None
         self.overrides = Overrides()
-        self._namespaces = namespaces
         self._lock = threading.Lock()
         self._part: BackendSpec | None = None
-        self._wanted = 0
-        self._applied: dict[str, int] = {}  # by the digest of a namespace
-        self._backoff = Backoff(_REOPEN_S_MIN, _REOPEN_S_MAX)
-        self._task = BackgroundTask("attach", self._catch_up, _PATIENCE_S, backoff=self._backoff)
+        self._openings: dict[str, _Opening] = {}  # by the digest of a namespace
+        self._log = LimitedLog(logger, _LOG_S)
 
     # For the node
 
-    def open(self, codec: FrameCodec) -> StorageBackend | None:
-        """Open the store of a new namespace; None without storage. Blocks and raises as `StorageOpener.open`."""
-        with self._lock:
-            if len(self._applied) >= _APPLIED_MAX:
-                there = {namespace.digest for namespace in self._namespaces()}
-                self._applied = {digest: number for digest, number in self._applied.items() if digest in there}
-            self._applied[codec.namespace.hex()] = self._wanted
-            is_attached, part = self.is_attached, self._part
-        return self._open(codec, part) if is_attached else None
-
     def joined(self, namespace: Namespace) -> None:
-        """Register an open namespace, and apply changes since `open`."""
+        """Open the store of a new namespace in the background, and apply later changes to it. Does not block."""
+        opening = _Opening(self, namespace, self._log)
         with self._lock:
-            is_late = self._applied.get(namespace.digest) != self._wanted
-        if is_late:
-            self._task.wake()
+            self._openings[namespace.digest] = opening
+        opening.change()
+
+    def wait(self, namespace: Namespace, deadline: float) -> None:
+        """Wait until the first attempt to open the store of a namespace has ended, at most until `deadline`, so that
+        calls find a healthy store."""
+        opening = self._openings.get(namespace.digest)
+        if opening is not None:
+            opening.wait(deadline)
+
+    def left(self, namespace: Namespace) -> None:
+        """Stop opening stores of a namespace that is being closed. Does not block."""
+        with self._lock:
+            opening = self._openings.pop(namespace.digest, None)
+        if opening is not None:
+            opening.close(0.0)
+
+    def statistics(self, namespace: Namespace) -> OpeningStatistics | None:
+        """Return why the wanted store of a namespace is not open; None if it is, or none is wanted. Does not block."""
+        opening = self._openings.get(namespace.digest)
+        return None if opening is None else opening.statistics()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread; blocks."""
-        self._task.close(timeout_s)
+        """End the threads; blocks."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            openings, self._openings = self._openings, {}
+        for opening in openings.values():
+            opening.close(max(0.0, deadline - time.monotonic()))
 
     # For operators
 
@@ -89,54 +102,111 @@ class Attachment:
     def force(self, direction: Direction, mode: Override, store: str | None) -> None:
         """Force breakers, see Overrides. Does not block."""
         with self._lock:
-            open_stores = [part for namespace in self._namespaces() for part in namespace.store.parts]
+            open_stores = [part for opening in self._openings.values() for part in opening.namespace.store.parts]
             self.overrides.force(direction, mode, store, open_stores)
 
     def _change(self, is_attached: bool, part: BackendSpec | None) -> None:
         with self._lock:
             self.is_attached, self._part = is_attached, part
+            openings = list(self._openings.values())
+        for opening in openings:
+            opening.change()
+
+    # For an opening
+
+    def open(self, codec: FrameCodec) -> StorageBackend:
+        """Open the wanted store. Blocks and raises as `StorageOpener.open`."""
+        opened = self.opener.open(codec, self._part)
+        self.overrides.apply(opened)
+        return opened
+
+
+class _Opening:
+    """The store of one namespace: opened, replaced and opened again on a background thread."""
+
+    def __init__(self, attachment: Attachment, namespace: Namespace, log: LimitedLog) -> None:
+        self.namespace = namespace
+        self._attachment = attachment
+        self._log = log
+        self._state = threading.Condition()
+        self._wanted = self._tried = self._applied = 0  # numbers of changes
+        self._is_closed = False
+        self._failed: OpeningStatistics | None = None
+        self._backoff = Backoff(_REOPEN_S_MIN, _REOPEN_S_MAX)
+        self._task = BackgroundTask("open", self._attempt, _PATIENCE_S, backoff=self._backoff)
+
+    def change(self) -> None:
+        """Apply the wanted state of the attachment now. Does not block."""
+        with self._state:
             self._wanted += 1
+            self.namespace.store.is_awaited = self._attachment.is_attached
         self._backoff.reset()
         self._task.wake()
 
-    # In the background
+    def wait(self, deadline: float) -> None:
+        """Wait until the latest change was tried, at most until `deadline`."""
+        with self._state:
+            self._state.wait_for(lambda: self._tried == self._wanted, max(0.0, deadline - time.monotonic()))
 
-    def _catch_up(self) -> float:
-        failed = False
-        for namespace in self._namespaces():
-            try:
-                self._replace(namespace)
-            except (BackendError, ConfigError) as error:
-                failed = True
-                logger.warning("namespace %s: its store cannot be opened: %s", namespace.digest[:8], error)
-        if failed:
+    def statistics(self) -> OpeningStatistics | None:
+        """Return the failed attempts, None if the last one succeeded. Does not block."""
+        return self._failed
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread. A store that is opened later is closed at once. Blocks."""
+        with self._state:
+            self._is_closed = True
+        self._task.close(timeout_s)
+
+    def _attempt(self) -> float:
+        with self._state:
+            number = self._wanted
+        reason = "an unexpected error, which is in the log"
+        try:
+            self._apply(number)
+            reason = ""
+        except (BackendError, ConfigError) as error:
+            reason = " ".join(str(error).split())
+            place = self.namespace.digest[:8]
+            self._log.warn(place, "namespace %s: its store cannot be opened, so it works without it and tries again: "
+                           "%s", place, error)  # fmt: skip
+        finally:
+            self._note(number, reason)
+        if reason:
             return time.monotonic() + self._backoff.next_s()
         self._backoff.reset()
         return math.inf
 
-    def _replace(self, namespace: Namespace) -> None:
-        store = namespace.store
-        with self._lock:
-            wanted, is_attached, part = self._wanted, self.is_attached, self._part
-        if self._is_applied(namespace, wanted):
+    def _apply(self, number: int) -> None:
+        store = self.namespace.store
+        if self._is_stale(number):
             return
-        _close(store.replace(None))  # waits for the calls in flight; another thread may have applied the change since
-        if self._is_applied(namespace, wanted):
-            return
-        _close(store.replace(self._open(store.codec, part) if is_attached else None))
-        with self._lock:
-            self._applied[namespace.digest] = wanted
-        if namespace not in self._namespaces():  # it was closed at the same time, without closing this store
+        _close(store.replace(None))  # waits for the calls in flight
+        store.is_awaited = self._attachment.is_attached
+        if store.is_awaited:
+            opened = self._attachment.open(store.codec)
+            if self._is_stale(number):  # the store is not wanted any longer, or another thread opened it faster
+                _close(opened)
+                return
+            _close(store.replace(opened))
+            store.is_awaited = False
+        if self._is_closed:  # at the same time, maybe without closing this store
             _close(store.replace(None))
 
-    def _is_applied(self, namespace: Namespace, wanted: int) -> bool:
-        with self._lock:
-            return self._applied.get(namespace.digest) == wanted
+    def _is_stale(self, number: int) -> bool:
+        with self._state:
+            return self._is_closed or number == self._applied or number != self._wanted
 
-    def _open(self, codec: FrameCodec, part: BackendSpec | None) -> StorageBackend:
-        opened = self.opener.open(codec, part)
-        self.overrides.apply(opened)
-        return opened
+    def _note(self, number: int, reason: str) -> None:
+        with self._state:
+            before, self._failed = self._failed, None
+            if reason:
+                attempts, since_s = (0, time.time()) if before is None else (before.attempts, before.since_s)
+                self._failed = OpeningStatistics(attempts + 1, since_s, reason[:_REASON_CHARS_MAX])
+            elif number == self._wanted:
+                self._applied = number
+            self._tried = max(self._tried, number)
+            self._state.notify_all()
 
 
 def _close(store: StorageBackend | None) -> None:

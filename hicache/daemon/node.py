@@ -1,8 +1,8 @@
 """The node: the namespaces that engines have opened, over one configured storage, and the memory of these engines.
 
 Each namespace has its own store: the configured `storage`, opened with a codec of that namespace, behind the pool that
-all namespaces share. Clients exchange plain frames sealed with XXH3-128; MACs, encryption and compression are those of
-the daemon's configuration.
+all namespaces share. A namespace opens without its store, which is opened in the background. Clients exchange plain
+frames sealed with XXH3-128; MACs, encryption and compression are those of the daemon's configuration.
 
 Locking design: `_changed` guards the table of namespaces and `state`; it is not held for blocking calls. One thread
 opens or closes a namespace, after putting its digest into `_busy`; others wait for it.
@@ -72,7 +72,7 @@ class Node:
         self.calls = CallCounters()
         self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max)
         self.environ = os.environ if environ is None else environ
-        self.storage = Attachment(StorageOpener(config, self.environ), self.namespaces)
+        self.storage = Attachment(StorageOpener(config, self.environ))
         self.quotas: dict[str, int] = {}  # bytes of the pool, by namespace
         if config.storage is None and not config.daemon.pool:
             raise ConfigError("daemon: needs storage or a pool; add the section `storage`, or daemon.pool")
@@ -89,7 +89,8 @@ class Node:
         self._busy: set[str] = set()
 
     def open(self, digest: str, request: NamespaceRequest, deadline: float) -> Namespace:
-        """Return the namespace; open it if necessary. Blocks as the store does. Raises Refused."""
+        """Return the namespace; open it if necessary. Blocks until the first attempt to open its store has ended, at
+        most for half of the caller's time: the rest is for the answer. Raises Refused."""
         with self._turn(digest, deadline):
             found = self._namespaces.get(digest)
             if found is not None:
@@ -98,15 +99,11 @@ class Node:
                     raise Refused(409, ErrorKind.CONFLICT, detail)
                 return found
             self._make_room(deadline)
-            try:
-                made = self._open(bytes.fromhex(digest), request)
-            except (BackendError, ConfigError) as error:
-                logger.warning("namespace %s: its store cannot be opened: %s", digest[:8], error)
-                detail = "storage: cannot be opened; see the daemon's log"
-                raise Refused(503, ErrorKind.UNAVAILABLE, detail, 5) from error
+            made = self._open(bytes.fromhex(digest), request)
+            began_s = time.monotonic()
+            self.storage.wait(made, began_s + (deadline - began_s) / 2)  # calls of others wait, too
             with self._changed:
                 self._namespaces[digest] = made
-            self.storage.joined(made)
             logger.info("namespace %s (%s): opened, pages of %s", digest[:8], made.label or "no label",
                         format_size(made.wire.frame_bytes))  # fmt: skip
             return made
@@ -123,7 +120,7 @@ class Node:
         Refused.
 
         Errors of one of several stores are not returned while another one works: the guard of an engine would consider
-        the whole daemon down. Pages that could not be read are then misses.
+        the whole daemon down. Pages that could not be read are then misses. With a pool, SharedStore does the same.
         """
 
         def call() -> tuple[T, list[str]]:
@@ -194,20 +191,18 @@ class Node:
         except HiCacheError as error:  # for example a label that is too long
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
         try:
-            space = self.pool.open(digest, request.payload_bytes, label)
+            store = SharedStore(codec, self.pool, None, label=label)
         except InvalidInput as error:
             detail = "namespace: is being closed with pages of another size; try again"
             raise Refused(503, ErrorKind.BUSY, detail, 1) from error
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.pool.close, space)
-            store = SharedStore(codec, self.pool, self.storage.open(codec), label=label)
-            self.pool.set_quota(space, self.quotas.get(digest.hex()))
-            undo.pop_all()
-        return Namespace(
-            wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads
-        )
+        space = store.pages.space
+        self.pool.set_quota(space, self.quotas.get(digest.hex()))
+        made = Namespace(wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads)
+        self.storage.joined(made)
+        return made
 
     def _close(self, namespace: Namespace) -> None:
+        self.storage.left(namespace)
         try:
             namespace.close()
         except BackendError as error:
@@ -226,7 +221,7 @@ class Node:
             backend=store.statistics(),
             stores=tuple(found for part in store.parts for found in leaf_statistics(part)),
             copies={name: copies for part in store.parts for name, copies in copies_of(part).items()},
-            opening=None,
+            opening=self.storage.statistics(namespace),
         )
 
     def _make_room(self, deadline: float) -> None:

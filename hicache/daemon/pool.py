@@ -11,7 +11,8 @@ Life of a page: `reserve` allocates memory for it, still invisible; its reader f
 visible; `hold` and `release` surround each copy from it. It leaves by eviction or deletion; its memory is free after
 the last holder has released it.
 
-A page enters if there is free room, or if it is requested for the second time. Victims are the least recently used
+A page that was read from a store enters if there is free room, or if it is requested for the second time; a page that
+an engine has handed over always enters. Victims are the least recently used
 pages of all namespaces, tails before heads; of its own namespace if that has reached its quota. Pages that are held,
 pinned, or were used since the start of the current batch are not evicted.
 
@@ -97,6 +98,7 @@ class PagePool:
     def __init__(self, capacity_bytes: int, *, unit_bytes: int = UNIT_BYTES) -> None:
         if capacity_bytes < 0 or unit_bytes < HEADER_BYTES:
             raise InvalidInput(f"pool: {capacity_bytes} bytes in units of {unit_bytes} is not a valid pool")
+        self.capacity_bytes = capacity_bytes // unit_bytes * unit_bytes
         self._lock = threading.Lock()
         self._memory = UnitMemory(capacity_bytes // unit_bytes, unit_bytes)
         self._clock = itertools.count()
@@ -384,7 +386,7 @@ class PagePool:
         """Return a snapshot. Does not block."""
         with self._lock:
             return PoolStatistics(
-                capacity_bytes=self._memory.units * self._memory.unit_bytes,
+                capacity_bytes=self.capacity_bytes,
                 used_bytes=(self._memory.units - self._memory.free) * self._memory.unit_bytes,
                 pinned_bytes=self._pinned_units * self._memory.unit_bytes,
                 pages=sum(len(space.pages) for space in self._spaces.values()),
@@ -395,7 +397,7 @@ class PagePool:
     def usage(self, space: PoolSpace, frame_bytes: int) -> Usage:
         """Return the pages of a namespace, as frames of `frame_bytes`."""
         with self._lock:
-            capacity_bytes = self._memory.units * self._memory.unit_bytes
+            capacity_bytes = self.capacity_bytes
             if space.quota_bytes is not None:
                 capacity_bytes = min(capacity_bytes, space.quota_bytes)
             return Usage(len(space.pages), len(space.pages) * frame_bytes, capacity_bytes)

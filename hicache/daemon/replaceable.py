@@ -31,8 +31,8 @@ class Attached:
 
 
 class Replaceable(Compound):
-    """A backend in front of `inner`, a store that it owns, or None. Raises InvalidInput if `inner` is of another
-    namespace or page size."""
+    """A backend in front of `inner`, a store that it owns, or None. `is_awaited`: a store is wanted, but not open yet.
+    Raises InvalidInput if `inner` is of another namespace or page size."""
 
     def __init__(self, codec: FrameCodec, inner: StorageBackend | None) -> None:
         super().__init__(codec)
@@ -40,6 +40,7 @@ class Replaceable(Compound):
         self._store_lock = threading.Lock()
         self._ended = threading.Condition(self._store_lock)  # for the last call of a replaced store
         self._attached = Attached(inner)
+        self.is_awaited = False
         self._leaving: list[StorageBackend] = []  # replaced, with calls in flight
         self._retired: dict[str, Counter[str]] = {"errors": Counter(), "corrupt": Counter(), "evicted": Counter()}
 

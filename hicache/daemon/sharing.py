@@ -1,10 +1,18 @@
 """A store that many clients share: the daemon's host pool and single flight in front of one namespace of a store.
 
-Meaning of outcomes: A HIT is a copy of verified bytes, from the pool or from the store; a page in the pool is a HIT
-even if the store has lost it. STORED and PRESENT come from the store: a page that the store rejects or fails to write
-does not enter the pool by that call, so after ERROR no part of it is visible, and a stored page survives the daemon if
-the store does. Without a store the pool is the store: STORED lasts until the page is evicted, and a page without room
-is REJECTED. A deleted page leaves the pool first, and calls in flight do not put it back.
+Invariant: with a pool, the answers are those of the pool; the store behind it only adds pages and persistence. So a
+store that is full, fails, hangs or is not open is never worse than no store.
+
+Meaning of outcomes, with a pool: A HIT is a copy of verified bytes, from the pool or from the store. A page that the
+pool does not have and that cannot be read from the store is a MISS. A page enters the pool because it was handed over,
+before the store gets it, in place of the least recently used pages if necessary. STORED and PRESENT mean that the pool
+or the store has taken the page; it survives the daemon only if the store took it. A page that neither has room for is
+REJECTED. Failures of the store are in the statistics of the store, and callers do not see them, except for those of
+removals: the page may come back.
+
+Without a pool (capacity 0) all outcomes and errors are those of the store; while a wanted store is not open, each call
+fails with `unavailable`. Without both, nothing is stored. A deleted page leaves the pool first, and calls in flight do
+not put it back.
 
 Locking design: `_lock` guards the flights and the counts. It is taken before the lock of the pool, and is held for
 lookups, not while bytes are moved or a store is called.
@@ -19,9 +27,10 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from ..backends.base import GetOutcome, SetOutcome, StorageBackend, Usage, touch
-from ..backends.calls import parent_outside, parents_of, runs
+from ..backends.calls import parent_outside, parents_of, runs, uncollected_errors
 from ..backends.envelope import Touchable
-from ..backends.errors import ErrorKind
+from ..backends.errors import ErrorKind, StoreError
+from ..backends.guard import Direction, may_pass
 from ..frame import FrameCodec, PageBuffer
 from .flights import Arrival, Flight, Waiter
 from .pool import PagePool, PooledPage
@@ -51,6 +60,23 @@ class SharedStore(Replaceable, Touchable):
             names = ("pool_hits", "store_hits", "misses", "shared_reads", "shared_writes")
             return SharingStatistics(**{name: self._counts[name] for name in names})
 
+    @property
+    def stands_in(self) -> bool:
+        """True if a pool answers for the store when that fails."""
+        return self._pool.capacity_bytes > 0
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[Attached]:
+        """See Replaceable. Raises StoreError if there is neither a pool nor the wanted store."""
+        if self.is_awaited and not self.stands_in:
+            raise StoreError(ErrorKind.UNAVAILABLE, "the store is not open yet")
+        with super()._using() as attached:
+            yield attached
+
+    def _asking(self) -> contextlib.AbstractContextManager[None]:
+        """Surround a call of the store; its errors are not those of this call if the pool stands in."""
+        return uncollected_errors() if self.stands_in else contextlib.nullcontext()
+
     def _tally(self, **pages: int) -> None:
         with self._lock:
             self._counts.update(pages)
@@ -61,7 +87,7 @@ class SharedStore(Replaceable, Touchable):
         """See Envelope. A page counts if the pool or the store has it."""
         there = [*self._pool.has(self._space, keys), False]
         found = there.index(False)
-        with self._using() as attached:
+        with self._using() as attached, self._asking():
             inner = attached.backend
             for _ in range(LOOKUPS_MAX):
                 if inner is None or found == len(keys):
@@ -76,7 +102,7 @@ class SharedStore(Replaceable, Touchable):
         """See Envelope. A page counts if the pool or the store has it."""
         found = self._pool.has(self._space, keys)
         missing = [position for position, there in enumerate(found) if not there]
-        with self._using() as attached:
+        with self._using() as attached, self._asking():
             if missing and attached.backend is not None:
                 answers = attached.backend.batch_has([keys[p] for p in missing], deadline=deadline)
                 for position, there in zip(missing, answers, strict=True):
@@ -84,12 +110,17 @@ class SharedStore(Replaceable, Touchable):
         return found
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. Applies to pool and store: a page that is hot in one of them does not age in the other."""
+        """See Touchable. Applies to pool and store: a page that is hot in one of them does not age in the other.
+
+        A page that only the pool has is not missing. While no call reaches the store, pages that the pool does not have
+        count as missing, so that engines hand them over again.
+        """
         self._pool.use(self._space, keys)
         absent = [key for key, there in zip(keys, self._pool.has(self._space, keys), strict=True) if not there]
-        with self._using() as attached:
-            if attached.backend is not None:
-                missing = set(touch(attached.backend, keys, deadline=deadline))
+        with self._using() as attached, self._asking():
+            inner = attached.backend
+            if inner is not None and (may_pass(inner, Direction.WRITE) or not self.stands_in):
+                missing = set(touch(inner, keys, deadline=deadline))
                 absent = [key for key in absent if key in missing]
         return absent
 
@@ -107,51 +138,9 @@ class SharedStore(Replaceable, Touchable):
     ) -> list[SetOutcome]:
         """See Envelope and the module's docstring."""
         with self._using() as attached:
-            if attached.backend is None:
-                outcomes = self._put_in_pool(keys, pages, parent, deadline)
-            else:
-                outcomes = _Write(self, attached, keys, pages, parent, deadline).run()
+            outcomes = _Write(self, attached, keys, pages, parent, deadline).run()
         self._pool.use(self._space, keys)
         return outcomes
-
-    def _begin(self, parent: bytes | None) -> int:
-        """Begin a batch of stores, which must not evict its own pages or their ancestors."""
-        since = self._pool.now()
-        if parent is not None:
-            self._pool.use(self._space, [parent])
-        return since
-
-    def _put_in_pool(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        outcomes: list[SetOutcome] = []
-        since, deletions = self._begin(parent), self._pool.deletions(self._space)
-        for key, page, above in zip(keys, pages, parents_of(keys, parent), strict=True):
-            late = len(keys) - len(outcomes)
-            if time.monotonic() >= deadline:
-                self.count(*[ErrorKind.DEADLINE] * late)
-                return outcomes + [SetOutcome.ERROR] * late
-            if self._pool.has(self._space, [key])[0]:
-                outcomes.append(SetOutcome.PRESENT)
-            elif SetOutcome.REJECTED in outcomes:
-                outcomes.append(SetOutcome.REJECTED)
-            else:
-                outcomes.append(self._put_one(key, page, above, deletions, since))
-        return outcomes
-
-    def _put_one(self, key: bytes, page: PageBuffer, parent: bytes | None, deletions: int, since: int) -> SetOutcome:
-        entry = self._pool.reserve(self._space, key, since=since, deletions=deletions, is_wanted=True)
-        if entry is None:
-            return SetOutcome.REJECTED
-        if not self.pages.fill(entry, page, parent):
-            self.count(ErrorKind.CHECKSUM)
-            return SetOutcome.ERROR
-        if self._pool.publish(self._space, entry):
-            return SetOutcome.STORED
-        if self._pool.has(self._space, [key])[0]:
-            return SetOutcome.PRESENT
-        self.count(ErrorKind.CONFLICT)  # deleted at the same time
-        return SetOutcome.ERROR
 
     # Removals
 
@@ -236,10 +225,11 @@ class _Read:
                     flight = self._flights.join(key, position, self._waiter)
                     if flight is not None:
                         leads.append((position, flight))
+        self._unpooled = [key for key, page in pooled.items() if page is None]
         try:
             self._copy_pooled({first[key]: page for key, page in pooled.items() if page is not None})
             if self._inner is None:
-                self._outcomes.update({key: GetOutcome.MISS for key, page in pooled.items() if page is None})
+                self._outcomes.update(dict.fromkeys(self._unpooled, GetOutcome.MISS))
             else:
                 self._lead(self._inner, leads)
                 self._follow(self._inner)
@@ -267,7 +257,8 @@ class _Read:
 
     def _read(self, inner: StorageBackend, positions: Sequence[int]) -> list[GetOutcome]:
         keys, pages = [self._keys[p] for p in positions], [self._pages[p] for p in positions]
-        answers = inner.batch_get(keys, pages, deadline=self._deadline)
+        with self._store._asking():
+            answers = inner.batch_get(keys, pages, deadline=self._deadline)
         for position, answer in zip(positions, answers, strict=True):
             self._settle(position, answer, "store_hits")
         return answers
@@ -330,6 +321,10 @@ class _Read:
                 self._settle(position, GetOutcome.MISS, "")
 
     def _finish(self, first: dict[bytes, int]) -> list[GetOutcome]:
+        if self._store.stands_in:
+            for key in self._unpooled:
+                if self._outcomes.get(key, GetOutcome.ERROR) is GetOutcome.ERROR:
+                    self._settle(first[key], GetOutcome.MISS, "")
         late = sum(key not in self._outcomes for key in self._keys)
         if late:
             self._store.count(*[ErrorKind.DEADLINE] * late)
@@ -343,20 +338,23 @@ class _Read:
 
 
 class _Write:
-    """One `put` of a shared store that has a store behind it."""
+    """One `put` of a shared store: first into the pool, then into the store."""
 
     def __init__(
         self, store: SharedStore, attached: Attached, keys: Sequence[bytes], pages: Sequence[PageBuffer],
         parent: bytes | None, deadline: float,
     ) -> None:  # fmt: skip
         self._store = store
-        assert attached.backend is not None
+        self._pool, self._space = store._pool, store._space
         self._inner, self._flights = attached.backend, attached.writes
         self._keys, self._pages = keys, pages
         self._parents = parents_of(keys, parent)
         self._deadline = deadline
-        self._since = store._begin(parent)
+        self._since = self._pool.now()  # pages used from now on are not evicted by this call
+        if parent is not None:
+            self._pool.use(self._space, [parent])
         self._outcomes: dict[int, SetOutcome] = {}
+        self._in_pool: dict[int, SetOutcome | ErrorKind] = {}
         self._waiter: Waiter[bool] = Waiter(())
 
     def run(self) -> list[SetOutcome]:
@@ -364,48 +362,83 @@ class _Write:
         first: dict[bytes, int] = {}
         leads: dict[int, Flight[bool]] = {}
         with self._store._lock:
-            self._deletions = self._store._pool.deletions(self._store._space)
+            self._deletions = self._pool.deletions(self._space)
             for position, key in enumerate(self._keys):
                 if first.setdefault(key, position) == position:
                     flight = self._flights.join(key, position, self._waiter)
                     if flight is not None:
                         leads[position] = flight
         try:
+            self._put_in_pool(list(first.values()))
             for run in runs(list(leads)):
-                self._lead(run, leads)
+                self._put(run)
+                for position in range(run.start, run.stop):
+                    self._land(leads.pop(position), self._outcomes[position].is_stored)
             self._follow()
         finally:
             for flight in leads.values():  # if this call ends with an exception
                 self._land(flight, False)
             self._waiter.end()
-        late = len(first) - len(self._outcomes)
-        if late:
-            self._store.count(*[ErrorKind.DEADLINE] * late)
+        for position in first.values():
+            if position not in self._outcomes:  # its flight in another call has not ended in time
+                self._settle(position, ErrorKind.DEADLINE)
         found: list[SetOutcome] = []
         for position, key in enumerate(self._keys):
-            outcome = self._outcomes.get(first[key], SetOutcome.ERROR)
+            outcome = self._outcomes[first[key]]
             found.append(SetOutcome.PRESENT if first[key] != position and outcome.is_stored else outcome)
         return found
 
-    def _set(self, run: slice) -> Sequence[SetOutcome]:
-        before = parent_outside(self._keys[run], self._parents[run.start])
-        answers = self._inner.batch_set(self._keys[run], self._pages[run], parent=before, deadline=self._deadline)
-        self._outcomes.update(enumerate(answers, run.start))
-        return answers
+    def _put_in_pool(self, positions: Sequence[int]) -> None:
+        """Put pages into the pool. After a page without room the others are not added, because a lookup would not find
+        them."""
+        is_full = not self._store.stands_in
+        for position in positions:
+            if time.monotonic() >= self._deadline:
+                self._in_pool[position] = ErrorKind.DEADLINE
+            elif self._pool.has(self._space, [self._keys[position]])[0]:
+                self._in_pool[position] = SetOutcome.PRESENT
+            elif is_full:
+                self._in_pool[position] = SetOutcome.REJECTED
+            else:
+                self._in_pool[position] = answer = self._enter(position)
+                is_full = answer is SetOutcome.REJECTED
+        self._pool.use(self._space, self._keys)
 
-    def _lead(self, run: slice, leads: dict[int, Flight[bool]]) -> None:
-        """Write a run of pages that other calls are not writing, and add them to the pool."""
-        for position, answer in enumerate(self._set(run), run.start):
-            flight = leads.pop(position)
-            entry = None
-            if answer.is_stored:
-                entry = self._store.pages.admit(
-                    flight.key, self._pages[position], self._parents[position],
-                    since=self._since, deletions=self._deletions, is_wanted=False,
-                )  # fmt: skip
-            self._land(flight, answer.is_stored)
-            if entry is not None:
-                self._store._pool.release(self._store._space, [entry])
+    def _enter(self, position: int) -> SetOutcome | ErrorKind:
+        key = self._keys[position]
+        entry = self._pool.reserve(
+            self._space, key, since=self._since, deletions=self._deletions, is_wanted=True
+        )  # fmt: skip
+        if entry is None:
+            return SetOutcome.REJECTED
+        if not self._store.pages.fill(entry, self._pages[position], self._parents[position]):
+            return ErrorKind.CHECKSUM
+        if self._pool.publish(self._space, entry):
+            return SetOutcome.STORED
+        is_there = self._pool.has(self._space, [key])[0]
+        return SetOutcome.PRESENT if is_there else ErrorKind.CONFLICT  # deleted at the same time
+
+    def _put(self, run: slice) -> None:
+        """Put a run of pages into the store."""
+        answers = [SetOutcome.REJECTED] * (run.stop - run.start)
+        if self._inner is not None:
+            before = parent_outside(self._keys[run], self._parents[run.start])
+            with self._store._asking():
+                answers = self._inner.batch_set(
+                    self._keys[run], self._pages[run], parent=before, deadline=self._deadline
+                )
+        for position, answer in enumerate(answers, run.start):
+            self._settle(position, answer)
+
+    def _settle(self, position: int, answer: SetOutcome | ErrorKind) -> None:
+        """Set the outcome of a page with this answer of the store: if it did not take the page, that of the pool."""
+        is_stored = isinstance(answer, SetOutcome) and answer.is_stored
+        if not is_stored and (self._store.stands_in or self._inner is None):
+            answer = self._in_pool[position]
+        if isinstance(answer, ErrorKind):
+            self._store.count(answer)
+            answer = SetOutcome.ERROR
+        self._outcomes[position] = answer
 
     def _land(self, flight: Flight[bool], is_stored: bool) -> None:
         with self._store._lock:
@@ -424,4 +457,4 @@ class _Write:
                 else:
                     failed.append(position)
         for run in runs(sorted(failed)):
-            self._set(run)
+            self._put(run)

@@ -1,47 +1,170 @@
-"""A node releases everything if a namespace cannot be opened."""
+"""A node opens namespaces without their stores, opens the stores in the background, and releases everything."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from hicache.backends.base import StorageBackend
+from hicache.backends.calls import collected_errors
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.opening import StorageOpener
+from hicache.backends.registry import BackendSpec
+from hicache.backends.testing import HIT, STORED, Store, exists, load, make_keys, store_chain
 from hicache.config import HiCacheConfig
+from hicache.daemon.namespace import Namespace
 from hicache.daemon.node import NamespaceRequest, Node
 from hicache.daemon.refusal import Refused
-from hicache.errors import BackendError
+from hicache.daemon.statistics import NamespaceStatistics
+from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, wait_for
 
 DIGEST = b"n" * 32
+REQUEST = NamespaceRequest(5000, 0, "")
+REASON = "redis at cache.example: connection refused;\n start the server"
 
 
-def test_a_namespace_that_cannot_be_opened_leaves_no_store_and_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = Node(HiCacheConfig.model_validate({"daemon": {"pool": "1MiB"}, "storage": {"type": "memory"}}), {})
-    opened: list[StorageBackend | None] = []
-    opening = node.storage.open
+class Opener(StorageOpener):
+    """Opens memory stores. Fails while `is_down`, and blocks while `gate` is not set."""
 
-    def count(codec: FrameCodec) -> StorageBackend | None:
-        opened.append(opening(codec))
-        return opened[-1]
+    def __init__(self, config: HiCacheConfig) -> None:
+        super().__init__(config, {})
+        self.is_down = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.attempts = 0
+        self.opened: list[StorageBackend] = []
 
-    def fail(codec: FrameCodec) -> StorageBackend | None:
-        raise BackendError("no such server")
+    def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> StorageBackend:
+        """See StorageOpener."""
+        self.attempts += 1
+        self.gate.wait(WAIT_S)
+        if self.is_down:
+            raise BackendUnavailable(REASON)
+        self.opened.append(MemoryBackend(codec))
+        return self.opened[-1]
 
-    request, deadline = NamespaceRequest(9000, 0, ""), time.monotonic() + WAIT_S
-    with contextlib.closing(contextlib.ExitStack()) as undo:
-        undo.callback(node.close, deadline)
-        closing = node.pool.open(DIGEST, 5000)  # as if the same namespace were being closed
-        monkeypatch.setattr(node.storage, "open", count)
-        with pytest.raises(Refused, match="is being closed"):
-            node.open(DIGEST.hex(), request, deadline)
-        assert opened == []
-        node.pool.close(closing)
-        monkeypatch.setattr(node.storage, "open", fail)
-        with pytest.raises(Refused, match="cannot be opened"):
-            node.open(DIGEST.hex(), request, deadline)
-        monkeypatch.setattr(node.storage, "open", count)
-        assert node.open(DIGEST.hex(), NamespaceRequest(5000, 0, ""), deadline).wire.payload_bytes == 5000
-        assert len(opened) == 1, "the control: the space of the other size is gone, so the store is opened"
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., tuple[Node, Opener]]]:
+    """A function that makes a node with a pool of this size and the opener of its stores."""
+    with contextlib.ExitStack() as ends:
+
+        def begin(pool: str = "1MiB", **daemon: object) -> tuple[Node, Opener]:
+            config = HiCacheConfig.model_validate({"daemon": {"pool": pool, **daemon}, "storage": {"type": "memory"}})
+            node, opener = Node(config, {}), Opener(config)
+            node.storage.opener = opener
+            ends.callback(lambda: node.close(soon()))
+            ends.callback(opener.gate.set)
+            return node, opener
+
+        yield begin
+
+
+def soon(seconds: float = WAIT_S) -> float:
+    return time.monotonic() + seconds
+
+
+def opened(node: Node, digest: bytes = DIGEST, timeout_s: float = WAIT_S) -> Namespace:
+    return node.open(digest.hex(), REQUEST, soon(timeout_s))
+
+
+def as_store(namespace: Namespace) -> Store:
+    return Store(namespace.store, lambda key: None, lambda key, data: None)
+
+
+def status(node: Node) -> NamespaceStatistics:
+    (found,) = node.statistics().namespaces
+    return found
+
+
+def test_a_healthy_store_is_open_when_its_namespace_is(make: Callable[..., tuple[Node, Opener]]) -> None:
+    node, opener = make()
+    namespace = opened(node)
+    assert namespace.store.parts == (opener.opened[0],)
+    assert status(node).opening is None
+    store_chain(as_store(namespace), make_keys(1))
+    assert opener.opened[0].usage().pages == 1
+
+
+def test_a_namespace_opens_without_its_store_and_uses_it_once_it_can_be_opened(
+    make: Callable[..., tuple[Node, Opener]],
+) -> None:
+    node, opener = make()
+    opener.is_down = True
+    before_s = time.time()
+    store, keys = as_store(opened(node)), make_keys(3)
+    assert (store_chain(store, keys[:2]), load(store, keys[:2])) == ([STORED] * 2, [HIT] * 2)
+    wait_for(lambda: opener.attempts >= 3)
+    found = status(node).opening
+    assert found is not None and found.attempts >= 2
+    assert before_s <= found.since_s <= time.time()
+    assert found.error == "redis at cache.example: connection refused; start the server"
+    opener.is_down = False
+    wait_for(lambda: status(node).opening is None)
+    assert store_chain(store, keys) == [STORED] * 3, "the store has none of these pages yet"
+    assert opener.opened[0].usage().pages == 3
+    assert exists(store, keys) == 3
+
+
+def test_opening_waits_for_a_store_that_hangs_for_half_of_the_callers_time(
+    make: Callable[..., tuple[Node, Opener]],
+) -> None:
+    node, opener = make()
+    opener.gate.clear()
+    store, keys = as_store(opened(node, timeout_s=0.2)), make_keys(2)
+    assert (store_chain(store, keys), load(store, keys)) == ([STORED] * 2, [HIT] * 2)
+    assert status(node).opening is None, "the first attempt has not failed yet"
+    opener.gate.set()
+    wait_for(lambda: len(node.namespaces()[0].store.parts) == 1)
+
+
+def test_without_a_pool_calls_fail_until_the_store_is_open(make: Callable[..., tuple[Node, Opener]]) -> None:
+    node, opener = make("0B")
+    opener.is_down = True
+    store, keys = as_store(opened(node)), make_keys(2)
+    with collected_errors() as errors:
+        assert exists(store, keys) == 0
+    assert errors == ["unavailable"]
+    node.storage.detach()
+    wait_for(lambda: not node.namespaces()[0].store.is_awaited)
+    with collected_errors() as errors:
+        assert exists(store, keys) == 0
+    assert errors == [], "the operator does not want a store"
+    opener.is_down = False
+    node.storage.attach(None)
+    wait_for(lambda: len(node.namespaces()[0].store.parts) == 1)
+    assert store_chain(store, keys) == [STORED] * 2
+
+
+def test_a_store_that_opens_after_its_namespace_was_closed_is_closed(
+    make: Callable[..., tuple[Node, Opener]],
+) -> None:
+    node, opener = make(namespaces_max=1)
+    opener.gate.clear()
+    opened(node, timeout_s=0.2)
+    node.close(soon(0.1))
+    opener.gate.set()
+    wait_for(lambda: len(opener.opened) == 1 and _is_closed(opener.opened[0]))
+
+
+def _is_closed(store: StorageBackend) -> bool:
+    store.batch_exists([DIGEST], deadline=soon())
+    return store.statistics().errors.get("closed", 0) > 0
+
+
+def test_a_closed_namespace_leaves_no_space_in_the_pool(make: Callable[..., tuple[Node, Opener]]) -> None:
+    node, opener = make()
+    closing = node.pool.open(DIGEST, 6000)  # as if the same namespace were being closed
+    with pytest.raises(Refused, match="is being closed"):
+        opened(node)
+    assert opener.attempts == 0
+    node.pool.close(closing)
+    store_chain(as_store(opened(node)), make_keys(2))
+    node.close(soon())
+    assert (node.pool.statistics().pages, node.pool._spaces) == (0, {})

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hicache.backends.base import SetOutcome
 from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
+from hicache.backends.testing import MISS, BackendContract, OpenStore, SoleBackendContract, Store
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
@@ -40,6 +41,8 @@ def memory(codec: FrameCodec) -> Store:
 
 
 class TestOverMemory(SoleBackendContract):
+    late = frozenset({*SoleBackendContract.late, MISS, SetOutcome.REJECTED})  # with a pool, those of the pool
+
     @pytest.fixture(params=[SMALL, 0], ids=["pool", "no-pool"])
     def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
         pool = PagePool(request.param, unit_bytes=4096)

@@ -1,0 +1,260 @@
+"""With a pool, a store that is full, fails, hangs or is not open is never worse than no store."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend, touch
+from hicache.backends.calls import collected_errors
+from hicache.backends.guard import GuardedBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    PRESENT,
+    STORED,
+    Store,
+    delete,
+    empty_frames,
+    exists,
+    full_frames,
+    holds,
+    in_threads,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.config.guard import GuardConfig
+from hicache.daemon.pool import PagePool
+from hicache.daemon.sharing import SharedStore
+from hicache.frame import HEADER_BYTES
+from tests.backends._troubled import CODEC, Troubled
+from tests.seeds import seeds
+from tests.waiting import wait_for
+
+GET_ERROR, SET_ERROR, REJECTED = GetOutcome.ERROR, SetOutcome.ERROR, SetOutcome.REJECTED
+UNIT = 4096
+PAGE_UNITS = -(-(HEADER_BYTES + CODEC.payload_bytes) // UNIT)
+
+
+def full() -> MemoryBackend:
+    """A store without room."""
+    return MemoryBackend(CODEC, capacity_bytes=1)
+
+
+def down() -> Troubled:
+    """A store whose calls fail."""
+    store = Troubled()
+    store.down = True
+    return store
+
+
+def switched_off() -> StorageBackend:
+    """A store that fails, behind a guard that has noticed it."""
+    store = down()
+    guard = GuardedBackend(store, GuardConfig(retry_share=0, backoff_min=3600, backoff_max=3600))
+    for _ in range(3):
+        guard.batch_exists(make_keys(1, "probe"), deadline=soon())
+        store_chain(Store(guard, store.peek, store.poke), make_keys(1, "probe"))
+    wait_for(lambda: not any(guard.may_pass(direction) for direction in guard.guard_statistics().breakers))
+    return guard
+
+
+BAD_STORES = {"full": full, "down": down, "switched-off": switched_off}
+
+
+@pytest.fixture
+def shared() -> Iterator[Callable[..., Store]]:
+    """A function that makes a shared store with a pool of so many pages in front of a store."""
+    with contextlib.ExitStack() as opened:
+
+        def make(inner: StorageBackend | None, pool_pages: int = 64) -> Store:
+            pool = PagePool(pool_pages * PAGE_UNITS * UNIT, unit_bytes=UNIT)
+            backend = opened.enter_context(contextlib.closing(SharedStore(CODEC, pool, inner, label="test")))
+            opened.callback(pool.check)
+            return Store(backend, lambda key: None, lambda key, data: None)
+
+        yield make
+
+
+@pytest.mark.parametrize("bad", BAD_STORES)
+def test_a_page_that_the_store_does_not_take_enters_the_pool(shared: Callable[..., Store], bad: str) -> None:
+    store, keys = shared(BAD_STORES[bad]()), make_keys(4)
+    with collected_errors() as errors:
+        assert exists(store, keys) == 0
+        assert store_chain(store, keys[:2]) == [STORED] * 2
+        assert store_chain(store, keys) == [PRESENT, PRESENT, STORED, STORED]
+        assert exists(store, [*keys, *make_keys(1, "more")]) == 4
+        assert store.backend.batch_has([*make_keys(1, "more"), keys[3]], deadline=soon()) == [False, True]
+        frames = empty_frames(CODEC, 5)
+        asked = [*keys, *make_keys(1, "more")]
+        assert store.backend.batch_get(asked, frames, deadline=soon()) == [HIT] * 4 + [MISS]
+        assert all(holds(CODEC, key, frame) for key, frame in zip(keys, frames, strict=False))
+    assert errors == [], "the guard of an engine sees errors of a store that the pool stands in for"
+
+
+@pytest.mark.parametrize("bad", ["down", "switched-off"])
+def test_the_statistics_keep_the_failures_that_callers_do_not_see(shared: Callable[..., Store], bad: str) -> None:
+    inner = BAD_STORES[bad]()
+    store, before = shared(inner), sum(inner.statistics().errors.values())
+    assert exists(store, make_keys(1)) == 0
+    assert sum(inner.statistics().errors.values()) == before + 1
+    assert sum(store.backend.statistics().errors.values()) == before + 1
+
+
+def test_without_a_pool_outcomes_and_errors_are_those_of_the_store(shared: Callable[..., Store]) -> None:
+    """The control of the tests above."""
+    keys = make_keys(2)
+    assert store_chain(shared(full(), 0), keys) == [REJECTED] * 2
+    store = shared(down(), 0)
+    with collected_errors() as errors:
+        assert (store_chain(store, keys), load(store, keys)) == ([SET_ERROR] * 2, [GET_ERROR] * 2)
+        assert exists(store, keys) == 0
+    assert errors == ["down"] * 3
+
+
+@pytest.mark.parametrize("bad", [*BAD_STORES, "none"])
+def test_a_full_pool_replaces_the_least_recently_used_pages_as_without_a_store(
+    shared: Callable[..., Store], bad: str
+) -> None:
+    store = shared(None if bad == "none" else BAD_STORES[bad](), 4)
+    old, keys = make_keys(4, "old"), make_keys(8)
+    assert store_chain(store, old) == [STORED] * 4
+    assert load(store, old[:1]) == [HIT]
+    assert store_chain(store, keys[:2]) == [STORED] * 2
+    assert (exists(store, old), exists(store, keys)) == (2, 2)
+    assert store_chain(store, keys[2:], keys[1]) == [STORED] * 2 + [REJECTED] * 4
+    assert exists(store, keys) == 4
+
+
+def test_a_store_without_room_for_the_tail_does_not_keep_it_out_of_the_pool(shared: Callable[..., Store]) -> None:
+    inner = MemoryBackend(CODEC, capacity_bytes=3 * CODEC.frame_bytes)
+    store, keys = shared(inner), make_keys(8)
+    assert store_chain(store, keys) == [STORED] * 8
+    assert (exists(store, keys), load(store, keys)) == (8, [HIT] * 8)
+
+
+def test_a_small_store_that_evicts_costs_no_hits_of_the_pool(shared: Callable[..., Store]) -> None:
+    """A working store takes each page, and soon evicts it."""
+    inner = MemoryBackend(CODEC, capacity_bytes=2 * CODEC.frame_bytes)
+    store, keys = shared(inner, 4), make_keys(4)
+    store_chain(store, make_keys(4, "old"))
+    assert set(store_chain(store, keys)) <= {STORED, PRESENT}
+    inner.clear(deadline=soon())
+    assert (exists(store, keys), load(store, keys)) == (4, [HIT] * 4)
+
+
+@pytest.mark.parametrize("bad", BAD_STORES)
+def test_a_page_that_only_the_pool_has_is_not_missing_until_it_leaves_the_pool(
+    shared: Callable[..., Store], bad: str
+) -> None:
+    store, keys = shared(BAD_STORES[bad](), 4), make_keys(4)
+    store_chain(store, keys)
+    assert touch(store.backend, keys, deadline=soon()) == []
+    store_chain(store, make_keys(2, "more"))
+    missing = touch(store.backend, keys, deadline=soon())
+    assert sorted(missing) == sorted(keys[2:])
+    assert store_chain(store, keys[2:], keys[1]) == [STORED] * 2
+
+
+@pytest.mark.parametrize("bad", BAD_STORES)
+def test_a_removed_page_does_not_stay_in_the_pool(shared: Callable[..., Store], bad: str) -> None:
+    store, keys = shared(BAD_STORES[bad]()), make_keys(4)
+    store_chain(store, keys)
+    assert delete(store, keys[2:]) == 2
+    assert load(store, keys) == [HIT, HIT, MISS, MISS]
+    assert store.backend.clear(deadline=soon()) == 2
+    assert load(store, keys) == [MISS] * 4
+
+
+def test_a_removal_that_the_store_could_not_make_is_an_error(shared: Callable[..., Store]) -> None:
+    """The page may come back from the store."""
+    store = shared(down())
+    with collected_errors() as errors:
+        delete(store, make_keys(1))
+        store.backend.clear(deadline=soon())
+    assert errors == ["down"] * 2
+
+
+def test_a_page_handed_over_is_in_the_pool_while_the_store_hangs(shared: Callable[..., Store]) -> None:
+    inner = Troubled()
+    store, keys = shared(inner), make_keys(3)
+    inner.gate.clear()
+    stored: list[list[SetOutcome]] = []
+    writer = threading.Thread(target=lambda: stored.append(store_chain(store, keys)), daemon=True)
+    writer.start()
+    wait_for(lambda: inner.at_gate == 1)
+    assert (exists(store, keys), load(store, keys)) == (3, [HIT] * 3)
+    frames = full_frames(CODEC, keys)
+    assert store.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [PRESENT] * 3
+    inner.gate.set()
+    writer.join(30.0)
+    assert stored == [[STORED] * 3]
+
+
+@pytest.mark.parametrize("pool_pages", [64, 3])
+def test_a_store_that_uses_up_the_time_of_a_call_costs_no_page_and_no_error(
+    shared: Callable[..., Store], pool_pages: int
+) -> None:
+    inner = Troubled()
+    store, keys = shared(inner, pool_pages), make_keys(3)
+    store_chain(store, make_keys(3, "old"))
+    inner.hanging = True
+    with collected_errors() as errors:
+        frames = full_frames(CODEC, keys)
+        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [STORED] * 3
+        asked = [*keys, *make_keys(1, "more")]
+        read = store.backend.batch_get(asked, empty_frames(CODEC, 4), deadline=soon(0.05))
+        assert read == [HIT] * 3 + [MISS]
+    assert errors == []
+
+
+def test_while_a_wanted_store_is_not_open_calls_fail_without_a_pool_and_work_with_one(
+    shared: Callable[..., Store],
+) -> None:
+    keys = make_keys(2)
+    for pool_pages, outcomes, kinds in ((0, [SET_ERROR] * 2, {"unavailable"}), (64, [STORED] * 2, set())):
+        store = shared(None, pool_pages)
+        assert isinstance(store.backend, SharedStore)
+        store.backend.is_awaited = True
+        with collected_errors() as errors:
+            assert (exists(store, keys), store_chain(store, keys)) == (0, outcomes)
+            assert load(store, keys) == ([HIT] * 2 if pool_pages else [GET_ERROR] * 2)
+        assert set(errors) == kinds
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_threads_that_share_a_failing_store_read_whole_pages_or_none(shared: Callable[..., Store], seed: int) -> None:
+    inner = Troubled(capacity_bytes=6 * CODEC.frame_bytes)
+    store, keys = shared(inner, 5), make_keys(8)
+    ended = threading.Event()
+
+    def use(number: int) -> None:
+        dice = random.Random(seed + number)
+        if number == 0:
+            while not ended.is_set():
+                inner.fail_calls = dice.randrange(3)
+            return
+        try:
+            for _ in range(150):
+                at = dice.randrange(8)
+                some = keys[at : at + dice.randrange(1, 5)]
+                if dice.randrange(2):
+                    assert set(load(store, some)) <= {HIT, MISS}
+                else:
+                    found = store_chain(store, some, keys[at - 1] if at else None)
+                    assert set(found) <= {STORED, PRESENT, REJECTED}
+        finally:
+            if number == 1:
+                ended.set()
+
+    in_threads(5, use)
+    inner.fail_calls = 0
+    delete(store, keys)
+    assert load(store, keys) == [MISS] * 8
