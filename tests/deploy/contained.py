@@ -1,7 +1,7 @@
 """Containers for tests: a command with the user, the volumes and the read-only root of a deployment file.
 
-A container is a mount and network namespace. Its root has only the programs of this machine, the volumes and the
-files of the test, so the paths of a deployment file stay as they are.
+A container is a namespace of mounts, network and processes. Its root has only the programs of this machine, the volumes
+and the files of the test, so the paths of a deployment file stay as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Docker's /dev/shm, and that of a pod without a volume there.
 SHM_MIB = 64
-_NAMESPACES = ("unshare", "--mount", "--net", "--propagation", "private")
+# With its first process, all processes of a process namespace end.
+_NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 _TIMEOUT_S = 300
 
 

@@ -1,9 +1,8 @@
 """Writes of a file store: capacity, and the steps of one `batch_set`.
 
 Locking design: a `CapacityManager` changes only in transactions, except for `_full`, which any thread replaces as a
-whole. A `Writes` belongs to one call; its `_write` runs in
-several threads, each with its own position; they write their own slots of dictionaries and append to lists, both atomic
-in CPython.
+whole. A `Writes` belongs to one call; its `_write` runs in several threads, each with its own position; they write
+their own slots of dictionaries and append to lists, both atomic in CPython. `rejection` is the reason of any of them.
 """
 
 from __future__ import annotations
