@@ -21,7 +21,7 @@ from hicache.backends.file import FileBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override
 from hicache.backends.guard.admission import BreakerChange
 from hicache.backends.guard.breaker import BreakerState, BreakerStatistics
-from hicache.backends.guard.log import BreakerLog
+from hicache.backends.guard.log import GuardLog
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing.pages import NAMESPACE, PAYLOAD_BYTES, empty_frames, full_frames, make_keys, soon
 from hicache.cache import create_cache
@@ -250,7 +250,7 @@ def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: i
 
 
 def test_reminders_of_a_long_outage_become_rarer(lines: io.StringIO) -> None:
-    log = BreakerLog("disk")
+    log = GuardLog("disk")
     state = BreakerStatistics(BreakerState.OPEN, Override.AUTO, "error", 1, 0, 0)
     log.changed([BreakerChange(Direction.READ, state, 0.5, 0.0, 0)], {"timeout": 3})
     for second in range(0, 3600, 5):
@@ -272,6 +272,26 @@ def test_a_removed_directory_says_what_to_do(lines: io.StringIO, tmp_path: Path)
     finally:
         store.close()
     assert lines.getvalue().count("its directory was moved, replaced or removed") == 1
+
+
+@pytest.mark.parametrize(
+    ("entries", "line"),
+    [
+        ({"free_space_floor": 900 << 40}, r"free_space_floor is 900.0 TiB, and the file system has [\d.]+ \w+ free"),
+        ({"capacity": 900 << 40, "free_space_floor": 0}, r"capacity is 900.0 TiB, and the file system has [\d.]+ "),
+        ({"capacity": 1 << 20, "free_space_floor": 0}, None),
+    ],
+    ids=["floor", "capacity", "both fit"],
+)  # fmt: skip
+def test_limits_that_the_volume_cannot_satisfy_are_a_warning_when_the_store_is_opened(
+    lines: io.StringIO, tmp_path: Path, entries: dict[str, int], line: str | None
+) -> None:
+    options = FileStorageOptions(path=tmp_path / "pages", **entries)
+    for _ in range(2):  # a daemon opens it for each namespace
+        FileBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES), options).close()
+    found = lines.getvalue().splitlines()
+    assert len(found) == (line is not None)
+    assert line is None or re.search(f"WARNING .*file store {tmp_path}/pages: {line}", found[0])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is to die

@@ -113,6 +113,11 @@ STORAGE = (
           "lost, but requests succeed.", "short",
           (("max by (instance, backend, direction) (hicache_backend_breaker_state{%s})",
             "{{instance}} {{backend}} {{direction}}"),), kind="state-timeline", values=BREAKER),
+    Panel("Keeps pages", "`nothing`: the store has kept none of the pages that it was given, because it is full, fails "
+          "or is not open; the log and `hicache ctl status` have the reason. Without new pages the last value stays.",
+          "short",
+          (("max by (instance, backend) (hicache_backend_keeps_nothing{%s})", "{{instance}} {{backend}}"),),
+          kind="state-timeline", values=((0, "keeps pages", "green"), (1, "nothing", "red"))),
     Panel("Pages read, by outcome", "`corrupt`: failed verification and removed. `error`: could not be read, or not in "
           "time.", "ops",
           ((rate("backend_get_pages_total", "backend", "outcome"), "{{instance}} {{backend}} {{outcome}}"),)),

@@ -39,7 +39,7 @@ from .router import AdminSurface
 from .sockets import PrivateSocket
 from .stores import ConfiguredStores, LiveStore
 from .target import MemoryPlaces, Places
-from .views import store_status
+from .views import state_of, store_status
 from .work import MATCHES_MAX
 
 logger = logging.getLogger(__name__)
@@ -96,10 +96,11 @@ class EmbeddedCache:
         """See AdminTarget. Does not need the scheduler."""
         cache, found, digest = self._cache, self._cache.statistics(), self._digest
         page_bytes = found.host.page_bytes
+        stores = [store_status(digest, leaf) for leaf in found.controller.backends]
         hits = {tier: tokens // cache.page_size for tier, tokens in found.hit_tokens.items()}
         in_memory, stored = hits.get("device", 0) + hits.get("host", 0), hits.get("storage", 0)
         return Status(
-            kind="embedded", version=__version__, instance=self._instance, state="ready",
+            kind="embedded", version=__version__, instance=self._instance, state=state_of("ready", stores),
             uptime_s=time.monotonic() - self._started_s, attached=cache.storage.attached,
             tiers=[
                 _tier("device", found.device, 0), _tier("host", found.host, found.pinned_pages)
@@ -110,7 +111,7 @@ class EmbeddedCache:
                 pool_hits=in_memory, store_hits=stored,
                 misses=found.prompt_tokens // cache.page_size - in_memory - stored,
             )],
-            stores=[store_status(digest, leaf) for leaf in found.controller.backends],
+            stores=stores,
             clients=[], configured_stores=list(self.stores.specs),
             overrides={
                 f"{store or '*'}/{way.value}": mode for (way, store), mode in cache.storage.overrides.items()

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from ..backends.guard import Direction, Override
+from ..backends.guard import Direction, Override, StoreHealth
 from ..backends.guard.breaker import BreakerState
 from ..units import DURATION_MAX_S, SIZE_MAX_BYTES
 
@@ -58,7 +58,7 @@ class BreakerStatus(Model):
 
 class StoreStatus(Model):
     """One store of one namespace. `pages` and `bytes` are None while unknown, `read` and `write` are None for a store
-    without a guard. `errors` and `damaged` are totals."""
+    without a guard and for storage that is not open. `errors` and `damaged` are totals."""
 
     name: str
     namespace: Hex
@@ -70,6 +70,7 @@ class StoreStatus(Model):
     in_flight_calls: int
     errors: int
     damaged: int
+    health: StoreHealth
 
 
 class TierStatus(Model):
@@ -105,8 +106,8 @@ class ClientStatus(Model):
 
 
 class Status(Model):
-    """The state of a daemon or engine. `attached` False: its storage is detached. `overrides` are the forced breakers
-    by `STORE/DIRECTION`."""
+    """The state of a daemon or engine; `state` is `degraded` if a store has a problem. `attached` False: its storage is
+    detached. `overrides` are the forced breakers by `STORE/DIRECTION`."""
 
     kind: Literal["daemon", "embedded"]
     version: str

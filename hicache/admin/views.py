@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..backends.guard import Direction, LeafStatistics
 from .models import BreakerStatus, StoreStatus
 
@@ -19,4 +21,10 @@ def store_status(namespace: str, leaf: LeafStatistics) -> StoreStatus:
         read=breakers.get(Direction.READ), write=breakers.get(Direction.WRITE),
         in_flight_calls=0 if guard is None else guard.in_flight_calls,
         errors=sum(leaf.statistics.errors.values()), damaged=sum(leaf.statistics.corrupt.values()),
+        health=leaf.health,
     )  # fmt: skip
+
+
+def state_of(state: str, stores: Sequence[StoreStatus]) -> str:
+    """Return `state`, or `degraded` if the target is ready and one of its stores has a problem."""
+    return "degraded" if state == "ready" and any(store.health.is_problem for store in stores) else state

@@ -194,8 +194,8 @@ class Rejecting(Protocol):
 
     @property
     def rejection(self) -> str | None:
-        """Return why the last `batch_set` with new pages rejected some of them, with numbers; None if it did not. Any
-        thread; does not block."""
+        """Return why the last `batch_set` with new pages rejected some of them, with numbers, and after `; ` what to
+        do; None if it did not. Any thread; does not block."""
 
 
 @runtime_checkable
@@ -248,3 +248,11 @@ def watch_evictions(backend: StorageBackend, listener: EvictionListener) -> None
     elif isinstance(backend, Composite):
         for part in backend.parts:
             watch_evictions(part, listener)
+
+
+def rejection_of(backend: StorageBackend) -> str | None:
+    """Return the `rejection` of the first part of `backend` that has one; None if there is none."""
+    if isinstance(backend, Rejecting) and backend.rejection is not None:
+        return backend.rejection
+    parts = backend.parts if isinstance(backend, Composite) else ()
+    return next(filter(None, map(rejection_of, parts)), None)

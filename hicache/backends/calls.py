@@ -107,6 +107,13 @@ def collected_errors() -> Iterator[list[str]]:
         _collecting.errors = None
 
 
+def take_last_error() -> str:
+    """Return the kind of the last error that this thread has counted since the last call; empty if there is none."""
+    kind: str = getattr(_collecting, "last", "")
+    _collecting.last = ""
+    return kind
+
+
 @contextlib.contextmanager
 def uncollected_errors() -> Iterator[None]:
     """Keep the errors that this thread counts within the context out of the list of `collected_errors`."""
@@ -167,6 +174,8 @@ class Calls:
         """Count the outcomes of a batch. `corrupt` are reasons, `errors` classes."""
         if errors:
             errors = list(errors)
+            if errors:
+                _collecting.last = str(errors[-1])
             collected = getattr(_collecting, "errors", None)
             if collected is not None:
                 collected += errors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..admin.models import BreakerStatus, Job, Lookup, PinStatus, Quota, Status
+from ..admin.models import BreakerStatus, Job, Lookup, PinStatus, Quota, Status, StoreStatus
+from ..backends.guard import HealthState, grouped
 from ..units import counted, format_share, format_size
 from .ctl_client import AdminClient
 from .progress import format_age
@@ -21,6 +22,9 @@ def status_lines(status: Status) -> Iterator[str]:
     if not status.configured_stores:
         storage = "none configured"
     yield f"{status.kind} {status.version}, {status.state}, up {format_age(status.uptime_s)}, storage {storage}"
+    for problem in grouped((one.name, one.namespace, one.health) for one in status.stores):
+        where = f"; in {counted(len(problem.namespaces), 'namespace')}" if len(status.namespaces) > 1 else ""
+        yield f"  PROBLEM: {problem}{where}"
     for store, mode in sorted(status.overrides.items()):
         yield f"  forced: {store.replace('*', 'all stores')} {mode.value}"
     yield ""
@@ -68,12 +72,17 @@ def store_lines(status: Status) -> Iterator[str]:
         (one.name, one.namespace[:_SPACE_HEX], "?" if one.pages is None else f"{one.pages:,}",
          "?" if one.bytes is None else format_size(one.bytes),
          "-" if one.capacity_bytes is None else format_size(one.capacity_bytes),
-         _breaker(one.read), _breaker(one.write), f"{one.errors:,}", f"{one.damaged:,}")
+         _breaker(one.read), _writes(one), f"{one.errors:,}", f"{one.damaged:,}")
         for one in status.stores
     ]  # fmt: skip
     yield from table(
         ["store", "namespace", "pages>", "used>", "capacity>", "read", "write", "errors>", "damaged>"], rows
     )
+
+
+def _writes(store: StoreStatus) -> str:
+    text = _breaker(store.write)
+    return store.health.words if store.health.state is HealthState.KEEPS_NOTHING and text in ("ok", "-") else text
 
 
 def _breaker(found: BreakerStatus | None) -> str:

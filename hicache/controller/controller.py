@@ -34,7 +34,7 @@ import numpy as np
 
 from ..backends.base import StorageBackend
 from ..backends.compose import copies_of
-from ..backends.guard import Direction, leaf_statistics
+from ..backends.guard import Direction
 from ..config import HiCacheConfig
 from ..errors import InvariantError, TransferError
 from ..frame import FrameCodec
@@ -467,7 +467,7 @@ class HiCacheController:
             workers_stuck=sum(pool.stuck_threads for pool in pools.values()),
             open_failures=self.gate.open_failures,
             backend=None if backend is None else backend.statistics(),
-            backends=() if backend is None else leaf_statistics(backend),
+            backends=self.gate.leaves(),
             copies={} if backend is None else copies_of(backend),
             l1_copies={} if self._copies is None else {
                 "device_to_host": self._backup_times.statistics(), "host_to_device": self._load_times.statistics(),

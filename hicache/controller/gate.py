@@ -27,15 +27,25 @@ import functools
 import logging
 import math
 import queue
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from ..backends.base import EvictionListener, StorageBackend, register_memory, watch_evictions
-from ..backends.guard import Direction, Override, Overrides, may_pass
+from ..backends.guard import (
+    CONFIRM_S,
+    Direction,
+    LeafStatistics,
+    Override,
+    Overrides,
+    leaf_statistics,
+    may_pass,
+    unopened,
+)
 from ..backoff import Backoff
 from ..errors import BackendError, InvariantError
-from ..logs import LimitedLog
+from ..logs import LimitedLog, shortened
 from ..supervised import SupervisedPool, WorkerFactory
 
 logger = logging.getLogger(__name__)
@@ -101,6 +111,7 @@ class StorageGate:
         on_evicted: EvictionListener | None = None,
     ) -> None:
         self.open_failures = 0
+        self._unopened: tuple[float, str] | None = None  # since when (wall clock) the wanted store is not open, and why
         self._log = LimitedLog(logger, _OPEN_LOG_S)
         self.storage: OpenStore | None = None
         self.attached = False  # True if a store is open or being opened
@@ -119,8 +130,8 @@ class StorageGate:
         self._attempt: OpenBackend | None = None  # in flight for the wanted store
         self._retry_at = 0.0
         self._reopen_backoff = Backoff(REOPEN_S_MIN, REOPEN_S_MAX)
-        # Result of each attempt: the backend, or None if it could not be opened.
-        self._opened: queue.SimpleQueue[tuple[OpenBackend, StorageBackend | None]] = queue.SimpleQueue()
+        # Result of each attempt: the backend, or the reason why it could not be opened.
+        self._opened: queue.SimpleQueue[tuple[OpenBackend, StorageBackend | str]] = queue.SimpleQueue()
         self._worker: SupervisedPool[Callable[[], None]] | None = None
         self._closed = False
 
@@ -183,6 +194,19 @@ class StorageGate:
 
     # Stores
 
+    def leaves(self) -> tuple[LeafStatistics, ...]:
+        """Return the statistics of each open store; while the wanted storage is not open, one entry with the reason.
+        Any thread. Blocks as `leaf_statistics`."""
+        storage, waiting = self.storage, self._unopened
+        if storage is not None:
+            return leaf_statistics(storage.backend)
+        if waiting is None:
+            return ()
+        since_s, reason = waiting
+        if not reason and time.time() - since_s < CONFIRM_S:
+            return ()
+        return (unopened("storage", since_s, reason or "it does not answer while it is opened"),)
+
     def start(self, backend: StorageBackend) -> None:
         """Use an open backend. REQUIRES: no backend was in use. Raises as `register_memory`.
 
@@ -198,6 +222,7 @@ class StorageGate:
         if retired is not None:
             self._retired.append(retired)
         self._opening, self._attempt = open_backend, None
+        self._unopened = None if open_backend is None else (time.time(), "")
         self._retry_at = 0.0
         self._reopen_backoff.reset()
         self.advance()
@@ -225,7 +250,7 @@ class StorageGate:
         self._closed = True
         ended = self._worker is None or self._worker.close(timeout_s)
         for _, backend in self._drain():
-            ended &= backend is None or _close(backend)
+            ended &= isinstance(backend, str) or _close(backend)
         if workers_ended:
             for store in filter(None, [*self._retired, self.storage]):
                 ended &= _close(store.backend)
@@ -233,19 +258,21 @@ class StorageGate:
 
     def _take_opened(self) -> None:
         for open_backend, backend in self._drain():
-            self.open_failures += backend is None
+            self.open_failures += isinstance(backend, str)
             if open_backend is not self._opening:  # another backend is wanted since
-                if backend is not None:
+                if not isinstance(backend, str):
                     self._submit(backend.close)
                 continue
             self._attempt = None
-            if backend is None:
+            if isinstance(backend, str):
                 self._retry_at = self._clock() + self._reopen_backoff.next_s()
+                if self._unopened is not None:
+                    self._unopened = self._unopened[0], backend
             else:
                 self.use(backend)
                 self._opening = None
 
-    def _drain(self) -> list[tuple[OpenBackend, StorageBackend | None]]:
+    def _drain(self) -> list[tuple[OpenBackend, StorageBackend | str]]:
         return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
 
     def _submit(self, call: Callable[[], None]) -> None:
@@ -255,11 +282,12 @@ class StorageGate:
 
     def _open(self, open_backend: OpenBackend) -> None:
         """Open a backend and register the memory of the frames. On the opening worker."""
-        opened = None
+        opened: StorageBackend | str = "an unexpected error, which is in the log"
         try:
             try:
                 backend = open_backend()
             except BackendError as error:
+                opened = shortened(str(error))
                 self._log.warn("open", "storage cannot be opened, so the cache works without it and tries again: %s",
                                error)  # fmt: skip
                 return
@@ -268,7 +296,7 @@ class StorageGate:
                 register_memory(backend, self._memory)
                 opened = backend
             finally:
-                if opened is None:
+                if opened is not backend:
                     backend.close()
         finally:
             self._opened.put((open_backend, opened))
@@ -276,6 +304,7 @@ class StorageGate:
     def use(self, backend: StorageBackend) -> None:
         """Use `backend` as the wanted store. REQUIRES: no store is open."""
         self.storage, self.attached, self.opened = OpenStore(backend, self._until), True, self.wanted
+        self._unopened = None
         for direction in Direction:
             self.succeeded(direction)  # a back-off is of the store before
         self.overrides.apply(backend)

@@ -66,7 +66,8 @@ class ControllerStatistics:
     """Totals since start. `refused` counts operations rejected by a bound, by queue.
 
     `backend` has the counts of storage as a whole, `backends` of each store, `copies` of the background copies between
-    stores, by part; None and empty without storage. `l1_copies` is by direction (device_to_host, host_to_device), empty
+    stores, by part; None and empty without storage. Of storage that cannot be opened, `backends` has one entry with the
+    reason. `l1_copies` is by direction (device_to_host, host_to_device), empty
     if the engine copies. `ranks` is None without ranks.
     """
 

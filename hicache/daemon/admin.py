@@ -28,7 +28,7 @@ from ..admin.models import (
 )
 from ..admin.stores import ConfiguredStores, LiveStore
 from ..admin.target import MemoryPlaces, Places
-from ..admin.views import store_status
+from ..admin.views import state_of, store_status
 from ..admin.work import MATCHES_MAX
 from ..backends.guard import Direction, Override, named_leaves
 from ..background import BackgroundTask
@@ -83,11 +83,12 @@ class NodeAdmin:
     def status(self) -> Status:
         """See AdminTarget."""
         found = self._node.statistics()
+        stores = [store_status(one.namespace, leaf) for one in found.namespaces for leaf in one.stores]
         return Status(
-            kind="daemon", version=__version__, instance=found.instance, state=found.state.value,
+            kind="daemon", version=__version__, instance=found.instance, state=state_of(found.state.value, stores),
             uptime_s=found.uptime_s, attached=self._node.storage.is_attached, tiers=_tiers(found),
             namespaces=[_namespace_status(one) for one in found.namespaces],
-            stores=[store_status(one.namespace, leaf) for one in found.namespaces for leaf in one.stores],
+            stores=stores,
             clients=[
                 ClientStatus(name=one.name, bytes=one.pages * one.frame_bytes, operations=one.operations,
                              is_alive=one.is_alive)

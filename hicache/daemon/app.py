@@ -34,6 +34,7 @@ from .protocol import (
     KEYS_MAX,
     AttachMemory,
     Deadline,
+    DegradedStore,
     Digest,
     ErrorAnswer,
     GetOutcomes,
@@ -124,17 +125,23 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 
 def _add_probes(app: FastAPI, node: Node, counting: ThreadPoolExecutor) -> None:
-    @app.get("/livez", tags=["probes"])
+    @app.get("/livez", tags=["probes"], response_model_exclude_defaults=True)
     async def livez() -> State:
         """The process works."""
         return State(state=node.state.value)
 
-    @app.get("/readyz", tags=["probes"], responses={503: {"model": State}})
+    @app.get("/readyz", tags=["probes"], responses={503: {"model": State}}, response_model_exclude_defaults=True)
     async def readyz(response: Response) -> State:
-        """The daemon accepts requests, even if stores are down: then it serves misses."""
+        """The daemon accepts requests, even if stores are down: then it is degraded and serves misses."""
         if node.state is not NodeState.READY:
             response.status_code = 503
-        return State(state=node.state.value)
+            return State(state=node.state.value)
+        problems = [
+            DegradedStore(store=one.store, state=one.health.state, since_s=one.health.since_s or 0.0,
+                          cause=one.health.cause, advice=one.health.advice)
+            for one in (await _on(counting, node.statistics)).problems()
+        ]  # fmt: skip
+        return State(state="degraded" if problems else "ready", problems=problems)
 
     @app.get("/statusz", tags=["probes"])
     async def statusz() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..backends.base import SetOutcome
 from .statistics import NamespaceStatistics, NodeStatistics
 
 # Seconds between two samples: a short outage shows, and an hour needs about 70 KB.
@@ -33,6 +34,7 @@ class FaultKind(enum.StrEnum):
     DAMAGE = "damage"  # pages that were read and rejected; the detail is the reason
     BREAKER = "breaker_opened"  # the detail is the direction and the reason
     FAILED_CALLS = "failed_calls"  # calls to a store; the detail is the direction and the reason
+    REJECTED = "rejected"  # pages that a store has no room for
     LIMIT = "limit"  # requests rejected; the detail is the limit
     CLIENT = "client_lost"  # an engine died; the detail is the name of its memory
 
@@ -150,6 +152,7 @@ def _of_namespace(namespace: NamespaceStatistics) -> Iterator[tuple[tuple[str, .
     for store in namespace.stores:
         yield ("read", name, store.name), store.statistics.read_bytes
         yield ("written", name, store.name), store.statistics.written_bytes
+        yield (FaultKind.REJECTED, label, store.name, "no room"), store.statistics.sets.get(SetOutcome.REJECTED, 0)
         for reason, pages in store.statistics.corrupt.items():
             yield (FaultKind.DAMAGE, label, store.name, reason), pages
         if store.guard is not None:

@@ -40,7 +40,7 @@ from .namespace import Namespace
 from .pool import PagePool
 from .refusal import Refused
 from .sharing import SharedStore
-from .statistics import NamespaceStatistics, NodeState, NodeStatistics
+from .statistics import NamespaceStatistics, NodeState, NodeStatistics, shown_stores
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Node:
             logger.warning("namespace %s: its store failed to close: %s", namespace.digest[:8], error)
 
     def _statistics(self, namespace: Namespace) -> NamespaceStatistics:
-        store = namespace.store
+        store, opening = namespace.store, self.storage.statistics(namespace)
         return NamespaceStatistics(
             namespace=namespace.digest,
             label=namespace.label,
@@ -219,9 +219,9 @@ class Node:
             quota_bytes=namespace.space.quota_bytes,
             sharing=store.sharing(),
             backend=store.statistics(),
-            stores=tuple(found for part in store.parts for found in leaf_statistics(part)),
+            stores=shown_stores((leaf for part in store.parts for leaf in leaf_statistics(part)), opening),
             copies={name: copies for part in store.parts for name, copies in copies_of(part).items()},
-            opening=self.storage.statistics(namespace),
+            opening=opening,
         )
 
     def _make_room(self, deadline: float) -> None:

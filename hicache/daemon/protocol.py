@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ..backends.base import GetOutcome, SetOutcome
+from ..backends.guard import HealthState
 from ..keys import PAGE_KEY_BYTES
 
 # A lookup of a million tokens in pages of 64.
@@ -150,10 +151,22 @@ class UsageAnswer(BaseModel):
     capacity_bytes: int | None
 
 
-class State(BaseModel):
-    """The reply to a probe."""
+class DegradedStore(BaseModel):
+    """A store that keeps nothing or fails, since `since_s` (seconds since 1970). Without labels and paths, because
+    probes do not need a token; `/statusz` and `hicache ctl status` have more."""
 
-    state: Literal["starting", "ready", "draining"]
+    store: str
+    state: HealthState
+    since_s: float
+    cause: str
+    advice: str
+
+
+class State(BaseModel):
+    """The reply to a probe. `degraded`: the daemon is ready, and stores have `problems`."""
+
+    state: Literal["starting", "ready", "degraded", "draining"]
+    problems: list[DegradedStore] = []
 
 
 class ErrorAnswer(BaseModel):

@@ -5,12 +5,12 @@ start of the daemon.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..backends.base import BackendStatistics
 from ..backends.compose import CopyStatistics
-from ..backends.guard import LatencyStatistics, LeafStatistics
+from ..backends.guard import LatencyStatistics, LeafStatistics, StoreProblem, grouped, unopened
 
 
 class NodeState(enum.StrEnum):
@@ -71,8 +71,8 @@ class OpeningStatistics:
 @dataclass(frozen=True, slots=True)
 class NamespaceStatistics:
     """One open namespace. `namespace` is its digest in hexadecimal digits. `backend` counts for its clients, `stores`
-    are its guarded stores, empty while it is detached or its store is not open. `opening` tells why a wanted store is
-    not open; None if it is open, or none is wanted, or the first attempt has not ended."""
+    are those of `shown_stores`. `opening` tells why a wanted store is not open; None if it is open, or none is wanted,
+    or the first attempt has not ended."""
 
     namespace: str
     label: str
@@ -117,3 +117,14 @@ class NodeStatistics:
     latency: Mapping[str, LatencyStatistics]
     in_flight_requests: int
     hot: tuple[HotPrefix, ...]
+
+    def problems(self) -> list[StoreProblem]:
+        """Return the stores that keep nothing or cannot be read."""
+        return grouped((leaf.name, one.label, leaf.health) for one in self.namespaces for leaf in one.stores)
+
+
+def shown_stores(
+    stores: Iterable[LeafStatistics], opening: OpeningStatistics | None
+) -> tuple[LeafStatistics, ...]:
+    """Return the open stores of a namespace, or one entry with the reason why its store is not open."""
+    return tuple(stores) if opening is None else (unopened("storage", opening.since_s, opening.error),)

@@ -21,7 +21,7 @@ from ..metrics.stores import copies_by_outcome, store_families, waiting_copies
 @dataclass(frozen=True, slots=True)
 class EngineStorageStatistics:
     """Totals since the start. `skipped` counts calls that were not made because storage is not open, has just failed or
-    its breaker is open. `stores` is empty while storage is not open."""
+    its breaker is open. `stores` are those of `StorageGate.leaves`."""
 
     skipped: Mapping[Direction, int]
     open_failures: int

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from ..backends.base import GetOutcome, SetOutcome, StorageBackend
 from ..backends.compose import copies_of
-from ..backends.guard import Direction, leaf_statistics
+from ..backends.guard import Direction
 from ..cache.factory import storage_opener
 from ..config import HiCacheConfig
 from ..controller.gate import OpenStore, StorageGate
@@ -112,9 +112,8 @@ class EngineStorage:
         """Return the totals so far. Does not block."""
         with self._state:
             store, skipped, failures = self._gate.storage, dict(self._skipped), self._gate.open_failures
-        if store is None:
-            return EngineStorageStatistics(skipped, failures, (), {})
-        return EngineStorageStatistics(skipped, failures, leaf_statistics(store.backend), copies_of(store.backend))
+        copies = {} if store is None else copies_of(store.backend)
+        return EngineStorageStatistics(skipped, failures, self._gate.leaves(), copies)
 
     def close(self) -> bool:
         """Stop using storage and close it. Idempotent. Blocks for `transfer.shutdown_deadline`, and for the store's own

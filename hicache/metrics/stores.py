@@ -16,7 +16,16 @@ from prometheus_client.core import Metric
 from ..backends.base import GetOutcome, SetOutcome
 from ..backends.compose import CopyStatistics
 from ..backends.errors import ErrorKind
-from ..backends.guard import CallResult, Direction, GuardStatistics, LeafStatistics, Override, Refusal, Verb
+from ..backends.guard import (
+    CallResult,
+    Direction,
+    GuardStatistics,
+    HealthState,
+    LeafStatistics,
+    Override,
+    Refusal,
+    Verb,
+)
 from ..frame import Damage
 from .spec import MetricSpec, Values
 
@@ -115,6 +124,11 @@ STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
     MetricSpec("backend_capacity_bytes", "Limit of the store's bytes; absent if the server sets the limit.", (),
                lambda b: None if b.usage is None else b.usage.capacity_bytes,
                "The entry `capacity` of the store."),
+    MetricSpec("backend_keeps_nothing", "1 while a store keeps none of the pages that it is given.", (),
+               lambda b: b.health.state is HealthState.KEEPS_NOTHING,
+               "1: it is full and cannot evict, it fails, its breaker is open for writes, or it cannot be opened. "
+               "`hicache ctl status` and the log have the reason and an advice. The value stays while there are no new "
+               "pages."),
     MetricSpec("backend_breaker_state", "0: closed, calls are made; 1: the next call decides; 2: open, no calls.",
                ("direction",), _guarded(lambda g: {way: b.state for way, b in g.breakers.items()}),
                "2 for minutes: an outage of the store; the log has the reason. It costs only hits."),

@@ -91,8 +91,11 @@ def test_a_prefix_is_pinned_listed_and_unpinned(ctl: Ctl, tmp_path: Path) -> Non
 def test_stores_are_bypassed_forced_detached_and_attached(ctl: Ctl, levels: RunningEngine) -> None:
     ctl("bypass", "disk")
     assert "forced off" in ctl.quick("stores").out
-    assert "forced: disk/read off" in ctl.quick("status").out
+    shown = ctl.quick("status").out
+    assert "forced: disk/read off" in shown
+    assert "PROBLEM: disk keeps nothing since" in shown and "`hicache ctl bypass STORE --end` uses it again" in shown
     ctl.quick("bypass", "disk", "--end")
+    assert "PROBLEM" not in ctl.quick("status").out
     ctl("breaker", "ram", "on", "--direction", "read")
     assert "forced on" in ctl.quick("stores").out
     ctl.quick("breaker", "all", "auto")

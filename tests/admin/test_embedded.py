@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ import pytest
 from hicache.admin import embedded, serve_configured
 from hicache.admin.jobs import UNFINISHED_MAX
 from hicache.backends.file.raw import FileRaw
+from hicache.backends.guard import CONFIRM_S
 from hicache.cache import create_cache, create_host_cache
 from hicache.config.storage import FileStorageOptions
 from hicache.errors import ConfigError
 from hicache.frame import HEADER_BYTES
+from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine, ask, file_config
 from tests.cache.world import NAMESPACE, prompt
 from tests.mounted import MountedSecret
@@ -45,6 +48,38 @@ def pages_shown(engine: RunningEngine) -> int | None:
 
 
 # Reading
+
+
+def test_storage_that_cannot_be_opened_is_a_problem_with_its_reason(tmp_path: Path) -> None:
+    config = file_config(tmp_path, storage={"type": "remote", "options": {"socket": tmp_path / "daemon.sock"}})
+    with RunningEngine(config) as engine:
+        wait_for(lambda: bool(engine.ask("GET", "/status")["stores"]))
+        found = engine.ask("GET", "/status")
+        (store,) = found["stores"]
+        assert (found["state"], store["name"], store["write"]) == ("degraded", "storage", None)
+        assert (store["health"]["state"], store["health"]["cause"]) == ("keeps_nothing", "not_open")
+        assert "daemon.sock" in store["health"]["what"]
+        shown = Ctl(("--socket", str(config.admin.socket))).quick("status").out
+        assert "PROBLEM: storage keeps nothing since 20" in shown and store["health"]["what"] in shown
+        engine.call(engine.cache.storage.detach)
+        assert engine.ask("GET", "/status")["state"] == "ready", "the operator wants no storage"
+
+
+@pytest.mark.long
+def test_a_full_store_is_a_problem_while_the_cache_works(tmp_path: Path) -> None:
+    options = {"path": tmp_path / "store", "free_space_floor": "900TiB"}
+    with RunningEngine(file_config(tmp_path, storage={"type": "file", "options": options})) as engine:
+        numbers = itertools.count(1)
+
+        def serve() -> None:
+            first = 4 * next(numbers)
+            engine.serve(str(first), prompt(*range(first, first + 4)))
+
+        wait_for(lambda: engine.ask("GET", "/status")["state"] == "degraded", serve, timeout_s=CONFIRM_S + 45.0,
+                 pause_s=0.1)  # fmt: skip
+        (store,) = engine.ask("GET", "/status")["stores"]
+        assert (store["health"]["cause"], store["write"]["state"]) == ("rejected", "closed")
+        assert "free_space_floor is 900.0 TiB" in store["health"]["what"]
 
 
 def test_status_shows_tiers_stores_and_the_namespace(served: RunningEngine) -> None:

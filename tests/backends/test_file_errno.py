@@ -264,7 +264,7 @@ def test_a_disk_smaller_than_the_floor_is_named_with_both_numbers(
     store = open_file(small_disk / "s", free_space_floor=1 << 30)
     assert store_chain(store, make_keys(3)) == [REJECTED] * 3
     assert isinstance(store.backend, FileBackend)
-    why = r"free_space_floor is 1.0 GiB, and the file system has 3.* MiB free of 4.0 MiB; lower it"
+    why = r"free_space_floor is 1.0 GiB, and the file system has 3.* MiB free of 4.0 MiB; lower free_space_floor"
     assert re.match(why, store.backend.rejection or "")
     assert re.search(f"rejects pages: {why}", caplog.text)
     store.backend.close()

@@ -421,6 +421,33 @@ def test_a_late_failure_of_an_earlier_open_does_not_delay_the_wanted_one() -> No
     assert gate.close(WAIT_S, workers_ended=True)
 
 
+def test_a_store_that_is_not_open_tells_why_until_it_is() -> None:
+    attempts = [OSError("a bug"), BackendError("the server does not answer")]
+
+    def open_backend() -> StorageBackend:
+        if attempts:
+            raise attempts.pop(0)
+        return MemoryBackend(FrameCodec(bytes(32), 100))
+
+    clock = Clock()
+    gate = gate_of(Backend(), clock=clock)
+    gate.replace(open_backend)
+    assert gate.leaves() == (), "a moment without a store is not a problem"
+    wait_for(lambda: gate.open_failures == 1, gate.advance)
+    (first,) = gate.leaves()
+    assert "which is in the log" in first.health.what
+    clock.time_s += REOPEN_S_MIN
+    wait_for(lambda: gate.open_failures == 2, gate.advance)
+    (second,) = gate.leaves()
+    assert (second.health.what, second.health.since_s) == ("the server does not answer", first.health.since_s)
+    clock.time_s += 2 * REOPEN_S_MIN
+    wait_for(lambda: gate.storage is not None, gate.advance)
+    assert [leaf.health.is_problem for leaf in gate.leaves()] == [False]
+    gate.replace(None)
+    assert gate.leaves() == ()
+    assert gate.close(WAIT_S, workers_ended=True)
+
+
 def test_a_backend_that_fails_to_close_does_not_block_closing_the_others(caplog: pytest.LogCaptureFixture) -> None:
     first, second = Backend(BackendError("the server does not answer")), Backend()
     gate = gate_of(first)

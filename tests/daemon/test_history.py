@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hicache.backends.base import SetOutcome
 from hicache.backends.guard import BOUNDS_S, Direction
 from hicache.backends.guard.breaker import BreakerState
 from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, SAMPLES_MAX, FaultKind, History
@@ -101,6 +103,13 @@ def test_faults_are_counters_that_grew_and_breakers_that_opened(history: History
         ("failed_calls", "nvme", "read: error", 3),
         ("limit", "", "requests", 7),
     ]
+
+
+def test_rejected_pages_are_a_fault(history: History) -> None:
+    for rejected in (0, 347, 347):
+        full = replace(backend(), sets={SetOutcome.REJECTED: rejected})
+        history.record(node(namespace(stores=(store(statistics=full),))))
+    assert faults(history) == [("rejected", "nvme", "no room", 347)]
 
 
 def test_an_unchanged_snapshot_adds_no_fault(history: History) -> None:

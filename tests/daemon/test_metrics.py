@@ -12,7 +12,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
-from hicache.backends.guard import Direction
+from hicache.backends.guard import Direction, HealthState, unopened
+from hicache.backends.guard.health import problem
 from hicache.daemon import gate
 from hicache.daemon.calls import LIMITS
 from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS, DaemonCollector
@@ -72,6 +73,16 @@ def test_series_of_failures_and_limits_exist_before_the_first_event() -> None:
     labels = {"namespace": "5e5e5e5e", "backend": "nvme", "direction": "read", "reason": "error"}
     assert value(after, "backend_failed_calls_total", **labels) == 3
     assert value(after, "daemon_refused_requests_total", reason="token") == 1
+
+
+def test_a_store_that_keeps_nothing_is_one_and_others_are_zero() -> None:
+    full = store("full", health=problem(HealthState.KEEPS_NOTHING, 5.0, "rejected"))
+    unread = store("unread", health=problem(HealthState.FAILING, 5.0, "dns"))
+    closed = unopened("closed", 5.0, "no such directory")
+    found = exported(node(namespace(stores=(full, unread, closed, store("idle")))))
+    shown = {name: value(found, "backend_keeps_nothing", namespace="5e5e5e5e", backend=name)
+             for name in ("full", "unread", "closed", "idle")}  # fmt: skip
+    assert shown == {"full": 1, "unread": 0, "closed": 1, "idle": 0}
 
 
 def limits_in_the_source() -> Iterator[str]:

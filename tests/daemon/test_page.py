@@ -97,7 +97,7 @@ def test_the_page_shows_the_values_of_the_status(browser: Browser, daemon: BusyD
             return paths <= set(values) and all(value == at(status, path) for path, value in values.items())
 
         wait_for(agree, pause_s=0.1)
-        assert page.locator("#problems").inner_text().endswith("None: all stores take calls.")
+        assert page.locator("#problems").inner_text().endswith("None: no store has a problem.")
         # The page shows the value in units, and has the exact value in the tooltip.
         capacity = page.locator("[data-path='pool.capacity_bytes']")
         assert (capacity.inner_text(), capacity.get_attribute("title")) == ("16.0 MiB", "16,777,216 bytes")
@@ -158,6 +158,9 @@ def test_a_failing_store_is_shown_as_a_problem_until_it_works_again(browser: Bro
 
         wait_for(lambda: "shared" in problems.inner_text(), serve, pause_s=0.1)
         expect(page.locator("#guards .bad").first).to_contain_text("■ open")
+        assert re.search(r"shared keeps nothing since [\d:]+ \(.*\): its directory was moved, .*\. Move it back",
+                         problems.inner_text())  # fmt: skip
+        expect(page.locator("#state")).to_have_text("◐ degraded")
         assert "(1)" in page.title() or "(2)" in page.title()
         expect(page.locator("#faults")).to_contain_text("breaker opened", timeout=20_000)
         daemon.repair_shared()

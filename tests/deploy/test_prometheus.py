@@ -43,7 +43,7 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path.stem}: {panel['title']}", panel
 
 
-@pytest.mark.parametrize("name", ["prometheus.yml", "prometheus-tls.yml"])
+@pytest.mark.parametrize("name", ["prometheus.yml", "daemons.yml", "prometheus-tls.yml"])
 def test_the_configuration_and_its_rules_pass_promtool(name: str) -> None:
     """The files of secrets in an example do not exist here, so only the syntax is checked."""
     checks = ("check", "config", "--syntax-only") if "tls" in name else ("check", "config")
@@ -126,6 +126,12 @@ def test_prometheus_scrapes_the_addresses_of_the_ready_configurations() -> None:
     assert targets == {"hicache": [f"{metrics.host}:{metrics.port}"], "hicache-daemon": [daemon.listen]}
     (relabel,) = jobs[0]["metric_relabel_configs"]
     assert re.fullmatch(relabel["regex"], "hicache_backend_get_pages_total")
+
+
+def test_a_node_with_daemons_only_has_no_target_for_an_engine() -> None:
+    both, alone = (yaml.safe_load((PROMETHEUS / name).read_text()) for name in ("prometheus.yml", "daemons.yml"))
+    assert alone["scrape_configs"] == [job for job in both["scrape_configs"] if job["job_name"] == "hicache-daemon"]
+    assert {**both, "scrape_configs": 0} == {**alone, "scrape_configs": 0}
 
 
 def test_the_dashboards_match_their_generator(tmp_path: Path) -> None:

@@ -207,6 +207,15 @@ def test_metrics_count_calls_of_the_store_and_skipped_calls(opened: Open, tmp_pa
         scrape(port)
 
 
+def test_metrics_say_that_storage_that_cannot_be_opened_keeps_nothing(opened: Open, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    storage = opened({"type": "remote", "options": {"socket": str(tmp_path / "none")}}, metrics={"port": port})
+    line = 'hicache_backend_keeps_nothing{backend="storage"} 1.0'
+    wait_for(lambda: line in scrape(port), lambda: storage.lookup(KEYS))
+    (store,) = storage.statistics().stores
+    assert store.health.cause == "not_open" and str(tmp_path / "none") in store.health.what
+
+
 def test_processes_of_one_engine_use_consecutive_ports(opened: Open, tmp_path: Path) -> None:
     first, _second = free_ports(2)
     for _ in range(2):

@@ -12,6 +12,7 @@ written by any thread. Transactions start without `_state`; for `_capacity` see 
 
 from __future__ import annotations
 
+import logging
 import math
 import sqlite3
 import threading
@@ -25,7 +26,9 @@ from ...config.storage import FileStorageOptions
 from ...errors import InvalidInput
 from ...frame import FrameCodec, first_bytes
 from ...keys import PAGE_KEY_BYTES
+from ...logs import LimitedLog
 from ...supervised import SupervisedPool
+from ...units import format_size
 from ..base import BackendStatistics, EvictionListener, Usage
 from ..envelope import Touchable
 from ..errors import ErrorKind, StoreError
@@ -46,6 +49,8 @@ from .reconcile import stored_ids
 from .store import Removal, Store, now_us
 from .writes import CapacityManager, Writes, class_of
 
+# A daemon opens a store for each namespace.
+_limits_log = LimitedLog(logging.getLogger(__name__), 3600.0)
 T = TypeVar("T")
 
 # Recency is written when this many uses wait, or when the oldest one has waited this long. At most `_USES_MAX` wait.
@@ -101,8 +106,25 @@ class FileBackend(PageStore[Identity | None], Touchable):
         self._namespace_hex = codec.namespace.hex()
         self._store.at_fork = self._after_fork
         errors: list[str] = []
-        self._settled(time.monotonic() + _CLOSE_S, lambda index: self._capacity.fit(index, errors), 0)
+
+        def fit(index: Index) -> None:
+            self._capacity.fit(index, errors)
+            self._warn_of_limits(index.totals().bytes)
+
+        self._settled(time.monotonic() + _CLOSE_S, fit, None)
         self.count(*errors)
+
+    def _warn_of_limits(self, held_bytes: int) -> None:
+        """Warn if the file system does not have room for a page, or for the capacity. Raises OSError."""
+        options, room = self.options, self._capacity.space()[0] + held_bytes - self.options.free_space_floor
+        path, floor, left = str(options.path), format_size(options.free_space_floor), self._capacity.space_left()
+        if room < self.codec.frame_bytes:
+            _limits_log.warn(path, "file store %s: free_space_floor is %s, and %s, so the store keeps nothing; lower "
+                             "free_space_floor, or use a larger disk", path, floor, left)  # fmt: skip
+        elif options.capacity is not None and room < options.capacity:
+            _limits_log.warn(path, "file store %s: capacity is %s, and %s, of which free_space_floor is %s, so the "
+                             "store has room for %s; lower capacity, or use a larger disk", path,
+                             format_size(options.capacity), left, floor, format_size(room))  # fmt: skip
 
     def _settled(self, deadline: float, work: Callable[[Index], T], otherwise: T) -> T:
         """Return the result of `work` in a transaction. After a failure, count it and return `otherwise`."""

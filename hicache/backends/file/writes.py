@@ -119,14 +119,14 @@ class CapacityManager:
         """The file system had no room for a page or for the index, when so many bytes were stored. Raises OSError."""
         now_s = time.monotonic()
         if self._full is None or now_s >= self._full.until_s:
-            self._full = _Full(stored_bytes - _INDEX_GROWTH_BYTES, now_s + _FULL_S, self._space()[0])
+            self._full = _Full(stored_bytes - _INDEX_GROWTH_BYTES, now_s + _FULL_S, self.space()[0])
 
     def why_full(self, index: Index) -> str:
         """Return which limit leaves no room, with numbers. REQUIRES: a transaction. Raises as `fit`."""
         totals = index.totals()
-        if self._floor_bytes and self._space()[0] - totals.reserved < self._floor_bytes + _FLOOR_SLACK_BYTES:
+        if self._floor_bytes and self.space()[0] - totals.reserved < self._floor_bytes + _FLOOR_SLACK_BYTES:
             floor = format_size(self._floor_bytes)
-            return f"free_space_floor is {floor}, and {self.space_left()}; lower it, or use a larger disk"
+            return f"free_space_floor is {floor}, and {self.space_left()}; lower free_space_floor, or use a larger disk"
         return (
             f"capacity is {format_size(self.capacity_bytes or 0)}, {format_size(totals.bytes)} are stored and "
             f"{format_size(totals.reserved)} are being written; raise capacity"
@@ -134,10 +134,11 @@ class CapacityManager:
 
     def space_left(self) -> str:
         """Return the free space in words. Raises OSError."""
-        free, size = self._space()
+        free, size = self.space()
         return f"the file system has {format_size(free)} free of {format_size(size)}"
 
-    def _space(self) -> tuple[int, int]:
+    def space(self) -> tuple[int, int]:
+        """Return the bytes of the file system that are free, and all. Raises OSError."""
         space = self._store.system.statvfs(self._store.root_fd)
         return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
 
@@ -149,7 +150,7 @@ class CapacityManager:
         over = self._over_capacity(totals)
         if self._floor_bytes:
             # Reserved bytes that are already on the disk count twice, which is conservative.
-            over = max(over, self._floor_bytes + _FLOOR_SLACK_BYTES - (self._space()[0] - totals.reserved))
+            over = max(over, self._floor_bytes + _FLOOR_SLACK_BYTES - (self.space()[0] - totals.reserved))
         return over
 
     def _over_full(self, index: Index) -> int:
@@ -157,7 +158,7 @@ class CapacityManager:
         if full is None:
             return 0
         totals = index.totals()
-        if full.ended(self._space()[0], totals.reserved):
+        if full.ended(self.space()[0], totals.reserved):
             self._full = None
             return 0
         return totals.bytes + totals.reserved - full.capacity_bytes

@@ -2,25 +2,35 @@
 
 from ...config.guard import Override
 from ...histogram import BOUNDS_S, LatencyStatistics
-from .admission import CallResult, Direction, GuardStatistics, Refusal, Verb
-from .backend import GuardedBackend, LeafStatistics, guards_of, leaf_statistics, may_pass, named_leaves, unique_names
+from .admission import GuardStatistics
+from .backend import GuardedBackend
+from .calls import CallResult, Direction, Refusal, Verb
+from .health import CONFIRM_S, IDLE, HealthState, StoreHealth, StoreProblem, grouped
+from .leaves import LeafStatistics, guards_of, leaf_statistics, may_pass, named_leaves, unique_names, unopened
 from .overrides import Overrides
 
 __all__ = [
     "BOUNDS_S",
+    "CONFIRM_S",
+    "IDLE",
     "CallResult",
     "Direction",
     "GuardStatistics",
     "GuardedBackend",
+    "HealthState",
     "LatencyStatistics",
     "LeafStatistics",
     "Override",
     "Overrides",
     "Refusal",
+    "StoreHealth",
+    "StoreProblem",
     "Verb",
+    "grouped",
     "guards_of",
     "leaf_statistics",
     "may_pass",
     "named_leaves",
     "unique_names",
+    "unopened",
 ]

@@ -8,7 +8,6 @@ Lock order: this condition, then the lock of the probe task.
 from __future__ import annotations
 
 import bisect
-import enum
 import math
 import random
 import threading
@@ -16,94 +15,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...backoff import Backoff
 from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
 from ...histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics, LatencyStatistics
 from ..base import GetOutcome
 from ..errors import StoreError
 from .breaker import Breaker, BreakerState, BreakerStatistics
+from .budget import DamageWatch, RetryBudget
+from .calls import Call, CallResult, Direction, Refusal, Verb
+from .health import BUSY, SWITCHED_OFF, HealthWatch, StoreHealth
 
 # A back-off lasts between half of its length and all of it, so that many engines do not return to one store together.
 _JITTER_MIN = 0.5
-# A retry budget starts full: a few calls, and the pages of two usual batches.
-BURST_CALLS = 4.0
-BURST_PAGES = 256.0
-# Each time that all pages are damaged again, the back-off grows by this factor, up to an hour: an operator needs time
-# for a repair.
-_DAMAGE_BACKOFF_GROWTH = 4
-_DAMAGE_BACKOFF_S_MAX = 3600.0
 # Breaker changes that wait for the log. They occur seconds apart, so few wait.
 _CHANGES_MAX = 64
-
-
-class Direction(enum.StrEnum):
-    """The direction in which pages move. A lookup counts as a read, a removal as a write."""
-
-    READ = "read"
-    WRITE = "write"
 
 
 # After a single failed call, a probe must find out quickly whether the store still answers, before more calls hang. The
 # write probe needs more time because it stores a page. Probes of an open breaker may take `probe_timeout`.
 _FIRST_PROBE_S = {Direction.READ: 0.25, Direction.WRITE: 0.5}
-
-
-class Verb(enum.StrEnum):
-    """The kind of a backend call."""
-
-    __hash__ = str.__hash__  # faster than Enum's, which is a Python function called for each dictionary lookup
-    EXISTS = "exists"
-    GET = "get"
-    SET = "set"
-    DELETE = "delete"
-    TOUCH = "touch"
-
-    @property
-    def direction(self) -> Direction:
-        """The direction whose breaker decides about this verb."""
-        return Direction.READ if self is Verb.GET or self is Verb.EXISTS else Direction.WRITE
-
-
-class Refusal(enum.StrEnum):
-    """Why the guard rejected a call."""
-
-    OPEN = "open"  # the breaker is open, or the operator has switched the direction off
-    BUSY = "busy"  # other calls used the whole in-flight limit until the deadline
-    CLOSED = "closed"  # the guard was closed while the call waited
-
-
-class CallResult(enum.StrEnum):
-    """What a call proves about the store: it works, nothing, or one of four kinds of failure."""
-
-    GOOD = "good"
-    UNKNOWN = "unknown"
-    ERROR = "error"  # half of the pages or more are errors
-    LOOKUP = "lookup"  # a lookup missed pages, and the backend counted an error during it
-    RAISED = "raised"  # the backend raised an exception or broke the contract
-    OVERDUE = "overdue"  # the call hung past deadline and grace
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A call in flight, until the end of its `with` block. The calling thread owns it and sets `result`; any thread may
-    set `overdue` under the lock."""
-
-    control: AdmissionControl
-    verb: Verb
-    pages: int
-    bytes: int
-    deadline: float
-    began_s: float
-    admitted: int  # the breaker's round at the start of the call
-    overdue: bool = False  # it hung past deadline and grace, and is counted as failed
-    result: CallResult = CallResult.UNKNOWN
-
-    def __enter__(self) -> Call:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.control.leave(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,79 +63,6 @@ class BreakerChange:
     refused: int
 
 
-class RetryBudget:
-    """Two token buckets, one for calls and one for pages. With `share` 0 nothing is retried.
-
-    A retry helps against a single lost request and harms an overloaded store. The budget bounds the extra load: of n
-    calls at most `share` x n plus a small burst are retried. The same bound holds for their pages.
-    """
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._calls = BURST_CALLS if share else 0.0
-        self._pages = BURST_PAGES if share else 0.0
-
-    def earn(self, pages: int) -> None:
-        """Add tokens for the first attempt of a call of `pages` pages."""
-        self._calls = min(BURST_CALLS, self._calls + self._share)
-        self._pages = min(BURST_PAGES, self._pages + self._share * pages)
-
-    def spend(self, pages: int) -> int:
-        """Return how many of `pages` pages one call may retry, and take their tokens; 0 takes none."""
-        granted = min(pages, int(self._pages))
-        if self._calls < 1.0 or granted < 1:
-            return 0
-        self._calls -= 1.0
-        self._pages -= granted
-        return granted
-
-
-class DamageWatch:
-    """Counts damaged pages since the last sound one, and raises an alarm at `damage_pages`.
-
-    One damaged page means a bad disk or a torn write, and the backend removes it. If every page is damaged, the reader
-    is more likely at fault than the store: a different MAC key, a bug, bad memory. Reading must then stop, or it would
-    remove every page. After an alarm, each further damaged page raises the next alarm until a sound page is read.
-    """
-
-    def __init__(self, options: GuardConfig) -> None:
-        self._options = options
-        first_s = options.damage_backoff
-        self._backoff = Backoff(first_s, max(first_s, _DAMAGE_BACKOFF_S_MAX), _DAMAGE_BACKOFF_GROWTH)
-        self._pages_max = options.damage_pages
-        self._run = 0
-        self._sound = False  # True once a sound page was read since the start or the last alarm
-
-    def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
-        """Return how many pages of a batch to read next, after the outcomes `read`; None for all remaining pages.
-
-        Until the reader has seen a sound page, the first pages of a batch are read alone. After an alarm, pages are
-        read one at a time.
-        """
-        if self._sound and not self._run:
-            return None
-        if self._pages_max > 1 and read and GetOutcome.CORRUPT not in read:
-            return None
-        return self._pages_max
-
-    def saw(self, outcomes: Iterable[GetOutcome]) -> float | None:
-        """Record the outcomes of pages, in order. Return None, or after an alarm the seconds to stop reading (> 0)."""
-        for outcome in outcomes:
-            if outcome is GetOutcome.HIT:
-                self._run = 0
-                self._sound = True
-                self._pages_max = self._options.damage_pages
-                self._backoff.reset()
-            elif outcome is GetOutcome.CORRUPT:
-                self._run += 1
-        if self._run < self._pages_max:
-            return None
-        self._run = 0
-        self._sound = False
-        self._pages_max = 1
-        return self._backoff.next_s()
-
-
 class AdmissionControl:
     """See the module's docstring. `clock` is monotonic, in seconds. `wake` is called with the time of the next probe
     when a probe is planned, and on each call until then; it must not block.
@@ -227,6 +84,7 @@ class AdmissionControl:
             Direction.WRITE: Breaker(options, options.write, jitter),
         }
         self._damage = DamageWatch(options)
+        self._health = HealthWatch(wake)
         self._budget = RetryBudget(options.retry_share)
         self._latency_counts = {verb: [0] * (len(BOUNDS_S) + 1) for verb in Verb}
         self._latency_s = dict.fromkeys(Verb, 0.0)
@@ -262,9 +120,11 @@ class AdmissionControl:
                 time_s = self._clock()
             if refusal is not None:
                 self._refused[direction, refusal] += 1
+                if verb is Verb.SET and breaker.override is Override.AUTO and refusal is not Refusal.CLOSED:
+                    self._health.kept_nothing(pages, BUSY if refusal is Refusal.BUSY else "", "", time_s)
                 raise StoreError(f"guard_{refusal}")
             self._budget.earn(pages)
-            call = Call(self, verb, pages, size_bytes, deadline, time_s, breaker.round)
+            call = Call(self.leave, verb, pages, size_bytes, deadline, time_s, breaker.round)
             self._calls.add(call)
             self._in_flight_bytes += size_bytes
             self._overdue_at = min(self._overdue_at, deadline + self._options.grace)
@@ -283,6 +143,10 @@ class AdmissionControl:
                 self._call_bytes[call.verb].add(call.bytes)
             if self._waiting:
                 self._room.notify_all()
+            if call.kept:
+                self._health.kept(time_s)
+            elif call.kept is False:
+                self._health.kept_nothing(call.pages, call.cause, call.detail, time_s)
             if call.result is not CallResult.UNKNOWN and not call.overdue:
                 self._record(call, call.result, time_s)
 
@@ -333,9 +197,11 @@ class AdmissionControl:
             self._overdue_at = min(self._overdue_at, overdue_at)
             return breaker.round, deadline
 
-    def probed(self, direction: Direction, begun: int, ok: bool) -> None:
-        """Record the end of a probe."""
+    def probed(self, direction: Direction, begun: int, ok: bool, cause: str = "") -> None:
+        """Record the end of a probe. `cause` is the kind of its error."""
         with self._state:
+            if cause and not ok:
+                self._health.failed(direction, cause)
             self._end_probe(direction, begun, ok)
 
     # State
@@ -363,6 +229,16 @@ class AdmissionControl:
                 direction: (time_s - since_s, self._refused[direction, Refusal.OPEN] - before)
                 for direction, (since_s, before) in self._off_since.items()
             }
+
+    def health(self) -> StoreHealth:
+        """Return the health of the store now. Does not block."""
+        with self._state:
+            return self._health.verdict(self._off(), self._clock())
+
+    def health_news(self) -> tuple[StoreHealth | None, float]:
+        """Return the health if it is to be logged, and the time of the next call. See HealthWatch."""
+        with self._state:
+            return self._health.news(self._off(), self._clock())
 
     def set_override(self, direction: Direction, override: Override) -> None:
         """Apply the operator's override to one direction."""
@@ -409,6 +285,18 @@ class AdmissionControl:
 
     # Inside, under the lock
 
+    def _off(self) -> dict[Direction, tuple[float, str]]:
+        """Return, per direction that is off, since when and why; without those that the configuration switches off."""
+        configured = {Direction.READ: self._options.read, Direction.WRITE: self._options.write}
+        found: dict[Direction, tuple[float, str]] = {}
+        for direction, (since_s, _) in self._off_since.items():
+            breaker = self._breakers[direction]
+            if breaker.override is not Override.OFF:
+                found[direction] = since_s, breaker.statistics().reason
+            elif configured[direction] is not Override.OFF:
+                found[direction] = since_s, SWITCHED_OFF
+        return found
+
     def _await_room(self, breaker: Breaker, size_bytes: int, deadline: float) -> Refusal | None:
         """Wait in the queue for room. Return None when there is room, else why the call is rejected."""
         place = object()
@@ -438,8 +326,11 @@ class AdmissionControl:
     def _record(self, call: Call, result: CallResult, time_s: float) -> None:
         direction = call.verb.direction
         is_good = result is CallResult.GOOD
-        if not is_good:
+        if is_good:
+            self._health.worked()
+        else:
             self._failures[direction, result] += 1
+            self._health.failed(direction, call.cause or result)
         breaker = self._breakers[direction]
         before = breaker.state
         breaker.record(call.admitted, is_good, result, time_s)
@@ -479,8 +370,11 @@ class AdmissionControl:
 
     def _end_probe(self, direction: Direction, begun: int, ok: bool) -> None:
         self._probing.pop(direction, None)
-        self._breakers[direction].probed(begun, ok, self._clock())
+        breaker, time_s = self._breakers[direction], self._clock()
+        breaker.probed(begun, ok, time_s)
         self._breakers_moved()
+        if ok and direction is Direction.WRITE and breaker.state is BreakerState.CLOSED:
+            self._health.probed(time_s)
 
     def _note_overdue(self) -> None:
         """Count hanging calls and probes as failed while they still hang."""

@@ -24,8 +24,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 from ...arguments import instance_or_new
@@ -35,19 +35,21 @@ from ...errors import BackendError, InvalidInput
 from ...frame import PageBuffer
 from ..base import (
     BackendStatistics,
-    Composite,
     GetOutcome,
     SetOutcome,
     StorageBackend,
     Usage,
     leaves,
     register_memory,
+    rejection_of,
     touch,
 )
-from ..calls import parent_outside, runs
+from ..calls import parent_outside, runs, take_last_error
 from ..envelope import Compound, Envelope, Touchable
-from .admission import AdmissionControl, Call, CallResult, Direction, GuardStatistics, Verb
-from .log import BreakerLog
+from .admission import AdmissionControl, GuardStatistics
+from .calls import Call, CallResult, Direction, Verb
+from .health import REJECTED, StoreHealth
+from .log import GuardLog
 from .probes import Prober
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ _RETRY_PAUSE_S = 0.05
 _RETRY_AFTER_S_MAX = 0.25
 # A call with less time than this that runs out of it proves nothing about the store.
 _SHORT_S = 0.1
+_KEPT = frozenset({SetOutcome.STORED, SetOutcome.PRESENT})
 # Usage measurements take 1/50 of the time at most: a file store is measured up to ten times a second, a bucket whose
 # listing takes ten seconds every eight minutes. A measurement that takes longer than the patience counts as hung.
 _USAGE_PERIOD_S_MIN = 0.1
@@ -93,7 +96,7 @@ class GuardedBackend(Compound, Touchable):
         self._inner = inner
         self._clock = clock
         self._closing = threading.Event()
-        self._log = BreakerLog(name)
+        self._log = GuardLog(name)
         self._raised: set[str] = set()  # classes of exceptions already logged
         self._failed_writes = 0
         self._last_statistics = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
@@ -170,6 +173,9 @@ class GuardedBackend(Compound, Touchable):
                         outcomes[again] = self._set(call, keys[again], pages[again], before)
                 self._failed_writes += SetOutcome.ERROR in outcomes
             call.result = self._judge(call, outcomes.count(SetOutcome.ERROR))
+            call.kept = not _KEPT.isdisjoint(outcomes)
+            if not call.kept:
+                self._explain(call, outcomes)
             return outcomes
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
@@ -268,6 +274,10 @@ class GuardedBackend(Compound, Touchable):
         """Return the guard's own counters. Does not block."""
         return self._admission.statistics()
 
+    def health(self) -> StoreHealth:
+        """Return whether the store does what it is for. Does not block."""
+        return self._admission.health()
+
     def check(self) -> None:
         """Raise InvariantError if the guard's invariants do not hold."""
         self._admission.check()
@@ -277,7 +287,9 @@ class GuardedBackend(Compound, Touchable):
     def _enter(self, verb: Verb, pages: int, deadline: float) -> Call:
         # A lookup or removal of any number of keys moves no bytes. If rejected, it counts as one page.
         size_bytes = pages * self.codec.frame_bytes if verb in (Verb.GET, Verb.SET) else 0
-        return self._admission.enter(verb, pages, size_bytes, deadline)
+        call = self._admission.enter(verb, pages, size_bytes, deadline)
+        take_last_error()  # of an earlier call
+        return call
 
     def _probe(self) -> float:
         """Write pending log lines and make the due probes; return the time of the next one. Blocks as the store does.
@@ -290,11 +302,15 @@ class GuardedBackend(Compound, Touchable):
             if due is not None:
                 begun, deadline = due
                 probe, ok = self._prober.read if direction is Direction.READ else self._prober.write, False
+                take_last_error()
                 try:
                     ok = probe(deadline)
                 finally:
-                    self._admission.probed(direction, begun, ok)
-        return self._admission.probe_at
+                    self._admission.probed(direction, begun, ok, take_last_error())
+        health, next_news_s = self._admission.health_news()
+        if health is not None:
+            self._log.health(health)
+        return min(self._admission.probe_at, next_news_s)
 
     def _look_up(
         self, ask: Callable[[], object], is_answer: Callable[[object], bool], deadline: float, whole: T, nothing: T
@@ -311,7 +327,7 @@ class GuardedBackend(Compound, Touchable):
                 answer = self._contain(ask)
                 found = cast(T, answer) if is_answer(answer) else nothing
                 if found is not answer:
-                    call.result = CallResult.RAISED
+                    call.result, call.cause = CallResult.RAISED, take_last_error()
                 elif found == whole or sum(self._inner_statistics().errors.values()) == errors_before:
                     call.result = CallResult.GOOD
                     break
@@ -319,7 +335,7 @@ class GuardedBackend(Compound, Touchable):
                     call.result = CallResult.UNKNOWN  # the errors may come from a write that ended during the lookup
                     break
                 else:
-                    call.result = CallResult.LOOKUP
+                    call.result, call.cause = CallResult.LOOKUP, take_last_error()
                 if is_retried or not self._may_retry(call, 1):
                     break
             return found
@@ -377,9 +393,22 @@ class GuardedBackend(Compound, Touchable):
 
     def _judge(self, call: Call, failed: int) -> CallResult:
         """Return the result of a call with `failed` pages: it failed if at least half of its pages did."""
+        if failed:
+            call.cause = take_last_error()
         if 2 * failed < call.pages:
             return CallResult.GOOD
         return CallResult.UNKNOWN if self._was_short(call) else CallResult.ERROR
+
+    def _explain(self, call: Call, outcomes: Sequence[SetOutcome]) -> None:
+        """Record in `call` why it kept none of its pages; a call that proves nothing about the store does not tell it.
+        """
+        call.cause = call.cause or take_last_error()
+        if call.result is CallResult.UNKNOWN:
+            call.kept = None
+        elif SetOutcome.REJECTED in outcomes:
+            call.cause = call.cause or REJECTED
+            reason = rejection_of(self._inner) or ""
+            call.detail = "" if reason == call.cause else reason
 
     def _was_short(self, call: Call) -> bool:
         return call.deadline - call.began_s < _SHORT_S and self._clock() >= call.deadline
@@ -415,82 +444,3 @@ class GuardedBackend(Compound, Touchable):
                 self._raised.add(kind)
                 logger.exception("storage %s: unexpected %s; further ones are only counted", self.name, kind)
             return None
-
-
-# Functions over a tree of backends
-
-
-@dataclass(frozen=True, slots=True)
-class LeafStatistics:
-    """Statistics of one store. `name` is unique in its tree. `usage` is None until it is known; `guard` is None for a
-    store without a guard."""
-
-    name: str
-    statistics: BackendStatistics
-    usage: Usage | None
-    guard: GuardStatistics | None
-
-
-def guards_of(backend: StorageBackend) -> Iterator[GuardedBackend]:
-    """Yield all guards in `backend`: itself, or those among its parts."""
-    if isinstance(backend, GuardedBackend):
-        yield backend
-    elif isinstance(backend, Composite):
-        for part in backend.parts:
-            yield from guards_of(part)
-
-
-def may_pass(backend: StorageBackend, direction: Direction) -> bool:
-    """True if at least one store in `backend` would be called now. Does not block; a scheduler calls it each step."""
-    if isinstance(backend, GuardedBackend):
-        return backend.may_pass(direction)
-    # `isinstance` of a protocol would take 8 us.
-    parts: Sequence[StorageBackend] | None = getattr(backend, "parts", None)
-    return parts is None or any(may_pass(part, direction) for part in parts)
-
-
-def leaf_statistics(backend: StorageBackend) -> tuple[LeafStatistics, ...]:
-    """Return the statistics of each store, in the order in which they are read, named as by `named_leaves`.
-
-    Does not block for a guarded store. The usage of a store without a guard is measured now, which may block.
-    """
-    found: list[LeafStatistics] = []
-    for name, leaf in named_leaves(backend):
-        if isinstance(leaf, GuardedBackend):
-            found.append(LeafStatistics(name, leaf.statistics(), leaf.usage_sample(), leaf.guard_statistics()))
-        else:
-            found.append(LeafStatistics(name, leaf.statistics(), leaf.usage(), None))
-    return tuple(found)
-
-
-def named_leaves(backend: StorageBackend) -> list[tuple[str, StorageBackend]]:
-    """Return the name and backend of each store, in the order in which they are read. The backend is the store's guard
-    if it has one. The second store of a name is called `name-2`."""
-    return list(zip(unique_names([name for name, _ in _leaves(backend)]), [leaf for _, leaf in _leaves(backend)],
-                    strict=True))  # fmt: skip
-
-
-def unique_names(names: Sequence[str]) -> list[str]:
-    """Return `names` made unique: the second occurrence of a name gets the suffix `-2`."""
-    found: dict[str, None] = {}
-    seen: Counter[str] = Counter()
-    for name in names:
-        unique = name
-        while unique in found:
-            seen[name] += 1
-            unique = f"{name}-{seen[name] + 1}"
-        found[unique] = None
-    return list(found)
-
-
-def _leaves(backend: StorageBackend) -> Iterator[tuple[str, StorageBackend]]:
-    if isinstance(backend, GuardedBackend):
-        yield backend.name, backend
-    elif isinstance(backend, Composite):
-        found = [leaf for part in backend.parts for leaf in _leaves(part)]
-        if len(backend.parts) == len(found) == 1 and not isinstance(found[0][1], GuardedBackend):
-            # A wrapper without a guard, such as a limit, has counters that include those of its part.
-            found = [(found[0][0], backend)]
-        yield from found
-    else:
-        yield type(backend).__name__.removesuffix("Backend").lower(), backend

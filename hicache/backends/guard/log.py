@@ -1,4 +1,5 @@
-"""The log lines of a guard: one when a direction goes off, one when it is on again, and a few reminders in between.
+"""The log lines of a guard: one when a direction goes off, one when it is on again, and a few reminders in between; and
+one when a store keeps nothing or cannot be read for more than a moment, and one at the end of that.
 
 Locking design: runs only on the probe thread, which the guard wakes when a breaker changes.
 """
@@ -6,13 +7,16 @@ Locking design: runs only on the probe thread, which the guard wakes when a brea
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ...backoff import Backoff
 from ...config.guard import Override
-from .admission import BreakerChange, Direction
+from .admission import BreakerChange
 from .breaker import BreakerState
+from .calls import Direction
+from .health import StoreHealth
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +26,7 @@ _RECALL_S_MAX = 900.0
 _WORDS = {Direction.READ: "reads", Direction.WRITE: "writes"}
 
 
-class BreakerLog:
+class GuardLog:
     """See the module's docstring. `name` is the name of the store."""
 
     def __init__(self, name: str) -> None:
@@ -57,6 +61,14 @@ class BreakerLog:
                 logger.warning("storage %s: %s have been off for %.0f s; %s calls were rejected; errors since the last "
                                "line: %s", self._name, _WORDS[direction], off_s, f"{refused:,}",
                                self._new(direction, errors))  # fmt: skip
+
+    def health(self, found: StoreHealth) -> None:
+        """Write a line about a new health: a problem, or the end of one."""
+        if found.is_problem:
+            logger.warning("storage %s: %s (this began %.0f s ago): %s. %s", self._name, found.words,
+                           time.time() - (found.since_s or 0.0), found.what, found.advice)  # fmt: skip
+        else:
+            logger.info("storage %s: keeps pages and can be read again", self._name)
 
     def _new(self, direction: Direction, errors: Mapping[str, int]) -> str:
         """Return the three most frequent errors since the last line of a direction, as text."""

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 
 from ...config.guard import Override
 from ..base import StorageBackend
-from .admission import Direction
-from .backend import GuardedBackend, named_leaves
+from .backend import GuardedBackend
+from .calls import Direction
+from .leaves import named_leaves
 
 
 class Overrides:

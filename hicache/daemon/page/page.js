@@ -107,22 +107,30 @@ function storesOf(status) {
   )));
 }
 
+const HEALTH = {keeps_nothing: "keeps nothing", failing: "cannot be read"};
+
 // Return the current problems as sentences: of stores, then of namespaces and of engines.
 function problemsOf(status) {
-  const found = [], affected = new Map(); // the namespaces that each problem of a store affects
+  const found = [], affected = new Map(); // each problem of a store, with the namespaces that it affects
   for (const {store, namespace} of storesOf(status)) {
-    const where = store.name;
-    const add = (problem) => affected.set(problem, [...(affected.get(problem) ?? []), namespace.label]);
+    const where = store.name, health = store.health, words = HEALTH[health.state];
+    const add = (problem, more = "", key = problem) => {
+      if (!affected.has(key)) affected.set(key, {problem, more, labels: []});
+      affected.get(key).labels.push(namespace.label);
+    };
+    if (words) add(`${where} ${words} since ${clock(health.since_s)}`, `: ${health.what}. ${health.advice}.`, `${where} ${words} ${health.cause}`);
     for (const [direction, breaker] of Object.entries(store.guard?.breakers ?? {})) {
       const calls = `${where}: ${direction}s`;
+      if (health.state === (direction === "write" ? "keeps_nothing" : "failing")) continue; // told above
       if (breaker.override === "off") add(`${calls} are forced off`);
       else if (breaker.state === "open") add(`${calls} are not made; the breaker is open (${breaker.reason})`);
       else if (breaker.state === "half_open") add(`${calls} are tried again; the breaker is half open`);
     }
     if (store.guard?.overdue_calls) add(`${where}: ${store.guard.overdue_calls} calls hang past their deadline`);
   }
-  for (const [problem, labels] of affected) {
-    found.push(`${problem}. In ${labels.length > 3 ? `${labels.length} namespaces` : labels.join(", ")}`);
+  for (const {problem, more, labels} of affected.values()) {
+    const names = labels.length > 3 ? `${labels.length} namespaces` : labels.join(", ");
+    found.push(more ? `${problem} (${names})${more}` : `${problem}. In ${names}`);
   }
   for (const namespace of status.namespaces) {
     if (!namespace.stores.length) found.push(`${namespace.label}: no store is attached`);
@@ -181,9 +189,11 @@ function showTables(status) {
     const guard = store.guard, copies = namespace.copies[store.name];
     const waiting = copies ? number(copies.waiting) : "";
     const name = named(store.name, namespace.label);
-    if (!guard) return [name, "no guard", "no guard", "", "", "", "", "", waiting];
+    const none = store.health.cause === "not_open" ? {shown: "■ not open", tone: "bad"} : "no guard";
+    if (!guard) return [name, none, none, "", "", "", "", "", waiting];
     const shown = (direction) => {
       const {state, override} = guard.breakers[direction], [text, tone] = BREAKERS[state];
+      if (direction === "write" && state === "closed" && store.health.state === "keeps_nothing") return {shown: "■ keeps nothing", tone: "bad"};
       return {shown: override === "auto" ? text : `${text} (operator: ${override})`, tone, path: `${path}.guard.breakers.${direction}.state`};
     };
     const breakers = Object.entries(guard.breakers).filter(([, breaker]) => breaker.reason);
@@ -221,7 +231,7 @@ function showTables(status) {
     "No engine on this host shares memory with the daemon.");
 }
 
-const TONES = {ready: ["● ready", "good"], starting: ["◐ starting", "warn"], draining: ["◐ draining", "warn"]};
+const TONES = {ready: ["● ready", "good"], degraded: ["◐ degraded", "warn"], starting: ["◐ starting", "warn"], draining: ["◐ draining", "warn"]};
 
 function showState(name, tone) {
   setText($("state"), name);
@@ -238,7 +248,8 @@ function show(status) {
   if (instance && instance !== status.instance) rows = faults = [];
   instance = status.instance;
   bounds = status.latency_bounds_s;
-  showState(...(TONES[status.state] ?? [status.state, "warn"]));
+  const isDegraded = status.state === "ready" && storesOf(status).some(({store}) => HEALTH[store.health.state]);
+  showState(...(TONES[isDegraded ? "degraded" : status.state] ?? [status.state, "warn"]));
   showBanner(status.state === "draining" ? "The daemon is draining: it completes requests in flight and accepts no new ones."
     : status.state === "starting" ? "The daemon is starting and does not accept requests yet." : "", "warn");
   const facts = {Up: seconds(status.uptime_s), "Run": status.instance.slice(0, 8),
@@ -251,7 +262,7 @@ function show(status) {
     put(pair.lastChild, value);
   }
   const problems = problemsOf(status), items = $("problems").querySelector("ul");
-  const texts = problems.length ? problems.slice(0, PROBLEMS_SHOWN).map((text) => `▲ ${text}`) : ["● None: all stores take calls."];
+  const texts = problems.length ? problems.slice(0, PROBLEMS_SHOWN).map((text) => `▲ ${text}`) : ["● None: no store has a problem."];
   if (problems.length > PROBLEMS_SHOWN) texts.push(`▲ and ${problems.length - PROBLEMS_SHOWN} more, in the tables below`);
   if ([...items.children].map((item) => item.textContent).join("\n") !== texts.join("\n")) {
     items.replaceChildren(...texts.map((text) => make("li", {class: problems.length ? "bad" : "good"}, text)));
@@ -264,7 +275,7 @@ function show(status) {
 // The last hour
 
 const FAULTS = {damage: "page damaged", breaker_opened: "breaker opened", failed_calls: "calls failed",
-  limit: "request rejected", client_lost: "engine lost"};
+  rejected: "pages rejected", limit: "request rejected", client_lost: "engine lost"};
 
 function showFaults() {
   fill("faults", [["Time"], ["What"], ["Where", "name"], ["Times", "n"]],

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from ...backends.base import GetOutcome, SetOutcome, StorageBackend
 from ...backends.compose import copies_of
-from ...backends.guard import Direction, leaf_statistics
+from ...backends.guard import Direction
 from ...config import HiCacheConfig
 from ...controller.gate import OpenStore, StorageGate
 from ...errors import BackendError, BackendUnavailable, ConfigError
@@ -314,9 +314,8 @@ class ChunkTier:
     def statistics(self) -> EngineStorageStatistics:
         """Return the totals so far. Any thread may call it; does not block."""
         store, skipped, failures = self._gate.storage, dict(self._skipped), self._gate.open_failures
-        if store is None:
-            return EngineStorageStatistics(skipped, failures, (), {})
-        return EngineStorageStatistics(skipped, failures, leaf_statistics(store.backend), copies_of(store.backend))
+        copies = {} if store is None else copies_of(store.backend)
+        return EngineStorageStatistics(skipped, failures, self._gate.leaves(), copies)
 
     # On the threads
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hicache.backends.base import StorageBackend
 from hicache.backends.guard import Direction, GuardedBackend
-from hicache.backends.guard.admission import Refusal
+from hicache.backends.guard.calls import Refusal
 from hicache.config.guard import GuardConfig
 from tests.waiting import wait_for
 

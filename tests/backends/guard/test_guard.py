@@ -13,8 +13,8 @@ import pytest
 from hicache.backends.base import Composite, GetOutcome, SetOutcome, StorageBackend, Usage, leaves
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override, Verb, leaf_statistics, may_pass
-from hicache.backends.guard.admission import Refusal
 from hicache.backends.guard.breaker import BreakerState
+from hicache.backends.guard.calls import Refusal
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import CORRUPT, HIT, MISS, PRESENT, STORED, empty_frames, full_frames, make_keys, soon
 from hicache.config.guard import GuardConfig, InjectConfig

@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 from hicache.backends.base import GetOutcome, StorageBackend
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import BOUNDS_S, Direction, GuardedBackend, Override, Verb
-from hicache.backends.guard.admission import (
-    BURST_CALLS,
-    BURST_PAGES,
-    AdmissionControl,
-    CallResult,
-    DamageWatch,
-    RetryBudget,
-)
+from hicache.backends.guard.admission import AdmissionControl
+from hicache.backends.guard.budget import BURST_CALLS, BURST_PAGES, DamageWatch, RetryBudget
+from hicache.backends.guard.calls import CallResult
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.cache import HiRadixCache, create_cache

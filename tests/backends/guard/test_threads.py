@@ -12,7 +12,7 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override
-from hicache.backends.guard.admission import Refusal
+from hicache.backends.guard.calls import Refusal
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from hicache.config.guard import GuardConfig

@@ -1,0 +1,321 @@
+"""The health of a store: when it keeps nothing or cannot be read, since when, why, and when that ends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.errors import ErrorKind, StoreError
+from hicache.backends.file import FileBackend
+from hicache.backends.guard import (
+    CallResult,
+    Direction,
+    GuardedBackend,
+    HealthState,
+    Override,
+    Verb,
+    grouped,
+    leaf_statistics,
+)
+from hicache.backends.guard.admission import AdmissionControl
+from hicache.backends.guard.health import BUSY, CONFIRM_S, REJECTED, SWITCHED_OFF, HealthWatch, StoreHealth, problem
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import empty_frames, full_frames, make_keys, soon
+from hicache.config.guard import GuardConfig
+from hicache.config.storage import FileStorageOptions
+from hicache.frame import FrameCodec, PageBuffer
+from tests.backends._troubled import CODEC, Troubled
+from tests.backends.guard.stores import GUARDS, LONG_S, patient, quick
+from tests.waiting import wait_for
+
+READ, WRITE = Direction.READ, Direction.WRITE
+DAY_S = 86400.0
+KEPT = {HealthState.WORKING, HealthState.IDLE}
+
+
+class Clock:
+    """The clock of a guard, which tests move forwards."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Hide the lines about outages, which would distract in the output of a test run."""
+    caplog.set_level(logging.CRITICAL)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def guard_of(clock: Clock) -> Callable[..., GuardedBackend]:
+    """A function that returns a guard with this clock, which is closed after the test."""
+
+    def make(store: MemoryBackend | FileBackend, options: GuardConfig | None = None) -> GuardedBackend:
+        GUARDS.append(GuardedBackend(store, options or patient(), name="test", clock=clock))
+        return GUARDS[-1]
+
+    return make
+
+
+chains = itertools.count()
+
+
+def put(guard: GuardedBackend, pages: int = 2, clock: Clock | None = None) -> set[SetOutcome]:
+    """Store new pages; return the outcomes."""
+    keys = make_keys(pages, f"chain {next(chains)}")
+    deadline = soon() + (0.0 if clock is None else clock.ahead_s)
+    return set(guard.batch_set(keys, full_frames(guard.codec, keys), parent=None, deadline=deadline))
+
+
+def look_up(guard: GuardedBackend) -> None:
+    guard.batch_exists(make_keys(1), deadline=soon())
+
+
+class Rejecting(Troubled):
+    """A store that rejects pages while `is_full`, and can explain it."""
+
+    is_full = True
+
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        if self.is_full:
+            return [SetOutcome.REJECTED] * len(keys)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
+
+    @property
+    def rejection(self) -> str:
+        return "the test lets it keep 0 pages; end the test"
+
+
+def test_a_store_that_rejects_every_page_keeps_nothing_since_the_first_of_them(
+    guard_of: Callable[..., GuardedBackend], clock: Clock
+) -> None:
+    guard, before_s = guard_of(Rejecting()), time.time()
+    put(guard, 3)
+    assert guard.health().state in KEPT, "a moment without room is not a problem"
+    clock.ahead_s += CONFIRM_S
+    put(guard, 4, clock)
+    found = guard.health()
+    assert (found.state, found.cause, found.pages) == (HealthState.KEEPS_NOTHING, REJECTED, 7)
+    # The wall clock has not moved with the clock of the guard.
+    assert found.since_s is not None and before_s <= found.since_s + CONFIRM_S <= time.time()
+    assert found.what == "the test lets it keep 0 pages (none of 7 pages was kept)"
+    assert found.advice == "End the test"
+    assert guard.may_pass(WRITE), "a full store is not a failure"
+
+
+def test_silence_changes_nothing_and_one_kept_page_ends_it(
+    guard_of: Callable[..., GuardedBackend], clock: Clock
+) -> None:
+    store = Rejecting()
+    guard = guard_of(store)
+    put(guard)
+    clock.ahead_s += CONFIRM_S
+    since_s = guard.health().since_s
+    clock.ahead_s += DAY_S
+    later = guard.health()
+    assert later.state is HealthState.KEEPS_NOTHING and since_s is not None
+    assert later.since_s == pytest.approx(since_s - DAY_S, abs=1.0), "the wall clock of the test stands still"
+    store.is_full = False
+    put(guard, 1, clock)
+    assert guard.health() == StoreHealth(HealthState.WORKING)
+
+
+def test_a_store_that_keeps_some_pages_works(guard_of: Callable[..., GuardedBackend], clock: Clock) -> None:
+    guard = guard_of(MemoryBackend(CODEC, 2 * CODEC.frame_bytes))
+    for _ in range(5):
+        assert put(guard, 4, clock) == {SetOutcome.STORED, SetOutcome.REJECTED}
+        clock.ahead_s += CONFIRM_S
+        assert guard.health().state is HealthState.WORKING
+    keys = make_keys(1)
+    guard = guard_of(Troubled())
+    for _ in range(3):  # pages that are already stored are kept
+        guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon() + clock.ahead_s)
+        clock.ahead_s += CONFIRM_S
+        assert guard.health().state is HealthState.WORKING
+
+
+def test_a_store_without_calls_is_idle_and_an_empty_one_that_answers_works(
+    guard_of: Callable[..., GuardedBackend], clock: Clock
+) -> None:
+    guard = guard_of(Troubled())
+    clock.ahead_s += DAY_S
+    assert guard.health() == StoreHealth(HealthState.IDLE)
+    clock.ahead_s = 0.0
+    look_up(guard)
+    guard.batch_get(make_keys(2), empty_frames(CODEC, 2), deadline=soon())
+    clock.ahead_s += DAY_S
+    assert guard.health() == StoreHealth(HealthState.WORKING)
+
+
+def test_a_store_whose_writes_fail_keeps_nothing_once_its_breaker_is_open(
+    guard_of: Callable[..., GuardedBackend],
+) -> None:
+    store = Troubled()
+    guard = guard_of(store)
+    put(guard)
+    store.down = True
+    for _ in range(3):
+        put(guard)
+    found = guard.health()
+    assert (found.state, found.cause) == (HealthState.KEEPS_NOTHING, "down")
+    assert found.what.startswith("its calls fail (down)")
+    pages = found.pages
+    put(guard, 5)
+    assert guard.health().pages == pages + 5, "pages of rejected calls were offered too"
+
+
+def test_a_store_that_only_reads_need_cannot_be_read_while_their_breaker_is_open(
+    guard_of: Callable[..., GuardedBackend],
+) -> None:
+    store = Troubled()
+    guard = guard_of(store, patient(backoff_min=0.02, backoff_max=0.05))
+    store.down = True
+    wait_for(lambda: not guard.may_pass(READ), lambda: look_up(guard))
+    found = guard.health()
+    assert (found.state, found.cause) == (HealthState.FAILING, "down")
+    store.down = False
+    wait_for(lambda: not guard.health().is_problem)  # probes find out; no call is needed
+
+
+def test_a_single_failure_before_a_good_probe_is_not_a_problem(
+    guard_of: Callable[..., GuardedBackend], clock: Clock
+) -> None:
+    store = Troubled()
+    guard = guard_of(store, quick())
+    store.fail_calls = 1
+    assert put(guard) == {SetOutcome.ERROR}
+    wait_for(lambda: guard.guard_statistics().breakers[WRITE].good_probes > 0)
+    clock.ahead_s += DAY_S
+    assert not guard.health().is_problem
+
+
+def test_a_store_that_heals_is_healthy_without_a_call(guard_of: Callable[..., GuardedBackend]) -> None:
+    store = Troubled()
+    guard = guard_of(store, quick())
+    store.down = True
+    wait_for(lambda: guard.health().state is HealthState.KEEPS_NOTHING, lambda: put(guard))
+    store.down = False
+    wait_for(lambda: not guard.health().is_problem)
+
+
+def test_the_operator_s_switch_is_a_problem_and_that_of_the_configuration_is_not(
+    guard_of: Callable[..., GuardedBackend], clock: Clock
+) -> None:
+    guard = guard_of(Troubled())
+    guard.override(WRITE, Override.OFF)
+    assert guard.health().cause == SWITCHED_OFF and "bypass STORE --end" in guard.health().advice
+    guard.override(WRITE, Override.AUTO)
+    assert not guard.health().is_problem
+    guard = guard_of(Troubled(), patient(write=Override.OFF))
+    assert put(guard) == {SetOutcome.ERROR}
+    guard.override(READ, Override.ON)  # so that the guard looks at its breakers
+    clock.ahead_s += CONFIRM_S
+    assert not guard.health().is_problem
+
+
+def test_a_bug_of_a_backend_is_a_cause(guard_of: Callable[..., GuardedBackend]) -> None:
+    store = Troubled()
+    guard = guard_of(store)
+    store.raises = KeyError("a bug")
+    for _ in range(3):
+        put(guard)
+    assert guard.health().cause == "raised_KeyError" and "Report it" in guard.health().advice
+
+
+def test_pages_that_wait_for_room_in_flight_until_their_deadline_are_not_kept() -> None:
+    time_s = [100.0]
+    admission = AdmissionControl(GuardConfig(in_flight=1 << 20), lambda: time_s[0], lambda at_s: None)
+    with admission.enter(Verb.SET, 8, 1 << 20, deadline=1000.0) as call:
+        with pytest.raises(StoreError, match="guard_busy"):
+            admission.enter(Verb.SET, 3, 1 << 20, deadline=99.0)
+        time_s[0] += CONFIRM_S
+        found = admission.health()
+        assert (found.state, found.cause, found.pages) == (HealthState.KEEPS_NOTHING, BUSY, 3)
+        call.result, call.kept = CallResult.GOOD, True
+    assert admission.health().state is HealthState.WORKING, "the call in flight has kept its pages"
+
+
+def test_pages_that_all_fail_verification_stop_reads_and_writes(guard_of: Callable[..., GuardedBackend]) -> None:
+    store, keys = Troubled(), make_keys(4)
+    other = FrameCodec(CODEC.namespace, CODEC.payload_bytes, mac_keys=[bytes(32)])
+    for key, frame in zip(keys, full_frames(other, keys), strict=True):
+        store.poke(key, bytes(other.seal(key, frame)))
+    guard = guard_of(store, patient(damage_pages=2, damage_backoff=LONG_S))
+    guard.batch_get(keys, empty_frames(CODEC, 4), deadline=soon())
+    found = guard.health()
+    assert (found.state, found.cause) == (HealthState.KEEPS_NOTHING, "damage") and "integrity" in found.advice
+
+
+@pytest.mark.parametrize("kind", sorted({*ErrorKind, "ENOSPC", "EACCES", "never heard of"}))
+def test_every_cause_has_words_and_an_advice(kind: str) -> None:
+    found = problem(HealthState.KEEPS_NOTHING, 0.0, kind)
+    assert found.what and found.advice and "{" not in found.what + found.advice
+
+
+def test_a_file_store_names_its_floor_and_the_free_space(
+    guard_of: Callable[..., GuardedBackend], clock: Clock, tmp_path: Path
+) -> None:
+    options = FileStorageOptions(path=tmp_path / "store", free_space_floor=900 << 40)
+    guard = guard_of(FileBackend(CODEC, options))
+    assert put(guard) == {SetOutcome.REJECTED}
+    clock.ahead_s += CONFIRM_S
+    (leaf,) = leaf_statistics(guard)
+    assert "free_space_floor is 900.0 TiB" in leaf.health.what and "GiB free" in leaf.health.what
+
+
+# News for the log
+
+
+def test_the_log_hears_of_a_problem_once_and_of_its_end_once() -> None:
+    woken: list[float] = []
+    watch = HealthWatch(woken.append)
+    watch.kept_nothing(2, REJECTED, "", 100.0)
+    assert woken == [100.0 + CONFIRM_S]
+    assert watch.news({}, 101.0) == (None, 100.0 + CONFIRM_S)
+    found, next_s = watch.news({}, 100.0 + CONFIRM_S)
+    assert found is not None and found.state is HealthState.KEEPS_NOTHING and next_s == math.inf
+    assert watch.news({}, 200.0) == (None, math.inf)
+    watch.kept(300.0)
+    assert woken[-1] == 300.0
+    ended, _ = watch.news({}, 300.0)
+    assert ended is not None and not ended.is_problem
+    assert watch.news({}, 301.0) == (None, math.inf)
+
+
+def test_the_log_does_not_hear_of_a_moment() -> None:
+    watch = HealthWatch(lambda at_s: None)
+    watch.kept_nothing(2, REJECTED, "", 100.0)
+    watch.kept(101.0)
+    assert watch.news({}, 101.0) == (None, math.inf)
+    off = {WRITE: (200.0, "error")}
+    assert watch.news(off, 201.0) == (None, 200.0 + CONFIRM_S)
+    assert watch.verdict(off, 201.0).is_problem, "other places show an open breaker at once"
+    assert watch.news({}, 202.0) == (None, math.inf)
+
+
+def test_problems_of_one_store_in_several_namespaces_are_one() -> None:
+    early, late = (problem(HealthState.KEEPS_NOTHING, since_s, REJECTED) for since_s in (5.0, 9.0))
+    other = problem(HealthState.FAILING, 1.0, "dns")
+    found = grouped([("a", "n1", late), ("a", "n2", early), ("b", "n1", StoreHealth(HealthState.WORKING)),
+                     ("a", "n3", other)])  # fmt: skip
+    assert [(one.store, one.namespaces, one.health) for one in found] == [
+        ("a", ("n1", "n2"), early), ("a", ("n3",), other),
+    ]  # fmt: skip
+    assert str(found[1]).startswith("a cannot be read since 1970-01-01T00:00:01Z: the server's name has no address. ")
