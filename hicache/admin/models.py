@@ -84,7 +84,8 @@ class TierStatus(Model):
 
 
 class NamespaceStatus(Model):
-    """An open namespace. `pool_bytes` are its bytes in the daemon's pool, or on L1 and L2 of an embedded cache."""
+    """An open namespace. `pool_bytes` are its bytes in the daemon's pool, or on L1 and L2 of an embedded cache.
+    `store_hits` include pages that one read of a daemon served to several engines."""
 
     namespace: Hex
     label: str

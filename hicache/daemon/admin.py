@@ -239,6 +239,6 @@ def _tiers(found: NodeStatistics) -> list[TierStatus]:
 def _namespace_status(one: NamespaceStatistics) -> NamespaceStatus:
     return NamespaceStatus(
         namespace=one.namespace, label=one.label, weights_epoch=one.weights_epoch, pool_bytes=one.pool_bytes,
-        quota_bytes=one.quota_bytes, pool_hits=one.sharing.pool_hits, store_hits=one.sharing.store_hits,
-        misses=one.sharing.misses,
+        quota_bytes=one.quota_bytes, pool_hits=one.sharing.pool_hits,
+        store_hits=one.sharing.store_hits + one.sharing.shared_reads, misses=one.sharing.misses,
     )  # fmt: skip

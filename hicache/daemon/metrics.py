@@ -118,7 +118,7 @@ NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
                lambda s: {"pool": s.sharing.pool_hits, "store": s.sharing.store_hits,
                           "shared_read": s.sharing.shared_reads, "miss": s.sharing.misses},
                "pool: the daemon's gain over the store alone. shared_read: pages that two engines requested at the "
-               "same time and one read served."),
+               "same time and one read served. miss: looked up and not found, or read in vain."),
     MetricSpec("daemon_shared_writes_total", "Pages not written because another engine was writing them.", (),
                lambda s: s.sharing.shared_writes, "Writes that sharing saved."),
     MetricSpec("daemon_get_pages_total", "Pages that engines requested, by outcome.", ("outcome",),

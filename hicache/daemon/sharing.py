@@ -84,7 +84,7 @@ class SharedStore(Replaceable, Touchable):
     # Lookups
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A page counts if the pool or the store has it."""
+        """See Envelope. A page counts if the pool or the store has it. The pages behind the prefix are misses."""
         there = [*self._pool.has(self._space, keys), False]
         found = there.index(False)
         with self._using() as attached, self._asking():
@@ -96,10 +96,11 @@ class SharedStore(Replaceable, Touchable):
                 found = there.index(False, end)
                 if found == end:  # neither has the next page
                     break
+        self._tally(misses=len(keys) - found)
         return found
 
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Envelope. A page counts if the pool or the store has it."""
+        """See Envelope. A page counts if the pool or the store has it. The others are misses."""
         found = self._pool.has(self._space, keys)
         missing = [position for position, there in enumerate(found) if not there]
         with self._using() as attached, self._asking():
@@ -107,6 +108,7 @@ class SharedStore(Replaceable, Touchable):
                 answers = attached.backend.batch_has([keys[p] for p in missing], deadline=deadline)
                 for position, there in zip(missing, answers, strict=True):
                     found[position] = there
+        self._tally(misses=found.count(False))
         return found
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:

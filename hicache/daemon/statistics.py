@@ -48,7 +48,9 @@ class SharingStatistics:
     """Pages of one namespace by their source, and pages that two clients shared.
 
     `pool_hits` came from the host pool, `store_hits` from a store, `shared_reads` from another client's read in flight.
-    `shared_writes` were not written because another client was writing them.
+    `misses` were looked up and not found, or read in vain. An engine reads the pages that a lookup has found and no
+    others, so each requested page counts once; a prompt that is looked up again counts again. `shared_writes` were not
+    written because another client was writing them.
     """
 
     pool_hits: int

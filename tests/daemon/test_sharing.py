@@ -107,6 +107,32 @@ def join_all(threads: Sequence[threading.Thread]) -> None:
         assert not thread.is_alive(), "a call hangs"
 
 
+def sources(store: SharedStore) -> tuple[int, int, int]:
+    """Return the pages from the pool, from the store, and the misses."""
+    found = store.sharing()
+    return found.pool_hits, found.store_hits, found.misses
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_each_requested_page_counts_once_also_if_only_a_lookup_has_missed_it(has_store: bool) -> None:
+    store = shared(MemoryBackend(CODEC, 1 << 20) if has_store else None)
+    keys = make_keys(10)
+    assert exists(as_store(store), keys) == 0
+    assert sources(store) == (0, 0, 10)
+    store_chain(as_store(store), keys[:4])
+    assert exists(as_store(store), keys) == 4
+    assert load(as_store(store), keys[:4]) == [HIT] * 4
+    assert sources(store) == (4, 0, 16)
+
+
+def test_lookups_of_single_pages_count_the_missing_ones() -> None:
+    store = shared(None)
+    keys = make_keys(3)
+    store_chain(as_store(store), keys[:1])
+    assert store.batch_has(keys, deadline=soon()) == [True, False, False]
+    assert sources(store) == (0, 0, 2)
+
+
 def waiting_pages(store: SharedStore, verb: str = "reads") -> int:
     """Return for how many pages calls wait that other calls move."""
     flights: Flights[object] = getattr(store._attached, verb)
