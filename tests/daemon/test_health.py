@@ -13,13 +13,15 @@ import pytest
 from playwright.sync_api import expect
 
 from hicache.backends.guard.health import CONFIRM_S
+from hicache.devservers import ValkeyServer
+from hicache.devservers.ports import LOOPBACK
 from tests.admin.ctl import Ctl
 from tests.browser import DESK, PHONE, chromium, opened
 from tests.daemon.daemons import Client, Daemon, keys_of, write
 from tests.daemon.test_metrics import parsed
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.servers, pytest.mark.long]
 FLOOR = "free_space_floor is 900.0 TiB"
 KEEPS_NOTHING = "hicache_backend_keeps_nothing"
 
@@ -75,6 +77,48 @@ def test_a_store_without_room_is_named_with_its_reason_wherever_people_look(scra
         wait_for(lambda: "storage full: keeps nothing" in daemon.log)
         assert daemon.log.count("keeps nothing (this began") == 1 and "storage good" not in daemon.log
         look_at_the_page(daemon)
+
+
+def test_a_redis_that_is_dead_when_the_daemon_starts_is_named_until_it_answers_and_when_it_dies_again(
+    scratch: Path,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ValkeyServer())
+        server.kill()
+        options = {"url": f"redis://{LOOPBACK}:{server.port}"}
+        daemon = stack.enter_context(Daemon(scratch, storage={"type": "redis", "options": options}))
+        client = stack.enter_context(contextlib.closing(daemon.client()))
+        client.open()
+        wait_for(lambda: state_and_problem(daemon) == ("degraded", "storage", "not_open"))
+        assert gauges(client) == {"storage": 1.0}
+        shown = Ctl(("--socket", str(daemon.socket))).quick("status").out.splitlines()
+        assert "degraded" in shown[0] and shown[1].startswith("  PROBLEM: storage keeps nothing since 20")
+        assert str(server.port) in shown[1] and "it is opened again by itself" in shown[1]
+        with chromium() as browser, opened(browser, f"http://127.0.0.1:{daemon.port}/") as page:
+            expect(page.locator("#state")).to_have_text("◐ degraded")
+            expect(page.locator("#problems li")).to_contain_text("storage keeps nothing since")
+            expect(page.locator("#guards tr", has_text="storage")).to_contain_text("■ not open")
+        server.start()
+        # The pauses between attempts have grown.
+        wait_for(lambda: daemon.ask("GET", "/readyz") == (200, {"state": "ready"}), timeout_s=90.0)
+        assert gauges(client) == {"redis": 0.0}
+        server.kill()
+        number = itertools.count()
+
+        def store() -> None:
+            assert write(client, keys_of(3, f"chain {next(number)}"))[1]["outcomes"] == ["stored"] * 3, "by the pool"
+
+        wait_for(lambda: state_and_problem(daemon) == ("degraded", "redis", "connection_refused"), store)
+        assert gauges(client) == {"redis": 1.0}
+        server.start()
+        wait_for(lambda: daemon.ask("GET", "/readyz") == (200, {"state": "ready"}))  # the probes find out
+
+
+def state_and_problem(daemon: Daemon) -> tuple[str, str | None, str | None]:
+    """Return the state of the daemon, and the store and cause of its first problem."""
+    answer = daemon.ask("GET", "/readyz")[1]
+    first = (answer.get("problems") or [{}])[0]
+    return answer["state"], first.get("store"), first.get("cause")
 
 
 def look_at_the_page(daemon: Daemon) -> None:
