@@ -407,7 +407,7 @@ class GuardedBackend(Compound, Touchable):
             call.kept = None
         elif SetOutcome.REJECTED in outcomes:
             call.cause = call.cause or REJECTED
-            reason = rejection_of(self._inner) or ""
+            reason = str(self._contain(lambda: rejection_of(self._inner)) or "")
             call.detail = "" if reason == call.cause else reason
 
     def _was_short(self, call: Call) -> bool:

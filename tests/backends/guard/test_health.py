@@ -120,6 +120,25 @@ def test_a_store_that_rejects_every_page_keeps_nothing_since_the_first_of_them(
     assert guard.may_pass(WRITE), "a full store is not a failure"
 
 
+class Speechless(Rejecting):
+    """A store of another package, whose reason is a bug."""
+
+    @property
+    def rejection(self) -> str:
+        raise KeyError("a bug")
+
+
+def test_a_store_that_cannot_say_why_it_rejects_pages_still_only_rejects_them(
+    guard_of: Callable[..., GuardedBackend], clock: Clock
+) -> None:
+    guard = guard_of(Speechless())
+    assert put(guard) == {SetOutcome.REJECTED}
+    clock.ahead_s += CONFIRM_S
+    found = guard.health()
+    assert (found.state, found.cause) == (HealthState.KEEPS_NOTHING, REJECTED)
+    assert guard.statistics().errors == {"raised_KeyError": 1}
+
+
 def test_silence_changes_nothing_and_one_kept_page_ends_it(
     guard_of: Callable[..., GuardedBackend], clock: Clock
 ) -> None:
