@@ -105,7 +105,8 @@ class DaemonConfig(Section):
     namespaces_max: Count = Field(
         default=64, ge=1, le=4096,
         description="Limit of open namespaces, each with its own connections and threads. Beyond it, the least "
-        "recently used one is closed; if all are in use, the engine is rejected.",
+        "recently used one without calls in flight is closed, first one that no engine uses; if all have calls, the "
+        "engine is rejected.",
     )
     connections_max: Count = Field(
         default=512, ge=1, le=65536,
@@ -120,8 +121,8 @@ class DaemonConfig(Section):
     )
     threads: Count = Field(
         default=16, ge=1, le=256,
-        description="Threads that call the stores of one namespace. More serves more engines at once from a slow "
-        "store. A store that hangs blocks only its namespace's threads.",
+        description="Threads that call the stores of one namespace; idle ones end. More serves more engines at once "
+        "from a slow store. A store that hangs blocks only its namespace's threads.",
     )
     request_timeout: PositiveDuration = Field(
         default=60.0, description="The longest deadline of a request; longer ones are shortened."

@@ -42,6 +42,7 @@ from .protocol import (
     MemoryAttached,
     MemoryName,
     NamespaceOpened,
+    NamespaceReleased,
     OpenNamespace,
     Pages,
     SetOutcomes,
@@ -71,6 +72,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 _OCTETS: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 NamespacePath = Annotated[Digest, Path(description="The digest of the namespace.")]
+EngineName = Annotated[str, Query(pattern="^[0-9a-f]{0,32}$", description="The name of the engine.")]
 MemoryPath = Annotated[MemoryName, Path(description="The name of the memory.")]
 
 
@@ -164,14 +166,24 @@ def _add_namespaces(app: FastAPI, node: Node, staging: Staging) -> None:
     threads = ThreadPoolExecutor(_OPENING_THREADS, thread_name_prefix="hicache-opening")
 
     @app.put("/v1/namespaces/{namespace}", tags=["control"], responses=_REFUSALS)
-    async def open_namespace(namespace: NamespacePath, body: OpenNamespace) -> NamespaceOpened:
-        """Open a namespace, or confirm that it is open."""
+    async def open_namespace(namespace: NamespacePath, body: OpenNamespace, engine: EngineName = "") -> NamespaceOpened:
+        """Open a namespace, or confirm that it is open. `engine` is a random name, for the release."""
         deadline = _deadline(node, body.timeout_s)
-        asked = NamespaceRequest(body.payload_bytes, body.weights_epoch, body.label)
+        asked = NamespaceRequest(body.payload_bytes, body.weights_epoch, body.label, engine)
         found = await _on(threads, lambda: node.open(namespace, asked, deadline))
         frame_bytes = found.wire.frame_bytes
         pages_max = staging.piece_max() // frame_bytes
         return NamespaceOpened(frame_bytes=frame_bytes, instance=node.instance, body_pages_max=pages_max)
+
+
+    @app.delete("/v1/namespaces/{namespace}", tags=["control"], responses=_REFUSALS)
+    async def release_namespace(
+        namespace: NamespacePath, engine: EngineName, timeout_s: float = 30.0
+    ) -> NamespaceReleased:
+        """End the use of a namespace by an engine. Without engines the daemon may close its store; the pages stay in
+        the pool and in the store."""
+        await _on(threads, lambda: node.release(namespace, engine, _deadline(node, timeout_s)))
+        return NamespaceReleased(instance=node.instance)
 
 
 def _add_memory(app: FastAPI, node: Node) -> None:

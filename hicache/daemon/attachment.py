@@ -1,8 +1,8 @@
 """Attachment: the storage of a node's namespaces, and the operators' overrides of it.
 
-All namespaces use the same: the configured storage, one store of it, or none (only the pool). Each namespace has a
-background thread, which opens its store and applies changes; nothing else opens stores. An attempt that fails is
-repeated, and until it succeeds the namespace works without a store.
+All namespaces that are not retired have the same: the configured storage, one store of it, or none (only the pool).
+Each namespace has a background thread, which opens and closes its store; nothing else opens stores. An attempt that
+fails is repeated, and until it succeeds the namespace works without a store.
 
 Locking design: `_lock` of the attachment guards the wanted state and the table of openings; `_state` of an opening
 guards its fields. Neither is held for blocking calls, and no lock is taken while `_state` is held. The thread of an
@@ -61,6 +61,13 @@ class Attachment:
         with self._lock:
             self._openings[namespace.digest] = opening
         opening.change()
+
+    def changed(self, namespace: Namespace) -> None:
+        """Close the store of a namespace that is retired now, or open that of one that is used again. Does not block.
+        """
+        opening = self._openings.get(namespace.digest)
+        if opening is not None:
+            opening.change()
 
     def wait(self, namespace: Namespace, deadline: float) -> None:
         """Wait until the first attempt to open the store of a namespace has ended, at most until `deadline`, so that
@@ -136,10 +143,10 @@ class _Opening:
         self._task = BackgroundTask("open", self._attempt, _PATIENCE_S, backoff=self._backoff)
 
     def change(self) -> None:
-        """Apply the wanted state of the attachment now. Does not block."""
+        """Apply the wanted state of attachment and namespace now. Does not block."""
         with self._state:
             self._wanted += 1
-            self.namespace.store.is_awaited = self._attachment.is_attached
+            self.namespace.store.is_awaited = self._is_wanted
         self._backoff.reset()
         self._task.wake()
 
@@ -182,7 +189,7 @@ class _Opening:
         if self._is_stale(number):
             return
         _close(store.replace(None))  # waits for the calls in flight
-        store.is_awaited = self._attachment.is_attached
+        store.is_awaited = self._is_wanted
         if store.is_awaited:
             opened = self._attachment.open(store.codec)
             if self._is_stale(number):  # the store is not wanted any longer, or another thread opened it faster
@@ -192,6 +199,10 @@ class _Opening:
             store.is_awaited = False
         if self._is_closed:  # at the same time, maybe without closing this store
             _close(store.replace(None))
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._attachment.is_attached and not self.namespace.is_retired
 
     def _is_stale(self, number: int) -> bool:
         with self._state:

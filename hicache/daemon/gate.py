@@ -53,7 +53,7 @@ _FOREIGN_HOST = (
 # keys.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,48}")
 # All that `operation_of` returns.
-OPERATIONS = _PROBES | _PAGES | _VERBS | {"open", "attach", "detach", "admin", "other"}
+OPERATIONS = _PROBES | _PAGES | _VERBS | {"open", "close", "attach", "detach", "admin", "other"}
 
 
 def operation_of(method: str, path: str) -> str:
@@ -64,7 +64,9 @@ def operation_of(method: str, path: str) -> str:
         return first if first in _PROBES | _PAGES else "other"
     what = parts[1] if len(parts) > 1 else ""
     if what == "namespaces":
-        return "open" if len(parts) == 3 else parts[3] if len(parts) == 4 and parts[3] in _VERBS else "other"
+        if len(parts) == 3:
+            return "close" if method == "DELETE" else "open"
+        return parts[3] if len(parts) == 4 and parts[3] in _VERBS else "other"
     if what == "memory":
         return "detach" if method == "DELETE" else "attach"
     return "admin" if what == "admin" else "other"

@@ -1,28 +1,37 @@
 """One namespace that engines have opened: its store behind the nine verbs, its wire codec, and its threads.
 
 A call runs on a thread of its namespace, so that a store that hangs blocks only the threads of its own namespace. Calls
-wait for a thread in order of arrival; their deadline starts with the arrival.
+wait for a thread in order of arrival; their deadline starts with the arrival. Threads start when there is work for
+them, and end when they are idle.
 
-Locking design: `_lock` guards `_in_flight` and `last_use_s`. The verbs run on the namespace's own threads.
+Locking design: `_lock` guards `_in_flight`, `_is_closed` and `last_use_s`; the lock of the node guards `_engines` and
+`is_retired`. The verbs run on the namespace's own threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 from ..backends.errors import ErrorKind
 from ..frame import FrameCodec
+from ..supervised import SupervisedPool
 from .pool import PoolSpace
 from .refusal import Refused
 from .sharing import SharedStore
 
 T = TypeVar("T")
+
+# An idle thread ends after this time. Many namespaces may be idle, and a thread starts in some 0.1 ms.
+_LINGER_S = 2.0
+# Engines that are remembered as users of one namespace. If there are more, it is used until it is closed.
+_ENGINES_MAX = 4096
 
 
 class Namespace:
@@ -41,7 +50,28 @@ class Namespace:
         self.last_use_s = time.monotonic()
         self._lock = threading.Lock()
         self._in_flight = 0
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"hicache-{self.digest[:8]}")
+        self.is_retired = False  # its store is closed until an engine uses it again
+        self._is_closed = False
+        self._engines: set[str] = set()
+        self._threads = SupervisedPool[Callable[[], None]](
+            self.digest[:8], threads, handle=lambda call, beat: call(), linger_s=_LINGER_S
+        )
+
+    @property
+    def has_engines(self) -> bool:
+        """True if an engine uses this namespace."""
+        return bool(self._engines)
+
+    def use(self, engine: str) -> bool:
+        """Register an engine, which uses this namespace until it releases it. Return True if the store was closed."""
+        self._engines.add(engine if len(self._engines) < _ENGINES_MAX else "")
+        was_retired, self.is_retired = self.is_retired, False
+        return was_retired
+
+    def release(self, engine: str) -> None:
+        """End the use by an engine; one without a name does not end."""
+        if engine:
+            self._engines.discard(engine)
 
     @property
     def in_flight(self) -> int:
@@ -51,24 +81,40 @@ class Namespace:
     def submit(self, call: Callable[[], T], in_flight_max: int) -> asyncio.Future[T]:
         """Run `call` on a thread of this namespace. Does not wait. Raises Refused (503) if too many calls wait, and for
         a namespace that is closed. REQUIRES: a running event loop."""
+        future: Future[T] = Future()
+        job = functools.partial(_run, future, contextvars.copy_context(), call)
         with self._lock:
+            if self._is_closed:
+                raise Refused(503, ErrorKind.NO_THREAD, "namespace: is being closed; try again", 1)
             if self._in_flight >= in_flight_max:
                 raise Refused(503, ErrorKind.BUSY, "namespace: too many requests wait for its store; try again", 1)
+            self._threads.submit(job)
+            if not self._threads.alive and self._threads.withdraw(job):
+                raise Refused(503, ErrorKind.NO_THREAD, "namespace: no thread can be started; try again", 1)
             self._in_flight += 1
             self.last_use_s = time.monotonic()
-        try:
-            future = self._threads.submit(contextvars.copy_context().run, call)
-        except RuntimeError as error:  # shut down, or out of threads
-            self._done(None)
-            raise Refused(503, ErrorKind.NO_THREAD, "namespace: is closing, or no thread can be started", 1) from error
         future.add_done_callback(self._done)
         return asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Wait for the calls in flight, then close the store. Blocks. Raises BackendError."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Reject further calls, wait for those in flight, then close the store. Blocks. Raises BackendError."""
+        with self._lock:
+            self._is_closed = True
         self.store.close()
+        self._threads.close(0.0)
 
-    def _done(self, _: Future[T] | None) -> None:
+    def _done(self, _: Future[T]) -> None:
         with self._lock:
             self._in_flight -= 1
+
+
+def _run(future: Future[T], context: contextvars.Context, call: Callable[[], T]) -> None:
+    """Make a call with the request ID of its caller, unless the caller has cancelled it."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        answer = context.run(call)
+    except BaseException as error:  # the caller raises it
+        future.set_exception(error)
+    else:
+        future.set_result(answer)

@@ -45,17 +45,20 @@ from .statistics import NamespaceStatistics, NodeState, NodeStatistics, shown_st
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A namespace that was used within this time is not closed to make room for another.
-_IDLE_S = 60.0
+# Open stores of namespaces that no engine uses: engines that restart, such as the ranks of a node, find their stores
+# open and their counts continued, and those of earlier weights are closed soon.
+_IDLE_STORES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRequest:
-    """An engine's description of its namespace, without the digest."""
+    """An engine's description of its namespace, without the digest. `engine` names the engine until it releases the
+    namespace; empty for one that does not release."""
 
     payload_bytes: int
     weights_epoch: int
     label: str
+    engine: str = ""
 
 
 class Node:
@@ -97,16 +100,38 @@ class Node:
                 if found.wire.payload_bytes != request.payload_bytes:
                     detail = f"namespace: is open with pages of {found.wire.payload_bytes} bytes; end its engines first"
                     raise Refused(409, ErrorKind.CONFLICT, detail)
+                with self._changed:
+                    is_closed = found.use(request.engine)
+                if is_closed:
+                    self.storage.changed(found)
+                self._wait_for_store(found, deadline)
                 return found
             self._make_room(deadline)
             made = self._open(bytes.fromhex(digest), request)
-            began_s = time.monotonic()
-            self.storage.wait(made, began_s + (deadline - began_s) / 2)  # calls of others wait, too
+            self._wait_for_store(made, deadline)  # calls of others wait, too
             with self._changed:
                 self._namespaces[digest] = made
             logger.info("namespace %s (%s): opened, pages of %s", digest[:8], made.label or "no label",
                         format_size(made.wire.frame_bytes))  # fmt: skip
             return made
+
+    def _wait_for_store(self, namespace: Namespace, deadline: float) -> None:
+        began_s = time.monotonic()
+        self.storage.wait(namespace, began_s + (deadline - began_s) / 2)
+
+    def release(self, digest: str, engine: str, deadline: float) -> None:
+        """End the use of a namespace by an engine. Of the namespaces that no engine uses, only the most recently used
+        ones keep their stores; those of the others are closed in the background, and their pages stay in the pool.
+        Raises Refused (404) for a namespace that is not open."""
+        with self._turn(digest, deadline), self._changed:
+            self.find(digest).release(engine)
+            idle = [one for one in self._namespaces.values() if not one.has_engines]
+            idle.sort(key=lambda one: one.last_use_s)
+            retired = [one for one in idle[:-_IDLE_STORES_MAX] if not one.is_retired]
+            for namespace in retired:
+                namespace.is_retired = True
+        for namespace in retired:
+            self.storage.changed(namespace)
 
     def find(self, digest: str) -> Namespace:
         """Return an open namespace. Does not block. Raises Refused (404)."""
@@ -198,6 +223,7 @@ class Node:
         space = store.pages.space
         self.pool.set_quota(space, self.quotas.get(digest.hex()))
         made = Namespace(wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads)
+        made.use(request.engine)
         self.storage.joined(made)
         return made
 
@@ -225,15 +251,15 @@ class Node:
         )
 
     def _make_room(self, deadline: float) -> None:
-        """Close the least recently used namespace if there are too many. Raises Refused if all are in use."""
+        """Close the least recently used namespace without calls in flight if there are too many, first one without
+        engines. Raises Refused if all have calls."""
         with self._changed:
             if len(self._namespaces) < self.config.daemon.namespaces_max:
                 return
-            idle_since_s = time.monotonic() - _IDLE_S
-            idle = [one for one in self._namespaces.values() if not one.in_flight and one.last_use_s < idle_since_s]
+            idle = [one for one in self._namespaces.values() if not one.in_flight]
             if not idle:
                 raise Refused(503, ErrorKind.BUSY, "namespace: too many are in use; raise daemon.namespaces_max", 10)
-            oldest = min(idle, key=lambda one: one.last_use_s)
+            oldest = min(idle, key=lambda one: (one.has_engines, one.last_use_s))
             del self._namespaces[oldest.digest]
         self._close(oldest)
 

@@ -68,6 +68,12 @@ class NamespaceOpened(BaseModel):
     body_pages_max: int
 
 
+class NamespaceReleased(BaseModel):
+    """The daemon no longer counts the engine as a user of the namespace."""
+
+    instance: str
+
+
 class AttachMemory(_Body):
     """The memory of an engine. `device` and `inode` identify the file that the engine has open; without them the daemon
     creates it, for pages whose shape has the digest `shape`."""

@@ -297,11 +297,14 @@ def test_a_client_that_dies_during_a_request_leaves_no_connection_and_no_request
     assert "Traceback" not in daemon.log
 
 
-def test_a_new_namespace_over_the_limit_is_rejected(start: Callable[..., Daemon]) -> None:
+def test_a_new_namespace_over_the_limit_replaces_the_least_recently_used_one(start: Callable[..., Daemon]) -> None:
     daemon = start({"namespaces_max": 2})
+    names = [f"{number:064x}" for number in range(3)]
     with contextlib.closing(daemon.client()) as client:
-        assert [client.open(f"{number:064x}")[0] for number in range(3)] == [200, 200, 503]
-        assert client.open(f"{1:064x}")[0] == 200
+        assert [client.open(name)[0] for name in names[:2]] == [200, 200]
+        assert client.verb("exists", names[0], keys=keys_of(1))[0] == 200
+        assert client.open(names[2])[0] == 200
+        assert [client.verb("exists", name, keys=keys_of(1))[0] for name in names] == [200, 404, 200]
 
 
 def test_shared_memory_over_the_limit_is_rejected(start: Callable[..., Daemon], memory: EngineMemory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -151,6 +152,34 @@ def test_a_store_that_opens_after_its_namespace_was_closed_is_closed(
     node.close(soon(0.1))
     opener.gate.set()
     wait_for(lambda: len(opener.opened) == 1 and _is_closed(opener.opened[0]))
+
+
+def test_at_the_limit_a_namespace_with_calls_in_flight_is_not_closed(
+    make: Callable[..., tuple[Node, Opener]],
+) -> None:
+    node, _ = make(namespaces_max=2)
+    ends = threading.Event()
+    busy, used = opened(node), opened(node, b"u" * 32)
+
+    async def serve() -> None:
+        calls = [namespace.submit(lambda: ends.wait(WAIT_S), 8) for namespace in (busy, used)]
+        with pytest.raises(Refused, match="too many are in use"):
+            await asyncio.to_thread(opened, node, b"f" * 32)
+        ends.set()
+        await asyncio.gather(*calls)
+        await asyncio.to_thread(opened, node, b"f" * 32)
+
+    asyncio.run(serve())
+    assert [namespace.digest for namespace in node.namespaces()] == [used.digest, (b"f" * 32).hex()]
+
+
+def test_at_the_limit_a_namespace_without_engines_gives_way_first(make: Callable[..., tuple[Node, Opener]]) -> None:
+    node, _ = make(namespaces_max=2)
+    for digest, engine in ((b"a" * 32, ""), (b"b" * 32, "b0")):
+        node.open(digest.hex(), NamespaceRequest(5000, 0, "", engine), soon())
+    node.release((b"b" * 32).hex(), "b0", soon())
+    opened(node, b"c" * 32)
+    assert [namespace.digest for namespace in node.namespaces()] == [(b"a" * 32).hex(), (b"c" * 32).hex()]
 
 
 def _is_closed(store: StorageBackend) -> bool:

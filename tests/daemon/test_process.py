@@ -123,12 +123,16 @@ def test_a_reload_changes_tokens_limits_and_overrides_and_logs_the_other_entries
         assert "changed: daemon.namespaces_max, storage.guard.read" in daemon.log
         assert client.call("PUT", target, body, TOKEN)[0] == 401
         assert client.call("PUT", target, body, "another-token")[0] == 200
-        assert local.open("cd" * 32)[0] == 503
         answer = local.verb("exists", keys=keys_of(1))[1]
         assert answer["pages"] == 0 and answer["errors"]
         daemon.configure({"token_file": str(token), "pool": 0})
         daemon.signal(signal.SIGHUP)
         wait_for(lambda: local.verb("exists", keys=keys_of(1))[1]["pages"] == 1)
+        daemon.configure({"token_file": str(token), "pool": 0, "namespaces_max": 1})
+        daemon.signal(signal.SIGHUP)
+        wait_for(lambda: daemon.log.count("changed: daemon.namespaces_max") == 3)
+        assert local.open("cd" * 32)[0] == 200
+        assert [one["namespace"] for one in daemon.status()["namespaces"]] == ["cd" * 32]
     assert "another-token" not in daemon.log
 
 

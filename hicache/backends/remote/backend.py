@@ -12,7 +12,9 @@ daemon until it has answered, or `SharedFrames.fence` has returned.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +44,8 @@ KEYS_MAX = 8192
 # Bytes of page bodies in one request: large enough to amortize its cost, small enough for several connections.
 _BODY_BYTES = 32 << 20
 _OPEN_S = 30.0
+# A daemon that does not answer the release of a namespace in this time is left without it.
+_LEAVE_S = 1.0
 # Counting a namespace may require a listing of its store.
 _USAGE_S = 60.0
 
@@ -65,6 +69,7 @@ class RemoteBackend(Touchable):
             )
         self._client = DaemonClient(open_access(options))
         self._path = f"/v1/namespaces/{codec.namespace.hex()}"
+        self._as_engine = f"{self._path}?engine={secrets.token_hex(8)}"
         self._memories: tuple[SharedFrames, ...] = ()
         self._body_pages_max = 1
         try:
@@ -194,9 +199,11 @@ class RemoteBackend(Touchable):
         return Usage(number_of(answer, "pages"), number_of(answer, "bytes"), capacity)
 
     def shut(self) -> None:
-        """See Envelope."""
+        """See Envelope. Releases the namespace, so that the daemon may close its store after the last engine."""
         for shared in self._memories:
             shared.detach()
+        with contextlib.suppress(StoreError):
+            self._client.call("DELETE", self._as_engine, deadline=time.monotonic() + _LEAVE_S)
         self._pool.close()
         self._client.close()
 
@@ -208,7 +215,7 @@ class RemoteBackend(Touchable):
         fields = {
             "payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label,
         }  # fmt: skip
-        answer = self._client.call("PUT", self._path, fields, deadline=min(deadline, time.monotonic() + _OPEN_S))
+        answer = self._client.call("PUT", self._as_engine, fields, deadline=min(deadline, time.monotonic() + _OPEN_S))
         if answer.get("frame_bytes") != codec.frame_bytes:
             raise StoreError(ErrorKind.PROTOCOL, "the daemon has frames of another size")
         self._body_pages_max = max(1, min(number_of(answer, "body_pages_max"), _BODY_BYTES // codec.frame_bytes))
