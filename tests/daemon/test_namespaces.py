@@ -75,7 +75,7 @@ def test_many_weight_updates_keep_storage_and_neither_threads_nor_descriptors(
     assert load(as_store(backend), keys) == [HIT] * 3
     wait_for(lambda: daemon.resources().threads <= before.threads + SLACK)
     wait_for(lambda: daemon.resources().descriptors <= before.descriptors + SLACK)
-    assert sum(stores(daemon)) <= 9
+    wait_for(lambda: sum(stores(daemon)) <= 9)
 
 
 @pytest.mark.long
