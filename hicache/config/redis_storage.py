@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from ..units import GIB, KIB, Count, PositiveDuration, PositiveSize, TierSize
 from .addresses import check_host, split_address, split_url
 from .guard import GuardConfig
-from .section import VARIABLE_PATTERN, FileSystemPath, Section
+from .section import VARIABLE_PATTERN, FileSystemPath, Section, ServerOptions
 
 _PLACES = ("url", "unix_socket", "cluster", "sentinels")
 PORT = 6379
@@ -22,7 +22,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Servers = Annotated[list[str], Field(min_length=1, max_length=64)]
 
 
-class RedisStorageOptions(Section):
+class RedisStorageOptions(ServerOptions):
     """Options of the `redis` backend: one string per page on Redis (6.2 or later) or Valkey servers. Set exactly one of
     `url`, `unix_socket`, `cluster` and `sentinels`."""
 

@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 from ..units import Count, PositiveDuration
 from .addresses import HTTP_PORTS, is_loopback, split_url
 from .guard import GuardConfig
-from .section import VARIABLE_PATTERN, FileSystemPath, Section
+from .section import VARIABLE_PATTERN, FileSystemPath, Section, ServerOptions
 
 
-class RemoteStorageOptions(Section):
+class RemoteStorageOptions(ServerOptions):
     """Options of the `remote` backend: a daemon, started with `hicache serve`, that stores the pages. On this host the
     engine uses its Unix socket, and the daemon reads and writes shared host memory (`host.shared`) itself."""
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ..units import Count, PositiveDuration, TierSize
 from .addresses import HTTP_PORTS, PROXY_PORTS, split_url
 from .guard import GuardConfig
-from .section import VARIABLE_PATTERN, FileSystemPath, Section
+from .section import VARIABLE_PATTERN, FileSystemPath, Section, ServerOptions
 
 # Checked with the whole section, whose errors do not quote values: a user may have set a secret instead of a name.
 _VARIABLE = re.compile(VARIABLE_PATTERN)
@@ -35,7 +35,7 @@ def check_region(text: str) -> str:
     return text
 
 
-class S3StorageOptions(Section):
+class S3StorageOptions(ServerOptions):
     """Options of the `s3` backend: one object per page in a bucket of AWS or of any store with the same API."""
 
     bucket: str = Field(

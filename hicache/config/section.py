@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ConfigError
-from ..units import refuse_bool
+from ..units import PositiveDuration, refuse_bool
 from .files import expanded
 from .wording import problems_of
 
@@ -77,6 +77,16 @@ class Section(BaseModel):
             if len(given) > 1:
                 raise ValueError(f"set at most one of {', '.join(names)}, not {' and '.join(given)}")
         return self
+
+
+class ServerOptions(Section):
+    """Options of every store on servers."""
+
+    open_timeout: PositiveDuration = Field(
+        default=5.0, ge=0.01, le=3600,
+        description="Time limit for opening the store. Shorter continues sooner beside a server that accepts "
+        "connections and does not answer; longer tolerates a slow or distant one.",
+    )
 
 
 def build(section: type[S], entries: Mapping[str, object], where: str) -> S:

@@ -37,7 +37,7 @@ from .usage import listed, measure
 
 # The maximum length of a Redis string; no server setting raises it.
 PAGE_MAX_BYTES = 512 << 20
-# Opening the store, and measuring its usage, may take this many times `timeout`.
+# Measuring the usage may take this many times `timeout`.
 _PATIENCE_TIMEOUTS = 8
 # The nodes of a cluster share the threads of a batch: with more nodes than this, some wait for others.
 _THREADS_MAX = 16
@@ -52,7 +52,7 @@ def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Acces
     access = open_access(options)
     connector = Connector(access)
     pools = Pools(connector, options.connections)
-    deadline = time.monotonic() + _PATIENCE_TIMEOUTS * options.timeout
+    deadline = time.monotonic() + options.open_timeout
     where = access.where
     with contextlib.ExitStack() as undo:
         undo.callback(pools.close)
@@ -97,7 +97,7 @@ class RedisBackend(PageStore[StoredValue], Touchable):
 
     A server does not report evictions, so `evicted_pages` stays 0.
 
-    The constructor connects and blocks for at most a few times `timeout`. It raises BackendUnavailable if a server
+    The constructor connects and blocks for at most `open_timeout`. It raises BackendUnavailable if a server
     cannot be found, reached, logged in to or used; ConfigError if a server runs in a different mode, or a secret or
     file cannot be read; InvalidInput if pages are too long for a Redis string. Open it after a fork, not before:
     connections cannot be shared between processes, and threads do not survive a fork.

@@ -13,6 +13,7 @@ daemon until it has answered, or `SharedFrames.fence` has returned.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -43,7 +44,8 @@ T = TypeVar("T")
 KEYS_MAX = 8192
 # Bytes of page bodies in one request: large enough to amortize its cost, small enough for several connections.
 _BODY_BYTES = 32 << 20
-_OPEN_S = 30.0
+# Mapping the memory of a large engine takes the daemon seconds.
+_ATTACH_S = 30.0
 # A daemon that does not answer the release of a namespace in this time is left without it.
 _LEAVE_S = 1.0
 # Counting a namespace may require a listing of its store.
@@ -56,7 +58,8 @@ class RemoteBackend(Touchable):
 
     Pages are sent as plain frames with a checksum; the daemon's configuration determines how they are stored. The
     constructor raises ConfigError for a codec with another tag, a key or compression, and for an unreadable secret;
-    BackendUnavailable if no daemon answers, BackendError if it rejects this client. Blocks for one request.
+    BackendUnavailable if no daemon answers, BackendError if it rejects this client. Blocks for one request, at most for
+    `open_timeout`.
     """
 
     def __init__(self, codec: FrameCodec, options: RemoteStorageOptions) -> None:
@@ -73,7 +76,7 @@ class RemoteBackend(Touchable):
         self._memories: tuple[SharedFrames, ...] = ()
         self._body_pages_max = 1
         try:
-            self._open_namespace(time.monotonic() + _OPEN_S)
+            self._open_namespace(math.inf)
         except StoreError as error:
             self._client.close()
             access = self._client.access
@@ -92,7 +95,7 @@ class RemoteBackend(Touchable):
             return  # the daemon is on another host, or cannot open the memory by its name
         shared = SharedFrames(found[0], self._client)
         try:
-            shared.attach(time.monotonic() + _OPEN_S)
+            shared.attach(time.monotonic() + _ATTACH_S)
         except StoreError as error:
             self.count(error.kind)
         self._memories += (shared,)
@@ -210,12 +213,12 @@ class RemoteBackend(Touchable):
     # Requests
 
     def _open_namespace(self, deadline: float) -> None:
-        """Register this namespace with the daemon. Raises StoreError."""
-        codec = self.codec
+        """Register this namespace with the daemon, within `open_timeout`. Raises StoreError."""
+        codec, deadline = self.codec, min(deadline, time.monotonic() + self.options.open_timeout)
         fields = {
             "payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label,
         }  # fmt: skip
-        answer = self._client.call("PUT", self._as_engine, fields, deadline=min(deadline, time.monotonic() + _OPEN_S))
+        answer = self._client.call("PUT", self._as_engine, fields, deadline=deadline)
         if answer.get("frame_bytes") != codec.frame_bytes:
             raise StoreError(ErrorKind.PROTOCOL, "the daemon has frames of another size")
         self._body_pages_max = max(1, min(number_of(answer, "body_pages_max"), _BODY_BYTES // codec.frame_bytes))

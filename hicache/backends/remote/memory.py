@@ -22,6 +22,7 @@ def create_memory(options: RemoteStorageOptions, name: str, shape: bytes, payloa
     client = DaemonClient(open_access(options))
     asked = {"frame_bytes": frame_bytes(payload_bytes), "pages": pages, "shape": shape.hex()}
     try:
+        client.call("GET", "/livez", deadline=time.monotonic() + options.open_timeout)  # it does not hang
         client.call("PUT", f"/v1/memory/{name}", asked, deadline=time.monotonic() + _CREATE_S)
     except StoreError as error:
         kind = BackendError if isinstance(error, Refused) else BackendUnavailable

@@ -77,7 +77,7 @@ class Objects:
         self._prefix = options.prefix
         self._is_conditional = True
         try:
-            deadline = time.monotonic() + options.connect_timeout + options.timeout
+            deadline = time.monotonic() + options.open_timeout
             self.client.list(options.prefix, None, 1, deadline=deadline)
         except StoreError as error:
             self.client.close()

@@ -1,0 +1,85 @@
+"""Opening a store over a server that accepts connections and never answers ends at `open_timeout`."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.registry import open_backend
+from hicache.backends.remote.memory import create_memory
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES
+from hicache.config.remote_storage import RemoteStorageOptions
+from hicache.devservers.ports import LOOPBACK
+from hicache.errors import BackendUnavailable
+from hicache.frame import FrameCodec
+
+CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+# Below the limits that would end the attempts otherwise: 30 s and 60 s.
+ENDS_S = 20.0
+# Only `open_timeout` can end an attempt in time.
+LONG = {"timeout": 60}
+
+
+@pytest.fixture
+def silent(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Any]:
+    """A server that never answers: the path of its Unix socket, or its TCP port."""
+    folder = scratch / "run"
+    folder.mkdir(mode=0o700)
+    path = folder / "daemon.sock"
+    with contextlib.closing(socket.socket(socket.AF_UNIX if request.param == "unix" else socket.AF_INET)) as listener:
+        listener.bind(str(path) if request.param == "unix" else (LOOPBACK, 0))
+        listener.listen(16)
+        yield path if request.param == "unix" else listener.getsockname()[1]
+
+
+def options_of(kind: str, silent: Any) -> dict[str, Any]:
+    is_unix = isinstance(silent, Path)
+    if kind == "redis":
+        return LONG | ({"unix_socket": str(silent)} if is_unix else {"url": f"redis://{LOOPBACK}:{silent}"})
+    if kind == "remote":
+        return LONG | ({"socket": str(silent)} if is_unix else {"url": f"http://{LOOPBACK}:{silent}"})
+    if kind == "mooncake":
+        return {"master": f"{LOOPBACK}:{silent}"}
+    return LONG | {
+        "bucket": "pages", "endpoint_url": f"http://{LOOPBACK}:{silent}", "region": "us-east-1",
+        "connect_timeout": 60, "client": kind, "access_key_env": "TEST_ACCESS", "secret_key_env": "TEST_SECRET",
+    }  # fmt: skip
+
+
+def fails_in_time(opening: Callable[[], object]) -> bool:
+    """Return True if `opening` raises BackendUnavailable within ENDS_S."""
+    failed = threading.Event()
+
+    def attempt() -> None:
+        with pytest.raises(BackendUnavailable):
+            opening()
+        failed.set()
+
+    threading.Thread(target=attempt, daemon=True).start()
+    return failed.wait(ENDS_S)
+
+
+@pytest.mark.parametrize(("kind", "silent"), [
+    ("redis", "tcp"), ("redis", "unix"), ("remote", "tcp"), ("remote", "unix"), ("direct", "tcp"), ("boto3", "tcp"),
+    ("mooncake", "tcp"),
+], indirect=["silent"])  # fmt: skip
+def test_opening_a_store_on_a_silent_server_ends_at_the_time_limit(
+    silent: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_ACCESS", "access")
+    monkeypatch.setenv("TEST_SECRET", "secret")
+    options = options_of(kind, silent) | {"open_timeout": 0.3}
+    name = "s3" if kind in ("direct", "boto3") else kind
+    assert fails_in_time(lambda: open_backend(name, CODEC, options))
+
+
+@pytest.mark.parametrize("silent", ["tcp", "unix"], indirect=True)
+def test_creating_memory_at_a_silent_daemon_ends_at_the_time_limit(silent: Any) -> None:
+    options = RemoteStorageOptions(**options_of("remote", silent), open_timeout=0.3)
+    assert fails_in_time(lambda: create_memory(options, "test-silent", bytes(32), PAYLOAD_BYTES, 4))
