@@ -184,12 +184,11 @@ HEALTH = (
 
 DAEMON = (
     Panel("Pages, by source", "Pages that engines requested, by source: the host pool, a store, another engine's read "
-          "in flight, or a miss.", "ops", ((rate("daemon_pages_total", "source"),
-          "{{instance}} {{source}}"),), stacked=True),
+          "in flight, or a miss: looked up and not found, or read in vain.", "ops",
+          ((rate("daemon_pages_total", "source"), "{{instance}} {{source}}"),), stacked=True),
     Panel("Transfers with engines", "Bytes of frames sent to engines and received from them.", "Bps",
           ((rate("daemon_transferred_bytes_total", "direction"), "{{instance}} {{direction}}"),)),
-    Panel("Requests", "Answers by operation and class of status. 5xx: back-pressure, or a store that cannot be "
-          "opened.", "reqps",
+    Panel("Requests", "Answers by operation and class of status. 5xx: back-pressure.", "reqps",
           ((rate("daemon_requests_total", "operation", "status") + " > 0", "{{instance}} {{operation}} {{status}}"),)),
     Panel("Request time, p50", "Median time of answers, from the head of the request on.", "s",
           ((quantile(0.5, "daemon_request_seconds", "operation"), "{{instance}} {{operation}}"),)),

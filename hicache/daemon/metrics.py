@@ -73,8 +73,8 @@ DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
     MetricSpec("daemon_in_flight_requests", "Requests that are not yet answered.", (), lambda n: n.in_flight_requests,
                "At daemon.requests_max further ones are rejected. Steadily high: the stores are slow."),
     MetricSpec("daemon_requests_total", "Answers by operation and class of status.", ("operation", "status"), _requests,
-               "5xx of a verb: back-pressure, or a namespace whose store cannot be opened; see the log. 4xx: a client "
-               "has no token, has another version, or is not a HiCache client."),
+               "5xx of a verb: back-pressure; see daemon_refused_requests_total. 4xx: a client has no token, "
+               "has another version, or is not a HiCache client."),
     MetricSpec("daemon_request_seconds", "Time of answers, from the head of the request.", ("operation",),
                lambda n: {operation: n.latency.get(operation, _NEVER) for operation in OPERATIONS},
                "The difference from backend_call_seconds is the daemon's share. get and set include the store's time.",

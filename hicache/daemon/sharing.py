@@ -231,7 +231,8 @@ class _Read:
         try:
             self._copy_pooled({first[key]: page for key, page in pooled.items() if page is not None})
             if self._inner is None:
-                self._outcomes.update(dict.fromkeys(self._unpooled, GetOutcome.MISS))
+                for key in self._unpooled:
+                    self._settle(first[key], GetOutcome.MISS, "")
             else:
                 self._lead(self._inner, leads)
                 self._follow(self._inner)

@@ -125,6 +125,17 @@ def test_each_requested_page_counts_once_also_if_only_a_lookup_has_missed_it(has
     assert sources(store) == (4, 0, 16)
 
 
+@pytest.mark.parametrize("has_store", [True, False], ids=["store", "no-store"])
+def test_a_page_that_is_removed_between_its_lookup_and_its_read_is_a_miss(has_store: bool) -> None:
+    store = shared(MemoryBackend(CODEC, 1 << 20) if has_store else None)
+    keys = make_keys(4)
+    store_chain(as_store(store), keys)
+    assert exists(as_store(store), keys) == 4
+    store.delete(keys[3:], deadline=soon())
+    assert load(as_store(store), keys) == [HIT] * 3 + [MISS]
+    assert sources(store) == (3, 0, 1)
+
+
 def test_lookups_of_single_pages_count_the_missing_ones() -> None:
     store = shared(None)
     keys = make_keys(3)

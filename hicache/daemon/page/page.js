@@ -309,7 +309,7 @@ const asked = (column) => sum(HIT_SERIES.map(([, name]) => column[name])) + colu
 const rate = (name) => (column) => column.seconds ? column[name] / column.seconds : 0;
 const perSecond = (value) => `${bytes(value)}/s`;
 const CHARTS = [
-  {id: "hits", unit: percent, stacked: true, ceiling: () => 1, gap: (column) => !asked(column), empty: "No page was requested in this time.",
+  {id: "hits", unit: percent, stacked: true, ceiling: () => 1, gap: (column) => !asked(column), empty: "No page was read or missed in this time.",
     series: HIT_SERIES.map(([label, name]) => [label, (column) => column[name] / asked(column)]), rest: "Missed",
     figure: (found) => `${percent(1 - sum(found.map((column) => column.missed_pages)) / sum(found.map(asked)))} of ${count(sum(found.map(asked)))} pages`},
   {id: "engines", unit: perSecond, series: [["to engines", rate("sent_bytes")], ["from engines", rate("received_bytes")]]},
@@ -398,7 +398,7 @@ function render(chart) {
   chart.shown = shown;
   chart.nearest = (at) => shown.reduce((best, column, place) => Math.abs(x(column) - at) < Math.abs(x(shown[best]) - at) ? place : best, 0);
   const reading = (at) => {
-    if (chart.gap?.(shown[at])) return "no page was requested";
+    if (chart.gap?.(shown[at])) return "no page was read or missed";
     const parts = chart.series.map(([label], place) => `${label} ${unit(values[place][at])}`);
     return [...parts, ...(chart.rest ? [`${chart.rest} ${unit(1 - sum(values.map((of) => of[at])))}`] : [])].join(", ");
   };
