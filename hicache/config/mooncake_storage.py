@@ -7,10 +7,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from ..units import GIB, MIB, Duration, PositiveDuration, PositiveSize, Size
+from ..units import GIB, MIB, Duration, PositiveSize, Size
 from .addresses import HTTP_PORTS, check_host, split_address, split_url
 from .guard import GuardConfig
-from .section import Section, ServerOptions
+from .section import Section
 
 _METADATA_PORTS = {**HTTP_PORTS, "etcd": 2379, "redis": 6379}
 
@@ -34,7 +34,7 @@ def _check_metadata(text: str) -> str:
 Address: TypeAlias = Annotated[str, Field(max_length=300), AfterValidator(_check_address)]
 
 
-class MooncakeStorageOptions(ServerOptions):
+class MooncakeStorageOptions(Section):
     """Options of the `mooncake` backend: pages in the memory of many nodes."""
 
     master: Address = Field(
@@ -81,11 +81,6 @@ class MooncakeStorageOptions(ServerOptions):
     staging: PositiveSize = Field(
         default=64 * MIB,
         description="Buffer for pages that are not in registered memory. More allows more pages in flight.",
-    )
-    open_timeout: PositiveDuration = Field(
-        default=30.0, ge=0.01, le=3600,
-        description="Time limit for opening the store. The library makes four attempts to find the master, a second "
-        "apart, and cannot be interrupted: an attempt that takes longer keeps a thread until it ends.",
     )
     timeout: Duration = Field(
         default=2.0, gt=0, le=60,

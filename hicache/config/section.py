@@ -80,7 +80,7 @@ class Section(BaseModel):
 
 
 class ServerOptions(Section):
-    """Options of every store on servers."""
+    """Options of the stores whose opening can be bounded: those on servers, except Mooncake (see its page)."""
 
     open_timeout: PositiveDuration = Field(
         default=5.0, ge=0.01, le=3600,

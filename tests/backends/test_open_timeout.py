@@ -44,8 +44,6 @@ def options_of(kind: str, silent: Any) -> dict[str, Any]:
         return LONG | ({"unix_socket": str(silent)} if is_unix else {"url": f"redis://{LOOPBACK}:{silent}"})
     if kind == "remote":
         return LONG | ({"socket": str(silent)} if is_unix else {"url": f"http://{LOOPBACK}:{silent}"})
-    if kind == "mooncake":
-        return {"master": f"{LOOPBACK}:{silent}"}
     return LONG | {
         "bucket": "pages", "endpoint_url": f"http://{LOOPBACK}:{silent}", "region": "us-east-1",
         "connect_timeout": 60, "client": kind, "access_key_env": "TEST_ACCESS", "secret_key_env": "TEST_SECRET",
@@ -67,7 +65,6 @@ def fails_in_time(opening: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize(("kind", "silent"), [
     ("redis", "tcp"), ("redis", "unix"), ("remote", "tcp"), ("remote", "unix"), ("direct", "tcp"), ("boto3", "tcp"),
-    ("mooncake", "tcp"),
 ], indirect=["silent"])  # fmt: skip
 def test_opening_a_store_on_a_silent_server_ends_at_the_time_limit(
     silent: Any, kind: str, monkeypatch: pytest.MonkeyPatch

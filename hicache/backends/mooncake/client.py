@@ -24,6 +24,8 @@ from ...supervised import LINGER_S, NoThread, SupervisedPool
 from ..system_libraries import MOONCAKE_LIBRARIES, preload
 from . import codes
 
+# The time limit of one attempt to find the master: four connection attempts a second apart, or one unanswered request.
+_SETUP_S = 30.0
 # Concurrent library calls: as many as storage workers have in flight at usual settings, plus some that hang.
 THREADS_MAX = 16
 # How long a verb waits for a call after its deadline: the library's own limits end then too.
@@ -105,7 +107,7 @@ class Client:
         setup = self._setup(options)
         # If the library hangs during setup, this process loses one thread.
         try:
-            done = pool.call(lambda: [setup()], time.monotonic() + options.open_timeout)
+            done = pool.call(lambda: [setup()], time.monotonic() + _SETUP_S)
         except NoThread as error:
             raise BackendUnavailable(f"mooncake store: {error}") from None
         if done != [codes.OK]:
