@@ -175,7 +175,6 @@ def _add_namespaces(app: FastAPI, node: Node, staging: Staging) -> None:
         pages_max = staging.piece_max() // frame_bytes
         return NamespaceOpened(frame_bytes=frame_bytes, instance=node.instance, body_pages_max=pages_max)
 
-
     @app.delete("/v1/namespaces/{namespace}", tags=["control"], responses=_REFUSALS)
     async def release_namespace(
         namespace: NamespacePath, engine: EngineName, timeout_s: float = 30.0
