@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "password": lambda path: read_secret("redis password", None, path, {}),
     "trace": lambda path: list(read_trace(path)),
     "certificates for Redis": lambda path: redis.open_access(RedisStorageOptions(url="rediss://h", tls_ca_file=path)),
-    "certificates for S3": lambda path: open_access(S3StorageOptions(bucket="pages", ca_file=path)),
+    "certificates for S3": lambda path: open_access(S3StorageOptions(bucket="pages", ca_file=path), math.inf),
 }
 
 

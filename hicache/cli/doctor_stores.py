@@ -122,7 +122,7 @@ def _source(variable: str | None, path: Path | None) -> str:
 def _of_s3(name: str, options: S3StorageOptions) -> Iterator[Row]:
     from ..backends.s3.access import open_access  # noqa: PLC0415 - imports botocore
 
-    access = open_access(options)
+    access = open_access(options, time.monotonic() + CALL_S)
     until = ""
     if options.access_key_env is not None or options.credentials_file is not None:
         source = _source(options.access_key_env, options.credentials_file)

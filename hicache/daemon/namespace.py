@@ -79,13 +79,13 @@ class Namespace:
         return self._in_flight
 
     def submit(self, call: Callable[[], T], in_flight_max: int) -> asyncio.Future[T]:
-        """Run `call` on a thread of this namespace. Does not wait. Raises Refused (503) if too many calls wait, and for
-        a namespace that is closed. REQUIRES: a running event loop."""
+        """Run `call` on a thread of this namespace. Does not wait. Raises Refused: 503 if too many calls wait, 404 if
+        it was closed, so that the client opens it again. REQUIRES: a running event loop."""
         future: Future[T] = Future()
         job = functools.partial(_run, future, contextvars.copy_context(), call)
         with self._lock:
             if self._is_closed:
-                raise Refused(503, ErrorKind.NO_THREAD, "namespace: is being closed; try again", 1)
+                raise not_open()
             if self._in_flight >= in_flight_max:
                 raise Refused(503, ErrorKind.BUSY, "namespace: too many requests wait for its store; try again", 1)
             self._threads.submit(job)
@@ -118,3 +118,8 @@ def _run(future: Future[T], context: contextvars.Context, call: Callable[[], T])
         future.set_exception(error)
     else:
         future.set_result(answer)
+
+
+def not_open() -> Refused:
+    """Return the rejection of a call for a namespace that is not open: the client opens it and repeats the call."""
+    return Refused(404, ErrorKind.CLOSED, "namespace: is not open; PUT /v1/namespaces/NS and try again")

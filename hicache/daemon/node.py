@@ -36,7 +36,7 @@ from ..units import format_size
 from .attachment import Attachment
 from .calls import CallCounters
 from .memory import Memories
-from .namespace import Namespace
+from .namespace import Namespace, not_open
 from .pool import PagePool
 from .refusal import Refused
 from .sharing import SharedStore
@@ -137,7 +137,7 @@ class Node:
         """Return an open namespace. Does not block. Raises Refused (404)."""
         found = self._namespaces.get(digest)
         if found is None:
-            raise Refused(404, ErrorKind.CLOSED, "namespace: is not open; PUT /v1/namespaces/NS and try again")
+            raise not_open()
         return found
 
     async def call(self, namespace: Namespace, verb: Callable[[], T]) -> tuple[T, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -80,3 +81,18 @@ def test_opening_a_store_on_a_silent_server_ends_at_the_time_limit(
 def test_creating_memory_at_a_silent_daemon_ends_at_the_time_limit(silent: Any) -> None:
     options = RemoteStorageOptions(**options_of("remote", silent), open_timeout=0.3)
     assert fails_in_time(lambda: create_memory(options, "test-silent", bytes(32), PAYLOAD_BYTES, 4))
+
+
+@pytest.mark.parametrize("silent", ["tcp"], indirect=True)
+def test_a_service_of_credentials_that_does_not_answer_ends_the_opening(
+    silent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://{LOOPBACK}:{silent}/"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
+    options = {"bucket": "pages", "endpoint_url": url, "open_timeout": 0.3}
+    with pytest.raises(BackendUnavailable, match="did not get credentials in time"):
+        open_backend("s3", CODEC, options)

@@ -197,3 +197,14 @@ def test_a_closed_namespace_leaves_no_space_in_the_pool(make: Callable[..., tupl
     store_chain(as_store(opened(node)), make_keys(2))
     node.close(soon())
     assert (node.pool.statistics().pages, node.pool._spaces) == (0, {})
+
+
+def test_a_call_that_finds_its_namespace_closed_is_told_to_open_it_again(
+    make: Callable[..., tuple[Node, Opener]]
+) -> None:
+    node, _ = make()
+    namespace = node.open(DIGEST.hex(), REQUEST, time.monotonic() + WAIT_S)
+    namespace.close()
+    with pytest.raises(Refused, match="is not open") as caught:
+        asyncio.run(node.call(namespace, list))
+    assert caught.value.status == 404

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 from ...config.addresses import HTTP_PORTS, PROXY_PORTS, Address, split_url
 from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
-from ...errors import ConfigError, MissingPackage, install_hint
+from ...errors import BackendUnavailable, ConfigError, MissingPackage, install_hint
+from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 from ..http import Server
 from ..refreshed import Refreshed
@@ -53,10 +55,11 @@ class Access:
         return call(self.credentials.get(deadline=deadline))
 
 
-def open_access(options: S3StorageOptions) -> Access:
-    """Find credentials, endpoint and region. May block while boto3 looks for credentials.
+def open_access(options: S3StorageOptions, deadline: float) -> Access:
+    """Find credentials, endpoint and region. May block up to `deadline` while boto3 looks for credentials.
 
-    Raises ConfigError if boto3 or the credentials are missing, or a file or variable that the options name is missing.
+    Raises ConfigError if boto3 or the credentials are missing, or a file or variable that the options name is missing;
+    BackendUnavailable if boto3's source of credentials does not answer.
     """
     session = open_session(options)
     region = options.region or session.get_config_variable("region") or _REGION
@@ -93,7 +96,7 @@ def open_access(options: S3StorageOptions) -> Access:
         else:
             tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
     server = Server(*reached, tls, name, tunnel, options.connect_timeout, options.timeout)
-    source = _credentials(options, session)
+    source = _credentials(options, session, deadline)
     return Access(options, server, host, path, origin, region, source, path_style, session)
 
 
@@ -134,13 +137,13 @@ def config_errors(what: str) -> Iterator[None]:
         raise ConfigError(f"s3 store: {what} ({reason}); check the variables, files and role that it uses") from None
 
 
-def _credentials(options: S3StorageOptions, session: Any) -> CredentialsSource:
+def _credentials(options: S3StorageOptions, session: Any, deadline: float) -> CredentialsSource:
     file = options.credentials_file
     if options.access_key_env is not None:
         return Rotated("s3 store: credentials", [], lambda: _from_environment(options))
     if file is not None:
         return Rotated("s3 store: credentials", [file], lambda: _from_file(file, options.profile or "default"))
-    return _from_boto(options, session)
+    return _from_boto(options, session, deadline)
 
 
 def _from_environment(options: S3StorageOptions) -> Credentials:
@@ -175,15 +178,19 @@ def _from_file(path: Path, section: str) -> Credentials:
         raise ConfigError(f"S3 credentials file {os.fspath(path)!r}: the keys of [{section}] {error}") from None
 
 
-def _from_boto(options: S3StorageOptions, session: Any) -> CredentialsSource:
+def _from_boto(options: S3StorageOptions, session: Any, deadline: float) -> CredentialsSource:
     from botocore.credentials import RefreshableCredentials  # noqa: PLC0415
 
-    found = _found_by(session)
+    found = _found_by(session, deadline)
     if isinstance(found, RefreshableCredentials):
         return Refreshed("s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S)
 
     def load() -> Credentials:
-        found = _found_by(open_session(options))  # a session reads its files once
+        by = time.monotonic() + options.open_timeout
+        try:
+            found = _found_by(open_session(options), by)  # a session reads its files once
+        except BackendUnavailable as error:
+            raise ConfigError(str(error)) from None  # as other files that cannot be used now
         with config_errors("boto3 cannot get credentials"):
             return _frozen(found)
 
@@ -191,9 +198,21 @@ def _from_boto(options: S3StorageOptions, session: Any) -> CredentialsSource:
     return Rotated("s3 store: boto3's credentials", files, load)
 
 
-def _found_by(session: Any) -> Any:
-    with config_errors("boto3 cannot get credentials"):
-        found = session.get_credentials()
+def _found_by(session: Any, deadline: float) -> Any:
+    """Return the credentials that botocore finds. A service or command that it asks may hang: the thread that waits for
+    it is abandoned at the deadline."""
+    asking = SupervisedPool[Any]("s3-credentials", 1, linger_s=0.0)
+    try:
+        with config_errors("boto3 cannot get credentials"):
+            answer = asking.call(lambda: (session.get_credentials(),), deadline)
+    except NoThread as error:
+        raise BackendUnavailable(f"s3 store: {error}") from None
+    if answer is None:
+        raise BackendUnavailable(
+            "s3 store: boto3 did not get credentials in time; check the service or command from which it gets them, or "
+            "raise open_timeout"
+        )
+    (found,) = answer
     if found is None:
         raise ConfigError(
             "s3 store: no credentials found; set access_key_env and secret_key_env, credentials_file or profile, or "

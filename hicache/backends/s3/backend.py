@@ -40,9 +40,9 @@ class S3Backend(PageStore[str]):
     """Pages in a bucket. Entity tags tell a page from its later replacements. See the module's docstring;
     `StorageBackend` documents the verbs. Errors are counted by `ErrorKind`.
 
-    The constructor blocks for one request, at most for `open_timeout`; boto3 may look for credentials before it. It
-    raises BackendUnavailable if the bucket cannot be listed, ConfigError if credentials or boto3 are missing. Open it
-    after a fork, not before.
+    The constructor blocks for the search for credentials and one request, at most for `open_timeout`. It raises
+    BackendUnavailable if one does not end by then or the bucket cannot be listed, ConfigError if credentials or boto3
+    are missing. Open it after a fork, not before.
     """
 
     def __init__(self, codec: FrameCodec, options: S3StorageOptions) -> None:

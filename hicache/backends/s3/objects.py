@@ -56,8 +56,8 @@ def parse_name(prefix: str, name: str) -> tuple[bytes, bytes] | None:
     return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[3]))
 
 
-def _open_client(options: S3StorageOptions) -> S3Client | BotoClient:
-    access = open_access(options)
+def _open_client(options: S3StorageOptions, deadline: float) -> S3Client | BotoClient:
+    access = open_access(options, deadline)
     if options.client == "direct":
         return S3Client(access)
     from .boto import BotoClient  # noqa: PLC0415 - an optional dependency
@@ -69,15 +69,16 @@ class Objects:
     """See the module's docstring. Thread-safe. All verbs block up to the deadline and raise StoreError. `client` makes
     the plain requests; `close` closes it.
 
-    The constructor lists one object. It raises BackendUnavailable if that fails, and ConfigError as `open_access`.
+    The constructor lists one object, within `open_timeout`. It raises BackendUnavailable if that fails, and as
+    `open_access`.
     """
 
     def __init__(self, options: S3StorageOptions) -> None:
-        self.client = _open_client(options)
+        deadline = time.monotonic() + options.open_timeout
+        self.client = _open_client(options, deadline)
         self._prefix = options.prefix
         self._is_conditional = True
         try:
-            deadline = time.monotonic() + options.open_timeout
             self.client.list(options.prefix, None, 1, deadline=deadline)
         except StoreError as error:
             self.client.close()

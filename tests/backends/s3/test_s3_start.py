@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -21,6 +22,7 @@ from hicache.errors import BackendUnavailable, ConfigError
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
 from tests.backends.s3.stub import Answer, Request, StubS3
 from tests.certificates import make_certificates
+from tests.waiting import WAIT_S
 
 SECRETS = ("a-secret-key", "another-secret")
 
@@ -228,7 +230,7 @@ def test_requests_go_to_the_endpoint_of_the_options_or_of_boto3(
 ) -> None:
     for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "a-secret-key", **environment}.items():
         monkeypatch.setenv(name, value)
-    access = open_access(S3StorageOptions(**{"bucket": "pages", **changes}))
+    access = open_access(S3StorageOptions(**{"bucket": "pages", **changes}), time.monotonic() + WAIT_S)
     assert (access.host, access.path, access.origin) == (host, path, "")
     assert access.server.host == access.server.name == urlsplit(f"//{host}").hostname
     assert (access.server.tls is None) is (environment.get("AWS_ENDPOINT_URL") is not None)
