@@ -1,7 +1,8 @@
 """A pytest plugin that names the failed tests of a complete run, so that `.ci/run` can repeat them.
 
 `-p tests.failures --failures FILE` writes their node ids to FILE, one a line. Without a failure, and after a run that
-was interrupted or broken, FILE is not written: then repeating the failed tests would prove nothing about the others.
+was interrupted or broken, or in which a module could not be collected, FILE is not written: then repeating the failed
+tests would prove nothing about the others.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._failed: dict[str, None] = {}
+        self._is_complete = True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a module that cannot be collected. With pytest-xdist the run goes on without it."""
+        self._is_complete &= not report.failed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a test whose setup, call or teardown failed, or whose worker died."""
@@ -35,5 +41,5 @@ class _Recorder:
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the names if all tests were run."""
-        if exitstatus == pytest.ExitCode.TESTS_FAILED and self._failed:
+        if exitstatus == pytest.ExitCode.TESTS_FAILED and self._is_complete and self._failed:
             self._path.write_text("".join(f"{test}\n" for test in self._failed))

@@ -96,6 +96,8 @@ def test_more_failures_than_bad_luck_explains_are_not_repeated(project: Path) ->
 
 @pytest.mark.parametrize("fault", ["import nowhere\n", "import os\ndef test_ends() -> None:\n    os._exit(3)\n"])
 def test_a_module_that_cannot_be_imported_or_that_ends_its_process_fails_the_run(project: Path, fault: str) -> None:
+    """Also beside a test that fails once."""
+    (project / "tests" / "test_flaky.py").write_text(FAILS.format(times=1))
     (project / "tests" / "test_fault.py").write_text(fault)
     assert run(project)[0] != 0
 

@@ -121,7 +121,7 @@ SETUPS = {
     "docs/backends/writing.md": [BACKEND],
     "docs/embedding.md": [
         CONFIG + "from hicache.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SESSIONS, SLOTS, RANKS,
-        CONFIG + CACHE + "capacity_bytes = 1 << 20",
+        CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
     ],
     "docs/host_cache.md": [HOST, WORKERS],
     "docs/reliability.md": [CONFIG + CACHE],
