@@ -30,7 +30,7 @@ SOAK_FACTOR ?= 20
 HOSTILE_MINUTES ?= 10
 MINUTES ?= 3
 GPU_PYTHON ?=
-GPU_TESTS := tests/gpu tests/tiers tests/engine tests/controller
+GPU_TESTS := tests/gpu tests/tiers tests/lab/engine tests/controller
 PYTEST_ARGS ?=
 DIST ?= dist
 # One process for each; a file of tests stays in one of them, so that its module and its servers are set up once.
@@ -106,14 +106,14 @@ clean:
 
 $(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
-	$(PIP_INSTALL) -e ".[engine]"
+	$(PIP_INSTALL) -e ".[lab]"
 	touch $@
 
 # Has all that the demo needs as well.
 $(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
-	$(PIP_INSTALL) -e ".[engine,redis,s3,mooncake-cpu,daemon,events,compression,dev-servers,dev]"
-	$(BIN)/python -m hicache.devservers.install_libraries || echo "the tests that need them will fail until then" >&2
+	$(PIP_INSTALL) -e ".[lab,redis,s3,mooncake-cpu,daemon,events,compression,dev-servers,dev]"
+	$(BIN)/python -m hicache.lab.devservers.install_libraries || echo "the tests that need them will fail until then" >&2
 	touch $@ $(VENV)/.demo-stamp
 
 # Sees the packages of .venv, so that torch is there once, and adds those of the engines. hicache is imported from here.

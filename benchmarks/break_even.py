@@ -23,12 +23,12 @@ from hicache.backends.memory import MemoryBackend
 from hicache.cache import HiRadixCache
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController
-from hicache.engine import Checkpoint, Engine, LlamaModel, load_checkpoint
-from hicache.engine.factory import BUNDLED_MODEL
-from hicache.engine.model import TILE
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace
+from hicache.lab.engine import Checkpoint, Engine, LlamaModel, load_checkpoint
+from hicache.lab.engine.factory import BUNDLED_MODEL
+from hicache.lab.engine.model import TILE
 from hicache.tiers import HostPool, HostWindow, MHATokenToKVPool, RequestToTokenPool, create_copy_engine
 
 from ._table import Row, print_table

@@ -49,8 +49,8 @@ from hicache.backends.file import FileBackend
 from hicache.backends.remote import RemoteBackend
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.config.storage import FileStorageOptions
-from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from hicache.shared_memory import Layout, SharedMemory
 
 # These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.

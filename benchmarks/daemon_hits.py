@@ -22,9 +22,9 @@ from typing import Any
 from hicache.backends.base import GetOutcome, StorageBackend
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.devservers import ValkeyServer
-from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.errors import BackendError
+from hicache.lab.devservers import ValkeyServer
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 
 from ._table import Row, print_table
 from .daemon import Daemon, Pages, _soon, file_storage, folder_in

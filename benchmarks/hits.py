@@ -3,7 +3,7 @@
     python -m benchmarks.hits [TRACE] [--runs N] [--only policies|sizes]
 
 *Policies*: the default configuration of `hicache replay` (three small tiers, files) under each write policy. The
-reference is the hit tokens of an ideal LRU (`hicache/replay/ideal.py`). A selective policy should write fewer bytes.
+reference is the hit tokens of an ideal LRU (`lab/replay/ideal.py`). A selective policy should write fewer bytes.
 *Sizes*: a large L1, and an L2 of twice, half and an eighth of its size, over an unlimited store in memory. The
 reference is all tokens seen before, since such a store can keep them. Also with a slow store, which writes at a quarter
 of the rate at which pages are computed. It cannot keep all pages, so its reference is a replay without storage: a slow
@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.pages import PageWrites
 from hicache.frame import FrameCodec
-from hicache.replay.result import TIERS
+from hicache.lab.replay.result import TIERS
 
 from ._table import Row, print_table
 

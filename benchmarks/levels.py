@@ -30,8 +30,8 @@ from hicache.backends.compose import LevelsBackend, Part
 from hicache.backends.file import FileBackend
 from hicache.backends.registry import open_backend
 from hicache.config import FileStorageOptions
-from hicache.devservers import SeaweedServer, Storage
 from hicache.frame import HEADER_BYTES, FrameCodec
+from hicache.lab.devservers import SeaweedServer, Storage
 
 _KIB = 1 << 10
 _FOREVER_S = 600.0

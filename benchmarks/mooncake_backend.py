@@ -27,8 +27,8 @@ from hicache.backends.mooncake.buffers import address_of
 from hicache.backends.mooncake.client import join_store
 from hicache.backends.mooncake.session import Names
 from hicache.config import MooncakeStorageOptions
-from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind, unseal
+from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
 
 # These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}

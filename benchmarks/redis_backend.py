@@ -28,8 +28,8 @@ if __package__ in (None, ""):
 from benchmarks._table import Row, print_table, rate_rows, timed
 from hicache.backends.redis import RedisBackend
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers import ValkeyServer
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+from hicache.lab.devservers import ValkeyServer
 
 # These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}

@@ -40,9 +40,9 @@ from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.backend import stored_prefix
 from hicache.backends.s3.objects import object_name
 from hicache.config.s3_storage import S3StorageOptions
-from hicache.devservers import SeaweedServer
-from hicache.devservers.seaweed import ACCESS_KEY_ENV, SECRET_KEY_ENV
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+from hicache.lab.devservers import SeaweedServer
+from hicache.lab.devservers.seaweed import ACCESS_KEY_ENV, SECRET_KEY_ENV
 
 # These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}

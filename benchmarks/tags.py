@@ -33,8 +33,8 @@ if __package__ in (None, ""):
 from benchmarks._table import Row, alternate, print_table
 from hicache.backends.file import FileBackend
 from hicache.config import FileStorageOptions
-from hicache.engine import BUNDLED_MODEL, LlamaModel, Span, load_checkpoint, load_tokenizer
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, TagKind, unseal
+from hicache.lab.engine import BUNDLED_MODEL, LlamaModel, Span, load_checkpoint, load_tokenizer
 from hicache.mapping import populate
 from hicache.tiers import MHATokenToKVPool, RequestToTokenPool
 

@@ -12,7 +12,7 @@ import torch
 
 from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
 from hicache.cache import TreeCache, create_cache
-from hicache.engine import AttentionBatch, Queries, RadixAttention
+from hicache.lab.engine import AttentionBatch, Queries, RadixAttention
 from hicache.tiers import RequestToTokenPool
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WORDS = 4, 4, 2, 16, 64, 1000

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from hicache.devservers.ports import LOOPBACK
+from hicache.lab.devservers.ports import LOOPBACK
 
 
 class Listener:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache.devservers.launcher import launch
-from hicache.devservers.packages import prometheus_program
-from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.errors import MissingPackage
+from hicache.lab.devservers.launcher import launch
+from hicache.lab.devservers.packages import prometheus_program
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.waiting import wait_for
 
 START_S = 30.0

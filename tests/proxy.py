@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 
 _CHUNK_BYTES = 64 * 1024
 # The chunks per direction that a slow or stalled proxy buffers before it stops reading: enough that latency alone

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hicache.devservers import (
+from hicache.lab.devservers import (
     DevService,
     MooncakeClientDaemon,
     MooncakeMaster,

@@ -15,7 +15,7 @@ import time
 import torch
 
 from hicache.config import HiCacheConfig
-from hicache.engine import Engine, create_engine
+from hicache.lab.engine import Engine, create_engine
 from hicache.logs import set_up_logging
 
 # The interval between steps of an idle engine.

@@ -110,7 +110,7 @@ def read_file(key: bytes) -> bytes | None: ...
 def write_file(key: bytes, data: bytes) -> None: ...
 """
 SERVER = """
-from hicache.devservers.ports import free_ports
+from hicache.lab.devservers.ports import free_ports
 from types import SimpleNamespace
 server = SimpleNamespace(port=free_ports(1)[0])
 """
@@ -120,7 +120,7 @@ SETUPS = {
     "docs/backends/s3.md": [""],
     "docs/backends/writing.md": [BACKEND],
     "docs/embedding.md": [
-        CONFIG + "from hicache.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SESSIONS, SLOTS, RANKS,
+        CONFIG + "from hicache.lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SESSIONS, SLOTS, RANKS,
         CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
     ],
     "docs/host_cache.md": [HOST, WORKERS],

@@ -24,7 +24,10 @@ from hicache.backends.testing import (
     soon,
 )
 from hicache.config import load_config
-from hicache.devservers import (
+from hicache.errors import BackendUnavailable
+from hicache.frame import FrameCodec
+from hicache.integrations.options import engine_config
+from hicache.lab.devservers import (
     DevService,
     MooncakeClientDaemon,
     RedisCluster,
@@ -32,10 +35,7 @@ from hicache.devservers import (
     SeaweedServer,
     ValkeyServer,
 )
-from hicache.devservers.ports import LOOPBACK, free_ports
-from hicache.errors import BackendUnavailable
-from hicache.frame import FrameCodec
-from hicache.integrations.options import engine_config
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.backends.remote.daemon import Daemon
 
 PAYLOAD_BYTES = 5000

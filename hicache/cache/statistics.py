@@ -17,34 +17,34 @@ if TYPE_CHECKING:
     from ..tiers import PageAllocator
     from .break_even import BreakEvenStatistics
 
-# The reasons for skipped work; each is an entry of `CacheCounters.skipped`.
-SKIP_REASONS = (
-    "backup_failed",
-    "backup_no_host_room",
-    "backup_prefix_not_on_host",
-    "load_does_not_pay",
-    "load_failed",
-    "load_not_verified",
-    "load_too_short",
-    "no_device_room",
-    "pin_share",
-    "prefetch_does_not_pay",
-    "prefetch_failed",
-    "prefetch_hit_too_short",
-    "prefetch_host_share",
-    "prefetch_no_host_room",
-    "prefetch_paused",
-    "prefetch_queued",
-    "prefetch_timeout",
-    "prefetch_too_late",
-    "prefetch_too_short",
-    "store_does_not_pay",
-    "store_gave_way",
-    "store_incomplete",
-    "store_paused",
-    "touch_dropped",
-    "write_back_dropped",
-)
+# The reasons for skipped work, with what happened; each is an entry of `CacheCounters.skipped`.
+SKIP_REASONS: Mapping[str, str] = {
+    "backup_failed": "a backup to L2 failed",
+    "backup_no_host_room": "no backup to L2: no room",
+    "backup_prefix_not_on_host": "no backup to L2: the prefix is not there",
+    "load_does_not_pay": "no load from L2: computing was faster",
+    "load_failed": "a load from L2 failed",
+    "load_not_verified": "no load from L2: the frames were not verified (`integrity.verify: load`)",
+    "load_too_short": "no load from L2: too short to pay",
+    "no_device_room": "a request waited: no room on L1",
+    "pin_share": "a pin was refused: pins already use their share of L2",
+    "prefetch_does_not_pay": "nothing read: computing was faster, or had to be measured",
+    "prefetch_failed": "a prefetch failed",
+    "prefetch_hit_too_short": "nothing read: storage had too little",
+    "prefetch_host_share": "nothing read: others held the share of prefetches of L2",
+    "prefetch_no_host_room": "nothing read: no room on L2",
+    "prefetch_paused": "no storage lookup: storage was failing when the request began",
+    "prefetch_queued": "no storage lookup: the request began before its turn",
+    "prefetch_timeout": "a prefetch took too long",
+    "prefetch_too_late": "a prefetch was answered too late",
+    "prefetch_too_short": "no storage lookup: too little is missing",
+    "store_does_not_pay": "not stored: reading it could never be faster than computing",
+    "store_gave_way": "not stored: the page was waiting when L2 had no other room",
+    "store_incomplete": "storage did not take all pages",
+    "store_paused": "nothing stored: storage has just failed",
+    "touch_dropped": "storage not notified of a use: too many notifications were waiting",
+    "write_back_dropped": "pages dropped: no room on L2 to write them back",
+}
 
 # The outcomes of lookups in storage; each is an entry of `CacheCounters.lookups`.
 LOOKUP_OUTCOMES = ("whole", "part", "miss", "failed")

@@ -19,7 +19,6 @@ from ..backends.opening import StorageOpener
 from ..config import FILE_VARIABLE, load_config
 from ..errors import HiCacheError
 from ..geometry import DTYPE_BYTES
-from ..replay.presets import PRESETS
 from .arguments import PATH, read_dash
 from .config import parse_settings
 from .doctor_machine import CHECKS, Row, Subject, Verdict
@@ -27,7 +26,7 @@ from .doctor_probe import StoreCheck
 from .doctor_stores import CALL_S, certificates
 from .interrupts import interrupted_by_signals, no_more_interrupts
 from .main import FOUND_EXIT_CODE, printable
-from .model_shapes import model_shape
+from .model_shapes import PRESETS, model_shape
 from .stores import JSON, parts_of_storage, print_json
 from .tables import table
 

@@ -24,21 +24,21 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "config": ("hicache.cli.config:config", "Write a ready configuration, check one, or list all entries."),
     "copy": ("hicache.cli.storage:copy", "Copy stored pages into another store."),
     "ctl": ("hicache.cli.ctl:ctl", "Show or change a running daemon, or the cache inside an engine."),
-    "demo": ("hicache.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
-    "dev-up": ("hicache.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),
+    "demo": ("hicache.lab.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
+    "dev-up": ("hicache.lab.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),
     "doctor": ("hicache.cli.doctor:doctor", "Check machine and stores of a configuration, before the first request."),
     "inspect": ("hicache.cli.verify:inspect", "Show the header of one stored page."),
     "ls": ("hicache.cli.storage_view:ls", "List the pages of a store, by namespace."),
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace, weights epoch and age."),
-    "replay": ("hicache.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
+    "replay": ("hicache.lab.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
     "serve": ("hicache.cli.serve:serve", "Run the storage daemon of this node."),
     "stat": ("hicache.cli.storage_view:stat", "Sum up a store: pages, bytes, ages, chains."),
-    "trace": ("hicache.cli.trace:trace", "Generate a request trace, or describe one."),
+    "trace": ("hicache.lab.cli.trace:trace", "Generate a request trace, or describe one."),
     "trim": ("hicache.cli.storage:trim", "Shrink a store to a size, tails of old chains first."),
     "verify": ("hicache.cli.verify:verify", "Read every page of a store and report damage."),
 }
 # The extra with the packages that a command needs in addition.
-EXTRAS: Mapping[str, str] = {"demo": "engine", "replay": "torch", "serve": "daemon"}
+EXTRAS: Mapping[str, str] = {"demo": "lab", "replay": "torch", "serve": "daemon"}
 FOUND_EXIT_CODE = 1  # a check has found something, or the answer was no
 USAGE_EXIT_CODE = 2
 BUG_EXIT_CODE = 3

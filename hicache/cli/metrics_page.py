@@ -10,7 +10,6 @@ from ..cache.statistics import SKIP_REASONS
 from ..daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS
 from ..metrics.families import BUILD_INFO, CACHE_METRICS, STORE_METRICS
 from ..metrics.spec import MetricSpec
-from ..replay.report import REASONS
 
 _HEAD = """\
 # Metrics
@@ -81,8 +80,8 @@ def _lines() -> Iterator[str]:
     yield "Values of the label `reason` of `hicache_skipped_total`.\n"
     yield "| reason | what happened |"
     yield "|---|---|"
-    for reason in SKIP_REASONS:
-        yield f"| `{reason}` | {REASONS[f'skipped {reason}']} |"
+    for reason, text in SKIP_REASONS.items():
+        yield f"| `{reason}` | {text} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The KV of a model, for estimates: bytes per token of a well-known model, or of a `config.json` of Hugging Face."""
+"""The KV of models: the geometries of well-known ones, and the bytes per token of a `config.json` of Hugging Face."""
 
 from __future__ import annotations
 
@@ -12,11 +12,52 @@ from ..arguments import model_label
 from ..config.files import open_regular
 from ..errors import ConfigError
 from ..geometry import DTYPE_BYTES, KVGeometry, KVLayout
-from ..replay.presets import PRESETS
 
 # A configuration has a few KiB.
 _FILE_BYTES_MAX = 1 << 20
 _DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """One model on one rank. `heads` are the rank's KV heads (MLA: 1; `head_dim` is then latent and rotary dims)."""
+
+    description: str
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    layout: KVLayout = KVLayout.MHA
+    tp_size: int = 1
+
+    def geometry(self, page_size: int) -> KVGeometry:
+        """Return the geometry of its pages."""
+        return KVGeometry(self.layers, self.heads, self.head_dim, page_size, self.dtype, self.layout)
+
+
+# Shapes from the models' published config.json files.
+PRESETS: Mapping[str, Preset] = {
+    "tiny": Preset(
+        description="no real model: so little KV that a laptop replays real traces", layers=4, heads=1, head_dim=8
+    ),
+    "qwen2.5-7b": Preset(description="Qwen2.5-7B: 28 layers, 4 KV heads of 128", layers=28, heads=4, head_dim=128),
+    "llama-3.1-8b": Preset(description="Llama-3.1-8B: 32 layers, 8 KV heads of 128", layers=32, heads=8, head_dim=128),
+    "llama-3.1-70b-tp8": Preset(
+        description="Llama-3.1-70B on 8 ranks: 80 layers, 1 of 8 KV heads of 128",
+        layers=80, heads=1, head_dim=128, tp_size=8,
+    ),
+    "llama-3.1-70b": Preset(
+        description="Llama-3.1-70B: 80 layers, 8 KV heads of 128", layers=80, heads=8, head_dim=128
+    ),
+    "qwen3-8b": Preset(description="Qwen3-8B: 36 layers, 8 KV heads of 128", layers=36, heads=8, head_dim=128),
+    "qwen3-32b": Preset(description="Qwen3-32B: 64 layers, 8 KV heads of 128", layers=64, heads=8, head_dim=128),
+    "gpt-oss-20b": Preset(description="gpt-oss-20b: 24 layers, 8 KV heads of 64", layers=24, heads=8, head_dim=64),
+    "gpt-oss-120b": Preset(description="gpt-oss-120b: 36 layers, 8 KV heads of 64", layers=36, heads=8, head_dim=64),
+    "deepseek-v3": Preset(
+        description="DeepSeek-V3 (MLA): 61 layers, a latent of 512 and 64 rotary dims",
+        layers=61, heads=1, head_dim=576, layout=KVLayout.MLA,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.devservers.ports import LOOPBACK
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.admin.ctl import Ctl
 from tests.admin.daemons import ADMIN_TOKEN, DATA_TOKEN, Daemon, keys_of
 from tests.waiting import wait_for

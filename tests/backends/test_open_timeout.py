@@ -16,9 +16,9 @@ from hicache.backends.registry import open_backend
 from hicache.backends.remote.memory import create_memory
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from hicache.lab.devservers.ports import LOOPBACK
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 # Below the limits that would end the attempts otherwise: 30 s and 60 s.

@@ -21,9 +21,9 @@ from hicache.config import TransferConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.config.storage import FileStorageOptions
 from hicache.controller import storage as storage_workers
-from hicache.devservers import ValkeyServer
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.keys import RadixKey
+from hicache.lab.devservers import ValkeyServer
 from hicache.radix import Node
 from tests.backends.redis.store import grow_old
 from tests.cache.host_world import HostWorld

@@ -16,9 +16,9 @@ from hicache.backends.memory import MemoryBackend
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.testing import soon
 from hicache.config.guard import GuardConfig
-from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendError
 from hicache.frame import PageBuffer
+from hicache.lab.devservers import MooncakeMaster
 from tests.backends.mooncake.store import open_backend
 from tests.cache.world import LastingBackend, World, codec, prompt
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hicache.cache.waiting import FirstPages, PrefetchRequest
-from hicache.engine.model import Span
-from hicache.engine.requests import FinishReason, Request, Update
 from hicache.errors import HiCacheError
 from hicache.events import EventStream
 from hicache.keys import RadixKey
+from hicache.lab.engine.model import Span
+from hicache.lab.engine.requests import FinishReason, Request, Update
 from tests.cache.sides import KINDS, Side
 from tests.cache.world import World
 

@@ -23,8 +23,8 @@ from hicache.cli.doctor_machine import Verdict, gpu
 from hicache.cli.doctor_stores import file_system, volume
 from hicache.cli.main import main
 from hicache.config import FileStorageOptions
-from hicache.devservers import DevService, SeaweedServer, ValkeyServer
-from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers import DevService, SeaweedServer, ValkeyServer
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.certificates import make_certificates
 from tests.cli.processes import finish, start
 from tests.daemon.daemons import Daemon

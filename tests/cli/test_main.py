@@ -88,7 +88,7 @@ def test_a_command_without_its_packages_names_the_extra(tmp_path: Path, package:
     command = [sys.executable, "-c", code, "demo"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("hicache: ") and "pip install -e '.[engine]'" in result.stderr
+    assert result.stderr.startswith("hicache: ") and "pip install -e '.[lab]'" in result.stderr
 
 
 @pytest.mark.parametrize("args", [("--help",), ("--version",), ("config", "schema"), ("config", "schema", "--json")])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache.cli.model_shapes import model_shape
+from hicache.cli.model_shapes import PRESETS, model_shape
 from hicache.errors import ConfigError
 
 # Entries of the published `config.json`, and the bytes of a token in bf16.
@@ -22,6 +22,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "deepseek-v3": ({"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
                      "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}, 61 * 576 * 2),
 }  # fmt: skip
+
+KIB = 1024
+# KV bytes per token of one rank: 2 x layers x KV heads x head dim x 2 bytes, or layers x (512 + 64) x 2 for MLA.
+KV_BYTES = {
+    "tiny": 128,
+    "qwen2.5-7b": 56 * KIB,
+    "llama-3.1-8b": 128 * KIB,
+    "llama-3.1-70b-tp8": 40 * KIB,
+    "llama-3.1-70b": 320 * KIB,
+    "qwen3-8b": 144 * KIB,
+    "qwen3-32b": 256 * KIB,
+    "gpt-oss-20b": 48 * KIB,
+    "gpt-oss-120b": 72 * KIB,
+    "deepseek-v3": 70_272,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -44,3 +59,13 @@ def test_a_file_without_attention_is_rejected(text: str, tmp_path: Path) -> None
         model_shape(str(tmp_path))
     with pytest.raises(ConfigError, match=r"llama-3\.1-8b"):
         model_shape(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_token_has_as_many_bytes_as_in_the_model(name: str) -> None:
+    assert PRESETS[name].geometry(64).token_bytes == KV_BYTES[name]
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_page_is_made_of_whole_words_at_every_page_size(name: str) -> None:
+    assert all(PRESETS[name].geometry(size).block_bytes % 8 == 0 for size in (1, 16, 64, 256))

@@ -12,8 +12,8 @@ import yaml
 
 from hicache.backends.registry import open_backend
 from hicache.backends.testing import HIT, NAMESPACE, PAYLOAD_BYTES, STORED, Store, exists, load, make_keys, store_chain
-from hicache.devservers import DevService, SeaweedServer, Storage, ValkeyServer
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import DevService, SeaweedServer, Storage, ValkeyServer
 from tests.cli.test_storage_command import invoke
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES, weights_epoch=3, label="small-model")

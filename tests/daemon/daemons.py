@@ -20,9 +20,9 @@ from typing import Any, Self
 
 import yaml
 
-from hicache.devservers.launcher import launch
-from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.frame import HEADER_BYTES, FrameCodec
+from hicache.lab.devservers.launcher import launch
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from hicache.shared_memory import Layout, SharedMemory
 from tests.waiting import WAIT_S, wait_for
 

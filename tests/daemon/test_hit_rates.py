@@ -15,8 +15,8 @@ import pytest
 from hicache.backends.base import GetOutcome, StorageBackend
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.devservers import ValkeyServer
-from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers import ValkeyServer
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.backends.remote.daemon import Frames
 from tests.daemon.daemons import CODEC, Daemon
 from tests.waiting import WAIT_S

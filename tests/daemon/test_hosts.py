@@ -13,7 +13,7 @@ import pytest
 
 from hicache.config import HiCacheConfig
 from hicache.config.addresses import is_own_host
-from hicache.devservers.ports import LOOPBACK
+from hicache.lab.devservers.ports import LOOPBACK
 from hicache.metrics.families import CacheCollector
 from hicache.metrics.server import serve_collector
 from tests.admin.running import RunningEngine, file_config

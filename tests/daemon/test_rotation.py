@@ -19,8 +19,8 @@ from hicache.backends.testing import Store, load, make_keys, store_chain
 from hicache.cli.ctl_address import Address
 from hicache.cli.ctl_client import AdminClient
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.devservers.ports import LOOPBACK
 from hicache.errors import AdminError, BackendUnavailable
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.backends.remote.daemon import CODEC, Daemon
 from tests.certificates import Certificates, make_certificates
 from tests.daemon.daemons import Client

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.waiting import WAIT_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ import yaml
 
 from hicache.cache import create_cache
 from hicache.config import HiCacheConfig
-from hicache.devservers.ports import LOOPBACK
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace
+from hicache.lab.devservers.ports import LOOPBACK
 from hicache.metrics import serve_configured
 from tests.certificates import make_certificates
 from tests.daemon.daemons import Daemon

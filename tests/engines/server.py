@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.waiting import wait_for
 
 from .process import CALL_TIMEOUT_S, START_TIMEOUT_S, EngineFailed, ProcessTree, engine_environ

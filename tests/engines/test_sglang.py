@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 from hicache.frame.header import NAMESPACE
 from hicache.keys import page_keys, token_bytes
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.daemon.daemons import Daemon
 from tests.waiting import wait_for
 

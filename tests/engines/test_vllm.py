@@ -19,7 +19,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
-from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.waiting import wait_for
 
 from .process import EngineProcess

@@ -19,7 +19,7 @@ import pytest
 
 from hicache.backends.redis.raw import RedisRawStore
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers import ValkeyServer
+from hicache.lab.devservers import ValkeyServer
 from tests.waiting import wait_for
 
 from .model import VOCABULARY

@@ -11,10 +11,10 @@ from hicache.backends.base import StorageBackend
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.testing import NAMESPACE
 from hicache.config.guard import GuardConfig
-from hicache.devservers import DevServer, RedisServer, SeaweedServer, ValkeyServer
-from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import DevServer, RedisServer, SeaweedServer, ValkeyServer
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.proxy import Proxy
 from tests.waiting import wait_until_made
 

@@ -18,7 +18,7 @@ from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
 from hicache.backends.guard import Direction as Way
 from hicache.backends.guard import GuardedBackend, Override
 from hicache.backends.testing import empty_frames, full_frames, holds, make_keys, soon
-from hicache.devservers import DevService
+from hicache.lab.devservers import DevService
 from tests.faults.stores import CODEC, KINDS, PATIENCE_S, QUICK, TIMEOUT_S, Hurt, Kind
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import wait_for

@@ -31,9 +31,9 @@ from hicache.backends.redis import RedisBackend
 from hicache.backends.redis.raw import RedisRawStore
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, full_frames, make_keys
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.listening import Listener
 
 # Another address of the loopback network: a client that connects to it has followed the hostile server.

@@ -15,11 +15,11 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.guard import Direction
 from hicache.config import HiCacheConfig
-from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.errors import BackendError, ConfigError
 from hicache.geometry import PageShape, Piece
 from hicache.integrations.store import EngineStorage
 from hicache.keys import Namespace
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.daemon.daemons import Daemon
 from tests.listening import Listener
 from tests.waiting import wait_for

@@ -26,9 +26,9 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.devservers import DevService, SeaweedServer, ValkeyServer
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import DevService, SeaweedServer, ValkeyServer
 from tests.backends.redis.store import open_on
 from tests.waiting import wait_for, wait_until_made
 

@@ -8,8 +8,8 @@ import sys
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, STORED, full_frames, make_keys, soon
 from hicache.config import MooncakeStorageOptions
-from hicache.devservers.ports import listening
 from hicache.frame import FrameCodec
+from hicache.lab.devservers.ports import listening
 from hicache.units import MIB
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hicache.backends.mooncake import MooncakeBackend
-from hicache.devservers import MooncakeMaster
+from hicache.lab.devservers import MooncakeMaster
 
 from .store import LEASE_MS, SideDoor, open_backend
 

@@ -9,8 +9,8 @@ from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.mooncake.client import load_library
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.config import MooncakeStorageOptions
-from hicache.devservers import MooncakeMaster
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import MooncakeMaster
 from hicache.units import MIB
 
 # Longer than a read on a busy machine, which would fail after its lease; short, because deletions wait for leases.

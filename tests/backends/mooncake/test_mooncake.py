@@ -8,7 +8,7 @@ import pytest
 
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.testing import DAMAGES, BackendContract, OpenStore, Store, make_keys
-from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
+from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
 
 from .store import SideDoor, open_backend
 

@@ -32,9 +32,9 @@ from hicache.backends.testing import (
     soon,
 )
 from hicache.config import MooncakeStorageOptions
-from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
-from hicache.devservers.ports import free_ports
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
+from hicache.lab.devservers.ports import free_ports
 from hicache.units import MIB
 from tests.test_supervised import no_threads
 from tests.waiting import wait_for

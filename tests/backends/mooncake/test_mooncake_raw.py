@@ -25,8 +25,8 @@ from hicache.backends.testing import (
     soon,
 )
 from hicache.config import MooncakeStorageOptions
-from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache.lab.devservers import MooncakeMaster
 from hicache.units import MIB
 
 from .store import CODEC, SideDoor, open_backend, options_for

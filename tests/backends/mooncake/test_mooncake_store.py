@@ -33,9 +33,9 @@ from hicache.backends.testing import (
 )
 from hicache.config import MooncakeStorageOptions, load_config
 from hicache.config.mooncake_storage import MooncakeStorage
-from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendError, BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
+from hicache.lab.devservers import MooncakeMaster
 from hicache.units import MIB
 from tests.waiting import wait_for
 

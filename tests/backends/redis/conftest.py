@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.devservers import RedisCluster
-from hicache.devservers.redis import RedisLike
+from hicache.lab.devservers import RedisCluster
+from hicache.lab.devservers.redis import RedisLike
 
 
 @pytest.fixture(scope="package")

@@ -10,9 +10,9 @@ from typing import Any
 from hicache.backends.redis import RedisBackend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers import RedisCluster
-from hicache.devservers.redis import RedisLike
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import RedisCluster
+from hicache.lab.devservers.redis import RedisLike
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes

@@ -32,9 +32,9 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
-from hicache.devservers.redis import RedisLike
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
+from hicache.lab.devservers.redis import RedisLike
 from tests.certificates import make_certificates
 from tests.proxy import Proxy
 from tests.waiting import wait_for

@@ -30,9 +30,9 @@ from hicache.backends.testing import (
 )
 from hicache.config.guard import GuardConfig
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers import RedisCluster, RedisSentinel, ValkeyServer
-from hicache.devservers.ports import LOOPBACK
 from hicache.frame import Damage, FrameCodec
+from hicache.lab.devservers import RedisCluster, RedisSentinel, ValkeyServer
+from hicache.lab.devservers.ports import LOOPBACK
 from hicache.units import MIB
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import WAIT_S, wait_for

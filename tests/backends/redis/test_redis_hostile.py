@@ -23,8 +23,8 @@ from hicache.backends.redis.raw import RedisRawStore
 from hicache.backends.testing import GET_ERROR, MISS, SET_ERROR, full_frames, make_keys, soon
 from hicache.config.addresses import Address
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates
 from tests.hostile.redis_server import (
     ELSEWHERE,

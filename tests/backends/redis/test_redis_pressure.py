@@ -25,8 +25,8 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.devservers import RedisCluster, RedisServer, ValkeyServer
 from hicache.frame import HEADER_BYTES
+from hicache.lab.devservers import RedisCluster, RedisServer, ValkeyServer
 from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, fresh_prefix, grow_old, name_of, opened

@@ -24,9 +24,9 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.devservers import RedisCluster, RedisServer, ValkeyServer
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import RedisCluster, RedisServer, ValkeyServer
 
 from .store import CODEC, PAGE, fresh_prefix, grow_old, name_of, open_on, opened
 

@@ -15,10 +15,10 @@ import pytest
 from hicache.backends.redis import RedisBackend
 from hicache.backends.testing import HIT, SET_ERROR, STORED, load, make_keys, store_chain
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers import DevService, RedisCluster, RedisSentinel, ValkeyServer
-from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import DevService, RedisCluster, RedisSentinel, ValkeyServer
+from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.certificates import make_certificates
 from tests.listening import Listener
 from tests.proxy import Direction, Faults, Proxy

@@ -15,8 +15,8 @@ from hicache.backends.envelope import Wrapper
 from hicache.backends.remote import RemoteBackend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.devservers.ports import LOOPBACK
 from hicache.frame import FrameCodec, PageBuffer, PageView
+from hicache.lab.devservers.ports import LOOPBACK
 from hicache.shared_memory import Layout, SharedMemory
 from tests.backends._files import page_path
 from tests.daemon import daemons

@@ -20,9 +20,9 @@ from hicache.admin.models import Status
 from hicache.backends.remote import RemoteBackend
 from hicache.cli.ctl_client import AdminClient, Endpoint
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.devservers.ports import LOOPBACK
 from hicache.errors import AdminError, BackendError, BackendUnavailable, HiCacheError
 from hicache.frame import FrameCodec
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.certificates import Certificates, make_certificates
 from tests.daemon.daemons import CODEC, ROOT, TOKEN, Daemon
 

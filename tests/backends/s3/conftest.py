@@ -8,7 +8,7 @@ import pytest
 
 from hicache.backends.s3 import S3RawStore
 from hicache.backends.testing import Store
-from hicache.devservers import DevService, SeaweedServer
+from hicache.lab.devservers import DevService, SeaweedServer
 from tests.backends.s3.bucket import OPENED, Bucket, open_on, options
 from tests.backends.s3.stub import StubS3
 

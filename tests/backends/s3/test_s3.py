@@ -12,8 +12,8 @@ from hicache.backends.registry import open_backend
 from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.objects import object_name
 from hicache.backends.testing import HIT, MISS, STORED, BackendContract, OpenStore, Store, load, make_keys, store_chain
-from hicache.devservers import SeaweedServer
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import SeaweedServer
 from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_s3, options
 from tests.backends.s3.stub import StubS3, error
 from tests.waiting import wait_for

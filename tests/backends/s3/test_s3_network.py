@@ -24,10 +24,10 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.devservers import SeaweedServer
-from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
+from hicache.lab.devservers import SeaweedServer
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.backends.s3.bucket import CODEC, Bucket, errors, open_s3, options
 from tests.backends.s3.stub import StubS3
 from tests.certificates import Certificates, make_certificates

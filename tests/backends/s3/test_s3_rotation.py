@@ -15,7 +15,7 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.s3 import S3Backend
 from hicache.backends.testing import Store, load, make_keys, store_chain
-from hicache.devservers import SeaweedServer
+from hicache.lab.devservers import SeaweedServer
 from tests.backends.s3.bucket import CODEC, PATIENCE_S, errors, open_on, options
 from tests.backends.s3.stub import StubS3
 from tests.certificates import make_certificates

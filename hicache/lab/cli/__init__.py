@@ -1,0 +1,1 @@
+"""The commands of the laboratory: `hicache demo`, `replay`, `trace` and `dev-up`."""

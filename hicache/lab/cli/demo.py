@@ -1,0 +1,252 @@
+"""`hicache demo`: a real transformer that reuses its KV through three tiers, compared with itself without a cache.
+
+It serves the same requests three times: without reuse; with reuse; and, for every document and the last turns, in a
+second process that starts empty and finds the pages in storage. Output tokens must be equal in all runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from ...cache import CacheStatistics
+from ...cli.arguments import PATH, Number
+from ...cli.config import parse_settings
+from ...cli.interrupts import interrupted_by_signals
+from ...cli.log_options import LOG_OPTIONS, log_options, start_log
+from ...cli.progress import OutputConsole
+from ...cli.stores import print_json
+from ...config import HiCacheConfig, load_config
+from ...config.logging import LoggingConfig
+from ...config.ready import ready_file
+from ...errors import ConfigError, HiCacheError
+from ...metrics import serve_configured
+from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
+from .demo_report import LiveTable, differences, gain_lines, gains, tier_table, time_table
+from .demo_run import Answer, Runner
+from .demo_storage import STORAGES, demo_storage
+from .demo_workload import Ask, Workload
+
+DEMO_CONFIG = ready_file("demo")
+RESTART_TIMEOUT_S = 600
+SETTLE_TIMEOUT_S = 30
+CONVERSATIONS = 3
+DOCUMENT_TOKENS = 1200
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of the command line."""
+
+    config_file: Path
+    overrides: tuple[str, ...]
+    rounds: int
+    max_new_tokens: int
+    temperature: float
+    verify: bool
+    device: str
+
+    def config(self) -> HiCacheConfig:
+        """Return the effective configuration. Raises ConfigError without storage, which the restart needs."""
+        config = load_config(self.config_file, environ=os.environ, overrides=parse_settings(self.overrides))
+        if config.storage is None:
+            raise ConfigError("storage: the demo needs a storage section; configs/demo.yaml has one")
+        return config
+
+
+@click.command()
+@click.option("-c", "--config", "config_file", type=PATH, default=DEMO_CONFIG,
+              help="Configuration.  [default: configs/demo.yaml]")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="ENTRY=VALUE", help="Such as host.tokens=4096.")
+@click.option("--rounds", type=click.IntRange(1, 20), default=1, show_default=True, help="Times through all documents.")
+@click.option("--max-new-tokens", type=click.IntRange(1, 256), default=32, show_default=True, help="Per answer.")
+@click.option("--temperature", type=Number(0.0, 5.0), default=0.7, show_default=True,
+              help="0 is greedy. Sampling depends only on the position, so texts must always be equal.")  # fmt: skip
+@click.option("--device", default="cpu", show_default=True, help="Device of the model and L1: cpu, cuda, cuda:1, ...")
+@click.option("--verify", is_flag=True, help="Also compare the KV bytes, and check all invariants at each step.")
+@click.option(
+    "--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics at this port; 0: a free port."
+)
+@click.option(
+    "--storage", type=click.Choice(STORAGES),
+    help="Start this storage for the demo instead of using the configured one.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the gains as JSON; other output goes to standard error.")
+@click.option("--restarted", is_flag=True, hidden=True)
+@log_options
+def demo(metrics_port: int | None, storage: str | None, restarted: bool, as_json: bool, **options: Any) -> None:
+    """Serve a small model without and with the cache, then again in a new process, and compare.
+
+    Exit code 1 if one output token differs. Pages stored in files stay, so a second demo starts with hits from storage;
+    servers that --storage starts are empty, and end with the demo. They need the extra dev-servers or mooncake-cpu.
+    """
+    start_log(LoggingConfig(level="warning"), **{name: options.pop(name) for name in LOG_OPTIONS})
+    settings = Settings(**options)
+    if restarted:
+        answer_again(settings)
+    elif storage is None:
+        run(settings, metrics_port, as_json)
+    else:
+        with interrupted_by_signals(), demo_storage(storage, settings.config_file) as config_file:
+            run(replace(settings, config_file=config_file), metrics_port, as_json)
+
+
+def run(settings: Settings, metrics_port: int | None, as_json: bool) -> None:
+    """Run the demo and print the result. Exits with 1 if outputs differ."""
+    console = OutputConsole(stderr=as_json)
+    demo = Demo(settings, console, metrics_port)
+    found = demo.run()
+    if as_json:
+        print_json({**demo.gains, "differences": found})
+    for line in gain_lines(demo.gains):
+        console.print(line, highlight=False)
+    if found:
+        for line in found[:20]:
+            console.print(line, style="red", highlight=False)
+        console.print(f"TOKENS DIFFER in {len(found)} requests", style="bold red")
+        sys.exit(1)
+    what = "tokens and KV bytes" if settings.verify else "tokens"
+    console.print(
+        f"{what} are identical with and without the cache, and after the restart", style="bold green", soft_wrap=True
+    )
+
+
+class Demo:
+    """The three runs. Owns the current engine, whose metrics the server shows."""
+
+    def __init__(self, settings: Settings, console: Console, metrics_port: int | None) -> None:
+        self._settings = settings
+        self._console = console
+        self._config = settings.config()
+        if metrics_port is not None:
+            section = self._config.metrics.model_copy(update={"port": metrics_port})
+            self._config = self._config.model_copy(update={"metrics": section})
+        self._checkpoint = load_checkpoint(BUNDLED_MODEL)
+        self._tokenizer = load_tokenizer(BUNDLED_MODEL)
+        self.gains: dict[str, Any] = {}
+        self._snapshot: CacheStatistics | None = None
+        self._engine: Engine | None = None
+
+    def run(self) -> list[str]:
+        """Run all three; return the differences in words."""
+        # Opens the store before the first run, so that an unusable store is found early.
+        create_engine(self._config, self._checkpoint, device=self._settings.device).close()
+        with self._metrics():
+            cold = self._serve("without reuse", self._config.model_copy(update={"storage": None}), reuse=False)
+            cached = self._serve("with the cache", self._config, reuse=True)
+        self._show_answers(cached)
+        again = [i for i, answer in enumerate(cached) if answer.document or i >= len(cached) - CONVERSATIONS]
+        # One question per document: a second one would find its pages on L1.
+        firsts = {cached[i].document or cached[i].label: i for i in again}
+        restarted = self._restart([cached[i] for i in firsts.values()])
+        self._console.print(time_table(cold, cached, restarted), highlight=False)
+        if not any(answer.document and answer.tier == "storage" for answer in restarted):
+            self._console.print(
+                "no prefix came from storage after the restart: the store did not keep any page; check that the disk "
+                "is not full, that the daemon or server runs, and that this backend outlives its process",
+                style="yellow",
+            )
+        self.gains = gains(cold, cached, restarted)
+        return differences(cold, cached) + differences([cold[i] for i in firsts.values()], restarted)
+
+    def _serve(self, title: str, config: HiCacheConfig, *, reuse: bool) -> list[Answer]:
+        workload = load_workload(self._tokenizer, self._settings.rounds)
+        requests = sum(len(wave) for wave in load_workload(self._tokenizer, self._settings.rounds).waves())
+        with (
+            create_engine(config, self._checkpoint, device=self._settings.device) as engine,
+            LiveTable(self._console, title, engine, requests) as table,
+        ):
+            self._engine = engine
+            answers = []
+            for answer in make_runner(engine, self._settings, reuse=reuse).run(workload):
+                answers.append(answer)
+                table.answered()
+            settle(engine)
+            state = engine.cache.statistics()
+            self._snapshot, self._engine = state, None
+        where = "" if self._settings.device == "cpu" else f" on {self._settings.device}"
+        self._console.print(f"{title}{where}: {len(answers)} requests, {state.prompt_tokens:,} prompt tokens")
+        if reuse:
+            self._console.print(tier_table(state), highlight=False)
+        return answers
+
+    def _show_answers(self, answers: list[Answer]) -> None:
+        answer = max((a for a in answers if a.document), key=lambda a: sum(a.hit_tokens.values()))
+        self._console.print(f"For example, {answer.label}: ... ", end="", highlight=False)
+        self._console.print(self._tokenizer.decode(answer.prompt[-40:]), end="", highlight=False, markup=False)
+        self._console.print(self._tokenizer.decode(answer.tokens), style="italic", highlight=False, markup=False)
+
+    def _restart(self, answers: list[Answer]) -> list[Answer]:
+        """Serve these requests again in a new process."""
+        self._console.print(f"a new process starts with only the storage: {len(answers)} requests")
+        settings = self._settings
+        command = [sys.executable, "-m", "hicache", "demo", "--restarted", "-c", str(settings.config_file)]
+        command += ["--max-new-tokens", str(settings.max_new_tokens), "--temperature", str(settings.temperature)]
+        command += ["--device", settings.device]
+        command += ["--verify"] if settings.verify else []
+        for setting in settings.overrides:
+            command += ["--set", setting]
+        asks = [{"label": a.label, "document": a.document, "prompt": a.prompt} for a in answers]
+        done = subprocess.run(
+            command, input=json.dumps(asks), capture_output=True, text=True, timeout=RESTART_TIMEOUT_S, check=False
+        )
+        if done.returncode != 0:
+            raise HiCacheError(
+                f"demo: the second process failed with exit code {done.returncode}: {done.stderr.strip()}"
+            )
+        return [Answer(**answer) for answer in json.loads(done.stdout)]
+
+    @contextmanager
+    def _metrics(self) -> Iterator[None]:
+        server = serve_configured(self._config, self._statistics)
+        if server is None:
+            yield
+            return
+        with server:
+            self._console.print(f"metrics: http://{self._config.metrics.host}:{server.port}/metrics")
+            yield
+
+    def _statistics(self) -> CacheStatistics | None:
+        engine = self._engine
+        return self._snapshot if engine is None else engine.cache.statistics()
+
+
+def load_workload(tokenizer: Tokenizer, rounds: int) -> Workload:
+    """Return the demo's requests, as they are before the first answer."""
+    return Workload.load(tokenizer, document_tokens=DOCUMENT_TOKENS, conversations=CONVERSATIONS, rounds=rounds)
+
+
+def make_runner(engine: Engine, settings: Settings, *, reuse: bool) -> Runner:
+    """Return a runner with the options of the command line."""
+    sampling = Sampling(settings.temperature, top_k=40)
+    return Runner(
+        engine, reuse=reuse, verify=settings.verify, max_new_tokens=settings.max_new_tokens, sampling=sampling
+    )
+
+
+def settle(engine: Engine) -> None:
+    """Step until all copies and stores have ended, so that a new process finds everything."""
+    if not engine.cache.drain(SETTLE_TIMEOUT_S):
+        raise HiCacheError(f"demo: storing all pages took longer than {SETTLE_TIMEOUT_S} s; use a faster store")
+
+
+def answer_again(settings: Settings) -> None:
+    """Run the second process: read requests as JSON from standard input, write answers as JSON to standard output."""
+    given = json.load(sys.stdin)
+    asks = [Ask(**ask) for ask in given]
+    checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)
+    with create_engine(settings.config(), checkpoint, device=settings.device) as engine:
+        runner = make_runner(engine, settings, reuse=True)
+        answers = [answer.as_json() for ask in asks for answer in runner.serve([ask])]
+    json.dump(answers, sys.stdout)

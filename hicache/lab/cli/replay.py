@@ -1,0 +1,212 @@
+"""`hicache replay`: a request trace through the real tree, controller and storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from ...cli.arguments import DIRECTORY, FILE, SEED_MAX, Number, is_dash, read_dash
+from ...cli.config import parse_settings
+from ...cli.interrupts import noted_signals
+from ...cli.log_options import LOG_OPTIONS, log_options, start_log
+from ...cli.main import FOUND_EXIT_CODE, Failure, needs_of, output_failures
+from ...cli.model_shapes import PRESETS
+from ...cli.progress import OutputConsole, follow
+from ...config import HiCacheConfig, entry_of_variable, load_config
+from ...config.files import open_regular
+from ...config.logging import LoggingConfig
+from ...config.ready import ready_file
+from ...config.section import TOKENS_MAX
+from ...errors import ConfigError
+from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
+from ..replay.report import html_report
+from ..replay.result import ReplayResult, Sample
+from ..replay.trace import REQUESTS_MAX
+from .replay_view import print_summary, progress_of
+
+REPLAY_CONFIG = ready_file("replay")
+# The default speed of computing: fast enough for 2,000 real requests in two minutes, slow enough that copies and a
+# local disk keep up.
+PREFILL_TOKENS_PER_S = 250_000
+# Larger numbers are mistakes; sums and products of smaller ones stay exact.
+SPEED_UP_MIN, SPEED_UP_MAX = 1e-6, 1e9
+PREFILL_RATE_MAX = 1e12
+QUEUE_MAX = 1 << 20
+# With one of these settings the user chooses the storage.
+_STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
+
+_MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" for name, preset in PRESETS.items())
+
+
+@click.command(epilog=_MODELS)
+@click.argument("trace", required=False, type=FILE)
+@click.option("-c", "--config", "config_file", type=FILE, help="Configuration.  [default: configs/replay.yaml]")
+@click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
+@click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N",
+              help=f"Only the first N requests.  [default: all; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Synthetic trace.")
+@click.option("--model", "preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True,
+              help="The model for the KV geometry; see below.")  # fmt: skip
+@click.option("--device-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L1, as device.tokens.")
+@click.option("--host-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L2, as host.tokens.")
+@click.option("--store", type=DIRECTORY, metavar="DIR",
+              help="Directory for stored pages.  [default: a temporary directory]")  # fmt: skip
+@click.option("--speed-up", type=Number(SPEED_UP_MIN, SPEED_UP_MAX), metavar="X",
+              help="Requests arrive X times as fast as recorded.  [default: as fast as they are served]")  # fmt: skip
+@click.option("--prefill-rate", type=Number(0, PREFILL_RATE_MAX), default=PREFILL_TOKENS_PER_S, show_default=True,
+              metavar="TOKENS", help="Prompt tokens computed per second; 0: computing is instant.")  # fmt: skip
+@click.option("--running-max", type=click.IntRange(1, QUEUE_MAX), default=32, show_default=True,
+              help="Requests that run at once.")  # fmt: skip
+@click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
+              help="Requests in the queue, whose pages are prefetched.")  # fmt: skip
+@click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="Engines on one store, each with its own tiers and every N-th request.")  # fmt: skip
+@click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
+@click.option("--device", default="cpu", show_default=True, help="Device of L1: cpu, cuda, cuda:1, ...")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON; - is standard output.")
+@click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the report as a page with plots.")
+@log_options
+def replay(
+    *, json_file: Path | None, html_file: Path | None, prefill_rate: float, settings: tuple[str, ...],
+    device_tokens: int | None, host_tokens: int | None, config_file: Path | None, store: Path | None, **given: Any,
+) -> None:  # fmt: skip
+    """Replay a request trace through the cache, and check every byte that comes back.
+
+    TRACE is in the public Mooncake format (JSON lines with timestamp, input_length, output_length and hash_ids of
+    512-token blocks), or - for standard input; by default a synthetic trace is generated. No model runs: pages get
+    bytes derived from their keys, which are compared whenever they come back from a tier.
+
+    Ctrl-C ends the replay and prints the report so far. Exit code 1 if a byte was wrong, 2 if no request ran.
+    """
+    start_log(LoggingConfig(level="warning"), **{name: given.pop(name) for name in LOG_OPTIONS})
+    check_reports(json_file, html_file)
+    # The report uses standard output.
+    console = OutputConsole(stderr=any(file is not None and is_dash(file) for file in (json_file, html_file)))
+    overrides = parse_settings(settings)
+    for name, value in (("device.tokens", device_tokens), ("host.tokens", host_tokens)):
+        if value is not None:
+            overrides[name] = str(value)
+    with noted_signals() as stop, _temporary_directory(console) as temporary, read_dash(given["trace"]) as trace:
+        config = replay_config(overrides, os.environ, temporary, config_file, store)
+        given |= {"trace": trace, "requests": given["requests"] or _lines_in(trace)}
+        job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **given)
+        console.print(f"replaying {job.trace.name if job.trace else 'a synthetic trace'} ...", highlight=False)
+        with needs_of("replay"):  # torch, which takes seconds: the help and the checks above do without it
+            from ..replay.ideal import ideal_of  # noqa: PLC0415
+            from ..replay.processes import start_engines  # noqa: PLC0415
+        with closing(start_engines(job)) as engines:
+            follow(_until(stop, engines.run()), "replay", lambda sample: progress_of(sample, job))
+            result = engines.result()
+        result = replace(result, ideal=ideal_of(job, result))
+        _tell(console, result, json_file, html_file)
+    console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
+    if stop:
+        sys.exit(128 + stop[0])
+
+
+def _lines_in(trace: Path | None) -> int | None:
+    """Return the largest number of requests in a trace, for the progress; None if it cannot be read."""
+    if trace is None:
+        return None
+    with contextlib.suppress(OSError), open_regular(trace) as lines:
+        return min(REQUESTS_MAX, sum(1 for _ in lines)) or None
+    return None
+
+
+def _until(stop: list[int], samples: Iterator[Sample]) -> Iterator[Sample]:
+    for sample in samples:
+        yield sample
+        if stop:
+            return
+
+
+def replay_config(
+    overrides: Mapping[str, str],
+    environ: Mapping[str, str],
+    temporary: Path,
+    config_file: Path | None = None,
+    store: Path | None = None,
+) -> HiCacheConfig:
+    """Return the effective configuration, with storage in `temporary` unless the user sets it. Raises ConfigError."""
+    overrides = dict(overrides)
+    given = {*overrides, *(".".join(entry_of_variable(variable) or ()) for variable in environ)}
+    if store is not None:
+        overrides |= {"storage.type": "file", "storage.options.path": os.path.realpath(store)}
+    elif config_file is None and not given & _STORE_ENTRIES:
+        overrides["storage.options.path"] = str(temporary / "pages")
+    return load_config(config_file or REPLAY_CONFIG, environ=environ, overrides=overrides)
+
+
+def check_reports(*paths: Path | None) -> None:
+    """Raise ConfigError for report files whose directory does not exist, and for two names of one file."""
+    files = [file for file in paths if file is not None]
+    for file in files:
+        if not is_dash(file) and not file.parent.is_dir():
+            raise ConfigError(f"{file}: the directory {file.parent} does not exist; create it")
+    if len(files) > len({os.path.realpath(file) for file in files}):
+        raise ConfigError(f"{files[0]}: --json and --report name the same file; choose two files")
+
+
+def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
+    """Write the reports and print the summary, even if some of them fail. Then raise the error for the exit code;
+    WrongBytes comes first."""
+    problems, written = [], []
+    for file, text in ((json_file, ReplayResult.to_json), (html_file, html_report)):
+        if file is not None:
+            try:
+                if is_dash(file):
+                    click.echo(text(result))
+                    continue
+                _write(file, text(result))
+                written.append(file)
+            except OSError as error:
+                problems.append(f"{file}: cannot be written: {error.strerror}")
+    try:
+        with output_failures():
+            print_summary(console, result)
+            for file in written:
+                console.print(f"report: {file}", highlight=False, soft_wrap=True)
+    finally:
+        if result.wrong_bytes:
+            wrong = f"WRONG BYTES: {result.wrong_bytes:,} of {result.checked_bytes:,} compared"
+            raise WrongBytes("\n  ".join([*problems, wrong]))
+    if problems:
+        raise Failure("\n  ".join(problems))
+    if result.complete and result.requests.ended == 0:
+        setup = result.setup
+        raise Failure(
+            f"replay: no request ran: all {result.requests.too_long:,} are longer than L1 "
+            f"({setup.device_pages * setup.page_size:,} tokens); use more --device-tokens"
+        )
+
+
+class WrongBytes(Failure):
+    """A replay that found wrong bytes."""
+
+    exit_code = FOUND_EXIT_CODE
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file. Raises OSError, also for a pipe without a reader, instead of waiting for one."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+@contextmanager
+def _temporary_directory(console: Console) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hicache-replay-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+        if any(Path(name).iterdir()):
+            console.print("removing the temporary store ...", style="dim")  # a hundred thousand files take a while

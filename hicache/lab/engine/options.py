@@ -1,0 +1,33 @@
+"""The bounds of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...arguments import instance, whole
+from ...config import ScheduleConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Bounds of the reference engine. They are not in the configuration, which serves all kinds of engines.
+
+    A larger `running_max` shares each read of the weights among more requests on a GPU, and needs more L1.
+    `prefill_tokens_max` bounds the prompt tokens of one step: larger values end prefills sooner, smaller ones give
+    running requests their next token sooner. `waiting_max` bounds the queue; `submit` rejects requests above it.
+    `schedule` is the order in which requests begin; None means the configured order, or `fcfs` by default.
+    `check_when_idle` verifies all invariants after a step without work, at most once per `CHECK_EVERY_S`. This walks
+    over the whole tree.
+    """
+
+    running_max: int = 8
+    prefill_tokens_max: int = 1024
+    waiting_max: int = 4096
+    schedule: ScheduleConfig | None = None
+    check_when_idle: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("running_max", "prefill_tokens_max", "waiting_max"):
+            object.__setattr__(self, name, whole(f"engine: {name}", getattr(self, name), 1))
+        if self.schedule is not None:
+            instance("engine: schedule", self.schedule, ScheduleConfig)

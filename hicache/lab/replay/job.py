@@ -1,0 +1,75 @@
+"""ReplayJob: the trace, the configuration and the number of engine processes of a replay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...config import HiCacheConfig
+from ...errors import ConfigError
+from .synthetic import synthetic_trace
+from .trace import TraceRequest, read_trace
+
+# A synthetic trace of this many requests fills and spills all three default tiers within a minute.
+SYNTHETIC_REQUESTS = 1000
+# The devices for which the cache has copy engines.
+_DEVICES = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayJob:
+    """The arguments of a replay. `trace` None means a synthetic trace from `seed` of `requests` requests (None: a
+    default number).
+
+    Larger `running_max` and `waiting_max` mix more requests of the trace. Pages prefetched for waiting requests take
+    room on L2 until the requests run, so with a long queue and a small L2 they are evicted again.
+    `prefill_tokens_per_s` is the simulated speed of the engine: a forward takes as long as a real one, while copies and
+    storage work. With None, computing takes no time and storage hardly keeps up. `speed_up` is the factor by which the
+    trace arrives faster than its timestamps; None means as fast as the queue of `waiting_max` requests accepts it. A
+    full queue delays arrivals in both cases.
+
+    This is the job of process number `process` of `processes`: every `processes`-th request from that number on, or all
+    requests with `whole_trace_each`.
+
+    Raises ConfigError for an unknown device, and for a configuration without the prefix cache or with bigram keys.
+    """
+
+    config: HiCacheConfig
+    trace: Path | None = None
+    seed: int = 0
+    requests: int | None = None
+    preset: str = "tiny"
+    device: str = "cpu"
+    running_max: int = 32
+    waiting_max: int = 8
+    prefill_tokens_max: int = 8192
+    prefill_tokens_per_s: float | None = None
+    speed_up: float | None = None
+    process: int = 0
+    processes: int = 1
+    whole_trace_each: bool = False
+
+    def __post_init__(self) -> None:
+        if not _DEVICES.fullmatch(self.device):
+            raise ConfigError(f"replay: unknown device {self.device[:40]!r}; known: cpu, cuda, cuda:1, ...")
+        if not self.config.prefix_cache:
+            raise ConfigError("prefix_cache: a replay needs the prefix cache; remove `prefix_cache: false`")
+        if self.config.bigram_keys:
+            raise ConfigError("bigram_keys: a replay does not support them; remove the entry")
+
+    @property
+    def request_count(self) -> int | None:
+        """The largest possible number of requests of the trace, or None if it is unknown before the end."""
+        return (self.requests or SYNTHETIC_REQUESTS) if self.trace is None else self.requests
+
+    def is_mine(self, request: TraceRequest) -> bool:
+        """True if this process replays `request`. It only records the others."""
+        return self.whole_trace_each or request.index % self.processes == self.process
+
+    def requests_of_trace(self) -> Iterator[TraceRequest]:
+        """Yield the requests of the trace. Raises InvalidInput as `read_trace` does, while the trace is read."""
+        if self.trace is None:
+            return synthetic_trace(self.requests or SYNTHETIC_REQUESTS, self.seed)
+        return read_trace(self.trace, self.requests)
