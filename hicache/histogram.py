@@ -63,3 +63,7 @@ class Histogram:
     def statistics(self) -> HistogramStatistics:
         """Return a snapshot."""
         return HistogramStatistics(self._bounds, tuple(self._counts), self._total)
+
+    def latency(self) -> LatencyStatistics:
+        """Return a snapshot of times. REQUIRES: the bounds are `BOUNDS_S`."""
+        return LatencyStatistics(tuple(self._counts), self._total)

@@ -6,11 +6,10 @@ one operation in CPython.
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
 from collections.abc import Mapping
 
-from ..backends.guard import BOUNDS_S, LatencyStatistics
+from ..histogram import BOUNDS_S, Histogram, LatencyStatistics
 
 # The limits that reject or end requests and connections, by their names in counters, with words for the log.
 LIMITS: Mapping[str, str] = {
@@ -40,16 +39,14 @@ class CallCounters:
         self.in_flight = 0
         self._requests: Counter[tuple[str, int]] = Counter()
         self._refused: Counter[str] = Counter()
-        self._took: dict[str, list[int]] = {}
-        self._seconds: Counter[str] = Counter()
+        self._took: dict[str, Histogram] = {}
 
     def answered(self, operation: str, status: int, took_s: float) -> None:
         """Count an answer. `operation` is one of a few names, never a client's text."""
         self._requests[operation, status] += 1
         if operation not in self._took:
-            self._took = {**self._took, operation: [0] * (len(BOUNDS_S) + 1)}
-        self._took[operation][bisect.bisect_left(BOUNDS_S, took_s)] += 1
-        self._seconds[operation] += took_s  # type: ignore[assignment]
+            self._took = {**self._took, operation: Histogram(BOUNDS_S)}
+        self._took[operation].add(took_s)
 
     def refuse(self, limit: str) -> None:
         """Count a request or connection that a limit has rejected."""
@@ -65,4 +62,4 @@ class CallCounters:
 
     def latency(self) -> dict[str, LatencyStatistics]:
         """Return the times of answers, by operation."""
-        return {name: LatencyStatistics(tuple(counts), self._seconds[name]) for name, counts in self._took.items()}
+        return {name: histogram.latency() for name, histogram in self._took.items()}

@@ -7,7 +7,6 @@ Lock order: this condition, then the lock of the probe task.
 
 from __future__ import annotations
 
-import bisect
 import math
 import random
 import threading
@@ -86,8 +85,7 @@ class AdmissionControl:
         self._damage = DamageWatch(options)
         self._health = HealthWatch(wake)
         self._budget = RetryBudget(options.retry_share)
-        self._latency_counts = {verb: [0] * (len(BOUNDS_S) + 1) for verb in Verb}
-        self._latency_s = dict.fromkeys(Verb, 0.0)
+        self._latency = {verb: Histogram(BOUNDS_S) for verb in Verb}
         self._call_bytes = {verb: Histogram(SIZE_BOUNDS_BYTES) for verb in (Verb.GET, Verb.SET)}
         self._refused: Counter[tuple[Direction, Refusal]] = Counter()
         self._failures: Counter[tuple[Direction, str]] = Counter()
@@ -134,11 +132,9 @@ class AdmissionControl:
         """Record the end of a call: its latency, its bytes and its result."""
         with self._state:
             time_s = self._clock()
-            took_s = time_s - call.began_s
             self._calls.remove(call)
             self._in_flight_bytes -= call.bytes
-            self._latency_counts[call.verb][bisect.bisect_left(BOUNDS_S, took_s)] += 1
-            self._latency_s[call.verb] += took_s
+            self._latency[call.verb].add(time_s - call.began_s)
             if call.bytes:
                 self._call_bytes[call.verb].add(call.bytes)
             if self._waiting:
@@ -255,10 +251,7 @@ class AdmissionControl:
                 refused=dict(self._refused),
                 failures=dict(self._failures),
                 retried_calls=dict(self._retried_calls),
-                latency={
-                    verb: LatencyStatistics(tuple(counts), self._latency_s[verb])
-                    for verb, counts in self._latency_counts.items()
-                },
+                latency={verb: histogram.latency() for verb, histogram in self._latency.items()},
                 in_flight_calls=len(self._calls),
                 in_flight_bytes=self._in_flight_bytes,
                 overdue_calls=sum(call.overdue for call in self._calls),
