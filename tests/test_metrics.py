@@ -6,14 +6,13 @@ import dataclasses
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
@@ -44,16 +43,10 @@ from hicache.events import PublisherStatistics
 from hicache.frame import Damage, FrameCodec
 from hicache.histogram import SIZE_BOUNDS_BYTES, Histogram
 from hicache.metrics import serve_configured
-from hicache.metrics.families import (
-    BUILD_INFO,
-    CACHE_METRICS,
-    LABELS,
-    STORE_METRICS,
-    CacheCollector,
-    MetricSpec,
-    store_families,
-)
+from hicache.metrics.families import CACHE_METRICS, cache_collector
 from hicache.metrics.server import MetricsServer
+from hicache.metrics.spec import BUILD_INFO, LABELS, MetricSpec, SnapshotCollector
+from hicache.metrics.stores import STORE_METRICS, store_table
 from tests.cache.world import GEOMETRY, World, codec, prompt
 from tests.ranks import Exchange
 from tests.waiting import wait_for
@@ -90,18 +83,13 @@ def found_in(collector: Collector) -> Scraped:
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-class Stores(Collector):
-    """The families of some stores."""
-
-    def __init__(self, *stores: LeafStatistics) -> None:
-        self._stores = stores
-
-    def collect(self) -> Iterable[Metric]:
-        return store_families(self._stores)
+def of_stores(*stores: LeafStatistics) -> Collector:
+    """The collector of some stores."""
+    return SnapshotCollector(lambda: stores, store_table(lambda found: found))
 
 
 def shown(world: World) -> Scraped:
-    return found_in(CacheCollector(world.cache.statistics))
+    return found_in(cache_collector(world.cache.statistics))
 
 
 def served(statistics: Callable[[], CacheStatistics | None], **section: Any) -> MetricsServer:
@@ -116,7 +104,7 @@ def scrape(port: int, host: str = "127.0.0.1") -> str:
 
 
 def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
-    found = found_in(Stores(file_backend(USAGE)))
+    found = found_in(of_stores(file_backend(USAGE)))
 
     def value(name: str, **labels: str) -> float:
         return found[f"hicache_backend_{name}", tuple(sorted({"backend": "file", **labels}.items()))]
@@ -133,13 +121,13 @@ def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
 
 
 def test_counts_start_at_zero_and_unknown_values_are_absent() -> None:
-    found = found_in(Stores(file_backend(None)))
+    found = found_in(of_stores(file_backend(None)))
     outcomes = {dict(labels)["outcome"] for name, labels in found if name == "hicache_backend_get_pages_total"}
     assert outcomes == {outcome.value for outcome in GetOutcome}
     assert found["hicache_backend_get_pages_total", (("backend", "file"), ("outcome", "miss"))] == 0
     usage = {"hicache_backend_stored_pages", "hicache_backend_stored_bytes", "hicache_backend_capacity_bytes"}
     assert not usage & {name for name, _ in found}
-    unlimited = found_in(Stores(file_backend(Usage(pages=7, bytes=28672, capacity_bytes=None))))
+    unlimited = found_in(of_stores(file_backend(Usage(pages=7, bytes=28672, capacity_bytes=None))))
     assert usage - {name for name, _ in unlimited} == {"hicache_backend_capacity_bytes"}
 
 
@@ -152,7 +140,7 @@ def test_a_scrape_shows_the_guard_of_each_backend() -> None:
         wait_for(lambda: guard.usage_sample() is not None)
         guard.override(Direction.READ, Override.OFF)
         guard.batch_get(keys, empty_frames(codec, 2), deadline=soon())
-        found = found_in(Stores(*leaf_statistics(guard)))
+        found = found_in(of_stores(*leaf_statistics(guard)))
 
     def value(name: str, **labels: str) -> float:
         return found[f"hicache_backend_{name}", tuple(sorted({"backend": "near", **labels}.items()))]
@@ -238,7 +226,7 @@ def test_series_start_at_zero_before_their_first_event() -> None:
         worker_errors={"io:KeyError": 2, "backup:ThreadDied": 1},
         backends=(dataclasses.replace(store, statistics=statistics, guard=guard),),
     )
-    after = found_in(CacheCollector(lambda: dataclasses.replace(state, controller=controller)))
+    after = found_in(cache_collector(lambda: dataclasses.replace(state, controller=controller)))
     counts = {key: value for key, value in after.items() if key[0].endswith(("_total", "_count"))}
     assert set(counts) <= set(before)
     assert sum(value for (name, _), value in counts.items() if name == "hicache_backend_errors_total") == len(errors)
@@ -286,7 +274,7 @@ def test_a_scrape_shows_sessions_only_if_there_are_any() -> None:
         plain = shown(world)
         state = world.cache.statistics()
     assert not [name for name, _ in plain if name.startswith("hicache_session")]
-    found = found_in(CacheCollector(lambda: dataclasses.replace(state, sessions=sessions)))
+    found = found_in(cache_collector(lambda: dataclasses.replace(state, sessions=sessions)))
     assert [found["hicache_sessions", (("state", name),)] for name in ("open", "holding", "running")] == [3, 2, 1]
     assert found["hicache_session_held_bytes", ()] == 5 * state.device.page_bytes
     assert found["hicache_session_released_total", (("reason", "pressure"),)] == 4
@@ -294,7 +282,7 @@ def test_a_scrape_shows_sessions_only_if_there_are_any() -> None:
 
 
 def test_the_build_is_shown_without_a_cache_too() -> None:
-    found = found_in(CacheCollector(lambda: None))
+    found = found_in(cache_collector(lambda: None))
     (labels,) = [dict(labels) for name, labels in found if name == "hicache_build_info"]
     assert (labels["version"], labels["torch"]) == (__version__, torch.__version__)
 
@@ -367,7 +355,7 @@ def test_a_scrape_shows_what_the_publisher_of_events_counts() -> None:
         alive=True, batches=9, events=90, slow=2, gaps=3, replays=5, refused=6, errors={"ZMQError": 8}
     )
     with closing(World()) as world:
-        found = found_in(CacheCollector(lambda: dataclasses.replace(world.cache.statistics(), publisher=counters)))
+        found = found_in(cache_collector(lambda: dataclasses.replace(world.cache.statistics(), publisher=counters)))
     assert found["hicache_event_publisher_alive", ()] == 1
     assert found["hicache_event_slow_batches_total", ()] == 2
     assert found["hicache_event_gaps_total", ()] == 3

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.metrics.families import CacheCollector
+from hicache.metrics.families import cache_collector
 from hicache.metrics.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, MetricsServer, read_head
 
 pytestmark = pytest.mark.long
@@ -20,7 +20,7 @@ REQUEST = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    with MetricsServer("127.0.0.1", 0, CacheCollector(lambda: None)) as server:
+    with MetricsServer("127.0.0.1", 0, cache_collector(lambda: None)) as server:
         yield server
 
 
@@ -74,7 +74,7 @@ def test_without_closing_connections_the_scrape_is_blocked() -> None:
         def _close_one(self) -> None:
             pass
 
-    server = Stubborn("127.0.0.1", 0, CacheCollector(lambda: None))
+    server = Stubborn("127.0.0.1", 0, cache_collector(lambda: None))
     with server, connections(server.port, CONNECTIONS_MAX, b""), pytest.raises(OSError):
         scrape(server.port)
 

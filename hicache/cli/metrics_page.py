@@ -8,8 +8,9 @@ from typing import Any
 
 from ..cache.statistics import SKIP_REASONS
 from ..daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS
-from ..metrics.families import BUILD_INFO, CACHE_METRICS, STORE_METRICS
-from ..metrics.spec import MetricSpec
+from ..metrics.families import CACHE_METRICS
+from ..metrics.spec import BUILD_INFO, MetricSpec
+from ..metrics.stores import STORE_METRICS
 
 _HEAD = """\
 # Metrics

@@ -27,7 +27,7 @@ from .admin import NodeAdmin
 from .bodies import PagesAnswer, write_pages
 from .history import History
 from .memory import MemoryRequest
-from .metrics import DaemonCollector
+from .metrics import daemon_collector
 from .node import NamespaceRequest, Node
 from .page import page_router
 from .protocol import (
@@ -154,7 +154,7 @@ def _add_probes(app: FastAPI, node: Node, counting: ThreadPoolExecutor) -> None:
 def _add_metrics(app: FastAPI, node: Node, counting: ThreadPoolExecutor) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)  # register further collectors here: they run on a thread
-    registry.register(DaemonCollector(node.statistics))
+    registry.register(daemon_collector(node.statistics))
 
     @app.get("/metrics", tags=["probes"], response_class=Response)
     async def metrics() -> Response:

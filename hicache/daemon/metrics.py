@@ -2,55 +2,26 @@
 
 Samples of a namespace have its first 8 digits as a label, as in log lines, and are not added up: a sum over namespaces
 would fall when one is closed, which Prometheus treats as a restart. At most `daemon.namespaces_max` are open at a time.
-
-Locking design: the collector does not change; it takes one snapshot per scrape, on the requesting thread.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
-from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from ..backends.base import GetOutcome, SetOutcome
-from ..histogram import BOUNDS_S, LatencyStatistics
-from ..metrics.families import BUILD_INFO
-from ..metrics.spec import MetricSpec, Values
-from ..metrics.stores import STORE_METRICS, copies_by_outcome, outcomes, waiting_copies, with_zeros
+from ..histogram import BOUNDS_S, Histogram
+from ..metrics.spec import MetricSpec, SnapshotCollector, Table, Values
+from ..metrics.stores import STORE_METRICS, copy_metrics, outcomes, with_zeros
 from .calls import LIMITS
 from .gate import OPERATIONS
 from .statistics import NamespaceStatistics, NodeState, NodeStatistics
 
 # Answers by the first digit of their status; /v1 has no others.
 _STATUSES = ("2xx", "4xx", "5xx")
-_NEVER = LatencyStatistics((0,) * (len(BOUNDS_S) + 1), 0.0)
-
-
-class DaemonCollector(Collector):
-    """A collector that calls `statistics` of a node once per scrape."""
-
-    def __init__(self, statistics: Callable[[], NodeStatistics]) -> None:
-        self._statistics = statistics
-
-    def describe(self) -> Iterable[Metric]:
-        """Return the families without samples, so that registering does not take a snapshot."""
-        return [BUILD_INFO.collect(()), *(spec.collect(()) for spec in DAEMON_METRICS), *_of_namespaces(())]
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families of one snapshot."""
-        state = self._statistics()
-        yield BUILD_INFO.collect((((), None),))
-        yield from (spec.collect((((), state),)) for spec in DAEMON_METRICS)
-        yield from _of_namespaces(state.namespaces)
-
-
-def _of_namespaces(namespaces: Iterable[NamespaceStatistics]) -> Iterator[Metric]:
-    named = [((one.namespace[:8],), one) for one in namespaces]
-    yield from (spec.collect(named, "namespace") for spec in NAMESPACE_METRICS)
-    stores = [((*name, store.name), store) for name, one in named for store in one.stores]
-    yield from (spec.collect(stores, "namespace", "backend") for spec in STORE_METRICS)
+_NEVER = Histogram(BOUNDS_S).latency()
 
 
 def _requests(state: NodeStatistics) -> Values:
@@ -108,6 +79,10 @@ DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
                "Rises as fast as admitted pages while pool hits are rare: the pool is too small for the load."),
 )  # fmt: skip
 
+_COPIES: tuple[MetricSpec[NamespaceStatistics], ...] = copy_metrics(
+    lambda s: s.copies, *["As for an engine that has the composition itself."] * 2
+)
+
 # For each namespace; its first 8 digits are the label `namespace`, which comes first.
 NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
     MetricSpec("daemon_namespace_info", "The label and weights epoch of a namespace: always 1.",
@@ -133,9 +108,19 @@ NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
                lambda s: s.pool_bytes, "Shows which namespace uses the pool."),
     MetricSpec("daemon_namespace_quota_bytes", "The quota of a namespace; absent without one.", (),
                lambda s: s.quota_bytes, "Set by `hicache ctl quota`."),
-    MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by outcome.",
-               ("backend", "outcome"), lambda s: copies_by_outcome(s.copies),
-               "As for an engine that has the composition itself."),
-    MetricSpec("backend_waiting_copies", "Pages waiting to be copied to a part.", ("backend",),
-               lambda s: waiting_copies(s.copies), "As for an engine that has the composition itself."),
+    *_COPIES,
 )  # fmt: skip
+
+
+def daemon_collector(statistics: Callable[[], NodeStatistics]) -> Collector:
+    """Return the collector of a daemon."""
+    return SnapshotCollector(
+        statistics,
+        Table(DAEMON_METRICS, lambda n: [((), n)]),
+        Table(NAMESPACE_METRICS, lambda n: [((one.namespace[:8],), one) for one in n.namespaces], ("namespace",)),
+        Table(
+            STORE_METRICS,
+            lambda n: [((one.namespace[:8], store.name), store) for one in n.namespaces for store in one.stores],
+            ("namespace", "backend"),
+        ),
+    )

@@ -30,7 +30,7 @@ from ..frame import PageBuffer
 from ..keys import Namespace
 from ..metrics.server import MetricsServer, serve_collector
 from ..supervised import SupervisedPool
-from .figures import EngineStorageStatistics, StorageCollector
+from .figures import EngineStorageStatistics, storage_collector
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -78,7 +78,7 @@ class EngineStorage:
             logger.warning("storage is not open yet; the engine starts without it and tries again: %s", error)
             self._gate.replace(open_store)
         try:
-            self._metrics = serve_collector(config, StorageCollector(self.statistics), ports=processes)
+            self._metrics = serve_collector(config, storage_collector(self.statistics), ports=processes)
         except ConfigError:
             self.close()
             raise

@@ -1,63 +1,19 @@
-"""The metrics of a cache, and the collector: a snapshot of `statistics()` becomes metric families at each scrape.
-
-The numbers are those of `statistics()`, so hot paths do not update metric objects. `prometheus_client`'s counters are
-not used, so several processes do not need a shared directory: each has its own exporter.
-
-Locking design: the collector does not change. The server's threads call `statistics`, once per scrape and possibly
-several at the same time, which is safe because it returns frozen values.
-"""
+"""The metrics of a cache."""
 
 from __future__ import annotations
 
-import platform
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from .. import __version__
 from ..cache.statistics import LOOKUP_OUTCOMES, RELEASE_REASONS, CacheStatistics, TierStatistics
-from ..keys import FORMAT_VERSION
-from .spec import LABELS, MetricSpec, Values
-from .stores import STORE_METRICS, copies_by_outcome, store_families, waiting_copies
-
-__all__ = [
-    "BUILD_INFO", "CACHE_METRICS", "LABELS", "STORE_METRICS", "CacheCollector", "MetricSpec", "store_families",
-]  # fmt: skip
-
+from .spec import MetricSpec, SnapshotCollector, Table, Values
+from .stores import copy_metrics, store_table
 
 # The queues with limits, and the pools of workers, of a controller. It is not imported, because it needs PyTorch, which
 # a daemon does not have.
 _BOUNDED_QUEUES = ("write", "load", "prefetch", "backup")
 _WORKERS = ("prefetch", "io", "backup")
-
-
-class CacheCollector(Collector):
-    """A collector that calls `statistics` of a cache once per scrape; for None it yields only the build's samples."""
-
-    def __init__(self, statistics: Callable[[], CacheStatistics | None]) -> None:
-        self._statistics = statistics
-
-    def describe(self) -> Iterable[Metric]:
-        """Return the families without samples, so that registering does not take a snapshot."""
-        return [BUILD_INFO.collect(()), *(spec.collect(()) for spec in CACHE_METRICS), *store_families(())]
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families of one snapshot."""
-        state = self._statistics()
-        states = () if state is None else (((), state),)
-        yield BUILD_INFO.collect((((), None),))
-        yield from (spec.collect(states) for spec in CACHE_METRICS)
-        yield from store_families(() if state is None else state.controller.backends)
-
-
-def _build() -> Values:
-    """Return the versions. PyTorch is included only if it is loaded: a scrape does not import packages."""
-    torch = sys.modules.get("torch")
-    native = "yes" if "hicache._native" in sys.modules else "no"
-    loaded = "" if torch is None else str(getattr(torch, "__version__", ""))
-    return {(__version__, platform.python_version(), loaded, native, str(FORMAT_VERSION)): 1}
 
 
 def _known(**rates: int) -> Values:
@@ -78,13 +34,12 @@ def _worker_errors(errors: Mapping[str, int]) -> Values:
     return found
 
 
-BUILD_INFO: MetricSpec[None] = MetricSpec(
-    "build_info", "Versions of the software: always 1.", ("version", "python", "torch", "native", "page_format"),
-    lambda _: _build(),
-    "Shows engines that were not upgraded. native: whether the optional native helper is used. Engines share stored "
-    "pages only if page_format is equal.",
-)  # fmt: skip
-
+_COPIES: tuple[MetricSpec[CacheStatistics], ...] = copy_metrics(
+    lambda s: s.controller.copies,
+    "dropped: storage.options.cascade_bytes_max was full, so the level below lacks pages. failed: see "
+    "backend_errors_total of that part and of the part above, which may also have evicted the pages.",
+    "Stays high: the level below is slower than the writes.",
+)
 
 CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("requests_total", "Requests that have begun.", (), lambda s: s.requests,
@@ -189,14 +144,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("event_publisher_errors_total", "Unexpected errors of the publisher.", (),
                lambda s: None if s.publisher is None else sum(s.publisher.errors.values()),
                "Should stay at 0; the log has the traceback."),
-    MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by outcome.",
-               ("backend", "outcome"),
-               lambda s: copies_by_outcome(s.controller.copies),
-               "dropped: storage.options.cascade_bytes_max was full, so the level below lacks pages. failed: see "
-               "backend_errors_total of that part and of the part above, which may also have evicted the pages."),
-    MetricSpec("backend_waiting_copies", "Pages waiting to be copied to a part.", ("backend",),
-               lambda s: waiting_copies(s.controller.copies),
-               "Stays high: the level below is slower than the writes."),
+    *_COPIES,
     MetricSpec("scheduler_step_seconds", "Time of `poll` on the engine's scheduler, in each step.", (),
                lambda s: s.step,
                "The cost of the cache on the scheduler: microseconds, more when many operations end at once. With "
@@ -251,3 +199,10 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                lambda s: None if s.controller.ranks is None else s.controller.ranks.wait,
                "The rank that waits least is the slow one.", True),
 )  # fmt: skip
+
+
+def cache_collector(statistics: Callable[[], CacheStatistics | None]) -> Collector:
+    """Return the collector of a cache; while `statistics` returns None, it yields only the build's sample."""
+    return SnapshotCollector(
+        statistics, Table(CACHE_METRICS, lambda s: [((), s)]), store_table(lambda s: s.controller.backends)
+    )

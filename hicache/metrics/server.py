@@ -30,7 +30,7 @@ from ..cache.statistics import CacheStatistics
 from ..config import HiCacheConfig
 from ..config.addresses import PORT_MAX, is_own_host
 from ..errors import ConfigError
-from .families import CacheCollector
+from .families import cache_collector
 
 # From the connection to the end of the request's head, and from there to the end of the answer.
 HEAD_TIMEOUT_S = 5.0
@@ -191,7 +191,7 @@ def read_head(connection: socket.socket, timeout_s: float) -> bytes | None:
 
 def serve_configured(config: HiCacheConfig, statistics: Callable[[], CacheStatistics | None]) -> MetricsServer | None:
     """Serve a cache's `statistics`; see `serve_collector`."""
-    return serve_collector(config, CacheCollector(statistics))
+    return serve_collector(config, cache_collector(statistics))
 
 
 def serve_collector(config: HiCacheConfig, collector: Collector, *, ports: int = 1) -> MetricsServer | None:

@@ -1,17 +1,27 @@
-"""The description of a metric, and the conversion of a snapshot to a family of samples.
+"""The description of a metric, and the collector: a snapshot becomes families of samples at each scrape.
 
-A table of `MetricSpec` belongs to one kind of snapshot. docs/metrics.md is generated from the tables.
+A table of `MetricSpec` belongs to one kind of snapshot. docs/metrics.md is generated from the tables. The numbers are
+those of `statistics()`, so hot paths do not update metric objects. `prometheus_client`'s counters are not used, so
+several processes do not need a shared directory: each has its own exporter.
+
+Locking design: a collector does not change. The server's threads take snapshots, one per scrape and possibly several at
+the same time, which is safe because snapshots are frozen values.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from .. import __version__
 from ..histogram import BOUNDS_S, HistogramStatistics, LatencyStatistics
+from ..keys import FORMAT_VERSION
 
 # Few labels with few values each. Never a key, a tenant or a path: a label value stays as long as the time series.
 # `namespace` has 8 digits of the digest, as in log lines; their number in a daemon is limited.
@@ -70,3 +80,49 @@ def _add_histogram(family: Any, labels: Iterable[str], value: LatencyStatistics 
         value = HistogramStatistics(BOUNDS_S, value.counts, value.seconds)
     bounds = [*(f"{bound:.10g}" for bound in value.bounds), "+Inf"]
     family.add_metric(labels, list(zip(bounds, itertools.accumulate(value.counts), strict=True)), value.total)
+
+
+def _build() -> Values:
+    """Return the versions. PyTorch is included only if it is loaded: a scrape does not import packages."""
+    torch = sys.modules.get("torch")
+    native = "yes" if "hicache._native" in sys.modules else "no"
+    loaded = "" if torch is None else str(getattr(torch, "__version__", ""))
+    return {(__version__, platform.python_version(), loaded, native, str(FORMAT_VERSION)): 1}
+
+
+BUILD_INFO: MetricSpec[None] = MetricSpec(
+    "build_info", "Versions of the software: always 1.", ("version", "python", "torch", "native", "page_format"),
+    lambda _: _build(),
+    "Shows engines that were not upgraded. native: whether the optional native helper is used. Engines share stored "
+    "pages only if page_format is equal.",
+)  # fmt: skip
+
+
+class Table(NamedTuple, Generic[S]):
+    """Metrics of one kind of part of a snapshot: `parts` returns them, each with its values of the labels `outer`."""
+
+    specs: Iterable[MetricSpec[Any]]
+    parts: Callable[[S], Iterable[tuple[tuple[str, ...], Any]]]
+    outer: tuple[str, ...] = ()
+
+
+class SnapshotCollector(Collector, Generic[S]):
+    """A collector that takes one snapshot per scrape and fills `tables` from it; without a snapshot the tables have no
+    samples. `BUILD_INFO` comes first."""
+
+    def __init__(self, snapshot: Callable[[], S | None], *tables: Table[S]) -> None:
+        self._snapshot, self._tables = snapshot, tables
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the families without a snapshot, which registering does not need."""
+        return self._families(None)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families of one snapshot."""
+        return self._families(self._snapshot())
+
+    def _families(self, state: S | None) -> Iterator[Metric]:
+        yield BUILD_INFO.collect([((), None)])
+        for specs, parts, outer in self._tables:
+            found = [] if state is None else list(parts(state))
+            yield from (spec.collect(found, *outer) for spec in specs)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-from prometheus_client.core import Metric
 
 from ..backends.base import GetOutcome, SetOutcome
 from ..backends.compose import CopyStatistics
@@ -27,7 +25,7 @@ from ..backends.guard import (
     Verb,
 )
 from ..frame import Damage
-from .spec import MetricSpec, Values
+from .spec import MetricSpec, S, Table, Values
 
 # The most frequent errors of a file store, in addition to the kinds of all stores.
 _ERRNOS = ("EACCES", "EDQUOT", "EIO", "EMFILE", "ENOSPC", "EROFS")
@@ -74,21 +72,25 @@ def _guarded(pick: Callable[[GuardStatistics], Values]) -> Callable[[LeafStatist
     return lambda store: {} if store.guard is None else pick(store.guard)
 
 
-def copies_by_outcome(copies: Mapping[str, CopyStatistics]) -> Values:
-    """Return pages to be copied to each part of a composition, by outcome."""
+def copy_metrics(
+    copies: Callable[[S], Mapping[str, CopyStatistics]], act: str = "", waiting_act: str = ""
+) -> tuple[MetricSpec[S], ...]:
+    """Return the metrics of the copies to the parts of compositions."""
     kinds = ("copied", "present", "failed", "dropped")
-    return {(part, kind): getattr(found, kind) for part, found in copies.items() for kind in kinds}
+    return (
+        MetricSpec(
+            "backend_copies_total", "Pages to be copied to a part of a composition in the background, by outcome.",
+            ("backend", "outcome"),
+            lambda s: {(part, kind): getattr(found, kind) for part, found in copies(s).items() for kind in kinds}, act,
+        ),
+        MetricSpec("backend_waiting_copies", "Pages waiting to be copied to a part.", ("backend",),
+                   lambda s: {part: found.waiting for part, found in copies(s).items()}, waiting_act),
+    )  # fmt: skip
 
 
-def waiting_copies(copies: Mapping[str, CopyStatistics]) -> Values:
-    """Return pages waiting to be copied, by part."""
-    return {part: found.waiting for part, found in copies.items()}
-
-
-def store_families(stores: Iterable[LeafStatistics]) -> Iterator[Metric]:
-    """Return the families of stores and of their guards; the name of each store is a label."""
-    named = [((store.name,), store) for store in stores]
-    return (spec.collect(named, "backend") for spec in STORE_METRICS)
+def store_table(stores: Callable[[S], Iterable[LeafStatistics]]) -> Table[S]:
+    """Return the table of stores and of their guards; the name of each store is a label."""
+    return Table(STORE_METRICS, lambda s: [((store.name,), store) for store in stores(s)], ("backend",))
 
 
 # The label `backend` comes first.

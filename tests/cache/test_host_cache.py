@@ -19,7 +19,7 @@ from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.geometry import PageShape, Piece
 from hicache.keys import PAGE_KEY_BYTES, Namespace, RadixKey
-from hicache.metrics.families import CacheCollector
+from hicache.metrics.families import cache_collector
 from hicache.tiers import HostPool
 from tests.cache.host_world import GEOMETRY, NAMESPACE, HostWorld, every_hit, memory_backend, prompt
 
@@ -370,7 +370,7 @@ def test_statistics_include_l2_storage_and_the_copies_of_the_engine() -> None:
     assert state.hit_tokens == {"device": 4, "host": 12, "storage": 0}
     names = {
         sample.name: sample.value
-        for family in CacheCollector(world.cache.statistics).collect()
+        for family in cache_collector(world.cache.statistics).collect()
         for sample in family.samples
         if sample.labels.get("direction") == "host_to_device"
     }

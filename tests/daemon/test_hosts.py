@@ -14,7 +14,7 @@ import pytest
 from hicache.config import HiCacheConfig
 from hicache.config.addresses import is_own_host
 from hicache.lab.devservers.ports import LOOPBACK
-from hicache.metrics.families import CacheCollector
+from hicache.metrics.families import cache_collector
 from hicache.metrics.server import serve_collector
 from tests.admin.running import RunningEngine, file_config
 from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon
@@ -133,7 +133,7 @@ def test_a_client_with_a_token_may_use_any_name(start: Callable[..., Daemon], sc
 def test_a_page_of_a_foreign_name_cannot_read_the_metrics_of_an_engine() -> None:
     """The controls: its own names, and a configured one, are served."""
     config = HiCacheConfig.model_validate({"metrics": {"port": 0, "hosts": ["engine.example"]}})
-    server = serve_collector(config, CacheCollector(lambda: None))
+    server = serve_collector(config, cache_collector(lambda: None))
     assert server is not None
     with server:
         for path in ("/metrics", "/healthz", "/other"):

@@ -16,9 +16,10 @@ from hicache.backends.guard import Direction, HealthState, unopened
 from hicache.backends.guard.health import problem
 from hicache.daemon import gate
 from hicache.daemon.calls import LIMITS
-from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS, DaemonCollector
+from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS, daemon_collector
 from hicache.daemon.statistics import ClientStatistics, NodeStatistics, SharingStatistics
-from hicache.metrics.families import LABELS, STORE_METRICS, MetricSpec
+from hicache.metrics.spec import LABELS, MetricSpec
+from hicache.metrics.stores import STORE_METRICS
 from tests.daemon.daemons import Client, Daemon, keys_of, write
 from tests.daemon.snapshots import MIB, guard, namespace, node, store
 from tests.prometheus import checked
@@ -35,7 +36,7 @@ def parsed(text: str) -> Found:
 
 def exported(state: NodeStatistics) -> Found:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(DaemonCollector(lambda: state))
+    registry.register(daemon_collector(lambda: state))
     return parsed(generate_latest(registry).decode())
 
 

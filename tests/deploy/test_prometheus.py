@@ -16,7 +16,8 @@ import yaml
 from hatch_build import project_urls
 from hicache.config import load_config
 from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS
-from hicache.metrics.families import CACHE_METRICS, STORE_METRICS
+from hicache.metrics.families import CACHE_METRICS
+from hicache.metrics.stores import STORE_METRICS
 from tests.prometheus import program
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,7 +33,7 @@ from ...keys import Namespace
 from ...logs import LimitedLog
 from ...metrics.server import serve_collector
 from ...supervised import SupervisedPool
-from ..figures import EngineStorageStatistics, StorageCollector
+from ..figures import EngineStorageStatistics, storage_collector
 from .jobs import ChunkRows, Job, batches
 from .lookups import Batch, LookupTable
 
@@ -125,7 +125,7 @@ class ChunkTier:
             logger.warning("storage is not open yet; the tier starts without it and tries again: %s", error)
             self._gate.replace(functools.partial(open_namespace, namespace))
         try:
-            self._metrics = serve_collector(config, StorageCollector(self.statistics), ports=processes)
+            self._metrics = serve_collector(config, storage_collector(self.statistics), ports=processes)
         except ConfigError:
             self._gate.close(0.0, workers_ended=True)
             raise
