@@ -36,8 +36,7 @@ from ..config.files import open_regular
 from ..errors import InvalidInput
 from . import ctl_view
 from .arguments import DURATION, FILE, PATH, SIZE, NamespacePrefix
-from .ctl_address import Address
-from .ctl_client import AdminClient
+from .ctl_client import Address, AdminClient
 from .ctl_jobs import show_job, watch
 from .main import FOUND_EXIT_CODE
 

@@ -1,4 +1,4 @@
-"""The HTTP client of `hicache ctl`: one connection, one request at a time, typed answers."""
+"""The HTTP client of `hicache ctl`: one connection, one request at a time, typed answers; and where it connects to."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from ..admin.models import Refusal
 from ..backends.errors import StoreError
 from ..backends.http import Connection, ConnectionPool, Head, Server, read_small, request_head
 from ..backends.remote.causes import Entries, explain
-from ..backends.rotated import client_tls
-from ..config.addresses import HTTP_PORTS, split_url
-from ..errors import AdminError, BackendUnavailable, ConfigError
+from ..backends.rotated import Rotated, client_tls
+from ..config import HiCacheConfig, load_config
+from ..config.addresses import HTTP_PORTS, default_socket, split_url
+from ..config.secret import read_secret
+from ..errors import AdminError, BackendUnavailable, ConfigError, InvalidInput
 
 Answer = TypeVar("Answer")
 
@@ -57,6 +59,50 @@ class Endpoint:
         files = {"--ca-file": self.ca_file, "--certificate": self.certificate, "--key": self.key}
         tls = client_tls("ctl", files) if url.scheme == "https" else None
         return Server(url.host, url.port, tls, url.host, "", CONNECT_TIMEOUT_S, TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address options of `ctl`: a socket, a URL, or a configuration that names them. One with `admin.socket` is an
+    engine's, any other a daemon's."""
+
+    socket: Path | None
+    url: str | None
+    config_file: Path | None
+    token_file: Path | None
+    ca_file: Path | None
+    certificate: Path | None
+    key: Path | None
+
+    def endpoint(self) -> Endpoint:
+        """Return the endpoint. Raises InvalidInput and ConfigError."""
+        if sum(given is not None for given in (self.socket, self.url)) > 1:
+            raise InvalidInput("pass one of --socket and --url, not both")
+        if self.url is not None:
+            return Endpoint(url=self.url, ca_file=self.ca_file, certificate=self.certificate, key=self.key)
+        if self.socket is not None:
+            return Endpoint(self.socket)
+        config = self._config()
+        socket = None if config is None else config.admin.socket or config.daemon.socket
+        socket = socket or default_socket()
+        if socket is None:
+            raise ConfigError("the system has no directory for this user's sockets (XDG_RUNTIME_DIR); pass --socket")
+        return Endpoint(socket)
+
+    def token(self) -> Rotated[str | None]:
+        """Return the admin token, from --token-file or the configuration, or None. Raises ConfigError."""
+        variable, path = None, self.token_file
+        config = self._config() if path is None else None
+        if config is not None and config.admin.socket is not None:
+            variable, path = config.admin.token_env, config.admin.token_file
+        elif config is not None:
+            variable, path = config.daemon.admin_token_env, config.daemon.admin_token_file
+        return Rotated("admin token", [path], lambda: read_secret("admin token", variable, path, os.environ))
+
+    def _config(self) -> HiCacheConfig | None:
+        if self.config_file is None:
+            return None
+        return load_config(self.config_file, environ=os.environ)
 
 
 class AdminClient:

@@ -14,13 +14,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ..geometry import PAGE_SIZE_MAX
 from ..policies import SLRU_PROTECTED_HITS, require_policy
 from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, TierSize, refuse_bool
-from .admin import AdminConfig
 from .daemon import DaemonConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .logging import LoggingConfig
 from .publishing import EventsConfig, MetricsConfig
 from .remote_storage import RemoteStorageOptions
-from .section import Section, Tokens, yaml_switch
+from .section import VARIABLE_PATTERN, FileSystemPath, Section, Tokens, yaml_switch
 from .storage import AnyStorage
 
 
@@ -302,6 +301,32 @@ class RanksConfig(Section):
         "ranks. Must exceed the longest forward and the longest pause of the machine; shorter detects a stuck rank "
         "sooner. Dead ranks are detected at once.",
     )
+
+
+class AdminConfig(Section):
+    """The admin surface of a cache inside an engine, for `hicache ctl`. A daemon has its own, see `daemon`."""
+
+    alternatives = (("token_file", "token_env"),)
+
+    socket: FileSystemPath | None = Field(
+        default=None,
+        description="Unix socket that serves `/v1/admin`, in a private directory, such as "
+        "`/run/user/1000/hicache/engine.sock`; one per engine. Not set: no admin surface.",
+    )
+    token_file: FileSystemPath | None = Field(
+        default=None,
+        description="File with a token for the admin surface, mode 0600. Without a token, this user and root have "
+        "access, as reported by the kernel.",
+    )
+    token_env: Annotated[str, Field(pattern=VARIABLE_PATTERN)] | None = Field(
+        default=None, description="Name of the variable with that token, instead of a file."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> AdminConfig:
+        if self.socket is None and (self.token_file is not None or self.token_env is not None):
+            raise ValueError("a token needs a socket; set admin.socket too")
+        return self
 
 
 class HiCacheConfig(Section):

@@ -16,8 +16,7 @@ from hicache.admin.models import Status
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.remote import RemoteBackend
 from hicache.backends.testing import Store, load, make_keys, store_chain
-from hicache.cli.ctl_address import Address
-from hicache.cli.ctl_client import AdminClient
+from hicache.cli.ctl_client import Address, AdminClient
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import AdminError, BackendUnavailable
 from hicache.lab.devservers.ports import LOOPBACK

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -17,16 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...admin import serve_configured as serve_admin
 from ...cache import create_host_cache
 from ...errors import ConfigError
-from ...events import EventReader, EventStream
+from ...events import Cleared, Event, EventReader, EventStream, Medium, Stored
 from ...metrics import serve_configured as serve_metrics
 from .engine import AdapterKeys, Engine, WorkerLayout, form_of, wants_layerwise, warn_of_settings
-from .events import vllm_events
 from .figures import CopyPromMetrics, CopyStats
 from .jobs import Report, Step
 from .scheduler import SchedulerSide
@@ -34,6 +35,8 @@ from .worker import Collected, WorkerSide
 
 # The most events that vLLM gets in one step; the others follow in the next one.
 _EVENTS_MAX = 10_000
+# The names of vLLM's own tiers in its events.
+_MEDIUMS = {Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"}
 _CLOSE_S = 10.0
 
 
@@ -173,7 +176,7 @@ class HiCacheConnector(KVConnectorBase_V1):
 
     def take_events(self) -> Iterable[Any]:
         reader = None if self._scheduler is None else self._scheduler.events
-        return () if reader is None else vllm_events(reader.drain(_EVENTS_MAX))
+        return () if reader is None else _vllm_events(reader.drain(_EVENTS_MAX))
 
     # Figures
 
@@ -251,6 +254,30 @@ class _Scheduler:
         if self._metrics is not None:
             self._metrics.close()
         self.decisions.close()
+
+
+def _vllm_events(events: Iterable[Event]) -> Iterator[KVCacheEvent]:
+    """Yield events of host memory and storage in vLLM's form, which vLLM publishes with those of its device.
+
+    A page key is the hash of the page's last block, so subscribers know it from the device's events; pages of adapters
+    have keys of HiCache. The tokens are unknown: vLLM hashes them, and HiCache only gets hashes.
+    """
+    for event in events:
+        if isinstance(event, Cleared):
+            yield AllBlocksCleared()
+        elif isinstance(event, Stored):
+            yield BlockStored(
+                block_hashes=[maybe_convert_block_hash(key) for key in event.keys],
+                parent_block_hash=None if event.parent is None else maybe_convert_block_hash(event.parent),
+                token_ids=[],
+                block_size=event.page_size,
+                lora_id=None,
+                medium=_MEDIUMS[event.medium],
+                lora_name=None,
+            )
+        else:
+            hashes = [maybe_convert_block_hash(key) for key in event.keys]
+            yield BlockRemoved(block_hashes=hashes, medium=_MEDIUMS[event.medium])
 
 
 def _log_as_vllm() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -27,17 +29,18 @@ from ...cli.interrupts import interrupted_by_signals
 from ...cli.log_options import LOG_OPTIONS, log_options, start_log
 from ...cli.progress import OutputConsole
 from ...cli.stores import print_json
-from ...config import HiCacheConfig, load_config
+from ...config import HiCacheConfig, load_config, read_tree
 from ...config.logging import LoggingConfig
 from ...config.ready import ready_file
 from ...errors import ConfigError, HiCacheError
 from ...metrics import serve_configured
+from ..devservers import KINDS, make_service
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
 from .demo_report import LiveTable, differences, gain_lines, gains, tier_table, time_table
 from .demo_run import Answer, Runner
-from .demo_storage import STORAGES, demo_storage
 from .demo_workload import Ask, Workload
 
+STORAGES = ("file", *KINDS, "file+s3")
 DEMO_CONFIG = ready_file("demo")
 RESTART_TIMEOUT_S = 600
 SETTLE_TIMEOUT_S = 30
@@ -250,3 +253,55 @@ def answer_again(settings: Settings) -> None:
         runner = make_runner(engine, settings, reuse=True)
         answers = [answer.as_json() for ask in asks for answer in runner.serve([ask])]
     json.dump(answers, sys.stdout)
+
+
+@contextmanager
+def demo_storage(kind: str, config_file: Path) -> Iterator[Path]:
+    """Start one of `STORAGES` with its servers, and yield a file with the configuration of `config_file` that uses it.
+
+    Credentials are in this process's environment until the end. Raises ConfigError and BackendUnavailable as servers
+    do.
+    """
+    config = read_tree(config_file)
+    base = config.get("storage")
+    if kind == "file":
+        with _written({**config, "storage": _file_part(base)}) as path:
+            yield path
+        return
+    above = [_file_part(base)] if kind == "file+s3" else []
+    with make_service("s3" if above else kind) as service, _environment(service.environ()):
+        name, options = service.storage()
+        storage: dict[str, Any] = {"type": name, "options": options}
+        if above:
+            storage = {"type": "levels", "options": {"levels": [*above, storage]}}
+        with _written({**config, "storage": storage}) as path:
+            yield path
+
+
+def _file_part(section: Any) -> Any:
+    """Return the section of the configuration, which must be of type file: it sets the directory and the size."""
+    if isinstance(section, dict) and section.get("type") == "file":
+        return section
+    raise ConfigError("demo: this --storage needs a configuration with storage.type: file; remove -c")
+
+
+@contextmanager
+def _written(config: dict[str, Any]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hicache-demo-") as folder:
+        path = Path(folder, "demo.yaml")
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        yield path
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -10,8 +10,7 @@ import yaml
 
 from hicache.config import load_config
 from hicache.errors import ConfigError
-from hicache.lab.cli.demo import DEMO_CONFIG
-from hicache.lab.cli.demo_storage import STORAGES, demo_storage
+from hicache.lab.cli.demo import DEMO_CONFIG, STORAGES, demo_storage
 from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
 from tests.waiting import wait_for
 

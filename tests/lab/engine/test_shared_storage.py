@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hicache.config import HiCacheConfig, load_config
-from hicache.lab.cli.demo_storage import demo_storage
+from hicache.lab.cli.demo import demo_storage
 from hicache.lab.engine import create_engine
 from tests.lab.engine._shared_child import serve
 from tests.lab.engine.sharing import PAGE_TOKENS, PROMPT_TOKENS, Answer, configuration, engines, make_prompts
