@@ -48,7 +48,7 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_links_of_the_repository_resolve_to_pages_of_the_site(site: Path) -> None:
     overview = (site / "readme.html").read_text(encoding="utf-8")
-    assert 'href="configs/index.html#redisyaml"' in overview and 'href="DESIGN.html"' in overview
+    assert 'href="backends/index.html"' in overview and 'href="DESIGN.html"' in overview
     assert 'id="redisyaml"' in (site / "configs/index.html").read_text(encoding="utf-8")
     assert 'href="../configs/index.html#redisyaml"' in (site / "backends/index.html").read_text(encoding="utf-8")
 
