@@ -18,3 +18,13 @@ Bytes2D: TypeAlias = npt.NDArray[np.uint8]
 
 NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
 NO_PAGES.setflags(write=False)
+
+
+def concat(runs: list[PageIds]) -> PageIds:
+    """Return the runs as one array: a single run itself, otherwise a read-only copy.
+
+    Joining bytes takes half the time of `np.concatenate`. REQUIRES: the runs are int32.
+    """
+    if len(runs) > 1:
+        return np.frombuffer(b"".join(runs), dtype=np.int32)  # type: ignore[arg-type]  # an array is a buffer
+    return runs[0] if runs else NO_PAGES

@@ -176,7 +176,7 @@ class EmbeddedCache:
         """See AdminTarget: pages in memory are stored again at their next use."""
 
         def forget() -> None:
-            self._cache.tree.forget_stored()  # of the current tree when the scheduler serves this
+            self._cache.tree.stored.forget_all()  # of the current tree when the scheduler serves this
 
         if self._digest.startswith(namespace) and not self._cache.controller.has_ranks:
             self._ask(forget)

@@ -224,7 +224,7 @@ class HostTier:
 
     def lost(self, keys: Sequence[bytes]) -> None:
         """Record that storage lacks these pages: they and their descendants are stored again at their next use."""
-        self._counters.lost_pages += self._trees.current.forget_pages(keys)
+        self._counters.lost_pages += self._trees.current.stored.forget(keys)
 
     def store(self, node: Node) -> bool:
         """Store `node` if storage lacks it. Return True if its pages are in storage or in flight to it."""
@@ -243,7 +243,7 @@ class HostTier:
         if not self._controller.takes_store(len(node.host)):
             return False
         tree = self._trees.current
-        chain = tree.begin_store(node)
+        chain = tree.stored.begin(node)
         store = self._controller.submit_store(chain, node.host, begins_prompt=root, is_sealed=node.sealed)
         self._stores[store] = tree, node
         tree.hold_host(node)
@@ -342,7 +342,7 @@ class HostTier:
 
     def _end_store(self, store: Store, *, stored: bool) -> RadixTree:
         tree, node = self._stores.pop(store)
-        tree.end_store(node, store.chain, stored=stored)
+        tree.stored.end(node, store.chain, stored=stored)
         if store.codec is not None and store.complete:
             for part in tree.span(node, store.chain.pages):
                 part.sealed = True

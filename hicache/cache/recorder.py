@@ -13,7 +13,7 @@ from ..arguments import instance, whole
 from ..events import Cleared, EventStream, Medium, Origin, Recorded, Removed, RemovedRun, Snapshot, StoredRun
 from ..events.types import NO_ORIGIN
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, namespace_seed
-from ..radix import Node, RadixTree
+from ..radix import Node, PrefixTree
 
 # The time of a snapshot within one step of the scheduler: a tree of 100,000 nodes takes about 300 steps.
 SLICE_S = 0.0005
@@ -57,7 +57,7 @@ class EventRecorder:
             del self._origins[next(iter(self._origins))]
         self._origins[seed] = Origin(lora_id, lora_name, cache_salt)
 
-    def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
+    def stored(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
         """Record that `node` was just added to `medium`. A node read from storage to the host is reported on both."""
         if not node.told:
             node.told = 1
@@ -73,7 +73,7 @@ class EventRecorder:
             if walk is not None:
                 walk.added(event, tree, node)
 
-    def grown(self, tree: RadixTree, node: Node, pages: int, prior: bytes | PageChain) -> None:
+    def grown(self, tree: PrefixTree, node: Node, pages: int, prior: bytes | PageChain) -> None:
         """See `TreeObserver`."""
         part = node.key[-pages * tree.page_bytes :]
         given = tree.position_bytes == PAGE_KEY_BYTES
@@ -86,7 +86,7 @@ class EventRecorder:
         if self._walk is not None:
             self._walk.added(event, tree, node)
 
-    def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
+    def removed(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
         """Record that `node` is about to leave `medium`, or was lost by storage."""
         keys = node.page_keys or node.chain or tree.run_keys(node)
         event = RemovedRun(medium, len(node.key) // tree.page_bytes, keys)
@@ -103,7 +103,7 @@ class EventRecorder:
             block = self._blocks[number] = {}
         block[node.id] = node
 
-    def _leave(self, tree: RadixTree, node: Node) -> None:
+    def _leave(self, tree: PrefixTree, node: Node) -> None:
         """Handle that `node` is about to leave the tree, so its parent may become a leaf."""
         block = self._blocks[node.id // BLOCK_NODES]
         del block[node.id]
@@ -135,7 +135,7 @@ class EventRecorder:
             self._walk.snapshot.end()
             self._walk = None
 
-    def poll(self, tree: RadixTree) -> None:
+    def poll(self, tree: PrefixTree) -> None:
         """Work for about `slice_s` on a snapshot of `tree` if a reader waits for one. Once per step."""
         if self._walk is None and self.stream.snapshot_wanted:
             self._walks += 1
@@ -143,7 +143,7 @@ class EventRecorder:
         if self._walk is not None and self._walk.advance(tree, self._slice_s):
             self._walk = None
 
-    def stored_run(self, medium: Medium, tree: RadixTree, node: Node, session_id: str | None = None) -> StoredRun:
+    def stored_run(self, medium: Medium, tree: PrefixTree, node: Node, session_id: str | None = None) -> StoredRun:
         """Return the event that `node` is on `medium`. Hashes nothing. If the engine supplies page keys, the tokens are
         unknown and not in the event."""
         parent = node.parent
@@ -191,7 +191,7 @@ class SnapshotWalk:
         self._numbers = list(blocks)
         self._nodes: list[Node] = []
 
-    def advance(self, tree: RadixTree, seconds: float) -> bool:
+    def advance(self, tree: PrefixTree, seconds: float) -> bool:
         """Tell more nodes, for about `seconds`; True at the end of the snapshot."""
         end_s = time.perf_counter() + seconds
         while self._numbers or self._nodes:
@@ -206,7 +206,7 @@ class SnapshotWalk:
         self.snapshot.end()
         return True
 
-    def added(self, event: Recorded, tree: RadixTree, node: Node) -> None:
+    def added(self, event: Recorded, tree: PrefixTree, node: Node) -> None:
         """Record `event`: `node` was just added to a medium, or, on L1, just got more pages."""
         if node.told == self._mark:
             self.snapshot.put(event)
@@ -218,7 +218,7 @@ class SnapshotWalk:
         if node.told == self._mark:
             self.snapshot.put(event)
 
-    def tell(self, tree: RadixTree, node: Node) -> None:
+    def tell(self, tree: PrefixTree, node: Node) -> None:
         """Put `node` into the snapshot, after those of its ancestors that are not told yet."""
         untold: list[Node] = []
         part: Node | None = node

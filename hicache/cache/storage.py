@@ -54,7 +54,7 @@ class StorageControl:
         if not self.attached:
             return
         self._prefetcher.cancel_all()
-        self._trees.current.forget_stored()
+        self._trees.current.stored.forget_all()
         self._controller.detach_backend()
 
     def attach(self, open_storage: OpenStorage | None = None) -> None:

@@ -30,8 +30,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-import numpy as np
-
 from ..backends.base import StorageBackend
 from ..backends.compose import copies_of
 from ..backends.guard import Direction
@@ -41,7 +39,7 @@ from ..frame import FrameCodec
 from ..keys import PageChain, RadixKey
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, JoinedTransfer, Transfer
-from ..types import PageIds
+from ..types import PageIds, concat
 from .agreement import (
     COUNTERS,
     PREFETCH_GRACE_S,
@@ -216,8 +214,8 @@ class HiCacheController:
     def _launch(self, operations: list[Copy]) -> Launch[Copy]:
         if self._copies is None:
             raise InvariantError("controller: a copy was submitted, but the controller has no L1")
-        device_pages = _joined([operation.device_pages for operation in operations])
-        host_pages = _joined([operation.host_pages for operation in operations])
+        device_pages = concat([operation.device_pages for operation in operations])
+        host_pages = concat([operation.host_pages for operation in operations])
         transfer: Transfer
         try:
             if isinstance(operations[0], Load):
@@ -491,8 +489,3 @@ class HiCacheController:
         self.launch_loads()
         copies_ended = self._copies is None or self._copies.close(timeout_s)
         return self._storage.close(deadline) and copies_ended
-
-
-def _joined(runs: list[PageIds]) -> PageIds:
-    """Return all pages in order. A single run needs no copy, because runs are never written to."""
-    return runs[0] if len(runs) == 1 else np.concatenate(runs)

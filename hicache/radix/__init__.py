@@ -2,9 +2,9 @@
 
 from ..policies import POLICIES, make_policy
 from .check import check_tree, pretty_print
-from .node import Node, may_leave_device, may_leave_host, may_lose_copy
-from .prefixes import Peek
-from .results import NEW, Fate, Inserted, Match, TreeObserver, Uses
+from .node import NEW, Node, Uses, may_leave_device, may_leave_host, may_lose_copy
+from .prefixes import Peek, PrefixTree, TreeObserver
+from .results import Fate, Inserted, Match
 from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, RadixTree
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Match",
     "Node",
     "Peek",
+    "PrefixTree",
     "RadixTree",
     "TreeObserver",
     "Uses",

@@ -19,7 +19,7 @@ def check_tree(tree: RadixTree) -> None:
     device_runs: list[PageIds] = []
     host_runs: list[PageIds] = []
     evictable = protected = nodes = host_evictable = copies = pinned = 0
-    entries = (tree.device_queue.nodes(), tree.host_queue.nodes(), tree.copies.nodes())
+    entries = (tree.queues.device.nodes(), tree.queues.host.nodes(), tree.queues.copies.nodes())
     queues = [[node.id for node in queue] for queue in entries]
     queued = [set(ids) for ids in queues]
     _require(list(map(len, queues)) == list(map(len, queued)), "a node has two valid entries in one eviction queue")
@@ -44,7 +44,7 @@ def check_tree(tree: RadixTree) -> None:
             copies += 0 if node.device is None else len(node.host)
             if not node.host_ref and (node.device is not None or not node.lock_ref):
                 host_evictable += len(node.host)
-    for key, node in tree.stored_ends().items():
+    for key, node in tree.stored.ends().items():
         indexed = node.stored and node.page_keys is not None and node.page_keys.endswith(key)
         _require(indexed, "{!r} is indexed as stored under a key that is not its last", node)
         there = node.parent is not None and node.parent.children.get(node.key[: tree.page_bytes]) is node

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..policies import EvictionPolicy
-from .node import Node
+from .node import Node, may_leave_device, may_leave_host, may_lose_copy
 
 # With fewer stale entries, a rebuild costs more than it gains.
 _STALE_MIN = 64
@@ -121,3 +121,38 @@ class CopyStack:
     def nodes(self) -> list[Node]:
         """Return all nodes with a valid entry, the newest last."""
         return list(dict.fromkeys(node for node in reversed(self._stack) if node.copy_listed))[::-1]
+
+
+class EvictionQueues:
+    """The eviction candidates of both tiers: a queue of L1, a queue of the nodes on L2 only, and the copies on L2 of
+    nodes that are also on L1.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.device = EvictionQueue(policy, may_leave_device, "device_entry")
+        self.host = EvictionQueue(policy, may_leave_host, "host_entry")
+        self.copies = CopyStack()
+        self.fall_on_use = policy.falls_on_use
+
+    def offer(self, node: Node) -> None:
+        """Add `node` to the queues of the tiers that it may leave now."""
+        if node.device is not None:
+            if not node.device_entry and node.device_children == 0 and not node.lock_ref:
+                self.device.push(node)
+            if node.host is not None and not node.copy_listed and may_lose_copy(node):
+                self.copies.push(node)
+        elif not node.host_entry and may_leave_host(node):
+            self.host.push(node)
+
+    def forget(self, node: Node) -> None:
+        """Remove the entries of `node`, which has left the tree."""
+        self.device.forget(node)
+        self.host.forget(node)
+
+    def reorder(self, path: list[Node]) -> None:
+        """Give the candidates among just used nodes new entries with their new rank. Call it if ranks `fall_on_use`."""
+        for node in path:
+            if node.device_entry:
+                self.device.push(node)
+            if node.host_entry:
+                self.host.push(node)

@@ -1,9 +1,10 @@
-"""The node of the radix tree: a run of pages below its parent."""
+"""The node of the radix tree: a run of pages below its parent, and the number of its uses."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..keys import PageChain
 from ..types import PageIds
@@ -93,3 +94,27 @@ def may_grow(node: Node) -> bool:
     """
     in_use = node.lock_ref != 1 or node.host_ref or node.children or node.backup_pending
     return not (in_use or node.host is not None or node.copied or node.stored)
+
+
+class Uses(NamedTuple):
+    """How many requests have used the pages of a prompt, on any tier, also before their last eviction.
+
+    The inserting request already counts for the first `known_pages` pages and is not counted there again. `steps` are
+    pairs (end page, uses) with ascending ends and descending uses.
+    """
+
+    known_pages: int = 0
+    steps: tuple[tuple[int, int], ...] = ()
+
+    def of_run(self, start_page: int, end_page: int) -> tuple[int, int]:
+        """Return the uses of page `start_page`, and the end of the pages with the same number of uses, at most
+        `end_page`. Pages after the last step have one use.
+        """
+        for end, count in self.steps:
+            if start_page < end:
+                return count, min(end, end_page)
+        return 1, end_page
+
+
+# For a caller that counts no uses outside the tree: a new page has been used once.
+NEW = Uses()

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
-
-import numpy as np
+from typing import NamedTuple, Protocol
 
 from ..arguments import instance
 from ..errors import InvalidInput, InvariantError
+from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, key_page_bytes, page_keys, split_keys
-from ..types import NO_PAGES, PageIds
-from .node import NO_CHILDREN, Node
-from .results import Uses
+from ..types import PageIds, concat
+from .node import NO_CHILDREN, Node, Uses
 
 
 class Peek(NamedTuple):
@@ -33,14 +31,17 @@ class PrefixTree:
 
     `page_size` is in tokens or bigrams. `position_bytes` is the kind of the keys (see `RadixKey`), `page_bytes` the key
     bytes of one page. A node has at most `run_pages_max` pages. If the engine gives the page keys, a node's key and its
-    page keys are the same bytes.
+    page keys are the same bytes. `observer`, if any, is notified of pages that a medium gains and loses.
     """
 
-    def __init__(self, page_size: int, position_bytes: int, run_pages_max: int) -> None:
+    def __init__(
+        self, page_size: int, position_bytes: int, run_pages_max: int, observer: TreeObserver | None = None
+    ) -> None:
         self.page_size = page_size
         self.position_bytes = position_bytes
         self.page_bytes = key_page_bytes(page_size, position_bytes)
         self.run_pages_max = run_pages_max
+        self.observer = observer
         self.node_count = 0
         self._roots: dict[bytes, Node] = {}
         self._clock = 0
@@ -185,7 +186,7 @@ class PrefixTree:
                 raise InvariantError(f"not on L1: {node!r}")
             runs.append(node.device)
             node = node.parent
-        return joined(runs[::-1])
+        return concat(runs[::-1])
 
     def require_fitting(self, key: RadixKey) -> None:
         """Raise InvalidInput unless `key` is of this tree's kind: plain, bigram or given."""
@@ -310,7 +311,7 @@ class PrefixTree:
         head.lock_ref, head.host_ref, head.pin_ref = map(int, (tail.lock_ref > 0, tail.host_ref > 0, tail.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = tail.load_pending, tail.backup_pending, tail.copied
         head.store_pending, head.stored, head.told = tail.store_pending, tail.stored, tail.told
-        head.sealed, head.proved_until_s = tail.sealed, tail.proved_until_s
+        head.sealed, head.proved_until_s, head.touched_s = tail.sealed, tail.proved_until_s, tail.touched_s
         if tail.device is not None:
             head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()
             head.device_children = 1
@@ -347,8 +348,24 @@ class PrefixTree:
         return parent
 
 
-def joined(runs: list[PageIds]) -> PageIds:
-    """Return the runs as one array. Joining bytes takes half the time of `np.concatenate`."""
-    if len(runs) > 1:
-        return np.frombuffer(b"".join(runs), dtype=np.int32)  # type: ignore[arg-type]  # an array is a buffer
-    return runs[0] if runs else NO_PAGES
+class TreeObserver(Protocol):
+    """Observes nodes that appear on a medium or leave it. Called on the scheduler thread; must not change the tree.
+
+    A split is not reported, because no page moves.
+    """
+
+    def stored(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
+        """`node` has just appeared on `medium`. Its parent is in the tree, and on L1 if `medium` is L1."""
+
+    def grown(self, tree: PrefixTree, node: Node, pages: int, prior: bytes | PageChain) -> None:
+        """The last `pages` pages of `node` have just appeared on L1, where the node already was. Their page keys are
+        chained from `prior`."""
+
+    def removed(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
+        """`node` is about to leave `medium`, or storage has lost it. Children leave L1 before their parent."""
+
+    def lost(self, keys: list[bytes]) -> None:
+        """Storage lacks the pages `keys`. Each has left the tree or is not the last page of its run."""
+
+    def storage_replaced(self) -> None:
+        """All pages stored before are out of reach, including pages that have left the tree."""

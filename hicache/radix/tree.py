@@ -18,17 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
 from ..policies import EvictionPolicy
-from ..types import NO_PAGES, PageIds
-from .eviction import CopyStack, EvictionQueue
-from .node import Node, may_grow, may_leave_device, may_leave_host, may_lose_copy
-from .prefixes import joined
-from .results import NEW, Evicted, Fate, Inserted, Match, TreeObserver, Uses
+from ..types import NO_PAGES, PageIds, concat
+from .eviction import EvictionQueues
+from .node import NEW, Node, Uses, may_grow, may_leave_device
+from .prefixes import PrefixTree, TreeObserver
+from .results import Evicted, Fate, Inserted, Match
 from .stored import StoredPrefixes
 
 # A node of this size is still matched at memory speed; larger nodes would make single operations too large.
@@ -42,7 +40,7 @@ CUT_PAGES_MIN = 16
 SPARED_MAX = 16
 
 
-class RadixTree(StoredPrefixes):
+class RadixTree(PrefixTree):
     """See the module's docstring.
 
     `run_pages_max` bounds the size of a node, and so of every operation on it. A long prompt becomes a chain of nodes,
@@ -58,8 +56,8 @@ class RadixTree(StoredPrefixes):
         position_bytes: int = TOKEN_BYTES,
         observer: TreeObserver | None = None,
     ) -> None:
-        super().__init__(page_size, position_bytes, run_pages_max)
-        self.observer = observer
+        super().__init__(page_size, position_bytes, run_pages_max, observer)
+        self.stored = StoredPrefixes(self)
         self.seals_host = False  # True: pages that arrive from storage are sealed on L2, and those that are stored
         self.stores_on_host = False  # True: L2 itself is the storage; its pages are sealed for the next process
         self.device_evictable_pages = 0
@@ -68,10 +66,7 @@ class RadixTree(StoredPrefixes):
         self.host_evictable_pages = 0  # pages of nodes on L2 that are not held, and not locked if on L2 only
         self.host_copy_pages = 0  # pages of nodes that are on L1 and L2
         self.pinned_pages = 0
-        self.device_queue = EvictionQueue(policy, may_leave_device, "device_entry")
-        self.host_queue = EvictionQueue(policy, may_leave_host, "host_entry")
-        self._reorders = policy.falls_on_use
-        self.copies = CopyStack()
+        self.queues = EvictionQueues(policy)
 
     @property
     def device_pages_total(self) -> int:
@@ -88,7 +83,7 @@ class RadixTree(StoredPrefixes):
         path = self._use_path(key)
         # Prefix closure: the nodes on L1 are the first nodes of the path.
         device_runs = [node.device for node in path if node.device is not None]
-        device_node, device_pages = path[len(device_runs)], joined(device_runs)
+        device_node, device_pages = path[len(device_runs)], concat(device_runs)
         host_hit = sum(map(self.pages, path[len(device_runs) + 1 :]))
         return Match(path[-1], device_node, device_pages, host_hit, len(device_pages) + host_hit)
 
@@ -169,7 +164,7 @@ class RadixTree(StoredPrefixes):
                 node.hit_count = 0
             part = slice(begin - start_page, end - start_page)
             self._gain_host(node, host_pages[part], None if keys is None else keys[part], stored)
-        return node, _concatenated(unused)
+        return node, concat(unused)
 
     def accept_backup(self, node: Node, host_pages: PageIds) -> PageIds:
         """Record that the backup of the run that ends at `node` has been copied to `host_pages`.
@@ -186,14 +181,14 @@ class RadixTree(StoredPrefixes):
                 self.set_host(part, run.copy())
             else:
                 unused.append(run)
-        return _concatenated(unused)
+        return concat(unused)
 
     def _gain_host(self, node: Node, host_pages: PageIds, keys: list[bytes] | None, stored: bool) -> None:
         """Record that `node` is on L2 and, with `keys`, that its pages came from storage."""
         if keys is not None:
             node.page_keys = b"".join(keys)
             if stored:
-                self._mark_stored(node)
+                self.stored.mark(node)
         self.set_host(node, host_pages.copy())
         node.sealed = keys is not None and self.seals_host
 
@@ -228,7 +223,7 @@ class RadixTree(StoredPrefixes):
                 count = len(node.device)
                 self.device_evictable_pages += count
                 self.device_protected_pages -= count
-            self._offer(node)
+            self.queues.offer(node)
             node = node.parent
 
     def move_lock(self, node: Node, below: Node) -> None:
@@ -256,7 +251,7 @@ class RadixTree(StoredPrefixes):
             if node.host_ref > 0:
                 break
             self._count_host(node, +1)
-            self._offer(node)
+            self.queues.offer(node)
             node = node.parent
 
     def pin(self, node: Node) -> None:
@@ -295,7 +290,7 @@ class RadixTree(StoredPrefixes):
             self.device_evictable_pages += len(pages)
         if node.parent is not None:
             node.parent.device_children += 1
-        self._offer(node)
+        self.queues.offer(node)
         if self.observer is not None:
             self.observer.stored(Medium.DEVICE, self, node)
 
@@ -306,7 +301,7 @@ class RadixTree(StoredPrefixes):
         if node.device is not None:
             self.host_copy_pages += len(pages)
         self._count_host(node, +1)
-        self._offer(node)
+        self.queues.offer(node)
         if self.observer is not None:
             self.observer.stored(Medium.HOST, self, node)
 
@@ -328,8 +323,8 @@ class RadixTree(StoredPrefixes):
         else:
             self._end_copy(node)
             node.device = None
-            self._offer(node)
-            self._offer(parent)
+            self.queues.offer(node)
+            self.queues.offer(parent)
         return pages
 
     def evict_device(self, pages: int, write_back: Callable[[Node], Fate] | None = None) -> Evicted:
@@ -345,7 +340,7 @@ class RadixTree(StoredPrefixes):
         last: list[Node] = []  # dropped only if the other victims are too few
         missing, writeback_pages, lost_pages = pages, 0, 0
         keep, lose, writing_back = Fate.KEEP, Fate.LOSE, Fate.WRITING_BACK  # member access on an enum is slow
-        while missing > 0 and (node := self.device_queue.pop()) is not None:
+        while missing > 0 and (node := self.queues.device.pop()) is not None:
             count = self._cut(node, missing)
             if node.host is None:
                 fate = Fate.DROP if write_back is None else write_back(node)
@@ -372,8 +367,8 @@ class RadixTree(StoredPrefixes):
                 missing -= len(freed[-1])
                 lost_pages += len(freed[-1])
         for node in (*kept, *last):
-            self._offer(node)
-        return Evicted(_concatenated(freed), writeback_pages, _concatenated(host_freed), lost_pages)
+            self.queues.offer(node)
+        return Evicted(concat(freed), writeback_pages, concat(host_freed), lost_pages)
 
     def evict_host(self, pages: int, *, copy_pages_max: int = 0) -> PageIds:
         """Evict `pages` pages from L2, fewer if not enough may leave, at most about twice as many. Return their ids.
@@ -385,18 +380,20 @@ class RadixTree(StoredPrefixes):
         freed: list[PageIds] = []
         missing = pages
         while missing > 0:
-            node = self.copies.pop() if self.host_copy_pages > copy_pages_max else None
-            node = node or self.host_queue.pop() or self.copies.pop()
+            node = self.queues.copies.pop() if self.host_copy_pages > copy_pages_max else None
+            node = node or self.queues.host.pop() or self.queues.copies.pop()
             if node is None:
                 break
             missing -= self._cut(node, missing)
             freed.append(self.leave_host(node))
-        return _concatenated(freed)
+        return concat(freed)
 
     def split(self, tail: Node, pages: int) -> Node:
-        """Split as in `StoredPrefixes`, and offer the head for eviction."""
+        """Split as in `PrefixTree`, index the head if it is stored, and offer it for eviction."""
         head = super().split(tail, pages)
-        self._offer(head)
+        if head.stored:
+            self.stored.mark(head)
+        self.queues.offer(head)
         return head
 
     def leave_host(self, node: Node) -> PageIds:
@@ -415,22 +412,22 @@ class RadixTree(StoredPrefixes):
             self._end_copy(node)
             node.host = None
             if self.stores_on_host:
-                self._unmark_stored(node)
+                self.stored.unmark(node)
         return pages
 
     # Inside
 
     def _use_path(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
         path = self._walk(key, node, offset)
-        if self._reorders:
-            self._reorder(path)
+        if self.queues.fall_on_use:
+            self.queues.reorder(path)
         return path
 
     def _grow(self, node: Node, key: bytes, pages: PageIds) -> None:
         """Append `pages` on L1, whose key bytes are `key`, to `node`."""
         prior = None if self.observer is None else self.prior(node)
         node.key += key
-        node.device = joined([NO_PAGES if node.device is None else node.device, pages])
+        node.device = concat([NO_PAGES if node.device is None else node.device, pages])
         node.page_keys = node.key if self.position_bytes == PAGE_KEY_BYTES else None
         node.chain = None
         self.device_protected_pages += len(pages)
@@ -459,40 +456,17 @@ class RadixTree(StoredPrefixes):
     def _end_copy(self, node: Node) -> None:
         """Record that `node` leaves one of its two tiers."""
         self.host_copy_pages -= self.pages(node)
-        self.copies.forget(node)
+        self.queues.copies.forget(node)
 
     def _remove(self, node: Node) -> None:
+        if node.stored:
+            self.stored.unmark(node)
         parent = self._detach(node)
-        if node.device_entry:
-            self.device_queue.forget(node)
-        if node.host_entry:
-            self.host_queue.forget(node)
-        self._offer(parent)
+        self.queues.forget(node)
+        self.queues.offer(parent)
 
     def _count_host(self, node: Node, sign: int) -> None:
         """Add `sign` times the pages of `node` to `host_evictable_pages` if they are evictable. Call it with -1 before
         and with +1 after a change of locks, holds or tiers."""
         if node.host is not None and not node.host_ref and (node.device is not None or not node.lock_ref):
             self.host_evictable_pages += sign * len(node.host)
-
-    def _offer(self, node: Node) -> None:
-        """Add `node` to the eviction queues of the tiers that it may leave now."""
-        if node.device is not None:
-            if not node.device_entry and node.device_children == 0 and not node.lock_ref:
-                self.device_queue.push(node)
-            if node.host is not None and not node.copy_listed and may_lose_copy(node):
-                self.copies.push(node)
-        elif not node.host_entry and may_leave_host(node):
-            self.host_queue.push(node)
-
-    def _reorder(self, path: list[Node]) -> None:
-        """Give the eviction candidates among just used nodes new entries with their new rank."""
-        for node in path:
-            if node.device_entry:
-                self.device_queue.push(node)
-            if node.host_entry:
-                self.host_queue.push(node)
-
-
-def _concatenated(runs: list[PageIds]) -> PageIds:
-    return np.concatenate(runs) if runs else NO_PAGES

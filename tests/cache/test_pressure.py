@@ -27,7 +27,7 @@ def test_eviction_queues_do_not_grow_with_the_number_of_evicted_runs(policy: str
         world.serve(f"r{number}", prompt(1000 + number))
         world.cache.evict(4)
         world.settle()
-    assert all(len(queue._heap) < 300 for queue in (world.cache.tree.device_queue, world.cache.tree.host_queue))
+    assert all(len(queue._heap) < 300 for queue in (world.cache.tree.queues.device, world.cache.tree.queues.host))
 
 
 def test_released_pins_do_not_use_memory() -> None:
@@ -136,7 +136,7 @@ def test_a_head_whose_store_failed_is_stored_again_although_its_descendants_are_
     world.serve("b", prompt(1, 2, 3))
     world.settle()
     head = next(node for node in world.cache.tree.nodes() if node.parent is not None and node.parent.parent is None)
-    world.cache.tree._unmark_stored(head)
+    world.cache.tree.stored.unmark(head)
     stored_again: list[int] = []
     world.cache.tree.observer = Observer(stored_again)
     world.serve("c", prompt(1, 2, 3, 4))

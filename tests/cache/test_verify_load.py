@@ -132,7 +132,7 @@ def test_a_damaged_page_is_not_stored_again_after_storage_has_lost_it(
     world.settle()
     backend, keys = world.controller.backend, KEY.page_keys(4, b"", 0, 4)
     assert backend is not None and backend.delete(keys[2:], deadline=time.monotonic() + 30) == 2
-    world.cache.tree.forget_pages([keys[3]])
+    world.cache.tree.stored.forget([keys[3]])
     if whole:
         overwrite(world, 2)
     else:

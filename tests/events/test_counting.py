@@ -37,7 +37,7 @@ def require_right(subscriber: CountingSubscriber, tree: RadixTree) -> None:
     assert subscriber.pages(Medium.DEVICE) == keys_of(tree, [node for node in nodes if node.device is not None])
     assert subscriber.pages(Medium.HOST) == keys_of(tree, [node for node in nodes if node.host is not None])
     # Only the ends: the tree does not notice that storage has lost a page within a run, and the events report it.
-    assert subscriber.pages(Medium.STORAGE) >= set(tree.stored_ends())
+    assert subscriber.pages(Medium.STORAGE) >= set(tree.stored.ends())
 
 
 def keys_of(tree: RadixTree, nodes: list[Node]) -> set[bytes]:

@@ -130,12 +130,12 @@ def test_pages_that_leave_the_tree_stay_indexed_until_storage_loses_them() -> No
     stream, tree, _ = filled_tree()
     (node,) = tree.nodes()
     keys = tree.page_keys(node)
-    tree.set_stored(node)
+    tree.stored.add(node)
     tree.evict_device(4)
     assert tree.node_count == 0
     index = followed(*everything(stream))
     assert index.pages() == {Medium.STORAGE: 4}
-    tree.forget_pages(keys[2:])  # as a store evicts, tails first
+    tree.stored.forget(keys[2:])  # as a store evicts, tails first
     index = followed(*everything(stream))
     assert index.keys(Medium.STORAGE) == set(keys[:2])
     index.check()
@@ -145,9 +145,9 @@ def test_a_reader_starts_over_after_a_change_of_store() -> None:
     stream, tree, _ = filled_tree()
     reader, index = stream.subscribe(), PrefixIndex()
     (node,) = tree.nodes()
-    tree.set_stored(node)
+    tree.stored.add(node)
     tree.evict_device(4)
-    tree.forget_stored()
+    tree.stored.forget_all()
     assert isinstance(tree.observer, EventRecorder)
     tree.observer.poll(tree)
     while events := reader.drain(100):
@@ -182,10 +182,10 @@ def test_events_are_recorded_without_hashing_and_a_page_that_leaves_unhashed_has
 def test_a_store_and_an_event_share_the_hashing() -> None:
     stream, tree, _ = filled_tree()
     (node,) = tree.nodes()
-    chain = tree.begin_store(node)
+    chain = tree.stored.begin(node)
     everything(stream)
     assert chain.hashed is not None
-    tree.end_store(node, chain, stored=False)
+    tree.stored.end(node, chain, stored=False)
     assert node.page_keys == b"".join(chain.hashed) and tree.run_keys(node) == node.page_keys
 
 

@@ -40,7 +40,7 @@ class RecordedMachine(Machine):
         node = self.tree.match(self.prompt()).node
         if node.host is not None and not node.stored:
             self.tree.page_keys(node)
-            self.tree.set_stored(node)
+            self.tree.stored.add(node)
             self.set_stored(node, True)
 
     def lose_page(self) -> None:
@@ -48,7 +48,7 @@ class RecordedMachine(Machine):
         before = pages_of_tree(self.tree)[Medium.STORAGE]
         outside = sorted(self.storage.keys() - before.keys())
         if outside and self.random.random() < 0.3:
-            self.tree.forget_pages([self.random.choice(outside)])
+            self.tree.stored.forget([self.random.choice(outside)])
         else:
             super().lose_page()
         for key in {*self.recorder.gone, *before.keys() - pages_of_tree(self.tree)[Medium.STORAGE].keys()}:

@@ -304,20 +304,20 @@ class Machine:
         if node.host is not None and not node.stored:
             if self.random.random() < 0.8:  # else another rank has hashed them
                 self.tree.page_keys(node)
-            self.tree.set_stored(node)
+            self.tree.stored.add(node)
             self.set_stored(node, True)
 
     def lose_page(self) -> None:
         """Report that storage lacks the last page of a node, so the runs below it are lost too."""
         node = self.tree.match(self.prompt()).node
         key = self.tree.last_key(node)
-        if not node.stored or key not in self.tree.stored_ends():
-            assert node.parent is None or self.tree.forget_pages([key]) == 0
+        if not node.stored or key not in self.tree.stored.ends():
+            assert node.parent is None or self.tree.stored.forget([key]) == 0
             return
         lost = [node]
         for one in lost:
             lost += [child for child in one.children.values() if child.stored]
-        assert self.tree.forget_pages([key, key]) == sum(map(self.tree.pages, lost))
+        assert self.tree.stored.forget([key, key]) == sum(map(self.tree.pages, lost))
         for one in lost:
             assert not one.stored
             self.set_stored(one, False)

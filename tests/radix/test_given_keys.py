@@ -35,13 +35,13 @@ def test_pages_are_stored_under_the_given_keys() -> None:
     key = given(RadixKey.of(list(range(7 * PAGE_SIZE))))
     hashes = key.page_keys(PAGE_SIZE, b"", 0, 7)
     node = tree.insert(key, ids(1, 7)).node
-    chain = tree.begin_store(node)
+    chain = tree.stored.begin(node)
     assert chain.hashed == hashes
     head = tree.split(node, 3)
     assert (tree.page_keys(head), tree.page_keys(node)) == (hashes[:3], hashes[3:])
     assert tree.prior(node) == tree.last_key(node) == hashes[6]
     assert (chain.pages, chain.prior_key(), tree.last_key(node.parent)) == (7, b"", hashes[2])
-    tree.end_store(node, chain, stored=True)
+    tree.stored.end(node, chain, stored=True)
     assert head.stored and node.stored
     check_tree(tree)
 

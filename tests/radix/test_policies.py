@@ -150,7 +150,7 @@ def test_the_search_detects_a_queue_that_ignores_uses() -> None:
     found = 0
     for seed in seeds(6):
         walk = Walk("mru", rng(seed))
-        walk.tree._reorders = False
+        walk.tree.queues.fall_on_use = False
         try:
             for _ in range(400):
                 walk.step()
@@ -165,7 +165,7 @@ def test_queues_stay_small_after_many_uses_of_a_node() -> None:
         insert(t, token, page=10 * token)
     for _ in range(10_000):
         t.match(key(3))
-    device_queue = t.device_queue
+    device_queue = t.queues.device
     assert len(device_queue._heap) < 200
     check_tree(t)
 

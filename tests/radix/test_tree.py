@@ -104,14 +104,14 @@ def test_a_store_chains_its_keys_from_the_store_above() -> None:
     key = RadixKey.of([1, 2, 3, 4, 5, 6], extra_key="adapter")
     chain = page_keys(key.tokens, 2, key.seed)
     above = on_host(t, key.head(4), 10)
-    first = t.begin_store(above)
+    first = t.stored.begin(above)
     t.insert(key, ids(1, 2, 3))
     below = t.match(key).node
-    second = t.begin_store(below)
+    second = t.stored.begin(below)
     assert first.hashed is None and second.hashed is None
     assert second.keys() == chain[2:] and second.prior_key() == chain[1]
-    t.end_store(below, second, stored=False)
-    t.end_store(above, first, stored=True)
+    t.stored.end(below, second, stored=False)
+    t.stored.end(above, first, stored=True)
     assert above.stored and not below.stored
     assert (above.page_keys, below.page_keys) == (b"".join(chain[:2]), chain[2])
     check_tree(t)
@@ -122,13 +122,13 @@ def test_a_run_that_is_split_while_it_is_stored_keeps_its_keys_in_both_parts() -
     key = RadixKey.of([1, 2, 3, 4, 5, 6])
     chain = page_keys(key.tokens, 2)
     tail = on_host(t, key, 10)
-    store = t.begin_store(tail)
+    store = t.stored.begin(tail)
     fork = RadixKey.of([1, 2, 9, 9])
     head = t.match(fork).node
-    on_fork = t.begin_store(on_host(t, fork, 20))
+    on_fork = t.stored.begin(on_host(t, fork, 20))
     assert on_fork.keys() == page_keys(fork.tokens, 2)[1:]
     store.keys()
-    t.end_store(tail, store, stored=True)
+    t.stored.end(tail, store, stored=True)
     assert (head.page_keys, tail.page_keys) == (chain[0], b"".join(chain[1:]))
     assert head.stored and tail.stored and not (head.store_pending or tail.store_pending)
     check_tree(t)
@@ -139,7 +139,7 @@ def test_a_run_that_is_split_twice_while_it_is_stored_gives_each_part_its_chain(
     key = RadixKey.of(range(12), extra_key="adapter")
     chain = page_keys(key.tokens, 2, key.seed)
     tail = on_host(t, key, 10)
-    store = t.begin_store(tail)
+    store = t.stored.begin(tail)
     late = t.match(key.head(8)).node
     early = t.match(key.head(4)).node
     assert [t.pages(node) for node in (early, late, tail)] == [2, 2, 2]
@@ -147,7 +147,7 @@ def test_a_run_that_is_split_twice_while_it_is_stored_gives_each_part_its_chain(
     for node, pages in ((early, 2), (late, 4), (tail, 6)):
         prior = t.prior(node)
         assert isinstance(prior, PageChain) and prior.keys()[-1] == chain[pages - 1]
-    t.end_store(tail, store, stored=True)
+    t.stored.end(tail, store, stored=True)
     assert [node.chain for node in (early, late, tail)] == [None, None, None]
     store.keys()
     check_tree(t)
@@ -181,10 +181,10 @@ def test_after_a_store_without_hashing_the_keys_can_still_be_computed() -> None:
     t = tree()
     key = RadixKey.of([1, 2, 3, 4])
     node = on_host(t, key, 10)
-    t.end_store(node, t.begin_store(node), stored=True)
+    t.stored.end(node, t.stored.begin(node), stored=True)
     assert node.page_keys is None
     assert t.page_keys(node) == page_keys(key.tokens, 2)
-    again = t.begin_store(node)
+    again = t.stored.begin(node)
     assert again.hashed == page_keys(key.tokens, 2)
 
 
@@ -224,9 +224,9 @@ def test_the_text_of_a_large_tree_is_truncated() -> None:
 def stored_on(t: RadixTree, key: RadixKey, first: int) -> Node:
     """Add the missing run of `key` on L2 and stored; return its node."""
     node = on_host(t, key, first)
-    chain = t.begin_store(node)
+    chain = t.stored.begin(node)
     chain.keys()
-    t.end_store(node, chain, stored=True)
+    t.stored.end(node, chain, stored=True)
     return node
 
 
@@ -235,12 +235,12 @@ def test_a_lost_page_marks_its_run_and_the_runs_below_as_not_stored() -> None:
     key = RadixKey.of(range(12))
     chain = page_keys(key.tokens, 2)
     head, middle, tail = (stored_on(t, key.head(size), size * 10) for size in (4, 8, 12))
-    assert t.forget_pages([chain[2]]) == 0, "the last page of a run tells"
-    assert t.forget_pages([chain[3], chain[3]]) == 4
+    assert t.stored.forget([chain[2]]) == 0, "the last page of a run tells"
+    assert t.stored.forget([chain[3], chain[3]]) == 4
     assert [node.stored for node in (head, middle, tail)] == [True, False, False]
     check_tree(t)
-    t.set_stored(middle)
-    assert t.forget_pages(chain) == 4 and not head.stored
+    t.stored.add(middle)
+    assert t.stored.forget(chain) == 4 and not head.stored
 
 
 def test_both_parts_of_a_run_that_was_split_can_be_lost() -> None:
@@ -250,9 +250,9 @@ def test_both_parts_of_a_run_that_was_split_can_be_lost() -> None:
     tail = stored_on(t, key, 10)
     head = t.match(key.head(4)).node
     assert head is not tail and (head.stored, tail.stored) == (True, True)
-    assert t.forget_pages([chain[3]]) == 2
+    assert t.stored.forget([chain[3]]) == 2
     assert (head.stored, tail.stored) == (True, False)
-    assert t.forget_pages([chain[1]]) == 2
+    assert t.stored.forget([chain[1]]) == 2
     assert (head.stored, tail.stored) == (False, False)
     check_tree(t)
 
@@ -263,9 +263,9 @@ def test_a_run_that_left_the_tree_is_not_lost_again() -> None:
     stored_on(t, key, 10)
     t.evict_device(2)
     assert len(t.evict_host(2)) == 2 and not t.node_count
-    assert t.forget_pages(page_keys(key.tokens, 2)) == 0
+    assert t.stored.forget(page_keys(key.tokens, 2)) == 0
     stored_on(t, key, 20)
-    assert t.forget_pages(page_keys(key.tokens, 2)) == 2
+    assert t.stored.forget(page_keys(key.tokens, 2)) == 2
     check_tree(t)
 
 
@@ -273,5 +273,5 @@ def test_after_a_change_of_stores_no_page_counts_as_stored() -> None:
     t = tree()
     key = RadixKey.of(range(4))
     stored_on(t, key, 10)
-    t.forget_stored()
-    assert t.forget_pages(page_keys(key.tokens, 2)) == 0 and not t.stored_ends()
+    t.stored.forget_all()
+    assert t.stored.forget(page_keys(key.tokens, 2)) == 0 and not t.stored.ends()

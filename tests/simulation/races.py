@@ -14,6 +14,7 @@ from hicache.cache.prefetch import Prefetcher
 from hicache.controller import Acks, Backup, HiCacheController, Load, Lookup, Read, Store
 from hicache.controller.agreement import StoreProgress
 from hicache.radix import Fate, Match, Node, RadixTree
+from hicache.radix.stored import StoredPrefixes
 from hicache.tiers import Fence
 from hicache.types import NO_PAGES, PageIds
 from tests.simulation.device import SimulatedCopyEngine, SimulatedTransfer
@@ -296,10 +297,10 @@ class _CountsDetachedStores(HiCacheController):
         store.stored = progress is StoreProgress.STORED
 
 
-class _KeepsMarksOfDetached(RadixTree):
+class _KeepsMarksOfDetached(StoredPrefixes):
     """Marks of pages in the detached server stay, and are taken for pages in the attached one."""
 
-    def forget_stored(self) -> None:
+    def forget_all(self) -> None:
         pass
 
 
@@ -365,7 +366,7 @@ RACES: dict[str, Race] = {
         Parts(controller=_CountsDetachedStores), {"stale mark"}, 500
     ),
     "marks of a detached server count for the attached one": Race(
-        _tree(_KeepsMarksOfDetached), {"stale mark"}, 40
+        Parts(after=lambda cache: _become(cache.tree.stored, _KeepsMarksOfDetached)), {"stale mark"}, 40
     ),
     "a pinned run is dropped": Race(_l1(_DropsPinnedRuns), {"pin", BOOKS}, 500),
 }
