@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from ..backends.base import SetOutcome
 from ..backends.compose import CopyStatistics
@@ -22,9 +21,6 @@ from ..config.storage import AnyStorage, parts_of
 from ..keys import Namespace
 from ..units import format_size
 from .statistics import CacheStatistics
-
-if TYPE_CHECKING:
-    from .tiered import TieredCache
 
 logger = logging.getLogger(__name__)
 
@@ -157,20 +153,21 @@ class DropLog:
 
 
 class CacheLog:
-    """The log of one cache, from its start to its end. Its thread does not keep the cache alive."""
+    """The log of one cache, whose bound method is `statistics`. Its thread does not keep the cache alive."""
 
-    def __init__(self, config: HiCacheConfig, namespace: Namespace, cache: TieredCache) -> None:
-        state = cache.statistics()
-        log_start(config, namespace, state)
-        self._cache = weakref.ref(cache)
-        self._state = state
+    def __init__(
+        self, config: HiCacheConfig, namespace: Namespace, statistics: Callable[[], CacheStatistics]
+    ) -> None:
+        self._state = statistics()
+        log_start(config, namespace, self._state)
+        self._statistics = weakref.WeakMethod(statistics)
         self._drops = DropLog(lambda: dropped(self._state), look=self._look)
 
     def _look(self) -> None:
-        cache = self._cache()
-        if cache is None:
+        statistics = self._statistics()
+        if statistics is None:
             return
-        before, self._state = self._state, cache.statistics()
+        before, self._state = self._state, statistics()
         if self._state.weights_epoch != before.weights_epoch:
             logger.info("new weights: epoch %d replaces %d; the cache starts empty, and storage is reopened",
                         self._state.weights_epoch, before.weights_epoch)  # fmt: skip

@@ -41,7 +41,6 @@ from .report import CacheLog, log_end
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 from .storage import StorageControl
 from .trees import Trees
-from .unclosed import collected
 from .uses import UseMemory
 from .verification import LoadVerifier
 
@@ -78,9 +77,12 @@ class TieredCache:
     """See the module's docstring and `TieredOptions`. Uses the configuration of `controller`.
 
     `device` are the pages of L1, zero for a cache without L1. `built_by` is the process that watches the cache
-    (`unclosed`), `caller` has the thread that owns it. `storage` detaches the store, attaches another, and
-    switches its directions off and on. `mailbox` has the operators' requests, which `poll` serves.
+    (`unclosed`), which sets `on_collected`; `caller` has the thread that owns the cache. `storage` detaches the store,
+    attaches another, and switches its directions off and on. `mailbox` has the operators' requests, which `poll`
+    serves.
     """
+
+    on_collected: Callable[[TieredCache], None] | None = None
 
     def __init__(  # noqa: PLR0913 - the options of `TieredOptions`
         self,
@@ -162,7 +164,7 @@ class TieredCache:
         """Log the setup of the cache, and from now on the work that limits drop. Call it once, before the first
         request.
         """
-        self._log = CacheLog(self.config, namespace, self)
+        self._log = CacheLog(self.config, namespace, self.statistics)
 
     # Emptying
 
@@ -419,8 +421,8 @@ class TieredCache:
             )
 
     def __del__(self) -> None:
-        if hasattr(self, "built_by"):  # otherwise the constructor has failed
-            collected(self)
+        if self.on_collected is not None:
+            self.on_collected(self)
 
     def __enter__(self) -> Self:
         return self

@@ -25,12 +25,9 @@ import time
 import warnings
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from ..errors import AdminError
-
-if TYPE_CHECKING:
-    from .tiered import TieredCache
+from .tiered import TieredCache
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +40,11 @@ _ending: set[threading.Thread] = set()
 
 def watch(cache: TieredCache) -> None:
     """Close `cache` at exit or when it is collected, unless it is closed by then."""
-    cache.built_by = os.getpid()
+    cache.built_by, cache.on_collected = os.getpid(), _collected
     _watched.add(cache)
 
 
-def collected(cache: TieredCache) -> None:
+def _collected(cache: TieredCache) -> None:
     """Close a collected cache. Does not block: a collection may interrupt any code, even one that holds a lock of this
     cache, so another thread does it."""
     if not _is_ours(cache) or sys.is_finalizing():
