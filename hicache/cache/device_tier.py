@@ -31,7 +31,7 @@ import numpy as np
 from ..arguments import whole
 from ..controller import Backup, HiCacheController, Load
 from ..errors import InvariantError
-from ..radix import CUT_PAGES_MIN, Fate, Match, Node, RadixTree, may_leave_device
+from ..radix import CUT_PAGES_MIN, EvictionChoice, Match, Node, RadixTree, may_leave_device
 from ..tiers import PageAllocator
 from ..types import NO_PAGES, PageIds
 from .break_even import BreakEven, Route
@@ -229,16 +229,16 @@ class DeviceTier:
             if not self._back_up([part]):
                 break  # storage cannot accept its descendants without it
 
-    def write_back(self, victim: Node) -> Fate:
-        """Decide the fate of a victim that is not on L2: it is copied there first if it would be lost otherwise."""
+    def write_back(self, victim: Node) -> EvictionChoice:
+        """Return the choice for a victim that is not on L2: it is copied there first if it would be lost otherwise."""
         held = victim.host_ref > 0  # by a pin, or an operation below it
         lost = not victim.stored and self._wants(victim)
         if not self._halted and (held or lost or victim.children or self._config.write_policy == "write_back"):
             path = [victim, *self._lacking_above(victim)]
             if self._back_up(path[::-1], evicts=True) or (path[1:] and self._back_up([victim], evicts=True)):
-                return Fate.WRITING_BACK
-            return Fate.KEEP if held else Fate.LOSE
-        return Fate.KEEP if held else Fate.DROP
+                return EvictionChoice.WRITING_BACK
+            return EvictionChoice.KEEP if held else EvictionChoice.LOSE
+        return EvictionChoice.KEEP if held else EvictionChoice.DROP
 
     def _lacking_above(self, node: Node) -> list[Node]:
         """Return the ancestors of `node` that are not on L2 and that storage needs before it; deepest first."""

@@ -4,7 +4,7 @@ from ..policies import POLICIES, make_policy
 from .check import check_tree, pretty_print
 from .node import NEW, Node, Uses, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import Peek, PrefixTree, TreeObserver
-from .results import Fate, Inserted, Match
+from .results import EvictionChoice, Inserted, Match
 from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, RadixTree
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "NEW",
     "POLICIES",
     "RUN_PAGES_MAX",
-    "Fate",
+    "EvictionChoice",
     "Inserted",
     "Match",
     "Node",

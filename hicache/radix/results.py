@@ -26,8 +26,8 @@ class Inserted(NamedTuple):
     present_pages: int
 
 
-class Fate(enum.Enum):
-    """What an eviction does with an L1 victim that has no copy on L2."""
+class EvictionChoice(enum.Enum):
+    """The choice of an eviction for an L1 victim that has no copy on L2."""
 
     DROP = "drop"  # it leaves the tree
     WRITING_BACK = "writing_back"  # a copy to L2 was started; it leaves L1 when the copy has ended
@@ -38,7 +38,7 @@ class Fate(enum.Enum):
 class Evicted(NamedTuple):
     """Result of an eviction from L1. `pages` are free now; `writeback_pages` more become free when their copies to L2
     have ended. `host_pages` of L2 are free too: nodes below a victim and on L2 only are evicted with it. `lost_pages`
-    counts the pages with `Fate.LOSE` among `pages`.
+    counts the pages with `EvictionChoice.LOSE` among `pages`.
     """
 
     pages: PageIds

@@ -26,7 +26,7 @@ from ..types import NO_PAGES, PageIds, concat
 from .eviction import EvictionQueues
 from .node import NEW, Node, Uses, may_grow, may_leave_device
 from .prefixes import PrefixTree, TreeObserver
-from .results import Evicted, Fate, Inserted, Match
+from .results import Evicted, EvictionChoice, Inserted, Match
 from .stored import StoredPrefixes
 
 # A node of this size is still matched at memory speed; larger nodes would make single operations too large.
@@ -327,7 +327,7 @@ class RadixTree(PrefixTree):
             self.queues.offer(parent)
         return pages
 
-    def evict_device(self, pages: int, write_back: Callable[[Node], Fate] | None = None) -> Evicted:
+    def evict_device(self, pages: int, write_back: Callable[[Node], EvictionChoice] | None = None) -> Evicted:
         """Evict `pages` pages from L1, fewer if not enough may leave, at most about twice as many.
 
         Leaves are evicted first, in the policy's order. L2 copies stay. For a victim without a copy, `write_back`
@@ -339,24 +339,25 @@ class RadixTree(PrefixTree):
         kept: list[Node] = []
         last: list[Node] = []  # dropped only if the other victims are too few
         missing, writeback_pages, lost_pages = pages, 0, 0
-        keep, lose, writing_back = Fate.KEEP, Fate.LOSE, Fate.WRITING_BACK  # member access on an enum is slow
+        # Member access on an enum is slow.
+        keep, lose, writing_back = EvictionChoice.KEEP, EvictionChoice.LOSE, EvictionChoice.WRITING_BACK
         while missing > 0 and (node := self.queues.device.pop()) is not None:
             count = self._cut(node, missing)
             if node.host is None:
-                fate = Fate.DROP if write_back is None else write_back(node)
-                if fate is keep or (node.host_ref and fate is not writing_back):
+                choice = EvictionChoice.DROP if write_back is None else write_back(node)
+                if choice is keep or (node.host_ref and choice is not writing_back):
                     kept.append(node)
                     continue
-                if fate is lose and len(last) < SPARED_MAX:
+                if choice is lose and len(last) < SPARED_MAX:
                     last.append(node)
                     continue
-                if fate is writing_back:
+                if choice is writing_back:
                     writeback_pages += count
                     missing -= count
                     continue
                 if node.children:
                     host_freed += self._drop_below(node)
-                lost_pages += count if fate is lose else 0
+                lost_pages += count if choice is lose else 0
             missing -= count
             freed.append(self.leave_device(node))
         for node in last:

@@ -13,7 +13,7 @@ from hicache.radix import (
     CUT_PAGES_MIN,
     POLICIES,
     RUN_PAGES_MAX,
-    Fate,
+    EvictionChoice,
     Node,
     RadixTree,
     TreeObserver,
@@ -402,13 +402,13 @@ class Machine:
         self._left_host(evicted.host_pages)
         self._left_device(evicted.pages)
 
-    def write_back(self, victim: Node) -> Fate:
-        """Return any possible fate of a victim without a copy on L2."""
+    def write_back(self, victim: Node) -> EvictionChoice:
+        """Return any possible choice for a victim without a copy on L2."""
         assert victim.host is None and victim.lock_ref == 0
-        fate = self.random.choice(list(Fate))
-        if fate is Fate.WRITING_BACK and self.start_copies(victim, evicts=True):
-            return Fate.WRITING_BACK
-        return Fate.DROP if fate is Fate.WRITING_BACK else fate
+        choice = self.random.choice(list(EvictionChoice))
+        if choice is EvictionChoice.WRITING_BACK and self.start_copies(victim, evicts=True):
+            return EvictionChoice.WRITING_BACK
+        return EvictionChoice.DROP if choice is EvictionChoice.WRITING_BACK else choice
 
     def _left_device(self, freed: PageIds) -> None:
         self.device.free(freed)

@@ -13,7 +13,7 @@ from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
 from hicache.controller import Acks, Backup, HiCacheController, Load, Lookup, Read, Store
 from hicache.controller.agreement import StoreProgress
-from hicache.radix import Fate, Match, Node, RadixTree
+from hicache.radix import EvictionChoice, Match, Node, RadixTree
 from hicache.radix.stored import StoredPrefixes
 from hicache.tiers import Fence
 from hicache.types import NO_PAGES, PageIds
@@ -126,11 +126,11 @@ class _ForgetsSplits(RadixTree):
 class _FreesVictimsAtSubmit(DeviceTier):
     """The L1 pages of a write-back victim are freed as soon as its copy to L2 is submitted."""
 
-    def write_back(self, victim: Node) -> Fate:
-        fate = super().write_back(victim)
-        if fate is Fate.WRITING_BACK and victim.device is not None:
+    def write_back(self, victim: Node) -> EvictionChoice:
+        choice = super().write_back(victim)
+        if choice is EvictionChoice.WRITING_BACK and victim.device is not None:
             self.free(victim.device)
-        return fate
+        return choice
 
     def _show(self, backup: Backup) -> list[PageIds]:
         self.request_pages += sum(map(len, super()._show(backup)))
@@ -307,12 +307,12 @@ class _KeepsMarksOfDetached(StoredPrefixes):
 class _DropsPinnedRuns(DeviceTier):
     """Eviction from L1 ignores pins."""
 
-    def write_back(self, victim: Node) -> Fate:
-        fate = super().write_back(victim)
-        if fate is not Fate.KEEP:
-            return fate
+    def write_back(self, victim: Node) -> EvictionChoice:
+        choice = super().write_back(victim)
+        if choice is not EvictionChoice.KEEP:
+            return choice
         victim.host_ref = 0  # otherwise the tree would keep it
-        return Fate.DROP
+        return EvictionChoice.DROP
 
 
 def _tree(kind: type[RadixTree]) -> Parts:
