@@ -29,7 +29,7 @@ from ..events import EventStream, Publisher
 from ..frame import FrameCodec
 from ..histogram import STEP_BOUNDS_S, Histogram
 from ..keys import TOKEN_BYTES, Namespace, RadixKey, require_epoch
-from ..radix import NEW, RUN_PAGES_MAX, Node, RadixTree, Uses, check_tree, make_policy
+from ..radix import NO_HISTORY, RUN_PAGES_MAX, Node, RadixTree, UseHistory, check_tree, make_policy
 from ..tiers import HostPool, PageAllocator
 from .break_even import BreakEven
 from .host_tier import HostTier
@@ -275,9 +275,9 @@ class TieredCache:
         for operation in acks.expired:
             self._prefetcher.expired(operation)
 
-    def _note_uses(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> Uses:
+    def _note_uses(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> UseHistory:
         """Count a request as a user of the first `pages` pages of `key`, once for each page; see `UseMemory`."""
-        return NEW if self._uses is None else self._uses.note(rid, key, pages, begins=begins)
+        return NO_HISTORY if self._uses is None else self._uses.note(rid, key, pages, begins=begins)
 
     def _require_service(self) -> None:
         if self.closed:

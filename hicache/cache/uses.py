@@ -25,7 +25,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from ..keys import RadixKey
-from ..radix import Uses
+from ..radix import UseHistory
 
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
@@ -70,7 +70,7 @@ class UseMemory:
         self._slots = np.zeros(1 << SLOTS_LOG2, np.uint32)
         self._requests: dict[str, _Request] = {}  # by request id, the oldest first
 
-    def note(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> Uses:
+    def note(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> UseHistory:
         """Count request `rid` as a user of those of the first `pages` pages of `key` for which it is not counted yet.
 
         None is a new request each time. So is a request that `begins` with the id of another and a key that does not
@@ -86,11 +86,11 @@ class UseMemory:
         known, hashes = request.pages, self._hashes(key, pages)
         request.pages = max(known, len(hashes))
         if not len(hashes):
-            return Uses(known)
+            return UseHistory(known)
         counts = self._count(hashes, known)
         if request.at_once is None and counts[-1] == 1:
             request.at_once = int(hashes[np.argmax(counts == 1)]) < self._first_below
-        return Uses(known, ((len(hashes), self._uses_max),) if request.at_once else _steps(counts))
+        return UseHistory(known, ((len(hashes), self._uses_max),) if request.at_once else _steps(counts))
 
     def clear(self) -> None:
         """Forget everything."""

@@ -2,14 +2,14 @@
 
 from ..policies import POLICIES, make_policy
 from .check import check_tree, pretty_print
-from .node import NEW, Node, Uses, may_leave_device, may_leave_host, may_lose_copy
+from .node import NO_HISTORY, Node, UseHistory, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import Peek, PrefixTree, TreeObserver
 from .results import EvictionChoice, Inserted, Match
 from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, RadixTree
 
 __all__ = [
     "CUT_PAGES_MIN",
-    "NEW",
+    "NO_HISTORY",
     "POLICIES",
     "RUN_PAGES_MAX",
     "EvictionChoice",
@@ -20,7 +20,7 @@ __all__ = [
     "PrefixTree",
     "RadixTree",
     "TreeObserver",
-    "Uses",
+    "UseHistory",
     "check_tree",
     "make_policy",
     "may_leave_device",

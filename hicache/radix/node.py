@@ -96,7 +96,7 @@ def may_grow(node: Node) -> bool:
     return not (in_use or node.host is not None or node.copied or node.stored)
 
 
-class Uses(NamedTuple):
+class UseHistory(NamedTuple):
     """How many requests have used the pages of a prompt, on any tier, also before their last eviction.
 
     The inserting request already counts for the first `known_pages` pages and is not counted there again. `steps` are
@@ -117,4 +117,4 @@ class Uses(NamedTuple):
 
 
 # For a caller that counts no uses outside the tree: a new page has been used once.
-NEW = Uses()
+NO_HISTORY = UseHistory()

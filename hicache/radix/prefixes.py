@@ -16,7 +16,7 @@ from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, key_page_bytes, page_keys, split_keys
 from ..types import PageIds, concat
-from .node import NO_CHILDREN, Node, Uses
+from .node import NO_CHILDREN, Node, UseHistory
 
 
 class Peek(NamedTuple):
@@ -277,7 +277,7 @@ class PrefixTree:
         return node
 
     def _add_runs(
-        self, parent: Node, key: RadixKey, start_page: int, end_page: int, uses: Uses, priority: int = 0
+        self, parent: Node, key: RadixKey, start_page: int, end_page: int, uses: UseHistory, priority: int = 0
     ) -> Iterator[tuple[Node, int, int]]:
         """Add the pages of `key` from `start_page` to `end_page` as a chain below `parent`. Yield each new node with
         its first and end page; the node is not on any tier yet."""

@@ -24,7 +24,7 @@ from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
 from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds, concat
 from .eviction import EvictionQueues
-from .node import NEW, Node, Uses, may_grow, may_leave_device
+from .node import NO_HISTORY, Node, UseHistory, may_grow, may_leave_device
 from .prefixes import PrefixTree, TreeObserver
 from .results import Evicted, EvictionChoice, Inserted, Match
 from .stored import StoredPrefixes
@@ -95,7 +95,7 @@ class RadixTree(PrefixTree):
         priority: int = 0,
         below: Node | None = None,
         start_page: int = 0,
-        uses: Uses = NEW,
+        uses: UseHistory = NO_HISTORY,
     ) -> Inserted:
         """Add the whole pages of `key` from `start_page` on, with the L1 pages that hold them.
 
@@ -134,7 +134,7 @@ class RadixTree(PrefixTree):
 
     def insert_host(
         self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes] | None = None, *,
-        stored: bool = True, uses: Uses = NEW, below: Node | None = None,
+        stored: bool = True, uses: UseHistory = NO_HISTORY, below: Node | None = None,
     ) -> tuple[Node, PageIds]:  # fmt: skip
         """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
         the pages that the tree did not take because it has them or lacks their prefix; the caller frees these.

@@ -11,7 +11,7 @@ import pytest
 from hicache.cache import uses
 from hicache.cache.uses import UseMemory
 from hicache.keys import RadixKey
-from hicache.radix import Uses
+from hicache.radix import UseHistory
 from tests.cache.world import GEOMETRY, prompt
 
 PAGE_BYTES = 4 * GEOMETRY.page_size
@@ -40,8 +40,8 @@ def test_each_request_counts_once_for_each_page() -> None:
 def test_pages_with_equal_uses_are_one_step() -> None:
     m = memory()
     m.note("a", prompt(1, 2, 3), 3)
-    assert m.note("b", prompt(1, 2, 3, 4, 5), 5) == Uses(0, ((3, 2), (5, 1)))
-    assert m.note("c", prompt(9), 0) == Uses(0)
+    assert m.note("b", prompt(1, 2, 3, 4, 5), 5) == UseHistory(0, ((3, 2), (5, 1)))
+    assert m.note("c", prompt(9), 0) == UseHistory(0)
 
 
 def test_a_page_is_identified_by_all_tokens_up_to_its_end() -> None:
@@ -55,11 +55,11 @@ def test_a_page_is_identified_by_all_tokens_up_to_its_end() -> None:
 
 def test_a_request_that_begins_again_does_not_count_twice() -> None:
     m = memory()
-    assert m.note("a", prompt(1, 2, tail=0), 0, begins=True) == Uses(0)
-    assert m.note("a", prompt(1, tail=0), 1) == Uses(0, ((1, 1),))  # in chunks
-    assert m.note("a", prompt(1, 2, 3), 3) == Uses(1, ((3, 1),))
-    assert m.note("a", prompt(1, 2, 3), 1, begins=True) == Uses(3, ((1, 1),))  # preempted: fewer hits than before
-    assert m.note("a", prompt(1, 2, 3, 4), 4) == Uses(3, ((4, 1),))
+    assert m.note("a", prompt(1, 2, tail=0), 0, begins=True) == UseHistory(0)
+    assert m.note("a", prompt(1, tail=0), 1) == UseHistory(0, ((1, 1),))  # in chunks
+    assert m.note("a", prompt(1, 2, 3), 3) == UseHistory(1, ((3, 1),))
+    assert m.note("a", prompt(1, 2, 3), 1, begins=True) == UseHistory(3, ((1, 1),))  # preempted: fewer hits than before
+    assert m.note("a", prompt(1, 2, 3, 4), 4) == UseHistory(3, ((4, 1),))
     assert m.note("a", prompt(1, 2), 1, begins=True).known_pages == 4  # without its generated tokens
     assert counts(m, "b", prompt(1, 2, 3)) == [2, 2, 2]
 
@@ -124,7 +124,7 @@ def test_clear_forgets_all_uses() -> None:
     m = memory()
     m.note("a", prompt(1), 1)
     m.clear()
-    assert m.note("a", prompt(1), 1) == Uses(0, ((1, 1),))
+    assert m.note("a", prompt(1), 1) == UseHistory(0, ((1, 1),))
 
 
 @pytest.mark.parametrize("position_bytes", [8, 32])

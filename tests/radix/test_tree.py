@@ -8,7 +8,7 @@ import pytest
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import PageChain, RadixKey, page_keys
 from hicache.policies import POLICIES
-from hicache.radix import Node, RadixTree, Uses, check_tree, pretty_print
+from hicache.radix import Node, RadixTree, UseHistory, check_tree, pretty_print
 from hicache.radix.check import PRETTY_NODES_MAX
 from hicache.types import PageIds
 
@@ -73,7 +73,7 @@ def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
 def test_new_pages_keep_their_earlier_uses_and_are_split_where_these_change() -> None:
     for host in (False, True):
         t, key = tree(page_size=1), RadixKey.of(list(range(6)))
-        uses = Uses(0, ((2, 5), (4, 3)))
+        uses = UseHistory(0, ((2, 5), (4, 3)))
         if host:
             t.insert_host(key, 0, ids(0, 1, 2, 3, 4, 5), uses=uses)
         else:
@@ -86,7 +86,7 @@ def test_a_request_counts_its_pages_once() -> None:
     t, key = tree(page_size=1), RadixKey.of(list(range(4)))
     t.insert(key.head(2), ids(1, 2))
     t.insert(key, ids(1, 2, 3, 4))
-    t.insert(key, ids(1, 2, 3, 4), uses=Uses(2))
+    t.insert(key, ids(1, 2, 3, 4), uses=UseHistory(2))
     t.use(t.match(key).node, new_pages=2)
     t.use(t.match(key).node, new_pages=1)  # less than a whole run is not counted
     assert [node.hit_count for node in t.nodes()] == [2, 3]
