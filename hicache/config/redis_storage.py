@@ -68,6 +68,12 @@ class RedisStorageOptions(ServerOptions):
         default=None,
         description="File whose first line is the password, mode 0600.",
     )
+    credential_provider: str | None = Field(
+        default=None, max_length=256, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="Instead of `username` and a password: `package.module:name`, a function or class without "
+        "arguments that makes a `redis.CredentialProvider`, such as one for IAM of ElastiCache or for Entra ID. It is "
+        "used for each new connection, not for those to sentinels.",
+    )
     sentinel_username: str | None = Field(
         default=None, min_length=1, max_length=256, description="As `username`, for the sentinels.",
     )
@@ -147,6 +153,8 @@ class RedisStorageOptions(ServerOptions):
         is_tls = self.tls or (self.url is not None and self.url.startswith("rediss:"))
         if not is_tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file):
             raise ValueError("the TLS files need tls: true, or a url that begins with rediss://")
+        if self.credential_provider and (self.username or self.password_env or self.password_file):
+            raise ValueError("credential_provider: is used instead of username and password; remove one of them")
         if self.cluster is not None and self.db:
             raise ValueError("db: a cluster only has database 0; remove the entry")
         return self

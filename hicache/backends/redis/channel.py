@@ -1,22 +1,27 @@
-"""One connection to a Redis server, which moves the bodies of pages directly from and into their buffers.
+"""The parser of a connection of redis-py, which moves the bodies of pages directly from and into their buffers.
 
-It speaks RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/) and does not trust the server: the total
-bytes and elements of each reply are limited, so that a server cannot make it allocate more memory by announcing large
-lengths.
+redis-py opens the connection and logs in; it gives each connection the parser that its argument `parser_class` makes,
+and reads all replies through it. The parser speaks RESP2
+(https://redis.io/docs/latest/develop/reference/protocol-spec/) and does not trust the server: the total bytes and
+elements of each reply are limited, so that a server cannot make it allocate more memory by announcing large lengths.
+
+Requests for pages go to the socket directly, in one gathering send: redis-py's `send_packed_command` would make one
+call per buffer, and a peer that reads a few bytes at a time would hold it beyond the deadline.
 
 A channel belongs to one call at a time and has no lock.
 """
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import ssl
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from redis.exceptions import ResponseError
 
 from ...frame import TagStream, first_bytes, without_first
 from ..errors import ErrorKind, StoreError
@@ -63,20 +68,28 @@ class Oversize(Exception):
         self.length = length
 
 
+class Rejected(ResponseError):
+    """An error reply, in the form that redis-py raises. It has no text: a server may repeat the password in it."""
+
+    def __init__(self, reply: ErrorReply) -> None:
+        super().__init__()
+        self.reply = reply
+
+
 class Channel:
     """A connection. Its methods block at most until the deadline of the call, or for `timeout_s` without a byte.
+
+    redis-py calls `on_connect`, `on_disconnect` and, while it logs in, `read_response`, which ends by `deadline`.
 
     Invariant: a channel is reused only while it is `reusable`, that is, while no request is unanswered and nothing has
     failed on it. So a reply is never matched with the wrong request.
     Every method that moves bytes raises StoreError, after which the channel is broken.
     """
 
-    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        self._sock = sock
-        self._is_tls = isinstance(self._sock, ssl.SSLSocket)
-        if not self._is_tls:
-            self._sock.setblocking(True)
+    def __init__(self, timeout_s: float, deadline: float = 0.0, tls: ssl.SSLContext | None = None) -> None:
         self._timeout_s = timeout_s
+        self._deadline = deadline
+        self._tls = tls
         self._armed_s = -1.0
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -85,8 +98,34 @@ class Channel:
         self._left_bytes = self._left_elements = 0  # remaining limits of the current reply
         self._broken = False
         self._poll = select.poll()
-        self._poll.register(self._sock, select.POLLIN)
         self.answered = False  # True once a reply came since the channel was last leased from its pool
+
+    def on_connect(self, connection: Any) -> None:
+        """Take over the socket of a new connection of redis-py. Blocks for the TLS handshake. Raises OSError.
+
+        `_sock` is the only private name of redis-py that HiCache uses; its own parsers read it too. redis-py would make
+        the TLS context itself: from the system's authorities besides `tls_ca_file`, and from the files as they are,
+        which may be half replaced.
+        """
+        sock = connection._sock
+        if self._tls is None:
+            sock.setblocking(True)
+        else:
+            sock = connection._sock = self._tls.wrap_socket(sock, server_hostname=connection.host)
+        self._connection = connection
+        self._sock: socket.socket = sock
+        self._poll.register(sock, select.POLLIN)
+
+    def on_disconnect(self) -> None:
+        """Called when redis-py closes the connection, which never opens again."""
+        self._broken = True
+
+    def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply | Rejected:
+        """Return the reply to a command that redis-py has sent: never decoded, and read within this channel's limits.
+        """
+        self._owed += 1
+        reply = self.read_reply(self._deadline)
+        return Rejected(reply) if isinstance(reply, ErrorReply) else reply
 
     @property
     def reusable(self) -> bool:
@@ -101,18 +140,14 @@ class Channel:
         return not deciphered and not self._poll.poll(0)
 
     def close(self) -> None:
-        """Close the connection. May be called twice."""
-        self._broken = True
-        with contextlib.suppress(OSError):  # no longer connected
-            # This notifies the server even if a child process also holds the descriptor.
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        """Close the connection. May be called twice. REQUIRES: it was opened."""
+        self._connection.disconnect()
 
     def send(self, parts: Sequence[Part], replies: int, deadline: float) -> None:
         """Send requests that will have `replies` replies. Copies no bytes."""
         self._owed += replies
         try:
-            if self._is_tls:
+            if self._tls is not None:
                 for part in parts:
                     self._send_all(memoryview(part), deadline)
             else:
@@ -143,7 +178,7 @@ class Channel:
         if wait_s == self._armed_s:
             return
         self._armed_s = wait_s
-        if self._is_tls:
+        if self._tls is not None:
             self._sock.settimeout(wait_s)
         else:
             # Timeouts of the kernel: with Python's, each call would poll first, and a body would arrive in many pieces.
@@ -166,7 +201,7 @@ class Channel:
         """
         try:
             self._arm(deadline)
-            if len(buffers) == 1 or self._is_tls:
+            if len(buffers) == 1 or self._tls is not None:
                 count = self._sock.recv_into(buffers[0])
             else:
                 count = self._sock.recvmsg_into(buffers)[0]

@@ -1,30 +1,34 @@
-"""Connections: TCP, Unix sockets, TLS, passwords, and requests to sentinels.
+"""Connections: redis-py opens them and logs in, each with a `Channel` as its parser. Also the requests to sentinels.
 
-Resolving a name, connecting and a TLS handshake may each take long and cannot be interrupted. They run on a separate
-thread, which the caller abandons at its deadline; a socket that opens later is closed. A `Channel` reads all replies,
-also of sentinels, and limits their size.
+Resolving a name, connecting, a TLS handshake and a provider of credentials may each take long and cannot be
+interrupted. They run on a separate thread, which the caller abandons at its deadline; a connection that opens later is
+closed. redis-py's pools, `Sentinel` and `RedisCluster` are not used: they open connections on the caller's thread
+without a deadline, take no parser, and trust the nodes that a server names. docs/backends/redis.md says more.
 
 A server is not trusted about other servers. An address that it names must be a network address, never a Unix socket,
 and within `allowed_nodes` if given. Connections to it use the configured TLS.
 
-Locking design: `_dials` limits those threads and decides whether a socket goes to the caller or is closed.
+Locking design: `_dials` limits those threads and decides whether a connection goes to the caller or is closed.
 `_first_sentinel` is a hint, which is only assigned. Everything else is set once.
 """
 
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
+
+from redis.connection import Connection, UnixDomainSocketConnection
+from redis.credentials import CredentialProvider
+from redis.exceptions import RedisError
 
 from ...config.addresses import Address
 from ...errors import ConfigError
 from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
-from .channel import Channel, Reply, command
+from ..rotated import Rotated
+from .channel import Channel, Rejected, Reply, command
 from .errors import ErrorReply, failure_of
 from .options import Access, Endpoint, Mode, UnixSocket, named_address
 
@@ -38,6 +42,9 @@ _UNABLE = frozenset({ErrorKind.SERVER_ERROR, ErrorKind.ACCESS_DENIED})
 _DOWN = frozenset({b"s_down", b"o_down"})
 _VERSION_MIN = (6, 2)
 _VERSION = re.compile(rb"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])")
+
+_Opened: TypeAlias = tuple[Channel, Reply]
+_Login: TypeAlias = Rotated[CredentialProvider | None]
 
 
 class Connector:
@@ -61,7 +68,7 @@ class Connector:
             orders.append((b"READONLY",))
         if no_touch:
             orders.append((b"CLIENT", b"NO-TOUCH", b"ON"))
-        return self._access.login.run(lambda words: self._enter(endpoint, words, orders, deadline))[0]
+        return self._enter(endpoint, self._access.login, orders, deadline)[0]
 
     def find_primary(self, deadline: float) -> Address:
         """Return the primary that a sentinel names. Raises StoreError."""
@@ -97,9 +104,7 @@ class Connector:
 
     def _ask(self, sentinel: Endpoint, question: Sequence[bytes], deadline: float) -> Reply:
         # Sentinels have no databases.
-        channel, reply = self._access.sentinel_login.run(
-            lambda words: self._enter(sentinel, words, [question], deadline)
-        )
+        channel, reply = self._enter(sentinel, self._access.sentinel_login, [question], deadline)
         channel.close()
         return reply
 
@@ -113,71 +118,83 @@ class Connector:
             if _DOWN.isdisjoint(_bytes(facts, b"flags").split(b","))
         ]
 
-    def _enter(
-        self, endpoint: Endpoint, login: Sequence[bytes], orders: Sequence[Sequence[bytes]], deadline: float
-    ) -> tuple[Channel, Reply]:
-        """Open a channel, log in if `login` is not empty, send the commands `orders`, and return the channel with the
-        last reply. Takes at most `timeout` in total."""
-        if login:
-            orders = [(b"AUTH", *login), *orders]
-        timeout_s = self._access.options.timeout
-        wait_s = min(deadline - time.monotonic(), timeout_s)
-        late = StoreError(ErrorKind.TIMEOUT if wait_s == timeout_s else ErrorKind.DEADLINE)
+    def _enter(self, endpoint: Endpoint, login: _Login, orders: Sequence[Sequence[bytes]], deadline: float) -> _Opened:
+        """Open a channel, log in, send the commands `orders`, and return the channel with the last reply. Takes at most
+        `timeout` in total, twice if the server rejects a password that has been replaced."""
+        return login.run(lambda provider: self._dial(endpoint, provider, orders, deadline))
+
+    def _dial(
+        self, endpoint: Endpoint, provider: CredentialProvider | None, orders: Sequence[Sequence[bytes]],
+        deadline: float,
+    ) -> _Opened:
+        wait_s = min(deadline - time.monotonic(), self._access.options.timeout)
         by = time.monotonic() + wait_s
-        channel = Channel(self._connect(endpoint, by, late), timeout_s)
-        reply: Reply = None
         try:
-            channel.send([b"".join([command(*order) for order in orders])], len(orders), by)
-            for order in orders:
-                reply = channel.read_reply(by)
-                if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.kind in _UNABLE):
-                    # The name of our command is not secret, and it shows which option to correct.
-                    detail = reply.failure.detail or "an error"
-                    raise StoreError(reply.kind, f"{detail} to {order[0].decode()}")
-        except StoreError as failure:
-            channel.close()
-            raise (late if failure.kind == ErrorKind.DEADLINE else failure) from None
-        return channel, reply
-
-    def _connect(self, endpoint: Endpoint, by: float, late: StoreError) -> socket.socket:
-        """Open a socket on a thread; raise `late` if it is not open at `by`."""
-        try:
-            sock = self._dials.call(lambda: _dial(endpoint, self._access), by, late=_close)
-            if sock is not None:
-                return sock
-            failure = late
-        except OSError as error:
-            failure = failure_of(error)
+            opened = self._dials.call(lambda: _open(endpoint, self._access, provider, orders, by), by, late=_close)
         except NoThread:
-            failure = StoreError(ErrorKind.NO_THREAD)
-        # Outside the handler: the chain of exceptions must not hold the TLS library's text, which quotes host names.
-        raise failure
+            opened = StoreError(ErrorKind.NO_THREAD)
+        if isinstance(opened, tuple):
+            return opened
+        if opened is None or opened.kind == ErrorKind.DEADLINE:
+            opened = StoreError(ErrorKind.TIMEOUT if wait_s == self._access.options.timeout else ErrorKind.DEADLINE)
+        raise opened
 
 
-def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
-    """Open a socket, with TLS if `access` requires it. Blocks. Raises OSError."""
+def _open(
+    endpoint: Endpoint, access: Access, provider: CredentialProvider | None, orders: Sequence[Sequence[bytes]],
+    by: float,
+) -> _Opened | StoreError:
+    """Open a connection, on a thread of the connector. Blocks. Returns a failure instead of raising it: the chain of
+    exceptions must not hold texts of the server, of the TLS library or of a provider, which may quote secrets."""
     timeout_s = access.options.timeout
+    channel = Channel(timeout_s, by, None if access.tls is None else access.tls.get())
+    kind: Any
+    place: dict[str, object]
     if isinstance(endpoint, UnixSocket):
-        sock = socket.socket(socket.AF_UNIX)
+        kind, place = UnixDomainSocketConnection, {"path": endpoint.path}
     else:
         # Half of the time: a host may have two addresses, of which the first does not answer.
-        sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s / 2)
-    with ExitStack() as undo:
-        undo.enter_context(sock)
-        sock.settimeout(timeout_s)
-        if isinstance(endpoint, UnixSocket):
-            sock.connect(endpoint.path)
-        else:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if access.tls is not None:
-                sock = access.tls.get().wrap_socket(sock, server_hostname=endpoint.host)
-        undo.pop_all()
-    return sock
+        kind, place = Connection, {**endpoint._asdict(), "socket_connect_timeout": timeout_s / 2}
+    # Without a Retry, redis-py does not retry; without a `driver_info` it does not send CLIENT SETINFO. Health checks
+    # are off by default, and maintenance notifications need protocol 3.
+    connection = kind(
+        parser_class=lambda socket_read_size: channel, protocol=2, driver_info=None, credential_provider=provider,
+        socket_timeout=timeout_s, **place,
+    )  # fmt: skip
+    try:
+        connection.connect()
+        return channel, _order(channel, orders, by)
+    except StoreError as error:
+        failure = error
+    except Rejected as error:
+        failure = _rejected(error.reply, b"AUTH")
+    except (RedisError, OSError) as error:
+        # redis-py's errors have the one of the socket as their context, or none after a false reply to AUTH.
+        cause = error.__context__ if isinstance(error, RedisError) else error
+        failure = failure_of(cause) if isinstance(cause, OSError) else StoreError(ErrorKind.PROTOCOL)
+    connection.disconnect()
+    return StoreError(failure.kind, failure.detail)
 
 
-def _close(sock: socket.socket | None) -> None:
-    if sock is not None:
-        sock.close()
+def _order(channel: Channel, orders: Sequence[Sequence[bytes]], by: float) -> Reply:
+    """Send commands and return the last reply."""
+    reply: Reply = None
+    channel.send([b"".join([command(*order) for order in orders])], len(orders), by)
+    for order in orders:
+        reply = channel.read_reply(by)
+        if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.kind in _UNABLE):
+            raise _rejected(reply, order[0])
+    return reply
+
+
+def _rejected(reply: ErrorReply, verb: bytes) -> StoreError:
+    # The name of our command is not secret, and it shows which option to correct.
+    return StoreError(reply.kind, f"{reply.failure.detail or 'an error'} to {verb.decode()}")
+
+
+def _close(opened: _Opened | StoreError | None) -> None:
+    if isinstance(opened, tuple):
+        opened[0].close()
 
 
 def named_node(access: Access, host: bytes, port: Reply) -> Address:

@@ -54,8 +54,8 @@ _ADVICE: Mapping[str, str] = {
     ErrorKind.CONNECTION_LOST: "it closed the connection; check that it is a Redis server, redis:// against rediss://, "
     "and tls_cert_file, which most servers with TLS require",
     ErrorKind.PROTOCOL: "the reply is not from a Redis server; correct the address",
-    ErrorKind.WRONG_CREDENTIALS: "correct `username` and the password in `password_env` or `password_file`, or leave "
-    "them out if the server has no password",
+    ErrorKind.WRONG_CREDENTIALS: "correct `username` and the password in `password_env` or `password_file`, or the "
+    "`credential_provider`, or leave them out if the server has no password",
     ErrorKind.ACCESS_DENIED: "its ACL forbids a command or the keys; docs/backends/redis.md lists what HiCache needs",
     ErrorKind.TOO_MANY_CONNECTIONS: "it has as many clients as it allows; raise its maxclients or lower `connections`",
     ErrorKind.LOADING: "it is still reading its data set; wait for it",

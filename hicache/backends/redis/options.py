@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 import os
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from redis.credentials import CredentialProvider
 
 from ...config.addresses import Address, check_host, check_port, split_address, split_url
 from ...config.redis_storage import PORT, SENTINEL_PORT, URL_PORTS, Network, RedisStorageOptions, allowed_node
 from ...config.secret import read_secret
 from ...errors import ConfigError
+from ..errors import ErrorKind, StoreError
 from ..rotated import Rotated, client_tls
 
 Mode: TypeAlias = Literal["single", "sentinel", "cluster"]
@@ -50,7 +54,7 @@ class Access:
 
     `addresses` are those of the server, of some cluster nodes, or of the sentinels; `replicas` are those of a single
     server. `allowed_nodes` limits the addresses that servers may name; None allows all. `tls` is None for plain
-    connections. `login` has the arguments of AUTH; it is empty without a password. `tls` and logins follow their files.
+    connections. The logins are None without a password. `tls` and logins follow their files.
     """
 
     options: RedisStorageOptions
@@ -60,8 +64,8 @@ class Access:
     allowed_nodes: tuple[Network | str, ...] | None
     db: int
     tls: Rotated[ssl.SSLContext] | None
-    login: Rotated[tuple[bytes, ...]] = field(repr=False)
-    sentinel_login: Rotated[tuple[bytes, ...]] = field(repr=False)
+    login: Rotated[CredentialProvider | None] = field(repr=False)
+    sentinel_login: Rotated[CredentialProvider | None] = field(repr=False)
 
     @property
     def where(self) -> str:
@@ -124,7 +128,9 @@ def open_access(options: RedisStorageOptions) -> Access:
         None if options.allowed_nodes is None else tuple(allowed_node(text) for text in options.allowed_nodes),
         db,
         tls,
-        _login("password", options.username, options.password_env, options.password_file),
+        _named(options.credential_provider)
+        if options.credential_provider is not None
+        else _login("password", options.username, options.password_env, options.password_file),
         _login(
             "sentinel_password", options.sentinel_username, options.sentinel_password_env,
             options.sentinel_password_file,
@@ -132,14 +138,58 @@ def open_access(options: RedisStorageOptions) -> Access:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Password(CredentialProvider):
+    """A password, or a user name and a password, as bytes: they need not be UTF-8."""
+
+    words: tuple[bytes, ...] = field(repr=False)
+
+    def get_credentials(self) -> Any:
+        return self.words
+
+
+@dataclass(frozen=True, slots=True)
+class _Provider(CredentialProvider):
+    """The provider of `credential_provider`. Its exceptions become a StoreError without their text."""
+
+    inner: CredentialProvider = field(repr=False)
+
+    def get_credentials(self) -> Any:
+        try:
+            return self.inner.get_credentials()
+        except Exception as error:
+            raise StoreError(
+                ErrorKind.WRONG_CREDENTIALS, f"credential_provider raised {type(error).__name__}"
+            ) from None
+
+
 def _login(
     what: str, username: str | None, variable: str | None, path: Path | None
-) -> Rotated[tuple[bytes, ...]]:
-    def load() -> tuple[bytes, ...]:
+) -> Rotated[CredentialProvider | None]:
+    def load() -> CredentialProvider | None:
         password = read_secret(f"redis {what}", variable, path, os.environ)
         if username is not None and password is None:
             raise ConfigError(f"backend redis: a user name needs a password; set {what}_env or {what}_file")
         # Restores bytes that are not UTF-8 as they were read.
-        return tuple(word.encode(errors="surrogateescape") for word in (username, password) if word is not None)
+        words = tuple(word.encode(errors="surrogateescape") for word in (username, password) if word is not None)
+        return _Password(words) if words else None
 
     return Rotated(f"redis {what}", [path], load)
+
+
+def _named(place: str) -> Rotated[CredentialProvider | None]:
+    """Return the provider that `module:factory` makes. redis-py asks it at each new connection."""
+    module, _, attribute = place.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)()
+    except Exception as error:  # a factory may raise anything, and its text may quote a secret
+        raise ConfigError(
+            f"backend redis: credential_provider {place!r} cannot be made ({type(error).__name__}); name a function or "
+            "class without arguments as package.module:name"
+        ) from error
+    if not isinstance(made, CredentialProvider):
+        raise ConfigError(
+            f"backend redis: credential_provider {place!r} is a {type(made).__name__}, not a redis.CredentialProvider"
+        )
+    provider = _Provider(made)
+    return Rotated("redis credential_provider", [], lambda: provider)

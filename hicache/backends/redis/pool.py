@@ -1,13 +1,15 @@
 """Connection pools, one per server and purpose.
 
-Locking design: one condition per pool guards its fields and is held for a few instructions, never while a connection is
-opened or closed. `Pools` has a lock for its dictionary.
+Locking design: a pool is a queue of slots, which has its own lock; `_closed` is only set. `Pools` has a lock for its
+dictionary. No lock is held while a connection is opened or closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,46 +35,52 @@ class Purpose(enum.Enum):
 
 
 class Pool:
-    """Up to `limit` connections to one server for one purpose.
+    """Up to `limit` connections to one server for one purpose, which `dial` opens.
 
-    Invariant: `_out` connections are leased or being opened, and the idle ones are reusable. 0 <= _out <= limit; leased
-    and idle connections together are at most `limit`.
+    Invariant: each of `limit` slots is either leased or in the queue, there with an idle, reusable connection or None.
     """
 
-    def __init__(
-        self, connector: Connector, address: Endpoint, limit: int, purpose: Purpose, *, read_only: bool
-    ) -> None:
-        self._connector = connector
-        self._address = address
-        self._limit = limit
-        self._no_touch = purpose is Purpose.INSPECTION
-        self._read_only = read_only
-        self._state = threading.Condition()
-        self._idle: list[Channel] = []
-        self._out = 0
+    def __init__(self, dial: Callable[[float], Channel], limit: int) -> None:
+        self._dial = dial
+        self._slots: queue.LifoQueue[Channel | None] = queue.LifoQueue()
+        for _ in range(limit):
+            self._slots.put(None)
         self._closed = False
 
     @contextlib.contextmanager
     def lease(self, deadline: float) -> Iterator[Channel]:
         """Lease a connection for the duration of the context. Waits for a free one or opens one. Raises StoreError."""
-        left_s = deadline - time.monotonic()
-        channel = self._take(deadline, None if left_s > threading.TIMEOUT_MAX else max(left_s, 0.0))
-        if channel is None:
-            raise StoreError(ErrorKind.DEADLINE)
-        try:
+        with self._lease(deadline, max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))) as channel:
+            if channel is None:
+                raise StoreError(ErrorKind.DEADLINE)
             yield channel
-        finally:
-            self._give(channel)
+
+    def lease_nowait(self, deadline: float) -> contextlib.AbstractContextManager[Channel | None]:
+        """As `lease`, but yields None if all connections are leased."""
+        return self._lease(deadline, 0.0)
 
     @contextlib.contextmanager
-    def lease_nowait(self, deadline: float) -> Iterator[Channel | None]:
-        """As `lease`, but yields None if all connections are leased."""
-        channel = self._take(deadline, 0.0)
+    def _lease(self, deadline: float, wait_s: float) -> Iterator[Channel | None]:
         try:
+            idle = self._slots.get(timeout=wait_s)
+        except queue.Empty:
+            yield None
+            return
+        channel = None
+        try:
+            if idle is not None and not idle.is_quiet:
+                idle.close()  # since its last use, the server has closed it or sent unexpected bytes
+                idle = None
+            channel = self._dial(deadline) if idle is None else idle
+            channel.answered = idle is None  # a failure on a new connection does not mean that it died while idle
             yield channel
         finally:
-            if channel is not None:
-                self._give(channel)
+            if channel is not None and not channel.reusable:
+                channel.close()
+                channel = None
+            self._slots.put(channel)
+            if self._closed:
+                self.close_idle()
 
     def run(self, work: Callable[[Channel], Result], deadline: float) -> Result:
         """Return the result of `work` on a connection. If that one died while idle, repeat on a second connection; this
@@ -87,54 +95,22 @@ class Pool:
         with self.lease(deadline) as channel:
             return work(channel)
 
-    def _take(self, deadline: float, wait_s: float | None) -> Channel | None:
-        with self._state:
-            if not self._state.wait_for(lambda: self._out < self._limit, wait_s):
-                return None
-            self._out += 1
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._free)
-            while (channel := self._pop_idle()) is not None and not channel.is_quiet:
-                channel.close()  # since its last use, the server has closed it or sent unexpected bytes
-            is_fresh = channel is None
-            if channel is None:
-                channel = self._connector.open(
-                    self._address, deadline, read_only=self._read_only, no_touch=self._no_touch
-                )
-            channel.answered = is_fresh  # a failure on a new connection does not mean that it died while idle
-            undo.pop_all()
-        return channel
-
-    def _pop_idle(self) -> Channel | None:
-        with self._state:
-            return self._idle.pop() if self._idle else None
-
-    def _give(self, channel: Channel) -> None:
-        with self._state:
-            keep = channel.reusable and not self._closed
-            if keep:
-                self._idle.append(channel)
-        if not keep:
-            channel.close()
-        self._free()
-
-    def _free(self) -> None:
-        with self._state:
-            self._out -= 1
-            self._state.notify()
-
     def close(self) -> None:
         """Close the idle connections now, and leased ones when they are returned."""
-        with self._state:
-            self._closed = True
+        self._closed = True
         self.close_idle()
 
     def close_idle(self) -> None:
         """Close the idle connections. Called after one was found dead, because the others may be dead too."""
-        with self._state:
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            channel.close()
+        slots = 0
+        with contextlib.suppress(queue.Empty):
+            while True:
+                channel = self._slots.get_nowait()
+                slots += 1
+                if channel is not None:
+                    channel.close()
+        for _ in range(slots):
+            self._slots.put(None)
 
 
 class Pools:
@@ -159,8 +135,9 @@ class Pools:
                 strangers = dict.fromkeys(key[0] for key in self._pools if key[0] not in self._known)
                 if address not in self._known and address not in strangers and len(strangers) >= _STRANGERS_MAX:
                     gone = self._take_out({next(iter(strangers))})
-                pool = Pool(self._connector, address, self._limit, purpose, read_only=read_only)
-                self._pools[(address, purpose, read_only)] = pool
+                no_touch = purpose is Purpose.INSPECTION
+                dial = functools.partial(self._connector.open, address, read_only=read_only, no_touch=no_touch)
+                pool = self._pools[(address, purpose, read_only)] = Pool(dial, self._limit)
         for one in gone:
             one.close()
         return pool

@@ -11,7 +11,6 @@ with the routes; an item set at the same moment is lost, which costs a timeout.
 
 from __future__ import annotations
 
-import binascii
 import contextlib
 import random
 import threading
@@ -19,6 +18,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
+from redis.crc import key_slot
 
 from ...config.addresses import Address
 from ..errors import ErrorKind, StoreError
@@ -30,7 +32,6 @@ from .pool import Pools, Purpose
 
 # The positions of redirected pages, by target address and by reply: True for ASK, False for MOVED.
 Redirects: TypeAlias = dict[tuple[Address, bool], list[int]]
-SLOTS = 16384
 NO_SHARD = -1
 # A failed replica gets no reads for this long, then its share again. A failed cluster node is queried for routes last.
 _AVOID_S = 5.0
@@ -159,7 +160,7 @@ class Router:
             return {self._server(routes.shards[0], to_replica): list(positions)}
         by_shard: dict[int, list[int]] = {}
         for position in positions:
-            by_shard.setdefault(routes.slots[_slot_of(names[position])], []).append(position)
+            by_shard.setdefault(routes.slots[key_slot(names[position])], []).append(position)
         return {
             None if number == NO_SHARD else self._server(routes.shards[number], to_replica): found
             for number, found in by_shard.items()
@@ -201,11 +202,6 @@ class Router:
             except StoreError as error:
                 failure = error
         raise failure
-
-
-def _slot_of(name: bytes) -> int:
-    """Return the hash slot of a key. Keys of this backend have no braces, so no hash tag."""
-    return binascii.crc_hqx(name, 0) % SLOTS
 
 
 def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import redis
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.redis.channel import Reply
 from hicache.backends.redis.errors import ErrorReply
 from hicache.backends.redis.options import open_access
-from hicache.backends.redis.routing import SLOTS, Server, parse_slots, redirect
+from hicache.backends.redis.routing import Server, parse_slots, redirect
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,

@@ -184,20 +184,20 @@ def test_pages_longer_than_a_redis_string_are_refused() -> None:
     refused("longer than a Redis string", InvalidInput, FrameCodec(b"n" * 32, 600 << 20), url="redis://127.0.0.1:1")
 
 
-def test_the_redis_package_is_not_needed() -> None:
+def test_without_redis_py_an_error_names_the_extra() -> None:
     program = """
 import sys
 sys.modules["redis"] = None
 from hicache.backends.registry import open_backend
-from hicache.errors import BackendUnavailable
+from hicache.errors import ConfigError
 from hicache.frame import FrameCodec
 try:
     open_backend("redis", FrameCodec(bytes(32), 100), {"url": "redis://127.0.0.1:1"})
-except BackendUnavailable as error:
+except ConfigError as error:
     print(error)
 """
     ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
-    assert "refused" in ran.stdout
+    assert "install the extra redis" in ran.stdout
 
 
 def test_a_password_that_changed_later_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

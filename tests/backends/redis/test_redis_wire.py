@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.connection import UnixDomainSocketConnection
 
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.redis.channel import Channel, Oversize, Reply, command
@@ -23,10 +26,19 @@ PAGE = 600
 
 @contextlib.contextmanager
 def peers(timeout_s: float = 5.0) -> Iterator[tuple[Channel, socket.socket]]:
-    """A channel that expects replies, and the server's end of the connection."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield Channel(ours, timeout_s), theirs
+    """The channel of a connection of redis-py, and the server's end of the connection."""
+    channel = Channel(timeout_s)
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/socket")
+        listener.listen()
+        kind: Any = UnixDomainSocketConnection
+        connection = kind(
+            path=f"{folder}/socket", parser_class=lambda socket_read_size: channel, protocol=2, driver_info=None
+        )
+        connection.connect()
+        theirs, _ = listener.accept()
+    with theirs, contextlib.closing(channel):
+        yield channel, theirs
 
 
 def feed(theirs: socket.socket, pieces: list[bytes]) -> threading.Thread:
