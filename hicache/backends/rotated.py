@@ -62,6 +62,11 @@ class Rotated(Generic[T]):
                     self._read()
         return self._value
 
+    @property
+    def value(self) -> T:
+        """The value of the last `get`. Does not look at the files, so it does not block."""
+        return self._value
+
     def run(self, call: Callable[[T], R]) -> R:
         """Return `call(value)`. If it raises StoreError because a server rejects the value, read the files, and call
         again if they contain another value."""

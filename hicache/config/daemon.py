@@ -71,7 +71,7 @@ class DaemonConfig(Section):
     token_file: FileSystemPath | None = Field(
         default=None,
         description="File whose first line is the token of TCP clients (`Authorization: Bearer`), mode 0600; a "
-        "replaced one is used at once. The Unix socket does not need a token.",
+        "replaced one is used within a second. The Unix socket does not need a token.",
     )
     token_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the token."

@@ -4,6 +4,11 @@ The daemon calls `record` with a snapshot every `SAMPLE_S` seconds, and `note` w
 is the difference between two snapshots, so code that serves requests does not use this module. A total that falls
 belongs to a store or a namespace that was opened again: its new value counts in full.
 
+`HistoryFile` keeps the history across restarts. So times are those of the wall clock, and the time that a daemon does
+not run is a gap between two samples. The seconds of a sample come from the uptime, because the wall clock can be set.
+
+Invariant: samples are in order of time, at most an hour older than the newest one.
+
 Locking design: one lock guards all fields, held for the arithmetic of one snapshot or for a copy of the rows.
 """
 
@@ -13,7 +18,7 @@ import enum
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,10 +27,13 @@ from .statistics import NamespaceStatistics, NodeStatistics
 
 # Seconds between two samples: a short outage shows, and an hour needs about 70 KB.
 SAMPLE_S = 5.0
-SAMPLES_MAX = int(3600 / SAMPLE_S)
+KEPT_S = 3600.0
+SAMPLES_MAX = int(KEPT_S / SAMPLE_S)
 # As many as fit on a screen. Equal consecutive faults within this time are one entry with a count.
 FAULTS_MAX = 100
 FAULT_GAP_S = 300.0
+# Older faults of an earlier run are not restored: the page shows the time of day.
+RESTORED_FAULT_S = 24 * 3600.0
 
 
 class FaultKind(enum.StrEnum):
@@ -60,7 +68,9 @@ class Sample(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Fault:
+class Fault:
+    """Equal consecutive faults; the times of the first and the last."""
+
     kind: FaultKind
     namespace: str  # its label; empty for the daemon as a whole
     store: str
@@ -84,10 +94,10 @@ class History:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._recorded = clock()
+        self._uptime_s = 0.0  # of the last snapshot
         self._totals: _Totals = Counter()
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
-        self._faults: deque[_Fault] = deque(maxlen=FAULTS_MAX)  # the latest last
+        self._faults: deque[Fault] = deque(maxlen=FAULTS_MAX)  # the latest last
 
     def record(self, statistics: NodeStatistics) -> None:
         """Add a sample, and the faults since the sample before. Does not block."""
@@ -95,19 +105,29 @@ class History:
         with self._lock:
             time_s = self._clock()
             gained = _gained(self._totals, totals)
-            self._samples.append(_sample(statistics, gained, time_s, time_s - self._recorded))
+            seconds = statistics.uptime_s - self._uptime_s
+            self._keep([*self._samples, _sample(statistics, gained, time_s, seconds)], time_s)
             for (kind, *place), count in gained.items():
                 if isinstance(kind, FaultKind):
                     label, store, detail = place
                     if kind is FaultKind.BREAKER:
                         detail = f"{detail}: {_reason(statistics, label, store, detail)}"
                     self._note(kind, (label, store, detail), count, time_s)
-            self._totals, self._recorded = totals, time_s
+            self._totals, self._uptime_s = totals, statistics.uptime_s
 
     def note(self, kind: FaultKind, detail: str) -> None:
         """Add a fault of the whole daemon that snapshots do not show. Does not block."""
         with self._lock:
             self._note(kind, ("", "", detail), 1, self._clock())
+
+    def restore(self, samples: Iterable[Sample], faults: Iterable[Fault]) -> None:
+        """Continue the history of an earlier run. Ignores samples older than an hour and faults older than a day, and
+        times in the future: the clock was set back. REQUIRES: nothing is recorded yet."""
+        with self._lock:
+            time_s = self._clock()
+            self._keep(sorted(samples, key=lambda sample: sample.time), time_s)
+            recent = (fault for fault in faults if time_s - RESTORED_FAULT_S <= fault.last <= time_s)
+            self._faults.extend(sorted(recent, key=lambda fault: fault.last))
 
     def as_json(self, since: float = 0.0) -> dict[str, Any]:
         """Return the samples after the time `since`, oldest first, as rows under `columns`, and all faults, latest
@@ -121,8 +141,11 @@ class History:
             ]  # fmt: skip
         return {"sample_s": SAMPLE_S, "columns": list(Sample._fields), "rows": rows, "faults": faults}
 
+    def _keep(self, samples: Iterable[Sample], time_s: float) -> None:
+        self._samples = deque((one for one in samples if time_s - KEPT_S < one.time <= time_s), SAMPLES_MAX)
+
     def _note(self, kind: FaultKind, place: tuple[str, str, str], count: int, time_s: float) -> None:
-        fault = _Fault(kind, *place, count, time_s, time_s)
+        fault = Fault(kind, *place, count, time_s, time_s)
         for known in self._faults:
             if known.place == fault.place and time_s - known.last <= FAULT_GAP_S:
                 fault.count, fault.first = known.count + count, known.first

@@ -4,7 +4,8 @@
     SIGHUP    reads the configuration again and applies changes (`reload`)
     SIGTERM   accepts no more connections, lets requests end within `drain_timeout`, closes the stores
 
-Locking design: everything runs on the event loop's thread; blocking calls run on threads of the loop's executor.
+Locking design: everything runs on the event loop's thread; blocking calls, also those on files, run on threads of the
+loop's executor. Requests use the tokens that `_watch` has read.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from uvicorn.server import ServerState
 
 from ..admin.access import AdminAccess
 from ..admin.sockets import BACKLOG, PrivateSocket
+from ..backends.rotated import Rotated
 from ..cache.report import DropLog, dropped_by_stores, stores_of
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket, is_loopback
@@ -41,17 +43,19 @@ from .calls import LIMITS
 from .connection import Connection, Listener, Shared
 from .gate import Gate
 from .history import SAMPLE_S, FaultKind, History
+from .history_file import HistoryFile
 from .node import Node
 from .notify import ServiceManager
 from .protocol import KEYS_MAX
 from .reload import apply
-from .security import open_tls, open_tokens
+from .security import Tokens, open_tls, open_tokens
 from .staging import Staging
 from .statistics import NodeState
 
 logger = logging.getLogger(__name__)
 
-# The interval of checks for dead engines. A restarted engine waits for one before it opens its memory again.
+# The interval of checks for dead engines, and for replaced tokens and certificates. A restarted engine waits for one
+# before it opens its memory again.
 _TEND_S = 0.25
 # The interpreter's switch interval: the default of 5 ms is several times as long as a lookup.
 _SWITCH_INTERVAL_S = 0.0005
@@ -81,6 +85,8 @@ class Server:
         self._environ = environ
         self._manager = ServiceManager(environ)
         self._stopping = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._reload_asked = asyncio.Event()
         self._state = ServerState()
         self._tokens = open_tokens(config, environ)
         self._tls = open_tls(config.tls)
@@ -88,8 +94,8 @@ class Server:
         self._tcp: tuple[Listener, socket.socket, ssl.SSLContext | None] | None = None
         self._history = History()
         staging = Staging(config.staging)
-        app = create_app(node, staging, self._history, AdminAccess(lambda: self._tokens.get().admin))
-        gate = Gate(app, node, lambda: self._tokens.get().data)
+        app = create_app(node, staging, self._history, AdminAccess(lambda: self._tokens.value.admin))
+        gate = Gate(app, node, lambda: self._tokens.value.data)
         self._shared = Shared(
             config,
             uvicorn.Config(gate, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
@@ -99,25 +105,28 @@ class Server:
             ThreadPoolExecutor(config.connections_max, thread_name_prefix="hicache-body"),
             staging.piece_max() + KEYS_MAX * 32,
         )  # fmt: skip
+        self._shared.uvicorn.load()
 
     async def run(self) -> None:
         """Listen, serve, and drain at the end."""
         # uvicorn would log each invalid request; they are counted instead.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         _raise_descriptor_limit()
-        self._shared.uvicorn.load()
         async with AsyncExitStack() as undo:
             path = self._shared.config.socket or default_socket(self._environ)
             if path is None:
                 raise ConfigError("daemon.socket: XDG_RUNTIME_DIR is not set; set a path in a directory of mode 0700")
-            unix = undo.enter_context(PrivateSocket(path, "daemon.socket", lock=path.with_name("lock")))
+            unix = await asyncio.to_thread(PrivateSocket, path, "daemon.socket", lock=path.with_name("lock"))
+            undo.push_async_callback(asyncio.to_thread, unix.close)
+            file = HistoryFile(path.with_name("history.json"), self._history)
+            await file.load()
             self._listeners.append(await self._listen(Listener(True, True, False, False), unix.socket, None))
             address = self._shared.config.address
             if address is not None:
                 kind = Listener(False, is_loopback(address.host), self._tls is not None,
                                 self._shared.config.tls.client_ca is not None)  # fmt: skip
-                tcp = undo.enter_context(_tcp_socket(address.host, address.port))
-                tls = None if self._tls is None else self._tls.get()
+                tcp = undo.enter_context(await asyncio.to_thread(_tcp_socket, address.host, address.port))
+                tls = None if self._tls is None else self._tls.value
                 self._listeners.append(await self._listen(kind, tcp.dup(), tls))
                 self._tcp = kind, tcp, tls
             self._handle_signals()
@@ -126,6 +135,7 @@ class Server:
             where = ", ".join(map(_name, self._listeners))
             logger.info("daemon: serving at %s (%s)", where, _described(self._node.config))
             self._manager.ready()
+            saving = asyncio.create_task(file.keep(self._draining))
             try:
                 await self._until_stopped()
             finally:  # also after an error: the lock is released only after the last access to engines' memory
@@ -136,7 +146,8 @@ class Server:
                 logger.info("daemon: draining for at most %s s", self._shared.config.drain_timeout)
                 for listener in self._listeners:
                     listener.close()
-                await self._drain()
+                self._draining.set()
+                await self._drain(saving)
             logger.info("daemon: ended")
 
     def _dropped(self) -> Counter[str]:
@@ -152,13 +163,14 @@ class Server:
             ssl_handshake_timeout=self._shared.config.head_timeout if tls else None,
         )  # fmt: skip
 
-    async def _renew_tls(self) -> None:
-        """Listen with other certificates if their files have changed; connections stay. A new context also prevents
-        that a client resumes a session which the previous authorities allowed."""
+    async def _renew(self) -> None:
+        """Use the tokens and certificates whose files have changed. Listen with other certificates; connections stay. A
+        new context also prevents that a client resumes a session which the previous authorities allowed."""
+        await asyncio.to_thread(self._tokens.get)
         if self._tcp is None or self._tls is None:
             return
         kind, tcp, before = self._tcp
-        tls = await asyncio.get_running_loop().run_in_executor(None, self._tls.get)
+        tls = await asyncio.to_thread(self._tls.get)
         if tls is not before:
             with contextlib.suppress(OSError):  # out of descriptors: the next round tries again
                 listener = await self._listen(kind, tcp.dup(), tls)
@@ -169,48 +181,49 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in _STOPPED_BY:
             loop.add_signal_handler(number, self._stopping.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_asked.set)
 
-    def _reload(self) -> None:
+    async def _reload(self) -> None:
         """Apply a changed configuration. A rejected one changes nothing."""
         self._manager.reloading()
         try:
-            new = self._load()
-            tokens, tls = open_tokens(new.daemon, self._environ), open_tls(self._node.config.daemon.tls)
-            now, later = apply(self._node, new)
+            self._tokens, self._tls, now, later = await asyncio.to_thread(self._read_again)
         except ConfigError as error:
             logger.error("daemon: reload refused, nothing was changed: %s", error)
         else:
             self._shared.config = self._node.config.daemon
-            self._tokens, self._tls = tokens, tls
             logger.info("daemon: reloaded; changed: %s", ", ".join(now) or "no entry")
             if later:
                 logger.warning("daemon: restart it to change: %s", ", ".join(later))
         self._manager.ready()
 
+    def _read_again(self) -> tuple[Rotated[Tokens], Rotated[ssl.SSLContext] | None, list[str], list[str]]:
+        """Read the configuration and its secrets, and apply it to the node. Blocks. Raises ConfigError."""
+        new = self._load()
+        tokens, tls = open_tokens(new.daemon, self._environ), open_tls(self._node.config.daemon.tls)
+        return tokens, tls, *apply(self._node, new)
+
     async def _until_stopped(self) -> None:
-        """Handle engines, history and the service manager until a signal."""
-        tending = asyncio.create_task(self._tend())
+        """Handle engines, history, files and the service manager until a signal."""
         watchdog_s = self._manager.watchdog_s
-        stopping = asyncio.create_task(self._stopping.wait())
+        tasks = [asyncio.create_task(one) for one in (self._stopping.wait(), self._tend(), self._watch())]
         try:
-            while not (stopping.done() or tending.done()):
+            done = set[asyncio.Task[object]]()
+            while not done:
                 if watchdog_s:
                     self._manager.alive()
-                await asyncio.wait([stopping, tending], timeout=watchdog_s, return_when=asyncio.FIRST_COMPLETED)
-            if tending.done():
-                tending.result()
+                done, _ = await asyncio.wait(tasks, timeout=watchdog_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            stopping.cancel()
-            tending.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _tend(self) -> None:
-        """Unmap the memory of dead engines, which takes as long as the system needs to free it, take a sample, and
-        look at the certificates."""
+        """Unmap the memory of dead engines, which takes as long as the system needs to free it, and take a sample."""
         loop = asyncio.get_running_loop()
         sampled_s = 0.0
         while True:
-            await self._renew_tls()
             for name in await loop.run_in_executor(None, self._node.memories.tend):
                 logger.warning("memory %s: its engine died; the memory was unmapped, and its file removed unless "
                                "host.shared.keep is set", name)  # fmt: skip
@@ -221,7 +234,20 @@ class Server:
                 self._history.record(await loop.run_in_executor(None, self._node.statistics))
             await asyncio.sleep(_TEND_S)
 
-    async def _drain(self) -> None:
+    async def _watch(self) -> None:
+        """Reload the configuration after SIGHUP, and use replaced tokens and certificates. A task of its own: a file
+        system that hangs does not keep `_tend` from its work."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TEND_S):
+                    await self._reload_asked.wait()
+            if self._reload_asked.is_set():
+                self._reload_asked.clear()
+                # asyncio logs an unexpected exception, which must not end a daemon that serves.
+                await asyncio.wait([asyncio.create_task(self._reload())])
+            await self._renew()
+
+    async def _drain(self, saving: asyncio.Task[None]) -> None:
         deadline = time.monotonic() + self._shared.config.drain_timeout
         for connection in list(self._state.connections):
             connection.shutdown()
@@ -233,8 +259,8 @@ class Server:
         if late:
             logger.warning("daemon: %s requests did not end in time; their connections were closed", late)
         closing = asyncio.get_running_loop().run_in_executor(None, self._node.close, deadline)
-        done, _ = await asyncio.wait([closing], timeout=max(0.5, deadline - time.monotonic()))
-        if late or not done:
+        _, hanging = await asyncio.wait([closing, saving], timeout=max(0.5, deadline - time.monotonic()))
+        if late or hanging:
             # Threads that hang in a store would keep the process alive; their writes are whole or absent in any case.
             logging.shutdown()
             os._exit(0 if self._stopping.is_set() else 1)

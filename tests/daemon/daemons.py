@@ -88,6 +88,8 @@ class Daemon:
     """`hicache serve` in `folder`. `daemon` adds entries to the section `daemon`; `sections` are whole other
     sections."""
 
+    module = "hicache"
+
     def __init__(self, folder: Path, daemon: Mapping[str, Any] | None = None, **sections: Any) -> None:
         self.folder = folder
         self.socket = folder / "run" / "daemon.sock"
@@ -119,7 +121,7 @@ class Daemon:
 
     def launch(self) -> None:
         """Start the process. Does not wait until it serves."""
-        command = [sys.executable, "-m", "hicache", "serve", "-c", str(self.config_file)]
+        command = [sys.executable, "-m", self.module, "serve", "-c", str(self.config_file)]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **self.environ}
         self.process = launch(command, environ=environ, directory=self.folder, log=self.log_file)
 

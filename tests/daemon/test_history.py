@@ -11,7 +11,7 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.guard import BOUNDS_S, Direction
 from hicache.backends.guard.breaker import BreakerState
-from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, SAMPLES_MAX, FaultKind, History
+from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, KEPT_S, SAMPLES_MAX, Fault, FaultKind, History, Sample
 from hicache.daemon.statistics import SharingStatistics
 from hicache.daemon.status import status_json
 from tests.daemon.snapshots import DIGEST, backend, breaker, guard, latency, namespace, node, store
@@ -50,9 +50,9 @@ def test_a_sample_has_the_differences_to_the_previous_snapshot(history: History,
                       stores=(store(statistics=backend(600, 300)),))  # fmt: skip
     second = namespace(sharing=SharingStatistics(15, 4, 3, 1, 0), backend=backend(1500, 400),
                        stores=(store(statistics=backend(600, 350)),))  # fmt: skip
-    for state in (first, second):
+    for uptime_s, state in ((5.0, first), (10.0, second)):
         clock.time_s += 5
-        history.record(node(state))
+        history.record(node(state, uptime_s=uptime_s))
     assert samples(history)[-1] == {
         "time": 1010, "seconds": 5, "pool_pages": 5, "shared_pages": 0, "store_pages": 0, "missed_pages": 1,
         "sent_bytes": 500, "received_bytes": 0, "store_read_bytes": 0, "store_written_bytes": 50,
@@ -85,6 +85,51 @@ def test_the_numbers_of_samples_and_faults_are_limited(history: History, clock: 
     assert faults(history)[0][2] == f"engine{FAULTS_MAX + 9}"
     # Each browser that opens the page downloads it.
     assert len(json.dumps(history.as_json())) < 150_000
+
+
+def sample(time_s: float, pool_pages: int = 1) -> Sample:
+    return Sample(time_s, 5.0, pool_pages, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def fault(last: float) -> Fault:
+    return Fault(FaultKind.LIMIT, "", "", f"at {last:g}", 1, last - 1, last)
+
+
+def test_a_restored_history_goes_on_with_a_gap_and_without_the_counts_of_the_last_run(clock: Clock) -> None:
+    """The total of the new run is below that of the last one, and its first sample counts from its start."""
+    clock.time_s = 10_000
+    history = History(clock)
+    history.restore([sample(9600, 700), sample(9605, 900)], [fault(9604)])
+    history.record(node(namespace(sharing=SharingStatistics(20, 0, 0, 0, 0)), uptime_s=2.0))
+    found = [(one["time"], one["seconds"], one["pool_pages"]) for one in samples(history)]
+    assert found == [(9600, 5, 700), (9605, 5, 900), (10_000, 2, 20)]
+    assert faults(history) == [("limit", "", "at 9604", 1)]
+
+
+def test_what_is_too_old_or_in_the_future_is_not_restored(clock: Clock) -> None:
+    clock.time_s = 200_000
+    history = History(clock)
+    times = [200_005, 199_000, 200_000 - KEPT_S, 199_990]
+    history.restore([sample(time_s) for time_s in times], [fault(time_s) for time_s in (200_001, 199_999, 100_000)])
+    assert [one["time"] for one in samples(history)] == [199_000, 199_990]
+    assert faults(history) == [("limit", "", "at 199999", 1)]
+
+
+def test_the_samples_stay_in_order_and_their_rates_positive_if_the_clock_is_set_back(
+    history: History, clock: Clock
+) -> None:
+    for time_s, uptime_s in ((1000.0, 5.0), (1005.0, 10.0), (990.0, 15.0), (995.0, 20.0)):
+        clock.time_s = time_s
+        history.record(node(uptime_s=uptime_s))
+    assert [(one["time"], one["seconds"]) for one in samples(history)] == [(990, 5), (995, 5)]
+
+
+def test_samples_older_than_an_hour_leave_the_history_at_the_next_one(clock: Clock) -> None:
+    history = History(clock)
+    history.restore([sample(900)], [])
+    clock.time_s = 900 + KEPT_S
+    history.record(node())
+    assert [one["time"] for one in samples(history)] == [900 + KEPT_S]
 
 
 def test_faults_are_counters_that_grew_and_breakers_that_opened(history: History) -> None:

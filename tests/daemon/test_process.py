@@ -258,8 +258,9 @@ def test_a_failing_daemon_holds_its_lock_until_its_requests_have_ended(
     server = Server(node, lambda: config, {})
     states: list[tuple[NodeState, bool]] = []
 
-    async def drain() -> None:
+    async def drain(saving: asyncio.Task[None]) -> None:
         states.append((node.state, (scratch / "run" / "daemon.sock").exists()))
+        await saving
 
     def fail() -> list[str]:
         raise OSError("no such file")

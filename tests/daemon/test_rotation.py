@@ -26,6 +26,7 @@ from tests.daemon.daemons import Client
 from tests.mounted import MountedSecret
 from tests.waiting import wait_for
 
+READ_AGAIN = "daemon: tokens: read again, because a file has changed"
 OLD, NEW, OPERATORS = "old-token-of-engines", "new-token-of-engines", "token-of-operators"
 HITS, ERRORS, STORED = [GetOutcome.HIT] * 3, [GetOutcome.ERROR] * 3, [SetOutcome.STORED] * 3
 KEYS, MORE = make_keys(3), make_keys(3, "more")
@@ -69,6 +70,7 @@ def test_a_token_that_both_sides_mount_is_replaced_without_a_signal(
     with opened(daemon, token_file=mounted["token"]) as store:
         assert store_chain(store, KEYS) == STORED
         served.replace({"token": NEW})
+        wait_for(lambda: READ_AGAIN in daemon.log)
         assert load(store, KEYS) == ERRORS
         assert store.backend.statistics().errors["wrong_credentials"]
         mounted.replace({"token": NEW})
@@ -78,7 +80,6 @@ def test_a_token_that_both_sides_mount_is_replaced_without_a_signal(
         statuses = [client.call("GET", f"/v1/namespaces/{CODEC.namespace.hex()}/usage", token=token)[0]
                     for token in (OLD, NEW)]  # fmt: skip
     assert statuses == [401, 200]
-    assert "daemon: tokens: read again, because a file has changed" in daemon.log
     assert OLD not in daemon.log and NEW not in daemon.log
 
 
@@ -88,10 +89,12 @@ def test_tokens_that_cannot_be_used_keep_the_last_ones(start: Callable[..., Daem
     daemon = start(token_file=str(served["token"]), admin_token_file=str(served["admin"]))
     with contextlib.closing(daemon.tcp()) as client:
         served.replace({"token": NEW, "admin": NEW})
+        wait_for(lambda: "daemon: tokens: a changed file cannot be used, so the last value stays in use" in daemon.log)
         assert client.call("GET", "/v1/admin/status", token=NEW)[0] == 403
         assert client.call("GET", "/v1/admin/status", token=OPERATORS)[0] == 200
-        assert "the last value stays in use" in daemon.log and "use a different one" in daemon.log
+        assert "use a different one" in daemon.log
         served.replace({"token": OPERATORS, "admin": NEW})
+        wait_for(lambda: READ_AGAIN in daemon.log)
         assert client.call("GET", "/v1/admin/status", token=OPERATORS)[0] == 403
         assert client.call("GET", "/v1/admin/status", token=NEW)[0] == 200
 
@@ -105,6 +108,7 @@ def test_a_client_of_the_admin_surface_uses_a_replaced_token(start: Callable[...
     with contextlib.closing(AdminClient(address.endpoint(), address.token().get)) as client:
         assert client.get("/status", Status).kind == "daemon"
         served.replace({"admin": NEW})
+        wait_for(lambda: READ_AGAIN in daemon.log)
         with pytest.raises(AdminError):
             client.get("/status", Status)
         mounted.replace({"admin": NEW})

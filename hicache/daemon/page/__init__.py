@@ -25,11 +25,13 @@ _HEADERS = {
 
 
 def page_router(history: History) -> APIRouter:
-    """Return the routes of the page and of `/history`. None of them blocks."""
+    """Return the routes of the page and of `/history`. None of them blocks: the files are read here."""
     router = APIRouter()
     for name, kind in _TYPES.items():
         path = "/" if name == "index.html" else f"/{name}"
-        router.add_api_route(path, functools.partial(_file, name, kind), include_in_schema=False, response_model=None)
+        content = resources.files(__name__).joinpath(name).read_bytes()
+        answer = functools.partial(_file, content, f"{kind}; charset=utf-8")
+        router.add_api_route(path, answer, include_in_schema=False, response_model=None)
 
     @router.get("/history", tags=["probes"])
     async def last_hour(since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0) -> dict[str, Any]:
@@ -40,10 +42,5 @@ def page_router(history: History) -> APIRouter:
     return router
 
 
-async def _file(name: str, kind: str) -> Response:
-    return Response(_content(name), media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
-
-
-@functools.cache
-def _content(name: str) -> bytes:
-    return resources.files(__name__).joinpath(name).read_bytes()
+async def _file(content: bytes, kind: str) -> Response:
+    return Response(content, media_type=kind, headers=_HEADERS)

@@ -282,7 +282,7 @@ function showFaults() {
     faults.slice(0, FAULTS_SHOWN).map((fault) => [
       exact(fault.first === fault.last ? clock(fault.last) : `${clock(fault.first)} to ${clock(fault.last)}`, new Date(fault.last * 1000).toISOString()),
       `${FAULTS[fault.kind] ?? fault.kind} (${fault.detail})`, fault.store ? named(fault.store, fault.namespace) : "the daemon", number(fault.count)]),
-    "None since the daemon started.");
+    "None recorded.");
   setText($("faults-h"), faults.length > FAULTS_SHOWN ? `Recent faults: the latest ${FAULTS_SHOWN} of ${faults.length}` : "Recent faults");
 }
 
