@@ -18,9 +18,9 @@ from redis.credentials import CredentialProvider, UsernamePasswordCredentialProv
 from hicache.backends.redis import RedisBackend
 from hicache.backends.testing import GET_ERROR, HIT, STORED, load, make_keys, store_chain
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.devservers import ValkeyServer
-from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache.lab.devservers import ValkeyServer
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates
 from tests.hostile.redis_server import HostileServer
 from tests.proxy import Proxy
