@@ -43,12 +43,13 @@ def test_version_and_help_import_nothing_heavy(argument: str) -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("line", ["ls .", "config check", "purge . --yes"])
-def test_a_command_for_operators_imports_no_engine_and_no_server(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["ls .", "config check", "purge . --yes", "doctor -c none.yaml"])
+def test_a_command_for_operators_imports_no_engine_no_server_and_no_laboratory(line: str, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom hicache.cli.main import main\n"
         f"try:\n    main({line.split()}, standalone_mode=False)\nexcept Exception:\n    pass\n"
-        "print(sorted({'torch', 'fastapi', 'uvicorn', 'boto3', 'redis', 'zmq', 'mooncake'} & set(sys.modules)))"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'boto3', 'redis', 'zmq', 'mooncake', 'hicache.lab'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
