@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import hashlib
 import http.client
-import importlib.util
 import mmap
 import multiprocessing
 import os
@@ -41,6 +40,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import aiofiles
 import yaml
 
 from benchmarks._table import Row, print_table, rate_rows, row, timed
@@ -354,10 +354,6 @@ def _read_for(daemon: Daemon, number: int, seconds: float, pipe: Connection) -> 
 
 def file_bodies(folder: Path) -> list[Row]:
     """Return the row of reading 16 files of 2 MiB for bodies: worker threads into existing memory, and aiofiles."""
-    if importlib.util.find_spec("aiofiles") is None:
-        return [Row("file bodies: aiofiles is not installed", "-")]
-    import aiofiles  # noqa: PLC0415 - compared only if it is installed
-
     paths = [folder / str(number) for number in range(_BATCH_PAGES)]
     for path in paths:
         path.write_bytes(os.urandom(2 * _MIB))

@@ -1,8 +1,8 @@
 """The daemon's process: its listeners, its signals, and the order of start and end.
 
-    start     reads tokens and certificates, takes the lock, touches the pool's memory, then listens
+    start     reads tokens and certificates, touches the pool's memory, takes the lock, reads the history, then listens
     SIGHUP    reads the configuration again and applies changes (`reload`)
-    SIGTERM   accepts no more connections, lets requests end within `drain_timeout`, closes the stores
+    SIGTERM   accepts no more connections, saves the history, lets requests end within `drain_timeout`, closes the stores
 
 Locking design: everything runs on the event loop's thread; blocking calls, also those on files, run on threads of the
 loop's executor. Requests use the tokens that `_watch` has read.
@@ -45,7 +45,6 @@ from .gate import Gate
 from .history import SAMPLE_S, FaultKind, History
 from .history_file import HistoryFile
 from .node import Node
-from .notify import ServiceManager
 from .protocol import KEYS_MAX
 from .reload import apply
 from .security import Tokens, open_tls, open_tokens
@@ -264,6 +263,46 @@ class Server:
             # Threads that hang in a store would keep the process alive; their writes are whole or absent in any case.
             logging.shutdown()
             os._exit(0 if self._stopping.is_set() else 1)
+
+
+class ServiceManager:
+    """Notifies systemd of the daemon's state (sd_notify(3)): a datagram to the socket `NOTIFY_SOCKET`.
+
+    Does nothing without a service manager. Does not block.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._address = environ.get("NOTIFY_SOCKET", "")
+        if self._address.startswith("@"):  # an abstract socket
+            self._address = "\0" + self._address[1:]
+        is_watched = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        watchdog_us = environ.get("WATCHDOG_USEC", "") if is_watched else ""
+        # Half of the watchdog's timeout.
+        self.watchdog_s = int(watchdog_us) / 2e6 if watchdog_us.isdecimal() and int(watchdog_us) else None
+
+    def ready(self) -> None:
+        """Report that the daemon serves."""
+        self._send("READY=1")
+
+    def reloading(self) -> None:
+        """Report a reload of the configuration; `ready` follows."""
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self) -> None:
+        """Report that the daemon drains."""
+        self._send("STOPPING=1")
+
+    def alive(self) -> None:
+        """Report that the event loop runs."""
+        self._send("WATCHDOG=1")
+
+    def _send(self, state: str) -> None:
+        if not self._address:
+            return
+        # An error means that the service manager is being restarted; its successor keeps its records.
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as out:
+            out.sendto(state.encode(), self._address)
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:

@@ -34,9 +34,9 @@ from ..backends.guard import Direction, may_pass
 from ..frame import FrameCodec, PageBuffer
 from .flights import Arrival, Flight, Waiter
 from .pool import PagePool, PooledPage
-from .proved import ProvedPages, parent_of
 from .replaceable import Attached, Replaceable
 from .statistics import SharingStatistics
+from .verified import VerifiedPages, parent_of
 
 # Store calls of one lookup. A prefix is mostly all in the pool, or all in the store, or its head is in the pool.
 LOOKUPS_MAX = 16
@@ -48,7 +48,7 @@ class SharedStore(Replaceable, Touchable):
 
     def __init__(self, codec: FrameCodec, pool: PagePool, inner: StorageBackend | None, *, label: str = "") -> None:
         super().__init__(codec, inner)
-        self.pages = ProvedPages(codec, pool, label)
+        self.pages = VerifiedPages(codec, pool, label)
         self._pool = pool
         self._space = self.pages.space
         self._lock = threading.Lock()

@@ -14,7 +14,7 @@ def parent_of(page: PageBuffer) -> bytes | None:
     return None if parent == NO_PARENT else parent
 
 
-class ProvedPages:
+class VerifiedPages:
     """One namespace of a pool, for pages of `codec`. `space` is for the methods of `pool`. Thread-safe.
 
     A page enters as a copy, and the copy is verified, so later writes of its owner to the frame are never served to
@@ -41,20 +41,20 @@ class ProvedPages:
     def fill(self, entry: PooledPage, page: PageBuffer, parent: bytes | None) -> bool:
         """Copy a page to its memory in the pool and verify it there. If it is damaged, free the memory and return
         False."""
-        is_proved = False
+        is_verified = False
         try:
             copy_buffers(self._buffers(page), [*entry.buffers, self._codec.buffers(entry.view())[-1]])
-            is_proved = self._is_proved(entry.key, entry.view(), parent)
+            is_verified = self._is_verified(entry.key, entry.view(), parent)
         finally:
-            if not is_proved:
+            if not is_verified:
                 self.pool.abandon(self.space, entry)
-        return is_proved
+        return is_verified
 
     def copy(self, key: bytes, source: PageBuffer, target: PageBuffer) -> bool:
         """Copy the page `key` from one client's buffer to another's and verify it there; return False if it is
         damaged."""
         copy_buffers(self._buffers(source), self._codec.buffers(target))
-        return self._is_proved(key, target, parent_of(target))
+        return self._is_verified(key, target, parent_of(target))
 
     def copy_out(self, entry: PooledPage, page: PageBuffer) -> None:
         """Copy a held page of the pool into the buffer of a reader."""
@@ -63,7 +63,7 @@ class ProvedPages:
     def _buffers(self, page: PageBuffer) -> list[memoryview]:
         return [page.header, *page.parts, self._padding] if isinstance(page, PageView) else [page]
 
-    def _is_proved(self, key: bytes, page: PageBuffer, parent: bytes | None) -> bool:
+    def _is_verified(self, key: bytes, page: PageBuffer, parent: bytes | None) -> bool:
         """Return True if a copied page has a valid tag. A page without a tag of its codec, such as a compressed or
         encrypted one after a read, is trusted and gets one."""
         damage = self._plain.accept(key, page, self._codec.frame_bytes)
