@@ -59,8 +59,8 @@ class EventRecorder:
 
     def stored(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
         """Record that `node` was just added to `medium`. A node read from storage to the host is reported on both."""
-        if not node.told:
-            node.told = 1
+        if not node.visited:
+            node.visited = 1
             self._enter(node)
         event = self.stored_run(medium, tree, node, self.session_id)
         self.stream.put(event)
@@ -113,7 +113,7 @@ class EventRecorder:
         if parent is not None and parent.parent is not None and len(parent.children) == 1:
             self._enter(parent)
             if self._walk is not None:  # it may have passed the position of the new leaf
-                self._walk.tell(tree, parent)
+                self._walk.visit(tree, parent)
 
     def lost(self, keys: list[bytes]) -> None:
         """Record that storage lacks the pages `keys`, which need not be in the tree."""
@@ -167,18 +167,18 @@ class EventRecorder:
 class SnapshotWalk:
     """A snapshot of a tree that is made in slices, while the tree changes between them.
 
-    Invariant: the events in the snapshot so far, applied in order, give the state of the *told* nodes (`Node.told` is
-    `mark`): the media that they are on now. The ancestors of a told node are told.
+    Invariant: the events in the snapshot so far, applied in order, give the media that the visited nodes are on now.
+    `Node.visited` of a visited node is `mark`. The ancestors of a visited node are visited.
 
-    It holds because a node is told completely, with its current media, after its ancestors, and from then on each event
-    of it follows at once. For a node that is not told, an event that removes pages is skipped: the node is told later
-    with its media of that time, or never if it has left the tree. Before an event that adds pages the node is told,
-    because the walk may have passed its position. A split copies the mark to the new node, and does not move pages.
+    A visit puts the node's current media into the snapshot, after those of its ancestors. From then on, each event of
+    the node is put there at once. While a node is not visited, an event that removes its pages is skipped: a later
+    visit finds the media of that time, or the node has left the tree. An event that adds pages visits the node, because
+    the walk may have passed its position. A split copies the mark to the new node, and does not move pages.
 
-    At the end all nodes of the tree are told. A leaf from the start is in a block that was listed then, or has left the
-    tree. A new leaf was told when it was added to a medium. A node that became a leaf was told when its last child
-    left. The ancestors of a leaf are told with it. So at its end the snapshot equals the tree, and continues with the
-    stream.
+    At the end all nodes of the tree are visited. A leaf that existed at the start is in a block that was listed then,
+    unless it has left the tree. A new leaf was visited when it was added to a medium. A node that became a leaf was
+    visited when its last child left. The ancestors of a leaf are visited with it. So at its end the snapshot equals the
+    tree, and continues with the stream.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class SnapshotWalk:
         self._nodes: list[Node] = []
 
     def advance(self, tree: PrefixTree, seconds: float) -> bool:
-        """Tell more nodes, for about `seconds`; True at the end of the snapshot."""
+        """Visit more nodes, for about `seconds`. Return True at the end of the snapshot."""
         end_s = time.perf_counter() + seconds
         while self._numbers or self._nodes:
             if not self._nodes:
@@ -200,7 +200,7 @@ class SnapshotWalk:
             while self._nodes:
                 node = self._nodes.pop()
                 if node.device is not None or node.host is not None:  # otherwise it has left the tree
-                    self.tell(tree, node)
+                    self.visit(tree, node)
                 if (self._nodes or self._numbers) and time.perf_counter() >= end_s:
                     return False
         self.snapshot.end()
@@ -208,25 +208,25 @@ class SnapshotWalk:
 
     def added(self, event: Recorded, tree: PrefixTree, node: Node) -> None:
         """Record `event`: `node` was just added to a medium, or, on L1, just got more pages."""
-        if node.told == self._mark:
+        if node.visited == self._mark:
             self.snapshot.put(event)
         else:
-            self.tell(tree, node)
+            self.visit(tree, node)
 
     def removed(self, event: Recorded, node: Node) -> None:
         """Record `event`: `node` is about to leave a medium."""
-        if node.told == self._mark:
+        if node.visited == self._mark:
             self.snapshot.put(event)
 
-    def tell(self, tree: PrefixTree, node: Node) -> None:
-        """Put `node` into the snapshot, after those of its ancestors that are not told yet."""
-        untold: list[Node] = []
+    def visit(self, tree: PrefixTree, node: Node) -> None:
+        """Put `node` into the snapshot, after those of its ancestors that are not visited yet."""
+        path: list[Node] = []
         part: Node | None = node
-        while part is not None and part.parent is not None and part.told != self._mark:
-            untold.append(part)
+        while part is not None and part.parent is not None and part.visited != self._mark:
+            path.append(part)
             part = part.parent
-        for part in reversed(untold):
-            part.told = self._mark
+        for part in reversed(path):
+            part.visited = self._mark
             event = self._recorder.stored_run(Medium.DEVICE, tree, part)
             if part.device is not None:
                 self.snapshot.put(event)

@@ -55,7 +55,7 @@ class Node:
     proved_until_s: float = 0.0  # until this time a load may trust an earlier verification of the host pages
     device_entry: int = 0  # number of this node's entry in the L1 eviction queue; 0 for none
     host_entry: int = 0  # the same in the L2 eviction queue, for a node on L2 only
-    told: int = 0  # the last snapshot of events that contains this node
+    visited: int = 0  # number of the last snapshot of events that contains this node; 0 before its first event
 
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"

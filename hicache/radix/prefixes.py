@@ -310,7 +310,7 @@ class PrefixTree:
         # All users of the run hold the tail; for the head that counts as one child.
         head.lock_ref, head.host_ref, head.pin_ref = map(int, (tail.lock_ref > 0, tail.host_ref > 0, tail.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = tail.load_pending, tail.backup_pending, tail.copied
-        head.store_pending, head.stored, head.told = tail.store_pending, tail.stored, tail.told
+        head.store_pending, head.stored, head.visited = tail.store_pending, tail.stored, tail.visited
         head.sealed, head.proved_until_s, head.touched_s = tail.sealed, tail.proved_until_s, tail.touched_s
         if tail.device is not None:
             head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()
