@@ -252,16 +252,15 @@ class Channel:
         while len(lines) < count:
             end = self._buffer.rfind(b"\r\n", self._start, self._end)
             if end < 0:
-                lines.append(self._line(_BUFFER_BYTES, deadline))
-                left_bytes -= len(lines[-1])
-            else:
-                wanted = count - len(lines)
-                found = bytes(self._view[self._start : end]).split(b"\r\n", wanted)[:wanted]
-                lines += found
-                found_bytes = sum(map(len, found)) + 2 * len(found)
-                self._start += found_bytes
-                left_bytes -= found_bytes
-                self.answered = True
+                self._fill(_BUFFER_BYTES, deadline)
+                continue
+            wanted = count - len(lines)
+            found = bytes(self._view[self._start : end]).split(b"\r\n", wanted)[:wanted]
+            lines += found
+            found_bytes = sum(map(len, found)) + 2 * len(found)
+            self._start += found_bytes
+            left_bytes -= found_bytes
+            self.answered = True
             if left_bytes < 0:
                 raise self._not_redis("lines that are too long")
         if not all(line.startswith(_ONE_LINE_KINDS) or line == b"$-1" for line in lines):

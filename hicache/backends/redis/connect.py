@@ -171,7 +171,7 @@ def _open(
     except (RedisError, OSError) as error:
         # redis-py's errors have the one of the socket as their context, or none after a false reply to AUTH.
         cause = error.__context__ if isinstance(error, RedisError) else error
-        failure = failure_of(cause) if isinstance(cause, OSError) else StoreError(ErrorKind.PROTOCOL)
+        failure = failure_of(cause) if isinstance(cause, OSError) else StoreError(ErrorKind.PROTOCOL, "to AUTH")
     connection.disconnect()
     return StoreError(failure.kind, failure.detail)
 

@@ -150,17 +150,17 @@ class _Password(CredentialProvider):
 
 @dataclass(frozen=True, slots=True)
 class _Provider(CredentialProvider):
-    """The provider of `credential_provider`. Its exceptions become a StoreError without their text."""
+    """The provider of `credential_provider`. Its failures become a StoreError without their text."""
 
     inner: CredentialProvider = field(repr=False)
 
     def get_credentials(self) -> Any:
         try:
-            return self.inner.get_credentials()
+            words: tuple[Any, ...] = self.inner.get_credentials()
+            return tuple(word if isinstance(word, bytes) else word.encode() for word in words)
         except Exception as error:
-            raise StoreError(
-                ErrorKind.WRONG_CREDENTIALS, f"credential_provider raised {type(error).__name__}"
-            ) from None
+            failed = type(error).__name__
+        raise StoreError(ErrorKind.WRONG_CREDENTIALS, f"credential_provider raised {failed}")
 
 
 def _login(
@@ -186,7 +186,7 @@ def _named(place: str) -> Rotated[CredentialProvider | None]:
         raise ConfigError(
             f"backend redis: credential_provider {place!r} cannot be made ({type(error).__name__}); name a function or "
             "class without arguments as package.module:name"
-        ) from error
+        ) from None
     if not isinstance(made, CredentialProvider):
         raise ConfigError(
             f"backend redis: credential_provider {place!r} is a {type(made).__name__}, not a redis.CredentialProvider"
