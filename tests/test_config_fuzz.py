@@ -102,7 +102,6 @@ STORES: dict[str, dict[str, Any]] = {
     "file": {"capacity": "1MiB", "free_space_floor": 0},
     "redis": {"url": "redis://127.0.0.1:1", "timeout": "200ms"},
     "s3": {"bucket": "pages", "endpoint_url": "http://127.0.0.1:1", "timeout": "200ms", "connect_timeout": "200ms"},
-    "s3 by boto3": {"bucket": "pages", "endpoint_url": "http://127.0.0.1:1", "client": "boto3"},
     "memory": {"capacity_bytes": 1 << 20},
 }
 # Sizes of memory: a hostile one may be there.

@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from ..frame import TagStream, fill, first_bytes, without_first
@@ -63,7 +63,8 @@ _FIELD = re.compile("[0-9a-z-]+: [\t -~]*")
 class Server:
     """The peer of connections: the store, or a proxy, which passes TLS connections on to `tunnel`. `tls` None means
     plain HTTP; `name` is the name in the store's certificate. With `socket`, the path of a Unix socket, host and port
-    are ignored. Times are seconds."""
+    are ignored. A proxy gets `proxy_login` in its Proxy-Authorization header, unless that is empty. Times are seconds.
+    """
 
     host: str
     port: int
@@ -73,6 +74,7 @@ class Server:
     connect_timeout_s: float
     timeout_s: float
     socket: str = ""
+    proxy_login: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +322,8 @@ def read_small(connection: Connection, head: Head, bytes_max: int, deadline: flo
 
 
 def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
-    """Return the reply of a server that rejected a body and closed before reading it all. Raises StaleConnection if
-    there is no reply."""
+    """Return the error reply of a server that stopped reading the body. Raises StaleConnection if there is no reply.
+    """
     try:
         return connection.read_head(deadline)
     except ConnectionError:
@@ -458,8 +460,11 @@ class ConnectionPool:
 
     def _ask_proxy(self, sock: socket.socket, deadline: float) -> None:
         """Request a tunnel to the store from the proxy (RFC 9110, 9.3.6). Raises OSError and StoreError."""
-        tunnel, connection = self._server.tunnel, Connection(sock, self._server.connect_timeout_s)
-        connection.send(f"CONNECT {tunnel} HTTP/1.1\r\nhost: {tunnel}\r\n\r\n".encode("ascii"), (), deadline)
+        tunnel, login, connection = self._server.tunnel, self._server.proxy_login, Connection(
+            sock, self._server.connect_timeout_s
+        )
+        lines = [f"CONNECT {tunnel} HTTP/1.1", f"host: {tunnel}", *([f"proxy-authorization: {login}"] if login else ())]
+        connection.send("\r\n".join([*lines, "", ""]).encode("ascii"), (), deadline)
         try:
             status = connection.read_head(deadline).status
         except StaleConnection as error:

@@ -22,42 +22,49 @@ T = TypeVar("T")
 class Refreshed(Generic[T]):
     """The last value of `load`, loaded again when it is older than `age_max_s`.
 
-    `load` raises StoreError without a value. A failed refresh keeps the old value.
+    `load` raises StoreError without a value. A failed refresh keeps the old value, but not one older than `usable_s`.
 
     Locking design: `_state` guards all fields and is not held while `load` runs or while the task is woken. It is taken
     after the lock of the task, never before.
     """
 
-    def __init__(self, name: str, load: Callable[[], T], age_max_s: float) -> None:
+    def __init__(self, name: str, load: Callable[[], T], age_max_s: float, usable_s: float = math.inf) -> None:
         never = Backoff(math.inf, math.inf)  # the next `get` repeats it
         self._task = BackgroundTask(name, self._run, backoff=never, linger_s=0.0, on_error=self._fail)
         self._name = name
         self._load = load
-        self._age_max_s = age_max_s
+        self._age_max_s, self._usable_s = age_max_s, usable_s
         self._state = threading.Condition()
         self._value: T | None = None
         self._failure: StoreError | None = None
-        self._loaded_s = 0.0
+        self._value_s = 0.0  # when the value was loaded
+        self._loaded_s = 0.0  # when a load ended last
         self._loading = False
 
     def get(self, *, deadline: float) -> T:
-        """Return the value. Blocks up to `deadline` for the first one. Raises StoreError."""
+        """Return the value. Blocks up to `deadline` if there is none that can be used. Raises StoreError."""
         with self._state:
-            if self._value is not None and time.monotonic() - self._loaded_s <= self._age_max_s:
-                return self._value
+            value = self._usable()
+            if value is not None and time.monotonic() - self._loaded_s <= self._age_max_s:
+                return value
             advance = self._task.tend if self._loading else self._task.wake
             self._loading = True
         advance()
         with self._state:
-            if self._value is None:
+            if value is None:
                 left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 self._state.wait_for(lambda: not self._loading, max(left, 0.0))
-            if self._value is not None:
-                return self._value
+                if not self._loading and self._failure is None:
+                    value = self._value
+            if value is not None:
+                return value
             if self._loading or self._failure is None:
                 raise StoreError(ErrorKind.TIMEOUT, f"{self._name} takes too long")
             failure = self._failure
             raise StoreError(failure.kind, failure.detail)
+
+    def _usable(self) -> T | None:
+        return self._value if time.monotonic() - self._value_s <= self._usable_s else None
 
     def expire(self) -> None:
         """Reload the value at the next `get`; it stays in use until then."""
@@ -79,6 +86,7 @@ class Refreshed(Generic[T]):
         with self._state:
             if value is not None:
                 self._value = value
+                self._value_s = time.monotonic()
             self._failure = failure
             self._loaded_s = time.monotonic()
             self._loading = False

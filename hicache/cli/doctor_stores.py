@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography import x509
 
 from ..backends.errors import StoreError
-from ..backends.http import Connection, ConnectionPool, Head, read_small, request_head
+from ..backends.http import Connection, ConnectionPool, Head, read_small
 from ..backends.remote.access import open_access as open_remote
 from ..backends.remote.client import DaemonClient
 from ..config.files import open_regular
@@ -134,7 +134,7 @@ def _of_s3(name: str, options: S3StorageOptions) -> Iterator[Row]:
     yield Row(f"{name} access", Verdict.INFO, f"access key {source}{until}")
     pool, deadline = ConnectionPool(access.server), time.monotonic() + CALL_S
     try:
-        head = request_head("GET", f"{access.path}/", {"host": access.host, "content-length": "0"}, access.origin)
+        head = access.request_head("GET", f"{access.path}/", {"host": access.host, "content-length": "0"})
         date = pool.exchange(head, [], lambda link, reply: _date(link, reply, deadline), deadline)
         skew_s = time.time() - parsedate_to_datetime(date).timestamp()
     except (StoreError, ValueError):

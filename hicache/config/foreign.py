@@ -42,6 +42,7 @@ ENTRIES: dict[str, tuple[str, str]] = {
 }
 # Names without an entry here, and why.
 _NEEDLESS = {
+    "client": "there is one client for S3; for a proxy with a password set `proxy_env`",
     "enable_hierarchical_cache": "host memory is always used; `host` sizes it, and `storage` adds the third tier",
     "hicache_io_backend": "the kind of device determines how pages are copied",
     "hicache_mem_layout": "a page is contiguous in host memory and in storage",

@@ -92,15 +92,15 @@ class S3StorageOptions(ServerOptions):
         default=None,
         description="Certificates (PEM) that replace the system's. Certificates are always checked.",
     )
-    client: Literal["direct", "boto3"] = Field(
-        default="direct",
-        description="The HTTP client. `boto3` copies each page and takes several times the processor time; use it "
-        "for S3 Express, for a proxy with a password, and for stores that do not work with `direct`.",
-    )
     proxy: str | None = Field(
         default=None,
-        description="URL of an HTTP proxy, like `http://proxy.example:3128`. Not set: none with `direct`, which "
-        "ignores the environment; the environment's with `boto3`.",
+        description="URL of an HTTP proxy without a password, like `http://proxy.example:3128`. Not set: none; "
+        "variables such as HTTPS_PROXY have no effect by themselves.",
+    )
+    proxy_env: str | None = Field(
+        default=None,
+        description="Name of the variable with the URL of an HTTP proxy, which may have a user and a password "
+        "(`http://user:password@proxy.example:3128`), such as `HTTPS_PROXY`.",
     )
     connections: Count = Field(
         default=8, ge=1, le=256,
@@ -128,12 +128,15 @@ class S3StorageOptions(ServerOptions):
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         variables = (self.access_key_env, self.secret_key_env, self.session_token_env)
-        if not all(_VARIABLE.fullmatch(name) for name in variables if name is not None):
-            raise ValueError("access_key_env, secret_key_env, session_token_env: set names of variables, not values")
+        if not all(_VARIABLE.fullmatch(name) for name in (*variables, self.proxy_env) if name is not None):
+            names = "access_key_env, secret_key_env, session_token_env, proxy_env"
+            raise ValueError(f"{names}: set names of variables, not values")
         if any(variables) and not all(variables[:2]):
             raise ValueError("access_key_env and secret_key_env: set both or neither")
         if self.access_key_env and self.credentials_file:
             raise ValueError("set access_key_env or credentials_file, not both")
+        if self.proxy and self.proxy_env:
+            raise ValueError("set proxy or proxy_env, not both")
         return self
 
 

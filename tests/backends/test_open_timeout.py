@@ -47,7 +47,7 @@ def options_of(kind: str, silent: Any) -> dict[str, Any]:
         return LONG | ({"socket": str(silent)} if is_unix else {"url": f"http://{LOOPBACK}:{silent}"})
     return LONG | {
         "bucket": "pages", "endpoint_url": f"http://{LOOPBACK}:{silent}", "region": "us-east-1",
-        "connect_timeout": 60, "client": kind, "access_key_env": "TEST_ACCESS", "secret_key_env": "TEST_SECRET",
+        "connect_timeout": 60, "access_key_env": "TEST_ACCESS", "secret_key_env": "TEST_SECRET",
     }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def fails_in_time(opening: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "silent"), [
-    ("redis", "tcp"), ("redis", "unix"), ("remote", "tcp"), ("remote", "unix"), ("direct", "tcp"), ("boto3", "tcp"),
+    ("redis", "tcp"), ("redis", "unix"), ("remote", "tcp"), ("remote", "unix"), ("s3", "tcp"),
 ], indirect=["silent"])  # fmt: skip
 def test_opening_a_store_on_a_silent_server_ends_at_the_time_limit(
     silent: Any, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -73,8 +73,7 @@ def test_opening_a_store_on_a_silent_server_ends_at_the_time_limit(
     monkeypatch.setenv("TEST_ACCESS", "access")
     monkeypatch.setenv("TEST_SECRET", "secret")
     options = options_of(kind, silent) | {"open_timeout": 0.3}
-    name = "s3" if kind in ("direct", "boto3") else kind
-    assert fails_in_time(lambda: open_backend(name, CODEC, options))
+    assert fails_in_time(lambda: open_backend(kind, CODEC, options))
 
 
 @pytest.mark.parametrize("silent", ["tcp", "unix"], indirect=True)

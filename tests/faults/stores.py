@@ -38,29 +38,20 @@ class Kind:
     server: Callable[[], DevServer]
     through: Callable[[int], dict[str, Any]]
     keeps_data: bool  # True if its pages survive a restart
-    rows: frozenset[str] | None = None  # its faults; None: all
 
 
 def _redis(port: int) -> dict[str, Any]:
     return {"url": f"redis://{LOOPBACK}:{port}", "connections": 3}
 
 
-# Both clients use the same server. Only these rows depend on the client; the others would test the server twice.
-_FOR_A_CLIENT = frozenset({
-    "latency", "slices", "stall down", "cut at once", "cut in the header", "cut in the body read",
-    "cut in the body written", "reset in the body written", "refused",
-})  # fmt: skip
-
-
-def _s3(client: str) -> Callable[[int], dict[str, Any]]:
-    return lambda port: {"endpoint_url": f"http://{LOOPBACK}:{port}", "client": client, "connections": 3}
+def _s3(port: int) -> dict[str, Any]:
+    return {"endpoint_url": f"http://{LOOPBACK}:{port}", "connections": 3}
 
 
 KINDS = (
     Kind("valkey", ValkeyServer, _redis, keeps_data=False),
     Kind("redis", RedisServer, _redis, keeps_data=False),
-    Kind("s3", SeaweedServer, _s3("direct"), keeps_data=True),
-    Kind("s3 by boto3", SeaweedServer, _s3("boto3"), keeps_data=True, rows=_FOR_A_CLIENT),
+    Kind("s3", SeaweedServer, _s3, keeps_data=True),
 )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import configparser
 import contextlib
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from ...config.addresses import HTTP_PORTS, PROXY_PORTS, Address, split_url
 from ...config.s3_storage import S3StorageOptions, check_region
@@ -17,13 +20,15 @@ from ...config.secret import read_private_file
 from ...errors import BackendUnavailable, ConfigError, MissingPackage, install_hint
 from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
-from ..http import Server
+from ..http import Server, request_head
 from ..refreshed import Refreshed
 from ..rotated import Rotated, client_tls
-from .signing import Credentials
+from .signer import Credentials, Signer
 
-# boto3 starts to renew credentials 15 minutes before they expire, so checking once per minute is enough.
+# boto3 starts to renew credentials 15 minutes before they expire, so checking once per minute is enough. It returns
+# none that expire within 10 minutes; after that time, the last ones may have expired.
 _CREDENTIALS_AGE_MAX_S = 60.0
+_CREDENTIALS_USABLE_S = 600.0
 _CREDENTIALS_FILE_BYTES_MAX = 64 << 10
 _REGION = "us-east-1"  # the region that stores without regions expect in signatures
 
@@ -34,8 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Endpoint and credentials of the store. Requests send `host` in their Host header; their path begins with `path`.
-    For a proxy, `origin` precedes the path. `session` is botocore's.
+    """Endpoint and credentials of the store. Paths of requests begin with `path`. For a proxy that gets whole URLs,
+    `origin` precedes the path. `is_directory` is True for a directory bucket (S3 Express). `session` is botocore's.
     """
 
     options: S3StorageOptions
@@ -43,9 +48,9 @@ class Access:
     host: str
     path: str
     origin: str
-    region: str
+    signer: Signer
+    is_directory: bool
     credentials: CredentialsSource
-    is_path_style: bool
     session: Any
 
     def authorized(self, call: Callable[[Credentials], T], deadline: float) -> T:
@@ -53,6 +58,11 @@ class Access:
         if isinstance(self.credentials, Rotated):
             return self.credentials.run(call)
         return call(self.credentials.get(deadline=deadline))
+
+    def request_head(self, method: str, target: str, headers: Mapping[str, str]) -> bytes:
+        """Return the head of a request, as the store or its proxy gets it. Raises as `http.request_head`."""
+        login = {"proxy-authorization": self.server.proxy_login} if self.origin and self.server.proxy_login else {}
+        return request_head(method, target, {**headers, **login}, self.origin)
 
 
 def open_access(options: S3StorageOptions, deadline: float) -> Access:
@@ -67,9 +77,10 @@ def open_access(options: S3StorageOptions, deadline: float) -> Access:
         check_region(str(region))
     except ValueError as error:
         raise ConfigError(f"s3 store: region {str(region)[:70]!r}: {error}") from None
-    endpoint = options.endpoint_url or _usual_endpoint(session, region)
+    endpoint, signing = _endpoint(options, session, region)
+    host = endpoint.netloc
     try:
-        url = split_url(endpoint, HTTP_PORTS)
+        url = split_url(f"{endpoint.scheme}://{host}{endpoint.path}", HTTP_PORTS)
     except ValueError as error:
         raise ConfigError(f"s3 store: the endpoint in boto3's configuration is not valid: {error}") from None
     tls = None
@@ -77,27 +88,38 @@ def open_access(options: S3StorageOptions, deadline: float) -> Access:
         bundle = options.ca_file or session.get_config_variable("ca_bundle")
         files = {"ca_file": Path(bundle) if bundle else None, "certificate": None, "key": None}
         tls = client_tls("s3 store", files)
-    name, host, path = url.host, endpoint.split("/")[2], url.path.rstrip("/")
-    path_style = options.path_style
-    if path_style is None:
-        # TLS certificates of AWS cover one label before the endpoint; the name of a bucket with a dot has two.
-        path_style = ".amazonaws." not in endpoint or "." in options.bucket
-    if path_style:
-        path = f"{path}/{options.bucket}"
-    else:
-        name, host = f"{options.bucket}.{name}", f"{options.bucket}.{host}"
-    origin = tunnel = ""
-    reached = Address(name, url.port)
-    if options.proxy is not None:
-        proxy = split_url(options.proxy, PROXY_PORTS)
-        reached = Address(proxy.host, proxy.port)
+    origin = tunnel = login = ""
+    reached = Address(url.host, url.port)
+    if (proxy := _proxy(options)) is not None:
+        reached, login = proxy
         if tls is None:
             origin = f"http://{host}"
         else:
             tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
-    server = Server(*reached, tls, name, tunnel, options.connect_timeout, options.timeout)
+    server = Server(*reached, tls, url.host, tunnel, options.connect_timeout, options.timeout, proxy_login=login)
+    service, signer = signing["signing_name"], Signer(signing["signing_name"], signing["region"])
     source = _credentials(options, session, deadline)
-    return Access(options, server, host, path, origin, region, source, path_style, session)
+    path = url.path.rstrip("/")
+    return Access(options, server, host, path, origin, signer, service == "s3express", source, session)
+
+
+def _proxy(options: S3StorageOptions) -> tuple[Address, str] | None:
+    """Return the address of the proxy, and its Proxy-Authorization header (RFC 7617), empty without a user."""
+    url = options.proxy
+    if options.proxy_env is not None and not (url := os.environ.get(options.proxy_env)):
+        raise ConfigError(f"s3 store: the environment variable {options.proxy_env} is not set; it should hold a URL")
+    if url is None:
+        return None
+    scheme, mark, rest = url.partition("://")
+    login, _, place = rest.rpartition("@")
+    try:
+        proxy = split_url(f"{scheme}{mark}{place}", PROXY_PORTS)
+        encoded = base64.b64encode(unquote(login, errors="strict").encode()).decode()
+    except ValueError:
+        raise ConfigError(
+            f"s3 store: the environment variable {options.proxy_env} should hold a URL like http://user:password@host:80"
+        ) from None
+    return Address(proxy.host, proxy.port), f"Basic {encoded}" if login else ""
 
 
 def open_session(options: S3StorageOptions) -> Any:
@@ -111,17 +133,44 @@ def open_session(options: S3StorageOptions) -> Any:
     profile = None if options.credentials_file else options.profile
     try:
         session = botocore.session.Session(profile=profile)
+        session.register_component("data_loader", _loader())
         session.get_scoped_config()
         return session
     except botocore.exceptions.BotoCoreError as error:
         raise ConfigError(f"s3 store: {error}") from error
 
 
-def _usual_endpoint(session: Any, region: str) -> str:
-    """Return the endpoint in boto3's configuration, else AWS's endpoint for the region."""
-    with config_errors("boto3 has no endpoint for the region"):
-        client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
-    return str(client.meta.endpoint_url)
+@functools.cache
+def _loader() -> Any:
+    """Return botocore's descriptions of services, which take a tenth of a second to read."""
+    import botocore.loaders  # noqa: PLC0415
+
+    return botocore.loaders.create_loader()
+
+
+def _endpoint(options: S3StorageOptions, session: Any, region: str) -> tuple[SplitResult, Mapping[str, str]]:
+    """Return botocore's URL of the bucket, and the service and region of its signatures. Sends nothing."""
+    from botocore.awsrequest import AWSResponse  # noqa: PLC0415
+    from botocore.config import Config  # noqa: PLC0415
+
+    style = "path" if options.path_style else None
+    if options.path_style is False or (style is None and ".amazonaws." in (options.endpoint_url or "")):
+        style = "virtual"
+    found: list[dict[str, Any]] = []
+
+    def answer(params: dict[str, Any], **_: Any) -> tuple[AWSResponse, dict[str, Any]]:
+        found.append(params)
+        return AWSResponse(params["url"], 200, {}, None), {}
+
+    with config_errors("boto3 has no endpoint for the bucket"):
+        client = session.create_client(
+            "s3", region_name=region, endpoint_url=options.endpoint_url, aws_access_key_id="-",
+            aws_secret_access_key="-", config=Config(s3=style and {"addressing_style": style}),
+        )  # fmt: skip
+        client.meta.events.register("before-call.s3", answer)
+        client.list_objects_v2(Bucket=options.bucket)
+        client.close()
+    return urlsplit(found[0]["url"]), found[0]["context"]["signing"]
 
 
 @contextlib.contextmanager
@@ -183,7 +232,7 @@ def _from_boto(options: S3StorageOptions, session: Any, deadline: float) -> Cred
 
     found = _found_by(session, deadline)
     if isinstance(found, RefreshableCredentials):
-        return Refreshed("s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S)
+        return Refreshed("s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S, _CREDENTIALS_USABLE_S)
 
     def load() -> Credentials:
         by = time.monotonic() + options.open_timeout

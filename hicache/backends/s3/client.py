@@ -1,17 +1,22 @@
-"""The direct client: the requests that a store of pages makes to S3, signed, without copying pages.
+"""The requests that a store of pages makes to S3, signed, without copying pages.
 
 Each request is tried once and ends by its deadline. A failed request raises StoreError. A missing object, or one that
 exists already, is a normal answer. Bodies are lists of buffers of any number and sizes; no buffer is touched after a
 call has returned.
 
-Locking design: the pool and the throttle are thread-safe; everything else is constant. A connection has one request at
-a time.
+A directory bucket (S3 Express) accepts only keys of a session, which are valid for five minutes. A background thread
+requests them with the identity's keys.
+
+Locking design: the pool, the throttle and the session are thread-safe; everything else is constant. A connection has
+one request at a time.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -20,15 +25,28 @@ from xml.sax.saxutils import escape
 
 from ...frame import TagStream
 from ..errors import ErrorKind, StoreError
-from ..http import Connection, ConnectionPool, Head, read_small, request_head
+from ..http import Connection, ConnectionPool, Head, read_small
+from ..refreshed import Refreshed
 from .access import Access
-from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, Listing, error_code, failed_reply, read_listing, read_removals
-from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, signed_headers
+from .replies import (
+    ERROR_BYTES_MAX,
+    LISTING_BYTES_MAX,
+    Listing,
+    error_code,
+    failed_reply,
+    read_listing,
+    read_removals,
+    read_session,
+)
+from .signer import Credentials
 from .throttle import Throttle
 
 T = TypeVar("T")
 # Returns buffers for an object of the given size, with that many bytes in total; without buffers it is not read.
 Target: TypeAlias = Callable[[int], Sequence[memoryview]]
+# The keys of a session are renewed long before they expire, and never used shortly before that.
+_SESSION_AGE_MAX_S = 120.0
+_SESSION_USABLE_S = 270.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +64,7 @@ class _Request:
     query: str = ""
     headers: Mapping[str, str] | None = None
     body: Sequence[memoryview] = ()
-    sha256: str = EMPTY_SHA256
+    signed_body: bytes | None = b""  # None: the signature does not cover the body
 
 
 class S3Client:
@@ -55,6 +73,9 @@ class S3Client:
 
     def __init__(self, access: Access) -> None:
         self._access = access
+        self._session = None
+        if access.is_directory:
+            self._session = Refreshed("s3-session", self._create_session, _SESSION_AGE_MAX_S, _SESSION_USABLE_S)
         self._pool = ConnectionPool(access.server)
         self.throttle = Throttle(access.options.connections)
 
@@ -123,7 +144,7 @@ class S3Client:
                 return False
             raise _failure(head, reply)
 
-        request = _Request("PUT", name, headers=headers, body=body, sha256=UNSIGNED_PAYLOAD)
+        request = _Request("PUT", name, headers=headers, body=body, signed_body=None)
         return self._exchange(request, read, deadline)
 
     def remove(self, name: str, etag: str, *, deadline: float) -> None:
@@ -143,11 +164,12 @@ class S3Client:
         """
         objects = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
         body = f'<Delete xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Quiet>true</Quiet>{objects}</Delete>'.encode()
-        headers = {
-            "content-type": "application/xml",
-            # The API requires a checksum, and all servers support this one.
-            "content-md5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode(),
-        }
+        # The API requires a checksum. All servers support the first one, and directory buckets only the second.
+        if self._session is None:
+            name, checksum = "content-md5", hashlib.md5(body, usedforsecurity=False).digest()
+        else:
+            name, checksum = "x-amz-checksum-crc32", zlib.crc32(body).to_bytes(4, "big")
+        headers = {"content-type": "application/xml", name: base64.b64encode(checksum).decode()}
 
         def read(connection: Connection, head: Head) -> list[str]:
             reply = _read_small(connection, head, deadline, LISTING_BYTES_MAX)
@@ -155,8 +177,7 @@ class S3Client:
                 raise _failure(head, reply)
             return read_removals(reply)
 
-        sha256 = hashlib.sha256(body).hexdigest()
-        request = _Request("POST", query="delete=", headers=headers, body=[memoryview(body)], sha256=sha256)
+        request = _Request("POST", query="delete=", headers=headers, body=[memoryview(body)], signed_body=body)
         return self._exchange(request, read, deadline)
 
     def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:
@@ -182,27 +203,38 @@ class S3Client:
     def _exchange(self, request: _Request, read: Callable[[Connection, Head], T], deadline: float) -> T:
         """Send `request` when the throttle permits it, and `read` its reply."""
         with self.throttle.turn(deadline):
-            return self._access.authorized(
-                lambda keys: self._pool.exchange(self._sign(request, keys), request.body, read, deadline), deadline
-            )
+            if self._session is not None:
+                return self._send(request, self._session.get(deadline=deadline), read, deadline)
+            return self._access.authorized(lambda keys: self._send(request, keys, read, deadline), deadline)
 
-    def _sign(self, request: _Request, credentials: Credentials) -> bytes:
-        """Return the signed head of `request`, as it is sent."""
+    def _create_session(self) -> Credentials:
+        """Return the keys of a new session (CreateSession)."""
+        deadline = time.monotonic() + self._access.options.open_timeout
+
+        def read(connection: Connection, head: Head) -> Credentials:
+            reply = _read_small(connection, head, deadline)
+            if head.status != 200:
+                raise _failure(head, reply)
+            return read_session(reply)
+
+        request = _Request("GET", query="session=")
+        return self._access.authorized(lambda keys: self._send(request, keys, read, deadline), deadline)
+
+    def _send(
+        self, request: _Request, keys: Credentials, read: Callable[[Connection, Head], T], deadline: float
+    ) -> T:
+        """Sign `request`, send it, and `read` its reply."""
         access = self._access
-        path = f"{access.path}/{request.name}"
-        headers = signed_headers(
-            credentials,
-            access.region,
-            request.method,
-            path,
-            request.query,
-            {"host": access.host, **(request.headers or {})},
-            payload_sha256=request.sha256,
-        )
+        target = f"{access.path}/{request.name}" if request.name else access.path or "/"
+        if request.query:
+            target += f"?{request.query}"
+        headers = {"host": access.host, **(request.headers or {})}
+        url = f"https://{access.host}{target}"
+        headers = access.signer.sign(keys, request.method, url, headers, request.signed_body)
         if request.method in ("PUT", "POST"):
             headers["content-length"] = str(sum(part.nbytes for part in request.body))
-        target = f"{path}?{request.query}" if request.query else path
-        return request_head(request.method, target, {**headers, "accept-encoding": "identity"}, access.origin)
+        head = access.request_head(request.method, target, {**headers, "accept-encoding": "identity"})
+        return self._pool.exchange(head, request.body, read, deadline)
 
 
 def object_length(head: Head) -> int:
@@ -225,3 +257,4 @@ def _missing(connection: Connection, head: Head, deadline: float) -> None:
 
 def _failure(head: Head, reply: bytes) -> StoreError:
     return failed_reply(head.status, error_code(reply), head.headers.get("retry-after", ""))
+

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
@@ -20,9 +19,7 @@ from .access import open_access
 from .client import S3Client
 from .replies import LISTED_MAX
 
-if TYPE_CHECKING:
-    from .boto import BotoClient
-
+_NAMESPACE_DIGITS = 64
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 # RFC 9110, 8.8.3, but without the non-ASCII bytes that it allows in a tag.
 _ENTITY_TAG = re.compile(r'(?:W/)?"[!#-~]*"')
@@ -38,7 +35,8 @@ _ADVICE: dict[str, str] = {
     ErrorKind.PROTOCOL: "the reply is not from an S3 store; check endpoint_url",
     ErrorKind.NO_BUCKET: "create the bucket, or correct its name",
     ErrorKind.WRONG_CREDENTIALS: "the credentials are wrong, unknown or expired; check them",
-    ErrorKind.ACCESS_DENIED: "allow s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject",
+    ErrorKind.ACCESS_DENIED: "allow s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject, or "
+    "s3express:CreateSession for a directory bucket",
     ErrorKind.CLOCK_SKEW: "set the clock of this machine",
     ErrorKind.WRONG_REGION: "set region to the bucket's region",
 }
@@ -56,15 +54,6 @@ def parse_name(prefix: str, name: str) -> tuple[bytes, bytes] | None:
     return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[3]))
 
 
-def _open_client(options: S3StorageOptions, deadline: float) -> S3Client | BotoClient:
-    access = open_access(options, deadline)
-    if options.client == "direct":
-        return S3Client(access)
-    from .boto import BotoClient  # noqa: PLC0415 - an optional dependency
-
-    return BotoClient(access)
-
-
 class Objects:
     """See the module's docstring. Thread-safe. All verbs block up to the deadline and raise StoreError. `client` makes
     the plain requests; `close` closes it.
@@ -75,7 +64,9 @@ class Objects:
 
     def __init__(self, options: S3StorageOptions) -> None:
         deadline = time.monotonic() + options.open_timeout
-        self.client = _open_client(options, deadline)
+        access = open_access(options, deadline)
+        self.client = S3Client(access)
+        self._is_directory = access.is_directory
         self._prefix = options.prefix
         self._is_conditional = True
         try:
@@ -137,14 +128,17 @@ class Objects:
         factorization algorithm, 1980): each token is compared with an earlier one, which is replaced after 1, 2, 4, ...
         tokens.
         """
+        listed = f"{namespace}/" if len(namespace) == _NAMESPACE_DIGITS else namespace
+        if self._is_directory and len(namespace) < _NAMESPACE_DIGITS:
+            listed = ""  # directory buckets accept only prefixes that end with a slash
         token: str | None = None
         mark: str | None = None
         steps, steps_max = 0, 1
         while True:
-            listing = self.client.list(self._prefix + namespace, token, LISTED_MAX, deadline=deadline)
+            listing = self.client.list(self._prefix + listed, token, LISTED_MAX, deadline=deadline)
             for entry in listing.objects:
                 ids = parse_name(self._prefix, entry.name)
-                if ids is not None:
+                if ids is not None and ids[0].hex().startswith(namespace):
                     yield StoredPage(*ids, entry.size_bytes, entry.modified_s)
             token = listing.next_token
             if token is None:

@@ -13,6 +13,7 @@ from datetime import datetime
 from xml.etree import ElementTree
 
 from ..errors import ErrorKind, StoreError
+from .signer import Credentials
 
 LISTED_MAX = 1000  # keys per page of a listing and per DeleteObjects: the API's own limit
 # The limit for bodies of errors, and for bodies that are not needed.
@@ -26,8 +27,11 @@ _ELEMENTS_MAX = 40 * LISTED_MAX
 _SUSPECT = re.compile(rb"<!DOCTYPE|<[^<>]{4096}")
 # The body is parsed in pieces of this size; parsing stops at the first piece that exceeds a limit.
 _PIECE_BYTES = 64 << 10
-_ENTRIES = frozenset({"Contents", "Error"})
-_FIELDS = frozenset({"Code", "IsTruncated", "Key", "LastModified", "NextContinuationToken", "Size"})
+_ENTRIES = frozenset({"Contents", "Credentials", "Error"})
+_FIELDS = frozenset({
+    "AccessKeyId", "Code", "IsTruncated", "Key", "LastModified", "NextContinuationToken", "SecretAccessKey",
+    "SessionToken", "Size",
+})  # fmt: skip
 # Tokens are sent in the URL of the next request, which servers limit to 8 KiB or more.
 _TOKEN_LENGTH_MAX = 4096
 _SIZE = re.compile("[0-9]{1,15}")
@@ -78,6 +82,7 @@ _BY_STATUS: Mapping[int, ErrorKind] = {
     307: ErrorKind.WRONG_REGION,
     401: ErrorKind.WRONG_CREDENTIALS,
     403: ErrorKind.ACCESS_DENIED,
+    407: ErrorKind.UNREACHABLE,  # from a proxy
     408: ErrorKind.TIMEOUT,
     409: ErrorKind.CONFLICT,
     429: ErrorKind.THROTTLED,
@@ -200,6 +205,16 @@ def read_removals(reply: bytes) -> list[str]:
     """Return the error kind of each object that was not removed. Raises StoreError."""
     entries = _expect_root(reply, "DeleteResult").entries
     return [failed_reply(400, entry.get("Code", "")).kind for entry in entries]
+
+
+def read_session(reply: bytes) -> Credentials:
+    """Return the keys of a session. Raises StoreError."""
+    entries = _expect_root(reply, "CreateSessionResult").entries
+    try:
+        keys = entries[0]
+        return Credentials(keys["AccessKeyId"], keys["SecretAccessKey"], keys["SessionToken"], is_session=True)
+    except (LookupError, ValueError):
+        raise StoreError(ErrorKind.PROTOCOL, "the reply has no keys of a session") from None
 
 
 def read_listing(reply: bytes) -> Listing:

@@ -88,6 +88,12 @@ class StubS3(Listener):
         super().close()
 
     @property
+    def received(self) -> list[Request]:
+        """All requests."""
+        with self._lock:
+            return list(self._counts.requests)
+
+    @property
     def requests(self) -> list[Request]:
         """All requests except those made by opening a store."""
         with self._lock:

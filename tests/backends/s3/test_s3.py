@@ -25,14 +25,6 @@ class TestS3(BackendContract):
         return lambda codec: open_s3(bucket, unique_prefix, codec)
 
 
-class TestBotoClient(BackendContract):
-    machine_examples = 5  # fewer random walks, because only the connection to the server differs
-
-    @pytest.fixture
-    def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
-        return lambda codec: open_s3(bucket, unique_prefix, codec, client="boto3")
-
-
 class TestWithoutConditions(BackendContract):
     """Pages are looked up before they are stored."""
 

@@ -32,7 +32,7 @@ def test_all_options_can_be_set(tmp_path: Path) -> None:
         tmp_path,
         "bucket: pages, prefix: kv/, capacity: 2TiB, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, "
         "path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, "
-        "client: boto3, proxy: 'http://proxy:3128', connections: 3, timeout: 250ms, "
+        "proxy: 'http://proxy:3128', connections: 3, timeout: 250ms, "
         "connect_timeout: 1s, open_timeout: 2s",
     ).storage
     assert isinstance(config, S3Storage)
@@ -40,7 +40,7 @@ def test_all_options_can_be_set(tmp_path: Path) -> None:
         "bucket": "pages", "prefix": "kv/", "capacity": 2 << 40, "endpoint_url": "http://127.0.0.1:8333",
         "region": "eu-west-1", "path_style": True, "access_key_env": None, "secret_key_env": None,
         "session_token_env": None, "credentials_file": Path("/etc/s3"), "profile": "p", "ca_file": Path("/etc/ca"),
-        "client": "boto3", "proxy": "http://proxy:3128",
+        "proxy": "http://proxy:3128", "proxy_env": None,
         "connections": 3, "timeout": 0.25, "connect_timeout": 1.0, "open_timeout": 2.0,
     }  # fmt: skip
 
@@ -57,13 +57,15 @@ def test_a_prefix_always_ends_with_a_slash() -> None:
      ({"endpoint_url": "127.0.0.1:80"}, "endpoint_url"), ({"endpoint_url": "http://me:s3cr3t@host"}, "endpoint_url"),
      ({"endpoint_url": "http://127.0.0.1:99999"}, "endpoint_url"), ({"endpoint_url": "http://[::1"}, "endpoint_url"),
      ({"endpoint_url": "http://h/\r\nx: y"}, "endpoint_url"), ({"endpoint_url": "http://h\n"}, "endpoint_url"),
-     ({"proxy": "https://p:1"}, "proxy"), ({"client": "curl"}, "client"), ({"proxy": "http://me:s3cr3t@p:1"}, "proxy"),
+     ({"proxy": "https://p:1"}, "proxy"), ({"client": "boto3"}, "there is one client for S3"),
+     ({"proxy": "http://me:s3cr3t@p:1"}, "proxy"),
      ({"region": "a\nb"}, "region"), ({"region": "us-east-1\n"}, "region"), ({"region": ""}, "region"),
      ({"connections": 0}, "connections"), ({"connections": True}, "connections"), ({"capacity": 0}, "capacity"),
      ({"timeout": 0}, "timeout"), ({"timeout": "soon"}, "timeout"),
      ({"access_key_env": "KEY"}, "secret_key_env"), ({"secret_key": "s3cr3t"}, "secret_key"),
      ({"access_key_env": "s3cr3t/x", "secret_key_env": "B"}, "access_key_env"),
-     ({"access_key_env": "A", "secret_key_env": "B", "credentials_file": "/x"}, "not both")],
+     ({"access_key_env": "A", "secret_key_env": "B", "credentials_file": "/x"}, "not both"),
+     ({"proxy_env": "http://me:s3cr3t@p:1"}, "proxy_env"), ({"proxy": "http://p", "proxy_env": "P"}, "not both")],
 )  # fmt: skip
 def test_invalid_values_are_refused_by_name_and_without_secrets(
     tmp_path: Path, changes: dict[str, Any], word: str

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.s3 import S3Backend
+from hicache.backends.s3.access import open_access
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -29,7 +30,7 @@ from hicache.frame import FrameCodec
 from hicache.lab.devservers import SeaweedServer
 from hicache.lab.devservers.ports import LOOPBACK
 from tests.backends.s3.bucket import CODEC, Bucket, errors, open_s3, options
-from tests.backends.s3.stub import StubS3
+from tests.backends.s3.stub import StubS3, reply
 from tests.certificates import Certificates, make_certificates
 from tests.listening import Listener
 from tests.proxy import Direction, Faults, Proxy
@@ -126,9 +127,14 @@ def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certific
         store.close()
 
 
+# "me" with the password "pass word:@".
+LOGIN, PASSWORD = "Basic bWU6cGFzcyB3b3JkOkA=", "me:pass%20word%3A%40"
+
+
 @contextlib.contextmanager
-def tunnels(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
-    """A proxy that gives `answer` to each CONNECT, records its first line, and then forwards bytes to that port."""
+def tunnels(answer: bytes, login: str | None = None) -> Iterator[tuple[int, list[bytes]]]:
+    """A proxy that gives `answer` to each CONNECT, records its first line, and then forwards bytes to that port. It
+    rejects those without the `login`."""
     asked: list[bytes] = []
 
     def carry(source: socket.socket, target: socket.socket) -> None:
@@ -142,6 +148,9 @@ def tunnels(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
         while not head.endswith(b"\r\n\r\n"):
             head += near.recv(1)
         asked.append(head.partition(b"\r\n")[0])
+        if login is not None and f"\r\nproxy-authorization: {login}\r\n".encode() not in head:
+            near.sendall(b"HTTP/1.1 407 x\r\nproxy-authenticate: Basic realm=x\r\ncontent-length: 0\r\n\r\n")
+            return
         near.sendall(answer)
         with socket.create_connection((LOOPBACK, int(head.split()[1].rpartition(b":")[2]))) as far:
             listener.also_end(far)
@@ -192,3 +201,55 @@ def test_a_proxy_resolves_the_name_of_the_store(stub: StubS3) -> None:
     store.backend.close()
     with pytest.raises(BackendUnavailable, match="dns"):
         S3Backend(CODEC, options(stub.origin))
+
+
+def test_a_tunnel_is_requested_with_the_password_of_the_proxy(
+    stub: StubS3, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: without the password the proxy refuses. The store never gets the password."""
+    connected = b"HTTP/1.1 200 x\r\n\r\n"
+    with StubS3("pages", certificates.server_context()) as server, tunnels(connected, LOGIN) as (port, asked):
+        monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{port}")
+        chosen = options(server.url, proxy_env="THE_PROXY", ca_file=certificates.ca_file, connections=1)
+        store = Store(S3Backend(CODEC, chosen), lambda key: None, lambda key, data: None)
+        assert store_chain(store, KEYS) == [STORED] * 6
+        assert load(store, KEYS) == [HIT] * 6
+        store.backend.close()
+        assert len(asked) == server.connections
+        assert not any("proxy-authorization" in request.headers for request in server.received)
+        with pytest.raises(BackendUnavailable, match="status 407; check endpoint_url, proxy"):
+            S3Backend(CODEC, options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file))
+
+
+def test_a_proxy_without_tls_gets_its_password_in_each_request(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without the password the proxy refuses."""
+    stub.origin = "http://store.invalid:9000"
+    refused = reply(407, proxy_authenticate="Basic realm=x")
+    stub.fault = lambda request: None if request.headers.get("proxy-authorization") == LOGIN else refused
+    monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{stub.port}/")
+    store = Store(S3Backend(CODEC, options(stub.origin, proxy_env="THE_PROXY")), lambda key: None, lambda key, _: None)
+    assert store_chain(store, KEYS) == [STORED] * 6
+    assert load(store, KEYS) == [HIT] * 6
+    assert errors(store) == {}
+    store.backend.close()
+    monkeypatch.setenv("THE_PROXY", f"http://me:wrong@127.0.0.1:{stub.port}")
+    with pytest.raises(BackendUnavailable, match="status 407; check endpoint_url, proxy"):
+        S3Backend(CODEC, options(stub.origin, proxy_env="THE_PROXY"))
+
+
+@pytest.mark.parametrize(
+    "url", ["", "proxy:3128", "https://me:s3cr3t@p:1", "socks5://p:1", "http://me:s3cr3t@p:0", "http://me:s3cr3t%ff@p:1"]
+)
+def test_a_variable_without_the_url_of_a_proxy_is_refused_without_showing_it(
+    stub: StubS3, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("THE_PROXY", url)
+    with pytest.raises(ConfigError, match="THE_PROXY") as caught:
+        S3Backend(CODEC, options(stub.url, proxy_env="THE_PROXY"))
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_the_password_of_a_proxy_is_not_shown(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{stub.port}")
+    server = open_access(options(stub.url, proxy_env="THE_PROXY"), soon()).server
+    assert server.proxy_login == LOGIN and LOGIN not in repr(server)

@@ -57,14 +57,13 @@ def opened(server: OwnSeaweed, **changes: Any) -> Store:
 
 
 @pytest.mark.parametrize("source", ["credentials_file", "the files of boto3"])
-@pytest.mark.parametrize("client", ["direct", "boto3"])
 def test_replaced_keys_sign_the_next_request(
-    server: OwnSeaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, source: str
+    server: OwnSeaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     """The control: until the file changes, the server rejects every request."""
     server.change_account("first", "first-secret")
     mounted = MountedSecret(tmp_path / "secret", {"credentials": ini("first", "first-secret")})
-    changes: dict[str, Any] = {"client": client, "prefix": f"{client}-{len(source)}/"}
+    changes: dict[str, Any] = {"prefix": f"{len(source)}/"}
     if source == "credentials_file":
         changes["credentials_file"] = mounted["credentials"]
     else:
@@ -86,9 +85,8 @@ def test_replaced_keys_sign_the_next_request(
         store.backend.close()
 
 
-@pytest.mark.parametrize("client", ["direct", "boto3"])
 def test_a_replaced_authority_is_trusted_by_new_connections(
-    stub: StubS3, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, client: str
+    stub: StubS3, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The control: until the file changes, the server with the new certificate is not trusted."""
     old, new = (make_certificates(tmp_path_factory.mktemp(name)) for name in ("old", "new"))
@@ -96,7 +94,7 @@ def test_a_replaced_authority_is_trusted_by_new_connections(
     served = old.server_context()
     with Proxy(stub.port, tls=served) as proxy, contextlib.ExitStack() as undo:
         url = f"https://127.0.0.1:{proxy.port}"
-        store = open_on(stub, endpoint_url=url, ca_file=mounted["ca"], client=client, connections=1)
+        store = open_on(stub, endpoint_url=url, ca_file=mounted["ca"], connections=1)
         undo.callback(store.backend.close)  # before the proxy ends
         assert store_chain(store, KEYS) == STORED
         served.load_cert_chain(new.cert_file, new.key_file)

@@ -73,16 +73,15 @@ def test_a_silent_server_is_reported_at_start(stub: StubS3) -> None:
     assert "timeout" in refused(BackendUnavailable, chosen)
 
 
-@pytest.mark.parametrize("client", ["direct", "boto3"])
-def test_a_wrong_scheme_certificate_or_path_is_named(stub: StubS3, tmp_path: Path, client: Any) -> None:
+def test_a_wrong_scheme_certificate_or_path_is_named(stub: StubS3, tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     with StubS3("pages", tls=made.server_context()) as server:
-        message = refused(BackendUnavailable, options(server.url.replace("https", "http"), client=client))
+        message = refused(BackendUnavailable, options(server.url.replace("https", "http")))
         assert "connection_lost" in message and "https:// against http://" in message
-        message = refused(BackendUnavailable, options(server.url, client=client))
+        message = refused(BackendUnavailable, options(server.url))
         assert "certificate verify failed: " in message and "ca_file" in message
     stub.fault = lambda request: Answer(b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n", "close")
-    message = refused(BackendUnavailable, options(stub.url, client=client))
+    message = refused(BackendUnavailable, options(stub.url))
     assert "status 404" in message and "check endpoint_url" in message
 
 
@@ -218,6 +217,12 @@ def test_the_role_of_a_machine_gives_credentials_and_renews_them(
     [({"region": "eu-central-1"}, {}, "pages.s3.eu-central-1.amazonaws.com", ""),
      ({}, {"AWS_DEFAULT_REGION": "us-west-2"}, "pages.s3.us-west-2.amazonaws.com", ""),
      ({"region": "cn-north-1"}, {}, "pages.s3.cn-north-1.amazonaws.com.cn", ""),
+     ({"region": "eu-west-1"}, {"AWS_USE_DUALSTACK_ENDPOINT": "true"},
+      "pages.s3.dualstack.eu-west-1.amazonaws.com", ""),
+     ({"region": "us-west-2"}, {"AWS_USE_FIPS_ENDPOINT": "true"}, "pages.s3-fips.us-west-2.amazonaws.com", ""),
+     ({"region": "us-east-1", "bucket": "pages--use1-az4--x-s3"}, {},
+      "pages--use1-az4--x-s3.s3express-use1-az4.us-east-1.amazonaws.com", ""),
+     ({"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}, {}, "pages.s3.eu-west-1.amazonaws.com", ""),
      ({"region": "eu-west-1", "path_style": True}, {}, "s3.eu-west-1.amazonaws.com", "/pages"),
      ({"region": "eu-west-1", "bucket": "my.pages"}, {}, "s3.eu-west-1.amazonaws.com", "/my.pages"),
      ({"endpoint_url": "https://h.example:9000/s3/"}, {}, "h.example:9000", "/s3/pages"),
@@ -237,7 +242,7 @@ def test_requests_go_to_the_endpoint_of_the_options_or_of_boto3(
 
 
 def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
-    from hicache.backends.s3.signing import Credentials  # noqa: PLC0415 - for this line only
+    from hicache.backends.s3.signer import Credentials  # noqa: PLC0415 - for this line only
 
     assert "a-secret-key" not in repr(Credentials("id", "a-secret-key", "a-secret-key"))
     store = open_s3(bucket, unique_prefix)

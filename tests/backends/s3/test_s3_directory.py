@@ -1,0 +1,88 @@
+"""Directory buckets (S3 Express), on a stub that keeps their documented rules: keys of a session, and listings of whole
+folders. `test_s3_signer` compares the signatures with botocore's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hicache.backends.s3 import S3Backend, S3RawStore
+from hicache.backends.testing import HIT, NAMESPACE, STORED, Store, load, make_keys, soon, store_chain
+from hicache.errors import BackendUnavailable
+from tests.backends.s3.bucket import CODEC, PAGE, errors, options
+from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
+from tests.backends.s3.test_s3_signer import SESSION
+
+KEYS = make_keys(3)
+# Invalid replies to CreateSession.
+INVALID = {
+    "no keys": reply(200, b"<CreateSessionResult/>"),
+    "another document": reply(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"),
+    "a token with a line end": reply(200, SESSION.replace(b"a-session", b"a\nx: y")),
+    "too long": reply(200, b"<CreateSessionResult>" + b" " * (1 << 20) + b"</CreateSessionResult>"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(stub: StubS3) -> Iterator[StubS3]:
+    with StubS3("pages--use1-az4--x-s3") as server:
+        server.fault = rules(lambda: reply(200, SESSION))
+        yield server
+
+
+def rules(session: Callable[[], Answer]) -> Callable[[Request], Answer | None]:
+    """Return the rules of a directory bucket that answers requests for a session with `session()`."""
+
+    def rule(request: Request) -> Answer | None:
+        if "session" in request.query:
+            return session()
+        if request.headers.get("x-amz-s3session-token") != "a-session" or "x-amz-security-token" in request.headers:
+            return error(403, "AccessDenied")
+        if request.is_list and not request.query.get("prefix", ["/"])[0].endswith("/"):
+            return error(400, "InvalidArgument")
+        if request.method == "POST" and "x-amz-checksum-crc32" not in request.headers:
+            return error(400, "InvalidRequest")
+        return None
+
+    return rule
+
+
+def test_every_verb_works_in_a_directory_bucket(place: StubS3) -> None:
+    backend = S3Backend(CODEC, options(place.url, bucket=place.bucket))
+    store = Store(backend, lambda key: None, lambda key, data: None)
+    assert store_chain(store, KEYS) == [STORED] * 3
+    assert load(store, KEYS) == [HIT] * 3
+    assert backend.usage().pages == backend.batch_exists(KEYS, deadline=soon()) == 3
+    assert backend.delete(KEYS[:1], deadline=soon()) == 1
+    assert backend.clear(deadline=soon()) == 2
+    assert errors(store) == {} and place.objects == {}
+    assert sum("session" in request.query for request in place.received) == 1
+    backend.close()
+
+
+def test_an_operator_lists_namespaces_by_their_first_digits(place: StubS3) -> None:
+    other = bytes([NAMESPACE[0] ^ 1]) + NAMESPACE[1:]
+    for namespace in (NAMESPACE, other):
+        place.objects[f"test/{namespace.hex()}/{KEYS[0].hex()[:2]}/{KEYS[0].hex()}"] = b"x" * PAGE
+    raw = S3RawStore(options(place.url, bucket=place.bucket))
+    assert {page.namespace for page in raw.pages()} == {NAMESPACE, other}
+    for digits in (2, 64):
+        assert [page.namespace for page in raw.pages(NAMESPACE.hex()[:digits])] == [NAMESPACE]
+    raw.close()
+
+
+@pytest.mark.parametrize("what", INVALID)
+def test_an_invalid_session_is_reported_at_start(place: StubS3, what: str) -> None:
+    place.fault = rules(lambda: INVALID[what])
+    with pytest.raises(BackendUnavailable, match="protocol"):
+        S3Backend(CODEC, options(place.url, bucket=place.bucket))
+
+
+def test_a_refused_session_is_reported_with_advice_and_requested_again(place: StubS3) -> None:
+    answers = itertools.chain([error(403, "AccessDenied")], itertools.repeat(reply(200, SESSION)))
+    place.fault = rules(lambda: next(answers))
+    with pytest.raises(BackendUnavailable, match="s3express:CreateSession"):
+        S3Backend(CODEC, options(place.url, bucket=place.bucket))
+    S3Backend(CODEC, options(place.url, bucket=place.bucket)).close()
