@@ -83,7 +83,7 @@ def record(pages: int) -> Row:
     def ours() -> None:
         recorder = EventRecorder(EventStream(CAPACITY_BYTES))
         for node in made:
-            node.chain, node.told = None, 0  # as in a new node
+            node.chain, node.visited = None, 0  # as in a new node
             recorder.stored(Medium.DEVICE, tree, node)
 
     def bare() -> None:
@@ -101,7 +101,7 @@ def read(pages: int) -> Row:
     times = []
     for _ in range(RUNS):
         for node in nodes(tree, pages):
-            node.chain, node.told = None, 0
+            node.chain, node.visited = None, 0
             recorder.stored(Medium.DEVICE, tree, node)
         reader = recorder.stream.subscribe()
         reader.drain(recorder.stream.statistics().events - SHORT_EVENTS)

@@ -235,18 +235,18 @@ def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: i
             raise BackendUnavailable("redis: 127.0.0.1 port 1: connection refused")
         return MemoryBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES))
 
-    gate = StorageGate(memoryview(bytearray(4096)), SupervisedPool, time.monotonic)
+    gate = StorageGate(None, SupervisedPool, time.monotonic)
     gate.replace(open_backend)
     try:
-        wait_for(lambda: len(tries) > 2, gate.advance)
+        wait_for(lambda: len(tries) > 2, gate.slot.advance)
         opened.append(True)
-        wait_for(lambda: gate.storage is not None, gate.advance)
+        wait_for(lambda: gate.storage is not None, gate.slot.advance)
     finally:
-        gate.close(5.0, workers_ended=True)
+        assert gate.slot.end(5.0) and gate.slot.close()
     first, second = lines.getvalue().splitlines()
     assert "WARNING" in first and "storage cannot be opened" in first and "connection refused" in first
     assert second.endswith("storage is open")
-    assert gate.open_failures == len(tries) - 1
+    assert gate.slot.open_failures == len(tries) - 1
 
 
 def test_reminders_of_a_long_outage_become_rarer(lines: io.StringIO) -> None:

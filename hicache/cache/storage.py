@@ -79,12 +79,12 @@ class StorageControl:
         """Force reading or writing off or on, or leave it to the breaker (AUTO), for `store`, one of a composition, or
         for all stores. Also applies to stores opened later. Stores without a guard ignore it."""
         direction, mode = instance("direction", direction, Direction), instance("mode", mode, Override)
-        self._controller.gate.override(direction, mode, store)
+        self._controller.gate.slot.override(direction, mode, store)
 
     @property
     def overrides(self) -> Mapping[tuple[Direction, str | None], Override]:
         """Return the directions that are not left to the breakers; None as the store means all stores."""
-        return self._controller.gate.overrides.modes
+        return self._controller.gate.slot.overrides.modes
 
     def require_opener(self) -> None:
         """Raises InvalidInput if the storage cannot be opened for another epoch."""

@@ -33,6 +33,7 @@ from itertools import islice
 from ..backends.base import StorageBackend
 from ..backends.compose import copies_of
 from ..backends.guard import Direction
+from ..backends.slot import OpenBackend
 from ..config import HiCacheConfig
 from ..errors import InvariantError, TransferError
 from ..frame import FrameCodec
@@ -50,7 +51,6 @@ from .agreement import (
     prefetch_progress,
     store_progress,
 )
-from .gate import OpenBackend
 from .operations import Acks, Backup, Copy, Fences, Launch, Load, Lookup, Read, Store, leading_done
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, CopyCounter, QueueStatistics
@@ -406,7 +406,7 @@ class HiCacheController:
         if not ended:
             return
         del self._prefetches[operation]
-        operation.storage.in_flight -= 1
+        self.gate.slot.leave(operation.storage)
         if isinstance(operation, Lookup):
             acks.found.append(operation)
             return
@@ -423,7 +423,7 @@ class HiCacheController:
 
     def _end_store(self, store: Store) -> None:
         del self._stores[store]
-        store.storage.in_flight -= 1
+        self.gate.slot.leave(store.storage)
         self.store_pages -= len(store.host_pages)
 
     # State
@@ -463,9 +463,9 @@ class HiCacheController:
             worker_restarts=sum(pool.restarts for pool in pools.values()),
             workers_alive=sum(pool.alive for pool in pools.values()),
             workers_stuck=sum(pool.stuck_threads for pool in pools.values()),
-            open_failures=self.gate.open_failures,
+            open_failures=self.gate.slot.open_failures,
             backend=None if backend is None else backend.statistics(),
-            backends=self.gate.leaves(),
+            backends=self.gate.slot.leaves(),
             copies={} if backend is None else copies_of(backend),
             l1_copies={} if self._copies is None else {
                 "device_to_host": self._backup_times.statistics(), "host_to_device": self._load_times.statistics(),

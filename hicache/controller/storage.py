@@ -17,12 +17,13 @@ from typing import Any, TypeAlias
 
 from ..backends.base import GetOutcome, SetOutcome, StorageBackend, touch
 from ..backends.guard import Direction
+from ..backends.slot import OpenBackend
 from ..config import TransferConfig
 from ..errors import BackendError
 from ..keys import split_keys
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import HostPool
-from .gate import OpenBackend, StorageGate
+from .gate import StorageGate
 from .operations import Lookup, Read, Store, Touch
 
 # Interval of the check for dead and stuck workers; a poll in between costs one clock reading.
@@ -117,7 +118,7 @@ class StorageExecutor:
             self._next_supervision = time_s + SUPERVISE_EVERY_S
             for pool in self.pools.values():
                 pool.supervise()
-            self.gate.advance()
+            self.gate.slot.advance()
 
     @property
     def any_finished(self) -> bool:
@@ -137,7 +138,7 @@ class StorageExecutor:
             operation = self._finished.get_nowait()
             operation.ended = True
             if isinstance(operation, Touch):
-                operation.storage.in_flight -= 1
+                self.gate.slot.leave(operation.storage)
                 self.touched_pages += operation.pages
                 self._touch = None if operation is self._touch else self._touch
             else:
@@ -154,7 +155,8 @@ class StorageExecutor:
         ended = True
         for pool in self.pools.values():
             ended = pool.close(max(0.0, deadline - self._clock())) and ended
-        return self.gate.close(max(0.0, deadline - self._clock()), workers_ended=ended)
+        opening_ended = self.gate.slot.end(max(0.0, deadline - self._clock()))
+        return ended and self.gate.slot.close() and opening_ended
 
     # On the workers
 

@@ -97,7 +97,7 @@ class Namespace:
         return asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Reject further calls, wait for those in flight, then close the store. Blocks. Raises BackendError."""
+        """Reject further calls, wait for those in flight, then close the store. Blocks."""
         with self._lock:
             self._is_closed = True
         self.store.close()

@@ -26,11 +26,11 @@ from ..backends.base import GetOutcome, StorageBackend
 from ..backends.calls import collected_errors
 from ..backends.compose import copies_of
 from ..backends.errors import ErrorKind
-from ..backends.guard import Direction, guards_of, leaf_statistics, may_pass
+from ..backends.guard import Direction, guards_of, may_pass
 from ..backends.opening import StorageOpener
 from ..backends.registry import check_backend
 from ..config import HiCacheConfig
-from ..errors import BackendError, ConfigError, HiCacheError, InvalidInput
+from ..errors import ConfigError, HiCacheError, InvalidInput
 from ..frame import FrameCodec
 from ..units import format_size
 from .attachment import Attachment
@@ -40,7 +40,7 @@ from .namespace import Namespace, not_open
 from .pool import PagePool
 from .refusal import Refused
 from .sharing import SharedStore
-from .statistics import NamespaceStatistics, NodeState, NodeStatistics, shown_stores
+from .statistics import NamespaceStatistics, NodeState, NodeStatistics
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Node:
 
     def _wait_for_store(self, namespace: Namespace, deadline: float) -> None:
         began_s = time.monotonic()
-        self.storage.wait(namespace, began_s + (deadline - began_s) / 2)
+        namespace.store.slot.wait(began_s + (deadline - began_s) / 2)
 
     def release(self, digest: str, engine: str, deadline: float) -> None:
         """End the use of a namespace by an engine. Of the namespaces that no engine uses, only the most recently used
@@ -216,7 +216,7 @@ class Node:
         except HiCacheError as error:  # for example a label that is too long
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
         try:
-            store = SharedStore(codec, self.pool, None, label=label)
+            store = SharedStore(codec, self.pool, None, label=label, slot=self.storage.slot(codec))
         except InvalidInput as error:
             detail = "namespace: is being closed with pages of another size; try again"
             raise Refused(503, ErrorKind.BUSY, detail, 1) from error
@@ -229,13 +229,10 @@ class Node:
 
     def _close(self, namespace: Namespace) -> None:
         self.storage.left(namespace)
-        try:
-            namespace.close()
-        except BackendError as error:
-            logger.warning("namespace %s: its store failed to close: %s", namespace.digest[:8], error)
+        namespace.close()
 
     def _statistics(self, namespace: Namespace) -> NamespaceStatistics:
-        store, opening = namespace.store, self.storage.statistics(namespace)
+        store = namespace.store
         return NamespaceStatistics(
             namespace=namespace.digest,
             label=namespace.label,
@@ -245,9 +242,9 @@ class Node:
             quota_bytes=namespace.space.quota_bytes,
             sharing=store.sharing(),
             backend=store.statistics(),
-            stores=shown_stores((leaf for part in store.parts for leaf in leaf_statistics(part)), opening),
+            stores=store.slot.leaves(),
             copies={name: copies for part in store.parts for name, copies in copies_of(part).items()},
-            opening=opening,
+            opening=store.slot.waiting if store.slot.is_awaited and store.slot.waiting.attempts else None,
         )
 
     def _make_room(self, deadline: float) -> None:

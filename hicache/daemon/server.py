@@ -2,7 +2,7 @@
 
     start     reads tokens and certificates, touches the pool's memory, takes the lock, reads the history, then listens
     SIGHUP    reads the configuration again and applies changes (`reload`)
-    SIGTERM   accepts no more connections, saves the history, lets requests end within `drain_timeout`, closes the stores
+    SIGTERM   accepts no more connections, saves the history, lets requests end within `drain_timeout`, closes stores
 
 Locking design: everything runs on the event loop's thread; blocking calls, also those on files, run on threads of the
 loop's executor. Requests use the tokens that `_watch` has read.

@@ -26,15 +26,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from ..backends.base import GetOutcome, SetOutcome, StorageBackend, Usage, touch
+from ..backends.base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage, touch
 from ..backends.calls import parent_outside, parents_of, runs, uncollected_errors
-from ..backends.envelope import Touchable
+from ..backends.envelope import Compound, Touchable
 from ..backends.errors import ErrorKind, StoreError
 from ..backends.guard import Direction, may_pass
 from ..frame import FrameCodec, PageBuffer
 from .flights import Arrival, Flight, Waiter
 from .pool import PagePool, PooledPage
-from .replaceable import Attached, Replaceable
+from .shared_slot import Attached, SharedSlot
 from .statistics import SharingStatistics
 from .verified import VerifiedPages, parent_of
 
@@ -42,17 +42,34 @@ from .verified import VerifiedPages, parent_of
 LOOKUPS_MAX = 16
 
 
-class SharedStore(Replaceable, Touchable):
-    """See the module's docstring. Thread-safe. `inner` is the store behind the pool, None for only the pool; see
-    Replaceable. `label` is for messages. `pages` are its pages in the pool, to be pinned and counted."""
+class SharedStore(Compound, Touchable):
+    """See the module's docstring. Thread-safe. `slot` has the store behind the pool, which keeps its pages when the
+    store is replaced; `inner` is the first store, None for only the pool. `label` is for messages. `pages` are its
+    pages in the pool, to be pinned and counted. Raises InvalidInput if `inner` is of another namespace or page size."""
 
-    def __init__(self, codec: FrameCodec, pool: PagePool, inner: StorageBackend | None, *, label: str = "") -> None:
-        super().__init__(codec, inner)
+    def __init__(
+        self, codec: FrameCodec, pool: PagePool, inner: StorageBackend | None, *, label: str = "",
+        slot: SharedSlot | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(codec)
+        self.slot = slot or SharedSlot(codec)
+        if inner is not None:
+            self.slot.start(inner)
+        self._alone = Attached(None)  # while no store is open
         self.pages = VerifiedPages(codec, pool, label)
         self._pool = pool
         self._space = self.pages.space
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+
+    @property
+    def parts(self) -> Sequence[StorageBackend]:
+        """See Composite. Empty while no store is open."""
+        return tuple(self.slot.open_backends())
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend and Compound. Includes the totals of replaced stores."""
+        return self.slot.with_totals(self._calls.statistics())
 
     def sharing(self) -> SharingStatistics:
         """Return the sources of readers' pages. Does not block."""
@@ -67,11 +84,18 @@ class SharedStore(Replaceable, Touchable):
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[Attached]:
-        """See Replaceable. Raises StoreError if there is neither a pool nor the wanted store."""
-        if self.is_awaited and not self.stands_in:
-            raise StoreError(ErrorKind.UNAVAILABLE, "the store is not open yet")
-        with super()._using() as attached:
-            yield attached
+        """Yield the store for one call, which keeps it even if it is replaced. Raises StoreError if there is neither a
+        pool nor the wanted store."""
+        entry = self.slot.enter()
+        if entry is None:
+            if self.slot.is_awaited and not self.stands_in:
+                raise StoreError(ErrorKind.UNAVAILABLE, "the store is not open yet")
+            yield self._alone
+            return
+        try:
+            yield entry.attached
+        finally:
+            self.slot.leave(entry)
 
     def _asking(self) -> contextlib.AbstractContextManager[None]:
         """Surround a call of the store; its errors are not those of this call if the pool stands in."""
@@ -189,10 +213,9 @@ class SharedStore(Replaceable, Touchable):
 
     def shut(self) -> None:
         """See Envelope. The pages of this namespace leave the pool unless it is open elsewhere."""
-        try:
-            super().shut()
-        finally:
-            self._pool.close(self._space)
+        self.slot.end(0.0)
+        self.slot.close()
+        self._pool.close(self._space)
 
 
 class _Read:

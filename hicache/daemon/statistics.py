@@ -5,12 +5,13 @@ start of the daemon.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..backends.base import BackendStatistics
 from ..backends.compose import CopyStatistics
-from ..backends.guard import LatencyStatistics, LeafStatistics, StoreProblem, grouped, unopened
+from ..backends.guard import LatencyStatistics, LeafStatistics, StoreProblem, grouped
+from ..backends.slot import Waiting
 
 
 class NodeState(enum.StrEnum):
@@ -61,19 +62,9 @@ class SharingStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class OpeningStatistics:
-    """A store that could not be opened yet. `attempts` have failed since `since_s` (wall clock, seconds); `error` is
-    the reason of the last one, on one line, without secrets."""
-
-    attempts: int
-    since_s: float
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class NamespaceStatistics:
     """One open namespace. `namespace` is its digest in hexadecimal digits. `backend` counts for its clients, `stores`
-    are those of `shown_stores`. `opening` tells why a wanted store is not open; None if it is open, or none is wanted,
+    are those of `Slot.leaves`. `opening` tells why a wanted store is not open; None if it is open, or none is wanted,
     or the first attempt has not ended."""
 
     namespace: str
@@ -86,7 +77,7 @@ class NamespaceStatistics:
     backend: BackendStatistics
     stores: tuple[LeafStatistics, ...]
     copies: Mapping[str, CopyStatistics]
-    opening: OpeningStatistics | None
+    opening: Waiting | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +114,3 @@ class NodeStatistics:
     def problems(self) -> list[StoreProblem]:
         """Return the stores that keep nothing or cannot be read."""
         return grouped((leaf.name, one.label, leaf.health) for one in self.namespaces for leaf in one.stores)
-
-
-def shown_stores(
-    stores: Iterable[LeafStatistics], opening: OpeningStatistics | None
-) -> tuple[LeafStatistics, ...]:
-    """Return the open stores of a namespace, or one entry with the reason why its store is not open."""
-    return tuple(stores) if opening is None else (unopened("storage", opening.since_s, opening.error),)

@@ -16,7 +16,7 @@ from ..metrics.stores import copy_metrics, store_table
 @dataclass(frozen=True, slots=True)
 class EngineStorageStatistics:
     """Totals since the start. `skipped` counts calls that were not made because storage is not open, has just failed or
-    its breaker is open. `stores` are those of `StorageGate.leaves`."""
+    its breaker is open. `stores` are those of `Slot.leaves`."""
 
     skipped: Mapping[Direction, int]
     open_failures: int

@@ -1,10 +1,11 @@
-"""EngineStorage: storage (L3) for an engine with its own tree and host memory, which calls it from its threads.
+"""Storage (L3) for an engine with its own tree and host memory.
 
-It adds the features of a HiCacheController to a StorageBackend: a deadline for each call, a store that is opened later
-if its server is down, a pause after failures, metrics, and a limited time for shutdown. Each failure of storage is a
-miss or a page that is not stored.
+    EngineGate       the store, opened now or later; whether it may be used; skipped calls and metrics
+    EngineStorage    the verbs over it, with a deadline, for an engine that calls them from its threads
 
-Locking design: `_state` guards the gate, which is made for one thread, and the counts. It is held for a few
+Each failure of storage is a miss or a page that is not stored.
+
+Locking design: an EngineGate is made for one thread. `_state` of EngineStorage guards its gate; it is held for a few
 instructions, not while the store works. Verbs run on their callers' threads, several at the same time.
 """
 
@@ -15,39 +16,84 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ..backends.base import GetOutcome, SetOutcome, StorageBackend
 from ..backends.compose import copies_of
 from ..backends.guard import Direction
+from ..backends.slot import OpenBackend
 from ..cache.factory import storage_opener
 from ..config import HiCacheConfig
-from ..controller.gate import OpenStore, StorageGate
+from ..controller.gate import StorageGate
 from ..errors import BackendUnavailable, ConfigError
 from ..frame import PageBuffer
 from ..keys import Namespace
-from ..metrics.server import MetricsServer, serve_collector
+from ..metrics.server import serve_collector
 from ..supervised import SupervisedPool
 from .figures import EngineStorageStatistics, storage_collector
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
-# The memory that the gate registers with stores that transfer registered memory faster: none of the engine's, because
-# stores do not transfer pages in parts through registered memory.
-_NOT_REGISTERED = memoryview(bytearray(4096))
+
+class EngineGate(StorageGate):
+    """The gate of a store without a cache. The constructor opens the store, which blocks; if it is unavailable, a
+    thread opens it during a later `advance` of the slot. `user` is for a log line.
+
+    Registers no memory: stores do not transfer pages in parts through registered memory. Serves metrics as the section
+    `metrics` configures them, on the first free port of `processes`, because an engine has several processes with one
+    configuration. Raises ConfigError, and BackendError if the store fails to open.
+    """
+
+    def __init__(
+        self,
+        config: HiCacheConfig,
+        open_backend: OpenBackend,
+        user: str,
+        *,
+        processes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(None, SupervisedPool, clock)
+        self._skipped = dict.fromkeys(Direction, 0)
+        try:
+            self.start(open_backend())
+        except BackendUnavailable as error:
+            logger.warning("storage is not open yet; the %s starts without it and tries again: %s", user, error)
+            self.replace(open_backend)
+        try:
+            self.metrics = serve_collector(config, storage_collector(self.statistics), ports=processes)
+        except ConfigError:
+            self.slot.end(0.0)
+            self.slot.close()
+            raise
+
+    def admits(self, direction: Direction) -> bool:
+        """Return `may`, and count a call that is skipped."""
+        may = self.may(direction)
+        self._skipped[direction] += not may
+        return may
+
+    def statistics(self) -> EngineStorageStatistics:
+        """Return the totals so far. Any thread may call it; does not block."""
+        copies = {name: one for backend in self.slot.open_backends() for name, one in copies_of(backend).items()}
+        return EngineStorageStatistics(dict(self._skipped), self.slot.open_failures, self.slot.leaves(), copies)
+
+    def close(self, timeout_s: float, *, calls_ended: bool) -> bool:
+        """End the metrics and the slot, and close the store unless a call hangs. Blocks. Return False if a thread or
+        the store remained."""
+        if self.metrics is not None:
+            self.metrics.close()
+        ended = self.slot.end(timeout_s)
+        return calls_ended and self.slot.close() and ended
 
 
 class EngineStorage:
-    """See the module's docstring. Thread-safe. The store is that of `config`, with the pages of `namespace`.
+    """See the module's docstring. Thread-safe. The store is that of `config`, with the pages of `namespace`; it is
+    opened as by EngineGate. The deadline of a call is `transfer.storage_deadline`, at most `deadline_s_max`.
 
-    The constructor opens it, which blocks; if it is unavailable, a thread opens it during a later call. Serves metrics
-    as the section `metrics` configures them, on the first free port of `processes`, because an engine has several
-    processes with one configuration. The deadline of a call is `transfer.storage_deadline`, at most `deadline_s_max`.
-
-    Raises ConfigError for a configuration without storage or with errors, and BackendError if the store fails to open.
+    Raises as EngineGate, and ConfigError for a configuration without storage.
     """
 
     def __init__(
@@ -65,23 +111,10 @@ class EngineStorage:
         self.namespace = namespace
         self._deadline_s = min(config.transfer.storage_deadline, deadline_s_max)
         self._close_s = config.transfer.shutdown_deadline
-        self._state = threading.Condition()
-        self._gate = StorageGate(_NOT_REGISTERED, SupervisedPool, time.monotonic)
-        self._skipped = dict.fromkeys(Direction, 0)
-        self._calls = 0  # in flight
+        self._state = threading.Lock()
         self._closed = False
-        self._metrics: MetricsServer | None = None
         open_store = functools.partial(opener, namespace.weights_epoch)
-        try:
-            self._gate.start(open_store())
-        except BackendUnavailable as error:
-            logger.warning("storage is not open yet; the engine starts without it and tries again: %s", error)
-            self._gate.replace(open_store)
-        try:
-            self._metrics = serve_collector(config, storage_collector(self.statistics), ports=processes)
-        except ConfigError:
-            self.close()
-            raise
+        self._gate = EngineGate(config, open_store, "engine", processes=processes)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """Return the length of the longest prefix of `keys` that is stored; see `batch_exists`. Blocks up to
@@ -110,10 +143,7 @@ class EngineStorage:
 
     def statistics(self) -> EngineStorageStatistics:
         """Return the totals so far. Does not block."""
-        with self._state:
-            store, skipped, failures = self._gate.storage, dict(self._skipped), self._gate.open_failures
-        copies = {} if store is None else copies_of(store.backend)
-        return EngineStorageStatistics(skipped, failures, self._gate.leaves(), copies)
+        return self._gate.statistics()
 
     def close(self) -> bool:
         """Stop using storage and close it. Idempotent. Blocks for `transfer.shutdown_deadline`, and for the store's own
@@ -125,10 +155,8 @@ class EngineStorage:
             if self._closed:
                 return True
             self._closed = True
-            idle = self._state.wait_for(lambda: not self._calls, self._close_s)
-        if self._metrics is not None:
-            self._metrics.close()
-        return self._gate.close(max(0.0, ends_s - time.monotonic()), workers_ended=idle)
+        idle = self._gate.slot.wait_idle(self._close_s)
+        return self._gate.close(max(0.0, ends_s - time.monotonic()), calls_ended=idle)
 
     def _call(
         self,
@@ -140,32 +168,18 @@ class EngineStorage:
         """Return the result of `verb`, or `refused` while storage is not used. A late or failed result starts a
         back-off.
         """
-        with self._using(direction) as store:
-            if store is None:
+        with self._state:
+            self._gate.slot.advance()
+            self._gate.settle()
+            if not self._gate.admits(direction):
                 return refused
+            store = self._gate.enter()
+        try:
             deadline = time.monotonic() + self._deadline_s
             answer = verb(store.backend, deadline)
             is_late = time.monotonic() >= deadline
             with self._state:
                 (self._gate.failed if is_late or not is_good(answer) else self._gate.succeeded)(direction)
             return answer
-
-    @contextmanager
-    def _using(self, direction: Direction) -> Iterator[OpenStore | None]:
-        """Yield the store for one call, or None while it may not be used."""
-        with self._state:
-            self._gate.advance()
-            self._gate.settle()
-            store = self._gate.enter() if self._gate.may(direction) else None
-            if store is None:
-                self._skipped[direction] += 1
-            else:
-                self._calls += 1
-        try:
-            yield store
         finally:
-            if store is not None:
-                with self._state:
-                    store.in_flight -= 1
-                    self._calls -= 1
-                    self._state.notify_all()
+            self._gate.slot.leave(store)

@@ -207,6 +207,7 @@ def test_after_an_opener_that_fails_the_configured_store_can_be_attached(opener:
     world.until(lambda: world.cache.statistics().controller.open_failures > 0)
     assert world.cache.storage.attached and world.controller.backend is None
     assert world.serve("a", prompt(7, 8)).cached_tokens == 0, "requests work without storage"
+    world.settle()  # otherwise its pages may reach L2 after the store is open
     world.cache.storage.attach()
     until_open(world)
     world.serve("b", KEY)

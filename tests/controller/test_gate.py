@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from hicache.backends.base import StorageBackend
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override
 from hicache.backends.memory import MemoryBackend
+from hicache.backends.slot import OpenBackend
 from hicache.config import TransferConfig
 from hicache.config.guard import GuardConfig
 from hicache.controller import Lookup, Read, Store
@@ -24,7 +25,6 @@ from hicache.controller.gate import (
     BACKOFF_S_MAX,
     BACKOFF_S_MIN,
     IN_SERVICE,
-    REOPEN_S_MIN,
     RETIRED,
     OpenStore,
     Readiness,
@@ -32,7 +32,7 @@ from hicache.controller.gate import (
     Until,
 )
 from hicache.controller.storage import StorageExecutor
-from hicache.errors import BackendError, InvariantError
+from hicache.errors import InvariantError
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import PageChain, RadixKey
@@ -60,16 +60,17 @@ class Engine:
 
     def __init__(self, gate_kind: Callable[..., StorageGate] = StorageGate) -> None:
         self.clock = Clock()
-        self.faults = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), 64)))
-        self.guard = GuardedBackend(
-            self.faults, GuardConfig(failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0)
-        )
-        self.gate = gate_kind(memoryview(b""), SupervisedPool, self.clock)
+        self.gate = gate_kind(None, SupervisedPool, self.clock)
         self.use()
         self.step()
 
     def use(self) -> None:
-        self.gate.use(cast(StorageBackend, self.guard))
+        """Use a new store."""
+        self.faults = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), 64)))
+        self.guard = GuardedBackend(
+            self.faults, GuardConfig(failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0)
+        )
+        self.gate.slot.start(self.guard)
 
     def step(self) -> None:
         """Do one step of a controller without ranks."""
@@ -97,15 +98,15 @@ def engine(gate_kind: Callable[..., StorageGate] = StorageGate) -> Iterator[Engi
     one = Engine(gate_kind)
     assert one.open == {READ, WRITE}
     yield one
-    one.guard.close()
+    assert one.gate.slot.end(WAIT_S) and one.gate.slot.close()
 
 
 # Each reason: its start, the directions it closes, its end (None: never); and a gate that ignores it.
 
 
 class KeepsRetired(StorageGate):
-    def retire(self, *, for_another: bool) -> OpenStore | None:
-        return self.storage
+    def replace(self, open_backend: OpenBackend | None) -> None:
+        pass
 
 
 class NeverStops(StorageGate):
@@ -118,14 +119,9 @@ class NeverBacksOff(StorageGate):
         pass
 
 
-class KeepsToBreakers(StorageGate):
-    def override(self, direction: Direction, mode: Override, store: str | None = None) -> None:
-        pass
-
-
 class AsksNoGuard(StorageGate):
     def offer(self) -> Readiness:
-        return Readiness(self.opened)
+        return Readiness(self.slot.opened)
 
 
 def pass_backoff(engine: Engine) -> None:
@@ -135,12 +131,12 @@ def pass_backoff(engine: Engine) -> None:
 Step: TypeAlias = Callable[[Engine], Any]
 REASONS: dict[str, tuple[Step, set[Direction], Step | None, type[StorageGate]]] = {
     "retired": (
-        lambda e: e.gate.retire(for_another=True), {READ, WRITE}, lambda e: e.use(), KeepsRetired,
+        lambda e: e.gate.replace(None), {READ, WRITE}, lambda e: e.use(), KeepsRetired,
     ),
     "breaker": (Engine.break_store, {READ}, Engine.mend_store, AsksNoGuard),
     "override": (
-        lambda e: e.gate.override(WRITE, Override.OFF), {WRITE}, lambda e: e.gate.override(WRITE, Override.AUTO),
-        KeepsToBreakers,
+        lambda e: e.gate.slot.override(WRITE, Override.OFF), {WRITE},
+        lambda e: e.gate.slot.override(WRITE, Override.AUTO), AsksNoGuard,
     ),
     "reads back off": (lambda e: e.gate.failed(READ), {READ}, pass_backoff, NeverBacksOff),
     "writes back off": (lambda e: e.gate.failed(WRITE), {WRITE}, lambda e: e.gate.succeeded(WRITE), NeverBacksOff),
@@ -184,11 +180,11 @@ def test_scheduler_decisions_close_at_once_and_other_reasons_in_the_next_step(re
 def test_the_gate_stays_closed_until_both_reasons_end() -> None:
     with engine() as one:
         one.gate.failed(READ)
-        one.gate.override(READ, Override.OFF)
+        one.gate.slot.override(READ, Override.OFF)
         one.gate.succeeded(READ)
         one.step()
         assert one.open == {WRITE}
-        one.gate.override(READ, Override.AUTO)
+        one.gate.slot.override(READ, Override.AUTO)
         one.gate.failed(READ)
         one.step()
         assert one.open == {WRITE}
@@ -198,7 +194,7 @@ def test_the_gate_stays_closed_until_both_reasons_end() -> None:
 
 
 def test_without_a_store_the_gate_is_closed_and_nothing_is_attached() -> None:
-    gate = StorageGate(memoryview(b""), SupervisedPool, Clock())
+    gate = StorageGate(None, SupervisedPool, Clock())
     gate.settle(gate.offer())
     gate.check()
     assert not (gate.attached or gate.may(READ) or gate.may(WRITE))
@@ -207,18 +203,25 @@ def test_without_a_store_the_gate_is_closed_and_nothing_is_attached() -> None:
 
 
 def test_a_store_counts_as_attached_from_opening_until_detach() -> None:
+    go = threading.Event()
+
+    def open_later() -> StorageBackend:
+        go.wait(WAIT_S)
+        return MemoryBackend(FrameCodec(bytes(32), 64))
+
     with engine() as one:
-        one.gate.retire(for_another=True)
-        assert one.gate.attached and one.gate.storage is None
-        one.gate.retire(for_another=False)
-        assert not one.gate.attached
+        found = []
+        for opens in (open_later, None):
+            one.gate.replace(opens)
+            found.append((one.gate.attached, one.gate.storage))
+        assert found == [(True, None), (False, None)]
+        go.set()
 
 
 def test_an_override_holds_for_the_next_store() -> None:
     with engine() as one:
-        one.gate.override(READ, Override.OFF)
-        one.gate.retire(for_another=True)
-        one.guard.override(READ, Override.AUTO)
+        one.gate.slot.override(READ, Override.OFF)
+        one.gate.replace(None)
         one.use()
         one.step()
         assert one.open == {WRITE}
@@ -231,10 +234,14 @@ def test_workers_read_one_value_for_all_reasons() -> None:
         one.gate.stop(READ)
         one.gate.stop(WRITE, at=7.0)
         assert first.until == {READ: -math.inf, WRITE: 7.0} and IN_SERVICE[READ] == math.inf
-        assert one.gate.retire(for_another=True) is first and first.until is RETIRED
+        one.gate.replace(None)
+        assert first.until is RETIRED
         one.use()
         one.gate.stop(WRITE, at=8.0)
-        assert one.gate.enter().until == {READ: -math.inf, WRITE: 8.0} and first.until is RETIRED
+        second = one.gate.enter()
+        assert second.until == {READ: -math.inf, WRITE: 8.0} and first.until is RETIRED
+        for store in (first, second):
+            one.gate.slot.leave(store)
 
 
 @pytest.mark.parametrize("until", [IN_SERVICE, RETIRED])
@@ -255,12 +262,15 @@ def test_workers_start_no_batch_that_the_gate_has_cancelled(until: Until) -> Non
 
 def test_check_finds_a_retired_store_that_workers_still_use() -> None:
     with engine() as one:
-        one.gate.enter().until = RETIRED
+        store = one.gate.enter()
+        store.until = RETIRED
         with pytest.raises(InvariantError, match="stale"):
             one.gate.check()
-        one.gate.storage = None
-        with pytest.raises(InvariantError, match="in use: False"):
+        store.is_retired = True
+        with pytest.raises(InvariantError, match="1 wrong entries"):
             one.gate.check()
+        store.is_retired = False
+        one.gate.slot.leave(store)
 
 
 # Back-off
@@ -327,7 +337,7 @@ def test_a_reason_on_one_rank_closes_the_gates_of_all(reason: str) -> None:
         assert first.open == {READ, WRITE}
         begin(second)
         if reason == "retired":
-            first.gate.retire(for_another=True)
+            first.gate.replace(None)
             first.use()
         ranks.step()
         assert first.open == second.open == {READ, WRITE} - closes
@@ -344,130 +354,3 @@ def test_a_rank_that_ignores_the_others_stays_open() -> None:
         for one in (first, second):
             one.step()
         assert first.open != second.open
-
-
-# Opening another backend: an attempt that hangs or fails does not block a later one
-
-
-class Backend:
-    """A backend that can be closed."""
-
-    def __init__(self, trouble: BackendError | None = None) -> None:
-        self.closed = threading.Event()
-        self.closes = 0
-        self._trouble = trouble
-
-    def close(self) -> None:
-        self.closes += 1
-        self.closed.set()
-        if self._trouble is not None:
-            raise self._trouble
-
-
-def impatient(*arguments: Any, **options: Any) -> SupervisedPool[Any]:
-    """Workers that count as stuck after 0.1 s."""
-    return SupervisedPool[Any](*arguments, **{**options, "patience_s": 0.1})
-
-
-def gate_of(backend: Backend, clock: Callable[[], float] = time.monotonic) -> StorageGate:
-    gate = StorageGate(memoryview(b""), impatient, clock)
-    gate.start(cast(StorageBackend, backend))
-    return gate
-
-
-def opener(backend: Backend, go: threading.Event | None = None) -> Callable[[], StorageBackend]:
-    """Opens `backend` once `go` is set."""
-
-    def open_backend() -> StorageBackend:
-        if go is not None:
-            go.wait(WAIT_S)
-        return cast(StorageBackend, backend)
-
-    return open_backend
-
-
-def test_a_hanging_open_does_not_block_the_next_open() -> None:
-    first, hanging, wanted = Backend(), Backend(), Backend()
-    gate, go = gate_of(first), threading.Event()
-    gate.replace(opener(hanging, go))
-    gate.replace(opener(wanted))
-    wait_for(lambda: gate.storage is not None, gate.advance)
-    assert gate.storage is not None and gate.storage.backend is cast(StorageBackend, wanted)
-    assert gate.opened == gate.wanted == 3
-    go.set()
-    wait_for(hanging.closed.is_set, gate.advance)  # another backend is wanted now
-    assert gate.storage.backend is cast(StorageBackend, wanted) and not wanted.closed.is_set()
-    assert gate.close(WAIT_S, workers_ended=True) and wanted.closed.is_set() and first.closed.is_set()
-
-
-def test_a_late_failure_of_an_earlier_open_does_not_delay_the_wanted_one() -> None:
-    go = threading.Event()
-
-    def fails_late() -> StorageBackend:
-        go.wait(WAIT_S)
-        raise OSError("the directory is gone")
-
-    def fails() -> StorageBackend:
-        raise OSError("not yet")
-
-    gate = gate_of(Backend(), clock=lambda: 0.0)  # time stands still, so no attempt is repeated
-    gate.replace(fails_late)
-    gate.replace(fails)
-    wait_for(lambda: gate.open_failures == 1, gate.advance)
-    assert gate._retry_at == REOPEN_S_MIN
-    go.set()
-    wait_for(lambda: gate.open_failures == 2, gate.advance)
-    assert gate._retry_at == REOPEN_S_MIN
-    assert gate.close(WAIT_S, workers_ended=True)
-
-
-def test_a_store_that_is_not_open_tells_why_until_it_is() -> None:
-    attempts = [OSError("a bug"), BackendError("the server does not answer")]
-
-    def open_backend() -> StorageBackend:
-        if attempts:
-            raise attempts.pop(0)
-        return MemoryBackend(FrameCodec(bytes(32), 100))
-
-    clock = Clock()
-    gate = gate_of(Backend(), clock=clock)
-    gate.replace(open_backend)
-    assert gate.leaves() == (), "a moment without a store is not a problem"
-    wait_for(lambda: gate.open_failures == 1, gate.advance)
-    (first,) = gate.leaves()
-    assert "which is in the log" in first.health.what
-    clock.time_s += REOPEN_S_MIN
-    wait_for(lambda: gate.open_failures == 2, gate.advance)
-    (second,) = gate.leaves()
-    assert (second.health.what, second.health.since_s) == ("the server does not answer", first.health.since_s)
-    clock.time_s += 2 * REOPEN_S_MIN
-    wait_for(lambda: gate.storage is not None, gate.advance)
-    assert [leaf.health.is_problem for leaf in gate.leaves()] == [False]
-    gate.replace(None)
-    assert gate.leaves() == ()
-    assert gate.close(WAIT_S, workers_ended=True)
-
-
-def test_a_backend_that_fails_to_close_does_not_block_closing_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = Backend(BackendError("the server does not answer")), Backend()
-    gate = gate_of(first)
-    assert gate.storage is not None
-    gate.storage.in_flight = 1
-    gate.replace(opener(second))
-    wait_for(lambda: gate.storage is not None, gate.advance)
-    assert not gate.close(WAIT_S, workers_ended=True)
-    assert first.closes == second.closes == 1
-    assert "the server does not answer" in caplog.text
-
-
-def test_a_store_closed_with_the_gate_is_not_closed_again() -> None:
-    backend, threads = Backend(), set(threading.enumerate())
-    gate = gate_of(backend)
-    assert gate.storage is not None
-    store = gate.storage
-    store.in_flight = 1
-    gate.replace(None)
-    store.in_flight = 0
-    assert gate.close(WAIT_S, workers_ended=True)
-    gate.advance()
-    assert backend.closes == 1 and set(threading.enumerate()) <= threads

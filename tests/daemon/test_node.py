@@ -133,7 +133,7 @@ def test_without_a_pool_calls_fail_until_the_store_is_open(make: Callable[..., t
         assert exists(store, keys) == 0
     assert errors == ["unavailable"]
     node.storage.detach()
-    wait_for(lambda: not node.namespaces()[0].store.is_awaited)
+    assert not node.namespaces()[0].store.slot.is_awaited
     with collected_errors() as errors:
         assert exists(store, keys) == 0
     assert errors == [], "the operator does not want a store"

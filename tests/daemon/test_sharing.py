@@ -39,6 +39,7 @@ from hicache.backends.testing import (
 )
 from hicache.daemon.flights import Flights
 from hicache.daemon.pool import PagePool
+from hicache.daemon.shared_slot import Attached
 from hicache.daemon.sharing import SharedStore
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageBuffer
@@ -56,10 +57,16 @@ def stores_end() -> Iterator[None]:
     yield
     while OPENED:
         store = OPENED.pop()
-        assert not store._attached.reads and not store._attached.writes, "a page is still in flight"
+        assert not attached(store).reads and not attached(store).writes, "a page is still in flight"
         store.close()
         store.pages.pool.check()
         assert not store.pages.pool.statistics().used_bytes, "a page is still held"
+
+
+def attached(store: SharedStore) -> Attached:
+    """Return the store behind the pool and the pages that its calls move."""
+    entry = store.slot.store
+    return store._alone if entry is None else entry.attached
 
 
 class Gated(Troubled):
@@ -146,7 +153,7 @@ def test_lookups_of_single_pages_count_the_missing_ones() -> None:
 
 def waiting_pages(store: SharedStore, verb: str = "reads") -> int:
     """Return for how many pages calls wait that other calls move."""
-    flights: Flights[object] = getattr(store._attached, verb)
+    flights: Flights[object] = getattr(attached(store), verb)
     return sum(len(flight.waiters) for flight in list(flights._flights.values()))
 
 
@@ -497,49 +504,60 @@ def test_calls_in_flight_end_with_the_store_they_began_with_when_it_is_replaced(
     old.fail_pages = set(more[2:])
     old.read_gate.clear()
     answers: list[list[GetOutcome]] = []
-    replaced: list[object] = []
     threads = start_threads(lambda: answers.append(load(as_store(store), more)))
     wait_for(lambda: old.gets == 1)
-    threads += start_threads(lambda: replaced.append(store.replace(new)))
+    store.slot.replace(lambda: new)
     wait_for(lambda: store.parts == (new,))
     assert load(as_store(store), more) == [MISS] * 3, "a call of the new store waited for one of the old store"
-    assert not replaced
+    assert old.closes == 0
     before = store.statistics().errors
     old.count("planned")
     assert store.statistics().errors != before, "errors of the old store do not count while its calls are in flight"
     old.read_gate.set()
     join_all(threads)
-    assert (answers, replaced) == ([[HIT, HIT, MISS]], [old])
+    assert answers == [[HIT, HIT, MISS]]
     assert load(as_store(store), keys) == [HIT, HIT, MISS], "the pool has lost its pages"
-    assert old.closes == 0
-    old.close()
+    wait_for(lambda: old.closes == 1)
 
 
-def test_the_errors_of_a_store_that_is_attached_again_count_once() -> None:
+def test_the_errors_of_replaced_stores_stay_in_the_totals() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     inner.down = True
     assert exists(as_store(store), keys) == 0
     totals = store.statistics().errors
     assert totals == {"down": 1}
-    assert store.replace(None) is inner
+    store.slot.replace(None)
     assert store.statistics().errors == totals and store.parts == ()
     assert (exists(as_store(store), keys), store_chain(as_store(store), keys)) == (0, [STORED] * 2)
-    assert store.replace(inner) is None
+    second = Gated()
+    store.slot.replace(lambda: second)
+    wait_for(lambda: store.parts == (second,))
     assert store.statistics().errors == totals
+    second.down = True
     assert store_chain(as_store(store), keys) == [PRESENT] * 2
     assert store.statistics().errors == {"down": 2}
     assert load(as_store(store), keys) == [HIT] * 2
 
 
 def test_a_store_of_another_namespace_is_rejected() -> None:
-    store = shared(None)
     for codec in (FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), FrameCodec(NAMESPACE, PAYLOAD_BYTES + 1)):
         with pytest.raises(InvalidInput):
-            store.replace(MemoryBackend(codec))
+            SharedStore(CODEC, PagePool(0), MemoryBackend(codec))
+        store = shared(None)
+        store.slot.replace(lambda codec=codec: MemoryBackend(codec))  # type: ignore[misc]
+        wait_for(lambda store=store: store.slot.open_failures > 0)  # type: ignore[misc]
+        assert store.parts == ()
 
 
 # All at once
+
+
+class Reopened(Troubled):
+    """A store that can be opened again, with its pages."""
+
+    def close(self) -> None:
+        self.closes += 1
 
 
 @pytest.mark.parametrize("pool_pages", [0, 3, 64])
@@ -547,7 +565,7 @@ def test_a_store_of_another_namespace_is_rejected() -> None:
 def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pages: int) -> None:
     """Threads read, store and delete two chains while another detaches and attaches the store. Each read compares the
     bytes of its hits."""
-    inner = Troubled()
+    inner = Reopened()
     store = shared(inner, pool_pages)
     chains = [make_keys(8, name) for name in ("one", "other")]
     ended = threading.Event()
@@ -556,7 +574,10 @@ def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pag
         dice = random.Random(seed + number)
         if number == 0:
             while not ended.is_set():
-                store.replace(None if store.parts else inner)
+                if store.parts:
+                    store.slot.replace(None)
+                else:
+                    store.slot.start(inner)
             return
         try:
             churn_all(as_store(store), chains[number % 2], dice)
@@ -566,7 +587,7 @@ def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pag
 
     in_threads(7, use)
     if not store.parts:
-        store.replace(inner)
+        store.slot.start(inner)
     for keys in chains:
         delete(as_store(store), keys)
         assert load(as_store(store), keys) == [MISS] * 8

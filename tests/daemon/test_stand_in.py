@@ -33,6 +33,7 @@ from hicache.backends.testing import (
 from hicache.config.guard import GuardConfig
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
+from hicache.errors import BackendUnavailable
 from hicache.frame import HEADER_BYTES
 from tests.backends._troubled import CODEC, Troubled
 from tests.seeds import seeds
@@ -64,6 +65,11 @@ def switched_off() -> StorageBackend:
         store_chain(Store(guard, store.peek, store.poke), make_keys(1, "probe"))
     wait_for(lambda: not any(guard.may_pass(direction) for direction in guard.guard_statistics().breakers))
     return guard
+
+
+def unavailable() -> StorageBackend:
+    """Fail to open a store."""
+    raise BackendUnavailable("down")
 
 
 BAD_STORES = {"full": full, "down": down, "switched-off": switched_off}
@@ -222,7 +228,7 @@ def test_while_a_wanted_store_is_not_open_calls_fail_without_a_pool_and_work_wit
     for pool_pages, outcomes, kinds in ((0, [SET_ERROR] * 2, {"unavailable"}), (64, [STORED] * 2, set())):
         store = shared(None, pool_pages)
         assert isinstance(store.backend, SharedStore)
-        store.backend.is_awaited = True
+        store.backend.slot.replace(unavailable)
         with collected_errors() as errors:
             assert (exists(store, keys), store_chain(store, keys)) == (0, outcomes)
             assert load(store, keys) == ([HIT] * 2 if pool_pages else [GET_ERROR] * 2)

@@ -148,9 +148,9 @@ def test_metrics_count_skipped_calls() -> None:
     names, store = names_of("a", 3), Store()
     store.refuses = BackendUnavailable("no server")
     with engine_on(store, metrics={"port": 0}) as engine:
-        assert engine.tier._metrics is not None
+        assert engine.tier._gate.metrics is not None
         assert engine.fetch(names) == [] and engine.save(names) == []
-        with urllib.request.urlopen(f"http://127.0.0.1:{engine.tier._metrics.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{engine.tier._gate.metrics.port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         for reason in ("prefetch_paused", "store_paused"):
             assert f'hicache_skipped_total{{reason="{reason}"}} 1.0' in lines

@@ -80,7 +80,7 @@ def test_a_job_abandoned_before_its_rows_are_read_stores_nothing(in_place: bool)
             job.is_left = True
 
         engine.tier._write(job, abandon)
-        opened.in_flight -= 1
+        engine.tier._gate.slot.leave(opened)
         assert not job.done and not store.pages[NAMESPACE.digest]
 
 

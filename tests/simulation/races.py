@@ -283,9 +283,8 @@ class _StoresInCurrentStorage(HiCacheController):
         acks = super().poll()
         now_open = self.gate.storage
         for store in self._storage.pools[Store]._waiting if now_open is not None else ():  # type: ignore[attr-defined]
-            store.storage.in_flight -= 1
-            store.storage = now_open
-            store.storage.in_flight += 1
+            self.gate.slot.leave(store.storage)
+            store.storage = self.gate.enter()
         return acks
 
 

@@ -116,6 +116,8 @@ class Simulation(Engine):
         """True if no request waits or runs, no operation is in flight, and only the store of this epoch is open."""
         if self.waiting or self.running or not (self.controller.idle and self.device.stream.fence().query()):
             return False
+        if any(group.queued for group in self.workers):  # such as a report of uses, which is not an operation
+            return False
         users = sum(server.users for server in self.servers)
         return users == self.cache.storage.attached == (self.controller.backend is not None)
 

@@ -7,7 +7,6 @@ from .backend import GuardedBackend
 from .calls import CallResult, Direction, Refusal, Verb
 from .health import CONFIRM_S, IDLE, HealthState, StoreHealth, StoreProblem, grouped
 from .leaves import LeafStatistics, guards_of, leaf_statistics, may_pass, named_leaves, unique_names, unopened
-from .overrides import Overrides
 
 __all__ = [
     "BOUNDS_S",
@@ -21,7 +20,6 @@ __all__ = [
     "LatencyStatistics",
     "LeafStatistics",
     "Override",
-    "Overrides",
     "Refusal",
     "StoreHealth",
     "StoreProblem",

@@ -23,17 +23,15 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...backends.base import GetOutcome, SetOutcome, StorageBackend
-from ...backends.compose import copies_of
 from ...backends.guard import Direction
 from ...config import HiCacheConfig
-from ...controller.gate import OpenStore, StorageGate
-from ...errors import BackendError, BackendUnavailable, ConfigError
+from ...controller.gate import OpenStore
+from ...errors import BackendError
 from ...frame import PageBuffer
 from ...keys import Namespace
 from ...logs import LimitedLog
-from ...metrics.server import serve_collector
 from ...supervised import SupervisedPool
-from ..figures import EngineStorageStatistics, storage_collector
+from ..store import EngineGate
 from .jobs import ChunkRows, Job, batches
 from .lookups import Batch, LookupTable
 
@@ -52,9 +50,6 @@ _PROMOTION_S_MAX = 60.0
 # The share of the host memory that may wait to be stored if `transfer.store_host_share` is not set. The engine cannot
 # take its rows back, so this limit protects its other chunks.
 _STORE_SHARE = 0.25
-# The memory that the gate registers with a store: none of the engine's, because stores do not move pages in parts
-# through registered memory.
-_NOT_REGISTERED = memoryview(bytearray(4096))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +78,8 @@ class _Asked:
 class ChunkTier:
     """See the module's docstring. `memory` is the engine's host memory, in rows of `namespace.shape.payload_bytes`.
 
-    `open_namespace` opens the store for a namespace; it is called here, and later on a worker if the store is
-    unavailable. `key_of` derives the page key of a chunk from its name. `in_place` transfers chunks without a copy; see
-    `jobs` for its cost. Serves metrics as the section `metrics` configures them, on the first free port of `processes`.
-
-    Raises ConfigError and BackendError if storage cannot be opened, but not if it is unavailable: then it is opened
-    later.
+    `open_namespace` opens the store for a namespace, as by EngineGate. `key_of` derives the page key of a chunk from
+    its name. `in_place` transfers chunks without a copy; see `jobs` for its cost. Raises as EngineGate.
     """
 
     def __init__(
@@ -111,24 +102,15 @@ class ChunkTier:
         self._stores_max = int(self._rows.count * (transfer.store_host_share or _STORE_SHARE))
         patience_s = min(config.prefetch.timeout_base, transfer.storage_deadline)
         self._lookups = LookupTable(patience_s, clock)
-        self._gate = StorageGate(_NOT_REGISTERED, SupervisedPool, clock)
         self._log = LimitedLog(logger)
         self._jobs: dict[int, Job] = {}  # in flight for the engine
         self._stores_queued = 0  # chunks of the stores among them
         self._ended: list[Ended] = []  # not reported yet
         self._finished: queue.SimpleQueue[Job | _Asked] = queue.SimpleQueue()
         self._supervise_at = 0.0
-        self._skipped = dict.fromkeys(Direction, 0)
-        try:
-            self._gate.start(open_namespace(namespace))
-        except BackendUnavailable as error:
-            logger.warning("storage is not open yet; the tier starts without it and tries again: %s", error)
-            self._gate.replace(functools.partial(open_namespace, namespace))
-        try:
-            self._metrics = serve_collector(config, storage_collector(self.statistics), ports=processes)
-        except ConfigError:
-            self._gate.close(0.0, workers_ended=True)
-            raise
+        self._gate = EngineGate(
+            config, functools.partial(open_namespace, namespace), "tier", processes=processes, clock=clock
+        )
         deadline_s = transfer.storage_deadline
         self._askers: SupervisedPool[_Asked] = SupervisedPool(
             "tier-lookup", transfer.lookup_workers, handle=self._answer, acknowledge=self._finished.put,
@@ -151,7 +133,7 @@ class ChunkTier:
         """Return whether chunk `name` is stored, None while unknown; False at once while storage is closed. Does not
         block.
         """
-        if not self._may(Direction.READ):
+        if not self._gate.admits(Direction.READ):
             return False
         self._take_finished()
         return self._lookups.ask(name, request)
@@ -177,7 +159,7 @@ class ChunkTier:
     def _submit(
         self, direction: Direction, number: int, names: Sequence[bytes], rows: Sequence[int], deadline_s: float
     ) -> None:
-        if not self._may(direction):
+        if not self._gate.admits(direction):
             self._end(direction, Ended(number, names, []))
             return
         keys = [self._key_of(name) for name in names]
@@ -185,11 +167,6 @@ class ChunkTier:
         self._jobs[number] = job
         self._stores_queued += len(names) if direction is Direction.WRITE else 0
         self._pools[direction].submit(job)
-
-    def _may(self, direction: Direction) -> bool:
-        may = self._gate.may(direction)
-        self._skipped[direction] += not may
-        return may
 
     def ended(self) -> list[Ended]:
         """Return the jobs that have ended since the last call. Does not block."""
@@ -209,7 +186,7 @@ class ChunkTier:
                 self._lookups.settle(batch)
         if self._clock() >= self._supervise_at:
             self._supervise_at = self._clock() + _SUPERVISE_EVERY_S
-            self._gate.advance()
+            self._gate.slot.advance()
             self._askers.supervise()
             for pool in self._pools.values():
                 pool.supervise()
@@ -223,7 +200,7 @@ class ChunkTier:
             self._take(self._finished.get_nowait())
 
     def _take(self, finished: Job | _Asked) -> None:
-        finished.store.in_flight -= 1
+        self._gate.slot.leave(finished.store)
         if isinstance(finished, _Asked):
             self._lookups.settle(finished.batch)
             return
@@ -298,9 +275,7 @@ class ChunkTier:
         ended = self._pools[Direction.WRITE].close(left_s())
         self._cancel(self._jobs.values())
         ended = all([self._pools[Direction.READ].close(left_s()), self._askers.close(left_s()), ended])
-        if self._metrics is not None:
-            self._metrics.close()
-        ended = self._gate.close(left_s(), workers_ended=ended)
+        ended = self._gate.close(left_s(), calls_ended=ended)
         if ended:
             self._rows.release()
         else:
@@ -310,12 +285,6 @@ class ChunkTier:
     def _cancel(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             job.is_cancelled = True
-
-    def statistics(self) -> EngineStorageStatistics:
-        """Return the totals so far. Any thread may call it; does not block."""
-        store, skipped, failures = self._gate.storage, dict(self._skipped), self._gate.open_failures
-        copies = {} if store is None else copies_of(store.backend)
-        return EngineStorageStatistics(skipped, failures, self._gate.leaves(), copies)
 
     # On the threads
 
