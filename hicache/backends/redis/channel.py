@@ -13,6 +13,7 @@ A channel belongs to one call at a time and has no lock.
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
@@ -86,7 +87,7 @@ class Channel:
     Every method that moves bytes raises StoreError, after which the channel is broken.
     """
 
-    def __init__(self, timeout_s: float, deadline: float = 0.0, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, timeout_s: float, deadline: float = math.inf, tls: ssl.SSLContext | None = None) -> None:
         self._timeout_s = timeout_s
         self._deadline = deadline
         self._tls = tls
@@ -115,6 +116,7 @@ class Channel:
         self._connection = connection
         self._sock: socket.socket = sock
         self._poll.register(sock, select.POLLIN)
+        self._arm(self._deadline)  # also for what redis-py sends
 
     def on_disconnect(self) -> None:
         """Called when redis-py closes the connection, which never opens again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import re
+import socket
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from hicache.lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates
 from tests.hostile.redis_server import HostileServer
 from tests.proxy import Proxy
+from tests.waiting import wait_for
 
 from .store import CODEC, open_on
 
@@ -57,6 +59,13 @@ class Hanging(CredentialProvider):
     def get_credentials(self) -> tuple[str]:
         Hanging.released.wait()
         return (PASSWORD,)
+
+
+class Long(CredentialProvider):
+    """A token that does not fit into the buffers of a connection."""
+
+    def get_credentials(self) -> tuple[str]:
+        return ("x" * (64 << 20),)
 
 
 class Failing(CredentialProvider):
@@ -116,6 +125,14 @@ def test_a_provider_that_hangs_ends_at_the_timeout(server: ValkeyServer) -> None
             RedisBackend(CODEC, RedisStorageOptions(**options_of(server, "Hanging", timeout=0.05)))
     finally:
         Hanging.released.set()
+
+
+def test_a_login_that_the_server_does_not_read_ends_and_leaves_no_thread() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        options = {"url": f"redis://{LOOPBACK}:{listener.getsockname()[1]}", "credential_provider": f"{__name__}:Long"}
+        with pytest.raises(BackendUnavailable, match="timeout"):
+            RedisBackend(CODEC, RedisStorageOptions(**options, timeout=0.05))
+        wait_for(lambda: not any("redis-connect" in thread.name for thread in threading.enumerate()))
 
 
 def test_the_text_of_a_failing_provider_is_not_shown(server: ValkeyServer) -> None:
