@@ -18,7 +18,7 @@ from typing import Any
 
 from ...arguments import instance
 from ...config.redis_storage import RedisStorageOptions
-from ...errors import InvalidInput
+from ...errors import ConfigError, InvalidInput
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..base import Usage
@@ -27,7 +27,7 @@ from ..errors import ErrorKind, StoreError
 from ..pages import Damaged, PageReads, PageWrites
 from ..store import PageStore
 from .batches import Reads, Writes
-from .connect import Connector, check_server
+from .connect import Connector
 from .errors import ErrorReply, unavailable
 from .options import Access, open_access
 from .pipeline import NO, YES, RedisContext, StoredValue, exists, failures, unlink, unlink_same
@@ -57,14 +57,12 @@ def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Acces
     with contextlib.ExitStack() as undo:
         undo.callback(pools.close)
         try:
-            if access.mode == "cluster":
-                _check_any(access, pools, deadline)
             router = Router(access, connector, pools, deadline)
             if access.mode != "cluster":
                 primary = router.routes(deadline).shards[0].primary
                 where = access.shown(primary)
-                with pools.of(primary, Purpose.KEYS).lease(deadline) as channel:
-                    check_server(channel, access.mode, deadline)
+                with pools.of(primary, Purpose.KEYS).lease(deadline):
+                    pass
             for server in router.by_server([0], [page], to_read=True, deadline=deadline) if page else ():
                 if server is None:
                     continue
@@ -75,21 +73,11 @@ def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Acces
                     if isinstance(reply, ErrorReply):
                         raise reply.failure
         except StoreError as failure:
+            if failure.kind is ErrorKind.UNSUPPORTED:
+                raise ConfigError(f"backend redis: {failure.detail}") from failure
             raise unavailable(failure, where) from failure
         undo.pop_all()
     return access, pools, router
-
-
-def _check_any(access: Access, pools: Pools, deadline: float) -> None:
-    failure = StoreError(ErrorKind.CLUSTER_DOWN)
-    for address in access.addresses:
-        try:
-            with pools.of(address, Purpose.KEYS).lease(deadline) as channel:
-                check_server(channel, access.mode, deadline)
-            return
-        except StoreError as error:
-            failure = error
-    raise failure
 
 
 class RedisBackend(PageStore[StoredValue], Touchable):

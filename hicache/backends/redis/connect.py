@@ -24,7 +24,6 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
 from ...config.addresses import Address
-from ...errors import ConfigError
 from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 from ..rotated import Rotated
@@ -36,7 +35,7 @@ from .options import Access, Endpoint, Mode, UnixSocket, named_address
 _ATTEMPTS_MAX = 32
 # The largest cluster that Redis supports. A reply that names more nodes is rejected.
 NODES_MAX = 1000
-# A server that does not know or permit one of these commands is still used.
+# An error reply to one of these commands does not end the login; that to HELLO is read later.
 _OPTIONAL = frozenset({b"HELLO", b"CLIENT"})
 _UNABLE = frozenset({ErrorKind.SERVER_ERROR, ErrorKind.ACCESS_DENIED})
 _DOWN = frozenset({b"s_down", b"o_down"})
@@ -58,17 +57,22 @@ class Connector:
 
     def open(self, endpoint: Endpoint, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
         """Return a channel to a server, logged in. With `read_only`, a cluster's replica serves reads on it. With
-        `no_touch`, its commands do not refresh recency, if the server supports and permits that. Raises StoreError."""
-        orders: list[Sequence[bytes]] = []
+        `no_touch`, its commands do not refresh recency, if the server supports and permits that. Raises StoreError,
+        `unsupported` if the server runs in a different mode."""
+        orders: list[Sequence[bytes]] = [(b"HELLO", b"2")]
         if self._access.db:
             orders.append((b"SELECT", b"%d" % self._access.db))
-        # At least one request is needed: a server that rejects a connection sends the error as the first reply.
-        orders.append((b"HELLO", b"2"))
         if read_only:
             orders.append((b"READONLY",))
         if no_touch:
             orders.append((b"CLIENT", b"NO-TOUCH", b"ON"))
-        return self._enter(endpoint, self._access.login, orders, deadline)[0]
+        channel, reply = self._enter(endpoint, self._access.login, orders, deadline)
+        try:
+            _check_server(reply, self._access.mode)
+        except StoreError:
+            channel.close()
+            raise
+        return channel
 
     def find_primary(self, deadline: float) -> Address:
         """Return the primary that a sentinel names. Raises StoreError."""
@@ -119,8 +123,8 @@ class Connector:
         ]
 
     def _enter(self, endpoint: Endpoint, login: _Login, orders: Sequence[Sequence[bytes]], deadline: float) -> _Opened:
-        """Open a channel, log in, send the commands `orders`, and return the channel with the last reply. Takes at most
-        `timeout` in total, twice if the server rejects a password that has been replaced."""
+        """Open a channel, log in, send the commands `orders`, and return the channel with the first reply. Takes at
+        most `timeout` in total, twice if the server rejects a password that has been replaced."""
         return login.run(lambda provider: self._dial(endpoint, provider, orders, deadline))
 
     def _dial(
@@ -177,14 +181,14 @@ def _open(
 
 
 def _order(channel: Channel, orders: Sequence[Sequence[bytes]], by: float) -> Reply:
-    """Send commands and return the last reply."""
-    reply: Reply = None
+    """Send commands and return the first reply."""
     channel.send([b"".join([command(*order) for order in orders])], len(orders), by)
+    replies: list[Reply] = []
     for order in orders:
-        reply = channel.read_reply(by)
+        replies.append(reply := channel.read_reply(by))
         if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.kind in _UNABLE):
             raise _rejected(reply, order[0])
-    return reply
+    return replies[0]
 
 
 def _rejected(reply: ErrorReply, verb: bytes) -> StoreError:
@@ -208,9 +212,8 @@ def named_node(access: Access, host: bytes, port: Reply) -> Address:
     return address
 
 
-def check_server(channel: Channel, mode: Mode, deadline: float) -> None:
-    """Raise StoreError if the server does not answer or is too old, ConfigError if it does not run in `mode`."""
-    reply = channel.call(b"HELLO", b"2", deadline=deadline)
+def _check_server(reply: Reply, mode: Mode) -> None:
+    """Raise StoreError unless the reply to HELLO is from a server that is new enough and runs in `mode`."""
     if isinstance(reply, ErrorReply):
         if reply.kind is ErrorKind.SERVER_ERROR:
             raise StoreError(ErrorKind.SERVER_ERROR, "older than Redis 6.2; use Redis 6.2 or later, or Valkey")
@@ -224,7 +227,9 @@ def check_server(channel: Channel, mode: Mode, deadline: float) -> None:
     found = {b"sentinel": "sentinels", b"cluster": "cluster"}.get(_bytes(facts, b"mode"), "url or unix_socket")
     wanted = "cluster" if mode == "cluster" else "url or unix_socket"
     if found != wanted:
-        raise ConfigError(f"backend redis: the server is of a different kind; name it under {found}, not {wanted}")
+        raise StoreError(
+            ErrorKind.UNSUPPORTED, f"the server is of a different kind; name it under {found}, not {wanted}"
+        )
 
 
 def _facts(reply: Reply) -> dict[bytes, Reply]:

@@ -411,6 +411,15 @@ def test_a_connection_with_the_start_of_a_longer_reply_is_not_reused(verb: bytes
     assert not again
 
 
+def test_a_server_that_changes_its_mode_gets_no_page() -> None:
+    facts = array(*map(bulk, (b"version", b"8.0.0", b"mode", b"cluster")))
+    with opened_hostile(lambda request: facts if request[0] == b"HELLO" else None) as (server, backend):
+        keys = make_keys(2)
+        assert backend.batch_get(keys, full_frames(CODEC, keys), deadline=soon()) == [GET_ERROR] * 2
+        assert dict(backend.statistics().errors) == {"unsupported": 2}
+        assert not server.requests[b"GET"]
+
+
 def test_connections_open_once_threads_can_start_again() -> None:
     with contextlib.closing(HostileServer(0)) as server:
         where = Address(LOOPBACK, server.port)
