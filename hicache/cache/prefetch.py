@@ -13,7 +13,7 @@ The time starts with `start`. A prefetch that cannot start waits (`waiting`) in 
 while storage is paused. After a sufficient lookup, it waits while other prefetches hold the L2 room that it needs: they
 are reading, or their pages have arrived and their requests have not begun. When no other prefetch holds room, it reads
 as many pages as fit, so a prefetch never waits for room that cannot become free. The rest follows once these pages are
-on L1 (`climbs`). A waiting prefetch holds nothing, so a request that starts again and waits gives its pages up.
+on L1 (`chunked_prefetch`). A waiting prefetch holds nothing: a request that starts again and waits releases its pages.
 
 A waiting prefetch is cancelled and counted when its request begins. It is not cancelled when its request's time is
 over: the request no longer waits, but until it is scheduled, pages may still arrive. Requests do not wait for paused
@@ -38,7 +38,7 @@ from ..keys import RadixKey
 from ..radix import Match
 from ..types import PageIds
 from .break_even import BreakEven, Route
-from .climbs import Climbs, Promote
+from .chunked_prefetch import ChunkedPrefetch, Promote
 from .host_tier import HostTier
 from .prefetch_share import PrefetchShare
 from .statistics import CacheCounters
@@ -47,8 +47,6 @@ from .waiting import Leaders, Prefetch, PrefetchRequest, Verdict, WaitingRequest
 
 # More than the requests that an engine begins while the first of them waits. Each costs an object and no copy.
 WAITING_MAX = 4096
-# If the prefix of a request is evicted each time that it waits for room, L2 is too small for the load.
-LOOKUPS_MAX = 4
 # How many waiting requests a step checks: each costs a lookup in the tree, about ten microseconds.
 TRIES_PER_STEP = 32
 
@@ -83,17 +81,17 @@ class Prefetcher:
         self._for_room: dict[Prefetch, None] = {}
         self._leaders = Leaders()
         self._share = PrefetchShare(host, controller)
-        self._climbs = Climbs(self._share)
+        self._chunked = ChunkedPrefetch(self._share)
         self.wait = Histogram(BOUNDS_S)  # of requests, from `start` until they may begin
         self._asked_s: dict[str, float] = {}  # the start times of the waiting requests
 
     # Requests
 
     def start(self, rid: str, key: RadixKey) -> bool:
-        """Look up the whole pages of `key` that are missing on L1 and L2, now or in turn. Return False if that does not
-        pay or is not possible.
+        """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first. Return False
+        if that does not pay or is not possible.
         """
-        if not self._gate.attached or rid in self._active or rid in self._waiting or self._climbs.get(rid):
+        if not self._gate.attached or rid in self._active or rid in self._waiting or self._chunked.get(rid):
             return False
         if self._share.pages_max == 0:
             return self._skip("prefetch_host_share")
@@ -111,7 +109,7 @@ class Prefetcher:
             self._controller.refused["prefetch"] += 1
             return False
         else:
-            self._share.release(rid)  # of an earlier start; those before it may wait for this room
+            self._share.release(rid)  # the pages of its previous attempt: earlier requests may need them
             self._waiting.wait(request, leader)
         self._asked_s[rid] = self._controller.clock()
         return True
@@ -143,8 +141,8 @@ class Prefetcher:
         if request is not None:
             in_flight = request.leader is not None and request.leader not in self._for_room
             return not self._waits(request, in_flight)
-        if (climbing := self._climbs.get(rid)) is not None:
-            return not self._waits(climbing, in_flight=True)
+        if (loading := self._chunked.get(rid)) is not None:
+            return not self._waits(loading, in_flight=True)
         if prefetch is None or prefetch.answered:
             return True
         if prefetch in self._for_room:
@@ -158,7 +156,7 @@ class Prefetcher:
     def is_active(self, rid: str) -> bool:
         """Return True if a request that has not begun has a prefetch, or waits for its turn."""
         prefetch = self._active.get(rid)
-        waits = rid in self._waiting or self._climbs.get(rid) is not None
+        waits = rid in self._waiting or self._chunked.get(rid) is not None
         return waits or (prefetch is not None and not prefetch.answered)
 
     def abort(self, rid: str) -> None:
@@ -176,7 +174,7 @@ class Prefetcher:
     def _stop(self, rid: str) -> str | None:
         """Stop the prefetch of a request. Return the reason of its wait, or None."""
         self._note_wait(rid)
-        self._climbs.stop(rid)
+        self._chunked.stop(rid)
         if self._waiting.remove(rid) is not None:
             return "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
         prefetch = self._active.get(rid)
@@ -193,7 +191,7 @@ class Prefetcher:
         """Stop all prefetches; their pages no longer enter the tree."""
         self._asked_s.clear()
         self._waiting.clear()
-        self._climbs.stop_all()
+        self._chunked.stop_all()
         self._share.take_all()
         for prefetch in self._for_room:
             self._end(prefetch)
@@ -212,15 +210,15 @@ class Prefetcher:
 
     def promote_with(self, promote: Promote | None) -> None:
         """Use `promote` to load arrived pages to L1 if storage has more pages than fit on L2."""
-        self._climbs.promote = promote
+        self._chunked.promote = promote
 
     def release_arrived(self) -> bool:
-        """See `Climbs.release_arrived`."""
-        return self._climbs.release_arrived()
+        """See `ChunkedPrefetch.release_arrived`."""
+        return self._chunked.release_arrived()
 
     def take_promoted(self, rid: str) -> int:
         """As `take_arrived`, for the pages that were loaded to L1 before the request began."""
-        return self._climbs.take(rid)
+        return self._chunked.take(rid)
 
     # Each step
 
@@ -257,24 +255,23 @@ class Prefetcher:
             self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
             if prefetch.taken_pages:
                 self._note_store(read, works=True)
-        looks_again = self._may_climb(prefetch, read) and not self._climbs.start(prefetch.request)
+        looks_again = self._may_continue(prefetch, read) and not self._chunked.start(prefetch.request)
         self._end(prefetch)
         if looks_again:  # other requests have computed these pages, so nothing is loaded
             self._waiting.wait(prefetch.request)
 
-    def _may_climb(self, prefetch: Prefetch, read: Read) -> bool:
-        """Return True if the rest of a prompt may be fetched after the part that has arrived. Parts that L1 has evicted
-        are fetched again a few times only: then L1 is too small for the prompts that climb."""
+    def _may_continue(self, prefetch: Prefetch, read: Read) -> bool:
+        """Return True if the rest of a prompt may be fetched after the part that has arrived."""
         rest_pages = prefetch.wanted_pages - prefetch.taken_pages
         is_whole = prefetch.taken_pages == len(read.host_pages) and not prefetch.answered
-        if self._climbs.promote is None or not is_whole or rest_pages < self._share.pages_min:
+        if self._chunked.promote is None or not is_whole or rest_pages < self._share.pages_min:
             return False
-        end_page = prefetch.start_page + prefetch.taken_pages
-        return prefetch.request.reaches(end_page, LOOKUPS_MAX) or self._skip("prefetch_host_share")
+        prefetch.request.note_arrival(prefetch.start_page + prefetch.taken_pages)
+        return prefetch.request.may_look_up or self._skip("prefetch_host_share")
 
     def loaded(self, load: Load) -> None:
         """Handle the end of a load. If it made room on L2 for the remaining pages of a request, look them up."""
-        request = self._climbs.ended(load)
+        request = self._chunked.ended(load)
         if request is not None:
             self._waiting.wait(request)
 
@@ -290,10 +287,10 @@ class Prefetcher:
 
     def start_waiting(self) -> None:
         """Start waiting work that may start now: copies to L1, reads in the order of their lookups, then lookups in
-        order of arrival. Call it last in a step, when it is known whether storage may be used. Free of cost if nothing
+        order of arrival. Call it last in a step, when it is known whether storage may be used. Does nothing if nothing
         waits.
         """
-        for request in self._climbs.advance():
+        for request in self._chunked.advance():
             self._waiting.wait(request)
         while self._for_room and self._gate.may(Direction.READ):
             prefetch = next(iter(self._for_room))
@@ -313,7 +310,7 @@ class Prefetcher:
     def check(self) -> None:
         """Raises InvariantError if an invariant does not hold."""
         self._waiting.check()
-        self._climbs.check()
+        self._chunked.check()
         in_flight = len(self._active) - len(self._for_room)
         holding = sum(prefetch.anchor is not None or prefetch.answered for prefetch in self._active.values())
         if not len(self._operations) == in_flight == holding or len(self._active) > self._config.operations_max:
@@ -399,7 +396,7 @@ class Prefetcher:
             self._hold(prefetch, prefetch.tree.match(prefetch.key))
         skip_pages = prefetch.start_page - prefetch.asked_page
         rest_pages = found.pages - skip_pages
-        if skip_pages < 0 and prefetch.request.lookups < LOOKUPS_MAX:
+        if skip_pages < 0 and prefetch.request.may_look_up:
             self._end(prefetch)  # its prefix was evicted, so it is also looked up in storage
             self._try(prefetch.request)
         elif skip_pages < 0:
@@ -419,7 +416,7 @@ class Prefetcher:
 
     def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> bool:
         prefetch.lacks = lacks
-        self._share.release(prefetch.rid)  # of an earlier start; the first in line may wait for them
+        self._share.release(prefetch.rid)  # the pages of its previous attempt: the first in line may need them
         self._release(prefetch)
         return False
 

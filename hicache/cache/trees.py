@@ -41,7 +41,7 @@ class Trees:
         self.sweep()
 
     def sweep(self) -> None:
-        """Free the pages of retired trees that are unused now. Free of cost without retired trees."""
+        """Free the pages of retired trees that are unused now. Does nothing without retired trees."""
         for tree in self._retired:
             self._host.free(tree.evict_host(tree.host_pages))
             self._device.free(tree.evict_device(tree.device_pages_total).pages)

@@ -8,10 +8,10 @@ differ there look up storage at the same time.
 
 Why waits are not circular and lookups are bounded: a request does not follow and lead at the same time. A leader waits
 for workers, or for room that other prefetches hold and free, never for a follower. For each `start` a request leads at
-most `LOOKUPS_MAX` times: once, and again only if its prefix was evicted while it waited for room or climbed; and as
-often again after each part of its prompt that ends behind all parts before it, which is progress. A follow ends when
-that lead ends, and a request follows a lead once. So n requests lead and follow a bounded number of times. Each step
-tries a waiting request at most once, and a request waits at most until its `until_s`.
+most `LOOKUPS_MAX` times: once, and again only if its prefix was evicted while it waited for room or was loaded in
+parts. The count restarts when a part extends the arrived prefix, which is progress. A follow ends when that lead ends,
+and a request follows a lead once. So n requests lead and follow a bounded number of times. Each step tries a waiting
+request at most once, and a request waits at most until its `until_s`.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -27,6 +27,10 @@ from ..controller import Lookup, Read
 from ..errors import InvariantError
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
+
+# If L2 evicts the prefix of a request each time that it waits for room, L2 is too small for the load; if L1 evicts its
+# parts, L1 is too small for prompts that are loaded in parts.
+LOOKUPS_MAX = 4
 
 _ARRIVAL = attrgetter("arrival")
 
@@ -56,8 +60,8 @@ class Verdict(NamedTuple):
 class PrefetchRequest:
     """A request for a prefetch. It waits at most until `until_s`, in `HiCacheController.time_s`.
 
-    It differs from the fruitless leaders that it has followed in the pages before `apart_page`. The pages before
-    `reached_page` have arrived at some time.
+    Its prompt diverges before `divergence_end_page` from each fruitless leader that it has followed. The pages before
+    `reached_page` have arrived at some time; `lookups` counts since then.
     """
 
     arrival: int
@@ -65,16 +69,19 @@ class PrefetchRequest:
     key: RadixKey
     until_s: float
     leader: Prefetch | None = field(default=None, repr=False)
-    apart_page: int = 0
+    divergence_end_page: int = 0
     lookups: int = 0
     reached_page: int = 0
 
-    def reaches(self, end_page: int, lookups_max: int) -> bool:
-        """Record that a part up to `end_page` has arrived. Return False after `lookups_max` lookups without a part that
-        ends behind all parts before it."""
+    def note_arrival(self, end_page: int) -> None:
+        """Record that a part up to `end_page` has arrived."""
         if end_page > self.reached_page:
             self.reached_page, self.lookups = end_page, 0
-        return self.lookups < lookups_max
+
+    @property
+    def may_look_up(self) -> bool:
+        """True unless `LOOKUPS_MAX` lookups have not extended the arrived prefix."""
+        return self.lookups < LOOKUPS_MAX
 
     def first_pages(self, tree: RadixTree, match: Match, end_page: int = 0) -> FirstPages:
         """Return the pages after `match`, up to `end_page` and at least one."""
@@ -141,12 +148,12 @@ class Leaders:
 
     def find(self, request: PrefetchRequest, tree: RadixTree, match: Match) -> Prefetch | None:
         """Return the prefetch of another request that fetches the pages of `request` after `match`."""
-        return self._prefetches.get(request.first_pages(tree, match, request.apart_page))
+        return self._prefetches.get(request.first_pages(tree, match, request.divergence_end_page))
 
     def add(self, prefetch: Prefetch, match: Match) -> None:
         """Let `prefetch`, which starts after `match`, lead. REQUIRES: `find` returned None."""
         request, tree = prefetch.request, prefetch.tree
-        wanted = {request.first_pages(tree, match, request.apart_page), request.first_pages(tree, match)}
+        wanted = {request.first_pages(tree, match, request.divergence_end_page), request.first_pages(tree, match)}
         prefetch.first_pages = tuple(pages for pages in wanted if pages not in self._prefetches)
         self._prefetches.update(dict.fromkeys(prefetch.first_pages, prefetch))
 
@@ -236,7 +243,7 @@ class WaitingRequests:
                     del self._requests[request.rid]
                     shared.append(leader.verdict)
                     continue
-                request.apart_page = common + 1
+                request.divergence_end_page = common + 1
             insort(self._turns, request, key=_ARRIVAL)
         return shared
 

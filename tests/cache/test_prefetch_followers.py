@@ -9,7 +9,7 @@ import pytest
 
 from hicache.backends.base import GetOutcome
 from hicache.backends.guard import Direction
-from hicache.cache.prefetch import LOOKUPS_MAX
+from hicache.cache.waiting import LOOKUPS_MAX
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey

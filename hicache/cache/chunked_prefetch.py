@@ -1,4 +1,4 @@
-"""Climbs: prefetches larger than their share of L2 are loaded to L1 in parts, before their requests begin.
+"""Chunked prefetch: a prompt larger than its share of L2 is loaded to L1 in parts, before its request begins.
 
 When a prefetch has filled its share of L2 and storage has more pages, the pages that have arrived are loaded to L1.
 Their frames on L2 are then copies and can be evicted for the next part, which the request looks up like a new one. So a
@@ -26,7 +26,7 @@ from .waiting import PrefetchRequest
 Promote: TypeAlias = Callable[[RadixTree, Node], Load | None]
 
 
-class Climbs:
+class ChunkedPrefetch:
     """Invariant: `_requests` has the requests whose pages are being loaded to L1 or wait for room there, by request id;
     `_loads` has the former by load. `share` holds the pages that have arrived for them. `promote` is None if the engine
     owns L1.
@@ -54,7 +54,7 @@ class Climbs:
         return True
 
     def advance(self) -> list[PrefetchRequest]:
-        """Start the waiting loads that have room now. Once per step; free of cost if none wait.
+        """Start the waiting loads that have room now. Call it once per step; does nothing if no load waits.
 
         Return the requests whose pages are already on L1 because others have loaded them.
         """
@@ -96,8 +96,8 @@ class Climbs:
             table.clear()
 
     def release_arrived(self) -> bool:
-        """Stop holding pages that have arrived, and so the climbs. They stay while there is room, and a later request
-        finds them on their tier. Return False if there are none."""
+        """Stop holding pages that have arrived, and waiting for their loads. They stay while there is room, and a later
+        request finds them on their tier. Return False if there are none."""
         rids = self._share.rids
         for rid in rids:
             self.stop(rid)
@@ -110,6 +110,6 @@ class Climbs:
 
     def check(self) -> None:
         """Raises InvariantError if the invariant does not hold."""
-        climbing = sorted([*self._loads.values(), *self._waiting])
-        if climbing != sorted(self._requests) or not all(map(self._share.end_of, climbing)):
+        rids = sorted([*self._loads.values(), *self._waiting])
+        if rids != sorted(self._requests) or not all(map(self._share.end_of, rids)):
             raise InvariantError("prefetch: pages of a request are being loaded to L1, but are not held for it")

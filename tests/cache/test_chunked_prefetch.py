@@ -1,4 +1,4 @@
-"""Climbs: stored pages that do not fit on L2 at once are loaded to L1 in parts."""
+"""Chunked prefetch: stored pages that do not fit on L2 at once are loaded to L1 in parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pages_from_storage(world: World, rid: str) -> int:
     return world.serve(rid, KEY).storage_hit_tokens // GEOMETRY.page_size
 
 
-def climb(world: World, rid: str) -> None:
+def load_first_part(world: World, rid: str) -> None:
     """Prefetch KEY, and step until its first part is on L1."""
     assert world.cache.prefetch_from_storage(rid, KEY)
     world.until(lambda: world.cache.tree.device_pages_total > 0)
@@ -82,7 +82,7 @@ def test_arrived_pages_are_loaded_as_soon_as_l1_has_room(backend: MemoryBackend)
 
 def test_a_request_that_begins_early_gets_the_pages_that_have_arrived(backend: MemoryBackend) -> None:
     world = small_l2(backend)
-    climb(world, "a")
+    load_first_part(world, "a")
     request = world.begin("a", KEY)
     assert (request.device_hit_tokens, request.storage_hit_tokens) == (0, HOST_PAGES // 2 * GEOMETRY.page_size)
     world.cache.cache_finished_req(request, KEY)
@@ -90,9 +90,9 @@ def test_a_request_that_begins_early_gets_the_pages_that_have_arrived(backend: M
 
 
 @pytest.mark.parametrize("end", ["abort", "clear", "detach"])
-def test_a_climb_that_is_stopped_holds_no_pages(backend: MemoryBackend, end: str) -> None:
+def test_a_chunked_prefetch_that_is_stopped_holds_no_pages(backend: MemoryBackend, end: str) -> None:
     world = small_l2(backend)
-    climb(world, "a")
+    load_first_part(world, "a")
     if end == "abort":
         world.cache.abort_prefetch("a")
     elif end == "clear":
@@ -106,7 +106,7 @@ def test_a_climb_that_is_stopped_holds_no_pages(backend: MemoryBackend, end: str
     assert world.cache._prefetcher.take_promoted("a") == 0
 
 
-def test_several_long_prompts_climb_in_turn(backend: MemoryBackend) -> None:
+def test_several_long_prompts_are_loaded_in_turn(backend: MemoryBackend) -> None:
     world = small_l2(backend, device_pages=128)
     other = prompt(*range(1, 9), *range(50, 66))
     helper = World(device_pages=64, host_pages=64, backend=backend)
@@ -193,25 +193,25 @@ def test_if_another_request_computes_the_part_that_is_being_read_the_rest_is_fet
 
 def test_after_clear_no_pages_count_as_loaded_for_a_request(backend: MemoryBackend) -> None:
     world = small_l2(backend)
-    climb(world, "a")
-    world.until(lambda: world.cache._prefetcher._climbs._pages["a"] > 0)
+    load_first_part(world, "a")
+    world.until(lambda: world.cache._prefetcher._chunked._pages["a"] > 0)
     world.cache.clear()
     assert world.cache._prefetcher.take_promoted("a") == 0
 
 
-def test_the_load_of_another_request_does_not_end_a_climb_without_a_name(backend: MemoryBackend) -> None:
+def test_the_load_of_another_request_does_not_end_a_prefetch_without_a_name(backend: MemoryBackend) -> None:
     world = small_l2(backend, device_pages=PAGES + 8)
     others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
     assert world.cache.prefetch_from_storage("", KEY)
     world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
-    assert world.cache._prefetcher._climbs.ended(Load(NO_PAGES, NO_PAGES, 0)) is None
+    assert world.cache._prefetcher._chunked.ended(Load(NO_PAGES, NO_PAGES, 0)) is None
     world.cache.cache_finished_req(others, None)
     assert pages_from_storage(world, "") == PAGES
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", seeds(10))
-def test_random_requests_that_climb_beside_each_other_get_the_right_pages(seed: int) -> None:
+def test_random_requests_that_are_loaded_in_parts_beside_each_other_get_the_right_pages(seed: int) -> None:
     random = rng(seed)
     prompts = [prompt(*range(first, first + PAGES)) for first in (100, 200, 300)]
     backend = memory_backend()
