@@ -23,7 +23,7 @@ class ErrorKind(enum.StrEnum):
     CONNECTION_LOST = "connection_lost"
     UNREACHABLE = "unreachable"  # any other error of the network, or no such Unix socket
     TLS = "tls"
-    PROTOCOL = "protocol"  # the reply is not from such a server
+    PROTOCOL = "protocol"  # the reply is not valid in the protocol of the store
     SHORT_BODY = "short_body"  # the reply ended early; the object itself may be whole
     TOO_MANY_CONNECTIONS = "too_many_connections"
     FOREIGN_ADDRESS = "foreign_address"  # a server reported a node that is not allowed

@@ -93,7 +93,7 @@ class HostTier:
         """
         tree = self._trees.current
         if count > self.room:
-            self._give_way(count - self.room)
+            self._cancel_stores(count - self.room)
         if count > self.room:
             return None
         missing = count - self.host.allocator.free_pages
@@ -155,7 +155,7 @@ class HostTier:
         self.drop_released()
 
     def drop_released(self) -> None:
-        """Drop damaged nodes that are not held any more. Call it once per step; free of cost without any."""
+        """Drop damaged nodes that are not held any more. Call it once per step; does nothing without any."""
         for node, tree in list(self._damaged.items()):
             if not (node.host_ref or (node.lock_ref and node.device is None)):
                 del self._damaged[node]
@@ -194,7 +194,7 @@ class HostTier:
                 break  # its descendants would be unreachable without it
 
     def reused(self, node: Node) -> None:
-        """Record for `tell_uses` the stored runs of the path to `node`, which a new request reuses. Hashes nothing."""
+        """Note the stored runs of the path to `node`, which a new request reuses, for `report_uses`. Hashes nothing."""
         if not self._gate.attached:
             return
         time_s = self._controller.time_s()
@@ -214,7 +214,7 @@ class HostTier:
         self._used.append(keys)
         self._used_bytes += len(keys)
 
-    def tell_uses(self) -> None:
+    def report_uses(self) -> None:
         """Notify storage of the reused runs, at most every `TOUCH_PAUSE_S`. Call it once per step."""
         if not self._used or (time_s := self._controller.time_s()) < self._touch_at_s:
             return
@@ -302,7 +302,7 @@ class HostTier:
             elif self._controller.stores_pages and store.damage is None:
                 self._gate.failed(Direction.WRITE)
 
-    def _give_way(self, pages: int) -> None:
+    def _cancel_stores(self, pages: int) -> None:
         """Cancel waiting stores, newest first, until `pages` more pages of L2 can be evicted.
 
         Cancels nothing if that cannot be enough. It may still not be enough, because stores that a worker has begun

@@ -76,7 +76,7 @@ class CallerWatch(OwnerThread):
     the time of a check.
     """
 
-    __slots__ = ("_clock", "_controller", "_first_call_s", "_is_told", "_log", "_refused_s", "calls")
+    __slots__ = ("_clock", "_controller", "_first_call_s", "_is_warned", "_log", "_refused_s", "calls")
 
     def __init__(self, controller: HiCacheController) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class CallerWatch(OwnerThread):
         self._clock = controller.clock
         self.calls = 0
         self._first_call_s = 0.0
-        self._is_told = False
+        self._is_warned = False
         self._refused_s: dict[str, float] = {}  # when a waiting request was refused first
         self._log = LimitedLog(logger, STARVED_LOG_S, self._clock)
 
@@ -95,12 +95,12 @@ class CallerWatch(OwnerThread):
         if calls == 1:
             self._first_call_s = self._clock()
         elif calls % CALLS_PER_LOOK == 0 and (waited_s := self._clock() - self._first_call_s) >= UNPOLLED_S:
-            self._tell_unpolled(waited_s)
+            self._warn_unpolled(waited_s)
 
-    def _tell_unpolled(self, waited_s: float) -> None:
-        if self._is_told or self._controller.idle:
+    def _warn_unpolled(self, waited_s: float) -> None:
+        if self._is_warned or self._controller.idle:
             return
-        self._is_told = True
+        self._is_warned = True
         logger.warning("poll() was not called for %.0f s, in which %d calls for requests were made, and operations "
                        "wait for it: call it once per step, also when idle", waited_s, self.calls)  # fmt: skip
 
@@ -118,7 +118,7 @@ class CallerWatch(OwnerThread):
                        "requests use most: %s. End each request with cache_finished_req", rid[:_NAME_CHARS_MAX],
                        waited_s, pages, len(holding), named)  # fmt: skip
 
-    def settled(self, rid: str) -> None:
-        """Note that a request has begun, or will not."""
+    def forget_refusals(self, rid: str) -> None:
+        """Forget the refusals of a request that has begun, or will not."""
         if self._refused_s:
             self._refused_s.pop(rid, None)

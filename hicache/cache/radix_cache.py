@@ -95,7 +95,7 @@ class HiRadixCache(TieredCache):
             raise InvariantError("L1: no pages are free for a request after room was made for it")
         request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), tree, node, priority, load)
         self.running.add(request)
-        self.caller.settled(rid)
+        self.caller.forget_refusals(rid)
         if self._verifier is not None:
             self._verifier.forget(rid)
         known_pages = self._note_uses(rid, key, len(shared), begins=True).known_pages
@@ -257,7 +257,7 @@ class HiRadixCache(TieredCache):
         if self._verifier is not None:
             self._verifier.forget(rid)
         self._prefetcher.abort(rid)
-        self.caller.settled(rid)
+        self.caller.forget_refusals(rid)
 
     # Emptying
 

@@ -166,7 +166,7 @@ class SessionCache(HiRadixCache):
         if session is not None and session.held is not None and not _continues(session.held.key, key):
             self._release(session, "diverged")
         while (request := super().begin_request(rid, key, priority=priority)) is None:
-            if not self._give_way(pages - self.peek(key).device_pages, pages, session):
+            if not self._release_idle(pages - self.peek(key).device_pages, pages, session):
                 return None
         if session is not None:
             session.request = request
@@ -180,7 +180,7 @@ class SessionCache(HiRadixCache):
         """
         while not super().extend(request, total_tokens):
             missing = missing_pages(request, total_tokens, self.device)
-            if not self._give_way(missing, missing, None):
+            if not self._release_idle(missing, missing, None):
                 return False
         return True
 
@@ -288,7 +288,7 @@ class SessionCache(HiRadixCache):
         session.turn = session.request = session.lent = None
         self._touch(session)
 
-    def _give_way(self, least_pages: int, enough_pages: int, own: _Session | None) -> bool:
+    def _release_idle(self, least_pages: int, enough_pages: int, own: _Session | None) -> bool:
         """Release the KV of idle sessions, at least of one, until there may be room for `least_pages`: least recently
         used first, and last `own`, whose turn needs the room.
 

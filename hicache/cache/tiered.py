@@ -253,7 +253,7 @@ class TieredCache:
         if self._events is not None:
             self._events.poll(self.tree)
         self.controller.launch_backups()
-        self._l2.tell_uses()
+        self._l2.report_uses()
         self._l2.drop_released()
         self.controller.report(self.break_even.rates())
         self.break_even.use_rates(self.controller.rates)

@@ -547,7 +547,7 @@ def test_a_cache_that_ignores_write_back_evicts_a_session() -> None:
 class KeepsSessions(SessionCache):
     """Does not evict sessions."""
 
-    def _give_way(self, least_pages: int, enough_pages: int, own: module._Session | None) -> bool:
+    def _release_idle(self, least_pages: int, enough_pages: int, own: module._Session | None) -> bool:
         return False
 
 
