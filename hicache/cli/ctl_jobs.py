@@ -15,7 +15,7 @@ from ..units import counted, format_size
 from .ctl_client import AdminClient
 from .interrupts import noted_signals
 from .main import FOUND_EXIT_CODE, INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE
-from .progress import Told, follow
+from .progress import StepProgress, follow
 
 # The polling interval of a job: short jobs end soon, and one request costs the server a millisecond.
 ASK_S = 0.2
@@ -42,7 +42,7 @@ def watch(
     try:
         if noted:
             signal.raise_signal(noted[0])
-        return follow(_steps(client, first), title, _tell)
+        return follow(_steps(client, first), title, _job_progress)
     except KeyboardInterrupt:
         click.echo("cancelling; press Ctrl-C again to leave it running", err=True)
         client.delete(f"/jobs/{first.id}")
@@ -58,14 +58,14 @@ def _steps(client: AdminClient, job: Job) -> Iterator[Job]:
         yield job
 
 
-def _tell(job: Job) -> Told:
+def _job_progress(job: Job) -> StepProgress:
     progress = job.progress
     found = f"{progress.store} {format_size(progress.bytes)}"
     if job.kind is JobKind.SCRUB:
         found += f", {sum(progress.damaged.values())} damaged"
     else:
         found += f", {progress.removed:,} removed"
-    return Told(progress.pages, progress.total, found.strip())
+    return StepProgress(progress.pages, progress.total, found.strip())
 
 
 def show_job(client: AdminClient, job: Job, as_json: bool) -> None:

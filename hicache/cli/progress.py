@@ -41,7 +41,7 @@ class OutputConsole(Console):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepProgress:
     """The progress of a step: `done` of `total` (None: unknown) items of a kind, and the findings."""
 
     done: int
@@ -50,7 +50,7 @@ class Told:
     kind: str = "pages"
 
 
-def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
+def follow(steps: Iterator[Step], title: str, progress_of: Callable[[Step], StepProgress]) -> Step:
     """Iterate over `steps`, at least one, and show their progress. Return the last step."""
     bar = sys.stderr.isatty()
     interval_s = BAR_INTERVAL_S if bar else PLAIN_INTERVAL_S
@@ -60,12 +60,12 @@ def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> S
         for number, last in enumerate(steps):
             if time.monotonic() - shown_s >= interval_s or (bar and number < BAR_FIRST_STEPS):
                 shown_s = time.monotonic()
-                told = tell(last)
-                progress.update(task, completed=told.done, total=told.total, found=told.found)
+                shown = progress_of(last)
+                progress.update(task, completed=shown.done, total=shown.total, found=shown.found)
                 if not bar:
-                    click.echo(f"{title}: {_plain(told, shown_s - started_s)}", err=True)
-        told = tell(last)
-        progress.update(task, completed=told.done, total=told.total, found=told.found)
+                    click.echo(f"{title}: {_plain(shown, shown_s - started_s)}", err=True)
+        shown = progress_of(last)
+        progress.update(task, completed=shown.done, total=shown.total, found=shown.found)
     return last
 
 
@@ -76,13 +76,13 @@ def _columns() -> list[ProgressColumn]:
     return [TextColumn("{task.description}"), bar, TaskProgressColumn(), TimeRemainingColumn(), found]
 
 
-def _plain(told: Told, elapsed_s: float) -> str:
-    if told.total is None:
-        return f"{told.done:,} {told.kind}, {told.found}"
-    share = f" ({100 * told.done / told.total:.0f} %)" if told.total else ""
-    to_do = told.total - told.done
-    left = f", about {format_age(elapsed_s * to_do / told.done)} left" if told.done and to_do > 0 else ""
-    return f"{told.done:,} of {told.total:,} {told.kind}{share}, {told.found}{left}"
+def _plain(shown: StepProgress, elapsed_s: float) -> str:
+    if shown.total is None:
+        return f"{shown.done:,} {shown.kind}, {shown.found}"
+    share = f" ({100 * shown.done / shown.total:.0f} %)" if shown.total else ""
+    to_do = shown.total - shown.done
+    left = f", about {format_age(elapsed_s * to_do / shown.done)} left" if shown.done and to_do > 0 else ""
+    return f"{shown.done:,} of {shown.total:,} {shown.kind}{share}, {shown.found}{left}"
 
 
 def format_age(seconds: float) -> str:
@@ -100,7 +100,7 @@ class Work:
     def __init__(self) -> None:
         self.interrupted = False
 
-    def follow(self, steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
+    def follow(self, steps: Iterator[Step], title: str, progress_of: Callable[[Step], StepProgress]) -> Step:
         """As `follow`; after Ctrl-C return the last step. Raises KeyboardInterrupt before the first step."""
         last: list[Step] = []
 
@@ -110,7 +110,7 @@ class Work:
                 yield step
 
         try:
-            return follow(noted(), title, tell)
+            return follow(noted(), title, progress_of)
         except KeyboardInterrupt:
             if not last:
                 raise

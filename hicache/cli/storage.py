@@ -23,7 +23,7 @@ from ..backends.tools.survey import survey
 from ..units import counted, format_size
 from .arguments import DURATION, PATH, SIZE
 from .main import FOUND_EXIT_CODE
-from .progress import Told, Work, follow
+from .progress import StepProgress, Work, follow
 from .stores import (
     DRY_RUN,
     JSON,
@@ -75,7 +75,9 @@ def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
     if epoch is None:
         return [namespace]
     with part.opened() as raw:
-        found = follow(survey(raw, namespace), "looking", lambda seen: Told(seen.pages, None, format_size(seen.bytes)))
+        found = follow(
+            survey(raw, namespace), "looking", lambda seen: StepProgress(seen.pages, None, format_size(seen.bytes))
+        )
     samples = {digest: one.sample for digest, one in found.namespaces.items()}
     return [digest.hex() for digest, sample in samples.items() if sample is not None and sample.weights_epoch == epoch]
 
@@ -135,7 +137,7 @@ def copy(
         into = _target(only_part(target, to_part, "--to-part"), dry_run, stack)
         for one, raw in sources:
             steps = copy_raw(raw, into, namespace=namespace, keys=keys, rate_bytes_per_s=rate, dry_run=dry_run)
-            last = done[one.name] = work.follow(steps, "copying", _tell_copy)
+            last = done[one.name] = work.follow(steps, "copying", _copy_progress)
             if not as_json:
                 heading = [f"{one.name}:"] if len(sources) > 1 else []
                 click.echo("\n".join([*heading, *_copy_lines(last, dry_run)]))
@@ -163,10 +165,10 @@ def _names_in(directory: Path) -> list[str]:
     return ["unreadable"]  # opening it reports the reason
 
 
-def _tell_copy(step: CopyProgress) -> Told:
+def _copy_progress(step: CopyProgress) -> StepProgress:
     if step.total is None:
-        return Told(step.seen, None, "listing")
-    return Told(step.seen, step.total, f"{amount(step.copied, step.bytes)} copied")
+        return StepProgress(step.seen, None, "listing")
+    return StepProgress(step.seen, step.total, f"{amount(step.copied, step.bytes)} copied")
 
 
 def _copy_lines(last: CopyProgress, dry_run: bool) -> list[str]:
@@ -227,10 +229,11 @@ class Removal:
         """Visit the parts; `seen` are the page counts of a dry run, or None."""
         done: list[tuple[str, RemovalProgress]] = []
         for number, (one, prefix) in enumerate(places):
-            tell = functools.partial(_tell_removal, expected=None if seen is None else seen[number])
+            progress_of = functools.partial(_removal_progress, expected=None if seen is None else seen[number])
             with one.opened() as raw:
                 dry_run = title == "looking"
-                done.append((one.name, self._work.follow(steps(raw, namespace=prefix, dry_run=dry_run), title, tell)))
+                made = steps(raw, namespace=prefix, dry_run=dry_run)
+                done.append((one.name, self._work.follow(made, title, progress_of)))
             if self._work.interrupted:
                 break
         return done
@@ -247,8 +250,8 @@ class Removal:
         self._work.end()
 
 
-def _tell_removal(step: RemovalProgress, expected: int | None) -> Told:
-    return Told(step.seen, expected if step.total is None else step.total, amount(step.pages, step.bytes))
+def _removal_progress(step: RemovalProgress, expected: int | None) -> StepProgress:
+    return StepProgress(step.seen, expected if step.total is None else step.total, amount(step.pages, step.bytes))
 
 
 def _total(found: Sequence[tuple[str, RemovalProgress]]) -> str:

@@ -15,7 +15,7 @@ from ..backends.tools.survey import NamespaceSurvey, StoreSurvey, survey
 from ..errors import BackendError, ConfigError
 from ..units import counted, format_share, format_size
 from .main import USAGE_EXIT_CODE
-from .progress import Told, follow, format_age, width
+from .progress import StepProgress, follow, format_age, width
 from .stores import JSON, NAMED_STORE, NAMESPACE, PART, StorePart, amount, parts_of, print_json
 
 SHORT_HEX = 12
@@ -99,7 +99,7 @@ def _look(raw: RawStore, namespace: str, *, with_chains: bool) -> StoreSurvey:
     return follow(
         survey(raw, namespace, with_chains=with_chains),
         "looking",
-        lambda found: Told(found.pages, None, amount(found.pages, found.bytes)),
+        lambda found: StepProgress(found.pages, None, amount(found.pages, found.bytes)),
     )
 
 

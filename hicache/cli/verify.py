@@ -17,7 +17,7 @@ from ..frame import NO_PARENT, Damage, FrameHeader
 from ..units import counted, format_size
 from .arguments import PATH, SIZE
 from .main import FOUND_EXIT_CODE
-from .progress import Told, Work
+from .progress import StepProgress, Work
 from .stores import JSON, NAMED_STORE, PART, StorePart, amount, key_options, page_keys, parts_of, print_json
 
 # The most damaged pages that are printed for each part: as many as fit on a screen. --json prints all.
@@ -74,7 +74,7 @@ def verify(
     for one in parts:
         with one.opened() as raw:
             steps = verify_raw(raw, keys=keys, rate_bytes_per_s=rate, remove=remove)
-            last = work.follow(steps, "checking", _tell_scrub)
+            last = work.follow(steps, "checking", _scrub_progress)
         documents.append(_scrub_json(one, last))
         if not as_json:
             click.echo("\n".join([*([f"{one.name}:"] if len(parts) > 1 else []), *_verdict(one, last)]))
@@ -86,10 +86,11 @@ def verify(
     work.end(found=bad)
 
 
-def _tell_scrub(step: ScrubProgress) -> Told:
+def _scrub_progress(step: ScrubProgress) -> StepProgress:
     if not step.pages:
-        return Told(step.pages_total, None, "listing")
-    return Told(step.pages, step.pages_total, f"{format_size(step.bytes)}, {sum(step.damaged.values())} damaged")
+        return StepProgress(step.pages_total, None, "listing")
+    damaged = sum(step.damaged.values())
+    return StepProgress(step.pages, step.pages_total, f"{format_size(step.bytes)}, {damaged} damaged")
 
 
 def _state(report: PageReport) -> str:

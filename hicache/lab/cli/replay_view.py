@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...cli.progress import Told
+from ...cli.progress import StepProgress
 from ...cli.tables import table
 from ...errors import InvalidInput
 from ...units import counted, format_share, format_size
@@ -20,14 +20,14 @@ from ..replay.tokens import TokenSource
 from ..replay.trace import TraceRequest
 
 
-def progress_of(sample: Sample, job: ReplayJob) -> Told:
+def progress_of(sample: Sample, job: ReplayJob) -> StepProgress:
     """Return the progress of a replay, with the sources of its prompt tokens so far."""
     count = job.request_count
     total = None if count is None else count * (job.processes if job.whole_trace_each else 1)
     shares = [f"{name.partition(' ')[0]} {format_share(sample.hit_tokens.get(tier, 0), sample.prompt_tokens)}"
               for tier, name in TIER_NAMES.items()]  # fmt: skip
     wrong = f"{sample.wrong_bytes:,} WRONG BYTES" if sample.wrong_bytes else "0 wrong bytes"
-    return Told(sample.requests, total, ", ".join([*shares, wrong]), "requests")
+    return StepProgress(sample.requests, total, ", ".join([*shares, wrong]), "requests")
 
 
 def print_summary(console: Console, result: ReplayResult) -> None:

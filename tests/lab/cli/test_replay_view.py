@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hicache.cli import progress
-from hicache.cli.progress import Told, follow
+from hicache.cli.progress import StepProgress, follow
 from hicache.lab.cli.replay_view import milliseconds, print_summary, progress_of
 from hicache.lab.replay.result import ReplayResult
 from hicache.lab.replay.timing import Latency
@@ -54,7 +54,7 @@ def test_no_number_of_the_summary_is_cut(width: int) -> None:
 def test_progress_shows_the_shares_of_the_tiers_and_wrong_bytes(tmp_path: Path) -> None:
     one = job(tmp_path, [], small_config(storage=None), requests=20, processes=2, whole_trace_each=True)
     now = sample(9.0, 1000, device=100, host=200, storage=50)
-    assert progress_of(now, one) == Told(9, 40, "L1 10.0 %, L2 20.0 %, L3 5.0 %, 0 wrong bytes", "requests")
+    assert progress_of(now, one) == StepProgress(9, 40, "L1 10.0 %, L2 20.0 %, L3 5.0 %, 0 wrong bytes", "requests")
     assert "7 WRONG BYTES" in progress_of(replace(now, wrong_bytes=7), one).found
 
 
@@ -64,15 +64,15 @@ def test_longer_times_have_fewer_decimals() -> None:
     ]  # fmt: skip
 
 
-def tell(step: int) -> Told:
-    return Told(step, 3 if step else None, f"{step} found")
+def step_progress(step: int) -> StepProgress:
+    return StepProgress(step, 3 if step else None, f"{step} found")
 
 
 def test_lines_of_progress_go_to_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
-    assert follow(iter([0, 1, 3]), "counting", tell) == 3
+    assert follow(iter([0, 1, 3]), "counting", step_progress) == 3
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.splitlines() == [
@@ -82,5 +82,5 @@ def test_lines_of_progress_go_to_stderr(
 
 
 def test_a_short_task_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    assert follow(iter([0, 1, 2]), "counting", tell) == 2
+    assert follow(iter([0, 1, 2]), "counting", step_progress) == 2
     assert capsys.readouterr().err == ""
