@@ -77,7 +77,7 @@ class Overrides:
 
     def __init__(self) -> None:
         self.modes: Mapping[tuple[Direction, str | None], Override] = {}  # replaced, never changed
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def force(
         self, direction: Direction, mode: Override, store: str | None, backends: Iterable[StorageBackend]
@@ -91,21 +91,18 @@ class Overrides:
             modes[direction, store] = mode
             self.modes = modes
             for backend in backends:
-                self._apply(backend)
+                self.apply(backend)
             if mode is Override.AUTO and (store is None or (direction, None) not in modes):
                 self.modes = {key: other for key, other in modes.items() if key != (direction, store)}
 
     def apply(self, backend: StorageBackend) -> None:
         """Apply the overrides to the guards in `backend`. Does not block."""
         with self._lock:
-            self._apply(backend)
-
-    def _apply(self, backend: StorageBackend) -> None:
-        for name, guard in named_leaves(backend) if self.modes else ():
-            for direction in Direction:
-                mode = self.modes.get((direction, name), self.modes.get((direction, None)))
-                if mode is not None and isinstance(guard, GuardedBackend):
-                    guard.override(direction, mode)
+            for name, guard in named_leaves(backend) if self.modes else ():
+                for direction in Direction:
+                    mode = self.modes.get((direction, name), self.modes.get((direction, None)))
+                    if mode is not None and isinstance(guard, GuardedBackend):
+                        guard.override(direction, mode)
 
 
 class Slot(Generic[E]):

@@ -47,14 +47,6 @@ IN_SERVICE: Final[Until] = dict.fromkeys(Direction, math.inf)
 RETIRED: Final[Until] = dict.fromkeys(Direction, -math.inf)
 
 
-class _Pause:
-    """The back-off of one direction of a store."""
-
-    def __init__(self) -> None:
-        self.until_s = -math.inf
-        self.backoff = Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX)
-
-
 @dataclass(slots=True, eq=False)
 class OpenStore(Entry):
     """An open backend, in use or being retired. `in_flight` are operations that are not acknowledged yet."""
@@ -63,7 +55,10 @@ class OpenStore(Entry):
     # Last keys of operations that did not store all pages, the oldest first. With several backup workers a
     # continuation may overtake the failure. Then its pages are of no use until its head is stored.
     broken_chains: dict[bytes, None] = field(default_factory=dict)
-    pauses: dict[Direction, _Pause] = field(default_factory=lambda: {direction: _Pause() for direction in Direction})
+    closed_until: dict[Direction, float] = field(default_factory=lambda: dict.fromkeys(Direction, -math.inf))
+    backoffs: dict[Direction, Backoff] = field(
+        default_factory=lambda: {direction: Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX) for direction in Direction}
+    )
 
 
 class Readiness(NamedTuple):
@@ -145,7 +140,7 @@ class StorageGate:
         return (
             store is not None
             and self._until[direction] == math.inf
-            and self._clock() >= store.pauses[direction].until_s
+            and self._clock() >= store.closed_until[direction]
             and may_pass(store.backend, direction)
         )
 
@@ -154,16 +149,15 @@ class StorageGate:
     def failed(self, direction: Direction) -> None:
         """Start a back-off. Does nothing during a back-off, because the failed operation began before it."""
         time_s, store = self._clock(), self.slot.store
-        if store is not None and time_s >= store.pauses[direction].until_s:
-            pause = store.pauses[direction]
-            pause.until_s = time_s + pause.backoff.next_s()
+        if store is not None and time_s >= store.closed_until[direction]:
+            store.closed_until[direction] = time_s + store.backoffs[direction].next_s()
 
     def succeeded(self, direction: Direction) -> None:
         """End the back-off. The next one has the shortest length again."""
         store = self.slot.store
         if store is not None:
-            store.pauses[direction].until_s = -math.inf
-            store.pauses[direction].backoff.reset()
+            store.closed_until[direction] = -math.inf
+            store.backoffs[direction].reset()
 
     def stop(self, direction: Direction, at: float = -math.inf) -> None:
         """Close `direction` permanently, for shutdown. Workers start no batch of it at or after the time `at`."""

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome, StorageBackend
-from hicache.backends.guard import Direction, GuardedBackend, Override
+from hicache.backends.guard import CONFIRM_S, Direction, GuardedBackend, Override
 from hicache.backends.memory import MemoryBackend
-from hicache.backends.slot import OPEN_DEADLINE_S, REOPEN_S_MIN, Entry, OpenBackend, Overrides, Slot
+from hicache.backends.slot import OPEN_DEADLINE_S, REOPEN_S_MIN, Entry, OpenBackend, Overrides, Slot, Waiting
 from hicache.backends.testing import in_threads, soon
 from hicache.errors import BackendError, InvariantError
 from hicache.frame import PageBuffer
@@ -199,6 +199,16 @@ def test_a_store_that_is_not_open_tells_why_until_it_is(make: Make) -> None:
     assert [leaf.health.is_problem for leaf in slot.leaves()] == [False] and not slot.is_awaited
     slot.replace(None)
     assert slot.leaves() == () and not slot.is_awaited
+
+
+def test_a_store_that_does_not_answer_while_it_is_opened_is_a_problem_after_some_time(make: Make) -> None:
+    slot, go = make(), threading.Event()
+    slot.replace(opener(Backend(), go))
+    assert slot.leaves() == ()
+    slot.waiting = Waiting(0, time.time() - CONFIRM_S, "")
+    (leaf,) = slot.leaves()
+    assert leaf.health.what == "it does not answer while it is opened"
+    go.set()
 
 
 @pytest.mark.parametrize("error", [BackendError("no registered memory"), OSError("a bug")])

@@ -311,6 +311,18 @@ def test_a_success_ends_the_backoff_and_makes_the_next_one_short() -> None:
         assert round(backoff_s(one.gate, one.clock) / BACKOFF_S_MIN) == 1
 
 
+def test_a_new_store_begins_without_the_backoff_of_the_one_before() -> None:
+    with engine() as one:
+        for _ in range(6):
+            one.gate.failed(READ)
+            one.clock.time_s += BACKOFF_S_MAX
+        one.gate.failed(READ)
+        one.gate.replace(None)
+        one.use()
+        assert one.gate.offer().read
+        assert round(backoff_s(one.gate, one.clock) / BACKOFF_S_MIN) == 1
+
+
 # Ranks
 
 
