@@ -243,17 +243,40 @@ class Connection:
         """Read the body of a small reply. Raises OSError, and StoreError if it is longer than `bytes_max` or cut
         off."""
         if head.is_chunked:
-            return read_chunks(
-                lambda: self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline),
-                lambda size: self.read_exactly(size, deadline),
-                bytes_max,
-            )
+            return self._read_chunks(bytes_max, deadline)
         length = head.length
         if length is None:
             return self._read_to_end(bytes_max, deadline)
         if length > bytes_max:
             raise StoreError(ErrorKind.PROTOCOL, f"a reply of {length} bytes, more than the limit of {bytes_max}")
         return self.read_exactly(length, deadline)
+
+    def _read_chunks(self, bytes_max: int, deadline: float) -> bytes:
+        """Read a body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes plus a sixteenth of that around the
+        chunks. Raises OSError and StoreError."""
+        body = bytearray()
+        framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
+        is_trailer = False
+        while framing_left > 0:
+            try:
+                line = self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline)
+            except StaleConnection as error:
+                raise StoreError(ErrorKind.PROTOCOL, "the connection ended within the chunks") from error
+            framing_left -= len(line)
+            if is_trailer:
+                if line == b"\r\n":
+                    return bytes(body)
+                continue
+            found = _CHUNK_SIZE.fullmatch(line)
+            size = int(found[1], 16) if found else -1
+            if not 0 <= size <= bytes_max - len(body):
+                raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has an invalid size")
+            is_trailer = not size
+            if size:
+                body += self.read_exactly(size, deadline)
+                if self.read_exactly(2, deadline) != b"\r\n":
+                    break
+        raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply are not valid")
 
     def read_exactly(self, size: int, deadline: float) -> bytes:
         """Read the next `size` bytes. Allocates memory only for arrived bytes. Raises as `read_into`."""
@@ -284,34 +307,6 @@ class Connection:
     def close(self) -> None:
         """Close it, in any state."""
         self._sock.close()
-
-
-def read_chunks(read_line: Callable[[], bytes], read_exactly: Callable[[int], bytes], bytes_max: int) -> bytes:
-    """Read a body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes plus a sixteenth of that around the chunks.
-    Raises StoreError, and the errors of the readers."""
-    body = bytearray()
-    framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
-    is_trailer = False
-    while framing_left > 0:
-        try:
-            line = read_line()
-        except StaleConnection as error:
-            raise StoreError(ErrorKind.PROTOCOL, "the connection ended within the chunks") from error
-        framing_left -= len(line)
-        if is_trailer and line:
-            if line == b"\r\n":
-                return bytes(body)
-            continue
-        found = _CHUNK_SIZE.fullmatch(line)
-        size = int(found[1], 16) if found else -1
-        if not 0 <= size <= bytes_max - len(body):
-            raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has an invalid size")
-        is_trailer = not size
-        if size:
-            body += read_exactly(size)
-            if read_exactly(2) != b"\r\n":
-                break
-    raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply are not valid")
 
 
 def read_small(connection: Connection, head: Head, bytes_max: int, deadline: float) -> bytes:
@@ -460,11 +455,9 @@ class ConnectionPool:
 
     def _ask_proxy(self, sock: socket.socket, deadline: float) -> None:
         """Request a tunnel to the store from the proxy (RFC 9110, 9.3.6). Raises OSError and StoreError."""
-        tunnel, login, connection = self._server.tunnel, self._server.proxy_login, Connection(
-            sock, self._server.connect_timeout_s
-        )
-        lines = [f"CONNECT {tunnel} HTTP/1.1", f"host: {tunnel}", *([f"proxy-authorization: {login}"] if login else ())]
-        connection.send("\r\n".join([*lines, "", ""]).encode("ascii"), (), deadline)
+        tunnel, connection = self._server.tunnel, Connection(sock, self._server.connect_timeout_s)
+        login = f"proxy-authorization: {self._server.proxy_login}\r\n" if self._server.proxy_login else ""
+        connection.send(f"CONNECT {tunnel} HTTP/1.1\r\nhost: {tunnel}\r\n{login}\r\n".encode("ascii"), (), deadline)
         try:
             status = connection.read_head(deadline).status
         except StaleConnection as error:

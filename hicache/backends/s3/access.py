@@ -40,8 +40,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Access:
     """Endpoint and credentials of the store. Paths of requests begin with `path`. For a proxy that gets whole URLs,
-    `origin` precedes the path. `is_directory` is True for a directory bucket (S3 Express). `session` is botocore's.
-    """
+    `origin` precedes the path. `session` is botocore's."""
 
     options: S3StorageOptions
     server: Server
@@ -49,7 +48,6 @@ class Access:
     path: str
     origin: str
     signer: Signer
-    is_directory: bool
     credentials: CredentialsSource
     session: Any
 
@@ -58,6 +56,11 @@ class Access:
         if isinstance(self.credentials, Rotated):
             return self.credentials.run(call)
         return call(self.credentials.get(deadline=deadline))
+
+    @property
+    def is_directory(self) -> bool:
+        """True for a directory bucket (S3 Express)."""
+        return self.signer.service == "s3express"
 
     def request_head(self, method: str, target: str, headers: Mapping[str, str]) -> bytes:
         """Return the head of a request, as the store or its proxy gets it. Raises as `http.request_head`."""
@@ -77,7 +80,7 @@ def open_access(options: S3StorageOptions, deadline: float) -> Access:
         check_region(str(region))
     except ValueError as error:
         raise ConfigError(f"s3 store: region {str(region)[:70]!r}: {error}") from None
-    endpoint, signing = _endpoint(options, session, region)
+    endpoint, signer = _endpoint(options, session, region)
     host = endpoint.netloc
     try:
         url = split_url(f"{endpoint.scheme}://{host}{endpoint.path}", HTTP_PORTS)
@@ -97,10 +100,8 @@ def open_access(options: S3StorageOptions, deadline: float) -> Access:
         else:
             tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
     server = Server(*reached, tls, url.host, tunnel, options.connect_timeout, options.timeout, proxy_login=login)
-    service, signer = signing["signing_name"], Signer(signing["signing_name"], signing["region"])
     source = _credentials(options, session, deadline)
-    path = url.path.rstrip("/")
-    return Access(options, server, host, path, origin, signer, service == "s3express", source, session)
+    return Access(options, server, host, url.path.rstrip("/"), origin, signer, source, session)
 
 
 def _proxy(options: S3StorageOptions) -> tuple[Address, str] | None:
@@ -148,8 +149,8 @@ def _loader() -> Any:
     return botocore.loaders.create_loader()
 
 
-def _endpoint(options: S3StorageOptions, session: Any, region: str) -> tuple[SplitResult, Mapping[str, str]]:
-    """Return botocore's URL of the bucket, and the service and region of its signatures. Sends nothing."""
+def _endpoint(options: S3StorageOptions, session: Any, region: str) -> tuple[SplitResult, Signer]:
+    """Return botocore's URL of the bucket, and the signer for requests there. Sends nothing."""
     from botocore.awsrequest import AWSResponse  # noqa: PLC0415
     from botocore.config import Config  # noqa: PLC0415
 
@@ -162,7 +163,7 @@ def _endpoint(options: S3StorageOptions, session: Any, region: str) -> tuple[Spl
         found.append(params)
         return AWSResponse(params["url"], 200, {}, None), {}
 
-    with config_errors("boto3 has no endpoint for the bucket"):
+    with _config_errors("boto3 has no endpoint for the bucket"):
         client = session.create_client(
             "s3", region_name=region, endpoint_url=options.endpoint_url, aws_access_key_id="-",
             aws_secret_access_key="-", config=Config(s3=style and {"addressing_style": style}),
@@ -170,11 +171,12 @@ def _endpoint(options: S3StorageOptions, session: Any, region: str) -> tuple[Spl
         client.meta.events.register("before-call.s3", answer)
         client.list_objects_v2(Bucket=options.bucket)
         client.close()
-    return urlsplit(found[0]["url"]), found[0]["context"]["signing"]
+    signing = found[0]["context"]["signing"]
+    return urlsplit(found[0]["url"]), Signer(signing["signing_name"], signing["region"])
 
 
 @contextlib.contextmanager
-def config_errors(what: str) -> Iterator[None]:
+def _config_errors(what: str) -> Iterator[None]:
     """Turn botocore's errors about configuration and credentials into ConfigError. Omit their text: it may quote the
     reply of a credential source."""
     import botocore.exceptions  # noqa: PLC0415
@@ -240,7 +242,7 @@ def _from_boto(options: S3StorageOptions, session: Any, deadline: float) -> Cred
             found = _found_by(open_session(options), by)  # a session reads its files once
         except BackendUnavailable as error:
             raise ConfigError(str(error)) from None  # as other files that cannot be used now
-        with config_errors("boto3 cannot get credentials"):
+        with _config_errors("boto3 cannot get credentials"):
             return _frozen(found)
 
     files = [Path(session.get_config_variable(name)).expanduser() for name in ("credentials_file", "config_file")]
@@ -252,7 +254,7 @@ def _found_by(session: Any, deadline: float) -> Any:
     it is abandoned at the deadline."""
     asking = SupervisedPool[Any]("s3-credentials", 1, linger_s=0.0)
     try:
-        with config_errors("boto3 cannot get credentials"):
+        with _config_errors("boto3 cannot get credentials"):
             answer = asking.call(lambda: (session.get_credentials(),), deadline)
     except NoThread as error:
         raise BackendUnavailable(f"s3 store: {error}") from None

@@ -14,6 +14,7 @@ one request at a time.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import time
 import zlib
@@ -102,7 +103,7 @@ class S3Client:
             if head.status != 200:
                 _missing(connection, head, deadline)
                 return None
-            size = object_length(head)
+            size = _object_length(head)
             buffers = target(size)
             if buffers:
                 connection.read_into(buffers, deadline, arrived)
@@ -121,7 +122,7 @@ class S3Client:
             if head.status not in (200, 206):
                 _missing(connection, head, deadline)
                 return None
-            length = object_length(head)
+            length = _object_length(head)
             data = connection.read_exactly(min(length, bytes_max), deadline)
             if length == len(data):
                 connection.finish()
@@ -202,14 +203,19 @@ class S3Client:
 
     def _exchange(self, request: _Request, read: Callable[[Connection, Head], T], deadline: float) -> T:
         """Send `request` when the throttle permits it, and `read` its reply."""
+
+        def send(keys: Credentials) -> T:
+            return self._pool.exchange(self._sign(request, keys), request.body, read, deadline)
+
         with self.throttle.turn(deadline):
             if self._session is not None:
-                return self._send(request, self._session.get(deadline=deadline), read, deadline)
-            return self._access.authorized(lambda keys: self._send(request, keys, read, deadline), deadline)
+                return send(self._session.get(deadline=deadline))
+            return self._access.authorized(send, deadline)
 
     def _create_session(self) -> Credentials:
-        """Return the keys of a new session (CreateSession)."""
-        deadline = time.monotonic() + self._access.options.open_timeout
+        """Return the keys of a new session (CreateSession). Uses its own connection, because the client may be closed
+        while the request is in flight."""
+        request, deadline = _Request("GET", query="session="), time.monotonic() + self._access.options.open_timeout
 
         def read(connection: Connection, head: Head) -> Credentials:
             reply = _read_small(connection, head, deadline)
@@ -217,27 +223,25 @@ class S3Client:
                 raise _failure(head, reply)
             return read_session(reply)
 
-        request = _Request("GET", query="session=")
-        return self._access.authorized(lambda keys: self._send(request, keys, read, deadline), deadline)
+        with contextlib.closing(ConnectionPool(self._access.server)) as pool:
+            return self._access.authorized(
+                lambda keys: pool.exchange(self._sign(request, keys), (), read, deadline), deadline
+            )
 
-    def _send(
-        self, request: _Request, keys: Credentials, read: Callable[[Connection, Head], T], deadline: float
-    ) -> T:
-        """Sign `request`, send it, and `read` its reply."""
+    def _sign(self, request: _Request, keys: Credentials) -> bytes:
+        """Return the signed head of `request`, as it is sent."""
         access = self._access
         target = f"{access.path}/{request.name}" if request.name else access.path or "/"
         if request.query:
             target += f"?{request.query}"
-        headers = {"host": access.host, **(request.headers or {})}
-        url = f"https://{access.host}{target}"
+        url, headers = f"https://{access.host}{target}", {"host": access.host, **(request.headers or {})}
         headers = access.signer.sign(keys, request.method, url, headers, request.signed_body)
         if request.method in ("PUT", "POST"):
             headers["content-length"] = str(sum(part.nbytes for part in request.body))
-        head = access.request_head(request.method, target, {**headers, "accept-encoding": "identity"})
-        return self._pool.exchange(head, request.body, read, deadline)
+        return access.request_head(request.method, target, {**headers, "accept-encoding": "identity"})
 
 
-def object_length(head: Head) -> int:
+def _object_length(head: Head) -> int:
     """Return the length of the object in a reply. Raises StoreError if the reply has no length."""
     if head.length is None or head.is_chunked:
         raise StoreError(ErrorKind.PROTOCOL, "the reply has no length of the object")

@@ -39,7 +39,7 @@ class Signer:
         from botocore.awsrequest import AWSRequest  # noqa: PLC0415
         from botocore.config import Config  # noqa: PLC0415
 
-        self._scope = service, region
+        self.service, self._region = service, region
         self._auth, self._session_auth, self._request = S3SigV4Auth, S3ExpressAuth, AWSRequest
         self._unsigned_body = Config(s3={"payload_signing_enabled": False})
 
@@ -55,7 +55,7 @@ class Signer:
         if body is None:
             request.context["client_config"] = self._unsigned_body
         if credentials.is_session:
-            self._session_auth(credentials, *self._scope, identity_cache=None).add_auth(request)
+            self._session_auth(credentials, self.service, self._region, identity_cache=None).add_auth(request)
         else:
-            self._auth(credentials, *self._scope).add_auth(request)
+            self._auth(credentials, self.service, self._region).add_auth(request)
         return {name.lower(): value for name, value in request.headers.items()}

@@ -4,16 +4,21 @@ folders. `test_s3_signer` compares the signatures with botocore's."""
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from hicache.backends.errors import StoreError
 from hicache.backends.s3 import S3Backend, S3RawStore
+from hicache.backends.s3.access import open_access
+from hicache.backends.s3.client import S3Client
 from hicache.backends.testing import HIT, NAMESPACE, STORED, Store, load, make_keys, soon, store_chain
 from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import CODEC, PAGE, errors, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 from tests.backends.s3.test_s3_signer import SESSION
+from tests.waiting import wait_for
 
 KEYS = make_keys(3)
 # Invalid replies to CreateSession.
@@ -78,6 +83,22 @@ def test_an_invalid_session_is_reported_at_start(place: StubS3, what: str) -> No
     place.fault = rules(lambda: INVALID[what])
     with pytest.raises(BackendUnavailable, match="protocol"):
         S3Backend(CODEC, options(place.url, bucket=place.bucket))
+
+
+def test_a_session_that_arrives_after_the_client_has_closed_leaves_no_connection(place: StubS3) -> None:
+    gate = threading.Event()
+
+    def session() -> Answer:
+        gate.wait(30)
+        return reply(200, SESSION)
+
+    place.fault = rules(session)
+    client = S3Client(open_access(options(place.url, bucket=place.bucket), soon()))
+    with pytest.raises(StoreError, match="takes too long"):
+        client.head("x", deadline=soon(0.05))
+    client.close()
+    gate.set()
+    wait_for(lambda: place.received != [] and place.open_connections == 0)
 
 
 def test_a_refused_session_is_reported_with_advice_and_requested_again(place: StubS3) -> None:

@@ -223,6 +223,8 @@ def test_the_role_of_a_machine_gives_credentials_and_renews_them(
      ({"region": "us-east-1", "bucket": "pages--use1-az4--x-s3"}, {},
       "pages--use1-az4--x-s3.s3express-use1-az4.us-east-1.amazonaws.com", ""),
      ({"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}, {}, "pages.s3.eu-west-1.amazonaws.com", ""),
+     ({"endpoint_url": "https://s3.eu-west-1.amazonaws.com", "bucket": "my.pages"}, {},
+      "s3.eu-west-1.amazonaws.com", "/my.pages"),
      ({"region": "eu-west-1", "path_style": True}, {}, "s3.eu-west-1.amazonaws.com", "/pages"),
      ({"region": "eu-west-1", "bucket": "my.pages"}, {}, "s3.eu-west-1.amazonaws.com", "/my.pages"),
      ({"endpoint_url": "https://h.example:9000/s3/"}, {}, "h.example:9000", "/s3/pages"),
