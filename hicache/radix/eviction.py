@@ -146,8 +146,10 @@ class EvictionQueues:
 
     def forget(self, node: Node) -> None:
         """Remove the entries of `node`, which has left the tree."""
-        self.device.forget(node)
-        self.host.forget(node)
+        if node.device_entry:
+            self.device.forget(node)
+        if node.host_entry:
+            self.host.forget(node)
 
     def reorder(self, path: list[Node]) -> None:
         """Give the candidates among just used nodes new entries with their new rank. Call it if ranks `fall_on_use`."""
