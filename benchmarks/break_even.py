@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from hicache.backends.base import GetOutcome
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.pages import PageReads
+from hicache.backends.store import UNGUARDED, Store
 from hicache.cache import HiRadixCache
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController
@@ -40,16 +39,15 @@ WARM_UP_PROMPTS = 4  # computed first, as serving engines do; from them the cach
 DRAIN_S = 60.0
 
 
-class SharedStore(MemoryBackend):
-    """A store that several engines use, one after another, at `bytes_per_s` (0: without limit)."""
+class SharedDriver(MemoryDriver):
+    """A driver of stores that several engines use, one after another, at `bytes_per_s` (0: without limit)."""
 
     bytes_per_s = 0.0
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:
-        outcomes = super().batch_get(keys, pages, deadline=deadline)
+    def read(self, pages: PageReads[bytes]) -> None:
+        super().read(pages)
         if self.bytes_per_s > 0:
-            time.sleep(sum(len(frame) for frame in pages) / self.bytes_per_s)
-        return outcomes
+            time.sleep(len(pages) * pages.codec.frame_bytes / self.bytes_per_s)
 
     def close(self) -> None:
         """Stays open for the next engine."""
@@ -63,7 +61,8 @@ class Bench:
         self.engines = 0
         self.geometry: KVGeometry = checkpoint.config.geometry(PAGE_SIZE, "float32")
         digest = Namespace(checkpoint.fingerprint, self.geometry).digest
-        self.store = SharedStore(FrameCodec(digest, self.geometry.payload_bytes))
+        self.codec = FrameCodec(digest, self.geometry.payload_bytes)
+        self.driver = SharedDriver()
         tokens = np.random.default_rng(0).integers(
             2, checkpoint.config.vocab_size, (PROMPTS + WARM_UP_PROMPTS, PROMPT_TOKENS)
         )
@@ -78,7 +77,8 @@ class Bench:
             break_even=BreakEvenConfig(mode="always" if always else "measure"),
             prefetch=PrefetchConfig(timeout_base=DRAIN_S),
         )
-        controller = HiCacheController(host, copies, self.store if store else None, config)
+        storage = Store(self.driver, self.codec, UNGUARDED) if store else None
+        controller = HiCacheController(host, copies, storage, config)
         rows = RequestToTokenPool(8, -(-self.checkpoint.config.context_tokens // TILE) * TILE)
         model = LlamaModel(self.checkpoint.config, self.checkpoint.tensors, pool, rows)
         engine = Engine(model, HiRadixCache(pool, host, controller))
@@ -90,9 +90,9 @@ class Bench:
     def times(self, bytes_per_s: float, *, store: bool = True, always: bool = False) -> list[float]:
         """Return the seconds to the first token of each prompt, from a store of this bandwidth (0: without limit)."""
         with self.engine(store=store, always=always) as engine:
-            self.store.bytes_per_s = bytes_per_s
+            self.driver.bytes_per_s = bytes_per_s
             times = [ask(engine, prompt) for prompt in self.prompts[:PROMPTS]]
-            self.store.bytes_per_s = 0.0
+            self.driver.bytes_per_s = 0.0
             engine.cache.drain(DRAIN_S)
             return times
 
@@ -112,7 +112,7 @@ def run() -> list[Row]:
     bench.times(0)  # misses and stores all prompts
     computed = bench.times(0, store=False)
     computed_s = statistics.mean(computed)
-    break_even_bytes_per_s = PROMPT_TOKENS // PAGE_SIZE * bench.store.codec.frame_bytes / statistics.median(computed)
+    break_even_bytes_per_s = PROMPT_TOKENS // PAGE_SIZE * bench.codec.frame_bytes / statistics.median(computed)
     rows = []
     for factor in (0.25, 4.0):
         for mode in ("measure", "always"):

@@ -44,9 +44,11 @@ import aiofiles
 import yaml
 
 from benchmarks._table import Row, print_table, rate_rows, row, timed
-from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
-from hicache.backends.file import FileBackend
-from hicache.backends.remote import RemoteBackend
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.file import FileDriver
+from hicache.backends.remote import RemoteDriver
+from hicache.backends.storage import Storage
+from hicache.backends.store import UNGUARDED, Store
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.config.storage import FileStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
@@ -114,16 +116,16 @@ class Daemon:
         self.process.wait()
         self._log.close()
 
-    def open(self, codec: FrameCodec, memory: SharedMemory | None = None, *, tcp: bool = False) -> RemoteBackend:
-        """Return a backend on it."""
+    def open(self, codec: FrameCodec, memory: SharedMemory | None = None, *, tcp: bool = False) -> Store:
+        """Return a store on it."""
         options = RemoteStorageOptions(socket=self.socket, connections=_CONNECTIONS)
         if tcp:
             url = f"http://{LOOPBACK}:{self.port}"
             options = RemoteStorageOptions(url=url, token_file=self.token, connections=_CONNECTIONS)
-        backend = RemoteBackend(codec, options)
+        store = Store(RemoteDriver(codec, options), codec, UNGUARDED)
         if memory is not None:
-            backend.register_memory(memory.frames)
-        return backend
+            store.register_memory(memory.frames)
+        return store
 
     def peak_bytes(self) -> int:
         """Return the peak of its own memory, without frames of engines and files."""
@@ -150,17 +152,17 @@ class Pages:
     def __exit__(self, *_: object) -> None:
         self.memory.unlink()
 
-    def write(self, backend: StorageBackend) -> None:
+    def write(self, backend: Storage) -> None:
         """Store the pages again, with new checksums."""
         outcomes = backend.batch_set(self.keys, self.frames, parent=None, deadline=_soon())
         assert outcomes == [SetOutcome.STORED] * len(self.keys), backend.statistics()
 
-    def read(self, backend: StorageBackend) -> None:
+    def read(self, backend: Storage) -> None:
         """Read the pages."""
         outcomes = backend.batch_get(self.keys, self.frames, deadline=_soon())
         assert outcomes == [GetOutcome.HIT] * len(self.keys), backend.statistics()
 
-    def forget(self, backend: StorageBackend) -> None:
+    def forget(self, backend: Storage) -> None:
         """Remove the pages from the store and mark the frames as new."""
         backend.delete(self.keys, deadline=_soon())
         for frame in self.frames:
@@ -182,10 +184,9 @@ def same_host(folder: Path, page_bytes: int, seconds: float) -> list[Row]:
     cpu: dict[str, float] = {}
     storage = file_storage(folder / "served")
     with Daemon(folder / "daemon", storage) as daemon, Pages(page_bytes) as pages:
-        embedded = FileBackend(
-            pages.codec, FileStorageOptions(path=folder / "embedded", capacity=None, free_space_floor=0)
-        )
-        sides: dict[str, StorageBackend] = {"ours": daemon.open(pages.codec, pages.memory), "plain": embedded}
+        options = FileStorageOptions(path=folder / "embedded", capacity=None, free_space_floor=0)
+        embedded = Store(FileDriver(pages.codec, options), pages.codec, UNGUARDED)
+        sides: dict[str, Storage] = {"ours": daemon.open(pages.codec, pages.memory), "plain": embedded}
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s or len(times["read ours"]) <= _ROUNDS_MIN:
             for side, backend in sides.items():

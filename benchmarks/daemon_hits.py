@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.base import GetOutcome, StorageBackend
+from hicache.backends.base import GetOutcome
 from hicache.backends.registry import BackendSpec, open_spec
+from hicache.backends.storage import Storage
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import BackendError
 from hicache.lab.devservers import ValkeyServer
@@ -43,7 +44,7 @@ class Engine:
         self._spec = BackendSpec("remote", RemoteStorageOptions(socket=daemon.socket))
         self._pages = pages
         self._dice = random.Random(seed)
-        self._backend: StorageBackend | None = None
+        self._backend: Storage | None = None
 
     def serve(self, requests: int, half: int) -> None:
         """Serve requests for the prompts of one half."""
@@ -55,7 +56,7 @@ class Engine:
                 self._backend = self._backend or open_spec(self._spec, self._pages.codec)
                 self._request(self._backend, keys)
 
-    def _request(self, backend: StorageBackend, keys: list[bytes]) -> None:
+    def _request(self, backend: Storage, keys: list[bytes]) -> None:
         frames = self._pages.frames
         found = backend.batch_exists(keys, deadline=_soon())
         read = backend.batch_get(keys[:found], frames[:found], deadline=_soon())

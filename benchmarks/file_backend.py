@@ -27,7 +27,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, print_table, rate_rows, timed
-from hicache.backends.file import FileBackend
+from hicache.backends.file import FileDriver
+from hicache.backends.store import UNGUARDED, Store
 from hicache.config import FileStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView, header_of, unseal
 
@@ -60,17 +61,14 @@ class _Bench:
         self._plain = os.path.join(folder, "plain")
         os.mkdir(self._plain)
         self.names = [os.path.join(self._plain, str(i)) for i in range(batch)]
-        self.backend = FileBackend(
-            self.codec,
-            FileStorageOptions(
-                path=os.path.join(folder, "store"), capacity=None, io_threads=threads, direct_io=direct
-            ),
-        )
+        self._path = os.path.join(folder, "store")
+        options = FileStorageOptions(path=self._path, capacity=None, io_threads=threads, direct_io=direct)
+        self.backend = Store(FileDriver(self.codec, options), self.codec, UNGUARDED)
 
     def close(self) -> None:
         self.backend.close()
         shutil.rmtree(self._plain)
-        shutil.rmtree(self.backend.options.path)
+        shutil.rmtree(self._path)
 
     def _in_threads(self, work: Callable[[int], None]) -> None:
         share = -(-len(self.frames) // self._threads)

@@ -1,10 +1,10 @@
-"""The cost of the guard: calls to the file backend with and without it, and the check of a scheduler in each step.
+"""The cost of the shell: calls of a file store and of its driver alone, and the check of a scheduler in each step.
 
     python -m benchmarks.guard
 
-The store is in memory (tmpfs if there is one), so that only the calls cost time: no store is faster. The guard adds
-about ten microseconds to a call of any size. ratio = with the guard : without it. For the check (the row "look"), the
-reference is a limit, since a scheduler makes it twice per step.
+The store is in memory (tmpfs if there is one), so that only the calls cost time: no store is faster. The shell (guard,
+checks, counts) adds some ten microseconds to a call of any size. ratio = store : its driver. For the check (the row
+"look"), the reference is a limit, since a scheduler makes it twice per step.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.file import FileBackend
-from hicache.backends.guard import Direction, GuardedBackend, may_pass
+from hicache.backends.base import Direction
+from hicache.backends.file import FileDriver
+from hicache.backends.file.pages import Identity
+from hicache.backends.pages import PageReads, PageWrites
+from hicache.backends.store import Store
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 
@@ -38,30 +40,49 @@ _MEMORY = "/dev/shm"
 def run(folder: Path) -> list[Row]:
     """Return one row per verb, and that of the check."""
     codec = FrameCodec(bytes(32), PAYLOAD_BYTES)
-    plain = FileBackend(codec, FileStorageOptions(path=folder / "store", io_threads=2))
-    guard = GuardedBackend(plain)
+    driver = FileDriver(codec, FileStorageOptions(path=folder / "store", io_threads=2))
+    store = Store(driver, codec)
     keys = [hashlib.sha256(number.to_bytes(4, "little")).digest() for number in range(BATCH_PAGES)]
     frames = [memoryview(bytearray(codec.frame_bytes)) for _ in keys]
-    guard.batch_set(keys, frames, parent=None, deadline=_soon())
-    guard.batch_get(keys, frames, deadline=_soon())
-    verbs: dict[str, Callable[[StorageBackend], object]] = {
-        f"lookup of {BATCH_PAGES} pages": lambda b: b.batch_exists(keys, deadline=_soon()),
-        "read of 1 page of 2 MiB": lambda b: b.batch_get(keys[:1], frames[:1], deadline=_soon()),
-        f"read of {BATCH_PAGES}": lambda b: b.batch_get(keys, frames, deadline=_soon()),
-        f"store of {BATCH_PAGES} that are there": lambda b: b.batch_set(keys, frames, parent=None, deadline=_soon()),
-    }
-    rows = []
-    for what, verb in verbs.items():
-        times = alternate(RUNS, [lambda v=verb: v(guard), lambda v=verb: v(plain)])  # type: ignore[misc]
-        rows.append(row(what, times, GOAL if what.startswith("read") else None))
+
+    def read(pages: int) -> None:
+        reads: PageReads[Identity | None] = PageReads(codec, keys[:pages], frames[:pages], _soon())
+        driver.read(reads)
+        reads.finish()
+
+    def write() -> None:
+        writes = PageWrites(codec, keys, frames, None, _soon())
+        driver.write(writes)
+        writes.finish()
+
+    store.batch_set(keys, frames, parent=None, deadline=_soon())
+    store.batch_get(keys, frames, deadline=_soon())
+    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        f"lookup of {BATCH_PAGES} pages": (
+            lambda: store.batch_exists(keys, deadline=_soon()), lambda: list(driver.find(keys, _soon())),
+        ),
+        "read of 1 page of 2 MiB": (
+            lambda: store.batch_get(keys[:1], frames[:1], deadline=_soon()), lambda: read(1),
+        ),
+        f"read of {BATCH_PAGES}": (
+            lambda: store.batch_get(keys, frames, deadline=_soon()), lambda: read(BATCH_PAGES),
+        ),
+        f"store of {BATCH_PAGES} that are there": (
+            lambda: store.batch_set(keys, frames, parent=None, deadline=_soon()), write,
+        ),
+    }  # fmt: skip
+    rows = [
+        row(what, alternate(RUNS, list(sides)), GOAL if what.startswith("read") else None)
+        for what, sides in calls.items()
+    ]
 
     def look() -> None:
         for _ in range(LOOKS):
-            may_pass(guard, Direction.READ)
+            store.may_pass(Direction.READ)
 
     (looks,) = alternate(RUNS // 10, [look])
     rows.append(row("look of the scheduler", [[taken / LOOKS for taken in looks]], limit_us=LOOK_LIMIT_US))
-    guard.close()
+    store.close()
     return rows
 
 
@@ -73,7 +94,7 @@ def main() -> None:
     """Command line."""
     with tempfile.TemporaryDirectory(dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None) as folder:
         rows = run(Path(folder))
-    print_table("Guard (reference: the file backend alone; ratio = with the guard : without)", rows)
+    print_table("Shell (reference: the driver alone; ratio = store : driver)", rows)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageWrites
 from hicache.frame import FrameCodec
 from hicache.lab.replay.result import TIERS
@@ -55,16 +55,16 @@ PREFILL_TOKENS_PER_S = 250_000
 SLOW_PAGES_PER_S = PREFILL_TOKENS_PER_S / PAGE_SIZE / 4
 
 
-class SlowWrites(MemoryBackend):
+class SlowWrites(MemoryDriver):
     """A store in memory that writes `pages_per_s` pages per second over all calls, and reads immediately."""
 
     def __init__(self, codec: FrameCodec, pages_per_s: float) -> None:
-        super().__init__(codec)
+        super().__init__()
         self._page_s = 1 / pages_per_s
         self._line = threading.Lock()
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. Pages that are already stored take no time."""
+        """See Driver. Pages that are already stored take no time."""
         missing = self.find(pages.keys, 0.0).count(False)
         with self._line:
             time.sleep(missing * self._page_s)

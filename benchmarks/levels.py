@@ -25,10 +25,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, alternate, print_table, row
-from hicache.backends.base import StorageBackend
-from hicache.backends.compose import LevelsBackend, Part
-from hicache.backends.file import FileBackend
-from hicache.backends.registry import open_backend
+from hicache.backends.compose import Levels, Part
+from hicache.backends.file import FileDriver
+from hicache.backends.registry import BackendSpec, open_spec
+from hicache.backends.storage import Storage as AnyStorage
+from hicache.backends.store import UNGUARDED, Store
 from hicache.config import FileStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec
 from hicache.lab.devservers import SeaweedServer, Storage
@@ -58,16 +59,17 @@ class _Bench:
             whole[start : start + 16] = os.urandom(16)
         self.frames = [whole[i * size : (i + 1) * size] for i in range(self.pages)]
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(self.pages)]
-        self.file = FileBackend(self.codec, FileStorageOptions(path=os.path.join(folder, "store"), io_threads=2))
-        lower = open_backend(below[0], self.codec, below[1])
-        self.levels = LevelsBackend(
+        options = FileStorageOptions(path=os.path.join(folder, "store"), io_threads=2)
+        self.file = Store(FileDriver(self.codec, options), self.codec, UNGUARDED)
+        lower = open_spec(BackendSpec(below[0], below[1], guard=None), self.codec)
+        self.levels = Levels(
             self.codec, [Part("file", self.file), Part("below", lower)], cascade_bytes_max=_COPY_BYTES
         )
 
-    def store(self, backend: StorageBackend) -> Callable[[], object]:
+    def store(self, backend: AnyStorage) -> Callable[[], object]:
         return lambda: backend.batch_set(self.keys, self.frames, parent=None, deadline=_soon())
 
-    def read(self, backend: StorageBackend) -> Callable[[], object]:
+    def read(self, backend: AnyStorage) -> Callable[[], object]:
         def read() -> None:
             outcomes = backend.batch_get(self.keys, self.frames, deadline=_soon())
             assert set(outcomes) == {"hit"}, outcomes
@@ -95,7 +97,8 @@ def _store_rows(folder: str, page_kib: int, runs: int, below: Storage) -> list[R
         sides: list[list[float]] = [[], []]
         work: list[list[float]] = [[], []]  # in processor time, until the copies are written
         for _ in range(runs):
-            for side, backend in enumerate((bench.levels, bench.file)):
+            both: tuple[AnyStorage, ...] = (bench.levels, bench.file)
+            for side, backend in enumerate(both):
                 begun = time.process_time()
                 sides[side] += alternate(1, [bench.store(backend)])[0]
                 while any(copies.waiting for copies in bench.levels.copies().values()):
@@ -115,9 +118,10 @@ def _lookup_row(folder: str, runs: int, below: Storage) -> Row:
         frames = [bench.frames[0]] * _LOOKUP_KEYS
         for key, frame in zip(keys, frames, strict=True):
             bench.file.batch_set([key], [frame], parent=None, deadline=_soon())
+        both: tuple[AnyStorage, ...] = (bench.levels, bench.file)
         sides: list[Callable[[], object]] = [
             lambda backend=backend: backend.batch_exists(keys, deadline=_soon())  # type: ignore[misc]
-            for backend in (bench.levels, bench.file)
+            for backend in both
         ]
         return row(f"look {_LOOKUP_KEYS} keys up, all in the first level", alternate(runs, sides), _GOAL)
     finally:

@@ -22,10 +22,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, print_table, rate_rows, timed
-from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.buffers import address_of
 from hicache.backends.mooncake.client import join_store
 from hicache.backends.mooncake.session import Names
+from hicache.backends.store import UNGUARDED, Store
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind, unseal
 from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
@@ -52,7 +53,7 @@ class _Bench:
             self._whole[start : start + size] = os.urandom(4096) * (size // 4096)
         self.frames = [self._whole[i * size : (i + 1) * size] for i in range(batch)]
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
-        self.backend = MooncakeBackend(self.codec, options)
+        self.backend = Store(MooncakeDriver(self.codec, options), self.codec, UNGUARDED)
         self.backend.register_memory(self._whole)
         self._library, self._pool = join_store(options, "bench")
         self._names = Names("plain/", self.codec.namespace).of(self.keys)

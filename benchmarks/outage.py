@@ -20,9 +20,9 @@ import time
 
 import numpy as np
 
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import GuardedBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.faults import Faults
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.store import Store
 from hicache.cache import HiRadixCache
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.controller import HiCacheController
@@ -48,18 +48,18 @@ WAIT_S = 10.0
 
 
 class Side:
-    """A cache over a store behind a guard, and its scheduler."""
+    """A cache over a store, and its scheduler."""
 
     def __init__(self) -> None:
         pages = REQUESTS * RUN_PAGES
         device, host = create_device_pool(GEOMETRY, pages), HostPool(GEOMETRY, 2 * pages)
-        self.store = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes)))
-        self.guard = GuardedBackend(self.store)
+        self.faults = Faults()
+        self.store = Store(MemoryDriver(), FrameCodec(bytes(32), GEOMETRY.payload_bytes), faults=self.faults)
         config = HiCacheConfig(
             prefetch=PrefetchConfig(timeout_base=DEADLINE_S),
             transfer=TransferConfig(store_host_share=64 * RUN_PAGES / host.pages, storage_deadline=DEADLINE_S),
         )
-        controller = HiCacheController(host, create_copy_engine(device.blocks, HostWindow(host)), self.guard, config)
+        controller = HiCacheController(host, create_copy_engine(device.blocks, HostWindow(host)), self.store, config)
         self.cache = HiRadixCache(device, host, controller)
         self.taken_s: list[float] = []
         self.ended = 0
@@ -95,7 +95,7 @@ class Side:
 
     def close(self) -> None:
         """Release the hanging calls, and close the cache."""
-        self.store.release()
+        self.faults.release()
         assert self.cache.drain(WAIT_S)
         assert self.cache.close()
 
@@ -116,14 +116,14 @@ def run() -> list[Row]:
         for side in sides:
             side.work(STEPS // 10)
             side.taken_s.clear()
-        sides[0].store.hang()
+        sides[0].faults.hang()
         for side in sides if number % 2 else reversed(sides):
             gc.disable()
             side.work(STEPS)
             gc.enable()
         stalled.append(sides[0].taken_s)
         healthy.append(sides[1].taken_s)
-        opens.append(sum(breaker.opens for breaker in sides[0].guard.guard_statistics().breakers.values()))
+        opens.append(sum(breaker.opens for breaker in sides[0].store.guard_statistics().breakers.values()))
         for place, side in enumerate(sides):
             ended[place] += side.ended
             side.close()

@@ -17,18 +17,20 @@ import argparse
 import array
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.base import GetOutcome
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.pages import PageReads, PageWrites
+from hicache.backends.store import UNGUARDED, Store
 from hicache.cache import HiRadixCache
 from hicache.config import HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController
 from hicache.errors import TransferError
-from hicache.frame import FrameCodec, PageBuffer
+from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey, page_keys
 from hicache.tiers import CopyEngine, EngineBlocks, Fence, HostPool, HostWindow, Transfer, create_device_pool
@@ -47,23 +49,21 @@ REPLAYED_REQUESTS = 600
 REQUEST_LIMIT_US = 1000.0
 
 
-class HeldBackend(MemoryBackend):
-    """A backend whose reads and stores wait for `go`."""
+class HeldDriver(MemoryDriver):
+    """A driver whose reads and writes wait for `go`."""
 
-    def __init__(self, codec: FrameCodec) -> None:
-        super().__init__(codec)
+    def __init__(self) -> None:
+        super().__init__()
         self.go = threading.Event()
-        self.waiting = 0
+        self.go.set()
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+    def read(self, pages: PageReads[bytes]) -> None:
         self.go.wait()
-        return super().batch_get(keys, pages, deadline=deadline)
+        super().read(pages)
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
+    def write(self, pages: PageWrites) -> None:
         self.go.wait()
-        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
+        super().write(pages)
 
 
 class HeldTransfer(Transfer):
@@ -128,11 +128,13 @@ class Load:
     def __init__(self) -> None:
         pages = (READS + STORES + COPIES) * RUN_PAGES
         device, host = create_device_pool(GEOMETRY, pages + 1), HostPool(GEOMETRY, 4 * pages)
-        self.backend = HeldBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes))
+        self.driver = HeldDriver()
+        self.store = Store(self.driver, FrameCodec(bytes(32), GEOMETRY.payload_bytes), UNGUARDED)
         self.copies = HeldCopies(device.blocks, HostWindow(host))
         config = HiCacheConfig(prefetch=PrefetchConfig(timeout_base=60.0))
-        self.cache = HiRadixCache(device, host, HiCacheController(host, self.copies, self.backend, config))
+        self.cache = HiRadixCache(device, host, HiCacheController(host, self.copies, self.store, config))
         self._fill_storage(host)
+        self.driver.go.clear()
         self._insert(range(READS, READS + STORES))
         self.copies.go.set()
         self.cache.poll()  # handles the finished copies, which starts the stores
@@ -146,7 +148,7 @@ class Load:
         frame = [memoryview(bytearray(host.frame_bytes)) for _ in range(RUN_PAGES)]
         for number in range(READS):
             keys = page_keys(prompt(number).tokens, GEOMETRY.page_size)
-            MemoryBackend.batch_set(self.backend, keys, frame, parent=None, deadline=time.monotonic() + WAIT_S)
+            self.store.batch_set(keys, frame, parent=None, deadline=time.monotonic() + WAIT_S)
 
     def _insert(self, numbers: range) -> None:
         for number in numbers:
@@ -162,7 +164,7 @@ class Load:
     def let_go(self) -> None:
         """End all operations, except for their acks."""
         statistics_of = self.cache.controller.statistics
-        self.backend.go.set()
+        self.driver.go.set()
         until(lambda: statistics_of().backend.gets.get(GetOutcome.HIT) == READS * RUN_PAGES)  # type: ignore[union-attr]
         until(lambda: not (statistics_of().queues.reads or statistics_of().queues.backup))
         time.sleep(0.002)  # the last ack follows its count

@@ -26,7 +26,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, print_table, rate_rows, timed
-from hicache.backends.redis import RedisBackend
+from hicache.backends.redis import RedisDriver
+from hicache.backends.store import UNGUARDED, Store
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 from hicache.lab.devservers import ValkeyServer
@@ -96,7 +97,7 @@ class _Bench:
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
         self.names = [(_NAME % i).encode() for i in range(batch)]
         _, options = (server.storage if tcp else server.unix_storage)(connections=_CONNECTIONS)
-        self.backend: RedisBackend = RedisBackend(self.codec, RedisStorageOptions(**options))
+        self.backend = Store(RedisDriver(self.codec, RedisStorageOptions(**options)), self.codec, UNGUARDED)
         address = ("127.0.0.1", server.port) if tcp else str(server.unix_socket)
         self._plain = [_Plain(address, size) for _ in range(_CONNECTIONS)]
         place: dict[str, Any] = {} if tcp else {"unix_socket_path": str(server.unix_socket)}

@@ -36,9 +36,10 @@ import botocore.credentials
 import botocore.session
 
 from benchmarks._table import Row, print_table
-from hicache.backends.s3 import S3Backend
-from hicache.backends.s3.backend import stored_prefix
+from hicache.backends.s3 import S3Driver
+from hicache.backends.s3.driver import stored_prefix
 from hicache.backends.s3.objects import object_name
+from hicache.backends.store import UNGUARDED, Store
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 from hicache.lab.devservers import SeaweedServer
@@ -236,10 +237,11 @@ class _Bench:
 
     def __init__(self, place: _Place, pages: _Pages, threads: int) -> None:
         self.pages, self._threads = pages, threads
-        self.backend = S3Backend(pages.codec, S3StorageOptions(
+        driver = S3Driver(pages.codec, S3StorageOptions(
             bucket=place.bucket, prefix=pages.prefix, endpoint_url=place.url, region="us-east-1",
             access_key_env=ACCESS_KEY_ENV, secret_key_env=SECRET_KEY_ENV,
             connections=threads, timeout=60.0))  # fmt: skip
+        self.backend = Store(driver, pages.codec, UNGUARDED)
         self.clients = list(_others(place, pages, threads))
 
     def _remove(self) -> None:
@@ -311,7 +313,7 @@ class _Bench:
         self.backend.close()
 
 
-def _exists_rows(backend: S3Backend) -> list[Row]:
+def _exists_rows(backend: Store) -> list[Row]:
     """Return rows of requests and time of `batch_exists`, with all keys stored and with none."""
     keys = [hashlib.sha256(f"exists {i}".encode()).digest() for i in range(_EXISTS_KEYS)]
     frame = memoryview(bytearray(backend.codec.frame_bytes))

@@ -31,7 +31,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, alternate, print_table
-from hicache.backends.file import FileBackend
+from hicache.backends.file import FileDriver
+from hicache.backends.store import UNGUARDED, Store
 from hicache.config import FileStorageOptions
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, TagKind, unseal
 from hicache.lab.engine import BUNDLED_MODEL, LlamaModel, Span, load_checkpoint, load_tokenizer
@@ -138,7 +139,8 @@ class FileStore:
     """A file backend of one codec and one thread, and its pages."""
 
     def __init__(self, folder: Path, codec: FrameCodec) -> None:
-        self.backend = FileBackend(codec, FileStorageOptions(path=folder, io_threads=1))
+        driver = FileDriver(codec, FileStorageOptions(path=folder, io_threads=1))
+        self.backend = Store(driver, codec, UNGUARDED)
         # In huge pages and aligned, as in a host pool: loads take two thirds of the time of loads into other memory.
         mapping = mmap.mmap(-1, STORE_PAGES * codec.frame_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         populate(mapping)

@@ -101,11 +101,11 @@ config = HiCacheConfig.model_validate({"page_size": page_tokens})
 device_blocks, host_blocks = np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32)
 """
 BACKEND = """
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
 from hicache.frame import FrameCodec
-class MyBackend(MemoryBackend):
+class MyDriver(MemoryDriver):
     def __init__(self, codec: FrameCodec, path: object) -> None:
-        super().__init__(codec)
+        super().__init__()
 def read_file(key: bytes) -> bytes | None: ...
 def write_file(key: bytes, data: bytes) -> None: ...
 """

@@ -9,21 +9,21 @@ import contextlib
 import io
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hicache.backends.base import GetOutcome
-from hicache.backends.guard import GuardedBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
 from hicache.backends.opening import StorageOpener
+from hicache.backends.pages import PageReads
+from hicache.backends.store import Store
 from hicache.backends.testing import NAMESPACE as NAMESPACE_DIGEST
 from hicache.backends.testing import PAYLOAD_BYTES, empty_frames, make_keys, soon
 from hicache.cache.report import CacheLog
 from hicache.config import HiCacheConfig
-from hicache.frame import FrameCodec, PageBuffer
+from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
 from hicache.logs import set_up_logging, shortened
 from tests.cache.world import GEOMETRY, NAMESPACE, World
@@ -89,11 +89,11 @@ def test_the_log_of_a_cache_with_faults_has_no_secret(tmp_path: Path, written: i
     assert found_secrets(text, MAC_KEY, SALT, key.seed.hex(), *tokens) == []
 
 
-class RaisesKeys(MemoryBackend):
-    """A backend whose exceptions contain a whole key."""
+class RaisesKeys(MemoryDriver):
+    """A driver whose exceptions contain a whole key."""
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        raise KeyError(keys[0].hex())
+    def read(self, pages: PageReads[bytes]) -> None:
+        raise KeyError(pages.keys[0].hex())
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -101,7 +101,7 @@ def test_a_key_in_the_exception_of_a_backend_is_shortened(form: str, written: io
     set_up_logging("debug", form, written)
     codec = FrameCodec(NAMESPACE_DIGEST, PAYLOAD_BYTES)
     (key,) = make_keys(1)
-    with contextlib.closing(GuardedBackend(RaisesKeys(codec), name="raises")) as guard:
+    with contextlib.closing(Store(RaisesKeys(), codec, name="raises")) as guard:
         guard.batch_get([key], empty_frames(codec, 1), deadline=soon())
     assert f"KeyError: '{key.hex()[:8]}...'" in written.getvalue()
     assert found_secrets(written.getvalue()) == []

@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 
 from hicache import HiCacheConfig, KVGeometry, Namespace
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.file import FileBackend
-from hicache.backends.guard import Direction, GuardedBackend, Override
+from hicache.backends.base import Direction
+from hicache.backends.faults import Faults
+from hicache.backends.file import FileDriver
+from hicache.backends.guard import Override
 from hicache.backends.guard.admission import BreakerChange
 from hicache.backends.guard.breaker import BreakerState, BreakerStatistics
 from hicache.backends.guard.log import GuardLog
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.store import Store
+from hicache.backends.testing import driver_of, memory_store, store_of
 from hicache.backends.testing.pages import NAMESPACE, PAYLOAD_BYTES, empty_frames, full_frames, make_keys, soon
 from hicache.cache import create_cache
 from hicache.cache.report import LIMITS, DropLog, dropped
@@ -50,10 +53,10 @@ def lines() -> Iterator[io.StringIO]:
     logger.propagate, logger.handlers = state[1], state[2]
 
 
-def make_guard(failures: int = 2) -> tuple[GuardedBackend, FaultyBackend]:
-    store = FaultyBackend(MemoryBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES)))
+def make_guard(failures: int = 2) -> tuple[Store, Faults]:
+    faults, codec = Faults(), FrameCodec(NAMESPACE, PAYLOAD_BYTES)
     options = GuardConfig(failures=failures, backoff_min="10ms", backoff_max="20ms", retry_share=0)
-    return GuardedBackend(store, options, name="disk"), store
+    return Store(MemoryDriver(), codec, options, name="disk", faults=faults), faults
 
 
 def test_a_line_says_when_where_and_what(lines: io.StringIO) -> None:
@@ -140,10 +143,10 @@ def test_an_override_is_one_log_line(lines: io.StringIO) -> None:
 
 def test_a_damaged_page_is_named_by_its_first_digits_with_the_reason(lines: io.StringIO) -> None:
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, label="llama")
-    store = MemoryBackend(codec)
+    store = memory_store(codec)
     (key,) = make_keys(1)
     store.batch_set([key], full_frames(codec, [key]), parent=None, deadline=soon())
-    store.poke(key, bytes(codec.frame_bytes))
+    driver_of(store, MemoryDriver).poke(key, bytes(codec.frame_bytes))
     store.batch_get([key], empty_frames(codec, 1), deadline=soon())
     (line,) = lines.getvalue().splitlines()
     assert f"page {key.hex()[:8]} of llama failed verification (not_a_frame)" in line
@@ -229,11 +232,11 @@ def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: i
     tries: list[int] = []
     opened: list[bool] = []
 
-    def open_backend() -> MemoryBackend:
+    def open_backend() -> Store:
         tries.append(1)
         if not opened:
             raise BackendUnavailable("redis: 127.0.0.1 port 1: connection refused")
-        return MemoryBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES))
+        return memory_store(FrameCodec(NAMESPACE, PAYLOAD_BYTES))
 
     gate = StorageGate(None, SupervisedPool, time.monotonic)
     gate.replace(open_backend)
@@ -264,7 +267,7 @@ def test_reminders_of_a_long_outage_become_rarer(lines: io.StringIO) -> None:
 
 
 def test_a_removed_directory_says_what_to_do(lines: io.StringIO, tmp_path: Path) -> None:
-    store = FileBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES), FileStorageOptions(path=tmp_path / "pages"))
+    store = store_of(FileDriver, FrameCodec(NAMESPACE, PAYLOAD_BYTES), FileStorageOptions(path=tmp_path / "pages"))
     try:
         shutil.rmtree(tmp_path / "pages")
         for key in make_keys(2):
@@ -288,7 +291,7 @@ def test_limits_that_the_volume_cannot_satisfy_are_a_warning_when_the_store_is_o
 ) -> None:
     options = FileStorageOptions(path=tmp_path / "pages", **entries)
     for _ in range(2):  # a daemon opens it for each namespace
-        FileBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES), options).close()
+        store_of(FileDriver, FrameCodec(NAMESPACE, PAYLOAD_BYTES), options).close()
     found = lines.getvalue().splitlines()
     assert len(found) == (line is not None)
     assert line is None or re.search(f"WARNING .*file store {tmp_path}/pages: {line}", found[0])

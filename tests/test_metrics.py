@@ -18,21 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from hicache import __version__
-from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
-from hicache.backends.compose import LevelsBackend, Part
+from hicache.backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
+from hicache.backends.compose import Levels, Part
 from hicache.backends.errors import ErrorKind
-from hicache.backends.guard import (
-    BOUNDS_S,
-    Direction,
-    GuardedBackend,
-    LatencyStatistics,
-    LeafStatistics,
-    Override,
-    Refusal,
-    leaf_statistics,
-)
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
+from hicache.backends.guard import BOUNDS_S, IDLE, LatencyStatistics, Override, Refusal
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.storage import StoreStatistics, store_statistics
+from hicache.backends.store import Store
+from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, memory_store, soon
 from hicache.cache.break_even import BreakEven, Decision, Rates, Route
 from hicache.cache.report import LIMITS
 from hicache.cache.statistics import CacheStatistics, SessionStatistics
@@ -52,14 +45,14 @@ from tests.ranks import Exchange
 from tests.waiting import wait_for
 
 
-def guarded() -> GuardedBackend:
-    return GuardedBackend(MemoryBackend(codec()), name="near")
+def guarded() -> Store:
+    return Store(MemoryDriver(), codec(), name="near")
 
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-def file_backend(usage: Usage | None) -> LeafStatistics:
+def file_backend(usage: Usage | None) -> StoreStatistics:
     statistics = BackendStatistics(
         gets={GetOutcome.HIT: 3, GetOutcome.CORRUPT: 1},
         sets={SetOutcome.STORED: 5},
@@ -69,7 +62,7 @@ def file_backend(usage: Usage | None) -> LeafStatistics:
         read_bytes=12288,
         written_bytes=20480,
     )
-    return LeafStatistics("file", statistics, usage, None)
+    return StoreStatistics("file", statistics, usage, None, IDLE)
 
 
 USAGE = Usage(pages=7, bytes=28672, capacity_bytes=1000)
@@ -83,7 +76,7 @@ def found_in(collector: Collector) -> Scraped:
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def of_stores(*stores: LeafStatistics) -> Collector:
+def of_stores(*stores: StoreStatistics) -> Collector:
     """The collector of some stores."""
     return SnapshotCollector(lambda: stores, store_table(lambda found: found))
 
@@ -134,13 +127,13 @@ def test_counts_start_at_zero_and_unknown_values_are_absent() -> None:
 def test_a_scrape_shows_the_guard_of_each_backend() -> None:
     codec = FrameCodec(NAMESPACE, 5000)
     keys = make_keys(2)
-    with closing(GuardedBackend(MemoryBackend(codec), name="near")) as guard:
+    with closing(Store(MemoryDriver(), codec, name="near")) as guard:
         guard.batch_set(keys, full_frames(codec, keys), parent=None, deadline=soon())
         guard.batch_get(keys, empty_frames(codec, 2), deadline=soon())
         wait_for(lambda: guard.usage_sample() is not None)
         guard.override(Direction.READ, Override.OFF)
         guard.batch_get(keys, empty_frames(codec, 2), deadline=soon())
-        found = found_in(of_stores(*leaf_statistics(guard)))
+        found = found_in(of_stores(*store_statistics(guard)))
 
     def value(name: str, **labels: str) -> float:
         return found[f"hicache_backend_{name}", tuple(sorted({"backend": "near", **labels}.items()))]
@@ -159,9 +152,9 @@ def test_a_scrape_shows_the_guard_of_each_backend() -> None:
 
 
 def test_a_scrape_shows_the_copies_of_compositions_by_target() -> None:
-    near, top, low = (Part(name, MemoryBackend(codec())) for name in ("near", "top", "low"))
-    far = Part("far", LevelsBackend(codec(), [top, low]))
-    with closing(World(backend=LevelsBackend(codec(), [near, far]))) as world:
+    near, top, low = (Part(name, memory_store(codec())) for name in ("near", "top", "low"))
+    far = Part("far", Levels(codec(), [top, low]))
+    with closing(World(backend=Levels(codec(), [near, far]))) as world:
         world.serve("one", prompt(1, 2))
         world.until(lambda: world.cache.statistics().controller.copies["far/low"].copied == 2)
         found = shown(world)

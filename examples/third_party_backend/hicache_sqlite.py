@@ -1,11 +1,11 @@
-"""A store that keeps pages of HiCache in one SQLite file. It is small and implements the whole storage contract.
+"""A store that keeps pages of HiCache in one SQLite file. It is small and keeps the whole contract of a driver.
 
     pages  id, namespace, key, used (Unix time), frame (the encoded page)
 
 Use it for a few gigabytes on one machine. Several processes may share the file.
 
-Locking design: a backend has one connection, and `_lock` is held during each use of it; SQLite orders the writers in
-any case. A verb waits until its deadline for the lock, and SQLite for other processes.
+Locking design: a driver has one connection, and `_lock` is held during each use of it; SQLite orders the writers in
+any case. A function waits until its deadline for the lock, and SQLite for other processes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from collections.abc import Iterator, Sequence
 
 from hicache.backends.base import Usage
 from hicache.backends.errors import ErrorKind, StoreError
-from hicache.backends.pages import Damaged, PageReads, PageWrites
+from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.raw import RawStore, StoredPage
-from hicache.backends.store import PageStore
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS pages(id INTEGER PRIMARY KEY, namespace BLOB NOT NULL, key BLOB NOT NULL,
-    used REAL NOT NULL, frame BLOB NOT NULL, UNIQUE(namespace, key))
+CREATE TABLE IF NOT EXISTS pages(id INTEGER PRIMARY KEY AUTOINCREMENT, namespace BLOB NOT NULL,
+    key BLOB NOT NULL, used REAL NOT NULL, frame BLOB NOT NULL, UNIQUE(namespace, key))
 """
 _INSERT = "INSERT OR IGNORE INTO pages(namespace, key, used, frame) VALUES(?, ?, ?, ?)"
 # How long an operator's command waits for other processes.
@@ -53,14 +52,14 @@ def _connect(path: str | os.PathLike[str]) -> sqlite3.Connection:
     return db
 
 
-class SqliteBackend(PageStore[int]):
-    """See the module's docstring, and `PageStore` for each verb. The number of its row identifies a stored object.
+class SqliteDriver:
+    """See the module's docstring, and `Driver` for each function. The number of its row identifies a stored object.
 
     Raises BackendUnavailable if the file cannot be opened.
     """
 
     def __init__(self, codec: FrameCodec, path: str | os.PathLike[str]) -> None:
-        super().__init__(codec)
+        self._namespace = codec.namespace
         self._lock = threading.Lock()
         self._db = _connect(path)
 
@@ -83,18 +82,18 @@ class SqliteBackend(PageStore[int]):
             self._lock.release()
 
     def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
-        """See PageStore."""
+        """See Driver."""
         for key in keys:
             with self._locked(deadline) as db:
                 is_stored = self._has(db, key)
             yield is_stored
 
     def _has(self, db: sqlite3.Connection, key: bytes) -> bool:
-        where = (self.codec.namespace, key)
+        where = (self._namespace, key)
         return db.execute("SELECT 1 FROM pages WHERE namespace = ? AND key = ?", where).fetchone() is not None
 
     def read(self, pages: PageReads[int]) -> None:
-        """See PageStore. Takes the lock for one page at a time, so that other calls can run during a long batch."""
+        """See Driver. Takes the lock for one page at a time, so that other calls can run during a long batch."""
         hits: list[tuple[float, int]] = []
         for position in pages:
             with self._locked(pages.deadline) as db:
@@ -102,7 +101,7 @@ class SqliteBackend(PageStore[int]):
                 found = db.execute(
                     "SELECT id, length(frame), CASE WHEN length(frame) <= ? THEN frame END FROM pages"
                     " WHERE namespace = ? AND key = ?",
-                    (self.codec.frame_bytes, self.codec.namespace, pages.keys[position]),
+                    (pages.codec.frame_bytes, self._namespace, pages.keys[position]),
                 ).fetchone()
             if found is None:
                 pages.miss(position)
@@ -115,13 +114,8 @@ class SqliteBackend(PageStore[int]):
             with self._locked(pages.deadline, writing=True) as db:
                 db.executemany("UPDATE pages SET used = ? WHERE id = ?", hits)
 
-    def remove_damaged(self, damaged: Sequence[Damaged[int]], deadline: float) -> None:
-        """See PageStore."""
-        with self._locked(deadline, writing=True) as db:
-            db.executemany("DELETE FROM pages WHERE id = ? AND key = ?", [(one.found, one.key) for one in damaged])
-
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. All pages written before the deadline are one transaction."""
+        """See Driver. All pages written before the deadline are one transaction."""
         new: list[int] = []
         try:
             with self._locked(pages.deadline, writing=True) as db:
@@ -131,7 +125,7 @@ class SqliteBackend(PageStore[int]):
                         pages.present(position)
                         continue
                     new.append(position)
-                    db.execute(_INSERT, (self.codec.namespace, key, time.time(), pages.sealed_frame(position)))
+                    db.execute(_INSERT, (self._namespace, key, time.time(), pages.sealed_frame(position)))
         except StoreError as error:
             if error.kind != "SQLITE_FULL" or not new:
                 raise
@@ -140,26 +134,29 @@ class SqliteBackend(PageStore[int]):
         for position in new:
             pages.stored(position)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore."""
-        where = [(self.codec.namespace, key) for key in keys]
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[int] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver."""
+        column, values = ("namespace", [self._namespace] * len(keys)) if found is None else ("id", found)
         with self._locked(deadline, writing=True) as db:
-            return db.executemany("DELETE FROM pages WHERE namespace = ? AND key = ?", where).rowcount
+            where = list(zip(values, keys, strict=True))
+            return max(0, db.executemany(f"DELETE FROM pages WHERE {column} = ? AND key = ?", where).rowcount), ()
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore."""
+        """See Driver."""
         with self._locked(deadline) as db:
-            rows = db.execute("SELECT key FROM pages WHERE namespace = ?", (self.codec.namespace,)).fetchall()
+            rows = db.execute("SELECT key FROM pages WHERE namespace = ?", (self._namespace,)).fetchall()
         return (key for (key,) in rows)
 
     def measure(self) -> Usage:
-        """See PageStore. Counts all namespaces of the file."""
+        """See Driver. Counts all namespaces of the file."""
         with self._locked(time.monotonic() + 1.0) as db:
             pages, size = db.execute("SELECT count(*), coalesce(sum(length(frame)), 0) FROM pages").fetchone()
         return Usage(pages, size, None)
 
-    def shut(self) -> None:
-        """See PageStore."""
+    def close(self) -> None:
+        """See Driver."""
         self._db.close()
 
 

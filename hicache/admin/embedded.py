@@ -23,8 +23,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from .. import __version__
-from ..backends.guard import Direction, Override, named_leaves
+from ..backends.base import Direction
+from ..backends.guard import Override
 from ..backends.rotated import Rotated
+from ..backends.storage import named_stores
 from ..cache import HiRadixCache, HostCache, Pin, TierStatistics, TreeCache
 from ..cache.factory import storage_opener
 from ..cache.mailbox import Steps
@@ -90,7 +92,7 @@ class EmbeddedCache:
         if backend is None:
             return ()
         space = backend.codec.namespace.hex()
-        return [LiveStore(name, space, leaf) for name, leaf in named_leaves(backend)]
+        return [LiveStore(name, space, leaf) for name, leaf in named_stores(backend)]
 
     def status(self) -> Status:
         """See AdminTarget. Does not need the scheduler."""

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from ..backends.guard import Direction, Override, StoreHealth
+from ..backends.base import Direction
+from ..backends.guard import Override, StoreHealth
 from ..backends.guard.breaker import BreakerState
 from ..units import DURATION_MAX_S, SIZE_MAX_BYTES
 

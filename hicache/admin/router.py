@@ -21,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from ..backends.guard import Direction
+from ..backends.base import Direction
 from ..errors import AdminError, BackendError, ConfigError, HiCacheError, InvalidInput, InvariantError
 from ..logs import LimitedLog
 from ..supervised import Beat, SupervisedPool

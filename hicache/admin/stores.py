@@ -13,10 +13,9 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..backends.base import StorageBackend
-from ..backends.guard import unique_names
 from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
+from ..backends.storage import Storage, unique_names
 from ..backends.tools.removal import purge_raw
 from ..backends.tools.verify import Finding, PageKeys, verify_raw
 from ..config import HiCacheConfig
@@ -33,7 +32,7 @@ class LiveStore:
 
     name: str
     namespace: str
-    backend: StorageBackend
+    backend: Storage
 
 
 class ConfiguredStores:

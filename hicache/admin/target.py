@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from ..backends.guard import Direction, Override
+from ..backends.base import Direction
+from ..backends.guard import Override
 from .models import LookupRequest, PinRequest, PinStatus, Quota, Status
 from .stores import ConfiguredStores, LiveStore
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..backends.guard import Direction, LeafStatistics
+from ..backends.base import Direction
+from ..backends.storage import StoreStatistics
 from .models import BreakerStatus, StoreStatus
 
 
-def store_status(namespace: str, leaf: LeafStatistics) -> StoreStatus:
+def store_status(namespace: str, leaf: StoreStatistics) -> StoreStatus:
     """Return the status of one store."""
     usage, guard = leaf.usage, leaf.guard
     breakers = {

@@ -107,13 +107,6 @@ def collected_errors() -> Iterator[list[str]]:
         _collecting.errors = None
 
 
-def take_last_error() -> str:
-    """Return the kind of the last error that this thread has counted since the last call; empty if there is none."""
-    kind: str = getattr(_collecting, "last", "")
-    _collecting.last = ""
-    return kind
-
-
 @contextlib.contextmanager
 def uncollected_errors() -> Iterator[None]:
     """Keep the errors that this thread counts within the context out of the list of `collected_errors`."""
@@ -145,7 +138,6 @@ class Calls:
         self._sets: Counter[SetOutcome] = Counter()
         self._corrupt: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
-        self._evicted_pages = 0
 
     def enter(self) -> bool:
         """Count the start of a verb; its end must call `leave`. Return False if the backend is closed."""
@@ -167,16 +159,12 @@ class Calls:
         *,
         gets: Sequence[GetOutcome] = (),
         sets: Sequence[SetOutcome] = (),
-        corrupt: Iterable[str] = (),
-        errors: Iterable[str] = (),
-        evicted_pages: int = 0,
+        corrupt: Sequence[str] = (),
+        errors: Sequence[str] = (),
     ) -> None:
-        """Count the outcomes of a batch. `corrupt` are reasons, `errors` classes."""
+        """Count the outcomes of a batch. `corrupt` are reasons, `errors` kinds."""
         if errors:
-            errors = list(errors)
-            if errors:
-                _collecting.last = str(errors[-1])
-            collected = getattr(_collecting, "errors", None)
+            collected: list[str] | None = getattr(_collecting, "errors", None)
             if collected is not None:
                 collected += errors
         with self._lock:
@@ -188,7 +176,6 @@ class Calls:
                 self._corrupt.update(corrupt)
             if errors:
                 self._errors.update(errors)
-            self._evicted_pages += evicted_pages
 
     def statistics(self) -> BackendStatistics:
         """Return a snapshot; byte counts are whole frames."""
@@ -198,7 +185,7 @@ class Calls:
                 sets=dict(self._sets),
                 corrupt=dict(self._corrupt),
                 errors=dict(self._errors),
-                evicted_pages=self._evicted_pages,
+                evicted_pages=0,
                 read_bytes=self._gets[GetOutcome.HIT] * self._frame_bytes,
                 written_bytes=self._sets[SetOutcome.STORED] * self._frame_bytes,
             )

@@ -75,9 +75,12 @@ class ErrorKind(enum.StrEnum):
     INTERNAL = "internal"  # a bug, or an exception on one of the store's threads, which is in the log
 
 
+# Before the name of an exception of a driver, in the kind of an error.
+RAISED = "raised_"
+
+
 class StoreError(Exception):
-    """A store cannot continue a call. A `PageStore` raises it in its own functions, which ends the call: the remaining
-    pages fail.
+    """A store cannot continue a call. A driver raises it, which ends the call: the remaining pages fail.
 
     `kind` is counted, even if no page fails with it. `detail` is for messages; it contains neither sent data nor text
     from a server, except the words of a daemon (`remote/client.py`). `retry_after_s` is the pause that the server

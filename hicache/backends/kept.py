@@ -8,8 +8,8 @@ verified there, like a page of any store. So the cache never uses a frame that a
 pages do not change their owner between threads; the copy is faster than the verification. Then the old frame is free.
 
     KeptFrames    the remaining frames, by key
-    KeptBackend   the store of them; without another store it also seals computed pages in place
-    KeptLevel     a KeptBackend in front of the configured storage
+    KeptDriver    the store of them; without another store it also seals computed pages in place
+    open_kept     makes storage of them, alone or in front of the configured storage
 
 Locking design: `_lock` of a KeptFrames guards its fields. It is held for a few instructions per page of a batch, and
 never while a frame is read, because the scheduler thread takes it in `give_way`. A frame that is being read is not in
@@ -22,11 +22,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from ..frame import FrameCodec, PageBuffer, unseal
-from .base import GetOutcome, StorageBackend, Usage
-from .envelope import Wrapper
+from .base import Direction, SetOutcome, Usage
+from .compose import Levels, Part
 from .order import EvictionOrder
-from .pages import Damaged, PageReads, PageWrites
-from .store import PageStore
+from .pages import PageReads, PageWrites
+from .storage import Storage
+from .store import UNGUARDED, Store
 
 _END = object()
 
@@ -145,24 +146,23 @@ class KeptFrames:
         self._unused.append(self._pages.pop(key))
 
 
-class KeptBackend(PageStore[int]):
+class KeptDriver:
     """See the module's docstring. A page can be read once: then its copy is on L2.
 
-    With `seals` it is the only store: pages are sealed in their frames, where the next process finds them. Otherwise it
-    does not accept pages.
+    Pages that are written are sealed in their frames, where the next process finds them. REQUIRES: it is the only store
+    that gets them.
     """
 
-    def __init__(self, codec: FrameCodec, frames: KeptFrames, *, seals: bool) -> None:
-        super().__init__(codec)
+    def __init__(self, codec: FrameCodec, frames: KeptFrames) -> None:
+        self.codec = codec
         self._frames = frames
-        self._seals = seals
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See PageStore. Refreshes recency, see KeptFrames."""
+        """See Driver. Refreshes recency, see KeptFrames."""
         return self._frames.find(keys, self.codec.namespace)
 
     def read(self, pages: PageReads[int]) -> None:
-        """See PageStore."""
+        """See Driver."""
         for position in pages:
             key = pages.keys[position]
             page = self._frames.take(key, self.codec.namespace)
@@ -175,83 +175,56 @@ class KeptBackend(PageStore[int]):
             finally:
                 self._frames.end(page, key if proved else None)
 
-    def remove_damaged(self, damaged: Sequence[Damaged[int]], deadline: float) -> None:
-        """See PageStore. `read` has taken the page out."""
-
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. Seals each frame in place."""
+        """See Driver. Seals each frame in place."""
         for position in pages:
-            if self._seals:
-                pages.sealed(position)
-                pages.stored(position)
-            else:
-                pages.reject(position)
+            pages.sealed(position)
+            pages.stored(position)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore."""
-        return self._frames.remove(keys)
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[int] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver. `read` has already taken damaged pages out."""
+        return (0 if found is not None else self._frames.remove(keys)), ()
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore."""
+        """See Driver."""
         return iter(self._frames.keys())
 
     def measure(self) -> Usage:
-        """See PageStore. Counts the pages that have not been requested."""
+        """See Driver. Counts the pages that have not been requested."""
         pages = len(self._frames.keys())
         return Usage(pages, pages * self.codec.frame_bytes, None)
 
-    def shut(self) -> None:
-        """See PageStore. The frames stay for a store that is opened later."""
+    def close(self) -> None:
+        """See Driver. The frames stay for a store that is opened later."""
 
 
-class KeptLevel(Wrapper):
-    """`inner`, with the kept frames in front of it. Pages are stored only in `inner`."""
+class _KeptFirst(Levels):
+    """The kept frames in front of `storage`, which alone gets pages, and whose guards decide whether it is used."""
 
-    def __init__(self, inner: StorageBackend, kept: KeptBackend) -> None:
-        super().__init__(inner)
-        self._kept = kept
+    def __init__(self, codec: FrameCodec, kept: Store, storage: Storage) -> None:
+        parts = [Part("kept", kept), Part("storage", storage)]
+        super().__init__(codec, parts, promote=False, cascade_bytes_max=None)
+        self._storage = storage
 
-    @property
-    def parts(self) -> Sequence[StorageBackend]:
-        """See Composite."""
-        return (self._kept, self._inner)
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See Storage."""
+        return self._storage.batch_set(keys, pages, parent=parent, deadline=deadline)
 
-    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. Looks up both alternately, each from the end of the other's prefix."""
-        found, more = self._kept.batch_exists(keys, deadline=deadline), 1
-        while found < len(keys) and more:
-            below = self._inner.batch_exists(keys[found:], deadline=deadline)
-            more = self._kept.batch_exists(keys[found + below :], deadline=deadline) if below else 0
-            found += below + more
-        return found
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+        """See Storage. A page that only has its kept frame is missing: the frame can be freed at any time."""
+        return self._storage.batch_touch(keys, deadline=deadline)
 
-    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Envelope."""
-        kept = self._kept.batch_has(keys, deadline=deadline)
-        below = self._inner.batch_has(keys, deadline=deadline)
-        return [one or other for one, other in zip(kept, below, strict=True)]
+    def may_pass(self, direction: Direction) -> bool:
+        """See Storage."""
+        return self._storage.may_pass(direction)
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. Pages that are missing or damaged in the kept frames are read from `inner`."""
-        outcomes = self._kept.batch_get(keys, pages, deadline=deadline)
-        missing = [position for position, outcome in enumerate(outcomes) if outcome is not GetOutcome.HIT]
-        if missing:
-            below = self._inner.batch_get([keys[p] for p in missing], [pages[p] for p in missing], deadline=deadline)
-            for position, outcome in zip(missing, below, strict=True):
-                outcomes[position] = outcome
-        return outcomes
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A page that both have counts as one of `inner`."""
-        self._kept.delete(keys, deadline=deadline)
-        return super().remove(keys, deadline)
-
-    def remove_all(self, deadline: float) -> int:
-        """See Envelope. Counts the pages of `inner`."""
-        self._kept.clear(deadline=deadline)
-        return super().remove_all(deadline)
-
-    def shut(self) -> None:
-        """See Envelope."""
-        self._kept.close()
-        super().shut()
+def open_kept(codec: FrameCodec, frames: KeptFrames, storage: Storage | None) -> Storage:
+    """Return storage of the kept frames: in front of `storage`, or alone, and then computed pages are sealed in their
+    frames. Owns `storage`."""
+    kept = Store(KeptDriver(codec, frames), codec, UNGUARDED, name="kept")
+    return kept if storage is None else _KeptFirst(codec, kept, storage)

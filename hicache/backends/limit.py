@@ -2,20 +2,20 @@
 
 The size of the store, over all namespaces, is known from a listing and from the writes since. A page without room is
 REJECTED; a sweep in the background makes room by removing the least recently used pages without children, so that
-chains lose their tails. Uses are those that the store reports, and those through this backend.
+chains lose their tails. Uses are those that the store reports, and those through this store.
 
 One engine never exceeds the limit. If several share a store, each learns about the others' writes from its next
 listing: the limit may be overshot by the writes of one interval plus one listing. Their sweeps choose almost the same
 pages; at worst each removes as many as one would.
 
 A listing costs one request per thousand pages on S3. The first sweep that removes pages reads the header of each page
-that this backend has not stored itself: one small request per page, once.
+that this engine has not stored itself: one small request per page, once.
 
 Locking design: `_state` guards the `_Ledger`, `_closed` and the data of verbs for the sweep (`_fresh`, `_uses`,
 `_is_full`); it is held for a few instructions, and taken before the lock of the task. `_rejection` is a hint, written
 by any thread. The sweep writes `_not_before`, `_chains`, `_raw` and `_backoff`; it is a BackgroundTask that the
-constructor wakes and `close` ends. Verbs wait for it only until the end of the first listing, at most
-FIRST_LISTING_WAIT_S. Otherwise as `envelope`.
+`start` wakes and `close` ends. Verbs wait for it only until the end of the first listing, at most
+FIRST_LISTING_WAIT_S.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ import math
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ..background import BackgroundTask
 from ..backoff import Backoff
 from ..errors import BackendError, ConfigError, InvalidInput
-from ..frame import PageBuffer
+from ..frame import FrameCodec, PageBuffer
 from ..units import format_size
-from .base import EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage, watch_evictions
+from .base import EvictionListener, SetOutcome
 from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
-from .envelope import Wrapper
-from .errors import StoreError
+from .driver import Incidents
 from .raw import PageId, RawStore
 
 _log = logging.getLogger(__name__)
@@ -98,112 +99,119 @@ class _Ledger:
         self.is_listed = True
 
 
-class LimitedBackend(Wrapper):
-    """`inner` with a limit of `capacity_bytes` for its whole store.
+# Store pages, or look them up, without the limit; also returns the kinds of the errors. See `attempts`.
+_Put: TypeAlias = Callable[
+    [Sequence[bytes], Sequence[PageBuffer], bytes | None, float], tuple[list[SetOutcome], list[str]]
+]
+_Prefix: TypeAlias = Callable[[Sequence[bytes], float], tuple[int, Sequence[str]]]
+
+
+class CapacityLimit:
+    """A limit of `capacity_bytes` for the whole store in which pages of `codec` are.
 
     `open_raw` opens the same store for the sweep, on the sweep's thread and again after failures; it raises
     BackendError and ConfigError. Until the next listing, the limit counts stored pages as whole frames, and includes
-    pages that may have been stored despite an ERROR. Raises InvalidInput for a capacity below one page, and then leaves
-    `inner` open. Of its errors, `listing` counts failed listings and sweeps, `unlisted` pages that failed before the
-    first listing ended.
+    pages that may have been stored despite an ERROR. Raises InvalidInput for a capacity below one page. Of its errors,
+    `listing` counts failed listings and sweeps, `unlisted` pages that failed before the first listing ended.
     """
 
     def __init__(
         self,
-        inner: StorageBackend,
+        codec: FrameCodec,
         open_raw: Callable[[], RawStore],
         *,
         capacity_bytes: int,
         list_interval_s: float = LIST_INTERVAL_S,
     ) -> None:
-        super().__init__(inner)
-        size = inner.codec.frame_bytes
+        size = codec.frame_bytes
         if type(capacity_bytes) is not int or capacity_bytes < size:
             raise InvalidInput(f"limit: capacity_bytes must be at least a page of {size} bytes, got {capacity_bytes!r}")
+        self.codec = codec
+        self.capacity_bytes = capacity_bytes
+        self.rejection: str | None = None  # why the last write was rejected, see ExplainsRejections
+        self.on_evicted: EvictionListener = lambda keys: None
         self._open_raw = open_raw
         self._interval_s = list_interval_s
-        self._usage = Usage(0, 0, capacity_bytes)
         self._state = threading.Condition()
         self._ledger = _Ledger(capacity_bytes)
         self._fresh: dict[bytes, bytes | None] = {}
         self._uses: dict[bytes, float] = {}
-        self._rejection: str | None = None
         self._is_full = False  # a page was rejected since the last sweep began
         self._not_before = 0.0  # the earliest start of the next sweep
         self._closed = False
-        self._on_evicted: EvictionListener = lambda keys: None
+        self._errors: Counter[str] = Counter()
+        self._evicted_pages = 0
         self._chains = Chains()
         self._raw: RawStore | None = None
         self._backoff = Backoff(min(PAUSE_S, list_interval_s), list_interval_s)
         self._sweeps = BackgroundTask(
-            "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self.count("internal")
+            "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self._count("internal")
         )
+
+    def start(self) -> None:
+        """Begin the first listing."""
         self._sweeps.wake()
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope."""
-        outcomes = super().get(keys, pages, deadline)
-        self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is GetOutcome.HIT])
-        return outcomes
+    def incidents(self) -> Incidents:
+        """Return the errors and evictions so far."""
+        with self._state:
+            return Incidents(dict(self._errors), self._evicted_pages)
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable."""
-        missing = super().use(keys, deadline)
-        self._note_uses(keys)  # including missing pages: a sweep only reads the uses of listed pages
-        return missing
+    def _count(self, kind: str) -> None:
+        with self._state:
+            self._errors[kind] += 1
 
-    def watch_evictions(self, listener: EvictionListener) -> None:
-        """See EvictionNotices. Also reports the evictions of the store behind it."""
-        self._on_evicted = listener
-        watch_evictions(self._inner, listener)
-
-    def _note_uses(self, keys: Sequence[bytes]) -> None:
+    def note_uses(self, keys: Sequence[bytes]) -> None:
+        """Count pages as used now."""
         now_s = time.time()
         with self._state:
             if len(self._uses) < _NOTES_MAX:
                 self._uses.update(dict.fromkeys(keys, now_s))
 
-    def put(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See Envelope. Rejects the tail of a batch that does not fit; its head stays."""
+    def write(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float,
+        *, put: _Put, prefix: _Prefix,
+    ) -> tuple[list[SetOutcome], list[str]]:  # fmt: skip
+        """Store pages with `put`, as far as there is room; return their outcomes and the kinds of the errors. Rejects
+        the tail of a batch that does not fit; its head stays."""
         if not self._wait_for_listing(deadline):
-            raise StoreError("unlisted")
+            return [SetOutcome.ERROR] * len(keys), ["unlisted"] * len(keys)
         outcomes: list[SetOutcome] = []
+        errors: list[str] = []
         size = self.codec.frame_bytes
         while (done := len(outcomes)) < len(keys) and all(outcome.is_stored for outcome in outcomes):
             with self._state:
                 fitting = self._ledger.reserve(len(keys) - done, size)
-            rest = keys[done:]
-            if fitting < len(rest) and (present := self._inner.batch_exists(rest, deadline=deadline)):
+            rest, present = keys[done:], 0
+            if fitting < len(rest):
+                present, kinds = prefix(rest, deadline)
+                errors += kinds
+            if present:
                 # Pages that are already stored need no room, which leaves more for those after them.
                 with self._state:
                     self._ledger.release(fitting * size)
-                self._note_uses(rest[:present])
+                self.note_uses(rest[:present])
                 outcomes += [SetOutcome.PRESENT] * present
             elif fitting:
                 end = done + fitting
                 above = parent_outside(keys[done:end], keys[done - 1] if done else parent)
-                outcomes += self._store_reserved(keys[done:end], pages[done:end], above, deadline)
+                found, kinds = self._store_reserved(keys[done:end], pages[done:end], above, deadline, put)
+                outcomes += found
+                errors += kinds
             else:
                 break
         rejected = len(keys) - len(outcomes)
-        self._rejection = None
+        self.rejection = None
         if rejected:
             with self._state:
                 self._is_full = True
                 used = self._ledger.used_bytes + self._ledger.reserved_bytes
-                self._rejection = (
-                    f"capacity_bytes is {format_size(self._ledger.capacity_bytes)}, and {format_size(used)} are stored "
+                self.rejection = (
+                    f"capacity_bytes is {format_size(self.capacity_bytes)}, and {format_size(used)} are stored "
                     "or being written; a sweep makes room; raise capacity_bytes"
                 )
                 self._sweeps.wake(self._not_before)
-        return outcomes + [SetOutcome.REJECTED] * rejected
-
-    @property
-    def rejection(self) -> str | None:
-        """See Rejecting."""
-        return self._rejection
+        return outcomes + [SetOutcome.REJECTED] * rejected, errors
 
     def _wait_for_listing(self, deadline: float) -> bool:
         wait_s = min(FIRST_LISTING_WAIT_S, deadline - time.monotonic())
@@ -214,13 +222,13 @@ class LimitedBackend(Wrapper):
             return self._ledger.is_listed
 
     def _store_reserved(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float, put: _Put
+    ) -> tuple[list[SetOutcome], list[str]]:
         """Store pages with reserved room, and record the used bytes."""
         size, idle = self.codec.frame_bytes, 0
         outcomes: list[SetOutcome] = []
         try:
-            outcomes = self._inner.batch_set(keys, pages, parent=parent, deadline=deadline)
+            outcomes, errors = put(keys, pages, parent, deadline)
             idle = sum(outcome in (SetOutcome.PRESENT, SetOutcome.REJECTED) for outcome in outcomes)
         finally:
             with self._state:
@@ -233,40 +241,32 @@ class LimitedBackend(Wrapper):
                 if self._ledger.used_bytes > HIGH_WATER * self._ledger.capacity_bytes:
                     self._sweeps.wake(self._not_before)
         # For a new page too: the store's clock may differ from ours, or count whole seconds.
-        self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome.is_stored])
-        return outcomes
+        self.note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome.is_stored])
+        return outcomes, errors
 
-    def remove_all(self, deadline: float) -> int:
-        """See Envelope. The removed pages make room after the next listing, which this requests."""
+    def forget(self) -> None:
+        """Forget the stores and uses of pages that are about to be removed."""
         with self._state:
             self._fresh.clear()
             self._uses.clear()
-        try:
-            return super().remove_all(deadline)
-        finally:
-            self._sweeps.wake(self._not_before)
 
-    def measure(self) -> Usage:
-        """See Envelope: the pages and bytes of the inner backend, and the common limit."""
-        return replace(super().measure(), capacity_bytes=self._ledger.capacity_bytes)
+    def sweep_soon(self) -> None:
+        """Begin a listing: removed pages make room after it."""
+        self._sweeps.wake(self._not_before)
 
-    def close(self) -> None:
-        """See StorageBackend. Waits at most a few seconds for a sweep that hangs."""
+    def stop(self) -> None:
+        """Reject the calls that wait for the first listing. Does not block."""
         with self._state:
             self._closed = True
             self._state.notify_all()
-        super().close()
 
-    def shut(self) -> None:
-        """See Envelope."""
-        try:
-            super().shut()
-        finally:
-            if self._sweeps.close(_CLOSE_S):
-                self._close_raw()
-            else:
-                self.count("sweep_left")
-                _log.warning("limit: a request of the sweep still hangs; its thread ends when the request returns")
+    def close(self) -> None:
+        """End the sweeps. Waits at most a few seconds for a sweep that hangs. REQUIRES: `stop` was called."""
+        if self._sweeps.close(_CLOSE_S):
+            self._close_raw()
+        else:
+            self._count("sweep_left")
+            _log.warning("limit: a request of the sweep still hangs; its thread ends when the request returns")
 
     # On the thread of the task
 
@@ -281,7 +281,7 @@ class LimitedBackend(Wrapper):
             self._backoff.reset()
             swept = True
         except (BackendError, ConfigError) as error:
-            self.count("listing")
+            self._count("listing")
             _log.warning("limit: the store cannot be listed or swept: %s", error)
             self._not_before = time.monotonic() + self._backoff.next_s()
             return self._not_before
@@ -353,5 +353,5 @@ class LimitedBackend(Wrapper):
                 # Includes pages that another engine's sweep has removed since this listing.
                 freed = sum(page.bytes for page in some)
                 self._ledger.used_bytes = max(self._ledger.since_bytes, self._ledger.used_bytes - freed)
-            self._calls.count(evicted_pages=removed)
-            self._on_evicted([page.key for page in some if page.namespace == self.codec.namespace])
+                self._evicted_pages += removed
+            self.on_evicted([page.key for page in some if page.namespace == self.codec.namespace])

@@ -1,6 +1,6 @@
-"""The memory backend: a dictionary of frames. It is the template for new backends, and the reference in tests.
+"""The memory driver: a dictionary of frames. It is the template for new drivers, and the reference in tests.
 
-Locking design: one lock around every verb's work on a page, which is sealed, copied and verified under it.
+Locking design: one lock around every function's work on a page, which is sealed, copied and verified under it.
 """
 
 from __future__ import annotations
@@ -11,47 +11,46 @@ from collections.abc import Iterator, Sequence
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
 from .base import EvictionListener, Usage
-from .envelope import Touchable
+from .driver import Incidents
 from .order import EvictionOrder
-from .pages import Damaged, PageReads, PageWrites
-from .store import PageStore
+from .pages import PageReads, PageWrites
 
 
-class MemoryBackend(PageStore[bytes], Touchable):
+class MemoryDriver:
     """Pages in this process's memory, lost with it. Thread-safe; blocks only for its own lock.
 
     With `capacity_bytes` it evicts the least recently used page without children, so tails before heads. A batch does
     not evict its own pages or their ancestors. Raises InvalidInput for a capacity that is not a positive number.
     """
 
-    def __init__(self, codec: FrameCodec, capacity_bytes: int | None = None) -> None:
-        super().__init__(codec)
+    def __init__(self, capacity_bytes: int | None = None) -> None:
         if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 1):
-            raise InvalidInput(f"memory backend: capacity_bytes must be a positive number, got {capacity_bytes!r}")
+            raise InvalidInput(f"memory driver: capacity_bytes must be a positive number, got {capacity_bytes!r}")
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._pages: dict[bytes, bytes] = {}
         self._order = EvictionOrder()
         self._bytes = 0
+        self._evicted_pages = 0
         self._on_evicted: EvictionListener = lambda keys: None
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See EvictionNotices."""
+        """See ReportsEvictions."""
         self._on_evicted = listener
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable."""
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Touches."""
         with self._lock:
             self._order.use(keys)
-            return [key for key in keys if key not in self._pages]
+            return [key in self._pages for key in keys]
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See PageStore."""
+        """See Driver."""
         with self._lock:
             return [key in self._pages for key in keys]
 
     def read(self, pages: PageReads[bytes]) -> None:
-        """See PageStore."""
+        """See Driver."""
         hits: list[bytes] = []
         for position in pages:
             key = pages.keys[position]
@@ -64,15 +63,8 @@ class MemoryBackend(PageStore[bytes], Touchable):
         with self._lock:
             self._order.use(hits)
 
-    def remove_damaged(self, damaged: Sequence[Damaged[bytes]], deadline: float) -> None:
-        """See PageStore."""
-        with self._lock:
-            for one in damaged:
-                if self._pages.get(one.key) is one.found:
-                    self._drop(one.key)
-
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. Rejects the tail of a batch that does not fit; its head stays."""
+        """See Driver. Rejects the tail of a batch that does not fit; its head stays."""
         with self._lock:
             since = self._order.now()
             self._order.use([*filter(None, pages.parents[:1]), *pages.keys])
@@ -109,33 +101,41 @@ class MemoryBackend(PageStore[bytes], Touchable):
                 return False
             self._drop(oldest[0])
             self._on_evicted(oldest[:1])
-            self._calls.count(evicted_pages=1)
+            self._evicted_pages += 1
         return True
 
     def _drop(self, key: bytes) -> None:
         self._bytes -= len(self._pages.pop(key))
         self._order.discard(key)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore."""
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver."""
+        removed = 0
         with self._lock:
-            there = [key for key in keys if key in self._pages]
-            for key in there:
-                self._drop(key)
-            return len(there)
+            for number, key in enumerate(keys):
+                if key in self._pages and (found is None or self._pages[key] is found[number]):
+                    self._drop(key)
+                    removed += 1
+        return removed, ()
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore."""
+        """See Driver."""
         with self._lock:
             return iter(list(self._pages))
 
     def measure(self) -> Usage:
-        """See PageStore."""
+        """See Driver."""
         with self._lock:
             return Usage(len(self._pages), self._bytes, self._capacity_bytes)
 
-    def shut(self) -> None:
-        """See PageStore. Forgets all pages."""
+    def incidents(self) -> Incidents:
+        """See HasIncidents."""
+        return Incidents(evicted_pages=self._evicted_pages)
+
+    def close(self) -> None:
+        """See Driver. Forgets all pages."""
         with self._lock:
             self._pages.clear()
             self._order = EvictionOrder()
@@ -147,11 +147,11 @@ class MemoryBackend(PageStore[bytes], Touchable):
         with self._lock:
             self._order.check()
             if self._order.keys() != self._pages.keys():
-                raise InvariantError("memory backend: the order does not match the pages")
+                raise InvariantError("memory driver: the order does not match the pages")
             if self._bytes != sum(map(len, self._pages.values())):
-                raise InvariantError("memory backend: the sum of bytes does not match the pages")
+                raise InvariantError("memory driver: the sum of bytes does not match the pages")
             if self._capacity_bytes is not None and self._bytes > self._capacity_bytes:
-                raise InvariantError("memory backend: over its capacity")
+                raise InvariantError("memory driver: over its capacity")
 
     def peek(self, key: bytes) -> bytes | None:
         """Return the encoded page, unverified; for tests."""
@@ -165,3 +165,9 @@ class MemoryBackend(PageStore[bytes], Touchable):
                 self._order.add(key, None)
             self._bytes += len(stored) - len(self._pages.get(key, b""))
             self._pages[key] = stored
+
+
+def open_memory(codec: FrameCodec, capacity_bytes: int | None = None) -> MemoryDriver:
+    """Open an empty store of the type `memory`. It has the pages of one namespace, so it does not need the codec."""
+    del codec
+    return MemoryDriver(capacity_bytes)

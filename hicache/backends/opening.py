@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from ..config import HiCacheConfig
 from ..errors import ConfigError
 from ..frame import Compression, FrameCodec, TagKind
-from .base import StorageBackend
 from .registry import BackendSpec, open_spec
+from .storage import Storage
 
 # The size of elements for which byte planes help: float16 and bfloat16.
 _PLANES_ELEMENT_BYTES = 2
@@ -50,7 +50,7 @@ class StorageOpener:
             label=label,
         )
 
-    def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> StorageBackend:
+    def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> Storage:
         """Open the store, or a `part` of it, with the pages of `codec`, behind its guard. Blocks and raises as
         `open_spec`; raises ConfigError without storage."""
         spec = part or self.spec

@@ -1,12 +1,11 @@
-"""The pages of one call, between the verbs of `PageStore` and the store that moves their bytes. Only this module
-verifies pages.
+"""The pages of one call, between a `Store` and the driver that moves their bytes. Only this module verifies pages.
 
-A store gets the buffers of a page (`PageReads.buffers`, `PageWrites.sealed`), moves the bytes, and reports the outcome
+A driver gets the buffers of a page (`PageReads.buffers`, `PageWrites.sealed`), moves the bytes, and reports the outcome
 of each page by its position: `accept`, `miss`, `damage` or `fail` of a read, `stored`, `present`, `reject` or `fail` of
-a write. A store that cannot scatter and gather uses `frame` or `sealed_frame` instead: one buffer, which is the page's
+a write. A driver that cannot scatter and gather uses `frame` or `sealed_frame` instead: one buffer, which is the page's
 own frame, or a scratch frame for a page in parts.
 
-Locking design: an object of these classes belongs to one call. Its store may use it in several threads at once, each
+Locking design: an object of these classes belongs to one call. Its driver may use it in several threads at once, each
 position in one of them: each writes its own slots of lists and appends to lists, both atomic in CPython.
 """
 
@@ -17,10 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..frame import FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes
+from ..frame import Damage, FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes
 from .base import GetOutcome, SetOutcome
 from .calls import parents_of
 from .errors import ErrorKind
+
+# The time for removing damaged and incomplete pages, even after the deadline.
+SETTLE_S = 0.25
 
 Found = TypeVar("Found")
 Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
@@ -44,7 +46,7 @@ class _Pages(Generic[Outcome]):
         self.keys = keys
         self.deadline = deadline
         self.errors: list[str] = []
-        self._pages = pages
+        self.pages = pages
         self._outcomes: list[Outcome | None] = [None] * len(keys)
 
     def __len__(self) -> int:
@@ -54,6 +56,10 @@ class _Pages(Generic[Outcome]):
     def is_late(self) -> bool:
         """True after the deadline: further pages are not started."""
         return time.monotonic() >= self.deadline
+
+    def outcome(self, position: int) -> Outcome | None:
+        """Return the reported outcome of a page, or None."""
+        return self._outcomes[position]
 
     def _fail_open(self, kind: str, error: Outcome) -> list[Outcome]:
         """Fail the pages without an outcome, for `kind` or the deadline, and return all outcomes."""
@@ -86,8 +92,9 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         return [one.reason for one in self.damaged]
 
     def __iter__(self) -> Iterator[int]:
+        deadline, clock = self.deadline, time.monotonic
         for position in range(len(self.keys)):
-            if self.is_late:
+            if clock() >= deadline:
                 return
             yield position
 
@@ -99,12 +106,12 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         """Return the buffers for the stored bytes of a page, in order: for the first `stored_bytes`, or for all
         `codec.frame_bytes`.
         """
-        buffers = self.codec.buffers(self._pages[position])
+        buffers = self.codec.buffers(self.pages[position])
         return buffers if stored_bytes is None else first_bytes(buffers, stored_bytes)
 
     def frame(self, position: int) -> memoryview:
         """Return one buffer of `codec.frame_bytes` for the stored bytes of a page."""
-        page = self._pages[position]
+        page = self.pages[position]
         if not isinstance(page, PageView):
             return page
         return self._frames.setdefault(position, self.codec.scratch_frame())
@@ -116,14 +123,14 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
 
     def take(self, position: int, stored: bytes | memoryview, found: Found) -> bool:
         """Copy the stored bytes of a page to its buffers and `accept` them, for a store that has them in one piece."""
-        if self.fits(len(stored)):
-            fill(self.codec.buffers(self._pages[position]), stored)
+        if self.codec.fits(len(stored)):
+            fill(self.codec.buffers(self.pages[position]), stored)
         return self.accept(position, len(stored), found)
 
     def accept(self, position: int, stored_bytes: int, found: Found, arrived: TagStream | None = None) -> bool:
         """Verify the page whose `stored_bytes` bytes are in its buffers (or were not read because they do not fit).
         Return True for a hit. A damaged page is removed after the store has read all pages."""
-        key, page, frame = self.keys[position], self._pages[position], self._frames.pop(position, None)
+        key, page, frame = self.keys[position], self.pages[position], self._frames.pop(position, None)
         damage = self.codec.accept(key, page if frame is None else frame, stored_bytes, arrived)
         if damage is None:
             if frame is not None and isinstance(page, PageView):
@@ -135,6 +142,14 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         else:
             self.damage(position, damage, found)
         return damage is None
+
+    def accept_verified(self, position: int, found: Found) -> None:
+        """Report a page that a trusted server has verified and put into its buffers as plain bytes: only its header is
+        compared."""
+        if self.codec.is_sealed(self.keys[position], self.pages[position]):
+            self._outcomes[position] = GetOutcome.HIT
+        else:
+            self.damage(position, Damage.HEADER, found)
 
     def damage(self, position: int, reason: str, found: Found) -> None:
         """Report that the stored object is not the page."""
@@ -186,19 +201,20 @@ class PageWrites(_Pages[SetOutcome]):
             yield position
 
     @property
+    def breaks(self) -> list[int]:
+        """The positions of pages whose parent is not the page before them."""
+        return [at for at in range(1, len(self.keys)) if self.parents[at] != self.keys[at - 1]]
+
+    @property
     def is_full(self) -> bool:
         """True after a page was rejected: further pages are not started."""
         return self._rejected_from < len(self.keys)
-
-    def outcome(self, position: int) -> SetOutcome | None:
-        """Return the reported outcome of a page, or None."""
-        return self._outcomes[position]
 
     def sealed(self, position: int) -> list[memoryview]:
         """Return the encoded page as the buffers to write, in order; together a multiple of 4096 bytes. They stay valid
         while they are referenced."""
         return self.codec.seal_buffers(
-            self.keys[position], self._pages[position], parent=self.parents[position]
+            self.keys[position], self.pages[position], parent=self.parents[position]
         )
 
     def sealed_frame(self, position: int) -> memoryview:

@@ -1,11 +1,11 @@
 """Backends by name: built-in, from an entry point of another package, or `module:Class`.
 
-A factory is a class derived from `StorageBackend`, or a function annotated to return one, so that a configuration can
-be checked without opening a store. It takes a codec and its options: as keywords, or as one section if a parameter is
-annotated with a class derived from `hicache.config.Section`, which then checks them. Built-in factories take the
-sections of the configuration. Other packages add a factory in the entry-point group `hicache.backends`; its name does
-not replace a built-in one. In the group `hicache.raw_stores` they may add, under the same name, a function with the
-same options that makes a RawStore, for `hicache ls` and similar commands.
+A factory makes a `Driver`, or a `Storage` of several stores. It is a class, or a function annotated to return one, so
+that a configuration can be checked without opening a store. It takes a codec and its options: as keywords, or as one
+section if a parameter is annotated with a class derived from `hicache.config.Section`, which then checks them. Built-in
+factories take the sections of the configuration. Other packages add a factory in the entry-point group
+`hicache.backends`; its name does not replace a built-in one. In the group `hicache.raw_stores` they may add, under the
+same name, a function with the same options that makes a RawStore, for `hicache ls` and similar commands.
 
 A store that can be listed, and whose factory does not take the keyword `capacity_bytes`, gets a limit: see `limit`.
 """
@@ -25,11 +25,12 @@ from ..config.section import Section, build
 from ..config.storage import STORAGE_SECTIONS, PartConfig, StorageConfig, parts_of
 from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
-from .base import Composite, StorageBackend
-from .faults import FaultyBackend
-from .guard import GuardedBackend, guards_of
-from .limit import LimitedBackend
+from .driver import Driver
+from .faults import Faults
+from .limit import CapacityLimit
 from .raw import RawStore
+from .storage import Storage
+from .store import UNGUARDED, Store
 
 ENTRY_POINT_GROUP = "hicache.backends"
 RAW_ENTRY_POINT_GROUP = "hicache.raw_stores"
@@ -37,20 +38,20 @@ _CAPACITY = "capacity_bytes"
 
 T = TypeVar("T")
 
-Factory: TypeAlias = Callable[..., StorageBackend]
+Factory: TypeAlias = Callable[..., Driver[Any] | Storage]
 # The options of a backend: a checked section, or the keywords of a plug-in.
 Options: TypeAlias = Section | Mapping[str, object]
 
 # The factories of the built-in backends. A backend is imported at its first use.
 _BUILT_IN: Mapping[str, str] = {
-    "memory": "hicache.backends.memory:MemoryBackend",
-    "file": "hicache.backends.file:FileBackend",
+    "memory": "hicache.backends.memory:open_memory",
+    "file": "hicache.backends.file:FileDriver",
     "levels": "hicache.backends.compose:open_levels",
     "sharded": "hicache.backends.compose:open_sharded",
-    "redis": "hicache.backends.redis:RedisBackend",
-    "s3": "hicache.backends.s3:S3Backend",
-    "mooncake": "hicache.backends.mooncake:MooncakeBackend",
-    "remote": "hicache.backends.remote:RemoteBackend",
+    "redis": "hicache.backends.redis:RedisDriver",
+    "s3": "hicache.backends.s3:S3Driver",
+    "mooncake": "hicache.backends.mooncake:MooncakeDriver",
+    "remote": "hicache.backends.remote:RemoteDriver",
 }
 # The RawStores of the built-in stores, which take the same section.
 _RAW: Mapping[str, str] = {
@@ -131,46 +132,36 @@ def _section_parameter(factory: Callable[..., object] | None) -> tuple[str, type
     return "options", None
 
 
-def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
-    """Open the backend of `spec`, behind its guard. Blocks and raises as `open_backend`, also for the guard's options.
+def open_spec(spec: BackendSpec, codec: FrameCodec) -> Storage:
+    """Open the store of `spec`, or its composition, whose parts are stores. Blocks as the constructors do.
 
-    A composition does not get a guard: each of its parts has one.
+    Raises ConfigError for an unknown name, options that the backend does not take or rejects, and a factory that makes
+    neither a Driver nor a Storage; BackendError as the backend does.
     """
-    backend = open_backend(spec.type, codec, spec.options)
-    guard = spec.guard
-    if guard is None or (isinstance(backend, Composite) and (len(backend.parts) > 1 or any(guards_of(backend)))):
-        return backend
-    if guard.inject.is_on:
-        backend = FaultyBackend(backend, guard.inject)
-    return GuardedBackend(backend, guard, name=spec.name or spec.type)
-
-
-def open_backend(type_name: str, codec: FrameCodec, options: Options) -> StorageBackend:
-    """Open the backend `type_name` with `options`. Blocks as its constructor does.
-
-    Raises ConfigError for an unknown name, options that the backend does not take or rejects, and a factory that does
-    not make a StorageBackend; BackendError as the backend does.
-    """
-    factory, own, capacity_bytes = _resolve(type_name, options)
-    backend: object = _call(type_name, factory, own, codec)
-    if not isinstance(backend, StorageBackend):
-        raise ConfigError(f"backend {type_name}: its factory made a {type(backend).__name__}, not a StorageBackend")
-    if capacity_bytes is None:
-        return backend
-    spec = BackendSpec(type_name, own)
-    try:
-        return LimitedBackend(backend, lambda: open_raw(spec), capacity_bytes=cast(int, capacity_bytes))
-    except InvalidInput as error:
-        backend.close()
-        raise ConfigError(f"backend {type_name}: {error}") from error
+    factory, own, capacity_bytes = _resolve(spec.type, spec.options)
+    made: object = _call(spec.type, factory, own, codec)
+    if isinstance(made, Storage):
+        return made
+    if not isinstance(made, Driver):
+        raise ConfigError(f"backend {spec.type}: its factory made a {type(made).__name__}, not a Driver or a Storage")
+    guard, limit = spec.guard or UNGUARDED, None
+    if capacity_bytes is not None:
+        try:
+            raw = BackendSpec(spec.type, own)
+            limit = CapacityLimit(codec, lambda: open_raw(raw), capacity_bytes=cast(int, capacity_bytes))
+        except InvalidInput as error:
+            made.close()
+            raise ConfigError(f"backend {spec.type}: {error}") from error
+    faults = Faults(guard.inject) if guard.inject.is_on else None
+    return Store(made, codec, guard, name=spec.name or spec.type, limit=limit, faults=faults)
 
 
 def check_backend(type_name: str, options: Options) -> None:
     """Check that the factory of `type_name` makes backends and takes `options`, also for parts of a composition.
     Imports it, but opens nothing.
 
-    Raises ConfigError for an unknown name, for a factory that does not make a StorageBackend, and for options that it
-    does not take.
+    Raises ConfigError for an unknown name, for a factory that makes neither a Driver nor a Storage, and for options
+    that it does not take.
     """
     _resolve(type_name, options)
 
@@ -220,7 +211,7 @@ def _keywords(factory: Callable[..., object], options: Options) -> Mapping[str, 
 
 
 def _without_capacity(factory: Callable[..., object], options: Options) -> Options:
-    """Return a plug-in's options without the limit for `LimitedBackend`; the same object without a limit."""
+    """Return a plug-in's options without the limit for `CapacityLimit`; the same object without a limit."""
     if not isinstance(options, Mapping) or _CAPACITY not in options:
         return options
     section = _section_parameter(factory)[1]
@@ -256,7 +247,7 @@ def open_raw(spec: BackendSpec) -> RawStore:
 
 
 def backend_names() -> list[str]:
-    """Return all names that `open_backend` knows on this machine, without `module:Class`."""
+    """Return all names that `open_spec` knows on this machine, without `module:Class`."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
@@ -292,10 +283,10 @@ def _check_result(type_name: str, factory: Factory) -> None:
         try:
             made = get_type_hints(inspect.unwrap(function)).get("return")
         except (AttributeError, NameError, TypeError):
-            return  # for example a name that only type checkers know; `open_backend` checks the result
+            return  # for example a name that only type checkers know; `open_spec` checks the result
     made = get_origin(made) or made
-    if not (isinstance(made, type) and issubclass(made, StorageBackend)):
+    if not (isinstance(made, type) and (Storage in made.__mro__ or issubclass(made, Driver))):
         raise ConfigError(
-            f"backend {type_name}: is not a StorageBackend; use a class derived from "
-            "hicache.backends.base.StorageBackend, or a function annotated to return one"
+            f"backend {type_name}: is not a Driver; use a class with the functions of hicache.backends.driver.Driver, "
+            "or a function annotated to return one"
         )

@@ -33,11 +33,12 @@ from ..config.guard import Override
 from ..errors import BackendError, ConfigError, InvariantError
 from ..logs import LimitedLog, shortened
 from ..supervised import LINGER_S, SupervisedPool, WorkerFactory
-from .base import StorageBackend
-from .guard import CONFIRM_S, Direction, GuardedBackend, LeafStatistics, leaf_statistics, named_leaves, unopened
+from .base import Direction
+from .guard import CONFIRM_S
+from .storage import Storage, StoreStatistics, named_stores, store_statistics, unopened
 
 logger = logging.getLogger(__name__)
-OpenBackend: TypeAlias = Callable[[], StorageBackend]
+OpenBackend: TypeAlias = Callable[[], Storage]
 
 REOPEN_S_MIN = 0.1
 REOPEN_S_MAX = 30.0
@@ -53,7 +54,7 @@ _REASON_CHARS_MAX = 300
 class Entry:
     """A store in a slot. `in_flight`: calls of it that have not ended. A retired store gets no further call."""
 
-    backend: StorageBackend
+    backend: Storage
     in_flight: int = field(default=0, kw_only=True)
     is_retired: bool = field(default=False, kw_only=True)
 
@@ -80,7 +81,7 @@ class Overrides:
         self._lock = threading.RLock()
 
     def force(
-        self, direction: Direction, mode: Override, store: str | None, backends: Iterable[StorageBackend]
+        self, direction: Direction, mode: Override, store: str | None, backends: Iterable[Storage]
     ) -> None:
         """Switch a direction of a store on or off, or return it to its breaker. `backends` are all open backends, read
         after the change. Does not block."""
@@ -95,14 +96,14 @@ class Overrides:
             if mode is Override.AUTO and (store is None or (direction, None) not in modes):
                 self.modes = {key: other for key, other in modes.items() if key != (direction, store)}
 
-    def apply(self, backend: StorageBackend) -> None:
-        """Apply the overrides to the guards in `backend`. Does not block."""
+    def apply(self, backend: Storage) -> None:
+        """Apply the overrides to the stores of `backend`. Does not block."""
         with self._lock:
-            for name, guard in named_leaves(backend) if self.modes else ():
+            for name, one in named_stores(backend) if self.modes else ():
                 for direction in Direction:
                     mode = self.modes.get((direction, name), self.modes.get((direction, None)))
-                    if mode is not None and isinstance(guard, GuardedBackend):
-                        guard.override(direction, mode)
+                    if mode is not None:
+                        one.override(direction, mode)
 
 
 class Slot(Generic[E]):
@@ -115,7 +116,7 @@ class Slot(Generic[E]):
 
     def __init__(
         self,
-        attach: Callable[[StorageBackend], E],
+        attach: Callable[[Storage], E],
         *,
         name: str,
         user: str,
@@ -179,7 +180,7 @@ class Slot(Generic[E]):
                 self._leaving.remove(store)
                 self._submit(functools.partial(_close, store, "a detached store"))
 
-    def open_backends(self) -> Iterator[StorageBackend]:
+    def open_backends(self) -> Iterator[Storage]:
         """Yield the open store, if there is one."""
         store = self.store
         if store is not None:
@@ -192,20 +193,20 @@ class Slot(Generic[E]):
         """
         self.overrides.force(direction, mode, store, self.open_backends())
 
-    def leaves(self) -> tuple[LeafStatistics, ...]:
+    def leaves(self) -> tuple[StoreStatistics, ...]:
         """Return the statistics of each open store; while a wanted store is not open, one entry with the reason. Blocks
-        as `leaf_statistics`."""
+        as `store_statistics`."""
         with self._changed:
             store, is_awaited, waiting = self.store, self.is_awaited, self.waiting
         if store is not None:
-            return leaf_statistics(store.backend)
+            return store_statistics(store.backend)
         if not is_awaited or (not waiting.error and time.time() - waiting.since_s < CONFIRM_S):
             return ()
         return (unopened("storage", waiting.since_s, waiting.error or "it does not answer while it is opened"),)
 
     # Changes
 
-    def start(self, backend: StorageBackend) -> None:
+    def start(self, backend: Storage) -> None:
         """Use an open backend. REQUIRES: no store was wanted. Raises as `attach`, and then does not close it."""
         store = self._attach(backend)
         with self._changed:

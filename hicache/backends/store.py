@@ -1,156 +1,492 @@
-"""Stores: backends that keep pages themselves. A `PageStore` only moves bytes between keys and lists of buffers; its
-envelope checks and counts each call (see `envelope`), and `PageReads` verifies its pages.
+"""Store: the shell around every driver, and the only place where a batch is checked, counted, limited and retried.
 
-Locking design: as `envelope`; each call has its own `PageReads` or `PageWrites`.
+    arguments    checked once; a call after its deadline or after `close` is not made
+    bytes        frames in flight are limited; a call over the limit waits, at most until its deadline
+    breaker      a failing direction is not used; it is probed, and used again when it works
+    hanging      a call that hangs past its deadline counts as failed while it hangs
+    damage       a damaged page is removed; a reader that finds every page damaged is stopped before it removes them all
+    retries      failed pages are retried once, within a budget and the deadline
+    containment  an exception of the driver is counted, and its pages are ERROR
+    capacity     a limit in bytes for stores without their own (see `limit`)
+    faults       injected, to try out their effects (see `faults`)
+
+A call that is not made returns 0 or ERROR at once. A store abandons nothing: a hanging call keeps its thread and its
+frames until it returns. Its caller must cope with that (`supervised`).
+
+Locking design: verbs run on their callers' threads, several at once, and hold no lock during a call of the driver.
+`Calls` and `AdmissionControl` lock themselves; the first is never used under the lock of the second. Probes and usage
+measurements run on separate threads (BackgroundTask), started when needed. `_close_lock` lets a second `close` wait for
+the first. `_usage`, `_sample` and the fields `_usage_...` are single references.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
+import os
+import random
+import threading
 import time
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, final
 
+from ..arguments import instance
+from ..background import BackgroundTask
+from ..config.guard import GuardConfig, Override
+from ..errors import BackendError, InvalidInput
 from ..frame import FrameCodec, PageBuffer
-from ..logs import LimitedLog
-from .base import GetOutcome, SetOutcome
-from .envelope import Envelope
-from .errors import ErrorKind, StoreError
-from .pages import Damaged, Found, PageReads, PageWrites
+from .attempts import Attempts
+from .base import BackendStatistics, Direction, EvictionListener, GetOutcome, SetOutcome, Usage
+from .calls import Calls, check_batch, check_keys, parent_outside, runs
+from .driver import Driver, RegistersMemory, ReportsEvictions
+from .errors import RAISED, ErrorKind, StoreError
+from .faults import Faults
+from .guard.admission import AdmissionControl, GuardStatistics
+from .guard.calls import Call, CallResult, Verb
+from .guard.health import REJECTED, StoreHealth
+from .guard.log import GuardLog
+from .guard.probes import Prober
+from .limit import CapacityLimit
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-# The time for removing damaged pages, even after the deadline.
-SETTLE_S = 0.25
-# Pages that `clear` removes in one call.
-_CLEARED_AT_ONCE = 1000
+# The pause before a retry lasts between half of this and all of it, so that a brief failure can pass.
+_RETRY_PAUSE_S = 0.05
+# A call that fails after more than this is not retried: its caller would wait twice, and the breaker would react late.
+_RETRY_AFTER_S_MAX = 0.25
+# A call with less time than this that runs out of it proves nothing about the store.
+_SHORT_S = 0.1
+_KEPT = frozenset({SetOutcome.STORED, SetOutcome.PRESENT})
+# Usage measurements take 1/50 of the time at most: a file store is measured up to ten times a second, a bucket whose
+# listing takes ten seconds every eight minutes. A measurement that takes longer than the patience counts as hung.
+_USAGE_PERIOD_S_MIN = 0.1
+_USAGE_DUTY = 50
+_USAGE_PATIENCE_S = 300.0
+# Most stores answer within this time, so a caller waits as long for a current value.
+_USAGE_WAIT_S = 0.05
+# How long `close` waits for each of the store's threads before it closes the driver anyway.
+_CLOSE_S = 3.0
+
+# No breaker, no retry, no limit of bytes in flight, and `close` waits: for tests and measurements of drivers.
+UNGUARDED = GuardConfig(
+    read=Override.ON, write=Override.ON, retry_share=0.0, in_flight=1 << 50, damage_pages=1_000_000, grace=1e6
+)
+_DEFAULT = GuardConfig()
+
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
-class PageStore(Envelope, Generic[Found]):
-    """A backend that keeps pages itself. `Found` is the type that distinguishes a stored object from its successor.
+@final
+class Store:
+    """Storage of one store; see the module's docstring, and `storage` for the verbs. Thread-safe. Owns `driver`,
+    `limit` and `faults`.
 
-    A store implements `find`, `read`, `write`, `remove`, `remove_damaged`, `keys`, `measure` and `shut`. It reports
-    failures page by page or raises StoreError; `count` is for errors without a page of the call.
+    `name` is the store's name in metrics and messages. `clock` is the clock of the breakers; tests pass their own. The
+    child of a fork rejects every verb (`errors["forked"]`): neither threads nor connections survive a fork.
     """
 
-    def __init__(self, codec: FrameCodec) -> None:
-        super().__init__(codec)
-        self._damage_log = LimitedLog(logger)
+    def __init__(
+        self,
+        driver: Driver[Any],
+        codec: FrameCodec,
+        guard: GuardConfig = _DEFAULT,
+        *,
+        name: str = "storage",
+        limit: CapacityLimit | None = None,
+        faults: Faults | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.codec = codec
+        self.driver = driver
+        self.name = name
+        self.guard = instance("guard", guard, GuardConfig)
+        self._limit = limit
+        self._faults = faults
+        self._clock = clock
+        self._closing = threading.Event()
+        self._close_lock = threading.Lock()
+        self._calls = Calls(codec)
+        self._attempts = Attempts(driver, codec, name, self._calls, limit, faults)
+        self._log = GuardLog(name)
+        self._usage = Usage(0, 0, None)
+        # One run probes both directions; a run that takes longer counts as hung.
+        patience_s = 2 * (self.guard.probe_timeout + self.guard.grace)
+        self._prober = Prober(self._attempts, codec.frame_bytes)
+        self._probes = BackgroundTask(f"probe-{name}", self._probe, patience_s, on_error=self._count_internal)
+        self._admission = AdmissionControl(self.guard, clock, self._probes.wake)
+        self._sample: Usage | None = None
+        self._usage_due_s = self._usage_took_s = 0.0
+        self._usage_renewed = threading.Event()
+        self._usage_renewed.set()
+        self._usage_task = BackgroundTask(f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S)
+        if limit is not None:
+            limit.start()
+        _stores.add(self)
 
-    # To be implemented by a store
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """See Storage."""
+        return (self,)
 
-    @abstractmethod
-    def find(self, keys: Sequence[bytes], deadline: float) -> Iterable[bool]:
-        """Return for each key whether its page is stored. May be a generator: for a prefix, it is read up to the first
-        hole.
+    # The verbs, see Storage
 
-        A key whose lookup fails is not stored, and is an error. Does not refresh recency. Raises StoreError.
-        """
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See Storage."""
+        check_keys(keys)
+        if not keys:
+            return 0
+        return self._call(
+            Verb.EXISTS, 1, deadline, 0, lambda call: self._look_up(call, lambda: self._attempts.prefix(keys, deadline))
+        )
 
-    @abstractmethod
-    def read(self, pages: PageReads[Found]) -> None:
-        """Read pages into their buffers and settle each of them. Refreshes the recency of hits. Raises StoreError."""
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        """See Storage."""
+        check_keys(keys)
+        if not keys:
+            return []
+        return self._call(
+            Verb.EXISTS, 1, deadline, [False] * len(keys),
+            lambda call: self._look_up(call, lambda: self._attempts.has(keys, deadline)),
+        )  # fmt: skip
 
-    @abstractmethod
-    def write(self, pages: PageWrites) -> None:
-        """Store the missing pages, each whole or not at all, and settle each of them. Raises StoreError."""
-
-    @abstractmethod
-    def remove_damaged(self, damaged: Sequence[Damaged[Found]], deadline: float) -> None:
-        """Remove these objects unless others have replaced them since. Raises StoreError."""
-
-    @abstractmethod
-    def keys(self, deadline: float) -> Iterator[bytes]:
-        """Return the keys of this namespace's pages, in any order. Pages are removed between two of them. Raises
-        StoreError."""
-
-    def remove_listed(self, keys: Sequence[bytes], deadline: float) -> int:
-        """Remove pages that `keys` has just returned; as `remove`. A store whose `remove` looks up each page first
-        overrides this, because lookups are not needed here."""
-        return self.remove(keys, deadline)
-
-    # Called by the envelope, see Envelope
-
-    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A store that can search for the end of the prefix overrides it."""
-        stored = 0
-        for there in self._found(keys, deadline):
-            if not there:
-                break
-            stored += 1
-        return stored
-
-    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Envelope."""
-        found = list(self._found(keys, deadline))
-        return found + [False] * (len(keys) - len(found))
-
-    def _found(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
-        """As `find`, but count a failure and stop there."""
-        told = 0
-        kind: str = ErrorKind.INTERNAL
-        try:
-            for there in self.find(keys, deadline):
-                told += 1
-                yield there
-        except StoreError as error:
-            kind = error.kind
-        if told < len(keys):
-            self.count(kind)
-
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope."""
-        reads: PageReads[Found] = PageReads(self.codec, keys, pages, deadline)
-        kind = ""
-        try:
-            self.read(reads)
-        except StoreError as error:
-            kind = error.kind
-        finally:
-            outcomes = reads.finish(kind)
-            if reads.errors or reads.damaged:
-                self._calls.count(errors=reads.errors, corrupt=reads.corrupt)
-        if reads.damaged:
-            failure = ""
-            try:
-                self.remove_damaged(reads.damaged, max(deadline, time.monotonic() + SETTLE_S))
-            except StoreError as error:
-                self.count(error.kind)
-                failure = f"not removed ({error.kind})"
-            for one in reads.damaged:
-                self._damage_log.warn(
-                    one.reason, "storage %s: page %s of %s failed verification (%s); it counts as a miss and "
-                    "was %s", self.name, one.key.hex()[:8], self.codec.label or "no label",
-                    one.reason, failure or "removed",
-                )  # fmt: skip
+    def batch_get(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See Storage. Until the store has read a sound page, the first pages of a batch are read before the rest."""
+        check_batch(self.codec, keys, pages)
+        if not keys:
+            return []
+        outcomes = self._call(
+            Verb.GET, len(keys), deadline, [GetOutcome.ERROR] * len(keys), lambda call: self._get(call, keys, pages)
+        )
+        self._calls.count(gets=outcomes)
         return outcomes
 
-    def put(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope."""
-        writes, kind = PageWrites(self.codec, keys, pages, parent, deadline), ""
-        try:
-            self.write(writes)
-        except StoreError as error:
-            kind = error.kind
-        finally:
-            outcomes = writes.finish(kind)
-            if writes.errors:
-                self.count(*writes.errors)
+        """See Storage."""
+        check_batch(self.codec, keys, pages, parent)
+        if not keys:
+            return []
+        outcomes = self._call(
+            Verb.SET, len(keys), deadline, [SetOutcome.ERROR] * len(keys),
+            lambda call: self._set(call, keys, pages, parent),
+        )  # fmt: skip
+        self._calls.count(sets=outcomes)
         return outcomes
 
-    def remove_all(self, deadline: float) -> int:
-        """See Envelope."""
-        removed = 0
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+        """See Storage. Does nothing if the breaker is open. A failure is not retried and does not affect the breaker.
+        """
+        check_keys(keys)
+        if not keys or not self.may_pass(Direction.WRITE):
+            return []
+
+        def touch(call: Call) -> list[bytes]:
+            missing, errors = self._attempts.touch(list(dict.fromkeys(keys)), deadline)
+            self._count(call, errors)
+            return missing
+
+        return self._call(Verb.TOUCH, 1, deadline, [], touch)
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See Storage."""
+        check_keys(keys)
+        distinct = list(dict.fromkeys(keys))
+        return self._call(Verb.DELETE, 1, deadline, 0, lambda call: self._removal(
+            call, lambda: self._attempts.remove(distinct, deadline))) if keys else 0  # fmt: skip
+
+    def clear(self, *, deadline: float) -> int:
+        """See Storage."""
+        return self._call(
+            Verb.DELETE, 1, deadline, 0, lambda call: self._removal(call, lambda: self._attempts.clear(deadline))
+        )
+
+    def usage(self) -> Usage:
+        """See Storage. After `close`, and while the breaker is open, it returns the last usage, which is not an error.
+        """
+        if self._calls.enter():
+            try:
+                if self._admission.may_pass(Direction.READ):
+                    usage, kind = self._attempts.usage()
+                    if kind:
+                        self._calls.count(errors=[kind])
+                    if usage is not None:
+                        self._sample = self._usage = usage
+            finally:
+                self._calls.leave()
+        return self._usage
+
+    def statistics(self) -> BackendStatistics:
+        """Return totals since this store was opened. Does not block. Errors include the pages of rejected calls
+        (`guard_open`, `guard_busy`) and exceptions of the driver (`raised_KeyError`)."""
+        found, incidents = self._calls.statistics(), self._attempts.incidents()
+        errors = Counter(found.errors)
+        errors.update(incidents.errors)
+        return replace(found, errors=dict(errors), evicted_pages=incidents.evicted_pages)
+
+    def register_memory(self, memory: memoryview) -> None:
+        """See Storage. A failure is counted and logged; pages are then copied. Does nothing after `close`."""
+        driver = self.driver
+        if not isinstance(driver, RegistersMemory) or not self._calls.enter():
+            return
         try:
-            left = self.keys(deadline)
-            while some := list(itertools.islice(left, _CLEARED_AT_ONCE)):
-                if time.monotonic() >= deadline:
-                    raise StoreError(ErrorKind.DEADLINE)
-                removed += self.remove_listed(some, deadline)
+            driver.register_memory(memory)
+        except InvalidInput:
+            raise
+        except BackendError as error:
+            self._calls.count(errors=["raised_registration"])
+            logger.warning("storage %s: host memory is not registered, so its pages are copied: %s", self.name, error)
+        except Exception as error:
+            self._calls.count(errors=[self._attempts.contained(error)])
+        finally:
+            self._calls.leave()
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        """See Storage."""
+        if isinstance(self.driver, ReportsEvictions):
+            self.driver.watch_evictions(listener)
+        if self._limit is not None:
+            self._limit.on_evicted = listener
+
+    def close(self) -> None:
+        """See Storage. Waits for calls in flight for at most the grace, then closes the driver anyway. Raises the
+        driver's BackendError; any other exception of the driver is counted."""
+        self._closing.set()
+        if self._faults is not None:
+            self._faults.release()
+        if self._limit is not None:
+            self._limit.stop()
+        self._admission.close()
+        with self._close_lock:
+            if self._calls.close(self.guard.grace):
+                _stores.discard(self)
+                self._shut()
+
+    def _shut(self) -> None:
+        self._probes.close(_CLOSE_S)
+        self._usage_task.close(_CLOSE_S)
+        self._attempts.close()
+
+    # Additions to Storage
+
+    def may_pass(self, direction: Direction) -> bool:
+        """See Storage."""
+        return self._admission.may_pass(direction)
+
+    def override(self, direction: Direction, mode: Override) -> None:
+        """Switch a direction on or off, or return it to the breaker. Does not block."""
+        self._admission.set_override(direction, mode)
+
+    def usage_sample(self) -> Usage | None:
+        """Return the latest usage sample, None before the first. An old sample is renewed on one of the store's
+        threads. Waits for that at most 50 ms, and only if the last measurement was as fast."""
+        if self._usage_renewed.is_set() and time.monotonic() >= self._usage_due_s:
+            self._usage_renewed.clear()
+            self._usage_task.wake()
+            if self._usage_took_s < _USAGE_WAIT_S:
+                self._usage_renewed.wait(_USAGE_WAIT_S)
+        else:
+            self._usage_task.tend()
+        return self._sample
+
+    def guard_statistics(self) -> GuardStatistics:
+        """Return the counters of admission and breakers. Does not block."""
+        return self._admission.statistics()
+
+    def health(self) -> StoreHealth:
+        """Return whether the store does what it is for. Does not block."""
+        return self._admission.health()
+
+    def check(self) -> None:
+        """Raise InvariantError if the invariants of admission do not hold."""
+        self._admission.check()
+
+    # A call
+
+    def _call(self, verb: Verb, pages: int, deadline: float, refused: T, work: Callable[[Call], T]) -> T:
+        """Return the result of `work` for an admitted call. A call that is not made returns `refused` and counts
+        `pages` errors. A lookup or removal of any number of keys moves no bytes, and counts as one page."""
+        is_open = self._calls.enter()
+        try:
+            if not is_open:
+                raise StoreError(self._calls.refusal)
+            if time.monotonic() >= deadline:
+                raise StoreError(ErrorKind.DEADLINE)
+            size_bytes = pages * self.codec.frame_bytes if verb is Verb.GET or verb is Verb.SET else 0
+            with self._admission.enter(verb, pages, size_bytes, deadline) as call:
+                return work(call)
         except StoreError as error:
-            self.count(error.kind)
-        return removed
+            self._calls.count(errors=[error.kind] * pages)
+            return refused
+        finally:
+            if is_open:
+                self._calls.leave()
+
+    def _look_up(self, call: Call, look: Callable[[], tuple[T, Sequence[str]]]) -> T:
+        """Make a lookup, and retry it once if it failed."""
+        for is_retried in (False, True):
+            found, errors = look()
+            if not errors:
+                call.result = CallResult.GOOD
+                break
+            self._count(call, errors)
+            if self._was_short(call):
+                call.result = CallResult.UNKNOWN
+                break
+            is_raised = errors[-1].startswith(RAISED)
+            call.result = CallResult.RAISED if is_raised else CallResult.LOOKUP
+            if is_retried or not self._may_retry(call, 1):
+                break
+        return found
+
+    def _removal(self, call: Call, remove: Callable[[], tuple[int, Sequence[str]]]) -> int:
+        removed, errors = remove()
+        self._count(call, errors)
+        if errors and errors[-1].startswith(RAISED):
+            call.result = CallResult.RAISED
+        return removed  # 0 is ambiguous: no such pages, or the store is down; so the result stays UNKNOWN
+
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        outcomes: list[GetOutcome] = []
+        while len(outcomes) < len(keys):
+            start = len(outcomes)
+            end = start + (self._admission.pages_at_once(outcomes) or len(keys))
+            found = self._read_twice(call, keys[start:end], pages[start:end])
+            outcomes += found
+            if not self._admission.saw_pages(call, found):
+                break
+        outcomes += [GetOutcome.ERROR] * (len(keys) - len(outcomes))
+        call.result = self._judge(call, outcomes.count(GetOutcome.ERROR))
+        if self._limit is not None:
+            self._limit.note_uses([key for key, one in zip(keys, outcomes, strict=True) if one is GetOutcome.HIT])
+        return outcomes
+
+    def _read_twice(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        """Read pages, and retry the failed ones once."""
+        outcomes, errors = self._attempts.read(keys, pages, call.deadline)
+        if errors:
+            self._count(call, errors)
+        failed = [i for i, outcome in enumerate(outcomes) if outcome is GetOutcome.ERROR]
+        again = failed[: self._may_retry(call, len(failed))] if failed else []
+        if again:
+            answers, errors = self._attempts.read([keys[i] for i in again], [pages[i] for i in again], call.deadline)
+            self._count(call, errors)
+            for i, outcome in zip(again, answers, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
+    ) -> list[SetOutcome]:
+        def write(part: slice, before: bytes | None) -> list[SetOutcome]:
+            found, errors = self._attempts.write(keys[part], pages[part], before, call.deadline)
+            self._count(call, errors)
+            return found
+
+        outcomes = write(slice(0, len(keys)), parent)
+        if SetOutcome.ERROR in outcomes:
+            for run in runs([p for p, outcome in enumerate(outcomes) if outcome is SetOutcome.ERROR]):
+                again = slice(run.start, run.start + self._may_retry(call, run.stop - run.start))
+                if again.stop > again.start:
+                    outcomes[again] = write(
+                        again, parent_outside(keys[again], keys[run.start - 1] if run.start else parent)
+                    )
+        call.result = self._judge(call, outcomes.count(SetOutcome.ERROR))
+        call.kept = not _KEPT.isdisjoint(outcomes)
+        if not call.kept:
+            self._explain(call, outcomes)
+        return outcomes
+
+    def _may_retry(self, call: Call, pages: int) -> int:
+        """Return how many pages to retry, after a short pause. Return 0 if the call took too long, too little time is
+        left, or no retry is granted."""
+        time_s = self._clock()
+        took_s = time_s - call.began_s
+        pause_s = _RETRY_PAUSE_S * random.uniform(0.5, 1.0)
+        # Assume that the retry takes as long as the first attempt.
+        if took_s > _RETRY_AFTER_S_MAX or time_s + pause_s + max(took_s, 0.01) >= call.deadline:
+            return 0
+        granted = self._admission.grant_retry(call, pages)
+        if granted:
+            self._closing.wait(pause_s)
+        return granted
+
+    def _judge(self, call: Call, failed: int) -> CallResult:
+        """Return the result of a call with `failed` pages: it failed if at least half of its pages did."""
+        if 2 * failed < call.pages:
+            return CallResult.GOOD
+        return CallResult.UNKNOWN if self._was_short(call) else CallResult.ERROR
+
+    def _was_short(self, call: Call) -> bool:
+        return call.deadline - call.began_s < _SHORT_S and self._clock() >= call.deadline
+
+    def _explain(self, call: Call, outcomes: Sequence[SetOutcome]) -> None:
+        """Record in `call` why it kept none of its pages; a call that proves nothing about the store does not tell it.
+        """
+        if call.result is CallResult.UNKNOWN:
+            call.kept = None
+        elif SetOutcome.REJECTED in outcomes:
+            call.cause = call.cause or REJECTED
+            reason = self._attempts.rejection()
+            call.detail = "" if reason == call.cause else reason
+
+    def _count(self, call: Call, errors: Sequence[str]) -> None:
+        """Count the errors of a call. The last one is its cause."""
+        if errors:
+            call.cause = errors[-1]
+            self._calls.count(errors=errors)
+
+    def _count_internal(self) -> None:
+        self._calls.count(errors=[ErrorKind.INTERNAL])
+
+    # On the store's own threads
+
+    def _probe(self) -> float:
+        """Write pending log lines and make the due probes; return the time of the next one. Blocks as the store does.
+        """
+        errors = {kind: count for kind, count in self.statistics().errors.items() if not kind.startswith("guard_")}
+        self._log.changed(self._admission.take_changes(), errors)
+        self._log.still_off(self._admission.off(), errors)
+        for direction in Direction:
+            due = self._admission.begin_probe(direction)
+            if due is not None:
+                begun, deadline = due
+                probe = self._prober.read if direction is Direction.READ else self._prober.write
+                ok, kinds = probe(deadline)
+                self._calls.count(errors=kinds)
+                self._admission.probed(direction, begun, ok, kinds[-1] if kinds else "")
+        health, next_news_s = self._admission.health_news()
+        if health is not None:
+            self._log.health(health)
+        return min(self._admission.probe_at, next_news_s)
+
+    def _renew_usage(self) -> float:
+        began_s = time.monotonic()
+        try:
+            self.usage()
+        finally:
+            ended_s = time.monotonic()
+            self._usage_took_s = ended_s - began_s
+            self._usage_due_s = ended_s + max(_USAGE_PERIOD_S_MIN, _USAGE_DUTY * self._usage_took_s)
+            self._usage_renewed.set()
+        return math.inf
+
+    def after_fork(self) -> None:
+        """Reject all verbs in the child of a fork, where other threads of the parent may have held the locks."""
+        self._calls.after_fork()
+        self._close_lock = threading.Lock()
+        self._admission = AdmissionControl(self.guard, self._clock, lambda time_s: None)
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

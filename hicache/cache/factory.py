@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from ..arguments import instance, whole
-from ..backends.base import StorageBackend
 from ..backends.opening import StorageOpener
 from ..backends.registry import BackendSpec
+from ..backends.storage import Storage
 from ..config import HiCacheConfig
 from ..config.remote_storage import RemoteStorageOptions
 from ..config.storage import parts_of
@@ -301,7 +301,7 @@ def _require_page_size(config: HiCacheConfig, tokens: int) -> None:
 
 def open_storage(
     config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None
-) -> StorageBackend:
+) -> Storage:
     """Open the configured store with the pages of `namespace`, without a cache. The caller closes it.
 
     Blocks until the store is open. Environment variables are read from `environ`, by default those of the process.
@@ -321,7 +321,7 @@ def storage_opener(
     namespace: Namespace,
     environ: Mapping[str, str] | None,
     spec: BackendSpec | None = None,
-) -> Callable[[int], StorageBackend] | None:
+) -> Callable[[int], Storage] | None:
     """Return a function that opens the configured store, or its part `spec`, for a weights epoch; None without storage.
     Reads the keys once, here. Raises ConfigError."""
     if config.storage is None:
@@ -332,7 +332,7 @@ def storage_opener(
     element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
     storage = StorageOpener(config, environ, element_bytes)
 
-    def opener(epoch: int) -> StorageBackend:
+    def opener(epoch: int) -> Storage:
         codec = storage.codec(
             replace(namespace, weights_epoch=epoch).digest,
             geometry.payload_bytes,
@@ -346,10 +346,10 @@ def storage_opener(
 
 def _open_now_or_later(
     config: HiCacheConfig,
-    opener: Callable[[int], StorageBackend] | None,
+    opener: Callable[[int], Storage] | None,
     epoch: int,
     ranks: RankGroup | None = None,
-) -> StorageBackend | None:
+) -> Storage | None:
     """Return the open storage, or None: without storage, and if a daemon or a part of a composition is unavailable on
     any rank. The cache then starts without storage and opens it later.
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..backends.base import StorageBackend
-from ..backends.kept import KeptBackend, KeptFrames, KeptLevel
+from ..backends.kept import KeptFrames, open_kept
 from ..backends.remote import create_memory
+from ..backends.storage import Storage
 from ..config import HiCacheConfig
 from ..config.remote_storage import RemoteStorageOptions
 from ..errors import InvalidInput
@@ -90,15 +90,13 @@ def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
 
 
 def opener_of_kept(
-    kept: KeptFrames, codecs: Callable[[int], FrameCodec], opener: Callable[[int], StorageBackend] | None
-) -> Callable[[int], StorageBackend]:
+    kept: KeptFrames, codecs: Callable[[int], FrameCodec], opener: Callable[[int], Storage] | None
+) -> Callable[[int], Storage]:
     """Return a function that opens the store of a weights epoch with `kept` in front, or only `kept` without a
     store."""
 
-    def make(epoch: int) -> StorageBackend:
-        if opener is None:
-            return KeptBackend(codecs(epoch), kept, seals=True)
-        return KeptLevel(opener(epoch), KeptBackend(codecs(epoch), kept, seals=False))
+    def make(epoch: int) -> Storage:
+        return open_kept(codecs(epoch), kept, None if opener is None else opener(epoch))
 
     return make
 

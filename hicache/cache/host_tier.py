@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..backends.guard import Direction
+from ..backends.base import Direction
 from ..backends.kept import KeptFrames
 from ..controller import HiCacheController, Store
 from ..errors import InvariantError

@@ -30,7 +30,7 @@ Called by the scheduler thread alone; no lock.
 from __future__ import annotations
 
 from ..arguments import instance
-from ..backends.guard import Direction
+from ..backends.base import Direction
 from ..controller import PREFETCH_S_MAX, HiCacheController, Load, Lookup, Read
 from ..errors import InvariantError
 from ..histogram import BOUNDS_S, Histogram

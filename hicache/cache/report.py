@@ -11,9 +11,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from ..backends.base import SetOutcome
+from ..backends.base import Direction, SetOutcome
 from ..backends.compose import CopyStatistics
-from ..backends.guard import Direction, LeafStatistics, Refusal
+from ..backends.guard import Refusal
+from ..backends.storage import StoreStatistics
 from ..background import BackgroundTask
 from ..backoff import Backoff
 from ..config import HiCacheConfig
@@ -99,7 +100,7 @@ def dropped(state: CacheStatistics) -> Counter[str]:
     return found
 
 
-def dropped_by_stores(stores: Iterable[LeafStatistics], copies: Mapping[str, CopyStatistics]) -> Counter[str]:
+def dropped_by_stores(stores: Iterable[StoreStatistics], copies: Mapping[str, CopyStatistics]) -> Counter[str]:
     """Return how often limits of single stores and of their copies have dropped work."""
     found: Counter[str] = Counter()
     for part, of_part in copies.items():

@@ -8,14 +8,15 @@ import functools
 from collections.abc import Callable, Mapping
 
 from ..arguments import instance
-from ..backends.base import StorageBackend
-from ..backends.guard import Direction, Override
+from ..backends.base import Direction
+from ..backends.guard import Override
+from ..backends.storage import Storage
 from ..controller import HiCacheController
 from ..errors import BackendError, InvalidInput
 from .prefetch import Prefetcher
 from .trees import Trees
 
-OpenStorage = Callable[[int], StorageBackend]
+OpenStorage = Callable[[int], Storage]
 
 
 class StorageControl:
@@ -61,7 +62,7 @@ class StorageControl:
         """Use the storage that `open_storage` opens for the current weights epoch and for later ones; None for the
         storage that the cache was built with. Detaches the current storage.
 
-        A thread opens it, and tries again if that fails or returns something other than a StorageBackend; until then
+        A thread opens it, and tries again if that fails or returns something other than a Storage; until then
         the cache has no storage. Pages on L2 are stored there at their next use. Raises InvalidInput, changing nothing,
         if there is nothing to open, if `open_storage` cannot be called, and after the cache is closed.
         """
@@ -106,9 +107,9 @@ def _require_opener(open_storage: object) -> None:
         raise InvalidInput(f"open_storage: a {kind} cannot be called; pass a function from a weights epoch to a store")
 
 
-def _open(open_storage: OpenStorage, epoch: int) -> StorageBackend:
-    """Open the store of an epoch, on a worker. Raises BackendError if the result is not a StorageBackend."""
+def _open(open_storage: OpenStorage, epoch: int) -> Storage:
+    """Open the store of an epoch, on a worker. Raises BackendError if the result is not a Storage."""
     backend: object = open_storage(epoch)
-    if not isinstance(backend, StorageBackend):
-        raise BackendError(f"open_storage returned a {type(backend).__name__}; it must return a StorageBackend")
+    if not isinstance(backend, Storage):
+        raise BackendError(f"open_storage returned a {type(backend).__name__}; it must return a Storage")
     return backend

@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Self, TypedDict
 
 from ..arguments import instance, number, whole
-from ..backends.base import StorageBackend
-from ..backends.guard import Direction
+from ..backends.base import Direction
 from ..backends.kept import KeptFrames
+from ..backends.storage import Storage
 from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
@@ -65,7 +65,7 @@ class TieredOptions(TypedDict, total=False):
     """
 
     position_bytes: int
-    open_storage: Callable[[int], StorageBackend] | None
+    open_storage: Callable[[int], Storage] | None
     weights_epoch: int
     break_even: BreakEven | None
     host_codec: Callable[[int], FrameCodec] | None
@@ -91,7 +91,7 @@ class TieredCache:
         device: PageAllocator,
         *,
         position_bytes: int = TOKEN_BYTES,
-        open_storage: Callable[[int], StorageBackend] | None = None,
+        open_storage: Callable[[int], Storage] | None = None,
         weights_epoch: int = 0,
         break_even: BreakEven | None = None,
         host_codec: Callable[[int], FrameCodec] | None = None,

@@ -31,7 +31,8 @@ from ..admin.models import (
     StoreRequest,
     TokenPrefix,
 )
-from ..backends.guard import Direction, Override
+from ..backends.base import Direction
+from ..backends.guard import Override
 from ..config.files import open_regular
 from ..errors import InvalidInput
 from . import ctl_view

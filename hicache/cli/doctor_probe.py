@@ -20,9 +20,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..backends.base import GetOutcome, StorageBackend
+from ..backends.base import GetOutcome
 from ..backends.errors import StoreError
 from ..backends.opening import StorageOpener
+from ..backends.storage import Storage
 from ..cache.break_even import BreakEven, Route
 from ..config.remote_storage import RemoteStorageOptions
 from ..config.storage import FileStorageOptions
@@ -140,7 +141,7 @@ class StoreCheck:
         except Exception as error:  # a thread ends here, and a backend of another package may raise anything
             self.rows.append(Row(check, Verdict.FAIL, f"{type(error).__name__}: {error}", "this is a bug: report it"))
 
-    def _exercise(self, backend: StorageBackend, measured: Measured) -> str:
+    def _exercise(self, backend: Storage, measured: Measured) -> str:
         """Write pages, read them back, compare and remove them. Return the problem; empty if there is none."""
         count = max(1, min(_PAGES_MAX, _MEASURED_BYTES // self._codec.frame_bytes))
         keys, frames = [secrets.token_bytes(32) for _ in range(count)], [_frame(self._codec) for _ in range(count)]
@@ -153,7 +154,7 @@ class StoreCheck:
             measured.left = sum(backend.batch_has(keys, deadline=time.monotonic() + CALL_S))
 
     def _write(
-        self, backend: StorageBackend, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
+        self, backend: Storage, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
     ) -> str:
         """Store the first page, then the others."""
         for start, stop in ((0, 1), (1, len(keys))):
@@ -168,7 +169,7 @@ class StoreCheck:
         return ""
 
     def _read(
-        self, backend: StorageBackend, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
+        self, backend: Storage, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
     ) -> str:
         """Read one page, then half of them, then all, and compare."""
         payload = slice(HEADER_BYTES, HEADER_BYTES + self._codec.payload_bytes)
@@ -185,7 +186,7 @@ class StoreCheck:
                     return "a page was read with other bytes than were stored"
         return ""
 
-    def _row(self, backend: StorageBackend, measured: Measured, problem: str) -> Row:
+    def _row(self, backend: Storage, measured: Measured, problem: str) -> Row:
         name, size, kinds = self.part.name, self._codec.payload_bytes, list(map(str, backend.statistics().errors))
         figures = measured.figures(size)
         if measured.left:

@@ -30,10 +30,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from ..backends.base import StorageBackend
+from ..backends.base import Direction
 from ..backends.compose import copies_of
-from ..backends.guard import Direction
 from ..backends.slot import OpenBackend
+from ..backends.storage import Storage
 from ..config import HiCacheConfig
 from ..errors import InvariantError, TransferError
 from ..frame import FrameCodec
@@ -75,7 +75,7 @@ class HiCacheController:
         self,
         host: HostPool,
         copies: CopyEngine | None,
-        backend: StorageBackend | None,
+        backend: Storage | None,
         config: HiCacheConfig | None = None,
         *,
         ranks: RankGroup | None = None,
@@ -125,7 +125,7 @@ class HiCacheController:
         return self._agreement is not None
 
     @property
-    def backend(self) -> StorageBackend | None:
+    def backend(self) -> Storage | None:
         """The backend in use; None without L3, and while another backend is being opened."""
         storage = self.gate.storage
         return None if storage is None else storage.backend

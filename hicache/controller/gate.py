@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from ..backends.base import EvictionListener, StorageBackend, register_memory, watch_evictions
-from ..backends.guard import Direction, may_pass
+from ..backends.base import Direction, EvictionListener
 from ..backends.slot import Entry, OpenBackend, Slot
+from ..backends.storage import Storage
 from ..backoff import Backoff
 from ..errors import InvariantError
 from ..supervised import WorkerFactory
@@ -141,7 +141,7 @@ class StorageGate:
             store is not None
             and self._until[direction] == math.inf
             and self._clock() >= store.closed_until[direction]
-            and may_pass(store.backend, direction)
+            and store.backend.may_pass(direction)
         )
 
     # Reasons
@@ -167,7 +167,7 @@ class StorageGate:
 
     # Stores
 
-    def start(self, backend: StorageBackend) -> None:
+    def start(self, backend: Storage) -> None:
         """Use an open backend. REQUIRES: no backend was in use. Raises as `register_memory`.
 
         It may be used at once: until the first agreement, all ranks decide by this call.
@@ -181,11 +181,11 @@ class StorageGate:
             self.slot.store.until = RETIRED
         self.slot.replace(None if open_backend is None else functools.partial(_open, open_backend))
 
-    def _attach(self, backend: StorageBackend) -> OpenStore:
+    def _attach(self, backend: Storage) -> OpenStore:
         if self._memory is not None:
-            register_memory(backend, self._memory)
+            backend.register_memory(self._memory)
         if self._on_evicted is not None:
-            watch_evictions(backend, self._on_evicted)
+            backend.watch_evictions(self._on_evicted)
         return OpenStore(backend, IN_SERVICE)
 
     def check(self) -> None:
@@ -196,7 +196,7 @@ class StorageGate:
             raise InvariantError("storage gate: the workers of the open store read a stale `until`")
 
 
-def _open(open_backend: OpenBackend) -> StorageBackend:
+def _open(open_backend: OpenBackend) -> Storage:
     backend = open_backend()
     logger.info("storage is open")
     return backend

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..backends.base import BackendStatistics, Usage
 from ..backends.compose import CopyStatistics
-from ..backends.guard import LeafStatistics
+from ..backends.storage import StoreStatistics
 from ..histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics
 
 
@@ -83,7 +83,7 @@ class ControllerStatistics:
     workers_stuck: int
     open_failures: int
     backend: BackendStatistics | None
-    backends: tuple[LeafStatistics, ...]
+    backends: tuple[StoreStatistics, ...]
     copies: Mapping[str, CopyStatistics]
     l1_copies: Mapping[str, CopyTimes] = field(default_factory=dict)
     ranks: RankStatistics | None = None

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from ..backends.base import GetOutcome, SetOutcome, StorageBackend, touch
-from ..backends.guard import Direction
+from ..backends.base import Direction, GetOutcome, SetOutcome
 from ..backends.slot import OpenBackend
+from ..backends.storage import Storage
 from ..config import TransferConfig
 from ..errors import BackendError
 from ..keys import split_keys
@@ -55,7 +55,7 @@ class StorageExecutor:
 
     def __init__(
         self,
-        backend: StorageBackend | None,
+        backend: Storage | None,
         host: HostPool,
         config: TransferConfig,
         workers: WorkerFactory,
@@ -223,7 +223,7 @@ class StorageExecutor:
                 break
             beat()
             some = keys[start : start + _TOUCHED_AT_ONCE]
-            missing.update(touch(storage.backend, some, deadline=deadline))
+            missing.update(storage.backend.batch_touch(some, deadline=deadline))
             told.pages += len(some)
         for run in runs if missing else ():
             first = next((number for number, key in enumerate(run) if key in missing), len(run))

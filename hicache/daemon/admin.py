@@ -30,7 +30,9 @@ from ..admin.stores import ConfiguredStores, LiveStore
 from ..admin.target import MemoryPlaces, Places
 from ..admin.views import state_of, store_status
 from ..admin.work import MATCHES_MAX
-from ..backends.guard import Direction, Override, named_leaves
+from ..backends.base import Direction
+from ..backends.guard import Override
+from ..backends.storage import named_stores
 from ..background import BackgroundTask
 from ..errors import AdminError
 from .namespace import Namespace
@@ -76,8 +78,7 @@ class NodeAdmin:
         return [
             LiveStore(name, namespace.digest, leaf)
             for namespace in self._node.namespaces()
-            for part in namespace.store.parts
-            for name, leaf in named_leaves(part)
+            for name, leaf in named_stores(namespace.store)
         ]
 
     def status(self) -> Status:

@@ -16,11 +16,12 @@ import math
 import threading
 import time
 
-from ..backends.base import StorageBackend
-from ..backends.guard import Direction, Override
+from ..backends.base import Direction
+from ..backends.guard import Override
 from ..backends.opening import StorageOpener
 from ..backends.registry import BackendSpec
 from ..backends.slot import OPEN_LOG_S, Overrides
+from ..backends.storage import Storage
 from ..background import BackgroundTask
 from ..frame import FrameCodec
 from ..logs import LimitedLog
@@ -104,7 +105,7 @@ class Attachment:
 
     # On threads
 
-    def _open(self, codec: FrameCodec, part: BackendSpec | None) -> StorageBackend:
+    def _open(self, codec: FrameCodec, part: BackendSpec | None) -> Storage:
         return self.opener.open(codec, part)
 
     def _advance(self) -> float:

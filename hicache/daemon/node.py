@@ -11,7 +11,6 @@ opens or closes a namespace, after putting its digest into `_busy`; others wait 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import secrets
@@ -22,13 +21,13 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from ..arguments import model_label
-from ..backends.base import GetOutcome, StorageBackend
+from ..backends.base import Direction, GetOutcome
 from ..backends.calls import collected_errors
 from ..backends.compose import copies_of
 from ..backends.errors import ErrorKind
-from ..backends.guard import Direction, guards_of, may_pass
 from ..backends.opening import StorageOpener
 from ..backends.registry import check_backend
+from ..backends.storage import Storage
 from ..config import HiCacheConfig
 from ..errors import ConfigError, HiCacheError, InvalidInput
 from ..frame import FrameCodec
@@ -243,7 +242,7 @@ class Node:
             sharing=store.sharing(),
             backend=store.statistics(),
             stores=store.slot.leaves(),
-            copies={name: copies for part in store.parts for name, copies in copies_of(part).items()},
+            copies={name: copies for one in store.slot.open_backends() for name, copies in copies_of(one).items()},
             opening=store.slot.waiting if store.slot.is_awaited and store.slot.waiting.attempts else None,
         )
 
@@ -276,9 +275,9 @@ class Node:
                 self._changed.notify_all()
 
 
-def _bears_failures(store: StorageBackend) -> bool:
+def _bears_failures(store: Storage) -> bool:
     """Return True if `store` has several guarded parts, and some of them are in use now."""
-    return len(list(itertools.islice(guards_of(store), 2))) > 1 and may_pass(store, Direction.READ)
+    return len(store.stores) > 1 and store.may_pass(Direction.READ)
 
 
 def _as_misses(answer: T) -> T:

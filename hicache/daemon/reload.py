@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..admin.stores import ConfiguredStores
-from ..backends.guard import Direction, guards_of
+from ..backends.base import Direction
 from ..backends.registry import check_backend
 from ..config import HiCacheConfig
 from .node import Node
@@ -55,7 +55,7 @@ def _override(node: Node, config: HiCacheConfig) -> None:
     """Set the overrides of open stores from the configuration, in the order of its stores."""
     specs = list(ConfiguredStores(config).specs.values())
     for namespace in node.namespaces():
-        for guard, spec in zip(guards_of(namespace.store), specs, strict=False):
+        for guard, spec in zip(namespace.store.stores, specs, strict=False):
             if spec.guard is not None:
                 guard.override(Direction.READ, spec.guard.read)
                 guard.override(Direction.WRITE, spec.guard.write)

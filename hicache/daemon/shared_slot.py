@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ..backends.base import BackendStatistics, StorageBackend
+from ..backends.base import BackendStatistics
 from ..backends.slot import Entry, Overrides, Slot
+from ..backends.storage import Storage
 from ..errors import InvalidInput
 from ..frame import FrameCodec
 from ..logs import LimitedLog
@@ -23,7 +24,7 @@ from .flights import Arrival, Flights
 class Attached:
     """A store or none, and the pages that its calls move. Calls of one store never wait for those of another."""
 
-    backend: StorageBackend | None
+    backend: Storage | None
     reads: Flights[Arrival] = field(default_factory=Flights)
     writes: Flights[bool] = field(default_factory=Flights)
 
@@ -51,7 +52,7 @@ class SharedSlot(Slot[SharedEntry]):
         self._entered: list[SharedEntry] = []  # all stores whose counts are not in `_ended`
         self._ended = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
 
-    def _make_entry(self, backend: StorageBackend) -> SharedEntry:
+    def _make_entry(self, backend: Storage) -> SharedEntry:
         ours = self._codec.namespace, self._codec.payload_bytes
         if (backend.codec.namespace, backend.codec.payload_bytes) != ours:
             raise InvalidInput("shared store: the inner store has another namespace or page size")

@@ -26,29 +26,28 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from ..backends.base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage, touch
+from ..backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
 from ..backends.calls import parent_outside, parents_of, runs, uncollected_errors
-from ..backends.envelope import Compound, Touchable
+from ..backends.compose.interleave import interleaved_prefix
 from ..backends.errors import ErrorKind, StoreError
-from ..backends.guard import Direction, may_pass
+from ..backends.storage import Storage
+from ..backends.store import Store
 from ..frame import FrameCodec, PageBuffer
 from .flights import Arrival, Flight, Waiter
 from .pool import PagePool, PooledPage
 from .shared_slot import Attached, SharedSlot
 from .statistics import SharingStatistics
+from .verbs import Verbs
 from .verified import VerifiedPages, parent_of
 
-# Store calls of one lookup. A prefix is mostly all in the pool, or all in the store, or its head is in the pool.
-LOOKUPS_MAX = 16
 
-
-class SharedStore(Compound, Touchable):
+class SharedStore(Verbs):
     """See the module's docstring. Thread-safe. `slot` has the store behind the pool, which keeps its pages when the
     store is replaced; `inner` is the first store, None for only the pool. `label` is for messages. `pages` are its
     pages in the pool, to be pinned and counted. Raises InvalidInput if `inner` is of another namespace or page size."""
 
     def __init__(
-        self, codec: FrameCodec, pool: PagePool, inner: StorageBackend | None, *, label: str = "",
+        self, codec: FrameCodec, pool: PagePool, inner: Storage | None, *, label: str = "",
         slot: SharedSlot | None = None,
     ) -> None:  # fmt: skip
         super().__init__(codec)
@@ -63,12 +62,13 @@ class SharedStore(Compound, Touchable):
         self._counts: Counter[str] = Counter()
 
     @property
-    def parts(self) -> Sequence[StorageBackend]:
-        """See Composite. Empty while no store is open."""
-        return tuple(self.slot.open_backends())
+    def stores(self) -> tuple[Store, ...]:
+        """See Storage. Empty while no store is open."""
+        return tuple(store for backend in self.slot.open_backends() for store in backend.stores)
 
     def statistics(self) -> BackendStatistics:
-        """See StorageBackend and Compound. Includes the totals of replaced stores."""
+        """Return the counts of this store's callers, with the errors, the damage and the evictions of all stores that
+        were behind it."""
         return self.slot.with_totals(self._calls.statistics())
 
     def sharing(self) -> SharingStatistics:
@@ -108,23 +108,19 @@ class SharedStore(Compound, Touchable):
     # Lookups
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A page counts if the pool or the store has it. The pages behind the prefix are misses."""
+        """See Verbs. A page counts if the pool or the store has it. The pages behind the prefix are misses."""
         there = [*self._pool.has(self._space, keys), False]
-        found = there.index(False)
         with self._using() as attached, self._asking():
+            looks = [lambda found: there.index(False, found) - found]
             inner = attached.backend
-            for _ in range(LOOKUPS_MAX):
-                if inner is None or found == len(keys):
-                    break
-                end = found + inner.batch_exists(keys[found:], deadline=deadline)
-                found = there.index(False, end)
-                if found == end:  # neither has the next page
-                    break
+            if inner is not None:
+                looks.append(lambda found: inner.batch_exists(keys[found:], deadline=deadline))
+            found = interleaved_prefix(len(keys), looks)
         self._tally(misses=len(keys) - found)
         return found
 
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Envelope. A page counts if the pool or the store has it. The others are misses."""
+        """See Verbs. A page counts if the pool or the store has it. The others are misses."""
         found = self._pool.has(self._space, keys)
         missing = [position for position, there in enumerate(found) if not there]
         with self._using() as attached, self._asking():
@@ -136,7 +132,7 @@ class SharedStore(Compound, Touchable):
         return found
 
     def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. Applies to pool and store: a page that is hot in one of them does not age in the other.
+        """See Verbs. Applies to pool and store: a page that is hot in one of them does not age in the other.
 
         A page that only the pool has is not missing. While no call reaches the store, pages that the pool does not have
         count as missing, so that engines hand them over again.
@@ -145,15 +141,15 @@ class SharedStore(Compound, Touchable):
         absent = [key for key, there in zip(keys, self._pool.has(self._space, keys), strict=True) if not there]
         with self._using() as attached, self._asking():
             inner = attached.backend
-            if inner is not None and (may_pass(inner, Direction.WRITE) or not self.stands_in):
-                missing = set(touch(inner, keys, deadline=deadline))
+            if inner is not None and (inner.may_pass(Direction.WRITE) or not self.stands_in):
+                missing = set(inner.batch_touch(keys, deadline=deadline))
                 absent = [key for key in absent if key in missing]
         return absent
 
     # Reads
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. Pages come from the pool, from the read of another call, or from the store."""
+        """See Verbs. Pages come from the pool, from the read of another call, or from the store."""
         with self._using() as attached:
             return _Read(self, attached, keys, pages, deadline).run()
 
@@ -162,7 +158,7 @@ class SharedStore(Compound, Touchable):
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope and the module's docstring."""
+        """See Verbs and the module's docstring."""
         with self._using() as attached:
             outcomes = _Write(self, attached, keys, pages, parent, deadline).run()
         self._pool.use(self._space, keys)
@@ -187,7 +183,7 @@ class SharedStore(Compound, Touchable):
             attached.writes.detach(keys)
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A page in the pool and in the store counts once."""
+        """See Verbs. A page in the pool and in the store counts once."""
         with self._using() as attached, self._deleting(attached, keys) as there:
             inner, removed = attached.backend, len(there)
             if inner is not None and there:
@@ -198,21 +194,21 @@ class SharedStore(Compound, Touchable):
         return removed
 
     def remove_all(self, deadline: float) -> int:
-        """See Envelope. Returns the larger count of the pool and the store."""
+        """See Verbs. Returns the larger count of the pool and the store."""
         with self._using() as attached, self._deleting(attached, None) as there:
             return max(len(there), 0 if attached.backend is None else attached.backend.clear(deadline=deadline))
 
     # The whole
 
     def measure(self) -> Usage:
-        """See Envelope. The store's usage; without a store, that of the pool."""
+        """See Verbs. The store's usage; without a store, that of the pool."""
         with self._using() as attached:
             if attached.backend is not None:
                 return attached.backend.usage()
         return self._pool.usage(self._space, self.codec.frame_bytes)
 
     def shut(self) -> None:
-        """See Envelope. The pages of this namespace leave the pool unless it is open elsewhere."""
+        """See Verbs. The pages of this namespace leave the pool unless it is open elsewhere."""
         self.slot.end(0.0)
         self.slot.close()
         self._pool.close(self._space)
@@ -281,7 +277,7 @@ class _Read:
         self._outcomes[self._keys[position]] = outcome
         self._counts[source if outcome is GetOutcome.HIT else "misses"] += outcome is not GetOutcome.ERROR
 
-    def _read(self, inner: StorageBackend, positions: Sequence[int]) -> list[GetOutcome]:
+    def _read(self, inner: Storage, positions: Sequence[int]) -> list[GetOutcome]:
         keys, pages = [self._keys[p] for p in positions], [self._pages[p] for p in positions]
         with self._store._asking():
             answers = inner.batch_get(keys, pages, deadline=self._deadline)
@@ -289,7 +285,7 @@ class _Read:
             self._settle(position, answer, "store_hits")
         return answers
 
-    def _lead(self, inner: StorageBackend, leads: deque[tuple[int, Flight[Arrival]]]) -> None:
+    def _lead(self, inner: Storage, leads: deque[tuple[int, Flight[Arrival]]]) -> None:
         """Read the pages that other calls are not reading, and pass them on."""
         if not leads:
             return
@@ -326,7 +322,7 @@ class _Read:
         if entry is not None:
             self._pool.release(self._space, [entry])
 
-    def _follow(self, inner: StorageBackend) -> None:
+    def _follow(self, inner: Storage) -> None:
         """Use the pages that other calls have read; read those that failed there."""
         while arrived := self._waiter.wait(self._deadline):
             self._take(arrived)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ..backends.base import BackendStatistics
 from ..backends.compose import CopyStatistics
-from ..backends.guard import LatencyStatistics, LeafStatistics, StoreProblem, grouped
+from ..backends.guard import LatencyStatistics, StoreProblem, grouped
 from ..backends.slot import Waiting
+from ..backends.storage import StoreStatistics
 
 
 class NodeState(enum.StrEnum):
@@ -75,7 +76,7 @@ class NamespaceStatistics:
     quota_bytes: int | None
     sharing: SharingStatistics
     backend: BackendStatistics
-    stores: tuple[LeafStatistics, ...]
+    stores: tuple[StoreStatistics, ...]
     copies: Mapping[str, CopyStatistics]
     opening: Waiting | None
 

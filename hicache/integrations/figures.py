@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from prometheus_client.registry import Collector
 
+from ..backends.base import Direction
 from ..backends.compose import CopyStatistics
-from ..backends.guard import Direction, LeafStatistics
+from ..backends.storage import StoreStatistics
 from ..metrics.spec import MetricSpec, SnapshotCollector, Table
 from ..metrics.stores import copy_metrics, store_table
 
@@ -20,7 +21,7 @@ class EngineStorageStatistics:
 
     skipped: Mapping[Direction, int]
     open_failures: int
-    stores: tuple[LeafStatistics, ...]
+    stores: tuple[StoreStatistics, ...]
     copies: Mapping[str, CopyStatistics]
 
 

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from ..backends.base import GetOutcome, SetOutcome, StorageBackend
+from ..backends.base import Direction, GetOutcome, SetOutcome
 from ..backends.compose import copies_of
-from ..backends.guard import Direction
 from ..backends.slot import OpenBackend
+from ..backends.storage import Storage
 from ..cache.factory import storage_opener
 from ..config import HiCacheConfig
 from ..controller.gate import StorageGate
@@ -162,7 +162,7 @@ class EngineStorage:
         self,
         direction: Direction,
         refused: Answer,
-        verb: Callable[[StorageBackend, float], Answer],
+        verb: Callable[[Storage, float], Answer],
         is_good: Callable[[Answer], bool] = lambda answer: True,
     ) -> Answer:
         """Return the result of `verb`, or `refused` while storage is not used. A late or failed result starts a

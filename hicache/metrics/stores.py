@@ -11,19 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..backends.base import GetOutcome, SetOutcome
+from ..backends.base import Direction, GetOutcome, SetOutcome
 from ..backends.compose import CopyStatistics
 from ..backends.errors import ErrorKind
-from ..backends.guard import (
-    CallResult,
-    Direction,
-    GuardStatistics,
-    HealthState,
-    LeafStatistics,
-    Override,
-    Refusal,
-    Verb,
-)
+from ..backends.guard import CallResult, GuardStatistics, HealthState, Override, Refusal, Verb
+from ..backends.storage import StoreStatistics
 from ..frame import Damage
 from .spec import MetricSpec, S, Table, Values
 
@@ -67,7 +59,7 @@ def _by_direction(reasons: Iterable[str], counts: Mapping[tuple[Direction, Any],
     return {(way, str(reason)): counts.get((way, reason), 0) for way in Direction for reason in reasons}
 
 
-def _guarded(pick: Callable[[GuardStatistics], Values]) -> Callable[[LeafStatistics], Values]:
+def _guarded(pick: Callable[[GuardStatistics], Values]) -> Callable[[StoreStatistics], Values]:
     """Return a function for values of a store's guard; empty without a guard."""
     return lambda store: {} if store.guard is None else pick(store.guard)
 
@@ -88,13 +80,13 @@ def copy_metrics(
     )  # fmt: skip
 
 
-def store_table(stores: Callable[[S], Iterable[LeafStatistics]]) -> Table[S]:
+def store_table(stores: Callable[[S], Iterable[StoreStatistics]]) -> Table[S]:
     """Return the table of stores and of their guards; the name of each store is a label."""
     return Table(STORE_METRICS, lambda s: [((store.name,), store) for store in stores(s)], ("backend",))
 
 
 # The label `backend` comes first.
-STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
+STORE_METRICS: tuple[MetricSpec[StoreStatistics], ...] = (
     MetricSpec("backend_get_pages_total", "Pages requested from the backend, by outcome.", ("outcome",),
                lambda b: outcomes(GetOutcome, b.statistics.gets),
                "hit divided by all outcomes is the store's hit rate. Many misses after successful lookups: the store "

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.base import StorageBackend
 from hicache.backends.registry import BackendSpec, open_spec
+from hicache.backends.storage import Storage
 from hicache.backends.testing import HIT, empty_frames, full_frames, holds
 from hicache.frame import FrameCodec
 from tests.daemon import daemons
@@ -34,7 +34,7 @@ class Daemon(daemons.Daemon):
         ]
         storage = {"type": "levels", "options": {"levels": parts}}
         super().__init__(folder, {"pool": "8MiB", **section}, storage=storage)
-        self._backends: list[StorageBackend] = []
+        self._backends: list[Storage] = []
 
     def __exit__(self, *exc_info: object) -> None:
         for backend in self._backends:
@@ -72,7 +72,7 @@ class Daemon(daemons.Daemon):
 class Engine:
     """An engine that stores and reads pages whose bytes derive from their keys."""
 
-    def __init__(self, backend: StorageBackend) -> None:
+    def __init__(self, backend: Storage) -> None:
         self.backend = backend
 
     def store(self, keys: list[bytes]) -> None:

@@ -17,11 +17,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.file import FileBackend
 from hicache.backends.testing import NAMESPACE, STORED, full_frames, load, make_keys, soon
 from hicache.backends.testing.pages import in_parts
 
-from ._files import FORMS, PAGE, Faulty, open_file, purge
+from ._files import FORMS, PAGE, Faulty, file_driver, open_file, purge
 
 CAPACITY_PAGES = 8
 # A last use that no page has, and enough pages for an index of many blocks.
@@ -46,8 +45,7 @@ class _Killer:
 
 def _open(root: Path, killer: _Killer, form: str, **options: Any) -> Any:
     store = open_file(root, FORMS[form], system=Faulty(killer.step), **options)
-    assert isinstance(store.backend, FileBackend)
-    index = store.backend._store._index
+    index = file_driver(store)._store._index
     assert index is not None and index._db is not None
     index._db.set_trace_callback(killer.step)
     return store
@@ -85,7 +83,7 @@ def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any
         purge(root)
     elif name == "half a transaction":
         store = _open(root, killer, form)
-        with store.backend._store.transaction(soon()) as index:
+        with file_driver(store)._store.transaction(soon()) as index:
             # SQLite then writes into the index before the end of the transaction.
             index._run("PRAGMA cache_size = 1")
             index.touch(NAMESPACE, {key: MARK_US for key in make_keys(HALF_PAGES, "half")})

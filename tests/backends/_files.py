@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.file import FileBackend
+from hicache.backends.file import FileDriver
 from hicache.backends.file.pages import System, is_hex
 from hicache.backends.file.raw import FileRaw
+from hicache.backends.limit import CapacityLimit
 from hicache.backends.raw import RawStore
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store, soon
+from hicache.backends.storage import Storage
+from hicache.backends.store import UNGUARDED, Store
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, soon
 from hicache.backends.tools.removal import RemovalProgress, purge_raw
 from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_raw
 from hicache.config import FileStorageOptions
@@ -33,13 +35,17 @@ FORMS = {
     "zstd+gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=Compression()),
 }
 # Stores that a test has opened and may still be open: the fixture `stores_end` closes them, the last one first.
-OPENED: list[StorageBackend | RawStore] = []
+OPENED: list[Storage | RawStore] = []
 SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_"))
 
 
-def open_file(root: Path, codec: FrameCodec = CODEC, *, system: System | None = None, **options: Any) -> Store:
+def open_file(
+    root: Path, codec: FrameCodec = CODEC, *, system: System | None = None, limit: CapacityLimit | None = None,
+    **options: Any,
+) -> Subject:  # fmt: skip
     """Open a file store at `root`, with direct access to its page files. A test need not close it."""
-    backend = FileBackend(codec, file_options(root, **options), system=system)
+    driver = FileDriver(codec, file_options(root, **options), system=system)
+    backend = Store(driver, codec, UNGUARDED, name="file", limit=limit)
     OPENED.append(backend)
 
     def read(key: bytes) -> bytes | None:
@@ -49,7 +55,12 @@ def open_file(root: Path, codec: FrameCodec = CODEC, *, system: System | None = 
     def write(key: bytes, data: bytes) -> None:
         page_path(root, codec, key).write_bytes(data)
 
-    return Store(backend, read, write)
+    return Subject(backend, read, write)
+
+
+def file_driver(store: Subject) -> FileDriver:
+    """Return the driver of a file store."""
+    return driver_of(store.backend, FileDriver)
 
 
 def file_options(path: Path, **options: Any) -> FileStorageOptions:
@@ -149,17 +160,15 @@ class Leftovers:
         return max(0, open_descriptors() - self._descriptors), new
 
 
-def check(store: Store, root: Path) -> None:
+def check(store: Subject, root: Path) -> None:
     """Check that the index is consistent and matches the disk."""
-    backend = store.backend
-    assert isinstance(backend, FileBackend)
-    backend.check()
-    usage = backend.usage()
+    file_driver(store).check()
+    usage = store.backend.usage()
     assert (usage.pages, usage.bytes) == disk_usage(root)
     assert [name for name in temporary_files(root) if not name.endswith(".alive")] == []
 
 
-def exists(store: Store, keys: list[bytes]) -> int:
+def exists(store: Subject, keys: list[bytes]) -> int:
     return store.backend.batch_exists(keys, deadline=soon())
 
 

@@ -1,30 +1,32 @@
-"""A memory store for tests of wrappers and guards: it records its calls and fails on request."""
+"""A memory driver for tests of stores and compositions: it records its calls and fails on request."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.driver import Answer
+from hicache.backends.errors import StoreError
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES
-from hicache.frame import FrameCodec, PageBuffer
+from hicache.frame import FrameCodec
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 
 
-class Troubled(MemoryBackend):
-    """A memory store that records each call in `calls`, with its keys and parent.
+class Troubled(MemoryDriver):
+    """A memory driver that records each call in `calls` (find, get, set, delete), with its keys and parent.
 
-    `down` makes every verb fail at once, `hanging` at its deadline. `fail_calls` makes that many next calls fail,
-    `fail_pages` only these pages. `raises` is raised and `answers` returned instead of the correct result. Writes block
-    until `gate` is set.
+    `down` makes every function fail at once, `hanging` at its deadline. `fail_calls` makes that many next calls fail,
+    `fail_pages` only these pages. `raises` is raised, and `answers` returned by lookups and removals instead of the
+    correct result. Writes block until `gate` is set.
     """
 
-    def __init__(self, codec: FrameCodec = CODEC, capacity_bytes: int | None = None) -> None:
-        super().__init__(codec, capacity_bytes)
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__(capacity_bytes)
         self.calls: list[tuple[str, tuple[bytes, ...], bytes | None]] = []
         self.down = self.hanging = False
         self.fail_calls = 0
@@ -37,7 +39,7 @@ class Troubled(MemoryBackend):
         self.at_gate = self.closes = 0
         self.held_at_close: set[bytes] = set()
 
-    def _fails(self, verb: str, keys: Sequence[bytes], deadline: float, parent: bytes | None = None) -> bool:
+    def _reach(self, verb: str, keys: Sequence[bytes], deadline: float, parent: bytes | None = None) -> None:
         self.calls.append((verb, tuple(keys), parent))
         if verb == "set":
             self.at_gate += 1
@@ -49,50 +51,38 @@ class Troubled(MemoryBackend):
         fails = self.down or self.hanging or self.fail_calls > 0
         self.fail_calls = max(0, self.fail_calls - 1)
         if fails:
-            self.count("down")
-        return fails
+            raise StoreError("down")
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        if self._fails("exists", keys, deadline):
-            return 0
-        return super().batch_exists(keys, deadline=deadline) if self.answers is None else self.answers
+    def find(self, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:  # type: ignore[override]
+        self._reach("find", keys, deadline)
+        return super().find(keys, deadline) if self.answers is None else self.answers
 
-    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
-        if self._fails("has", keys, deadline):
-            return [False] * len(keys)
-        return super().batch_has(keys, deadline=deadline) if self.answers is None else self.answers
-
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        if self._fails("get", keys, deadline):
-            return [GetOutcome.ERROR] * len(keys)
-        if self.answers is not None:
-            return self.answers  # type: ignore[no-any-return]
-        found = super().batch_get(keys, pages, deadline=deadline)
-        return [GetOutcome.ERROR if key in self.fail_pages else one for key, one in zip(keys, found, strict=True)]
-
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        if self._fails("set", keys, deadline, parent):
-            return [SetOutcome.ERROR] * len(keys)
-        if not self.fail_pages:
-            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
-        outcomes: list[SetOutcome] = []
-        for key, page in zip(keys, pages, strict=True):
+    def read(self, pages: PageReads[bytes]) -> None:
+        self._reach("get", pages.keys, pages.deadline)
+        super().read(pages)
+        for position, key in enumerate(pages.keys):
             if key in self.fail_pages:
-                outcomes.append(SetOutcome.ERROR)
+                pages.fail(position, "down")
+
+    def write(self, pages: PageWrites) -> None:
+        self._reach("set", pages.keys, pages.deadline, pages.parents[0])
+        if not self.fail_pages:
+            super().write(pages)
+            return
+        for position, key in enumerate(pages.keys):
+            if key in self.fail_pages:
+                pages.fail(position, "down")
+            elif self.peek(key) is not None:
+                pages.present(position)
             else:
-                outcomes += super().batch_set([key], [page], parent=parent, deadline=deadline)
-            parent = key
-        return outcomes
+                self.poke(key, b"".join(pages.sealed(position)))
+                pages.stored(position)
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        return 0 if self._fails("delete", keys, deadline) else super().delete(keys, deadline=deadline)
-
-    def clear(self, *, deadline: float) -> int:
-        if self._fails("clear", (), deadline):
-            return 0
-        return super().clear(deadline=deadline) if self.answers is None else self.answers
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        self._reach("delete", keys, deadline)
+        return super().remove(keys, deadline, found) if self.answers is None else (self.answers, ())
 
     def close(self) -> None:
         self.closes += 1
@@ -100,11 +90,11 @@ class Troubled(MemoryBackend):
         super().close()
 
     def called(self, verb: str) -> list[tuple[bytes, ...]]:
-        """Return the keys of each call of one verb so far."""
+        """Return the keys of each call of one function so far."""
         return [keys for name, keys, _ in self.calls if name == verb]
 
     def parents(self) -> list[bytes | None]:
-        """Return the parent of each batch passed to `batch_set`."""
+        """Return the parent of each batch written."""
         return [parent for name, _, parent in self.calls if name == "set"]
 
     @property

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.compose import LevelsBackend
-from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
+from hicache.backends.compose import Levels, Shards
+from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.file.raw import make_store
-from hicache.backends.limit import LimitedBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
 from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.testing import (
     CORRUPT,
@@ -23,11 +22,14 @@ from hicache.backends.testing import (
     NAMESPACE,
     PRESENT,
     STORED,
-    Store,
+    Subject,
+    bare,
+    driver_of,
     exists,
     forged,
     load,
     make_keys,
+    memory_store,
     soon,
     store_chain,
 )
@@ -40,7 +42,7 @@ from tests.waiting import wait_for
 from ._files import CODEC, PAGE, open_file, open_raw
 from ._troubled import Troubled
 from .compose._parts import COPIES, named, settle
-from .test_limit import end_sweeps
+from .test_limit import end_sweeps, limited_file
 
 SELVES = make_keys(8, "self")
 CYCLE = make_keys(2, "cycle")
@@ -52,21 +54,24 @@ FORGED = {
 CAPACITY_PAGES = 6
 
 
-def levels_over_forged(local: Store) -> tuple[Store, LevelsBackend]:
+def levels_over_forged(local: Subject) -> tuple[Subject, Levels]:
     """Return a local level over a level that any process can write, with forged pages in it."""
-    below = MemoryBackend(CODEC)
+    below = MemoryDriver()
     for key, data in FORGED.items():
         below.poke(key, data)
-    backend = LevelsBackend(CODEC, named(local.backend, below), cascade_bytes_max=COPIES)
-    return Store(backend, local.read, local.write), backend
+    backend = Levels(CODEC, named(local.backend, bare(below, CODEC)), cascade_bytes_max=COPIES)
+    return Subject(backend, local.read, local.write), backend
 
 
-def memory(capacity_pages: int | None = None) -> Store:
-    backend = MemoryBackend(CODEC, None if capacity_pages is None else capacity_pages * PAGE)
-    return Store(backend, backend.peek, backend.poke)
+def memory(capacity_pages: int | None = None) -> Subject:
+    return subject_of(MemoryDriver(None if capacity_pages is None else capacity_pages * PAGE))
 
 
-def takes_new_pages(store: Store) -> bool:
+def subject_of(driver: MemoryDriver) -> Subject:
+    return Subject(bare(driver, CODEC), driver.peek, driver.poke)
+
+
+def takes_new_pages(store: Subject) -> bool:
     """True if the store evicts all of its pages for new chains."""
     return all(store_chain(store, make_keys(CAPACITY_PAGES, f"new {number}")) == [STORED] * 6 for number in range(3))
 
@@ -91,7 +96,7 @@ def test_reading_forged_pages_does_not_block_the_local_level(tmp_path: Path, kin
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_header_that_contradicts_the_order_of_a_batch_is_not_trusted(first: int) -> None:
     local, keys = Troubled(), CYCLE[first:] + CYCLE[:first]
-    store, backend = levels_over_forged(Store(local, local.peek, local.poke))
+    store, backend = levels_over_forged(subject_of(local))
     assert load(store, keys) == [HIT] * 2
     settle(backend)
     assert [call for call in local.calls if call[0] == "set"] == [("set", tuple(keys), None)]
@@ -100,7 +105,7 @@ def test_a_header_that_contradicts_the_order_of_a_batch_is_not_trusted(first: in
 
 def test_the_first_pages_header_gives_the_parent_if_the_batch_does_not() -> None:
     local, (key, _) = Troubled(), CYCLE
-    store, backend = levels_over_forged(Store(local, local.peek, local.poke))
+    store, backend = levels_over_forged(subject_of(local))
     assert load(store, [key]) == [HIT]
     settle(backend)
     assert [call for call in local.calls if call[0] == "set"] == [("set", (key,), CYCLE[1])]
@@ -113,19 +118,19 @@ def test_pages_in_a_cycle_do_not_stay_in_memory_forever() -> None:
     assert store_chain(store, [two], parent=one) == [STORED]
     assert store_chain(store, [three], parent=two) == [STORED]
     assert store_chain(store, [one], parent=three) == [STORED]
-    assert isinstance(store.backend, MemoryBackend)
+    driver = driver_of(store.backend, MemoryDriver)
     assert load(store, [one, two, three]) == [HIT] * 3
-    store.backend.check()
+    driver.check()
     assert store_chain(store, make_keys(3, "new")) == [STORED] * 3
-    store.backend.check()
+    driver.check()
 
 
 def test_a_share_of_a_batch_does_not_follow_one_of_its_own_pages() -> None:
     """The second batch contradicts the first one, from which the set remembers the last page of each part."""
     codec = ShardCodec(CODEC)
-    parts = [MemoryBackend(codec) for _ in range(2)]
-    backend = ShardedBackend(codec, named(*parts))
-    store, keys = Store(backend, parts[0].peek, parts[0].poke), make_keys(6)
+    parts = [memory_store(codec) for _ in range(2)]
+    backend = Shards(codec, named(*parts))
+    store, keys = Subject(backend, lambda key: None, lambda key, data: None), make_keys(6)
     assert store_chain(store, keys) == [STORED] * 6
     assert store_chain(store, keys[:5], parent=keys[5]) == [PRESENT] * 5
     assert backend.delete(keys, deadline=soon()) == 6
@@ -134,13 +139,8 @@ def test_a_share_of_a_batch_does_not_follow_one_of_its_own_pages() -> None:
     backend.close()
 
 
-def limited(root: Path, pages: int) -> Store:
-    inner = open_file(root)
-    backend = LimitedBackend(
-        inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * PAGE, list_interval_s=0.05,
-    )
-    wait_for(lambda: backend._ledger.is_listed)
-    return Store(backend, inner.read, inner.write)
+def limited(root: Path, pages: int) -> Subject:
+    return limited_file(root, capacity_bytes=pages * PAGE)
 
 
 def write_forged(raw: RawStore, used_s: float = 1.0) -> None:
@@ -148,7 +148,7 @@ def write_forged(raw: RawStore, used_s: float = 1.0) -> None:
         assert raw.write(StoredPage(NAMESPACE, key, PAGE, used_s), data, None)
 
 
-def _is_stored(store: Store, keys: list[bytes]) -> bool:
+def _is_stored(store: Subject, keys: list[bytes]) -> bool:
     return set(store_chain(store, keys)) == {PRESENT}
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file import FileBackend
-from hicache.backends.file.backend import USES_FLUSH_S
+from hicache.backends.file.driver import USES_FLUSH_S
 from hicache.backends.file.pages import System
 from hicache.backends.testing import (
     HIT,
@@ -24,9 +23,9 @@ from hicache.backends.testing import (
     PAYLOAD_BYTES,
     PRESENT,
     STORED,
-    BackendContract,
+    DriverContract,
     OpenStore,
-    Store,
+    Subject,
     full_frames,
     load,
     make_keys,
@@ -46,6 +45,7 @@ from ._files import (
     check,
     disk_usage,
     exists,
+    file_driver,
     open_file,
     page_path,
     temporary_files,
@@ -55,21 +55,21 @@ REJECTED = SetOutcome.REJECTED
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-class TestFileBackend(BackendContract):
+class TestFileBackend(DriverContract):
     machine_examples = 100
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: open_file(tmp_path / "store", codec)
 
-class TestFileBackendDirect(BackendContract):
+class TestFileBackendDirect(DriverContract):
     """With direct I/O where the file system has it, synchronous, and with one thread."""
 
     @pytest.fixture
     def open_store(self, disk_path: Path) -> OpenStore:
         return lambda codec: open_file(disk_path / "store", codec, direct_io=True, sync=True, io_threads=1)
 
-    def test_statistics_count_outcomes_and_bytes(self, store: Store) -> None:
+    def test_statistics_count_outcomes_and_bytes(self, store: Subject) -> None:
         keys = make_keys(2)
         store_chain(store, keys)
         load(store, keys)
@@ -415,26 +415,24 @@ def test_while_the_store_is_locked_few_reads_wait_to_note_uses(tmp_path: Path) -
     one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s", system=Faulty(lambda name, *_: taken.append(name)))
     keys = make_keys(2)
     store_chain(one, keys)
-    assert isinstance(one.backend, FileBackend) and isinstance(two.backend, FileBackend)
-    two.backend._uses_since = -math.inf  # the use of some page waits to be written
+    file_driver(two)._uses_since = -math.inf  # the use of some page waits to be written
     waited = 0
-    with one.backend._store.transaction(soon()):
+    with file_driver(one)._store.transaction(soon()):
         begin = time.monotonic()
         for _ in range(20):
             taken.clear()
             assert load(two, keys) == [HIT] * 2
             waited += "flock" in taken
         assert 1 <= waited <= 1 + (time.monotonic() - begin) / USES_FLUSH_S
-    two.backend._flush_uses(soon())
-    assert two.backend._uses == {}
+    file_driver(two)._flush_uses(soon())
+    assert file_driver(two)._uses == {}
 
 
 def test_a_locked_store_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
     one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s")
     keys = make_keys(2)
     store_chain(one, keys)
-    assert isinstance(one.backend, FileBackend)
-    with one.backend._store.transaction(soon()):
+    with file_driver(one)._store.transaction(soon()):
         frames = full_frames(CODEC, make_keys(2, "new"))
         outcomes = two.backend.batch_set(
             make_keys(2, "new"), frames, parent=None, deadline=time.monotonic() + 0.05
@@ -469,8 +467,7 @@ def test_clearing_leaves_no_rows_and_no_files_of_the_namespace(tmp_path: Path, i
     assert disk_usage(root)[0] <= 4
     usage = ours.backend.usage()
     assert (usage.pages, usage.bytes) == (3, 3 * PAGE)
-    assert isinstance(ours.backend, FileBackend)
-    ours.backend.check()
+    file_driver(ours).check()
     ours.backend.close()
     theirs.backend.close()
     open_file(root).backend.close()
@@ -496,7 +493,7 @@ def test_a_page_used_again_outlives_newer_unused_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count(time.time_ns() // 1000, 1000)  # each call advances the time
-    for module in ("backend", "writes"):
+    for module in ("driver", "writes"):
         monkeypatch.setattr(f"hicache.backends.file.{module}.now_us", lambda: next(ticks))
     store = open_file(tmp_path / "s", capacity=40 * PAGE)
     used, fresh = make_keys(3, "used"), [make_keys(1, f"fresh {number}") for number in range(120)]
@@ -511,5 +508,5 @@ def test_a_page_used_again_outlives_newer_unused_pages(
     assert held(store, used) == 0, "the used chain is kept forever"
 
 
-def held(store: Store, keys: list[bytes]) -> int:
+def held(store: Subject, keys: list[bytes]) -> int:
     return store.backend.batch_exists(keys, deadline=soon())

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.file import FileBackend
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -40,6 +39,7 @@ from ._files import (
     PAGE,
     bytes_on_disk,
     disk_usage,
+    file_driver,
     open_file,
     open_raw,
     page_files,
@@ -120,12 +120,11 @@ def verify(
     if with_limit:
         assert bytes_on_disk(root) - 100 <= CAPACITY, what
     store = open_file(root, FORMS[form], capacity=CAPACITY if with_limit else None)
-    assert isinstance(store.backend, FileBackend)
-    store.backend.check()
+    file_driver(store).check()
     usage = store.backend.usage()
     assert (usage.pages, usage.bytes) == disk_usage(root), what
     assert reserved_bytes(root) == 0, what
-    assert set(temporary_files(root)) == {f"{store.backend._store.owner}.alive", *others}, what
+    assert set(temporary_files(root)) == {f"{file_driver(store)._store.owner}.alive", *others}, what
     for chain in ("old", "gone", "stray", "one", "two", *(f"chain {n}" for n in range(7))):
         assert CORRUPT not in load(store, make_keys(5, chain)), what
     for chain, pages in told.items():
@@ -177,8 +176,7 @@ def test_kills_at_random_moments_leave_whole_pages_or_misses(
     root = tmp_path / "s"
     shutil.copytree(template, root)
     survivor = open_file(root, capacity=CAPACITY)
-    assert isinstance(survivor.backend, FileBackend)
-    owner = f"{survivor.backend._store.owner}.alive"
+    owner = f"{file_driver(survivor)._store.owner}.alive"
     for number in range(RANDOM_KILLS):
         # One store for all kills, and a process that stays alive without reopening it.
         ended = killing.run("forever", root, kill_after_s=dice.uniform(0.002, 0.06))
@@ -240,8 +238,7 @@ def test_a_transaction_interrupted_by_a_kill_is_undone_by(killing: Killing, tmp_
         store = open_file(root)
     if next_one != "a command that only looks":
         assert store_chain(store, make_keys(2, "next")) == [STORED] * 2
-        assert isinstance(store.backend, FileBackend)
-        store.backend.check()
+        file_driver(store).check()
         assert store.backend.usage().pages == HALF_PAGES + 2
     for page in page_files(root):
         os.utime(page, (1e9, 1e9))

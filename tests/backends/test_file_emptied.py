@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.file import FileBackend
 from hicache.backends.testing import (
     HIT,
     MISS,
     PRESENT,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
     full_frames,
     load,
     make_keys,
@@ -60,8 +59,8 @@ def test_an_emptied_store_goes_on_and_is_found_by_the_next_opening(
     check(store, root)
 
 
-def outcomes_within(store: Store, keys: list[bytes], seconds: float) -> list[object]:
-    """Store pages with a short deadline."""
+def outcomes_within(store: Subject, keys: list[bytes], seconds: float) -> list[object]:
+    """Subject pages with a short deadline."""
     frames = full_frames(store.backend.codec, keys)
     return list(store.backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + seconds))
 
@@ -70,7 +69,6 @@ def test_processes_that_opened_before_and_after_a_removal_exclude_each_other(tmp
     """The lock of a running store is that of the file at the path, not of the removed file."""
     root = tmp_path / "s"
     store = open_file(root)
-    assert isinstance(store.backend, FileBackend)
     store_chain(store, make_keys(3))
     empty(root)
     with (root / "lock").open("wb") as other:

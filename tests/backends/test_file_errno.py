@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import Rejecting, SetOutcome
-from hicache.backends.file import FileBackend
+from hicache.backends.base import SetOutcome
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -20,7 +19,7 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
     load,
     make_keys,
     soon,
@@ -35,6 +34,7 @@ from ._files import (
     Faulty,
     Leftovers,
     disk_usage,
+    file_driver,
     open_file,
     page_files,
     reserved_bytes,
@@ -64,12 +64,11 @@ class Fails:
         raise OSError(self.code, os.strerror(self.code))
 
 
-def _root(store: Store) -> Path:
-    assert isinstance(store.backend, FileBackend)
-    return Path(store.backend.options.path)
+def _root(store: Subject) -> Path:
+    return Path(file_driver(store).options.path)
 
 
-def use_everything(store: Store) -> None:
+def use_everything(store: Subject) -> None:
     """Call every verb, with hits, misses, evictions and a damaged page, while calls fail."""
     store_chain(store, make_keys(3, "one"))
     load(store, [*make_keys(3, "one"), *make_keys(1, "missing")])
@@ -84,20 +83,19 @@ def use_everything(store: Store) -> None:
     store.backend.statistics()
 
 
-def assert_sound(store: Store, root: Path) -> None:
+def assert_sound(store: Subject, root: Path) -> None:
     """Check, after the fault is gone, that the index is correct, no leftovers exist, and the store works."""
     backend = store.backend
-    assert isinstance(backend, FileBackend)
     assert store_chain(store, make_keys(2, "healed")) in ([STORED] * 2, [PRESENT] * 2)
     assert load(store, make_keys(2, "healed")) == [HIT] * 2
     for chain in ("old", "one", "two"):
         load(store, make_keys(6, chain))  # finds the torn page if it could not be read before
-    backend.check()
+    file_driver(store).check()
     usage = backend.usage()
     assert (usage.pages, usage.bytes) == disk_usage(root)
     assert usage.bytes <= 10 * PAGE
     assert reserved_bytes(root) == 0
-    assert temporary_files(root) == [f"{backend._store.owner}.alive"]
+    assert temporary_files(root) == [f"{file_driver(store)._store.owner}.alive"]
 
 
 @pytest.mark.parametrize("code", ERRNOS, ids=lambda code: errno.errorcode[code])
@@ -236,8 +234,7 @@ def test_a_really_full_disk_rejects_and_recovers(small_disk: Path, form: str) ->
     there = store.backend.batch_exists(keys, deadline=soon())
     assert store.backend.delete(keys[there // 2 :], deadline=soon()) == there - there // 2
     assert store_chain(store, make_keys(5, "again")) == [STORED] * 5
-    assert isinstance(store.backend, FileBackend)
-    store.backend.check()
+    file_driver(store).check()
     usage = store.backend.usage()
     assert (usage.pages, usage.bytes) == disk_usage(root)
     assert len(temporary_files(root)) == 1
@@ -254,7 +251,7 @@ def test_the_floor_is_kept_on_a_small_disk(small_disk: Path) -> None:
     found = store.backend.statistics()
     assert found.errors == {}
     assert found.evicted_pages > 100
-    assert isinstance(store.backend, Rejecting) and store.backend.rejection is None
+    assert file_driver(store).rejection is None
     store.backend.close()
 
 
@@ -263,9 +260,8 @@ def test_a_disk_smaller_than_the_floor_is_named_with_both_numbers(
 ) -> None:
     store = open_file(small_disk / "s", free_space_floor=1 << 30)
     assert store_chain(store, make_keys(3)) == [REJECTED] * 3
-    assert isinstance(store.backend, FileBackend)
     why = r"free_space_floor is 1.0 GiB, and the file system has 3.* MiB free of 4.0 MiB; lower free_space_floor"
-    assert re.match(why, store.backend.rejection or "")
+    assert re.match(why, file_driver(store).rejection or "")
     assert re.search(f"rejects pages: {why}", caplog.text)
     store.backend.close()
 
@@ -273,8 +269,7 @@ def test_a_disk_smaller_than_the_floor_is_named_with_both_numbers(
 def test_a_batch_above_the_capacity_is_named(tmp_path: Path) -> None:
     store = open_file(tmp_path / "s", capacity=2 * PAGE)
     assert store_chain(store, make_keys(3)) == [STORED, STORED, REJECTED]
-    assert isinstance(store.backend, FileBackend)
-    assert re.match(r"capacity is 16\.0 KiB, 0 B are stored and", store.backend.rejection or "")
+    assert re.match(r"capacity is 16\.0 KiB, 0 B are stored and", file_driver(store).rejection or "")
     assert store_chain(store, make_keys(2, "small")) == [STORED] * 2
-    assert store.backend.rejection is None
+    assert file_driver(store).rejection is None
     store.backend.close()

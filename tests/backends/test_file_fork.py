@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.file import FileBackend
 from hicache.backends.file.raw import FileRaw
 from hicache.backends.testing import HIT, STORED, full_frames, load, make_keys, soon, store_chain
 
-from ._files import CODEC, PAGE, Faulty, check, file_options, open_file, temporary_files
+from ._files import CODEC, PAGE, Faulty, check, file_driver, file_options, open_file, temporary_files
 
 pytestmark = pytest.mark.long
 
@@ -24,14 +23,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _KILLED = """
 import multiprocessing, os, signal, sys
 from hicache.backends.testing import NAMESPACE, make_keys, soon
-from tests.backends._files import PAGE, open_file
+from tests.backends._files import PAGE, file_driver, open_file
 root, how, alive = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 def help():
     print("helping", flush=True)
     os.read(alive, 1)
 
-store = open_file(root).backend._store
+store = file_driver(open_file(root))._store
 with store.transaction(soon()) as index:
     index.reserve(NAMESPACE, make_keys(8, "dead"), [None] * 8, f"{store.owner}.1", PAGE, 1)
 with store.transaction(soon()) as index:
@@ -66,8 +65,7 @@ def test_the_locks_of_a_killed_engine_end_with_it_even_if_its_child_lives(tmp_pa
             keys, full_frames(CODEC, keys), parent=None, deadline=time.monotonic() + 5
         )
         assert (stored, dict(store.backend.statistics().errors)) == ([STORED] * 8, {})
-        assert isinstance(store.backend, FileBackend)
-        assert temporary_files(root) == [f"{store.backend._store.owner}.alive"]
+        assert temporary_files(root) == [f"{file_driver(store)._store.owner}.alive"]
         os.close(ended)
     os.close(alive)
     check(store, root)
@@ -77,13 +75,13 @@ def test_the_locks_of_a_killed_engine_end_with_it_even_if_its_child_lives(tmp_pa
 _USED_BY_CHILD = """
 import os, sys
 from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon, store_chain
-from tests.backends._files import CODEC, check, open_file
+from tests.backends._files import CODEC, check, file_driver, open_file
 from pathlib import Path
 root = Path(sys.argv[1])
 store, keys = open_file(root), make_keys(100)
 backend = store.backend
 store_chain(store, keys)
-with backend._store.transaction(soon()) as index:
+with file_driver(store)._store.transaction(soon()) as index:
     index._run("PRAGMA cache_size = 1")
     index.touch(NAMESPACE, dict.fromkeys(keys, 1 << 60))
     pid = os.fork()

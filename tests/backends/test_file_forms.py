@@ -17,7 +17,7 @@ from hicache.backends.testing import (
     NAMESPACE,
     PAYLOAD_BYTES,
     STORED,
-    Store,
+    Subject,
     full_frames,
     load,
     make_keys,
@@ -47,7 +47,7 @@ REJECTED = SetOutcome.REJECTED
 SHORT = 4096
 
 
-def evicted(store: Store) -> int:
+def evicted(store: Subject) -> int:
     return store.backend.statistics().evicted_pages
 
 
@@ -142,16 +142,18 @@ def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(tmp_path: Path)
     script = """
 import sys
 sys.modules["zstandard"] = None
-from hicache.backends.file import FileBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.file import FileDriver
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.store import UNGUARDED, Store
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 codec = FrameCodec(bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
 key = bytes.fromhex(sys.argv[4])
-file = FileBackend(codec, FileStorageOptions(path=sys.argv[1]))
-memory = MemoryBackend(codec)
+file = FileDriver(codec, FileStorageOptions(path=sys.argv[1]))
+memory = MemoryDriver()
 memory.poke(key, open(sys.argv[5], "rb").read())
-for backend in (file, memory):
+for driver in (file, memory):
+    backend = Store(driver, codec, UNGUARDED)
     frame = memoryview(bytearray(codec.frame_bytes))
     print(*backend.batch_get([key], [frame], deadline=float("inf")), dict(backend.statistics().errors))
     print(dict(backend.statistics().corrupt), backend.usage().pages)

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file import FileBackend
-from hicache.backends.testing import CORRUPT, HIT, STORED, Store, load, make_keys, soon, store_chain
+from hicache.backends.testing import CORRUPT, HIT, STORED, Subject, load, make_keys, soon, store_chain
 from hicache.backends.tools.removal import trim_raw
 from tests.waiting import wait_for
 
-from ._files import PAGE, Faulty, check, disk_usage, open_file, open_raw, page_files, purge, verify
+from ._files import PAGE, Faulty, check, disk_usage, file_driver, open_file, open_raw, page_files, purge, verify
 
 REJECTED = SetOutcome.REJECTED
 PAGES = 60
@@ -64,7 +63,7 @@ def test_without_a_floor_a_full_disk_evicts_as_at_the_capacity(small_disk: Path)
     assert len(rejected) == 1 and rejected[0] > 10
     assert load(store, make_keys(10, "chain 299")) == [HIT] * 10
     assert store.backend.statistics().evicted_pages > 1000
-    assert isinstance(store.backend, FileBackend) and store.backend.rejection is None
+    assert file_driver(store).rejection is None
     check(store, root)
     store.backend.close()
 
@@ -82,8 +81,7 @@ def test_a_store_is_not_emptied_by_programs_that_take_all_its_room(small_disk: P
     for number in range(20):
         assert set(store_chain(store, make_keys(5, f"chain {number}"))) == {REJECTED}
     assert disk_usage(root)[0] >= PAGES - 5 - (256 << 10) // PAGE
-    assert isinstance(store.backend, FileBackend)
-    assert (store.backend.rejection or "").startswith("ENOSPC: the file system has ")
+    assert (file_driver(store).rejection or "").startswith("ENOSPC: the file system has ")
     store.backend.close()
 
 
@@ -228,7 +226,6 @@ def test_a_transaction_without_room_does_not_reconcile_the_store(small_disk: Pat
     """A comparison takes as long as an opening; a full disk must not cause one per batch."""
     root = small_disk / "s"
     store = open_file(root)
-    assert isinstance(store.backend, FileBackend)
     store_chain(store, make_keys(PAGES))
     fill_up(small_disk)
     keys = make_keys(5000, "many")
@@ -236,14 +233,14 @@ def test_a_transaction_without_room_does_not_reconcile_the_store(small_disk: Pat
         keys, [frame_of(store)] * len(keys), parent=None, deadline=soon()
     )
     assert set(outcomes) == {REJECTED} and store.backend.statistics().errors == {"SQLITE_FULL": 1}
-    assert not store.backend._store._doubtful
+    assert not file_driver(store)._store._doubtful
     assert store.backend.delete(make_keys(PAGES), deadline=soon()) == PAGES
     assert store_chain(store, make_keys(5, "new")) == [STORED] * 5
     check(store, root)
     store.backend.close()
 
 
-def frame_of(store: Store) -> memoryview:
+def frame_of(store: Subject) -> memoryview:
     return memoryview(bytearray(store.backend.codec.frame_bytes))
 
 

@@ -18,15 +18,14 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file import FileBackend
 from hicache.backends.file.index import JOURNAL, JOURNAL_BYTES, Index
-from hicache.backends.file.store import Store as FileStore
+from hicache.backends.file.store import FileStore
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
     full_frames,
     load,
     make_keys,
@@ -37,7 +36,7 @@ from hicache.backends.tools.removal import trim_raw
 from hicache.errors import BackendUnavailable
 from tests.seeds import rng, seeds
 
-from ._files import CODEC, PAGE, Faulty, check, disk_usage, open_file, open_raw, page_path, purge, verify
+from ._files import CODEC, PAGE, Faulty, check, disk_usage, file_driver, open_file, open_raw, page_path, purge, verify
 from .test_file_crash import Killing
 
 pytestmark = pytest.mark.long
@@ -83,7 +82,7 @@ def assert_tools_work(root: Path, pages: int) -> None:
     assert purge(root).pages == 5
 
 
-def assert_sound(store: Store, root: Path) -> None:
+def assert_sound(store: Subject, root: Path) -> None:
     """Check that a newly opened store stores pages and that its index matches the disk."""
     assert store_chain(store, make_keys(5, "new")) == [STORED] * 5
     check(store, root)
@@ -243,8 +242,7 @@ def test_a_page_from_the_future_is_adopted_as_one_of_today(tmp_path: Path) -> No
     index_path(root).unlink()
     store = open_file(root)
     assert load(store, keys) == [HIT] * 3
-    assert isinstance(store.backend, FileBackend)
-    with store.backend._store.transaction(soon()) as index:
+    with file_driver(store)._store.transaction(soon()) as index:
         assert max(row.last_use for row in index.all_stored()) < (1 << 33) * 1_000_000
     check(store, root)
 
@@ -280,8 +278,7 @@ def test_a_failure_while_leftovers_are_swept_is_counted_and_not_raised(tmp_path:
     root = tmp_path / "s"
     fill(root)
     store = open_file(root)
-    assert isinstance(store.backend, FileBackend)
-    store.backend._store.leftovers.add(f"{'0' * 16}.1")
+    file_driver(store)._store.leftovers.add(f"{'0' * 16}.1")
     db = sqlite3.connect(index_path(root))
     db.execute("DROP TABLE pages")
     db.close()
@@ -317,12 +314,11 @@ def test_index_files_truncated_in_use_do_not_kill_the_engine(tmp_path: Path) -> 
 def test_the_journal_is_allocated_in_advance_and_truncated_to_its_size(tmp_path: Path) -> None:
     root = tmp_path / "s"
     store = open_file(root)
-    assert isinstance(store.backend, FileBackend)
     journal = Path(f"{index_path(root)}{JOURNAL}")
     assert (journal.stat().st_size, journal.stat().st_blocks * 512) == (JOURNAL_BYTES, JOURNAL_BYTES)
     keys, writer, longest = make_keys(10_000), f"{'0' * 16}.1", 0
     for reserve in (True, False):
-        with store.backend._store.transaction(soon()) as index:
+        with file_driver(store)._store.transaction(soon()) as index:
             if reserve:
                 index.reserve(NAMESPACE, keys, [None] * len(keys), writer, PAGE, 1)
             else:
@@ -381,8 +377,7 @@ def test_the_walk_up_a_chain_reads_one_row_per_page_and_is_skipped_for_known_lin
     """Two engines that store the same chain at once reserve the same links. The control is a new link."""
     store = open_file(tmp_path / "s")
     keys = make_keys(2000)
-    assert isinstance(store.backend, FileBackend)
-    with store.backend._store.transaction(soon()) as index:
+    with file_driver(store)._store.transaction(soon()) as index:
         index.reserve(NAMESPACE, keys, [None, *keys[:-1]], f"{'0' * 16}.1", PAGE, 1)
 
         def steps(parent: bytes) -> int:
@@ -408,10 +403,9 @@ def test_the_walk_up_a_chain_reads_one_row_per_page_and_is_skipped_for_known_lin
 def test_with_a_cycle_in_the_index_a_full_store_takes_no_pages(tmp_path: Path) -> None:
     """The control of the two tests above."""
     store = open_file(tmp_path / "s", capacity=3 * PAGE)
-    assert isinstance(store.backend, FileBackend)
     for key in make_keys(3):
         assert store_chain(store, [key]) == [STORED]
-    with store.backend._store.transaction(soon()) as index:
+    with file_driver(store)._store.transaction(soon()) as index:
         index._run("UPDATE pages SET parent = key, children = 1")
         with pytest.raises(AssertionError, match="its own ancestor"):
             index.check()

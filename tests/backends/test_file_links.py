@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hicache.backends.file import FileBackend
 from hicache.backends.file.pages import System
 from hicache.backends.raw import StoredPage
 from hicache.backends.testing import (
@@ -26,7 +25,7 @@ from hicache.backends.testing import (
 from hicache.errors import BackendError
 from tests.waiting import wait_for
 
-from ._files import CODEC, PAGE, check, exists, open_file, open_raw, page_path, temporary_files, verify
+from ._files import CODEC, PAGE, check, exists, file_driver, open_file, open_raw, page_path, temporary_files, verify
 
 T = TypeVar("T")
 LEVELS = {"namespace": 1, "fan": 0}
@@ -200,8 +199,7 @@ def test_a_reservation_below_a_file_in_place_of_a_directory_ends_with_its_owner(
     root, (key,) = tmp_path / "s", make_keys(1)
     store = open_file(root)
     store_chain(store, [key])
-    assert isinstance(store.backend, FileBackend)
-    with store.backend._store.transaction(soon()) as index:
+    with file_driver(store)._store.transaction(soon()) as index:
         index.reserve(NAMESPACE, [key], [None], f"{OWNER}.1", PAGE, 1)
     store.backend.close()
     fan = page_path(root, CODEC, key).parent
@@ -220,8 +218,7 @@ def test_a_page_in_a_directory_made_by_another_process_is_found(tmp_path: Path) 
         assert exists(ours, [key]) == 0
         assert store_chain(theirs, [key]) == [STORED]
         assert exists(ours, keys) == number + 1
-    assert isinstance(ours.backend, FileBackend)
-    files = ours.backend._files
+    files = file_driver(ours)._files
     wait_for(lambda: exists(ours, keys) == 30 and len(files._fans[1]) == len({key[0] for key in keys}))
     link_away(root, keys[0], "fan", tmp_path / "outside")
     assert exists(ours, keys) == 0

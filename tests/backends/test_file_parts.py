@@ -20,7 +20,7 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
     full_frames,
     load,
     make_keys,
@@ -52,11 +52,11 @@ def views(keys: list[bytes], parts: int, *, full: bool = True) -> list[PageView]
     return found
 
 
-def store_views(store: Store, keys: list[bytes], parts: int = 70) -> list[Any]:
+def store_views(store: Subject, keys: list[bytes], parts: int = 70) -> list[Any]:
     return store.backend.batch_set(keys, views(keys, parts), parent=None, deadline=soon())
 
 
-def load_views(store: Store, keys: list[bytes], parts: int = 70) -> list[Any]:
+def load_views(store: Subject, keys: list[bytes], parts: int = 70) -> list[Any]:
     """Read pages into parts and assert that each hit is the right page."""
     pages = views(keys, parts, full=False)
     outcomes = store.backend.batch_get(keys, pages, deadline=soon())
@@ -87,7 +87,7 @@ class Noted:
         return call(fd, first_bytes(buffers, self.step), offset)
 
 
-def open_noted(root: Path, step: int | None = None, codec: FrameCodec = CODEC, **options: Any) -> tuple[Store, Noted]:
+def open_noted(root: Path, step: int | None = None, codec: FrameCodec = CODEC, **options: Any) -> tuple[Subject, Noted]:
     noted = Noted(step)
     system = Faulty(noted)
     system.armed = False

@@ -16,7 +16,7 @@ from hicache.backends.testing import (
     MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
-    Store,
+    Subject,
     load,
     make_keys,
     store_chain,
@@ -134,7 +134,7 @@ def snapshot(root: Path) -> Snapshot:
     return found
 
 
-def make_damaged(root: Path) -> tuple[Store, list[bytes]]:
+def make_damaged(root: Path) -> tuple[Subject, list[bytes]]:
     """Make a store of eight pages: too short, too long, empty, changed, a directory, a link; two are sound."""
     store = open_file(root)
     keys = make_keys(8)

@@ -1,4 +1,4 @@
-"""`LimitedBackend` around a file store without its own capacity."""
+"""`CapacityLimit` in stores without their own capacity."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import Rejecting, SetOutcome, leaves
+from hicache.backends.base import SetOutcome
 from hicache.backends.chains import Chains
 from hicache.backends.file.raw import FileRaw, make_store
-from hicache.backends.guard import leaf_statistics
-from hicache.backends.limit import LimitedBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.limit import CapacityLimit
+from hicache.backends.memory import MemoryDriver
 from hicache.backends.raw import RawStore, StoredPage
+from hicache.backends.storage import store_statistics
+from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -27,10 +28,9 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
-    BackendContract,
+    DriverContract,
     OpenStore,
-    SoleBackendContract,
-    Store,
+    Subject,
     exists,
     in_threads,
     load,
@@ -57,80 +57,76 @@ def raw_of(root: Path) -> FileRaw:
 
 
 class MemoryRaw(RawStore):
-    """The pages of memory backends, as if they were one store."""
+    """The pages of a memory driver."""
 
-    def __init__(self, *backends: MemoryBackend) -> None:
-        self._backends = backends
+    def __init__(self, driver: MemoryDriver) -> None:
+        self._driver = driver
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        for backend in self._backends:
-            for key in backend.keys(soon()):
-                yield StoredPage(backend.codec.namespace, key, len(backend.peek(key) or b""), None)
-
-    def _backend(self, page: StoredPage) -> MemoryBackend:
-        return next(backend for backend in self._backends if backend.codec.namespace == page.namespace)
+        for key in self._driver.keys(soon()):
+            yield StoredPage(CODEC.namespace, key, len(self._driver.peek(key) or b""), None)
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
-        stored = self._backend(page).peek(page.key)
+        stored = self._driver.peek(page.key)
         return None if stored is None else stored[:bytes_max]
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         raise NotImplementedError
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
-        return sum(self._backend(page).delete([page.key], deadline=soon()) for page in pages)
+        return self._driver.remove([page.key for page in pages], soon())[0]
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def limited_memory(codec: FrameCodec, pages: int = 0, capacity_bytes: int = LARGE) -> Store:
-    memory = MemoryBackend(codec)
-    capacity_bytes = pages * codec.frame_bytes or capacity_bytes
-    backend = LimitedBackend(memory, lambda: MemoryRaw(memory), capacity_bytes=capacity_bytes)
+def limited_memory(capacity_bytes: int) -> Subject:
+    driver = MemoryDriver()
+    limit = CapacityLimit(CODEC, lambda: MemoryRaw(driver), capacity_bytes=capacity_bytes)
+    backend = Store(driver, CODEC, UNGUARDED, limit=limit)
     OPENED.append(backend)
-    wait_for(lambda: backend._ledger.is_listed)
-    return Store(backend, memory.peek, memory.poke)
+    wait_for(lambda: limit._ledger.is_listed)
+    return Subject(backend, driver.peek, driver.poke)
 
 
-class TestLimitedMemory(SoleBackendContract):
-    @pytest.fixture
-    def open_store(self) -> OpenStore:
-        return limited_memory
+def limit_of(store: Subject) -> CapacityLimit:
+    """Return the limit of a store."""
+    assert isinstance(store.backend, Store) and store.backend._limit is not None
+    return store.backend._limit
 
 
 def test_clearing_makes_room_and_clears_the_records() -> None:
-    store, keys, more = limited_memory(CODEC, 6), make_keys(6), make_keys(6, "more")
-    backend = store.backend
-    assert isinstance(backend, LimitedBackend)
+    store, keys, more = limited_memory(6 * PAGE), make_keys(6), make_keys(6, "more")
+    backend, limit = store.backend, limit_of(store)
     assert store_chain(store, keys) == [STORED] * 6
-    assert backend._fresh and backend._uses
+    assert limit._fresh and limit._uses
     assert backend.clear(deadline=soon()) == 6
-    assert not backend._fresh and not backend._uses
+    assert not limit._fresh and not limit._uses
     # The interval is a minute: this ends only if `clear` requests a listing.
-    wait_for(lambda: backend._ledger.used_bytes == 0)
+    wait_for(lambda: limit._ledger.used_bytes == 0)
     assert store_chain(store, more) == [STORED] * 6
     assert load(store, more) == [HIT] * 6 and load(store, keys) == [MISS] * 6
     backend.close()
 
 
-class TestLimitedBackend(BackendContract):
+class TestLimitedFile(DriverContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        return lambda codec: limited(tmp_path / "store", LARGE // codec.frame_bytes, codec)
+        return lambda codec: limited_file(tmp_path / "store", codec, capacity_bytes=LARGE)
 
 
-def limited(root: Path, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Store:
-    """Open a file store at `root` limited only by `LimitedBackend`. It lists much more often than usual. The first
+def limited_file(
+    root: Path, codec: FrameCodec = CODEC, *, capacity_bytes: int, interval_s: float = 0.05
+) -> Subject:
+    """Open a file store at `root` limited only by `CapacityLimit`. It lists much more often than usual. The first
     listing is complete: on a busy machine it may take longer than a store waits."""
-    inner = open_file(root, codec)
-    backend = LimitedBackend(
-        inner.backend, lambda: raw_of(root), capacity_bytes=pages * codec.frame_bytes,
-        list_interval_s=interval_s,
-    )  # fmt: skip
-    OPENED.append(backend)
-    wait_for(lambda: backend._ledger.is_listed)
-    return Store(backend, inner.read, inner.write)
+    make_store(root)
+    limit = CapacityLimit(
+        codec, lambda: raw_of(root), capacity_bytes=capacity_bytes, list_interval_s=interval_s
+    )
+    store = open_file(root, codec, limit=limit)
+    wait_for(lambda: limit._ledger.is_listed)
+    return store
 
 
 @dataclass(slots=True)
@@ -139,8 +135,8 @@ class Opened:
 
     root: Path
 
-    def __call__(self, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Store:
-        return limited(self.root, pages, codec, interval_s=interval_s)
+    def __call__(self, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Subject:
+        return limited_file(self.root, codec, capacity_bytes=pages * codec.frame_bytes, interval_s=interval_s)
 
     def pages(self) -> int:
         return len(page_files(self.root))  # files may be removed at the same time
@@ -151,12 +147,12 @@ def opened(tmp_path: Path) -> Opened:
     return Opened(tmp_path / "store")
 
 
-def end_sweeps(store: Store) -> None:
+def end_sweeps(store: Subject) -> None:
     """From now on the limit makes no room."""
-    assert isinstance(store.backend, LimitedBackend) and store.backend._sweeps.close(10.0)
+    assert limit_of(store)._sweeps.close(10.0)
 
 
-def evicted(store: Store) -> int:
+def evicted(store: Subject) -> int:
     return store.backend.statistics().evicted_pages
 
 
@@ -166,15 +162,15 @@ def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened) -> N
     assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
     assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
     assert store.backend.statistics().sets == {STORED: 5, REJECTED: 3}
-    assert isinstance(store.backend, Rejecting)
-    assert re.match(r"capacity_bytes is [\d.]+ KiB, and [\d.]+ KiB are stored or being", store.backend.rejection or "")
-    (shown,) = leaf_statistics(store.backend)
+    explained = limit_of(store).rejection or ""
+    assert re.match(r"capacity_bytes is [\d.]+ KiB, and [\d.]+ KiB are stored or being", explained)
+    (shown,) = store_statistics(store.backend)
     assert (shown.name, dict(shown.statistics.sets)) == ("file", {STORED: 5, REJECTED: 3})
     assert shown.usage is not None and shown.usage.capacity_bytes == 5 * PAGE
 
 
 def test_a_store_with_room_for_a_few_pages_and_a_fraction_makes_room_too() -> None:
-    store, more = limited_memory(CODEC, capacity_bytes=6 * PAGE - 1), make_keys(1, "more")
+    store, more = limited_memory(6 * PAGE - 1), make_keys(1, "more")
     assert store_chain(store, make_keys(5)) == [STORED] * 5
     wait_for(lambda: store_chain(store, more) == [STORED])
     store.backend.close()
@@ -303,19 +299,20 @@ class Troubled(RawStore):
 @contextlib.contextmanager
 def troubled(
     root: Path, *trouble: Exception, gate: bool = True
-) -> Iterator[tuple[Store, list[Exception], threading.Event]]:
+) -> Iterator[tuple[Subject, list[Exception], threading.Event]]:
     """Return a limited store, the list of errors that its sweep raises until it is empty, and the gate of its listings.
     """
-    inner, troubles, opens = open_file(root), list(trouble), threading.Event()
+    troubles, opens = list(trouble), threading.Event()
     if gate:
         opens.set()
-    backend = LimitedBackend(
-        inner.backend, lambda: Troubled(raw_of(root), troubles, opens), capacity_bytes=5 * PAGE,
-        list_interval_s=0.05,
-    )  # fmt: skip
-    yield Store(backend, inner.read, inner.write), troubles, opens
+    make_store(root)
+    limit = CapacityLimit(
+        CODEC, lambda: Troubled(raw_of(root), troubles, opens), capacity_bytes=5 * PAGE, list_interval_s=0.05
+    )
+    store = open_file(root, limit=limit)
+    yield store, troubles, opens
     opens.set()
-    backend.close()
+    store.backend.close()
 
 
 @pytest.mark.parametrize("trouble", [BackendUnavailable("it is away"), RuntimeError("a bug")])
@@ -336,25 +333,22 @@ def test_a_store_that_cannot_be_listed_takes_no_pages_until_it_can(
 
 def test_after_a_failed_listing_verbs_do_not_cause_an_earlier_one(tmp_path: Path) -> None:
     with troubled(tmp_path / "store", BackendUnavailable("it is away")) as (store, _, _):
-        assert isinstance(store.backend, LimitedBackend)
-        store.backend._sweeps.close(10.0)
-        assert store.backend._sweep_once() == store.backend._not_before
+        limit = limit_of(store)
+        limit._sweeps.close(10.0)
+        assert limit._sweep_once() == limit._not_before
 
 
 def test_a_sweep_without_a_thread_runs_once_a_thread_can_start(tmp_path: Path) -> None:
-    inner = open_file(tmp_path / "store")
+    limit = CapacityLimit(CODEC, lambda: raw_of(tmp_path / "store"), capacity_bytes=5 * PAGE, list_interval_s=0.05)
     with no_threads():
-        backend = LimitedBackend(
-            inner.backend, lambda: raw_of(tmp_path / "store"), capacity_bytes=5 * PAGE, list_interval_s=0.05
-        )
-    store = Store(backend, inner.read, inner.write)
+        store = open_file(tmp_path / "store", limit=limit)
     assert store_chain(store, make_keys(5)) == [STORED] * 5
     with no_threads():  # as if the sweep's thread died
-        backend._sweeps.close(10.0)
-        backend._sweeps = BackgroundTask("limit", backend._sweep_once)
-        backend._sweeps.wake()
+        limit._sweeps.close(10.0)
+        limit._sweeps = BackgroundTask("limit", limit._sweep_once)
+        limit._sweeps.wake()
     wait_for(lambda: any(outcome is STORED for outcome in store_chain(store, make_keys(9)[5:])))
-    backend.close()
+    store.backend.close()
 
 
 def test_closing_does_not_wait_for_a_first_listing(tmp_path: Path) -> None:
@@ -383,19 +377,10 @@ def test_closing_ends_the_sweep(opened: Opened) -> None:
     assert threading.active_count() <= before
 
 
-def test_it_is_a_composite_of_the_limited_store(opened: Opened) -> None:
-    store = opened(5)
-    assert isinstance(store.backend, LimitedBackend)
-    assert list(leaves(store.backend)) == list(store.backend.parts)
-
-
 @pytest.mark.parametrize("capacity_bytes", [PAGE - 1, True])
 def test_an_invalid_limit_is_rejected(tmp_path: Path, capacity_bytes: int) -> None:
-    inner = open_file(tmp_path / "store")
     with pytest.raises(InvalidInput, match="limit"):
-        LimitedBackend(inner.backend, lambda: raw_of(tmp_path / "store"), capacity_bytes=capacity_bytes)
-    assert store_chain(inner, make_keys(1)) == [STORED]
-    inner.backend.close()
+        CapacityLimit(CODEC, lambda: raw_of(tmp_path / "store"), capacity_bytes=capacity_bytes)
 
 
 def test_a_page_to_be_read_is_a_head_until_its_header_is_known(tmp_path: Path) -> None:
@@ -438,10 +423,10 @@ def test_a_sweep_leaves_holes_only_without_headers(tmp_path: Path, kind: type[Tr
     first = open_file(root)
     assert store_chain(first, keys) == [STORED] * 40
     first.backend.close()
-    inner = open_file(root)
-    backend = LimitedBackend(
-        inner.backend, lambda: kind(raw_of(root), [], opens), capacity_bytes=20 * PAGE, list_interval_s=0.05
+    limit = CapacityLimit(
+        CODEC, lambda: kind(raw_of(root), [], opens), capacity_bytes=20 * PAGE, list_interval_s=0.05
     )
+    backend = open_file(root, limit=limit).backend
     wait_for(lambda: backend.statistics().evicted_pages == 22)  # down to 90 %
     found = backend.batch_exists(keys, deadline=soon())
     assert disk_usage(root)[0] == 18 and (found == 18) == (kind is Troubled)

@@ -1,4 +1,4 @@
-"""The state machine detects faulty backends. These are the controls of the contract's random walk."""
+"""The state machine detects faulty drivers. These are the controls of the contract's random walk."""
 
 from __future__ import annotations
 
@@ -6,76 +6,72 @@ from collections.abc import Sequence
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome, Usage
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import Store, run_machine
-from hicache.frame import FrameCodec, PageBuffer
+from hicache.backends.base import Usage
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.pages import PageWrites
+from hicache.backends.testing import Subject, bare, run_machine
+from hicache.frame import FrameCodec
 
 pytestmark = pytest.mark.long
 
 Keys = Sequence[bytes]
-Frames = Sequence[PageBuffer]
 
 
-class _Lookup(MemoryBackend):
-    """Reports one page too many."""
+class _Lookup(MemoryDriver):
+    """Finds one page too many."""
 
-    def batch_exists(self, keys: Keys, *, deadline: float) -> int:
-        return min(len(keys), super().batch_exists(keys, deadline=deadline) + 1)
+    def find(self, keys: Keys, deadline: float) -> list[bool]:
+        found = super().find(keys, deadline)
+        if False in found:
+            found[found.index(False)] = True
+        return found
 
 
-class _Trust(MemoryBackend):
+class _Trust(MemoryDriver):
     """Does not remove damaged pages."""
 
-    def batch_get(self, keys: Keys, frames: Frames, *, deadline: float) -> list[GetOutcome]:
-        raw = [self.peek(key) for key in keys]
-        outcomes = super().batch_get(keys, frames, deadline=deadline)
-        for key, data in zip(keys, raw, strict=True):
-            if data is not None and self.peek(key) is None:
-                self.poke(key, data)
-        return outcomes
+    def remove(self, keys: Keys, deadline: float, found: Sequence[bytes] | None = None) -> tuple[int, Sequence[str]]:
+        return super().remove(keys, deadline) if found is None else (0, ())
 
 
-class _Overwrite(MemoryBackend):
+class _Overwrite(MemoryDriver):
     """Stores pages that are already stored."""
 
-    def batch_set(
-        self, keys: Keys, frames: Frames, *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        super().delete(keys[1:], deadline=deadline)
-        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+    def write(self, pages: PageWrites) -> None:
+        super().remove(pages.keys[1:], pages.deadline)
+        super().write(pages)
 
 
-class _Delete(MemoryBackend):
-    """Does not delete the last page of a batch."""
+class _Delete(MemoryDriver):
+    """Does not remove the last page of a batch."""
 
-    def delete(self, keys: Keys, *, deadline: float) -> int:
-        return super().delete(keys[:-1], deadline=deadline)
+    def remove(self, keys: Keys, deadline: float, found: Sequence[bytes] | None = None) -> tuple[int, Sequence[str]]:
+        return super().remove(keys[:-1], deadline, found)
 
 
-class _Count(MemoryBackend):
+class _Count(MemoryDriver):
     """Reports three pages at most as its usage."""
 
-    def usage(self) -> Usage:
-        found = super().usage()
+    def measure(self) -> Usage:
+        found = super().measure()
         return Usage(min(found.pages, 3), found.bytes, found.capacity_bytes)
 
 
 @pytest.mark.parametrize("wrong", [_Lookup, _Trust, _Overwrite, _Delete, _Count])
-def test_a_backend_with_a_fault_fails_the_walk(wrong: type[MemoryBackend]) -> None:
+def test_a_driver_with_a_fault_fails_the_walk(wrong: type[MemoryDriver]) -> None:
     with pytest.raises(AssertionError):
         run_machine(lambda codec: _open(wrong, codec), examples=50, reopens=False)
 
 
-def test_a_backend_that_forgets_fails_the_walk_that_reopens() -> None:
+def test_a_driver_that_forgets_fails_the_walk_that_reopens() -> None:
     with pytest.raises(AssertionError):
-        run_machine(lambda codec: _open(MemoryBackend, codec), examples=50, reopens=True)
+        run_machine(lambda codec: _open(MemoryDriver, codec), examples=50, reopens=True)
 
 
-def test_a_sound_backend_passes() -> None:
-    run_machine(lambda codec: _open(MemoryBackend, codec), examples=50, reopens=False)
+def test_a_sound_driver_passes() -> None:
+    run_machine(lambda codec: _open(MemoryDriver, codec), examples=50, reopens=False)
 
 
-def _open(kind: type[MemoryBackend], codec: FrameCodec) -> Store:
-    backend = kind(codec)
-    return Store(backend, backend.peek, backend.poke)
+def _open(kind: type[MemoryDriver], codec: FrameCodec) -> Subject:
+    driver = kind()
+    return Subject(bare(driver, codec), driver.peek, driver.poke)

@@ -1,4 +1,4 @@
-"""The memory backend against the contract, and its own behaviour: eviction."""
+"""The memory driver against the contract, its own behaviour, which is eviction, and the shell over it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.storage import Storage
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -15,8 +16,11 @@ from hicache.backends.testing import (
     PAYLOAD_BYTES,
     STORED,
     OpenStore,
-    SoleBackendContract,
-    Store,
+    SoleDriverContract,
+    StoreContract,
+    Subject,
+    bare,
+    driver_of,
     load,
     make_keys,
     soon,
@@ -26,31 +30,39 @@ from hicache.errors import InvalidInput
 from hicache.frame import Compression, FrameCodec
 from tests.seeds import rng, seeds
 
+from ._files import OPENED
 
-def open_memory(codec: FrameCodec, capacity_pages: int | None = None) -> Store:
+
+def open_memory(codec: FrameCodec, capacity_pages: int | None = None) -> Subject:
     capacity_bytes = None if capacity_pages is None else capacity_pages * codec.frame_bytes
-    backend = MemoryBackend(codec, capacity_bytes)
-    return Store(backend, backend.peek, backend.poke)
+    driver = MemoryDriver(capacity_bytes)
+    OPENED.append(backend := bare(driver, codec))
+    return Subject(backend, driver.peek, driver.poke)
 
 
 PLAIN = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 
 
-def small(capacity_pages: int, codec: FrameCodec = PLAIN) -> tuple[MemoryBackend, Store]:
+def small(capacity_pages: int, codec: FrameCodec = PLAIN) -> tuple[Storage, MemoryDriver, Subject]:
     store = open_memory(codec, capacity_pages)
-    assert isinstance(store.backend, MemoryBackend)
-    return store.backend, store
+    return store.backend, driver_of(store.backend, MemoryDriver), store
 
 
-class TestMemoryBackend(SoleBackendContract):
+class TestMemoryDriver(SoleDriverContract):
     machine_examples = 100
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return open_memory
 
-    def test_a_rejected_lookup_or_removal_is_counted_by_its_reason(self, store: Store) -> None:
-        """The answer is that of an empty store; a guard distinguishes the two by the count."""
+
+class TestStoreOverMemory(StoreContract):
+    @pytest.fixture
+    def open_store(self) -> OpenStore:
+        return open_memory
+
+    def test_a_rejected_lookup_or_removal_is_counted_by_its_reason(self, store: Subject) -> None:
+        """The answer is that of an empty store."""
         backend, keys = store.backend, make_keys(2)
         store_chain(store, keys)
         past = time.monotonic() - 1.0
@@ -62,19 +74,19 @@ class TestMemoryBackend(SoleBackendContract):
 
 
 def test_a_full_store_drops_the_tail_of_the_oldest_chain() -> None:
-    backend, store = small(8)
+    backend, driver, store = small(8)
     old, new = make_keys(5, "old"), make_keys(5, "new")
     store_chain(store, old)
     assert store_chain(store, new) == [STORED] * 5
     assert backend.batch_exists(old, deadline=soon()) == 3
     assert backend.batch_exists(new, deadline=soon()) == 5
     assert backend.statistics().evicted_pages == 2
-    backend.check()
+    driver.check()
 
 
 def test_without_parents_the_head_goes_first() -> None:
     """The control of the test above: the chain protects the head."""
-    backend, store = small(8)
+    backend, _, store = small(8)
     old, new = make_keys(5, "old"), make_keys(5, "new")
     for key in old:
         store_chain(store, [key])
@@ -84,7 +96,7 @@ def test_without_parents_the_head_goes_first() -> None:
 
 
 def test_recently_read_pages_stay() -> None:
-    backend, store = small(8)
+    backend, _, store = small(8)
     first, second = make_keys(4, "first"), make_keys(4, "second")
     store_chain(store, first)
     store_chain(store, second)
@@ -95,14 +107,14 @@ def test_recently_read_pages_stay() -> None:
 
 
 def test_a_batch_larger_than_the_store_keeps_its_head() -> None:
-    backend, store = small(3)
+    backend, _, store = small(3)
     keys = make_keys(5)
     assert store_chain(store, keys) == [STORED] * 3 + [SetOutcome.REJECTED] * 2
     assert backend.batch_exists(keys, deadline=soon()) == 3
 
 
 def test_a_growing_chain_never_evicts_its_own_head() -> None:
-    backend, store = small(4)
+    backend, _, store = small(4)
     keys = make_keys(6)
     store_chain(store, keys[:3])
     assert store_chain(store, keys[3:], parent=keys[2]) == [STORED] + [SetOutcome.REJECTED] * 2
@@ -112,7 +124,7 @@ def test_a_growing_chain_never_evicts_its_own_head() -> None:
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random_use_keeps_links_and_capacity(seed: int) -> None:
     dice = rng(seed)
-    backend, store = small(10)
+    backend, driver, store = small(10)
     chains = [make_keys(6, f"chain {number}") for number in range(5)]
     for _ in range(400):
         chain = dice.choice(chains)
@@ -124,26 +136,27 @@ def test_random_use_keeps_links_and_capacity(seed: int) -> None:
             load(store, chain)
         else:
             backend.delete([chain[first]], deadline=soon())
-        backend.check()
+        driver.check()
 
 
 def test_as_many_pages_fit_as_their_real_lengths_allow() -> None:
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
-    backend, store = small(3, codec)
+    backend, driver, store = small(3, codec)
     keys = make_keys(10)
     assert store_chain(store, keys[:6]) == [STORED] * 6, "half a frame each"
-    assert backend.usage().bytes == sum(len(backend.peek(key) or b"") for key in keys[:6]) == 3 * codec.frame_bytes
+    assert backend.usage().bytes == sum(len(driver.peek(key) or b"") for key in keys[:6]) == 3 * codec.frame_bytes
     assert backend.statistics().evicted_pages == 0
     assert store_chain(store, make_keys(1, "more")) == [STORED]
     assert backend.statistics().evicted_pages == 1
-    backend.check()
+    driver.check()
 
 
 def test_a_page_larger_than_the_capacity_evicts_nothing() -> None:
     keys = make_keys(2)
     plain, packed = PLAIN.frame_bytes, FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
-    backend = MemoryBackend(packed, plain // 2)
-    store = Store(backend, backend.peek, backend.poke)
+    driver = MemoryDriver(plain // 2)
+    OPENED.append(backend := bare(driver, packed))
+    store = Subject(backend, driver.peek, driver.poke)
     assert store_chain(store, keys[:1]) == [STORED], "half a frame"
     noise = memoryview(bytearray(rng(1).randbytes(plain)))
     assert backend.batch_set(keys[1:], [noise], parent=None, deadline=soon()) == [SetOutcome.REJECTED]
@@ -153,4 +166,4 @@ def test_a_page_larger_than_the_capacity_evicts_nothing() -> None:
 @pytest.mark.parametrize("capacity", [0, -1, True, 1.5])
 def test_an_invalid_capacity_is_rejected(capacity: object) -> None:
     with pytest.raises(InvalidInput):
-        MemoryBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES), capacity)  # type: ignore[arg-type]
+        MemoryDriver(capacity)  # type: ignore[arg-type]

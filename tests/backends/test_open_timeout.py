@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.registry import open_backend
 from hicache.backends.remote.memory import create_memory
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, open_backend
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec

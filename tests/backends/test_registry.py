@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import Field
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.file import FileBackend
+from hicache.backends.file import FileDriver
 from hicache.backends.file.raw import FileRaw
-from hicache.backends.limit import LimitedBackend
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.mooncake.backend import MooncakeBackend
-from hicache.backends.redis import RedisBackend
-from hicache.backends.registry import backend_names, check_backend, open_backend
-from hicache.backends.s3 import S3Backend
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.mooncake.driver import MooncakeDriver
+from hicache.backends.redis import RedisDriver
+from hicache.backends.registry import backend_names, check_backend
+from hicache.backends.s3 import S3Driver
+from hicache.backends.storage import Storage
+from hicache.backends.testing import driver_of, open_backend
 from hicache.config import FileStorageOptions, HiCacheConfig, Section
 from hicache.errors import ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
@@ -27,7 +28,7 @@ from ._files import CODEC, PAGE
 
 def test_the_memory_backend_opens_by_name() -> None:
     backend = open_backend("memory", CODEC, {"capacity_bytes": 3 * PAGE})
-    assert isinstance(backend, MemoryBackend)
+    driver_of(backend, MemoryDriver)
     assert backend.usage().capacity_bytes == 3 * PAGE
 
 
@@ -37,14 +38,14 @@ def test_the_file_backend_opens_by_name_with_all_options(tmp_path: Path) -> None
         "direct_io": True, "sync": True,
     }  # fmt: skip
     backend = open_backend("file", CODEC, options)
-    assert isinstance(backend, FileBackend)
-    assert {name: getattr(backend.options, name) for name in options} == options
+    driver = driver_of(backend, FileDriver)
+    assert {name: getattr(driver.options, name) for name in options} == options
     backend.close()
 
 
-def test_a_class_of_another_module_opens_by_its_path() -> None:
-    backend = open_backend("hicache.backends.memory:MemoryBackend", CODEC, {})
-    assert isinstance(backend, MemoryBackend)
+def test_a_factory_of_another_module_opens_by_its_path() -> None:
+    backend = open_backend("hicache.backends.memory:open_memory", CODEC, {})
+    driver_of(backend, MemoryDriver)
 
 
 def test_built_in_names_are_listed() -> None:
@@ -104,39 +105,39 @@ def not_a_backend(codec: object) -> object:
     "name",
     ["json:loads", "builtins:dict", "builtins:print", "pathlib:Path", "tests.backends.test_registry:not_a_backend"],
 )
-def test_a_factory_that_makes_no_backend_is_rejected_before_it_is_called(name: str) -> None:
-    with pytest.raises(ConfigError, match="not a StorageBackend"):
+def test_a_factory_that_makes_no_driver_is_rejected_before_it_is_called(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a Driver"):
         check_backend(name, {})
-    with pytest.raises(ConfigError, match="not a StorageBackend"):
+    with pytest.raises(ConfigError, match="is not a Driver"):
         open_backend(name, CODEC, {})
 
 
-def makes_memory(codec: FrameCodec) -> MemoryBackend:
+def makes_memory(codec: FrameCodec) -> MemoryDriver:
     """A factory annotated to return a backend."""
-    return MemoryBackend(codec)
+    return MemoryDriver()
 
 
 class _Late:
     """A factory that is an object."""
 
-    def __call__(self, codec: FrameCodec) -> MemoryBackend:
+    def __call__(self, codec: FrameCodec) -> MemoryDriver:
         """Make the backend."""
-        return MemoryBackend(codec)
+        return MemoryDriver()
 
 
 late = _Late()
 
 
-class Abstract(StorageBackend):
+class Abstract(Storage):
     """A backend without the abstract methods."""
 
 
-def fails(codec: FrameCodec) -> StorageBackend:
+def fails(codec: FrameCodec) -> Storage:
     """A factory whose call raises TypeError."""
     raise TypeError("5 is no codec")
 
 
-def lies(codec: FrameCodec) -> StorageBackend:
+def lies(codec: FrameCodec) -> Storage:
     """A factory that does not return its annotated type."""
     return "a store"  # type: ignore[return-value]
 
@@ -144,7 +145,7 @@ def lies(codec: FrameCodec) -> StorageBackend:
 @pytest.mark.parametrize("name", ["makes_memory", "late"])
 def test_a_factory_annotated_to_return_a_backend_is_accepted(name: str) -> None:
     check_backend(f"tests.backends.test_registry:{name}", {})
-    assert isinstance(open_backend(f"tests.backends.test_registry:{name}", CODEC, {}), MemoryBackend)
+    driver_of(open_backend(f"tests.backends.test_registry:{name}", CODEC, {}), MemoryDriver)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +171,11 @@ class ShelfOptions(Section):
     patience: Duration = 1.0
 
 
-class Shelf(MemoryBackend):
+class Shelf(MemoryDriver):
     """A backend that takes a section."""
 
     def __init__(self, codec: FrameCodec, options: ShelfOptions) -> None:
-        super().__init__(codec)
+        super().__init__()
         self.options = options
 
 
@@ -183,8 +184,8 @@ SHELF = "tests.backends.test_registry:Shelf"
 
 def test_a_backend_of_another_package_may_take_a_section_which_is_checked_before_it_is_opened() -> None:
     backend = open_backend(SHELF, CODEC, {"shelves": 2, "patience": "250ms"})
-    assert isinstance(backend, Shelf) and backend.options == ShelfOptions(shelves=2, patience=0.25)
-    assert isinstance(open_backend(SHELF, CODEC, ShelfOptions()), Shelf)
+    assert driver_of(backend, Shelf).options == ShelfOptions(shelves=2, patience=0.25)
+    driver_of(open_backend(SHELF, CODEC, ShelfOptions()), Shelf)
     with pytest.raises(ConfigError, match=f"backend {SHELF}: shelves: must be at most 3; got 4"):
         check_backend(SHELF, {"shelves": 4})
     with pytest.raises(ConfigError, match="shelfs: unknown entry; did you mean shelves"):
@@ -193,20 +194,20 @@ def test_a_backend_of_another_package_may_take_a_section_which_is_checked_before
         check_backend(SHELF, HiCacheConfig())
 
 
-def by_keyword(codec: FrameCodec, name: str = "shelf", *, chosen: ShelfOptions | None = None) -> StorageBackend:
+def by_keyword(codec: FrameCodec, name: str = "shelf", *, chosen: ShelfOptions | None = None) -> Shelf:
     """A factory whose section is not its second parameter."""
     assert name == "shelf" and chosen is not None
     return Shelf(codec, chosen)
 
 
-def needs_more(codec: FrameCodec, options: ShelfOptions, more: int) -> StorageBackend:
+def needs_more(codec: FrameCodec, options: ShelfOptions, more: int) -> Storage:
     """A factory with a required parameter that no configuration can give."""
     raise NotImplementedError
 
 
 def test_a_section_goes_to_the_parameter_that_is_annotated_with_it() -> None:
     backend = open_backend("tests.backends.test_registry:by_keyword", CODEC, {"shelves": 2})
-    assert isinstance(backend, Shelf) and backend.options.shelves == 2
+    assert driver_of(backend, Shelf).options.shelves == 2
     with pytest.raises(ConfigError, match="missing a required argument: 'more'"):
         check_backend("tests.backends.test_registry:needs_more", {"shelves": 2})
 
@@ -228,13 +229,14 @@ def test_a_store_with_a_section_is_limited_like_others(
     options = {"shelves": 2, "capacity_bytes": 4 * PAGE}
     check_backend("shelf", options)
     backend = open_backend("shelf", CODEC, options)
-    assert isinstance(backend, LimitedBackend) and backend.usage().capacity_bytes == 4 * PAGE
+    driver_of(backend, Shelf)
+    assert backend.usage().capacity_bytes == 4 * PAGE
     backend.close()
     with pytest.raises(ConfigError, match="capacity_byts: unknown entry"):
         check_backend("shelf", {"capacity_byts": 1})
 
 
-@pytest.mark.parametrize("kind", [FileBackend, RedisBackend, S3Backend, MooncakeBackend])
-def test_a_store_takes_only_its_own_section(kind: type[StorageBackend]) -> None:
+@pytest.mark.parametrize("kind", [FileDriver, RedisDriver, S3Driver, MooncakeDriver])
+def test_a_store_takes_only_its_own_section(kind: type[Any]) -> None:
     with pytest.raises(InvalidInput, match=r"options: a value of type dict is not valid; pass a \w+StorageOptions"):
-        kind(CODEC, {"path": "x"})  # type: ignore[call-arg]
+        kind(CODEC, {"path": "x"})

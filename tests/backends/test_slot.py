@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import GetOutcome, StorageBackend
-from hicache.backends.guard import CONFIRM_S, Direction, GuardedBackend, Override
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.guard import CONFIRM_S, Override
+from hicache.backends.memory import MemoryDriver
 from hicache.backends.slot import OPEN_DEADLINE_S, REOPEN_S_MIN, Entry, OpenBackend, Overrides, Slot, Waiting
-from hicache.backends.testing import in_threads, soon
+from hicache.backends.storage import Storage
+from hicache.backends.store import Store
+from hicache.backends.testing import in_threads, memory_store, soon
 from hicache.errors import BackendError, InvariantError
 from hicache.frame import PageBuffer
 from hicache.supervised import SupervisedPool
 from tests.backends._troubled import CODEC
+from tests.passing import Passing
 from tests.seeds import seeds
 from tests.waiting import WAIT_S, wait_for
 
@@ -37,11 +40,11 @@ class Clock:
         return self.time_s
 
 
-class Backend(MemoryBackend):
-    """A store that counts its closes, reports calls after them, and may fail to close."""
+class Backend(Passing):
+    """A store in memory that counts its closes, reports calls after them, and may fail to close."""
 
     def __init__(self, trouble: BackendError | None = None) -> None:
-        super().__init__(CODEC)
+        super().__init__(memory_store(CODEC))
         self.closed = threading.Event()
         self.closes = self.late_calls = 0
         self._trouble = trouble
@@ -72,7 +75,7 @@ def make() -> Iterator[Make]:
     with contextlib.ExitStack() as ends:
 
         def begin(
-            backend: StorageBackend | None = None, *, attach: Callable[[StorageBackend], Entry] = Entry, **options: Any
+            backend: Storage | None = None, *, attach: Callable[[Storage], Entry] = Entry, **options: Any
         ) -> Made:
             slot = Slot(attach, **{"name": "storage", "user": "the cache", "workers": impatient, **options})
             if backend is not None:
@@ -84,10 +87,10 @@ def make() -> Iterator[Make]:
         yield begin
 
 
-def opener(backend: StorageBackend, go: threading.Event | None = None) -> OpenBackend:
+def opener(backend: Storage, go: threading.Event | None = None) -> OpenBackend:
     """Opens `backend` once `go` is set."""
 
-    def open_backend() -> StorageBackend:
+    def open_backend() -> Storage:
         if go is not None:
             go.wait(WAIT_S)
         return backend
@@ -95,11 +98,11 @@ def opener(backend: StorageBackend, go: threading.Event | None = None) -> OpenBa
     return open_backend
 
 
-def failing(*errors: Exception, then: StorageBackend | None = None) -> OpenBackend:
+def failing(*errors: Exception, then: Storage | None = None) -> OpenBackend:
     """Fails with each of `errors` in turn, then with the last one for ever, or opens `then`."""
     left = list(errors)
 
-    def open_backend() -> StorageBackend:
+    def open_backend() -> Storage:
         if then is not None and not left:
             return then
         raise left.pop(0) if len(left) > 1 or then is not None else left[0]
@@ -112,7 +115,7 @@ def failed(slot: Made, attempts: int) -> bool:
     return slot.open_failures == attempts
 
 
-def backend_of(slot: Made) -> StorageBackend | None:
+def backend_of(slot: Made) -> Storage | None:
     return next(slot.open_backends(), None)
 
 
@@ -135,7 +138,7 @@ def test_a_hanging_open_does_not_block_the_next_open(make: Make) -> None:
 def test_the_failure_of_an_earlier_open_does_not_delay_the_wanted_one(make: Make) -> None:
     go = threading.Event()
 
-    def fails_late() -> StorageBackend:
+    def fails_late() -> Storage:
         go.wait(WAIT_S)
         raise OSError("the directory is gone")
 
@@ -185,7 +188,7 @@ def test_the_owner_is_told_when_there_is_something_to_do(make: Make) -> None:
 def test_a_store_that_is_not_open_tells_why_until_it_is(make: Make) -> None:
     clock = Clock()
     slot = make(clock=clock)
-    slot.replace(failing(OSError("a bug"), BackendError("the server\n does not answer"), then=MemoryBackend(CODEC)))
+    slot.replace(failing(OSError("a bug"), BackendError("the server\n does not answer"), then=memory_store(CODEC)))
     assert slot.leaves() == (), "a moment without a store is not a problem"
     wait_for(lambda: slot.open_failures == 1, slot.advance)
     (first,) = slot.leaves()
@@ -214,9 +217,9 @@ def test_a_store_that_does_not_answer_while_it_is_opened_is_a_problem_after_some
 @pytest.mark.parametrize("error", [BackendError("no registered memory"), OSError("a bug")])
 def test_a_store_that_cannot_be_attached_is_closed_and_opened_again(make: Make, error: Exception) -> None:
     stores = [Backend(), Backend()]
-    attached: list[StorageBackend] = []
+    attached: list[Storage] = []
 
-    def attach(backend: StorageBackend) -> Entry:
+    def attach(backend: Storage) -> Entry:
         attached.append(backend)
         if backend is stores[0]:
             raise error
@@ -327,7 +330,7 @@ def test_calls_of_many_threads_never_meet_a_closed_store(make: Make, seed: int) 
     slot, made = make(), [Backend()]
     ended = threading.Event()
 
-    def open_backend() -> StorageBackend:
+    def open_backend() -> Storage:
         made.append(Backend())
         return made[-1]
 
@@ -356,8 +359,8 @@ def test_calls_of_many_threads_never_meet_a_closed_store(make: Make, seed: int) 
 # Overrides
 
 
-def guarded() -> GuardedBackend:
-    return GuardedBackend(MemoryBackend(CODEC))
+def guarded() -> Store:
+    return Store(MemoryDriver(), CODEC)
 
 
 def test_an_override_holds_for_the_store_and_for_the_next_ones(make: Make) -> None:

@@ -8,60 +8,70 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import StorageBackend, touch, watch_evictions
-from hicache.backends.compose import LevelsBackend
-from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import Direction, GuardedBackend, Override, Verb
-from hicache.backends.limit import LimitedBackend
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import HIT, MISS, STORED, Store, exists, load, make_keys, soon, store_chain
+from hicache.backends.base import Direction
+from hicache.backends.compose import Levels, Shards
+from hicache.backends.compose.sharded import ShardCodec
+from hicache.backends.faults import Faults
+from hicache.backends.guard import Override, Verb
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.storage import Storage
+from hicache.backends.store import UNGUARDED, Store
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    STORED,
+    Subject,
+    bare,
+    exists,
+    load,
+    make_keys,
+    memory_store,
+    soon,
+    store_chain,
+)
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
-from tests.backends._files import CODEC, PAGE, open_file, open_raw
+from tests.backends._files import CODEC, PAGE, open_file
 from tests.backends._troubled import Troubled
 from tests.backends.compose._parts import COPIES, named, settle
 from tests.backends.guard.stores import guard_of
+from tests.backends.test_limit import limited_file
 from tests.waiting import wait_for
 
 OLD, HOT, MORE = make_keys(4, "old"), make_keys(4, "hot"), make_keys(4, "more")
 
 
-class OnlyMoves(MemoryBackend):
-    """A store without Recency."""
+class OnlyMoves(MemoryDriver):
+    """A driver without Touches."""
 
-    batch_touch = None  # type: ignore[assignment]
+    touch = None  # type: ignore[assignment]
 
 
-def file_store(path: Path) -> StorageBackend:
+def file_store(path: Path) -> Storage:
     return open_file(path / "store", capacity=8 * PAGE).backend
 
 
-def limited_store(path: Path) -> StorageBackend:
-    inner = open_file(path / "limited")
-    backend = LimitedBackend(inner.backend, lambda: open_raw(path=path / "limited"), capacity_bytes=9 * PAGE,
-                             list_interval_s=0.05)  # fmt: skip
-    wait_for(lambda: backend._ledger.is_listed)
-    return backend
+def limited_store(path: Path) -> Storage:
+    return limited_file(path / "limited", capacity_bytes=9 * PAGE).backend
 
 
-STORES: dict[str, Callable[[Path], StorageBackend]] = {
-    "memory": lambda path: MemoryBackend(CODEC, 8 * PAGE),
+STORES: dict[str, Callable[[Path], Storage]] = {
+    "memory": lambda path: memory_store(CODEC, 8 * PAGE),
     "file": file_store,
     "limit": limited_store,
-    "guard": lambda path: GuardedBackend(MemoryBackend(CODEC, 8 * PAGE)),
-    "faulty": lambda path: FaultyBackend(MemoryBackend(CODEC, 8 * PAGE)),
-    "shared": lambda path: SharedStore(CODEC, PagePool(0), MemoryBackend(CODEC, 8 * PAGE)),
+    "guard": lambda path: Store(MemoryDriver(8 * PAGE), CODEC),
+    "faulty": lambda path: Store(MemoryDriver(8 * PAGE), CODEC, UNGUARDED, faults=Faults()),
+    "shared": lambda path: SharedStore(CODEC, PagePool(0), memory_store(CODEC, 8 * PAGE)),
 }
 
 
-def store_of(backend: StorageBackend) -> Store:
-    return Store(backend, lambda key: None, lambda key, value: None)
+def store_of(backend: Storage) -> Subject:
+    return Subject(backend, lambda key: None, lambda key, value: None)
 
 
 @pytest.fixture(params=sorted(STORES))
-def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
     """A store of eight pages that holds the chain HOT and, used later, the chain OLD."""
     with contextlib.closing(STORES[request.param](tmp_path)) as backend:
         store = store_of(backend)
@@ -70,33 +80,33 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def crowd(store: Store) -> None:
+def crowd(store: Subject) -> None:
     """Store four more pages, so that others are evicted."""
     wait_for(lambda: all(outcome.is_stored for outcome in store_chain(store, MORE)))
 
 
-def test_a_touched_chain_outlives_a_chain_stored_later(full: Store) -> None:
-    assert touch(full.backend, HOT, deadline=soon()) == []
+def test_a_touched_chain_outlives_a_chain_stored_later(full: Subject) -> None:
+    assert full.backend.batch_touch(HOT, deadline=soon()) == []
     crowd(full)
     assert exists(full, HOT) == 4 and exists(full, OLD) < 4
 
 
-def test_without_a_touch_the_chain_that_was_stored_first_goes(full: Store) -> None:
+def test_without_a_touch_the_chain_that_was_stored_first_goes(full: Subject) -> None:
     """The control of the test above."""
     crowd(full)
     assert exists(full, HOT) < 4
 
 
-def test_a_lookup_is_not_a_touch(full: Store) -> None:
+def test_a_lookup_is_not_a_touch(full: Subject) -> None:
     """The control of the test above: a lookup does not count as a use."""
     assert exists(full, HOT) == 4
     crowd(full)
     assert exists(full, HOT) < 4
 
 
-def test_an_evicted_page_is_reported_by_the_notice_and_by_the_next_touch(full: Store) -> None:
+def test_an_evicted_page_is_reported_by_the_notice_and_by_the_next_touch(full: Subject) -> None:
     told: list[bytes] = []
-    watch_evictions(full.backend, told.extend)
+    full.backend.watch_evictions(told.extend)
     crowd(full)
 
     def gone() -> set[bytes]:
@@ -104,7 +114,7 @@ def test_an_evicted_page_is_reported_by_the_notice_and_by_the_next_touch(full: S
 
     before = gone()
     assert before
-    missing = set(touch(full.backend, HOT + OLD, deadline=soon()))
+    missing = set(full.backend.batch_touch(HOT + OLD, deadline=soon()))
     lost = gone()
     assert before <= missing <= lost, "a sweep may evict one more page meanwhile"
     if not isinstance(full.backend, SharedStore):  # its engines are in other processes
@@ -119,7 +129,7 @@ def test_eviction_notices_do_not_name_other_namespaces(tmp_path: Path) -> None:
         contextlib.closing(open_file(tmp_path / "s", capacity=4 * PAGE).backend) as ours,
     ):
         told: list[bytes] = []
-        watch_evictions(ours, told.extend)
+        ours.watch_evictions(told.extend)
         store_chain(store_of(theirs), OLD)
         assert store_chain(store_of(ours), HOT) == [STORED] * 4
         assert told == []
@@ -128,10 +138,9 @@ def test_eviction_notices_do_not_name_other_namespaces(tmp_path: Path) -> None:
 
 
 def test_a_store_without_recency_is_not_touched() -> None:
-    guard = guard_of(OnlyMoves(CODEC))
-    assert touch(guard, HOT, deadline=soon()) == []
+    guard = guard_of(OnlyMoves())
+    assert guard.batch_touch(HOT, deadline=soon()) == []
     assert guard.statistics().errors == {}
-    assert touch(OnlyMoves(CODEC), HOT, deadline=soon()) == []
 
 
 # Guards
@@ -142,7 +151,7 @@ class Failing(Troubled):
 
     touches = 0
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self.touches += 1
         raise ValueError("a bug")
 
@@ -150,7 +159,7 @@ class Failing(Troubled):
 def test_a_failed_touch_is_not_retried_and_returns_no_key() -> None:
     store = Failing()
     guard = guard_of(store)
-    assert touch(guard, HOT, deadline=soon()) == []
+    assert guard.batch_touch(HOT, deadline=soon()) == []
     assert (store.touches, guard.may_pass(Direction.WRITE)) == (1, True)
     assert guard.statistics().errors == {"raised_ValueError": 1}
     assert sum(guard.guard_statistics().latency[Verb.TOUCH].counts) == 1
@@ -161,10 +170,10 @@ def test_an_open_breaker_drops_touches_without_an_error() -> None:
     store = Failing()
     guard = guard_of(store)
     guard.override(Direction.WRITE, Override.OFF)
-    assert touch(guard, HOT, deadline=soon()) == []
+    assert guard.batch_touch(HOT, deadline=soon()) == []
     assert (store.touches, guard.statistics().errors) == (0, {})
     guard.override(Direction.WRITE, Override.AUTO)
-    touch(guard, HOT, deadline=soon())
+    guard.batch_touch(HOT, deadline=soon())
     assert store.touches == 1
 
 
@@ -172,26 +181,26 @@ def test_an_open_breaker_drops_touches_without_an_error() -> None:
 
 
 def test_a_touch_reaches_all_levels_and_a_page_on_any_of_them_is_not_missing() -> None:
-    upper, lower = MemoryBackend(CODEC, 4 * PAGE), MemoryBackend(CODEC, 8 * PAGE)
-    with contextlib.closing(LevelsBackend(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
+    upper, lower = memory_store(CODEC, 4 * PAGE), memory_store(CODEC, 8 * PAGE)
+    with contextlib.closing(Levels(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
         store = store_of(levels)
         for chain in (HOT, OLD):
             store_chain(store, chain)
             settle(levels)
         assert exists(store_of(upper), HOT) == 0
-        assert touch(levels, HOT, deadline=soon()) == []
+        assert levels.batch_touch(HOT, deadline=soon()) == []
         store_chain(store, MORE)
         settle(levels)
         assert exists(store_of(lower), HOT) == 4
-        assert sorted(touch(levels, OLD, deadline=soon())) == sorted(OLD)
-        assert touch(LevelsBackend(CODEC, named(OnlyMoves(CODEC), upper)), OLD, deadline=soon()) == []
+        assert sorted(levels.batch_touch(OLD, deadline=soon())) == sorted(OLD)
+        assert Levels(CODEC, named(bare(OnlyMoves(), CODEC), upper)).batch_touch(OLD, deadline=soon()) == []
 
 
 def test_only_the_last_level_reports_its_evictions() -> None:
-    upper, lower = MemoryBackend(CODEC, 4 * PAGE), MemoryBackend(CODEC, 8 * PAGE)
-    with contextlib.closing(LevelsBackend(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
+    upper, lower = memory_store(CODEC, 4 * PAGE), memory_store(CODEC, 8 * PAGE)
+    with contextlib.closing(Levels(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
         told: list[bytes] = []
-        watch_evictions(levels, told.extend)
+        levels.watch_evictions(told.extend)
         for chain in (HOT, OLD):
             store_chain(store_of(levels), chain)
             settle(levels)
@@ -203,13 +212,13 @@ def test_only_the_last_level_reports_its_evictions() -> None:
 
 def test_each_shard_is_touched_with_its_own_pages() -> None:
     codec = ShardCodec(CODEC)
-    parts = [MemoryBackend(codec), MemoryBackend(codec, 40 * PAGE)]
+    parts = [memory_store(codec), memory_store(codec, 40 * PAGE)]
     keys = make_keys(30)
-    with contextlib.closing(ShardedBackend(codec, named(*parts))) as sharded:
+    with contextlib.closing(Shards(codec, named(*parts))) as sharded:
         told: list[bytes] = []
-        watch_evictions(sharded, told.extend)
+        sharded.watch_evictions(told.extend)
         store_chain(store_of(sharded), keys[:20])
-        assert sorted(touch(sharded, keys, deadline=soon())) == sorted(keys[20:])
+        assert sorted(sharded.batch_touch(keys, deadline=soon())) == sorted(keys[20:])
         store_chain(store_of(sharded), make_keys(200, "more"))
         assert told and set(told) <= {*keys, *make_keys(200, "more")}
         assert not any(parts[1].batch_has(told, deadline=soon()))
@@ -219,22 +228,22 @@ def test_each_shard_is_touched_with_its_own_pages() -> None:
 
 
 def test_a_page_of_the_pool_does_not_age_in_the_store_behind_it() -> None:
-    inner = MemoryBackend(CODEC, 8 * PAGE)
+    inner = memory_store(CODEC, 8 * PAGE)
     with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), inner)) as shared:
         store = store_of(shared)
         for chain in (HOT, OLD):
             store_chain(store, chain)
         assert load(store, HOT) == [HIT] * 4  # from the pool, so the store does not see these reads
-        assert touch(shared, HOT, deadline=soon()) == []
+        assert shared.batch_touch(HOT, deadline=soon()) == []
         store_chain(store, MORE)
         assert exists(store_of(inner), HOT) == 4
         inner.delete(HOT, deadline=soon())
-        assert touch(shared, HOT, deadline=soon()) == [], "pages in the pool were reported as missing"
-        assert sorted(touch(shared, make_keys(2, "none"), deadline=soon())) == sorted(make_keys(2, "none"))
+        assert shared.batch_touch(HOT, deadline=soon()) == [], "pages in the pool were reported as missing"
+        assert sorted(shared.batch_touch(make_keys(2, "none"), deadline=soon())) == sorted(make_keys(2, "none"))
         assert load(store_of(inner), HOT) == [MISS] * 4
 
 
 def test_without_a_store_the_pool_reports_missing_pages() -> None:
     with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), None)) as shared:
         store_chain(store_of(shared), HOT)
-        assert touch(shared, HOT + OLD[:1], deadline=soon()) == OLD[:1]
+        assert shared.batch_touch(HOT + OLD[:1], deadline=soon()) == OLD[:1]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hicache.backends.base import StorageBackend
 from hicache.backends.kept import KeptFrames
+from hicache.backends.storage import Storage
 from hicache.cache import HostCache, HostLoad, HostWrite
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.config import HiCacheConfig, TransferConfig
@@ -33,11 +33,11 @@ class HostWorld(AutoClosed):
         self,
         *,
         host_pages: int = 32,
-        backend: StorageBackend | None = None,
+        backend: Storage | None = None,
         config: HiCacheConfig | None = None,
         transfer: TransferConfig | None = None,
         position_bytes: int = TOKEN_BYTES,
-        open_storage: Callable[[int], StorageBackend] | None = None,
+        open_storage: Callable[[int], Storage] | None = None,
         break_even: BreakEven | None = None,
         host_codec: Callable[[int], FrameCodec] | None = None,
         kept: KeptFrames | None = None,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hicache.backends.base import StorageBackend
+from hicache.backends.storage import Storage
 from hicache.cache import RequestKV
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.keys import RadixKey, page_keys
@@ -50,7 +50,7 @@ class StampedWorld(World):
 
 
 def small_world(
-    backend: StorageBackend,
+    backend: Storage,
     *,
     device_pages: int = 24,
     host_pages: int = 40,

@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
 from hicache.cache import RequestKV
 from hicache.frame import PageBuffer
 from hicache.radix import Node
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import Indices
-from tests.cache.world import World, codec
+from tests.cache.world import LastingBackend, World, codec
 
 CAPACITY_PAGES = 100
 # Timeouts of prefetches: with the first they often expire, with the second never.
@@ -31,11 +31,13 @@ def work(numbers: random.Random) -> None:
         hashlib.sha256(_KILOBYTE).digest()
 
 
-class UnreliableBackend(MemoryBackend):
+class UnreliableBackend(LastingBackend):
     """Storage of random speed. It misses or loses pages in a share `misses` of its calls, and fails in `failures`."""
 
-    def __init__(self, seed: int, *, misses: float = 0.2, failures: float = 0.01) -> None:
-        super().__init__(codec(), CAPACITY_PAGES * codec().frame_bytes)
+    def __init__(
+        self, seed: int, *, misses: float = 0.2, failures: float = 0.01, shared: MemoryDriver | None = None
+    ) -> None:
+        super().__init__(codec(), shared or MemoryDriver(CAPACITY_PAGES * codec().frame_bytes))
         self._numbers = random.Random(seed)
         self.misses = misses
         self.failures = failures
@@ -48,9 +50,6 @@ class UnreliableBackend(MemoryBackend):
         work(self._numbers)
         if self._happens(self.failures):
             raise RuntimeError("driver bug")
-
-    def close(self) -> None:
-        """Stay open, so that the next engine finds the stored pages."""
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         self._delay()

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.backends.guard import Direction, Override
+from hicache.backends.base import Direction
+from hicache.backends.guard import Override
 from hicache.cache import ChunkCache, HiRadixCache
 from hicache.errors import CapacityError, HiCacheError, InvalidInput
 from hicache.events import EventStream

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.backends.faults import FaultyBackend
+from hicache.backends.faults import Faults
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.store import UNGUARDED, Store
 from hicache.cache.break_even import (
     CALIBRATIONS_MAX,
     OBSERVATIONS_MIN,
@@ -26,7 +28,7 @@ from hicache.cache.break_even import (
 from hicache.config import BreakEvenConfig, HiCacheConfig
 from hicache.config.guard import InjectConfig
 from hicache.errors import InvalidInput, InvariantError
-from tests.cache.world import GEOMETRY, World, memory_backend, prompt
+from tests.cache.world import GEOMETRY, World, codec, memory_backend, prompt
 from tests.seeds import rng, seeds
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -550,8 +552,9 @@ class MeasuredStore:
 
     def __init__(self, *, probe_every: int = 4, writes: Literal["measure", "always"] = "measure") -> None:
         config = BreakEvenConfig(prefill_tokens_per_second=1000, host_bandwidth=1 << 50, writes=writes)
-        self.backend = FaultyBackend(memory_backend())
-        self.world = World(backend=self.backend, break_even=BreakEven(config, probe_every=probe_every))
+        self.driver, self.faults = MemoryDriver(), Faults()
+        backend = Store(self.driver, codec(), UNGUARDED, faults=self.faults)
+        self.world = World(backend=backend, break_even=BreakEven(config, probe_every=probe_every))
         self.prompts = itertools.count(1)
         self.world.serve("store", KEY)
         for _ in range(WINDOW):
@@ -563,14 +566,14 @@ class MeasuredStore:
 
     def stores(self, count: int) -> int:
         """Serve `count` new prompts of two pages, handed over one by one; return how many of them were stored."""
-        before = self.backend.usage().pages
+        before = self.driver.measure().pages
         for _ in range(count):
             number = next(self.prompts)
             request = self.world.begin(f"r{number}", key := prompt(1000 + number, 7, tail=0))
             self.world.cache.cache_unfinished_req(request, key.head(4))
             self.world.cache.cache_finished_req(request, key)
             self.world.settle()
-        return (self.backend.usage().pages - before) // 2
+        return (self.driver.measure().pages - before) // 2
 
     @property
     def refused(self) -> int:
@@ -583,13 +586,13 @@ def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe
     probes = probe_every == 4
     s = MeasuredStore(probe_every=probe_every)
     assert s.stores(8) == 8 and s.refused == 0
-    s.backend.options = SLOW_CALLS
+    s.faults.options = SLOW_CALLS
     for _ in range(USUAL_PROBES):
         assert s.is_read()
     refused = s.refused
     assert s.stores(8) == (2 if probes else 0)
     assert s.refused > refused
-    s.backend.options = InjectConfig()
+    s.faults.options = InjectConfig()
     for _ in range(WINDOW * 4):
         s.is_read()
     assert s.stores(8) == (8 if probes else 0)
@@ -597,7 +600,7 @@ def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe
 
 def test_with_writes_always_a_store_that_is_slow_here_is_written_to_for_others() -> None:
     s = MeasuredStore(writes="always")
-    s.backend.options = SLOW_CALLS
+    s.faults.options = SLOW_CALLS
     for _ in range(USUAL_PROBES):
         assert s.is_read()
     assert s.stores(5) == 5 and s.refused == 0

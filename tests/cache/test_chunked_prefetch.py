@@ -6,13 +6,12 @@ from functools import partial
 
 import pytest
 
-from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import Load
 from hicache.keys import RadixKey
 from hicache.types import NO_PAGES
-from tests.cache.world import GEOMETRY, GatedBackend, World, memory_backend, prompt
+from tests.cache.world import GEOMETRY, GatedBackend, LastingBackend, World, memory_backend, prompt
 from tests.seeds import rng, seeds
 
 PAGES = 24
@@ -21,7 +20,7 @@ HOST_PAGES = 8  # of which prefetches may hold four
 
 
 @pytest.fixture
-def backend() -> MemoryBackend:
+def backend() -> LastingBackend:
     """Return a store that has KEY."""
     backend = memory_backend()
     world = World(device_pages=64, host_pages=64, backend=backend)
@@ -31,7 +30,7 @@ def backend() -> MemoryBackend:
     return backend
 
 
-def small_l2(backend: MemoryBackend, device_pages: int = 64) -> World:
+def small_l2(backend: LastingBackend, device_pages: int = 64) -> World:
     prefetch = PrefetchConfig(threshold_tokens=4, policy="wait_complete")
     config = HiCacheConfig(
         load_back_threshold_tokens=4, break_even=BreakEvenConfig(mode="always"), prefetch=prefetch
@@ -50,7 +49,7 @@ def load_first_part(world: World, rid: str) -> None:
     assert not world.cache.check_prefetch_progress(rid)
 
 
-def test_a_prompt_three_times_as_long_as_l2_is_read_completely_from_storage(backend: MemoryBackend) -> None:
+def test_a_prompt_three_times_as_long_as_l2_is_read_completely_from_storage(backend: LastingBackend) -> None:
     world = small_l2(backend)
     request = world.serve("a", KEY)
     hits = (request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens)
@@ -58,7 +57,7 @@ def test_a_prompt_three_times_as_long_as_l2_is_read_completely_from_storage(back
     assert world.compared_pages == PAGES and world.wrong_pages == 0
 
 
-def test_if_the_engine_owns_l1_only_the_pages_that_fit_on_l2_are_read(backend: MemoryBackend) -> None:
+def test_if_the_engine_owns_l1_only_the_pages_that_fit_on_l2_are_read(backend: LastingBackend) -> None:
     world = small_l2(backend)
     world.cache._prefetcher.promote_with(None)
     assert world.cache.prefetch_from_storage("a", KEY)
@@ -68,7 +67,7 @@ def test_if_the_engine_owns_l1_only_the_pages_that_fit_on_l2_are_read(backend: M
     assert world.attempt("a", KEY).storage_hit_tokens == HOST_PAGES // 2 * GEOMETRY.page_size
 
 
-def test_arrived_pages_are_loaded_as_soon_as_l1_has_room(backend: MemoryBackend) -> None:
+def test_arrived_pages_are_loaded_as_soon_as_l1_has_room(backend: LastingBackend) -> None:
     world = small_l2(backend, device_pages=PAGES + 8)
     others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
     assert world.cache.prefetch_from_storage("a", KEY)
@@ -80,7 +79,7 @@ def test_arrived_pages_are_loaded_as_soon_as_l1_has_room(backend: MemoryBackend)
     assert pages_from_storage(world, "a") == PAGES
 
 
-def test_a_request_that_begins_early_gets_the_pages_that_have_arrived(backend: MemoryBackend) -> None:
+def test_a_request_that_begins_early_gets_the_pages_that_have_arrived(backend: LastingBackend) -> None:
     world = small_l2(backend)
     load_first_part(world, "a")
     request = world.begin("a", KEY)
@@ -90,7 +89,7 @@ def test_a_request_that_begins_early_gets_the_pages_that_have_arrived(backend: M
 
 
 @pytest.mark.parametrize("end", ["abort", "clear", "detach"])
-def test_a_chunked_prefetch_that_is_stopped_holds_no_pages(backend: MemoryBackend, end: str) -> None:
+def test_a_chunked_prefetch_that_is_stopped_holds_no_pages(backend: LastingBackend, end: str) -> None:
     world = small_l2(backend)
     load_first_part(world, "a")
     if end == "abort":
@@ -106,7 +105,7 @@ def test_a_chunked_prefetch_that_is_stopped_holds_no_pages(backend: MemoryBacken
     assert world.cache._prefetcher.take_promoted("a") == 0
 
 
-def test_several_long_prompts_are_loaded_in_turn(backend: MemoryBackend) -> None:
+def test_several_long_prompts_are_loaded_in_turn(backend: LastingBackend) -> None:
     world = small_l2(backend, device_pages=128)
     other = prompt(*range(1, 9), *range(50, 66))
     helper = World(device_pages=64, host_pages=64, backend=backend)
@@ -120,7 +119,7 @@ def test_several_long_prompts_are_loaded_in_turn(backend: MemoryBackend) -> None
         assert world.attempt(rid, key).cached_tokens == PAGES * GEOMETRY.page_size
 
 
-def test_pages_that_other_requests_have_loaded_are_not_loaded_again(backend: MemoryBackend) -> None:
+def test_pages_that_other_requests_have_loaded_are_not_loaded_again(backend: LastingBackend) -> None:
     world = small_l2(backend, device_pages=PAGES + 8)
     others = world.begin("others", prompt(*range(100, 100 + PAGES + 2)))
     assert world.cache.prefetch_from_storage("a", KEY)
@@ -134,7 +133,7 @@ def test_pages_that_other_requests_have_loaded_are_not_loaded_again(backend: Mem
 @pytest.mark.parametrize("device_pages", range(8, 13))
 @pytest.mark.parametrize("busy_pages", range(1, 6))
 def test_a_full_l1_never_evicts_the_first_parts_to_make_room_for_the_next_one(
-    backend: MemoryBackend, device_pages: int, busy_pages: int
+    backend: LastingBackend, device_pages: int, busy_pages: int
 ) -> None:
     world = small_l2(backend, device_pages)
     busy = world.begin("busy", prompt(*range(100, 99 + busy_pages)))
@@ -191,7 +190,7 @@ def test_if_another_request_computes_the_part_that_is_being_read_the_rest_is_fet
     assert world.attempt("a", KEY).cached_tokens == PAGES * GEOMETRY.page_size
 
 
-def test_after_clear_no_pages_count_as_loaded_for_a_request(backend: MemoryBackend) -> None:
+def test_after_clear_no_pages_count_as_loaded_for_a_request(backend: LastingBackend) -> None:
     world = small_l2(backend)
     load_first_part(world, "a")
     world.until(lambda: world.cache._prefetcher._chunked._pages["a"] > 0)
@@ -199,7 +198,7 @@ def test_after_clear_no_pages_count_as_loaded_for_a_request(backend: MemoryBacke
     assert world.cache._prefetcher.take_promoted("a") == 0
 
 
-def test_the_load_of_another_request_does_not_end_a_prefetch_without_a_name(backend: MemoryBackend) -> None:
+def test_the_load_of_another_request_does_not_end_a_prefetch_without_a_name(backend: LastingBackend) -> None:
     world = small_l2(backend, device_pages=PAGES + 8)
     others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
     assert world.cache.prefetch_from_storage("", KEY)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import SetOutcome
-from hicache.backends.guard import Direction, Override
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.base import Direction, SetOutcome
+from hicache.backends.guard import Override
 from hicache.config import HiCacheConfig
 from hicache.controller.ranks import TorchRankGroup
 from hicache.frame import PageBuffer
@@ -32,10 +31,10 @@ PAGES = 20  # of all prompts
 BACK = every_hit(write_policy="write_back")
 
 
-def stored_pages(backend: MemoryBackend, key: RadixKey) -> int:
+def stored_pages(backend: LastingBackend, key: RadixKey) -> int:
     """Return how many leading pages of a prompt are stored."""
     keys = key.page_keys(PAGE_TOKENS, key.seed, 0, key.pages(PAGE_TOKENS))
-    return next((number for number, key in enumerate(keys) if backend.peek(key) is None), len(keys))
+    return next((number for number, key in enumerate(keys) if backend.driver.peek(key) is None), len(keys))
 
 
 def closed(world: World | HostWorld, timeout_s: float | None = None) -> int:
@@ -206,7 +205,7 @@ def test_all_ranks_store_their_pages() -> None:
     """Two ranks with different stores, of which none waits for the other at its end."""
     backends = [memory_backend(), memory_backend()]
 
-    def run(group: TorchRankGroup, backend: MemoryBackend) -> int:
+    def run(group: TorchRankGroup, backend: LastingBackend) -> int:
         world = World(device_pages=24, host_pages=8, backend=backend, config=BACK, ranks=group)
         compute(world)
         return closed(world)

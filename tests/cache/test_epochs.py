@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.storage import Storage
 from hicache.errors import BackendError, InvalidInput
-from hicache.frame import FrameCodec
-from tests.cache.world import GEOMETRY, NAMESPACE, LastingBackend, World, prompt
+from tests.cache.world import LastingBackend, World, codec, prompt
 
 KEY = prompt(1, 2, 3)
 
@@ -18,14 +14,13 @@ KEY = prompt(1, 2, 3)
 class Stores:
     """The stores of all epochs, like those of one server."""
 
-    def __init__(self, kind: type[MemoryBackend] = LastingBackend) -> None:
+    def __init__(self, kind: type[LastingBackend] = LastingBackend) -> None:
         self.kind = kind
-        self.by_epoch: dict[int, MemoryBackend] = {}
+        self.by_epoch: dict[int, LastingBackend] = {}
 
-    def open(self, epoch: int) -> StorageBackend:
+    def open(self, epoch: int) -> Storage:
         if epoch not in self.by_epoch:
-            digest = dataclasses.replace(NAMESPACE, weights_epoch=epoch).digest
-            self.by_epoch[epoch] = self.kind(FrameCodec(digest, GEOMETRY.payload_bytes))
+            self.by_epoch[epoch] = self.kind(codec(epoch))
         return self.by_epoch[epoch]
 
     def pages(self, epoch: int) -> int:
@@ -66,7 +61,7 @@ def test_a_store_that_does_not_open_costs_only_hits_and_is_retried() -> None:
     stores = Stores()
     failures = [BackendError("not yet"), BackendError("not yet")]
 
-    def open_storage(epoch: int) -> StorageBackend:
+    def open_storage(epoch: int) -> Storage:
         if failures:
             raise failures.pop()
         return stores.open(epoch)
@@ -86,7 +81,7 @@ def test_an_opening_that_ends_its_thread_is_retried() -> None:
     stores = Stores()
     ends: list[BaseException] = [SystemExit()]
 
-    def open_storage(epoch: int) -> StorageBackend:
+    def open_storage(epoch: int) -> Storage:
         if ends:
             raise ends.pop()
         return stores.open(epoch)
@@ -109,10 +104,10 @@ def test_of_several_updates_only_the_newest_counts() -> None:
 def test_the_old_backend_is_closed_when_it_is_idle() -> None:
     closed: list[int] = []
 
-    class Closing(MemoryBackend):
+    class Closing(LastingBackend):
         def close(self) -> None:
             closed.append(id(self))
-            super().close()
+            self.inner.close()
 
     stores = Stores(Closing)
     world = world_of(stores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import memory_store
 from hicache.cache import RequestKV
 from hicache.cache.waiting import PrefetchRequest
 from hicache.config import HiCacheConfig
@@ -20,7 +20,7 @@ PAGE = GEOMETRY.page_size
 
 def world(policy: str = "write_through") -> World:
     return World(
-        device_pages=32, host_pages=64, backend=MemoryBackend(codec()), config=HiCacheConfig(write_policy=policy)
+        device_pages=32, host_pages=64, backend=memory_store(codec()), config=HiCacheConfig(write_policy=policy)
     )
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import GetOutcome
-from hicache.backends.guard import Direction
+from hicache.backends.base import Direction, GetOutcome
 from hicache.cache import HostCache, HostLoad, HostMatch, create_host_cache
 from hicache.cache.break_even import BreakEven
 from hicache.cache.statistics import NO_TIER

@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome
+from hicache.backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome
+from hicache.backends.guard import Override
+from hicache.backends.kept import KeptFrames, open_kept
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.store import Store
 from hicache.config import HiCacheConfig
 from hicache.keys import Namespace, RadixKey
 from hicache.shared_memory import CONTROL_BYTES, path_of
@@ -251,6 +255,16 @@ def test_storage_serves_pages_that_were_not_kept_and_gets_missing_ones(kind: str
     path_of(name).unlink()
     with started(kind, name, storage=storage) as engine:
         assert served(engine) == [5, 5, 5]
+
+
+def test_with_kept_frames_the_guard_of_storage_decides_whether_it_is_used() -> None:
+    store = Store(MemoryDriver(), codec())
+    frames = KeptFrames(codec(), 0, lambda page: memoryview(b""))
+    with closing(open_kept(codec(), frames, store)) as storage:
+        for direction in Direction:
+            assert storage.may_pass(direction)
+            store.override(direction, Override.OFF)
+            assert not storage.may_pass(direction)
 
 
 @pytest.mark.parametrize("has_storage", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.backends.base import StorageBackend
+from hicache.backends.storage import Storage
 from hicache.cache import Eviction
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.keys import RadixKey
@@ -18,7 +18,7 @@ def world(
     host_pages: int = 32,
     selective_hits: int = 2,
     eviction_policy: str = "lru",
-    backend: StorageBackend | None = None,
+    backend: Storage | None = None,
 ) -> World:
     return World(
         backend=backend,

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.guard import Direction
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.base import Direction, GetOutcome, SetOutcome
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey, page_keys
@@ -60,7 +58,7 @@ class RejectingBackend(LastingBackend):
         return outcomes
 
 
-def stored(backend: MemoryBackend) -> None:
+def stored(backend: LastingBackend) -> None:
     """Store KEY in `backend` with an engine."""
     world = World(backend=backend)
     world.serve("store", KEY)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hicache.backends.base import GetOutcome
-from hicache.backends.guard import Direction
+from hicache.backends.base import Direction, GetOutcome
 from hicache.cache.waiting import LOOKUPS_MAX
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.frame import PageBuffer

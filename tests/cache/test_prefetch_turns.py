@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import hicache.cache.prefetch
-from hicache.backends.file import FileBackend
-from hicache.backends.guard import Direction
+from hicache.backends import testing
+from hicache.backends.base import Direction
+from hicache.backends.file import FileDriver
+from hicache.backends.store import Store
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.config.storage import FileStorageOptions
 from hicache.errors import BackendError
@@ -48,8 +50,8 @@ def fill(world: World, *keys: RadixKey) -> None:
     world.close()
 
 
-def file_store(path: Path) -> FileBackend:
-    return FileBackend(codec(), FileStorageOptions(path=path, free_space_floor=0))
+def file_store(path: Path) -> Store:
+    return testing.store_of(FileDriver, codec(), FileStorageOptions(path=path, free_space_floor=0))
 
 
 def world_of(backend: GatedBackend, **changes: object) -> World:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.guard import Direction
+from hicache.backends.base import Direction
+from hicache.backends.storage import Storage
 from hicache.cache import HostCache, HostLoad, HostMatch, HostWrite
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
@@ -144,7 +144,7 @@ class RandomHost:
             self.detach, self.empty,
         ]  # fmt: skip
 
-    def open_storage(self, epoch: int) -> StorageBackend:
+    def open_storage(self, epoch: int) -> Storage:
         return self.stores.setdefault(epoch, memory_backend(epoch=epoch))
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hicache.backends.base import StorageBackend
+from hicache.backends.storage import Storage
 from hicache.cache import RequestKV, SessionCache
 from hicache.cache import session_cache as module
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
@@ -26,7 +26,7 @@ SESSIONS = ["a", "b", "c", "d"]
 LENGTH_MAX = 10 * PAGE
 
 
-def _store(epoch: int) -> StorageBackend:
+def _store(epoch: int) -> Storage:
     return memory_backend(STORE_BYTES, epoch)
 
 

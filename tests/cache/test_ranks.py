@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from hicache.backends.base import StorageBackend
+from hicache.backends.storage import Storage
 from hicache.controller.ranks import RankGroup
 from hicache.errors import TransferError
 from hicache.radix import POLICIES
@@ -43,7 +43,7 @@ class Engines:
     def __init__(
         self,
         seed: int,
-        backends: Sequence[StorageBackend],
+        backends: Sequence[Storage],
         groups: Sequence[RankGroup | None],
         *,
         timeout_s: float = SHORT_S,
@@ -120,17 +120,8 @@ def test_without_agreement_the_same_ranks_decide_differently() -> None:
 @pytest.mark.parametrize("seed", seeds(6))
 def test_of_ranks_with_the_same_bytes_only_the_first_one_stores(seed: int) -> None:
     """As with the latent of MLA: all ranks share one store, and read the pages that rank 0 has written."""
-
-    class View(UnreliableBackend):
-        """The view of one rank on the shared store."""
-
-        def __init__(self, number: int, shared: UnreliableBackend | None) -> None:
-            super().__init__(number, misses=0, failures=0)
-            if shared is not None:
-                self._lock, self._pages, self._order = shared._lock, shared._pages, shared._order
-
-    first = View(seed, None)
-    backends = [first, View(seed + 1000, first)]
+    first = UnreliableBackend(seed, misses=0, failures=0)
+    backends = [first, UnreliableBackend(seed + 1000, misses=0, failures=0, shared=first.driver)]
     for _ in range(2):
         engines = Engines(seed, backends, Exchange(2).ranks(), timeout_s=LONG_S, share_pages=True, varied=False)
         engines.run()

@@ -9,25 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import EvictionListener, StorageBackend, touch
-from hicache.backends.envelope import Wrapper
-from hicache.backends.file import FileBackend
-from hicache.backends.guard import Direction, Override
-from hicache.backends.pages import PageReads
-from hicache.backends.redis import RedisBackend
-from hicache.backends.testing import Store, store_chain
+from hicache.backends.base import Direction, EvictionListener, GetOutcome
+from hicache.backends.file import FileDriver
+from hicache.backends.guard import Override
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.redis import RedisDriver
+from hicache.backends.storage import Storage
+from hicache.backends.store import Store
+from hicache.backends.testing import Subject, store_chain, store_of
 from hicache.cache import host_tier
 from hicache.config import TransferConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.config.storage import FileStorageOptions
 from hicache.controller import storage as storage_workers
 from hicache.events import EventStream, Medium, PrefixIndex
+from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
 from hicache.lab.devservers import ValkeyServer
 from hicache.radix import Node
 from tests.backends.redis.store import grow_old
 from tests.cache.host_world import HostWorld
 from tests.cache.world import LastingBackend, ShiftedClock, StandingClock, World, codec, every_hit, prompt
+from tests.passing import Passing
 from tests.ranks import Exchange
 from tests.waiting import wait_for
 
@@ -37,9 +40,9 @@ HOT = prompt(1, 2, 3)
 ROUNDS = 8
 
 
-def file_store(path: Path, pages: int) -> FileBackend:
+def file_store(path: Path, pages: int) -> Store:
     options = FileStorageOptions(path=str(path), capacity=pages * PAGE, free_space_floor=0)
-    return FileBackend(codec(), options)
+    return store_of(FileDriver, codec(), options)
 
 
 def other(number: int) -> RadixKey:
@@ -51,7 +54,7 @@ def keys_of(key: RadixKey) -> list[bytes]:
     return key.page_keys(4, key.seed, 0, key.pages(4))
 
 
-def has(backend: StorageBackend, key: RadixKey) -> int:
+def has(backend: Storage, key: RadixKey) -> int:
     return backend.batch_exists(keys_of(key), deadline=float("inf"))
 
 
@@ -68,23 +71,27 @@ class RecordingStore(LastingBackend):
     """A store that records the pages that it is notified of, and the threads of these calls."""
 
     def __init__(self, capacity_pages: int | None = None) -> None:
-        super().__init__(codec(), None if capacity_pages is None else capacity_pages * PAGE)
+        super().__init__(codec(), MemoryDriver(None if capacity_pages is None else capacity_pages * PAGE))
         self.touched: list[bytes] = []
         self.threads: set[str] = set()
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
         self.touched += keys
         self.threads.add(threading.current_thread().name)
         assert self.may_answer.wait(20)
-        return super().use(keys, deadline)
+        return super().batch_touch(keys, deadline=deadline + 100)
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        self.listener = listener
+        super().watch_evictions(listener)
 
 
-class WithoutUsesOrNotices(Wrapper):
+class WithoutUsesOrNotices(Passing):
     """A store that ignores uses and does not report its evictions."""
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
         return []
 
     def watch_evictions(self, listener: EvictionListener) -> None:
@@ -94,14 +101,14 @@ class WithoutUsesOrNotices(Wrapper):
 class WithoutNotices(WithoutUsesOrNotices):
     """A store that answers touches and does not report its evictions, like a store on a server."""
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        return touch(self._inner, keys, deadline=deadline)
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+        return self.inner.batch_touch(keys, deadline=deadline)
 
 
 class Rounds:
     """An engine that serves HOT and a new prompt in each round. Rounds are more than a minute apart."""
 
-    def __init__(self, backend: StorageBackend, *, policy: str = "write_through") -> None:
+    def __init__(self, backend: Storage, *, policy: str = "write_through") -> None:
         self.clock = ShiftedClock()
         self.world = World(
             device_pages=20, host_pages=40, backend=backend, config=every_hit(write_policy=policy), clock=self.clock
@@ -145,9 +152,9 @@ def test_a_server_keeps_a_prompt_that_hits_on_l1_longer_than_unused_pages(uses: 
     more = [key for number in range(30) for key in keys_of(other(number))]
     with ValkeyServer() as server, server.client() as client:
         options = RedisStorageOptions(**server.storage(key_prefix="hot:")[1])
-        world = World(device_pages=40, host_pages=40, backend=RedisBackend(codec(), options))
-        with contextlib.closing(RedisBackend(codec(), options)) as beside:
-            store = Store(beside, lambda key: None, lambda key, value: None)
+        world = World(device_pages=40, host_pages=40, backend=store_of(RedisDriver, codec(), options))
+        with contextlib.closing(store_of(RedisDriver, codec(), options)) as beside:
+            store = Subject(beside, lambda key: None, lambda key, value: None)
             world.serve("first", hot)
             world.settle()
             store_chain(store, more[:60])
@@ -388,10 +395,10 @@ class GatedReads(RecordingStore):
         self.reading, self.may_read = threading.Event(), threading.Event()
         self.may_read.set()
 
-    def read(self, pages: PageReads[bytes]) -> None:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         self.reading.set()
         assert self.may_read.wait(20)
-        super().read(pages)
+        return super().batch_get(keys, pages, deadline=deadline + 100)
 
 
 def test_each_step_handles_a_few_losses_and_above_a_limit_the_oldest_are_dropped(
@@ -403,13 +410,13 @@ def test_each_step_handles_a_few_losses_and_above_a_limit_the_oldest_are_dropped
     world.serve("hot", HOT)
     world.settle()
     keys = keys_of(HOT)
-    store._on_evicted([bytes(32)] * 4 + keys[-1:])
+    store.listener([bytes(32)] * 4 + keys[-1:])
     world.step()
     world.step()
     assert node_of(world, HOT).stored
     world.step()
     assert not node_of(world, HOT).stored
-    store._on_evicted([bytes(32)] * (2 * storage_workers._LOST_MAX))
+    store.listener([bytes(32)] * (2 * storage_workers._LOST_MAX))
     assert len(world.controller._storage._lost) == storage_workers._LOST_MAX
     world.controller._storage._lost.clear()
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend, leaves
-from hicache.backends.compose import LevelsBackend, Part
-from hicache.backends.guard import GuardedBackend
-from hicache.backends.limit import LimitedBackend
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.mooncake import MooncakeBackend
-from hicache.backends.testing import soon
-from hicache.config.guard import GuardConfig
+from hicache.backends.base import SetOutcome
+from hicache.backends.compose import Levels, Part
+from hicache.backends.limit import CapacityLimit
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.mooncake import MooncakeDriver
+from hicache.backends.pages import PageReads, PageWrites
+from hicache.backends.storage import Storage
+from hicache.backends.store import Store
+from hicache.backends.testing import bare, driver_of, memory_store, soon
 from hicache.errors import BackendError
-from hicache.frame import PageBuffer
 from hicache.lab.devservers import MooncakeMaster
 from tests.backends.mooncake.store import open_backend
 from tests.cache.world import LastingBackend, World, codec, prompt
@@ -25,15 +25,14 @@ from tests.cache.world import LastingBackend, World, codec, prompt
 KEY = prompt(1, 2, 3)
 
 
-class Registering(LastingBackend):
-    """A store that records registrations of memory, their threads, and the calls before the first one."""
+class Registering(MemoryDriver):
+    """A driver that records registrations of memory, their threads, and the calls before the first one."""
 
-    def __init__(self, epoch: int = 0, error: Exception | None = None) -> None:
-        super().__init__(codec(epoch))
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
         self.registered: list[memoryview] = []
         self.threads: list[threading.Thread] = []
         self.unregistered_calls = 0
-        self.closes = 0
         self._error = error
 
     def register_memory(self, memory: memoryview) -> None:
@@ -42,21 +41,26 @@ class Registering(LastingBackend):
         self.registered.append(memory)
         self.threads.append(threading.current_thread())
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self.unregistered_calls += not self.registered
-        return super().batch_exists(keys, deadline=deadline)
+        return super().find(keys, deadline)
 
-    def batch_get(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-    ) -> list[GetOutcome]:
+    def read(self, pages: PageReads[bytes]) -> None:
         self.unregistered_calls += not self.registered
-        return super().batch_get(keys, pages, deadline=deadline)
+        super().read(pages)
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
+    def write(self, pages: PageWrites) -> None:
         self.unregistered_calls += not self.registered
-        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
+        super().write(pages)
+
+
+class Refusing(LastingBackend):
+    """Storage that raises when it gets memory."""
+
+    closes = 0
+
+    def register_memory(self, memory: memoryview) -> None:
+        raise BackendError("no")
 
     def close(self) -> None:
         self.closes += 1
@@ -82,7 +86,7 @@ def assert_registered(store: Registering, world: World, times: int = 1) -> None:
 
 def test_the_first_store_gets_the_host_memory_before_its_first_call() -> None:
     store = Registering()
-    world = World(backend=store)
+    world = World(backend=bare(store, codec()))
     assert_registered(store, world)
     assert store_and_load(world) > 0
     assert_registered(store, world)
@@ -91,9 +95,9 @@ def test_the_first_store_gets_the_host_memory_before_its_first_call() -> None:
 def test_the_store_of_each_epoch_gets_it_from_another_thread_than_the_scheduler() -> None:
     stores: dict[int, Registering] = {}
 
-    def open_storage(epoch: int) -> StorageBackend:
-        stores[epoch] = Registering(epoch)
-        return GuardedBackend(stores[epoch])
+    def open_storage(epoch: int) -> Storage:
+        stores[epoch] = Registering()
+        return Store(stores[epoch], codec(epoch))
 
     world = World(backend=open_storage(0), open_storage=open_storage)
     for epoch in (1, 2):
@@ -106,66 +110,56 @@ def test_the_store_of_each_epoch_gets_it_from_another_thread_than_the_scheduler(
 
 def test_an_attached_store_gets_the_host_memory() -> None:
     store, world = Registering(), World()
-    world.cache.storage.attach(lambda epoch: store)
+    world.cache.storage.attach(lambda epoch: bare(store, codec()))
     until_open(world)
     assert store_and_load(world) > 0
     assert_registered(store, world)
     assert store.threads != [threading.current_thread()]
 
 
-def behind_a_limit(store: StorageBackend) -> StorageBackend:
+def behind_a_limit(driver: Registering) -> Storage:
     def raise_unlistable() -> Any:
         raise BackendError("this store cannot be listed")
 
-    return LimitedBackend(store, raise_unlistable, capacity_bytes=1 << 30)
+    limit = CapacityLimit(codec(), raise_unlistable, capacity_bytes=1 << 30)
+    return Store(driver, codec(), limit=limit)
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        behind_a_limit,
-        lambda store: GuardedBackend(behind_a_limit(store)),
-        lambda store: LevelsBackend(
-            store.codec,
-            [Part("top", MemoryBackend(store.codec)), Part("low", GuardedBackend(store))],
-        ),
-    ],
-    ids=["limit", "guard and limit", "levels"],
-)
-def test_a_store_gets_the_host_memory_through_its_wrappers(wrap: Callable[[Registering], StorageBackend]) -> None:
+def on_a_lower_level(driver: Registering) -> Storage:
+    return Levels(codec(), [Part("top", memory_store(codec())), Part("low", Store(driver, codec()))])
+
+
+@pytest.mark.parametrize("place", [behind_a_limit, on_a_lower_level])
+def test_a_store_gets_the_host_memory_wherever_it_is(place: Callable[[Registering], Storage]) -> None:
     store = Registering()
-    world = World(backend=wrap(store))
+    world = World(backend=place(store))
     assert_registered(store, world)
 
 
 @pytest.mark.parametrize("error", [BackendError("too little memory may be locked; raise ulimit -l"), KeyError("bug")])
-def test_a_guarded_store_that_cannot_register_is_used_and_the_error_is_counted(
+def test_a_store_that_cannot_register_is_used_and_the_error_is_counted(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Registering(error=error)
-    guard = GuardedBackend(store, GuardConfig(), name="fast")
-    world = World(backend=guard)
+    store = Store(Registering(error), codec(), name="fast")
+    world = World(backend=store)
     assert store_and_load(world) > 0
     kind = "registration" if isinstance(error, BackendError) else "KeyError"
-    assert guard.statistics().errors == {f"raised_{kind}": 1}
+    assert store.statistics().errors == {f"raised_{kind}": 1}
     assert "storage fast" in caplog.text and str(error) in caplog.text
 
 
-def test_a_store_without_a_guard_that_cannot_register_is_closed_and_opened_again() -> None:
-    stores = [Registering(error=BackendError("no"))]
-
-    def open_storage(epoch: int) -> StorageBackend:
-        stores.append(Registering(epoch, error=BackendError("no") if len(stores) == 1 else None))
-        return stores[-1]
+def test_storage_that_raises_when_it_gets_memory_is_closed_and_opened_again() -> None:
+    refusing, store = Refusing(codec()), Registering()
+    opened: list[Storage] = [bare(store, codec()), refusing]
 
     with pytest.raises(BackendError, match="no"):
-        World(backend=stores[0])
+        World(backend=Refusing(codec()))
     world = World()
-    world.cache.storage.attach(open_storage)
+    world.cache.storage.attach(lambda epoch: opened.pop())
     until_open(world)
     assert world.controller.statistics().open_failures == 1
-    assert stores[1].closes == 1 and world.controller.backend is stores[2]
-    assert_registered(stores[2], world)
+    assert refusing.closes == 1 and not opened
+    assert_registered(store, world)
 
 
 @pytest.fixture(scope="module")
@@ -174,25 +168,20 @@ def master() -> Iterator[MooncakeMaster]:
         yield server
 
 
-def exhausted(master: MooncakeMaster, epoch: int) -> MooncakeBackend:
-    """Return a backend without free staging memory: it can move only frames in registered memory."""
-    backend = open_backend(master, codec(epoch), staging=codec(epoch).frame_bytes)
-    assert len(backend._sessions.current.paths.take(1, 0.0)) == 1
-    return backend
+def exhausted(master: MooncakeMaster, epoch: int) -> Storage:
+    """Return a store without free staging memory: it can move only frames in registered memory."""
+    store = open_backend(master, codec(epoch), staging=codec(epoch).frame_bytes)
+    assert len(driver_of(store, MooncakeDriver)._sessions.current.paths.take(1, 0.0)) == 1
+    return store
 
 
-def release(backend: StorageBackend | None) -> None:
-    assert backend is not None
-    (leaf,) = leaves(backend)
-    assert isinstance(leaf, MooncakeBackend)
-    leaf._sessions.current.paths.give_back([0])
+def release(storage: Storage | None) -> None:
+    assert storage is not None
+    driver_of(storage, MooncakeDriver)._sessions.current.paths.give_back([0])
 
 
 def test_mooncake_moves_the_pages_of_the_host_pool_without_staging(master: MooncakeMaster) -> None:
-    def open_storage(epoch: int) -> StorageBackend:
-        return GuardedBackend(exhausted(master, epoch), GuardConfig(read="on", write="on"))
-
-    world = World(backend=open_storage(0), open_storage=open_storage)
+    world = World(backend=exhausted(master, 0), open_storage=lambda epoch: exhausted(master, epoch))
     assert store_and_load(world) > 0
     release(world.controller.backend)
     world.cache.update_weights(1)

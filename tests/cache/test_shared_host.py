@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.guard import Direction
+from hicache.backends.base import Direction
 from hicache.cache import HiRadixCache, create_cache, create_host_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import BackendUnavailable, ConfigError, SharedMemoryError

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from typing import Any
 
 import pytest
 
-from hicache.backends.base import SetOutcome, StorageBackend
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import Direction, GuardedBackend, Override
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.base import Direction, SetOutcome
+from hicache.backends.faults import Faults
+from hicache.backends.guard import Override
+from hicache.backends.storage import Storage
+from hicache.backends.store import Store
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendError, InvalidInput
-from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
-from tests.cache.world import GEOMETRY, NAMESPACE, LastingBackend, World, prompt
+from tests.cache.world import LastingDriver, World, codec, prompt
 from tests.ranks import Exchange
 from tests.waiting import wait_for
 
@@ -25,31 +24,25 @@ READ, WRITE = Direction.READ, Direction.WRITE
 
 
 class Server:
-    """The stores of all epochs. They stay open when an engine closes them; each call of `open` adds a new guard."""
+    """The pages of all epochs. They stay when an engine closes its store; each call of `open` adds a new store."""
 
-    def __init__(self, kind: type[MemoryBackend] = LastingBackend, options: GuardConfig | None = None) -> None:
-        self._kind = kind
+    def __init__(self, options: GuardConfig | None = None) -> None:
         self._options = options or GuardConfig(backoff_min=0.02, backoff_max=0.05, retry_share=0.0)
-        self.by_epoch: dict[int, MemoryBackend] = {}
-        self.faults: list[FaultyBackend] = []
-        self.guards: list[GuardedBackend] = []
+        self.by_epoch: dict[int, LastingDriver] = {}
+        self.faults: list[Faults] = []
+        self.stores: list[Store] = []
         self.down = False
 
-    def store(self, epoch: int = 0) -> MemoryBackend:
-        if epoch not in self.by_epoch:
-            digest = dataclasses.replace(NAMESPACE, weights_epoch=epoch).digest
-            self.by_epoch[epoch] = self._kind(FrameCodec(digest, GEOMETRY.payload_bytes))
-        return self.by_epoch[epoch]
-
-    def open(self, epoch: int) -> StorageBackend:
+    def open(self, epoch: int) -> Storage:
         if self.down:
             raise BackendError("the server is down")
-        self.faults.append(FaultyBackend(self.store(epoch)))
-        self.guards.append(GuardedBackend(self.faults[-1], self._options))
-        return self.guards[-1]
+        driver = self.by_epoch.setdefault(epoch, LastingDriver())
+        self.faults.append(Faults())
+        self.stores.append(Store(driver, codec(epoch), self._options, faults=self.faults[-1]))
+        return self.stores[-1]
 
     def pages(self, epoch: int = 0) -> int:
-        return self.store(epoch).usage().pages
+        return self.by_epoch[epoch].measure().pages if epoch in self.by_epoch else 0
 
 
 def world_of(server: Server) -> World:
@@ -159,7 +152,7 @@ def test_a_store_that_opens_after_a_detach_is_closed() -> None:
     world = world_of(server)
     gate, opened = threading.Event(), threading.Event()
 
-    def open_late(epoch: int) -> StorageBackend:
+    def open_late(epoch: int) -> Storage:
         gate.wait(20)
         backend = server.open(epoch)
         opened.set()
@@ -170,7 +163,7 @@ def test_a_store_that_opens_after_a_detach_is_closed() -> None:
     world.cache.storage.detach()
     gate.set()
     world.until(opened.is_set)
-    world.until(server.guards[-1]._closing.is_set)
+    world.until(server.stores[-1]._closing.is_set)
     assert world.controller.backend is None
 
 
@@ -178,7 +171,7 @@ def test_an_invalid_opener_is_rejected_before_the_store_is_detached() -> None:
     server = Server()
     world = world_of(server)
     backend = world.controller.backend
-    for bad in (5, 0, "file", server.store(), object()):
+    for bad in (5, 0, "file", server.stores[0], object()):
         with pytest.raises(InvalidInput, match="open_storage"):
             world.cache.storage.attach(bad)  # type: ignore[arg-type]
         assert world.cache.storage.attached and world.controller.backend is backend
@@ -187,15 +180,15 @@ def test_an_invalid_opener_is_rejected_before_the_store_is_detached() -> None:
     assert server.pages() == 3
 
 
-def _raises(epoch: int) -> StorageBackend:
+def _raises(epoch: int) -> Storage:
     raise RuntimeError("a bug of the factory")
 
 
-def _returns_none(epoch: int) -> StorageBackend:
+def _returns_none(epoch: int) -> Storage:
     return None  # type: ignore[return-value]
 
 
-def _returns_a_number(epoch: int) -> StorageBackend:
+def _returns_a_number(epoch: int) -> Storage:
     return 5  # type: ignore[return-value]
 
 
@@ -252,10 +245,10 @@ def test_a_prefetch_in_flight_at_a_detach_adds_no_pages_and_holds_none() -> None
     world.cache.storage.detach()
     assert world.cache.check_prefetch_progress("b"), "the request does not wait any more"
     assert world.attempt("b", KEY).cached_tokens == 0
-    assert not server.guards[0]._closing.is_set(), "it is not closed during a call"
+    assert not server.stores[0]._closing.is_set(), "it is not closed during a call"
     server.faults[0].release()
     world.settle()
-    world.until(server.guards[0]._closing.is_set)
+    world.until(server.stores[0]._closing.is_set)
     assert world.host.allocator.used_pages == 0
 
 
@@ -269,7 +262,7 @@ def test_while_the_breaker_is_open_nothing_is_submitted_and_it_closes_by_itself(
     forget_l1_and_l2(world)
     server.faults[0].fail()
     for number in range(50):
-        if not server.guards[0].may_pass(READ):
+        if not server.stores[0].may_pass(READ):
             break
         hits_from_storage(world, f"b {number}")
         world.cache.clear()
@@ -306,7 +299,7 @@ def test_an_override_stays_in_force_after_new_weights() -> None:
     world.cache.storage.override(READ, Override.OFF)
     world.cache.update_weights(1)
     until_open(world)
-    assert server.guards[-1].guard_statistics().breakers[READ].override is Override.OFF
+    assert server.stores[-1].guard_statistics().breakers[READ].override is Override.OFF
     assert not world.controller.gate.may(READ)
 
 
@@ -337,12 +330,12 @@ def test_if_the_breaker_of_one_rank_is_open_no_rank_reads() -> None:
     for _ in range(3):
         step()
     assert [world.controller.gate.may(READ) for world in worlds] == [True, True]
-    servers[1].guards[0].override(READ, Override.OFF)
+    servers[1].stores[0].override(READ, Override.OFF)
     for _ in range(2):
         step()
     assert [world.controller.gate.may(READ) for world in worlds] == [False, False]
     assert [world.controller.gate.may(WRITE) for world in worlds] == [True, True]
-    servers[1].guards[0].override(READ, Override.AUTO)
+    servers[1].stores[0].override(READ, Override.AUTO)
     for world in worlds:
         world.cache.storage.attach()
     wait_for(lambda: all(world.controller.gate.may(READ) for world in worlds), step)
@@ -358,9 +351,9 @@ def test_a_closed_cache_does_not_open_storage() -> None:
     server = Server()
     for world in (world_of(server), World(open_storage=server.open)):
         world.close()
-        opened, threads = len(server.guards), set(threading.enumerate())
+        opened, threads = len(server.stores), set(threading.enumerate())
         with pytest.raises(InvalidInput, match="closed"):
             world.cache.storage.attach(server.open)
         world.cache.update_weights(1)
         world.cache.poll()
-        assert len(server.guards) == opened and set(threading.enumerate()) <= threads
+        assert len(server.stores) == opened and set(threading.enumerate()) <= threads

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.guard import Direction
+from hicache.backends.base import Direction
 from hicache.config import HiCacheConfig, load_config
 from hicache.config.integrity import IntegrityConfig
 from hicache.errors import ConfigError, InvalidInput

@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
+from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.kept import KeptFrames
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.storage import Storage
+from hicache.backends.testing import bare
 from hicache.cache import HiRadixCache, RequestKV
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
@@ -36,6 +38,7 @@ from hicache.tiers import (
     create_device_pool,
 )
 from hicache.types import PageIds
+from tests.passing import Passing
 from tests.waiting import wait_for
 
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=4, page_size=4, dtype="float32")
@@ -66,8 +69,19 @@ class StandingClock(ShiftedClock):
         return self._began_s + self.shift_s
 
 
-class LastingBackend(MemoryBackend):
-    """A store that stays open after its engine closes it, like a server."""
+class LastingDriver(MemoryDriver):
+    """A driver whose pages stay when its store is closed, as on a server."""
+
+    def close(self) -> None:
+        """Keep the pages for the next store."""
+
+
+class LastingBackend(Passing):
+    """A store in memory that stays open after its engine closes it, like a server."""
+
+    def __init__(self, codec_: FrameCodec, driver: MemoryDriver | None = None) -> None:
+        self.driver = driver or MemoryDriver()
+        super().__init__(bare(self.driver, codec_))
 
     def close(self) -> None:
         """Stay open for the next engine."""
@@ -132,12 +146,12 @@ class World(AutoClosed):
         device_pages: int = 16,
         host_pages: int = 32,
         host: HostPool | None = None,
-        backend: StorageBackend | None = None,
+        backend: Storage | None = None,
         config: HiCacheConfig | None = None,
         transfer: TransferConfig | None = None,
         copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
         position_bytes: int = TOKEN_BYTES,
-        open_storage: Callable[[int], StorageBackend] | None = None,
+        open_storage: Callable[[int], Storage] | None = None,
         clock: Callable[[], float] = time.monotonic,
         break_even: BreakEven | None = None,
         host_codec: Callable[[int], FrameCodec] | None = None,
@@ -274,8 +288,8 @@ def every_hit(**entries: Any) -> HiCacheConfig:
     )
 
 
-def memory_backend(capacity_bytes: int | None = None, epoch: int = 0) -> MemoryBackend:
-    return LastingBackend(codec(epoch), capacity_bytes)
+def memory_backend(capacity_bytes: int | None = None, epoch: int = 0) -> LastingBackend:
+    return LastingBackend(codec(epoch), MemoryDriver(capacity_bytes))
 
 
 def prompt(*pages: int, tail: int = 1, salt: str | None = None) -> RadixKey:

@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file import FileBackend
+from hicache.backends.file import FileDriver
+from hicache.backends.testing import store_of
 from hicache.cli.main import main
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
@@ -54,7 +55,7 @@ def make_store(root: Path, *mac_keys: bytes) -> Store:
     keys = page_keys(token_bytes(range(16 * PAGES)), 16)
     frames = [memoryview(bytearray(codec.frame_bytes)) for _ in keys]
     options = FileStorageOptions(path=root, capacity=1 << 30, free_space_floor=0)
-    backend = FileBackend(codec, options)
+    backend = store_of(FileDriver, codec, options)
     try:
         outcomes = backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + 30)
     finally:

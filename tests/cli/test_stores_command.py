@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache.backends.file import FileBackend
-from hicache.backends.registry import open_backend
-from hicache.backends.testing import HIT, STORED, Store, exists, load, make_keys, store_chain
+from hicache.backends.file import FileDriver
+from hicache.backends.testing import HIT, STORED, Subject, exists, load, make_keys, open_backend, store_chain, store_of
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 from tests.backends._files import open_raw
@@ -41,12 +40,12 @@ class Stores:
     def root(self, name: str) -> Path:
         return self.folder / name
 
-    def open(self, name: str, namespace: bytes = OLD) -> Store:
-        backend = FileBackend(CODECS[namespace], FileStorageOptions(path=self.root(name)))
-        return Store(backend, lambda key: None, lambda key, data: None)
+    def open(self, name: str, namespace: bytes = OLD) -> Subject:
+        backend = store_of(FileDriver, CODECS[namespace], FileStorageOptions(path=self.root(name)))
+        return Subject(backend, lambda key: None, lambda key, data: None)
 
     def fill(self, name: str, namespace: bytes, keys: list[bytes], *, age_s: float = 0.0) -> None:
-        """Store a chain that was last used so long ago."""
+        """Subject a chain that was last used so long ago."""
         store = self.open(name, namespace)
         assert store_chain(store, keys) == [STORED] * len(keys)
         store.backend.close()
@@ -219,7 +218,7 @@ def test_nested_parts_are_shown_with_their_path(stores: Stores) -> None:
     top = {"type": "file", "name": "top", "options": {"path": str(stores.root("a"))}}
     path, many = stores.configured(type="levels", options={"levels": [top, low]}), make_keys(20)
     backend = open_backend("sharded", CODECS[NEW], {"parts": shards})
-    assert store_chain(Store(backend, lambda key: None, lambda key, data: None), many) == [STORED] * 20
+    assert store_chain(Subject(backend, lambda key: None, lambda key, data: None), many) == [STORED] * 20
     backend.close()
     found = {part["part"]: part["pages"] for part in as_json("stat", path)}
     assert list(found) == ["top", "low/b", "low/c"] and found["low/b"] + found["low/c"] == 20

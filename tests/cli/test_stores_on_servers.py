@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache.backends.registry import open_backend
-from hicache.backends.testing import HIT, NAMESPACE, PAYLOAD_BYTES, STORED, Store, exists, load, make_keys, store_chain
+from hicache.backends.testing import (
+    HIT,
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    STORED,
+    Subject,
+    exists,
+    load,
+    make_keys,
+    open_backend,
+    store_chain,
+)
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import DevService, SeaweedServer, Storage, ValkeyServer
 from tests.cli.test_storage_command import invoke
@@ -21,8 +31,8 @@ PAGE = CODEC.frame_bytes
 CHAINS = [make_keys(6, f"chain {number}") for number in range(3)]
 
 
-def opened(storage: Storage) -> Store:
-    return Store(open_backend(storage[0], CODEC, storage[1]), lambda key: None, lambda key, data: None)
+def opened(storage: Storage) -> Subject:
+    return Subject(open_backend(storage[0], CODEC, storage[1]), lambda key: None, lambda key, data: None)
 
 
 def found(storage: Storage) -> list[int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.file import FileBackend
+from hicache.backends.file import FileDriver
+from hicache.backends.testing import store_of
 from hicache.cli.main import COMMANDS
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
@@ -35,7 +36,7 @@ def hicache(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def page(tmp_path: Path) -> Path:
     """Store one page in `store`, write a configuration of the store, and return the page's file."""
     (key,) = page_keys(token_bytes(range(16)), 16)
-    backend = FileBackend(CODEC, FileStorageOptions(path=tmp_path / "store", free_space_floor=0))
+    backend = store_of(FileDriver, CODEC, FileStorageOptions(path=tmp_path / "store", free_space_floor=0))
     try:
         backend.batch_set([key], [memoryview(bytearray(CODEC.frame_bytes))], parent=None, deadline=time.monotonic() + 9)
     finally:

@@ -12,11 +12,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import Direction, GuardedBackend, Override
-from hicache.backends.memory import MemoryBackend
+from hicache.backends import store as shell
+from hicache.backends.base import Direction
+from hicache.backends.faults import Faults
+from hicache.backends.guard import Override
+from hicache.backends.memory import MemoryDriver
 from hicache.backends.slot import OpenBackend
+from hicache.backends.storage import Storage
+from hicache.backends.testing import memory_store
 from hicache.config import TransferConfig
 from hicache.config.guard import GuardConfig
 from hicache.controller import Lookup, Read, Store
@@ -66,10 +69,11 @@ class Engine:
 
     def use(self) -> None:
         """Use a new store."""
-        self.faults = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), 64)))
-        self.guard = GuardedBackend(
-            self.faults, GuardConfig(failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0)
-        )
+        self.faults = Faults()
+        self.guard = shell.Store(
+            MemoryDriver(), FrameCodec(bytes(32), 64),
+            GuardConfig(failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0), faults=self.faults,
+        )  # fmt: skip
         self.gate.slot.start(self.guard)
 
     def step(self) -> None:
@@ -205,9 +209,9 @@ def test_without_a_store_the_gate_is_closed_and_nothing_is_attached() -> None:
 def test_a_store_counts_as_attached_from_opening_until_detach() -> None:
     go = threading.Event()
 
-    def open_later() -> StorageBackend:
+    def open_later() -> Storage:
         go.wait(WAIT_S)
-        return MemoryBackend(FrameCodec(bytes(32), 64))
+        return memory_store(FrameCodec(bytes(32), 64))
 
     with engine() as one:
         found = []

@@ -7,8 +7,9 @@ import time
 from types import TracebackType
 from typing import Self
 
-from hicache.backends.remote import RemoteBackend
-from hicache.backends.testing import HIT, full_frames, holds, make_keys, soon
+from hicache.backends.remote import RemoteDriver
+from hicache.backends.store import Store
+from hicache.backends.testing import HIT, full_frames, holds, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
 from hicache.shared_memory import Layout, SharedMemory
@@ -28,7 +29,7 @@ class Beside:
         self.memory = SharedMemory.open(f"beside-{name}", layout, deadline=time.monotonic() + 10.0)
         self._codec = codec
         options = RemoteStorageOptions(socket=daemon.socket, connections=2)
-        self._clients = [RemoteBackend(codec, options) for _ in range(2)]
+        self._clients = [store_of(RemoteDriver, codec, options) for _ in range(2)]
         self._clients[0].register_memory(self.memory.frames)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -60,7 +61,7 @@ class Beside:
                 self._round(client, frames, make_keys(_PAGES, f"beside {rounds % 8}"))
             self._ended.wait(0.002)
 
-    def _round(self, client: RemoteBackend, frames: list[memoryview], keys: list[bytes]) -> None:
+    def _round(self, client: Store, frames: list[memoryview], keys: list[bytes]) -> None:
         for frame, full in zip(frames, full_frames(self._codec, keys), strict=True):
             frame[:] = full
         began_s = time.monotonic()

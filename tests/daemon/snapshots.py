@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
-from hicache.backends.guard import (
-    BOUNDS_S,
-    Direction,
-    GuardStatistics,
-    LatencyStatistics,
-    LeafStatistics,
-    Override,
-    Verb,
-)
+from hicache.backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
+from hicache.backends.guard import BOUNDS_S, GuardStatistics, LatencyStatistics, Override, Verb
 from hicache.backends.guard.breaker import BreakerState, BreakerStatistics
+from hicache.backends.storage import StoreStatistics
 from hicache.daemon.statistics import (
     ClientStatistics,
     HotPrefix,
@@ -63,10 +56,10 @@ def backend(read_bytes: int = 0, written_bytes: int = 0, corrupt: Mapping[str, i
     )  # fmt: skip
 
 
-def store(name: str = "nvme", **fields: Any) -> LeafStatistics:
+def store(name: str = "nvme", **fields: Any) -> StoreStatistics:
     """Return a store of 1000 MiB of which 300 MiB are used."""
     values: dict[str, Any] = {"statistics": backend(), "guard": guard(), "usage": Usage(300, 300 * MIB, 1000 * MIB)}
-    return LeafStatistics(name=name, **(values | fields))
+    return StoreStatistics(name=name, **(values | fields))
 
 
 def namespace(label: str = "llama-8b", **fields: Any) -> NamespaceStatistics:

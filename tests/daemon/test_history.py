@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import SetOutcome
-from hicache.backends.guard import BOUNDS_S, Direction
+from hicache.backends.base import Direction, SetOutcome
+from hicache.backends.guard import BOUNDS_S
 from hicache.backends.guard.breaker import BreakerState
 from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, KEPT_S, SAMPLES_MAX, Fault, FaultKind, History, Sample
 from hicache.daemon.statistics import SharingStatistics

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import GetOutcome, StorageBackend
+from hicache.backends.base import GetOutcome
 from hicache.backends.registry import BackendSpec, open_spec
+from hicache.backends.storage import Storage
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.lab.devservers import ValkeyServer
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
@@ -32,7 +33,7 @@ def frames() -> Iterator[Frames]:
     made.close()
 
 
-def serve(backend: StorageBackend, frames: Frames, half: int) -> int:
+def serve(backend: Storage, frames: Frames, half: int) -> int:
     """Serve requests for the prompts of one half: look up, read, store the rest. Return the number of hits."""
     dice, hits = random.Random(half), 0
     for _ in range(REQUESTS):

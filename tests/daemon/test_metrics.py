@@ -12,8 +12,10 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
-from hicache.backends.guard import Direction, HealthState, unopened
+from hicache.backends.base import Direction
+from hicache.backends.guard import HealthState
 from hicache.backends.guard.health import problem
+from hicache.backends.storage import unopened
 from hicache.daemon import gate
 from hicache.daemon.calls import LIMITS
 from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS, daemon_collector

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.remote import RemoteBackend
-from hicache.backends.testing import HIT, MISS, STORED, Store, exists, full_frames, load, make_keys, soon
+from hicache.backends.remote import RemoteDriver
+from hicache.backends.store import Store
+from hicache.backends.testing import HIT, MISS, STORED, Subject, exists, full_frames, load, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
 from tests.daemon.process import Daemon
@@ -32,15 +33,15 @@ def daemon(scratch: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def engine(daemon: Daemon) -> Iterator[Callable[[int], RemoteBackend]]:
+def engine(daemon: Daemon) -> Iterator[Callable[[int], Store]]:
     """A function that opens the backend of an engine for a weights epoch."""
     with contextlib.ExitStack() as opened:
 
-        def make(epoch: int) -> RemoteBackend:
+        def make(epoch: int) -> Store:
             namespace = hashlib.sha256(f"epoch {epoch}".encode()).digest()
             codec = FrameCodec(namespace, PAYLOAD_BYTES, weights_epoch=epoch)
             return opened.enter_context(
-                contextlib.closing(RemoteBackend(codec, RemoteStorageOptions(socket=daemon.socket)))
+                contextlib.closing(store_of(RemoteDriver, codec, RemoteStorageOptions(socket=daemon.socket)))
             )
 
         yield make
@@ -51,18 +52,18 @@ def stores(daemon: Daemon) -> list[int]:
     return [len(one["stores"]) for one in daemon.status()["namespaces"]]
 
 
-def put(backend: RemoteBackend, keys: list[bytes]) -> None:
+def put(backend: Store, keys: list[bytes]) -> None:
     frames = full_frames(backend.codec, keys)
     assert backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * len(keys)
 
 
-def as_store(backend: RemoteBackend) -> Store:
-    return Store(backend, lambda key: None, lambda key, data: None)
+def as_store(backend: Store) -> Subject:
+    return Subject(backend, lambda key: None, lambda key, data: None)
 
 
 @pytest.mark.long
 def test_many_weight_updates_keep_storage_and_neither_threads_nor_descriptors(
-    daemon: Daemon, engine: Callable[[int], RemoteBackend]
+    daemon: Daemon, engine: Callable[[int], Store]
 ) -> None:
     backend, keys = engine(0), make_keys(3)
     put(backend, keys)
@@ -80,7 +81,7 @@ def test_many_weight_updates_keep_storage_and_neither_threads_nor_descriptors(
 
 @pytest.mark.long
 def test_engines_that_do_not_release_their_namespaces_keep_storage(
-    daemon: Daemon, engine: Callable[[int], RemoteBackend]
+    daemon: Daemon, engine: Callable[[int], Store]
 ) -> None:
     """The least recently used namespace gives way at once; its engine opens it again with its next call."""
     keys, backends = make_keys(2), [engine(epoch) for epoch in range(20)]
@@ -93,7 +94,7 @@ def test_engines_that_do_not_release_their_namespaces_keep_storage(
 
 @pytest.mark.long
 def test_the_store_of_a_namespace_without_engines_is_closed_when_others_were_used_since_and_its_pages_stay(
-    daemon: Daemon, engine: Callable[[int], RemoteBackend]
+    daemon: Daemon, engine: Callable[[int], Store]
 ) -> None:
     first, second, keys = engine(0), engine(0), make_keys(3)
     put(first, keys)
@@ -114,7 +115,7 @@ def test_the_store_of_a_namespace_without_engines_is_closed_when_others_were_use
     assert (exists(as_store(third), more), load(as_store(third), keys)) == (3, [HIT] * 3)
 
 
-def test_an_engine_without_a_name_keeps_the_store_open(daemon: Daemon, engine: Callable[[int], RemoteBackend]) -> None:
+def test_an_engine_without_a_name_keeps_the_store_open(daemon: Daemon, engine: Callable[[int], Store]) -> None:
     """An engine of an earlier version does not send a name, and does not release its namespace."""
     backend = engine(0)
     body = {"payload_bytes": PAYLOAD_BYTES, "weights_epoch": 0, "label": ""}

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hicache.backends.base import StorageBackend
 from hicache.backends.calls import collected_errors
-from hicache.backends.memory import MemoryBackend
 from hicache.backends.opening import StorageOpener
 from hicache.backends.registry import BackendSpec
-from hicache.backends.testing import HIT, STORED, Store, exists, load, make_keys, store_chain
+from hicache.backends.storage import Storage
+from hicache.backends.testing import HIT, STORED, Subject, exists, load, make_keys, memory_store, store_chain
 from hicache.config import HiCacheConfig
 from hicache.daemon.namespace import Namespace
 from hicache.daemon.node import NamespaceRequest, Node
@@ -39,15 +38,15 @@ class Opener(StorageOpener):
         self.gate = threading.Event()
         self.gate.set()
         self.attempts = 0
-        self.opened: list[StorageBackend] = []
+        self.opened: list[Storage] = []
 
-    def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> StorageBackend:
+    def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> Storage:
         """See StorageOpener."""
         self.attempts += 1
         self.gate.wait(WAIT_S)
         if self.is_down:
             raise BackendUnavailable(REASON)
-        self.opened.append(MemoryBackend(codec))
+        self.opened.append(memory_store(codec))
         return self.opened[-1]
 
 
@@ -75,8 +74,8 @@ def opened(node: Node, digest: bytes = DIGEST, timeout_s: float = WAIT_S) -> Nam
     return node.open(digest.hex(), REQUEST, soon(timeout_s))
 
 
-def as_store(namespace: Namespace) -> Store:
-    return Store(namespace.store, lambda key: None, lambda key, data: None)
+def as_store(namespace: Namespace) -> Subject:
+    return Subject(namespace.store, lambda key: None, lambda key, data: None)
 
 
 def status(node: Node) -> NamespaceStatistics:
@@ -87,7 +86,7 @@ def status(node: Node) -> NamespaceStatistics:
 def test_a_healthy_store_is_open_when_its_namespace_is(make: Callable[..., tuple[Node, Opener]]) -> None:
     node, opener = make()
     namespace = opened(node)
-    assert namespace.store.parts == (opener.opened[0],)
+    assert namespace.store.stores == opener.opened[0].stores
     assert status(node).opening is None
     store_chain(as_store(namespace), make_keys(1))
     assert opener.opened[0].usage().pages == 1
@@ -122,7 +121,7 @@ def test_opening_waits_for_a_store_that_hangs_for_half_of_the_callers_time(
     assert (store_chain(store, keys), load(store, keys)) == ([STORED] * 2, [HIT] * 2)
     assert status(node).opening is None, "the first attempt has not failed yet"
     opener.gate.set()
-    wait_for(lambda: len(node.namespaces()[0].store.parts) == 1)
+    wait_for(lambda: len(node.namespaces()[0].store.stores) == 1)
 
 
 def test_without_a_pool_calls_fail_until_the_store_is_open(make: Callable[..., tuple[Node, Opener]]) -> None:
@@ -139,7 +138,7 @@ def test_without_a_pool_calls_fail_until_the_store_is_open(make: Callable[..., t
     assert errors == [], "the operator does not want a store"
     opener.is_down = False
     node.storage.attach(None)
-    wait_for(lambda: len(node.namespaces()[0].store.parts) == 1)
+    wait_for(lambda: len(node.namespaces()[0].store.stores) == 1)
     assert store_chain(store, keys) == [STORED] * 2
 
 
@@ -182,7 +181,7 @@ def test_at_the_limit_a_namespace_without_engines_gives_way_first(make: Callable
     assert [namespace.digest for namespace in node.namespaces()] == [(b"a" * 32).hex(), (b"c" * 32).hex()]
 
 
-def _is_closed(store: StorageBackend) -> bool:
+def _is_closed(store: Storage) -> bool:
     store.batch_exists([DIGEST], deadline=soon())
     return store.statistics().errors.get("closed", 0) > 0
 

@@ -14,8 +14,8 @@ import pytest
 
 from hicache.admin.models import Status
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.remote import RemoteBackend
-from hicache.backends.testing import Store, load, make_keys, store_chain
+from hicache.backends.remote import RemoteDriver
+from hicache.backends.testing import Subject, load, make_keys, store_chain, store_of
 from hicache.cli.ctl_client import Address, AdminClient
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import AdminError, BackendUnavailable
@@ -52,9 +52,9 @@ def start(folder: Path) -> Iterator[Callable[..., Daemon]]:
 
 
 @contextlib.contextmanager
-def opened(daemon: Daemon, **options: Any) -> Iterator[Store]:
+def opened(daemon: Daemon, **options: Any) -> Iterator[Subject]:
     scheme = "https" if "ca_file" in options else "http"
-    backend = RemoteBackend(CODEC, RemoteStorageOptions(url=f"{scheme}://{LOOPBACK}:{daemon.port}", **options))
+    backend = store_of(RemoteDriver, CODEC, RemoteStorageOptions(url=f"{scheme}://{LOOPBACK}:{daemon.port}", **options))
     try:
         yield daemon.door(backend)
     finally:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome, leaves
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.pages import PageReads
+from hicache.backends.storage import Storage
 from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,
@@ -23,7 +24,8 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
+    bare,
     churn,
     delete,
     empty_frames,
@@ -34,6 +36,7 @@ from hicache.backends.testing import (
     in_threads,
     load,
     make_keys,
+    memory_store,
     soon,
     store_chain,
 )
@@ -44,6 +47,7 @@ from hicache.daemon.sharing import SharedStore
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageBuffer
 from tests.backends._troubled import CODEC, Troubled
+from tests.passing import Passing
 from tests.seeds import seeds
 from tests.waiting import wait_for
 
@@ -70,35 +74,38 @@ def attached(store: SharedStore) -> Attached:
 
 
 class Gated(Troubled):
-    """A `Troubled` store whose reads block until `read_gate` is set. `gets` counts the reads that have started;
-    `dies_once` makes the next one raise."""
+    """A `Troubled` driver whose reads block until `read_gate` is set, and its bare `store`. `gets` counts the reads
+    that have started; `after_read` is called at the end of each."""
 
     def __init__(self, codec: FrameCodec = CODEC) -> None:
-        super().__init__(codec)
+        super().__init__()
+        self.store = bare(self, codec)
         self.read_gate = threading.Event()
         self.read_gate.set()
         self.gets = 0
-        self.dies_once = False
+        self.after_read: Callable[[], object] = lambda: None
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+    def read(self, pages: PageReads[bytes]) -> None:
         self.gets += 1
         self.read_gate.wait(30.0)
-        if self.dies_once:
-            self.dies_once = False
-            raise RuntimeError("planned")
-        return super().batch_get(keys, pages, deadline=deadline)
+        super().read(pages)
+        self.after_read()
 
 
-def shared(inner: MemoryBackend | None, pool_pages: int = 64, codec: FrameCodec = CODEC) -> SharedStore:
+def shared(driver: Gated | None, pool_pages: int = 64, codec: FrameCodec = CODEC) -> SharedStore:
+    return in_front_of(None if driver is None else driver.store, pool_pages, codec)
+
+
+def in_front_of(inner: Storage | None, pool_pages: int = 64, codec: FrameCodec = CODEC) -> SharedStore:
     units = -(-(HEADER_BYTES + codec.payload_bytes) // UNIT)
     store = SharedStore(codec, PagePool(pool_pages * units * UNIT, unit_bytes=UNIT), inner, label="test")
     OPENED.append(store)
     return store
 
 
-def as_store(store: SharedStore) -> Store:
+def as_store(store: SharedStore) -> Subject:
     """Return the store for the helpers of the contract, without direct access to pages."""
-    return Store(store, lambda key: None, lambda key, data: None)
+    return Subject(store, lambda key: None, lambda key, data: None)
 
 
 def start_threads(*calls: Callable[[], object]) -> list[threading.Thread]:
@@ -122,7 +129,7 @@ def sources(store: SharedStore) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("has_store", [False, True])
 def test_each_requested_page_counts_once_also_if_only_a_lookup_has_missed_it(has_store: bool) -> None:
-    store = shared(MemoryBackend(CODEC, 1 << 20) if has_store else None)
+    store = in_front_of(memory_store(CODEC, 1 << 20) if has_store else None)
     keys = make_keys(10)
     assert exists(as_store(store), keys) == 0
     assert sources(store) == (0, 0, 10)
@@ -134,7 +141,7 @@ def test_each_requested_page_counts_once_also_if_only_a_lookup_has_missed_it(has
 
 @pytest.mark.parametrize("has_store", [True, False], ids=["store", "no-store"])
 def test_a_page_that_is_removed_between_its_lookup_and_its_read_is_a_miss(has_store: bool) -> None:
-    store = shared(MemoryBackend(CODEC, 1 << 20) if has_store else None)
+    store = in_front_of(memory_store(CODEC, 1 << 20) if has_store else None)
     keys = make_keys(4)
     store_chain(as_store(store), keys)
     assert exists(as_store(store), keys) == 4
@@ -177,7 +184,7 @@ def read_at_once(store: SharedStore, inner: Gated, keys: list[bytes], readers: i
 def test_readers_of_the_same_pages_cause_one_read(pool_pages: int) -> None:
     inner = Gated()
     store, keys = shared(inner, pool_pages), make_keys(4)
-    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
     assert read_at_once(store, inner, keys, 5) == [[HIT] * 4] * 5
     assert inner.gets == 1
     found = store.sharing()
@@ -195,7 +202,7 @@ def test_without_single_flight_each_reader_reads(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Flights, "join", alone)
     inner = Gated()
     store, keys = shared(inner, 0), make_keys(4)
-    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
     assert read_at_once(store, inner, keys, 5) == [[HIT] * 4] * 5
     assert inner.gets == 5
 
@@ -204,7 +211,7 @@ def test_overlapping_batches_wait_for_each_other_without_a_deadlock() -> None:
     """Three calls overlap; the last one waits for pages of both others."""
     inner = Gated()
     store, keys = shared(inner), make_keys(6)
-    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
     inner.read_gate.clear()
     answers: list[list[GetOutcome]] = []
     threads = start_threads(lambda: answers.append(load(as_store(store), keys[:4])))
@@ -222,7 +229,7 @@ def test_overlapping_batches_wait_for_each_other_without_a_deadlock() -> None:
 def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_written_later() -> None:
     inner = Gated()
     store, keys = shared(inner, 0), make_keys(2)
-    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
     inner.read_gate.clear()
     threads = start_threads(lambda: load(as_store(store), keys))
     wait_for(lambda: inner.gets == 1)
@@ -237,7 +244,7 @@ def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_wri
 def test_a_waiting_reader_with_a_later_deadline_than_the_first_one_reads_itself() -> None:
     inner = Gated()
     store, keys = shared(inner, 0), make_keys(2)
-    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
     inner.read_gate.clear()
     answers: list[list[GetOutcome]] = []
     frames, deadline = empty_frames(CODEC, 2), soon(0.05)
@@ -250,10 +257,23 @@ def test_a_waiting_reader_with_a_later_deadline_than_the_first_one_reads_itself(
     assert sorted(answers) == sorted([[GET_ERROR] * 2, [HIT] * 2])
 
 
+class Dying(Passing):
+    """Storage whose next read raises, after that of the store behind it."""
+
+    dies = True
+
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+        found = super().batch_get(keys, pages, deadline=deadline)
+        if self.dies:
+            self.dies = False
+            raise RuntimeError("planned")
+        return found
+
+
 def test_an_exception_in_the_first_reader_wakes_the_waiting_ones() -> None:
     inner = Gated()
-    store, keys = shared(inner), make_keys(2)
-    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    store, keys = in_front_of(Dying(inner.store)), make_keys(2)
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
     inner.read_gate.clear()
     died: list[str] = []
     answers: list[list[GetOutcome]] = []
@@ -263,7 +283,6 @@ def test_an_exception_in_the_first_reader_wakes_the_waiting_ones() -> None:
             load(as_store(store), keys)
         died.append("once")
 
-    inner.dies_once = True
     threads = start_threads(die)
     wait_for(lambda: inner.gets == 1)
     threads += start_threads(lambda: answers.append(load(as_store(store), keys)))
@@ -276,7 +295,7 @@ def test_an_exception_in_the_first_reader_wakes_the_waiting_ones() -> None:
 def test_a_damaged_page_is_corrupt_for_one_reader_and_a_miss_for_the_others() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
-    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
     inner.poke(keys[1], bytes(CODEC.frame_bytes))
     answers = read_at_once(store, inner, keys, 3)
     assert sorted(answers) == sorted([[HIT, CORRUPT], [HIT, MISS], [HIT, MISS]])
@@ -298,7 +317,7 @@ def test_a_page_in_the_pool_is_a_hit_even_if_the_store_has_lost_it() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(5)
     store_chain(as_store(store), keys)
-    inner.delete(keys[:4], deadline=soon())
+    inner.store.delete(keys[:4], deadline=soon())
     assert (exists(as_store(store), keys), load(as_store(store), keys)) == (5, [HIT] * 5)
     assert store.batch_has(keys[::-1], deadline=soon()) == [True] * 5
     assert inner.called("get") == []
@@ -311,9 +330,9 @@ def test_a_lookup_finds_a_chain_whose_pages_are_partly_in_the_pool_and_partly_in
     store_chain(as_store(store), keys)
     pages = store.pages
     with pages.pool.deleting(pages.space, [keys[1], keys[2], keys[5]]):
-        inner.delete([keys[0], keys[3]], deadline=soon())
+        inner.store.delete([keys[0], keys[3]], deadline=soon())
     assert exists(as_store(store), keys) == 6
-    inner.delete([keys[5]], deadline=soon())
+    inner.store.delete([keys[5]], deadline=soon())
     assert exists(as_store(store), keys) == 5
 
 
@@ -321,7 +340,7 @@ def test_a_full_pool_admits_a_page_at_its_second_read() -> None:
     inner = Gated()
     store, keys, more = shared(inner, 4), make_keys(4), make_keys(2, "more")
     store_chain(as_store(store), keys)
-    store_chain(Store(inner, inner.peek, inner.poke), more)
+    store_chain(Subject(inner.store, inner.peek, inner.poke), more)
     for expected in (1, 2, 2):
         assert load(as_store(store), more) == [HIT] * 2
         assert len(inner.called("get")) == expected
@@ -415,7 +434,7 @@ def test_a_page_that_only_the_pool_has_is_stored_again() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     store_chain(as_store(store), keys)
-    inner.delete(keys, deadline=soon())
+    inner.store.delete(keys, deadline=soon())
     assert store_chain(as_store(store), keys) == [STORED] * 2
     assert inner.pages == 2
 
@@ -433,7 +452,7 @@ def test_without_a_store_the_pool_is_the_store() -> None:
     assert load(as_store(store), keys) == [HIT, HIT, MISS, MISS]
     assert store.clear(deadline=soon()) == 2
     assert store.usage().pages == 0
-    assert list(leaves(store)) == [] and store.statistics().errors == {}
+    assert store.stores == () and store.statistics().errors == {}
 
 
 def test_without_a_store_a_batch_evicts_neither_its_head_nor_its_parents() -> None:
@@ -459,21 +478,18 @@ def test_without_a_store_a_damaged_page_is_an_error() -> None:
 def test_a_read_in_flight_does_not_restore_a_deleted_page() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
-    store_chain(Store(inner, inner.peek, inner.poke), keys)
-    read = MemoryBackend.batch_get
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
     has_read, may_return = threading.Event(), threading.Event()
 
-    def slow(self: MemoryBackend, *arguments: object, **named: object) -> object:
-        found = read(self, *arguments, **named)  # type: ignore[arg-type]
+    def wait() -> None:
         has_read.set()
         may_return.wait(30.0)
-        return found
 
-    inner.batch_get = slow.__get__(inner)  # type: ignore[method-assign]
+    inner.after_read = wait
     threads = start_threads(lambda: load(as_store(store), keys))
     wait_for(has_read.is_set)
     assert delete(as_store(store), keys) == 2
-    del inner.batch_get
+    inner.after_read = lambda: None
     assert load(as_store(store), keys) == [MISS] * 2, "a call waited for a read that began before the deletion"
     may_return.set()
     join_all(threads)
@@ -485,8 +501,8 @@ def test_a_removal_covers_pool_and_store_and_does_not_count_a_page_twice(verb: s
     inner = Gated()
     store, keys = shared(inner), make_keys(5)
     store_chain(as_store(store), keys[:3])
-    inner.delete(keys[:1], deadline=soon())
-    store_chain(Store(inner, inner.peek, inner.poke), keys[3:])
+    inner.store.delete(keys[:1], deadline=soon())
+    store_chain(Subject(inner.store, inner.peek, inner.poke), keys[3:])
     removed = delete(as_store(store), keys) if verb == "delete" else store.clear(deadline=soon())
     # A clear gets a number from the pool and one from the store, and does not know how many pages are in both.
     assert removed == (5 if verb == "delete" else 4)
@@ -500,18 +516,18 @@ def test_calls_in_flight_end_with_the_store_they_began_with_when_it_is_replaced(
     old, new = Gated(), Gated()
     store, keys, more = shared(old, 2), make_keys(3), make_keys(3, "more")
     store_chain(as_store(store), keys)
-    store_chain(Store(old, old.peek, old.poke), more)
+    store_chain(Subject(old.store, old.peek, old.poke), more)
     old.fail_pages = set(more[2:])
     old.read_gate.clear()
     answers: list[list[GetOutcome]] = []
     threads = start_threads(lambda: answers.append(load(as_store(store), more)))
     wait_for(lambda: old.gets == 1)
-    store.slot.replace(lambda: new)
-    wait_for(lambda: store.parts == (new,))
+    store.slot.replace(lambda: new.store)
+    wait_for(lambda: store.stores == (new.store,))
     assert load(as_store(store), more) == [MISS] * 3, "a call of the new store waited for one of the old store"
     assert old.closes == 0
     before = store.statistics().errors
-    old.count("planned")
+    old.store.batch_exists(more, deadline=soon(-1))
     assert store.statistics().errors != before, "errors of the old store do not count while its calls are in flight"
     old.read_gate.set()
     join_all(threads)
@@ -528,33 +544,33 @@ def test_the_errors_of_replaced_stores_stay_in_the_totals() -> None:
     totals = store.statistics().errors
     assert totals == {"down": 1}
     store.slot.replace(None)
-    assert store.statistics().errors == totals and store.parts == ()
+    assert store.statistics().errors == totals and store.stores == ()
     assert (exists(as_store(store), keys), store_chain(as_store(store), keys)) == (0, [STORED] * 2)
     second = Gated()
-    store.slot.replace(lambda: second)
-    wait_for(lambda: store.parts == (second,))
+    store.slot.replace(lambda: second.store)
+    wait_for(lambda: store.stores == (second.store,))
     assert store.statistics().errors == totals
     second.down = True
     assert store_chain(as_store(store), keys) == [PRESENT] * 2
-    assert store.statistics().errors == {"down": 2}
+    assert store.statistics().errors == {"down": 3}
     assert load(as_store(store), keys) == [HIT] * 2
 
 
 def test_a_store_of_another_namespace_is_rejected() -> None:
     for codec in (FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), FrameCodec(NAMESPACE, PAYLOAD_BYTES + 1)):
         with pytest.raises(InvalidInput):
-            SharedStore(CODEC, PagePool(0), MemoryBackend(codec))
+            SharedStore(CODEC, PagePool(0), memory_store(codec))
         store = shared(None)
-        store.slot.replace(lambda codec=codec: MemoryBackend(codec))  # type: ignore[misc]
+        store.slot.replace(lambda codec=codec: memory_store(codec))  # type: ignore[misc]
         wait_for(lambda store=store: store.slot.open_failures > 0)  # type: ignore[misc]
-        assert store.parts == ()
+        assert store.stores == ()
 
 
 # All at once
 
 
-class Reopened(Troubled):
-    """A store that can be opened again, with its pages."""
+class Kept(Troubled):
+    """A driver that keeps its pages when it is closed, for the next store."""
 
     def close(self) -> None:
         self.closes += 1
@@ -565,8 +581,8 @@ class Reopened(Troubled):
 def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pages: int) -> None:
     """Threads read, store and delete two chains while another detaches and attaches the store. Each read compares the
     bytes of its hits."""
-    inner = Reopened()
-    store = shared(inner, pool_pages)
+    inner = Kept()
+    store = in_front_of(bare(inner, CODEC), pool_pages)
     chains = [make_keys(8, name) for name in ("one", "other")]
     ended = threading.Event()
 
@@ -574,10 +590,10 @@ def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pag
         dice = random.Random(seed + number)
         if number == 0:
             while not ended.is_set():
-                if store.parts:
+                if store.stores:
                     store.slot.replace(None)
                 else:
-                    store.slot.start(inner)
+                    store.slot.start(bare(inner, CODEC))
             return
         try:
             churn_all(as_store(store), chains[number % 2], dice)
@@ -586,15 +602,15 @@ def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pag
                 ended.set()
 
     in_threads(7, use)
-    if not store.parts:
-        store.slot.start(inner)
+    if not store.stores:
+        store.slot.start(bare(inner, CODEC))
     for keys in chains:
         delete(as_store(store), keys)
         assert load(as_store(store), keys) == [MISS] * 8
     assert inner.pages == 0 and store.statistics().corrupt == {}
 
 
-def churn_all(store: Store, keys: list[bytes], dice: random.Random, rounds: int = 150) -> None:
+def churn_all(store: Subject, keys: list[bytes], dice: random.Random, rounds: int = 150) -> None:
     for _ in range(rounds):
         first = dice.randrange(len(keys))
         some = keys[first : first + dice.randrange(1, 6)]
@@ -612,7 +628,7 @@ def churn_all(store: Store, keys: list[bytes], dice: random.Random, rounds: int 
 
 @pytest.mark.parametrize("seed", seeds(3))
 def test_many_readers_and_writers_of_few_pages_lose_nothing(seed: int) -> None:
-    store = shared(Troubled(), 4)
+    store = in_front_of(bare(Troubled(), CODEC), 4)
     keys = make_keys(12)
     in_threads(8, lambda number: churn(as_store(store), keys, random.Random(seed + number), rounds=100))
     delete(as_store(store), keys)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import MISS, BackendContract, OpenStore, SoleBackendContract, Store
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.testing import MISS, DriverContract, OpenStore, SoleDriverContract, Subject, bare
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 LARGE, SMALL = 8 << 20, 1 << 20
 
 
-def shared(codec: FrameCodec, pool: PagePool, inner: Store) -> Store:
+def shared(codec: FrameCodec, pool: PagePool, inner: Subject) -> Subject:
     """Return a shared store. Its `write` damages the store behind it, and first removes the page from the pool so that
     a read gets the damaged one."""
     backend = SharedStore(codec, pool, inner.backend)
@@ -32,16 +32,16 @@ def shared(codec: FrameCodec, pool: PagePool, inner: Store) -> Store:
             inner.write(key, data)
         pool.check()
 
-    return Store(backend, inner.read, write)
+    return Subject(backend, inner.read, write)
 
 
-def memory(codec: FrameCodec) -> Store:
-    backend = MemoryBackend(codec)
-    return Store(backend, backend.peek, backend.poke)
+def memory(codec: FrameCodec) -> Subject:
+    driver = MemoryDriver()
+    return Subject(bare(driver, codec), driver.peek, driver.poke)
 
 
-class TestOverMemory(SoleBackendContract):
-    late = frozenset({*SoleBackendContract.late, MISS, SetOutcome.REJECTED})  # with a pool, those of the pool
+class TestOverMemory(SoleDriverContract):
+    late = frozenset({*SoleDriverContract.late, MISS, SetOutcome.REJECTED})  # with a pool, those of the pool
 
     @pytest.fixture(params=[SMALL, 0], ids=["pool", "no-pool"])
     def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
@@ -49,7 +49,7 @@ class TestOverMemory(SoleBackendContract):
         return lambda codec: shared(codec, pool, memory(codec))
 
 
-class TestOverFile(BackendContract):
+class TestOverFile(DriverContract):
     machine_examples = 15
 
     @pytest.fixture

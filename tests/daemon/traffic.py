@@ -7,8 +7,9 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.remote import RemoteBackend
-from hicache.backends.testing import empty_frames, full_frames, make_keys, soon
+from hicache.backends.remote import RemoteDriver
+from hicache.backends.store import Store
+from hicache.backends.testing import empty_frames, full_frames, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
 from hicache.keys import PAGE_KEY_BYTES
@@ -51,10 +52,10 @@ class BusyDaemon(Daemon):
         (self.folder / "away").rename(self.folder / "shared")
 
     @contextmanager
-    def engine(self, label: str) -> Iterator[RemoteBackend]:
+    def engine(self, label: str) -> Iterator[Store]:
         """Yield a client with a namespace derived from `label`. Its pages travel as bodies over the Unix socket."""
         codec = FrameCodec(label.encode().ljust(PAGE_KEY_BYTES, b".")[:PAGE_KEY_BYTES], PAGE_BYTES, label=label)
-        with closing(RemoteBackend(codec, RemoteStorageOptions(socket=self.socket))) as backend:
+        with closing(store_of(RemoteDriver, codec, RemoteStorageOptions(socket=self.socket))) as backend:
             yield backend
 
     def serve(self, engines: int = 2, rounds: int = 3, pages: int = 16) -> None:

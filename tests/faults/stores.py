@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hicache.backends.base import StorageBackend
 from hicache.backends.registry import BackendSpec, open_spec
+from hicache.backends.storage import Storage
 from hicache.backends.testing import NAMESPACE
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendUnavailable
@@ -66,19 +66,19 @@ class Hurt:
     @contextmanager
     def far(
         self, *, timeout_s: float = TIMEOUT_S, guard: dict[str, Any] | None = None
-    ) -> Iterator[StorageBackend]:
+    ) -> Iterator[Storage]:
         """Open a backend through the proxy; with `guard`, behind a guard with these options."""
         type_name, options = self.server.storage(timeout=timeout_s, **self.kind.through(self.proxy.port))
         yield from _opened(BackendSpec(type_name, options, None if guard is None else GuardConfig(**guard)))
 
     @contextmanager
-    def near(self) -> Iterator[StorageBackend]:
+    def near(self) -> Iterator[Storage]:
         """Open a backend that connects directly to the server."""
         type_name, options = self.server.storage(timeout=PATIENCE_S)
         yield from _opened(BackendSpec(type_name, options, None))
 
 
-def _opened(spec: BackendSpec) -> Iterator[StorageBackend]:
+def _opened(spec: BackendSpec) -> Iterator[Storage]:
     backend = wait_until_made(lambda: open_spec(spec, CODEC), BackendUnavailable)  # there is no fault so far
     try:
         yield backend

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
-from hicache.backends.guard import Direction as Way
-from hicache.backends.guard import GuardedBackend, Override
+from hicache.backends.base import Direction as Way
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.guard import Override
+from hicache.backends.storage import Storage
+from hicache.backends.store import Store
 from hicache.backends.testing import empty_frames, full_frames, holds, make_keys, soon
 from hicache.lab.devservers import DevService
 from tests.faults.stores import CODEC, KINDS, PATIENCE_S, QUICK, TIMEOUT_S, Hurt, Kind
@@ -118,7 +120,7 @@ def _heal(hurt: Hurt, row: Row) -> None:
 class Cells:
     """Runs the verbs under a fault and checks them. Some pages are stored before the fault, some are new."""
 
-    def __init__(self, row: Row, far: StorageBackend, near: StorageBackend) -> None:
+    def __init__(self, row: Row, far: Storage, near: Storage) -> None:
         self.far = far
         self.near = near
         self.row = row
@@ -181,7 +183,7 @@ def test_a_fault_costs_pages_and_nothing_else(hurt: Hurt, row: Row) -> None:
         cells = Cells(row, far, near)
         # Its connections are open when the fault begins.
         wait_for(lambda: far.batch_exists(cells.stored, deadline=soon()) == 3)
-        assert isinstance(guarded, GuardedBackend)
+        assert isinstance(guarded, Store)
         _apply(hurt, row)
         try:
             for verb in VERBS:
@@ -194,7 +196,7 @@ def test_a_fault_costs_pages_and_nothing_else(hurt: Hurt, row: Row) -> None:
         _works_again(cells, guarded)
 
 
-def _hold_off(guarded: GuardedBackend, row: Row, stored: list[bytes]) -> None:
+def _hold_off(guarded: Store, row: Row, stored: list[bytes]) -> None:
     """Use the store until its guard is open in the directions that the fault affects."""
     new = make_keys(2, f"guarded {row.name}")
 
@@ -206,7 +208,7 @@ def _hold_off(guarded: GuardedBackend, row: Row, stored: list[bytes]) -> None:
     guarded.check()
 
 
-def _works_again(cells: Cells, guarded: GuardedBackend) -> None:
+def _works_again(cells: Cells, guarded: Store) -> None:
     wait_for(lambda: guarded.may_pass(Way.READ) and guarded.may_pass(Way.WRITE))
     keys = make_keys(2, "after")
     cells.near.delete(keys, deadline=soon())
@@ -216,12 +218,12 @@ def _works_again(cells: Cells, guarded: GuardedBackend) -> None:
         wait_for(functools.partial(_loads, backend, keys))
 
 
-def _stores(backend: StorageBackend, keys: list[bytes]) -> bool:
+def _stores(backend: Storage, keys: list[bytes]) -> bool:
     outcomes = backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon())
     return all(outcome.is_stored for outcome in outcomes)
 
 
-def _loads(backend: StorageBackend, keys: list[bytes]) -> bool:
+def _loads(backend: Storage, keys: list[bytes]) -> bool:
     frames = empty_frames(CODEC, len(keys))
     outcomes = backend.batch_get(keys, frames, deadline=soon())
     hits = [position for position, outcome in enumerate(outcomes) if outcome is HIT]
@@ -241,7 +243,7 @@ def test_the_breaker_stops_calls_to_a_store_that_is_down(hurt: Hurt, mode: Overr
 
     # Long back-offs, so that no probe occurs during the test.
     with hurt.far(guard={**QUICK, "backoff_min": 60.0, "backoff_max": 60.0}) as guarded:
-        assert isinstance(guarded, GuardedBackend)
+        assert isinstance(guarded, Store)
         hurt.proxy.set(Faults(stall=DOWN))
         try:
             wait_for(lambda: not guarded.may_pass(Way.READ), read)

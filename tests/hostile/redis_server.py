@@ -27,9 +27,9 @@ from typing import Any
 
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.raw import StoredPage
-from hicache.backends.redis import RedisBackend
+from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.raw import RedisRawStore
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, full_frames, make_keys
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, full_frames, make_keys, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
@@ -288,7 +288,8 @@ def run_round(seed: int) -> Counter[str]:
         log.addHandler(texts)
         cleanup.callback(log.removeHandler, texts)
         try:
-            for open_store, use in ((functools.partial(RedisBackend, CODEC), _use_backend), (RedisRawStore, _use_raw)):
+            open_backend = functools.partial(store_of, RedisDriver, CODEC)
+            for open_store, use in ((open_backend, _use_backend), (RedisRawStore, _use_raw)):
                 server.hostile = dice.random() < 0.3  # while the store is opened; later always
                 _round(open_store, use, _options(mode, server.port), server, counts, texts)
         except BaseException as error:

@@ -22,9 +22,10 @@ from typing import TypeVar
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.raw import StoredPage
-from hicache.backends.s3 import S3Backend, S3RawStore
+from hicache.backends.s3 import S3Driver, S3RawStore
 from hicache.backends.s3.objects import object_name
-from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, holds, make_keys
+from hicache.backends.store import Store
+from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, holds, make_keys, store_of
 from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
@@ -283,7 +284,7 @@ class _Verbs:
             for key, frame, parent in zip(_KEYS, self._frames, parents, strict=True)
         }
         self._page = StoredPage(NAMESPACE, _KEYS[0], PAGE, None)
-        self.backend: S3Backend = _open(lambda: S3Backend(CODEC, self._options))
+        self.backend: Store = _open(lambda: store_of(S3Driver, CODEC, self._options))
         self._raw: S3RawStore = _open(lambda: S3RawStore(self._options))
         self.verbs: dict[str, Callable[[], object]] = {
             "get": self.get, "set": self._set, "exists": self._exists, "delete": self._delete, "usage": self._usage,
@@ -291,7 +292,7 @@ class _Verbs:
             "read": lambda: self._raw.read(self._page, 1 << 30),
             "write": lambda: self._raw.write(self._page, b"x" * PAGE, None),
             "remove": lambda: self._raw.remove([self._page]),
-            "open": lambda: S3Backend(CODEC, self._options).close(),
+            "open": lambda: store_of(S3Driver, CODEC, self._options).close(),
             "open raw": lambda: S3RawStore(self._options).close(),
         }  # fmt: skip
 

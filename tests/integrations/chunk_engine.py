@@ -12,14 +12,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.memory import MemoryDriver
 from hicache.backends.opening import StorageOpener
+from hicache.backends.storage import Storage
+from hicache.backends.testing import bare
 from hicache.config import HiCacheConfig
 from hicache.frame import FrameCodec, PageBuffer
 from hicache.integrations.vllm_tier.identity import ChunkGroup, ChunkLayout, chunk_keys
 from hicache.integrations.vllm_tier.tier import ChunkTier, Ended
 from hicache.keys import Namespace
+from tests.passing import Passing
 from tests.waiting import wait_for
 
 ROWS = 64
@@ -60,14 +63,26 @@ class Store:
         self.fails = self.lies = False
         self.pages_asked = 0
         self.closed: list[bytes] = []  # by namespace
-        self.pages: dict[bytes, dict[bytes, bytes]] = {}
+        self.drivers: dict[bytes, MemoryDriver] = {}  # by namespace
         self._capacity_bytes = capacity_bytes
 
-    def open(self, namespace: Namespace) -> StorageBackend:
+    def open(self, namespace: Namespace) -> Storage:
         if self.refuses is not None:
             raise self.refuses
         codec = FrameCodec(namespace.digest, namespace.shape.payload_bytes)
-        return _Backend(self, codec, self.pages.setdefault(namespace.digest, {}), self._capacity_bytes)
+        driver = self.drivers.setdefault(namespace.digest, MemoryDriver(self._capacity_bytes))
+        return _Backend(self, bare(driver, codec))
+
+    @property
+    def driver(self) -> MemoryDriver:
+        """The driver of the pages of NAMESPACE."""
+        return self.drivers[NAMESPACE.digest]
+
+    def damage(self, key: bytes, at: int = 1000) -> None:
+        """Flip a bit of a page of NAMESPACE."""
+        page = bytearray(self.driver.peek(key) or b"")
+        page[at] ^= 1
+        self.driver.poke(key, bytes(page))
 
     def release(self) -> None:
         for event in (self.reads, self.writes, self.lookups):
@@ -81,12 +96,10 @@ class Store:
             assert event.wait(30)
 
 
-class _Backend(MemoryBackend):
-    def __init__(
-        self, store: Store, codec: FrameCodec, pages: dict[bytes, bytes], capacity_bytes: int | None
-    ) -> None:
-        super().__init__(codec, capacity_bytes)
-        self._store, self._pages = store, pages
+class _Backend(Passing):
+    def __init__(self, store: Store, inner: Storage) -> None:
+        super().__init__(inner)
+        self._store = store
 
     def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
         self._store.pass_or_hang(self._store.lookups)
@@ -206,7 +219,7 @@ def engine_on(store: Store | str, **options: object) -> Iterator[ChunkEngine]:
         engine.tier.close()
 
 
-def _file_opener(folder: str) -> Callable[[Namespace], StorageBackend]:
+def _file_opener(folder: str) -> Callable[[Namespace], Storage]:
     opener = StorageOpener(HiCacheConfig.model_validate({"storage": {"type": "file", "options": {"path": folder}}}))
     return lambda namespace: opener.open(
         opener.codec(namespace.digest, CHUNK_BYTES, weights_epoch=namespace.weights_epoch, label="")

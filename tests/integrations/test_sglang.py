@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hicache.backends.guard import Direction
+from hicache.backends.base import Direction
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import FrameCodec

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.guard import Direction
+from hicache.backends.base import Direction, GetOutcome, SetOutcome
 from hicache.config import HiCacheConfig
 from hicache.errors import BackendError, ConfigError
 from hicache.geometry import PageShape, Piece

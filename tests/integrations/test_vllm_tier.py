@@ -57,9 +57,7 @@ def test_a_damaged_chunk_is_a_miss_and_is_not_offered_again(in_place: bool) -> N
     names, store = names_of("a", 3), Store()
     with engine_on(store, in_place=in_place) as engine:
         engine.save(names)
-        pages = store.pages[NAMESPACE.digest]
-        key = chunk_keys(ROOT)(names[1])
-        pages[key] = pages[key][:1000] + bytes([pages[key][1000] ^ 1]) + pages[key][1001:]
+        store.damage(chunk_keys(ROOT)(names[1]))
         assert engine.find(names) == [True, True, True]
         assert engine.fetch(names) == [names[0], names[2]]
         assert engine.find(names) == [True, False, True]  # otherwise vLLM would promote it in each step
@@ -72,8 +70,10 @@ def test_two_swapped_chunks_are_misses() -> None:
     names, store = names_of("a", 2), Store()
     with engine_on(store) as engine:
         engine.save(names)
-        pages, (one, other) = store.pages[NAMESPACE.digest], map(chunk_keys(ROOT), names)
-        pages[one], pages[other] = pages[other], pages[one]
+        keys = list(map(chunk_keys(ROOT), names))
+        pages = [store.driver.peek(key) or b"" for key in keys]
+        for key, page in zip(keys, reversed(pages), strict=True):
+            store.driver.poke(key, page)
         assert engine.fetch(names) == []
 
 
@@ -121,7 +121,7 @@ def test_older_chunks_are_not_found_after_a_reset() -> None:
         assert engine.save(names) == names
         assert engine.find(names, "later") == [True] * 4
         wait_for(lambda: store.closed == [NAMESPACE.digest], engine.step)
-    assert len(store.pages) == 2
+    assert len(store.drivers) == 2
     with engine_on(store) as engine:  # without a reset
         assert engine.find(names) == [True] * 4
 
@@ -131,7 +131,7 @@ def test_waiting_chunks_are_stored_before_the_tier_closes() -> None:
     with engine_on(store) as engine:
         for name in names:
             engine.begin([name], load=False)
-    assert len(store.pages[NAMESPACE.digest]) == 8
+    assert store.driver.measure().pages == 8
 
 
 def test_a_store_that_is_down_at_the_start_is_opened_later() -> None:

@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from hicache.backends.guard import Direction
+from hicache.backends.base import Direction
 from hicache.errors import BackendError
 from hicache.integrations.vllm_tier.identity import chunk_keys
 from hicache.integrations.vllm_tier.jobs import Job
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
-from .chunk_engine import CHUNK_BYTES, NAMESPACE, ROOT, ROWS, ChunkEngine, Store, engine_on, names_of
+from .chunk_engine import CHUNK_BYTES, ROOT, ROWS, ChunkEngine, Store, engine_on, names_of
 
 BOTH_WAYS = pytest.mark.parametrize("in_place", [False, True])
 # Short deadlines, for tests that wait for the end of a hang.
@@ -48,9 +48,8 @@ def test_a_hit_whose_buffer_was_not_filled_is_a_miss(in_place: bool) -> None:
     names, store = names_of("a", 3), Store()
     with engine_on(store, in_place=in_place) as engine:
         engine.save(names)
-        pages = store.pages[NAMESPACE.digest]
-        for key, page in list(pages.items()):
-            pages[key] = page[:1000] + bytes([page[1000] ^ 1]) + page[1001:]
+        for key in store.driver.keys(0.0):
+            store.damage(key)
         assert engine.fetch(names) == []  # damaged; the bytes that were read are still in a buffer
         store.lies = True
         assert engine.fetch(names) == []
@@ -81,7 +80,7 @@ def test_a_job_abandoned_before_its_rows_are_read_stores_nothing(in_place: bool)
 
         engine.tier._write(job, abandon)
         engine.tier._gate.slot.leave(opened)
-        assert not job.done and not store.pages[NAMESPACE.digest]
+        assert not job.done and not store.driver.measure().pages
 
 
 # Stores that hang
@@ -126,7 +125,7 @@ def test_a_hanging_cascade_stores_the_contents_of_its_rows_at_its_start() -> Non
         store.writes.clear()
         assert engine.save(names) == []  # the rows have other KV now
         store.release()
-        wait_for(lambda: len(store.pages[NAMESPACE.digest]) == 3)
+        wait_for(lambda: store.driver.measure().pages == 3)
         wait_for(lambda: engine.fetch(names) == names)
 
 
@@ -162,7 +161,7 @@ def test_a_reset_ends_within_its_deadline_and_does_not_touch_the_rows() -> None:
         assert set(jobs) <= set(engine.ended), "vLLM empties its primary tier after the reset"
         store.release()
         # Before the tier closes, which takes at most 100 ms. A late write goes to the namespace in which it began.
-        wait_for(lambda: len(store.pages[NAMESPACE.digest]) == 5)
+        wait_for(lambda: store.driver.measure().pages == 5)
     assert engine.is_clean()
 
 
@@ -216,12 +215,13 @@ def test_no_wrong_chunk_is_delivered_under_random_faults_of_the_store(seed: int)
             engine.tier.lookup(dice.choice(names), dice.choice("rst"))
             if dice.random() < 0.1:
                 engine.tier.forget(dice.choice("rst"))
-            pages = store.pages[NAMESPACE.digest]
-            stored = list(pages)
+            driver = store.driver
+            stored = list(driver.keys(0.0))
             if stored and dice.random() < 0.2:
                 victim, other = dice.choice(stored), dice.choice(stored)
-                page = pages.get(victim, b"")
-                pages[victim] = dice.choice([page[:300] + b"\0" + page[301:], page[:4096], pages.get(other, b"")])
+                page = driver.peek(victim) or b""
+                changed = [page[:300] + b"\0" + page[301:], page[:4096], driver.peek(other) or b""]
+                driver.poke(victim, dice.choice(changed))
             if dice.random() < 0.1:
                 store.raises = None if store.raises else BackendError("down")
             engine.step()

@@ -8,11 +8,14 @@ import random
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.storage import Storage
+from hicache.backends.testing import bare
 from hicache.errors import BackendError
 from hicache.frame import HEADER_BYTES, FrameCodec
 from hicache.keys import Namespace
+from tests.passing import Passing
 from tests.simulation.memory import JUNK, Finding
 from tests.stamps import Stamps
 
@@ -35,8 +38,8 @@ class Surroundings(Protocol):
         """Return an exception that a worker raises now; usually None."""
 
 
-class SimulatedStorage(MemoryBackend):
-    """A memory backend with faults, and pauses before and after every page. `close` keeps its pages.
+class SimulatedStorage(Passing):
+    """A memory store with faults, and pauses before and after every page. `close` keeps its pages.
 
     It follows the contract: an outcome other than HIT leaves junk in the frame, which the caller must not use. It
     compares every stored frame with the bytes of its page under the weights of `epoch`, and reports calls while it is
@@ -46,7 +49,8 @@ class SimulatedStorage(MemoryBackend):
     def __init__(
         self, codec: FrameCodec, capacity_bytes: int, server: Stores, epoch: int, around: Surroundings
     ) -> None:
-        super().__init__(codec, capacity_bytes)
+        self._driver = MemoryDriver(capacity_bytes)
+        super().__init__(bare(self._driver, codec))
         self.epoch = epoch
         self.users = 0
         self.known: set[bytes] = set()  # keys of all pages that have ever been stored
@@ -129,15 +133,16 @@ class SimulatedStorage(MemoryBackend):
 
     def lose_or_damage_page(self) -> None:
         """Remove or damage one stored page."""
-        if not self._pages:
+        keys = list(self._driver.keys(math.inf))
+        if not keys:
             return
-        key = self.random.choice(list(self._pages))
+        key = self.random.choice(keys)
         if self.random.random() < 0.5:
             self.delete([key], deadline=math.inf)
             return
-        frame = bytearray(self._pages[key])
+        frame = bytearray(self._driver.peek(key) or b"")
         frame[self.random.randrange(HEADER_BYTES + self.codec.payload_bytes)] ^= 1 << self.random.randrange(8)
-        self._pages[key] = bytes(frame)
+        self._driver.poke(key, bytes(frame))
 
     def _require_correct(self, key: bytes, frame: memoryview) -> None:
         if frame[HEADER_BYTES : HEADER_BYTES + self.codec.payload_bytes] != self._stamps.payload(key, self.epoch):
@@ -171,13 +176,13 @@ class Stores:
             self._by_epoch[epoch] = store
         return store
 
-    def open_now(self, epoch: int) -> StorageBackend:
+    def open_now(self, epoch: int) -> Storage:
         """Open the store of an epoch. The caller closes it."""
         store = self.of(epoch)
         store.users += 1
         return store
 
-    def open(self, epoch: int) -> StorageBackend:
+    def open(self, epoch: int) -> Storage:
         """As `open_now`, on a worker. Other actions run during the call, and it may fail."""
         self._around.elsewhere()
         mishap = self._around.mishap()

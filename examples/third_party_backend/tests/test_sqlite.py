@@ -7,28 +7,31 @@ import time
 from pathlib import Path
 
 import pytest
-from hicache_sqlite import SqliteBackend, SqliteRawStore
+from hicache_sqlite import SqliteDriver, SqliteRawStore
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.errors import StoreError
-from hicache.backends.limit import LimitedBackend
-from hicache.backends.registry import BackendSpec, open_backend, open_raw
+from hicache.backends.registry import BackendSpec, open_raw
 from hicache.backends.testing import (
     MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
     SET_ERROR,
     STORED,
-    BackendContract,
+    DriverContract,
     OpenRaw,
     OpenStore,
     RawContract,
-    Store,
+    Subject,
+    bare,
+    driver_of,
     full_frames,
     load,
     make_keys,
+    open_backend,
     soon,
     store_chain,
+    store_of,
 )
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
@@ -37,7 +40,7 @@ CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 WHERE = "WHERE namespace = ? AND key = ?"
 
 
-def opened(path: Path, codec: FrameCodec = CODEC) -> Store:
+def opened(path: Path, codec: FrameCodec = CODEC) -> Subject:
     """Return the store at `path`, with raw access to its pages by SQL."""
 
     def read(key: bytes) -> bytes | None:
@@ -48,14 +51,14 @@ def opened(path: Path, codec: FrameCodec = CODEC) -> Store:
 
     def write(key: bytes, data: bytes) -> None:
         db = sqlite3.connect(path)
-        db.execute(f"UPDATE pages SET frame = ? {WHERE}", (data, codec.namespace, key))
+        db.execute("REPLACE INTO pages(namespace, key, used, frame) VALUES(?, ?, 0, ?)", (codec.namespace, key, data))
         db.commit()
         db.close()
 
-    return Store(SqliteBackend(codec, path), read, write)
+    return Subject(store_of(SqliteDriver, codec, path), read, write)
 
 
-class TestSqliteBackend(BackendContract):
+class TestSqliteDriver(DriverContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: opened(tmp_path / "pages.db", codec)
@@ -93,8 +96,7 @@ def test_a_full_store_rejects_pages_and_a_read_only_store_reports_errors(
     tmp_path: Path, pragma: str, outcome: SetOutcome, errors: dict[str, int]
 ) -> None:
     store, keys = opened(tmp_path / "pages.db"), make_keys(30)
-    assert isinstance(store.backend, SqliteBackend)
-    store.backend._db.execute(f"PRAGMA {pragma}").fetchall()
+    driver_of(store.backend, SqliteDriver)._db.execute(f"PRAGMA {pragma}").fetchall()
     assert store_chain(store, keys) == [outcome] * 30
     assert store.backend.statistics().errors == errors
     assert load(store, keys) == [MISS] * 30
@@ -107,8 +109,9 @@ def test_a_disk_that_is_full_before_the_first_page_is_an_error(
     def full(deadline: float, *, writing: bool = False) -> None:
         raise StoreError("SQLITE_FULL")
 
-    backend, keys = SqliteBackend(CODEC, tmp_path / "pages.db"), make_keys(2)
-    monkeypatch.setattr(backend, "_locked", full)
+    driver, keys = SqliteDriver(CODEC, tmp_path / "pages.db"), make_keys(2)
+    monkeypatch.setattr(driver, "_locked", full)
+    backend = bare(driver, CODEC)
     assert backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon()) == [SET_ERROR] * 2
     assert backend.statistics().errors == {"SQLITE_FULL": 2}
     backend.close()
@@ -131,13 +134,13 @@ def test_a_failed_removal_can_be_retried(tmp_path: Path) -> None:
 def test_a_file_that_is_not_a_database_is_rejected_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("Dear diary, " * 100)
     with pytest.raises(BackendUnavailable, match="not a database"):
-        SqliteBackend(CODEC, tmp_path / "diary.txt")
+        SqliteDriver(CODEC, tmp_path / "diary.txt")
     assert (tmp_path / "diary.txt").read_text().startswith("Dear diary")
 
 
 def test_the_entry_point_is_found_by_name_and_unknown_options_are_rejected(tmp_path: Path) -> None:
     backend = open_backend("sqlite", CODEC, {"path": str(tmp_path / "pages.db")})
-    assert isinstance(backend, SqliteBackend)
+    assert driver_of(backend, SqliteDriver)
     backend.close()
     with pytest.raises(ConfigError, match="did you mean 'path'"):
         open_backend("sqlite", CODEC, {"pathh": str(tmp_path / "pages.db")})
@@ -146,8 +149,8 @@ def test_the_entry_point_is_found_by_name_and_unknown_options_are_rejected(tmp_p
 def test_a_store_with_a_raw_store_accepts_a_limit(tmp_path: Path) -> None:
     options = {"path": str(tmp_path / "pages.db"), "capacity_bytes": 10 * CODEC.frame_bytes}
     backend = open_backend("sqlite", CODEC, options)
-    assert isinstance(backend, LimitedBackend) and backend.usage().capacity_bytes == 10 * CODEC.frame_bytes
-    store = Store(backend, lambda key: None, lambda key, data: None)
+    assert backend.usage().capacity_bytes == 10 * CODEC.frame_bytes
+    store = Subject(backend, lambda key: None, lambda key, data: None)
     assert store_chain(store, make_keys(12))[:10] == [STORED] * 10
     backend.close()
     raw = open_raw(BackendSpec("sqlite", options))

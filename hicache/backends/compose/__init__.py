@@ -1,4 +1,4 @@
-"""Backends composed of other backends: levels and sharded sets. See docs/backends/composition.md."""
+"""Storage composed of several stores: levels and sharded sets. See docs/backends/composition.md."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ from ...config.storage import LevelsOptions, ShardedOptions
 from ...frame import FrameCodec
 from .composed import Part, open_composed
 from .copier import CopyStatistics
-from .levels import LevelsBackend, copies_of
-from .sharded import ShardCodec, ShardedBackend
+from .levels import Levels, copies_of
+from .sharded import ShardCodec, Shards
 
-__all__ = [
-    "CopyStatistics",
-    "LevelsBackend",
-    "Part",
-    "copies_of",
-    "open_levels",
-    "open_sharded",
-]
+__all__ = ["CopyStatistics", "Levels", "Part", "Shards", "copies_of", "open_levels", "open_sharded"]
 
 
-def open_levels(codec: FrameCodec, options: LevelsOptions) -> LevelsBackend:
-    """Open a backend of the type `levels`. Blocks and raises as opening each level does."""
+def open_levels(codec: FrameCodec, options: LevelsOptions) -> Levels:
+    """Open storage of the type `levels`. Blocks and raises as opening each level does."""
 
-    def compose(levels: list[Part]) -> LevelsBackend:
-        return LevelsBackend(
+    def compose(levels: list[Part]) -> Levels:
+        return Levels(
             codec, levels, promote=options.promote, cascade_bytes_max=options.cascade_bytes_max
         )
 
     return open_composed("levels", codec, options, compose)
 
 
-def open_sharded(codec: FrameCodec, options: ShardedOptions) -> ShardedBackend:
-    """Open a backend of the type `sharded`. Blocks and raises as opening each part does."""
+def open_sharded(codec: FrameCodec, options: ShardedOptions) -> Shards:
+    """Open storage of the type `sharded`. Blocks and raises as opening each part does."""
     shard_codec = ShardCodec(codec)
-    return open_composed("sharded", shard_codec, options, lambda parts: ShardedBackend(shard_codec, parts))
+    return open_composed("sharded", shard_codec, options, lambda parts: Shards(shard_codec, parts))

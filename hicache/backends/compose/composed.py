@@ -1,6 +1,6 @@
-"""The common base of all compositions: parts, each opened and closed once, and totals over them.
+"""The common base of all compositions: parts, each opened and closed once.
 
-Locking design: as `envelope`. The fields are set by the constructor and hold objects that lock themselves.
+Locking design: the fields are set by the constructor and hold objects that lock themselves.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ import contextlib
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ...errors import BackendError
 from ...frame import FrameCodec
-from ..base import BackendStatistics, GetOutcome, StorageBackend
-from ..envelope import Compound
 from ..registry import Options, open_spec, part_specs
+from ..storage import Storage
+from ..store import Store
 
 _log = logging.getLogger(__name__)
-
-# The error kind that is counted when a part raises an exception. A guarded part never does.
-INTERNAL = "internal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +26,33 @@ class Part:
     """One part of a composition, with its name."""
 
     name: str
-    backend: StorageBackend
+    storage: Storage
 
 
-class ComposedBackend(Compound):
-    """A backend made of several. Its statistics count a page as `corrupt`, with the reason `every_copy`, if no part had
-    a sound copy; the statistics of each part have the reasons. See Compound for the rest."""
+class Composed(Storage):
+    """Storage made of several parts, which it owns. Its parts check and count each call."""
 
     def __init__(self, codec: FrameCodec, parts: Sequence[Part]) -> None:
-        super().__init__(codec)
-        self._parts = tuple(part.backend for part in parts)
+        self.codec = codec
+        self._parts = tuple(part.storage for part in parts)
         self._names = tuple(part.name for part in parts)
+        self._stores = tuple(store for part in self._parts for store in part.stores)
 
     @property
-    def parts(self) -> Sequence[StorageBackend]:
-        """See Composite."""
-        return self._parts
+    def stores(self) -> tuple[Store, ...]:
+        """See Storage."""
+        return self._stores
 
     @property
-    def names(self) -> Sequence[str]:
-        """The names of the parts, in the order of `parts`."""
-        return self._names
+    def named_parts(self) -> list[tuple[str, Storage]]:
+        """The parts with their names, in the order of reads."""
+        return list(zip(self._names, self._parts, strict=True))
 
-    def statistics(self) -> BackendStatistics:
-        """See StorageBackend, and this class."""
-        found = super().statistics()
-        damaged = found.gets.get(GetOutcome.CORRUPT, 0)
-        return replace(found, corrupt={"every_copy": damaged} if damaged else {})
-
-    def shut(self) -> None:
-        """See Envelope. Closes every part, even if one raises; then raises the first BackendError."""
+    def close(self) -> None:
+        """See Storage. Closes every part, even if one raises; then raises the first BackendError."""
         self._before_parts_close()
         failures: list[BackendError] = []
-        for name, part in zip(self._names, self._parts, strict=True):
+        for name, part in self.named_parts:
             try:
                 part.close()
             except BackendError as error:
@@ -72,15 +63,15 @@ class ComposedBackend(Compound):
 
     @abstractmethod
     def _before_parts_close(self) -> None:
-        """Stop the threads that use the parts. REQUIRES: no verb is in flight."""
+        """Stop the threads that use the parts. Idempotent."""
 
 
-Composed = TypeVar("Composed", bound=ComposedBackend)
+Made = TypeVar("Made", bound=Composed)
 
 
 def open_composed(
-    type_name: str, codec: FrameCodec, options: Options, compose: Callable[[list[Part]], Composed]
-) -> Composed:
+    type_name: str, codec: FrameCodec, options: Options, compose: Callable[[list[Part]], Made]
+) -> Made:
     """Open all parts listed in `options` of the composition `type_name`, and compose them. If that fails, the open
     parts are closed and the error is raised.
 
@@ -98,4 +89,4 @@ def open_composed(
 
 def _close_quietly(part: Part) -> None:
     with contextlib.suppress(BackendError):  # an earlier error is being raised, and that one matters
-        part.backend.close()
+        part.storage.close()

@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from ...errors import InvariantError
 from ...frame import PageBuffer
 from ...supervised import LINGER_S, Beat, SupervisedPool
-from ..base import GetOutcome, SetOutcome, StorageBackend
+from ..base import GetOutcome, SetOutcome
 from ..calls import parent_outside
+from ..storage import Storage
 
 # The most that one call writes: large enough to outweigh a round trip, small enough that `close` can wait for it.
 _CALL_BYTES_MAX = 16 << 20
@@ -54,7 +55,7 @@ class _Run:
     back from `source` into `frames`."""
 
     parent: bytes | None
-    source: StorageBackend | None
+    source: Storage | None
     keys: list[bytes] = field(default_factory=list)
     frames: list[memoryview] = field(default_factory=list)
     outcomes: list[SetOutcome] = field(default_factory=list)
@@ -69,7 +70,7 @@ class Copier:
     REQUIRES: `bytes_max` holds at least one page; the part and the sources are closed after the copier.
     """
 
-    def __init__(self, part: StorageBackend, name: str, bytes_max: int) -> None:
+    def __init__(self, part: Storage, name: str, bytes_max: int) -> None:
         self._part = part
         self._codec = part.codec
         self._pages_max = bytes_max // part.codec.frame_bytes
@@ -88,7 +89,7 @@ class Copier:
 
     def submit(
         self, positions: Sequence[int], keys: Sequence[bytes], pages: Sequence[PageBuffer],
-        parents: Sequence[bytes | None], source: StorageBackend | None = None,
+        parents: Sequence[bytes | None], source: Storage | None = None,
     ) -> None:  # fmt: skip
         """Queue copies of the pages at `positions` of a batch, head first; drop the tail beyond the limit. The copies
         are read back from `source`, which has stored the pages; if it is None, they are staged now. Blocks only to copy

@@ -11,7 +11,7 @@ cascade may cost a later hit; a dropped promotion costs another slow read. A cas
 that stored them, so a store does not wait for lower levels. A failing level is skipped: the other levels are read and
 written. The next call tries it again; while it is down, its guard answers at once. A page may be on several levels.
 
-Locking design: as `envelope`; the copiers lock themselves.
+Locking design: the copiers lock themselves; everything else is set by the constructor.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...errors import InvalidInput
 from ...frame import FrameCodec, FrameHeader, PageBuffer, header_of
 from ...units import MIB
-from ..base import Composite, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage, watch_evictions
+from ..base import EvictionListener, GetOutcome, SetOutcome, Usage
 from ..calls import parent_outside, parents_of, runs
 from ..chains import parent_in
-from .composed import ComposedBackend, Part
+from ..storage import Storage
+from .composed import Composed, Part
 from .copier import Copier, CopyStatistics
+from .interleave import interleaved_prefix
 
-# The limit of calls in one lookup. Usually one level has the whole prefix, or one its head and another its tail: 3
-# calls with two levels. If pages alternate more often between levels, the lookup reports the pages found so far.
-LOOKUPS_MAX = 16
 # `close` writes waiting copies for at most this long. An engine has 5 s for its whole shutdown, and a call of a hanging
 # level may take 3 s.
 CLOSE_COPIES_S = 1.5
@@ -43,50 +42,56 @@ _READ_ORDER = (GetOutcome.HIT, GetOutcome.ERROR, GetOutcome.CORRUPT, GetOutcome.
 _STORE_ORDER = (SetOutcome.PRESENT, SetOutcome.STORED, SetOutcome.ERROR, SetOutcome.REJECTED)
 
 
-class LevelsBackend(ComposedBackend):
-    """Several backends that are read in order; the first one is written. See the module's docstring, ComposedBackend.
+class Levels(Composed):
+    """Several levels that are read in order; the first one is written. See the module's docstring, and Composed.
 
-    `promote` turns promotion on; at most `cascade_bytes_max` bytes of copies may wait for each level. Thread-safe. Owns
+    `promote` turns promotion on; at most `cascade_bytes_max` bytes of copies may wait for each level, and None means no
+    copies at all. Thread-safe. Owns
     `levels`. Raises InvalidInput for fewer than two levels or a `cascade_bytes_max` below one page.
     """
 
     def __init__(
-        self, codec: FrameCodec, levels: Sequence[Part], *, promote: bool = True, cascade_bytes_max: int = 256 * MIB
+        self, codec: FrameCodec, levels: Sequence[Part], *, promote: bool = True,
+        cascade_bytes_max: int | None = 256 * MIB,
     ) -> None:
         if len(levels) < 2:
             raise InvalidInput(f"levels: {len(levels)} levels are too few; list two or more")
-        if cascade_bytes_max < codec.frame_bytes:
+        if cascade_bytes_max is not None and cascade_bytes_max < codec.frame_bytes:
             raise InvalidInput(
                 f"levels: cascade_bytes_max: {cascade_bytes_max} bytes is less than one page; use at least "
                 f"{codec.frame_bytes} bytes"
             )
         super().__init__(codec, levels)
-        self._promotes = promote
-        self._copiers = [Copier(level.backend, level.name, cascade_bytes_max) for level in levels]
+        self._promotes = promote and cascade_bytes_max is not None
+        self._copiers: list[Copier] = []
+        if cascade_bytes_max is not None:
+            self._copiers = [Copier(level.storage, level.name, cascade_bytes_max) for level in levels]
 
     def copies(self) -> dict[str, CopyStatistics]:
         """Return, by level name, the statistics of background copies to that level."""
-        return {name: copier.statistics() for name, copier in zip(self._names, self._copiers, strict=True)}
+        return {name: copier.statistics() for name, copier in zip(self._names, self._copiers, strict=False)}
 
-    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. A page counts if any level has it. Looks in one level after the other, each time from the first
-        page not found so far, until no level finds more."""
-        found = without = calls = 0
-        while found < len(keys) and without < len(self._parts) and calls < LOOKUPS_MAX:
-            level = self._parts[calls % len(self._parts)]
-            more = level.batch_exists(keys[found:] if found else keys, deadline=deadline)
-            calls += 1
-            found += more
-            # A level that found pages stopped at one that it does not have.
-            without = 1 if more else without + 1
-        return found
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See Storage. A page counts if any level has it."""
 
-    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Envelope. A page counts if any level has it."""
+        def look_in(level: Storage) -> Callable[[int], int]:
+            return lambda found: level.batch_exists(keys[found:] if found else keys, deadline=deadline)
+
+        return interleaved_prefix(len(keys), [look_in(level) for level in self._parts])
+
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        """See Storage. A page counts if any level has it."""
         return _any_has(self._parts, keys, deadline)
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. Reads from each level the pages that the levels above did not serve. Without a sound copy, the
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+        """See Storage. Touches the pages on all levels. A page is missing only if no level may have it."""
+        missing = [set(level.batch_touch(keys, deadline=deadline)) for level in self._parts]
+        return list(set.intersection(*missing))
+
+    def batch_get(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See Storage. Reads from each level the pages that the levels above did not serve. Without a sound copy, the
         outcome is ERROR if a failed level may have the page, or else CORRUPT if a copy was damaged."""
         outcomes = self._parts[0].batch_get(keys, pages, deadline=deadline)
         missing = [p for p, outcome in enumerate(outcomes) if outcome is not GetOutcome.HIT]
@@ -110,13 +115,13 @@ class LevelsBackend(ComposedBackend):
                 copier.submit([p for p in positions if outcomes[p] is GetOutcome.HIT], keys, pages, parents)
         return outcomes
 
-    def put(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope. The outcome is STORED if the call wrote the page to at least one level, and no level reported
+        """See Storage. The outcome is STORED if the call wrote the page to at least one level, and no level reported
         it PRESENT."""
-        parents = parents_of(keys, parent)
         outcomes = list(self._parts[0].batch_set(keys, pages, parent=parent, deadline=deadline))
+        parents = parents_of(keys, parent)
         stored_on = [0] * len(keys)
         for number, level in enumerate(self._parts[1:], 1):
             for run in runs([p for p, outcome in enumerate(outcomes) if not outcome.is_stored]):
@@ -133,15 +138,16 @@ class LevelsBackend(ComposedBackend):
         return outcomes
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See EvictionNotices. Only the last level notifies: pages evicted from another level have copies below it."""
-        watch_evictions(self._parts[-1], listener)
+        """See Storage. Only the last level notifies: pages evicted from another level have copies below it."""
+        self._parts[-1].watch_evictions(listener)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. Removes the pages from all levels; a page on several levels counts once.
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See Storage. Removes the pages from all levels; a page on several levels counts once.
 
         Looks the pages up first, because the levels' counts alone do not show how many different pages they include.
         """
         *others, last = self._parts
+        keys = list(dict.fromkeys(keys))
         with self._without_copies(keys, deadline):
             held = _any_has(others, keys, deadline)
             for level in others:
@@ -150,8 +156,8 @@ class LevelsBackend(ComposedBackend):
             alone = [key for key, there in zip(keys, held, strict=True) if not there]
             return sum(held) + last.delete(alone, deadline=deadline)
 
-    def remove_all(self, deadline: float) -> int:
-        """See Envelope. Clears all levels; the pages of the fullest one are counted, as by `usage`."""
+    def clear(self, *, deadline: float) -> int:
+        """See Storage. Clears all levels; the pages of the fullest one are counted, as by `usage`."""
         with self._without_copies(None, deadline):
             return max([level.clear(deadline=deadline) for level in self._parts])
 
@@ -161,8 +167,8 @@ class LevelsBackend(ComposedBackend):
                 entered.enter_context(copier.excluding(keys, deadline))
             return entered.pop_all()
 
-    def measure(self) -> Usage:
-        """See Envelope. Returns the usage of the level with the most pages, a lower bound of the different pages."""
+    def usage(self) -> Usage:
+        """See Storage. Returns the usage of the level with the most pages, a lower bound of the different pages."""
         return max((level.usage() for level in self._parts), key=lambda usage: usage.pages)
 
     def check(self) -> None:
@@ -178,7 +184,7 @@ class LevelsBackend(ComposedBackend):
             copier.close()
 
 
-def _any_has(levels: Sequence[StorageBackend], keys: Sequence[bytes], deadline: float) -> list[bool]:
+def _any_has(levels: Sequence[Storage], keys: Sequence[bytes], deadline: float) -> list[bool]:
     """Return for each key whether any of `levels` has it. Looks in each level only for the keys that no earlier level
     has."""
     found = [False] * len(keys)
@@ -201,16 +207,13 @@ def _parents_read(
     return parents_of(keys, None if header is None else parent_outside(keys, parent_in(header)))
 
 
-def copies_of(backend: StorageBackend, prefix: str = "") -> Mapping[str, CopyStatistics]:
-    """Return the statistics of background copies of all compositions in `backend`, by the name of the target part. A
+def copies_of(storage: Storage, prefix: str = "") -> Mapping[str, CopyStatistics]:
+    """Return the statistics of background copies of all compositions in `storage`, by the name of the target part. A
     part inside a part is called `outer/inner`; all names begin with `prefix`. Does not block."""
     found: dict[str, CopyStatistics] = {}
-    if isinstance(backend, LevelsBackend):
-        found.update({prefix + name: copies for name, copies in backend.copies().items()})
-    if isinstance(backend, ComposedBackend):
-        for name, part in zip(backend.names, backend.parts, strict=True):
+    if isinstance(storage, Levels):
+        found.update({prefix + name: copies for name, copies in storage.copies().items()})
+    if isinstance(storage, Composed):
+        for name, part in storage.named_parts:
             found.update(copies_of(part, f"{prefix}{name}/"))
-    elif isinstance(backend, Composite):
-        for part in backend.parts:
-            found.update(copies_of(part, prefix))
     return found

@@ -32,11 +32,10 @@ import xxhash
 from ...errors import InvalidInput
 from ...frame import Damage, FrameCodec, FrameHeader, PageBuffer, TagStream, header_of
 from ...supervised import SupervisedPool
-from ..base import GetOutcome, SetOutcome, Usage, touch
-from ..calls import parent_outside, parents_of
+from ..base import GetOutcome, SetOutcome, Usage
+from ..calls import check_batch, check_keys, parent_outside, parents_of
 from ..chains import parent_in
-from ..envelope import Touchable
-from .composed import INTERNAL, ComposedBackend, Part
+from .composed import Composed, Part
 
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
@@ -121,8 +120,8 @@ class ShardCodec(FrameCodec):
         return self._codec.accept(key, page, stored_bytes, arrived)
 
 
-class ShardedBackend(ComposedBackend, Touchable):
-    """Several backends, each with a share of the pages. See the module's docstring, and ComposedBackend.
+class Shards(Composed):
+    """Several parts, each with a share of the pages. See the module's docstring, and Composed.
 
     Thread-safe. Owns `parts`, which were opened with `codec`. A part's name decides which pages it has, so a renamed
     part counts as a new one. `tails_max` limits the chains whose last pages are remembered. Raises InvalidInput for
@@ -139,9 +138,7 @@ class ShardedBackend(ComposedBackend, Touchable):
         self.placement = Placement(self._names)
         self._tails = _Latest[Mapping[int, bytes]](tails_max)  # by last page of a chain: its last page on each part
         # Enough threads for two verbs at once; each verb serves one part on its caller's thread.
-        self._pool = SupervisedPool[Any](
-            "shard", 2 * (len(parts) - 1), on_error=lambda: self._calls.count(errors=[INTERNAL])
-        )
+        self._pool = SupervisedPool[Any]("shard", 2 * (len(parts) - 1))
 
     def _on_parts(self, keys: Sequence[bytes], work: Callable[[int, list[int]], None]) -> None:
         """Call `work(part, positions)` in parallel for each part that has any of `keys`; return when all have ended."""
@@ -161,8 +158,9 @@ class ShardedBackend(ComposedBackend, Touchable):
         self._on_parts(keys, work)
         return answers
 
-    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. One call per part."""
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See Storage. One call per part."""
+        check_keys(keys)
         holes = [len(keys)]
 
         def look(part: int, positions: list[int]) -> None:
@@ -176,16 +174,20 @@ class ShardedBackend(ComposedBackend, Touchable):
         self._on_parts(keys, look)
         return min(holes)
 
-    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Envelope. One call per part."""
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        """See Storage. One call per part."""
+        check_keys(keys)
 
         def look(part: int, positions: list[int]) -> list[bool]:
             return self._parts[part].batch_has([keys[p] for p in positions], deadline=deadline)
 
         return self._ask_parts(keys, False, look)
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope. Reads all parts in parallel."""
+    def batch_get(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See Storage. Reads all parts in parallel."""
+        check_batch(self.codec, keys, pages)
 
         def read(part: int, positions: list[int]) -> list[GetOutcome]:
             its, its_pages = [keys[p] for p in positions], [pages[p] for p in positions]
@@ -193,10 +195,13 @@ class ShardedBackend(ComposedBackend, Touchable):
 
         return self._ask_parts(keys, GetOutcome.ERROR, read)
 
-    def put(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope. Writes all parts in parallel, with one call each."""
+        """See Storage. Writes all parts in parallel, with one call each."""
+        check_batch(self.codec, keys, pages, parent)
+        if not keys:
+            return []
         before = {} if parent is None else self._tails.get(parent, {})
         lasts: dict[int, bytes] = {}
 
@@ -212,19 +217,21 @@ class ShardedBackend(ComposedBackend, Touchable):
         self._tails.note(keys[-1:], [{**before, **lasts}])
         return outcomes
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. Calls all parts in parallel."""
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+        """See Storage. Calls all parts in parallel."""
+        check_keys(keys)
         missing: list[bytes] = []
 
         def note(part: int, positions: list[int]) -> None:
-            missing.extend(touch(self._parts[part], [keys[p] for p in positions], deadline=deadline))
+            missing.extend(self._parts[part].batch_touch([keys[p] for p in positions], deadline=deadline))
 
         self._on_parts(keys, note)
         return missing
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. Removes a page only from its own part: if a different set of parts stored it elsewhere, that
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See Storage. Removes a page only from its own part: if a different set of parts stored it elsewhere, that
         copy stays until it is evicted."""
+        check_keys(keys)
         removed: list[int] = []
 
         def remove(part: int, positions: list[int]) -> None:
@@ -233,14 +240,14 @@ class ShardedBackend(ComposedBackend, Touchable):
         self._on_parts(keys, remove)
         return sum(removed)
 
-    def remove_all(self, deadline: float) -> int:
-        """See Envelope. Clears all parts in parallel, including pages that a different set of parts stored."""
+    def clear(self, *, deadline: float) -> int:
+        """See Storage. Clears all parts in parallel, including pages that a different set of parts stored."""
         removed: list[int] = []
         self._pool.run(len(self._parts), lambda part: removed.append(self._parts[part].clear(deadline=deadline)))
         return sum(removed)
 
-    def measure(self) -> Usage:
-        """See Envelope. Returns the sum over the parts, with a capacity if all parts have one."""
+    def usage(self) -> Usage:
+        """See Storage. Returns the sum over the parts, with a capacity if all parts have one."""
         return Usage.total([part.usage() for part in self._parts])
 
     def _before_parts_close(self) -> None:

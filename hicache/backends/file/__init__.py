@@ -1,5 +1,5 @@
-"""The file backend: pages as files on a local file system, shared by all processes of a machine."""
+"""The file store: pages as files on a local file system, shared by all processes of a machine."""
 
-from .backend import FileBackend
+from .driver import FileDriver
 
-__all__ = ["FileBackend"]
+__all__ = ["FileDriver"]

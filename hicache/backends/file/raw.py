@@ -47,7 +47,7 @@ from .pages import (
 )
 from .reconcile import stored_ids
 from .root import open_root
-from .store import Store, now_us, usable_index, wait_for_flock
+from .store import FileStore, now_us, usable_index, wait_for_flock
 from .writes import CapacityManager, Writes
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ _FILE_KINDS = {
 
 def make_store(path: str | PathLike[str]) -> None:
     """Create an empty store at `path` if none exists. Raises NotOurs and BackendUnavailable."""
-    Store(path, create=True, keep_damaged=True).close()
+    FileStore(path, create=True, keep_damaged=True).close()
 
 
 def inspect_page(path: str | PathLike[str], *, keys: PageKeys = NO_KEYS) -> PageReport:
@@ -115,7 +115,7 @@ class FileRaw(RawStore):
         self._system = System() if system is None else system
         self._path, self._root_fd = open_root(options.path, create=False, read_only=True, system=self._system)
         self._closed = False
-        self._writing: tuple[Store, PageFiles, CapacityManager] | None = None
+        self._writing: tuple[FileStore, PageFiles, CapacityManager] | None = None
         self._pool = SupervisedPool[None]("file-raw", 0)
 
     @contextlib.contextmanager
@@ -130,10 +130,10 @@ class FileRaw(RawStore):
             reason = getattr(error, "strerror", None) or str(error)
             raise BackendUnavailable(f"file store {self._path}: {reason}; check disk and permissions") from error
 
-    def _to_write(self) -> tuple[Store, PageFiles, CapacityManager]:
+    def _to_write(self) -> tuple[FileStore, PageFiles, CapacityManager]:
         if self._writing is None:
             options = self._options
-            store = Store(self._path, create=False, keep_damaged=True, system=self._system)
+            store = FileStore(self._path, create=False, keep_damaged=True, system=self._system)
             files = PageFiles(
                 store.root_fd, lambda length: True, system=store.system, direct_io=options.direct_io, sync=options.sync
             )

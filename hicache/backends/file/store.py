@@ -46,7 +46,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...backoff import Backoff
@@ -119,8 +119,8 @@ class Removal:
     error: OSError | sqlite3.Error | None = None
 
 
-class Store:
-    """An open file store. Thread-safe. Used by `FileBackend` and by tools that remove pages, of any namespace.
+class FileStore:
+    """An open file store. Thread-safe. Used by `FileDriver` and by tools that remove pages, of any namespace.
 
     With `keep_damaged` damaged files are not removed, only their rows: for a tool that counts its removals. `owner` is
     the name of this opening in `tmp`. `leftovers` are the writers (see `new_writer`) whose reservations and temporary
@@ -140,7 +140,6 @@ class Store:
         self.system = System() if system is None else system
         self.owner = secrets.token_hex(OWNER_HEX_DIGITS // 2)
         self.leftovers: set[str] = set()
-        self.at_fork: Callable[[], None] = lambda: None
         self._serial = itertools.count(1)
         self._keep_damaged = keep_damaged
         self._thread_lock = threading.Lock()
@@ -479,14 +478,13 @@ class Store:
         if self._index is not None:
             self._index.abandon()
             self._index = None
-        self.at_fork()
 
 
 def _file_id(found: os.stat_result) -> tuple[int, int]:
     return (found.st_dev, found.st_ino)
 
 
-_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

@@ -20,12 +20,11 @@ from typing import Any
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ...units import format_size
-from ..pages import PageWrites
-from ..store import SETTLE_S
+from ..pages import SETTLE_S, PageWrites
 from .index import Index, IndexDamaged, Totals
 from .pages import FULL_ERRNOS, TMP_DIR, PageFiles, error_name, page_name, remove_page
 from .reconcile import reap
-from .store import Store, now_us
+from .store import FileStore, now_us
 
 _log = logging.getLogger(__name__)
 # Each batch is rejected for the same reason until an operator acts.
@@ -78,7 +77,7 @@ class CapacityManager:
     makes, it loses at most that room and one batch. Nothing is rejected for this limit: the file system decides.
     """
 
-    def __init__(self, store: Store, capacity_bytes: int | None, free_space_floor_bytes: int) -> None:
+    def __init__(self, store: FileStore, capacity_bytes: int | None, free_space_floor_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.evicted_pages = 0
         self.on_evicted: Callable[[bytes, bytes], object] = lambda namespace, key: None
@@ -189,8 +188,9 @@ class Writes:
     `present` are the keys of already stored pages. `rejection` is the reason why pages were rejected, or None."""
 
     def __init__(
-        self, store: Store, files: PageFiles, capacity: CapacityManager, pool: SupervisedPool[Any], pages: PageWrites
-    ) -> None:
+        self, store: FileStore, files: PageFiles, capacity: CapacityManager, pool: SupervisedPool[Any],
+        pages: PageWrites,
+    ) -> None:  # fmt: skip
         self._store = store
         self._files = files
         self._capacity = capacity

@@ -1,12 +1,11 @@
-"""The guard in front of every storage backend: a failing store does not harm the engine."""
+"""What keeps a failing store from harming the engine: admission, breakers, health and probes, as parts of a `Store`."""
 
 from ...config.guard import Override
 from ...histogram import BOUNDS_S, LatencyStatistics
+from ..base import Direction
 from .admission import GuardStatistics
-from .backend import GuardedBackend
-from .calls import CallResult, Direction, Refusal, Verb
+from .calls import CallResult, Refusal, Verb
 from .health import CONFIRM_S, IDLE, HealthState, StoreHealth, StoreProblem, grouped
-from .leaves import LeafStatistics, guards_of, leaf_statistics, may_pass, named_leaves, unique_names, unopened
 
 __all__ = [
     "BOUNDS_S",
@@ -15,20 +14,12 @@ __all__ = [
     "CallResult",
     "Direction",
     "GuardStatistics",
-    "GuardedBackend",
     "HealthState",
     "LatencyStatistics",
-    "LeafStatistics",
     "Override",
     "Refusal",
     "StoreHealth",
     "StoreProblem",
     "Verb",
     "grouped",
-    "guards_of",
-    "leaf_statistics",
-    "may_pass",
-    "named_leaves",
-    "unique_names",
-    "unopened",
 ]

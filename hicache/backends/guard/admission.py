@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
 from ...histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics, LatencyStatistics
-from ..base import GetOutcome
+from ..base import Direction, GetOutcome
 from ..errors import StoreError
 from .breaker import Breaker, BreakerState, BreakerStatistics
 from .budget import DamageWatch, RetryBudget
-from .calls import Call, CallResult, Direction, Refusal, Verb
+from .calls import Call, CallResult, Refusal, Verb
 from .health import BUSY, SWITCHED_OFF, HealthWatch, StoreHealth
 
 # A back-off lasts between half of its length and all of it, so that many engines do not return to one store together.

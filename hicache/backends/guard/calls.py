@@ -9,12 +9,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
-class Direction(enum.StrEnum):
-    """The direction in which pages move. A lookup counts as a read, a removal as a write."""
-
-    READ = "read"
-    WRITE = "write"
+from ..base import Direction
 
 
 class Verb(enum.StrEnum):

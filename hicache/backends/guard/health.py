@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
+from ..base import Direction
 from ..errors import ErrorKind
-from .calls import Direction
 
 # Pages may be rejected or fail for a moment, as during a sweep of a full store. After this time it is not a moment, and
 # it is short enough to be seen within a minute.

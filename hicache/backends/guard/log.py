@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 
 from ...backoff import Backoff
 from ...config.guard import Override
+from ..base import Direction
 from .admission import BreakerChange
 from .breaker import BreakerState
-from .calls import Direction
 from .health import StoreHealth
 
 logger = logging.getLogger(__name__)

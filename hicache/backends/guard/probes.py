@@ -1,4 +1,4 @@
-"""Probes: test calls by which a guard finds out whether a store works. They take the same path as pages.
+"""Probes: test calls by which a store finds out whether it works. They take the same path as pages.
 
 A write probe stores a page under a random key, reads it back and removes it. A read probe reads a random key; a miss is
 a good answer. Probe pages do no harm: no engine requests their keys. If one cannot be removed, a later probe removes it
@@ -13,52 +13,52 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable
 
 from ...frame import HEADER_BYTES
 from ...keys import PAGE_KEY_BYTES
-from ..base import GetOutcome, SetOutcome, StorageBackend
+from ..attempts import Attempts
+from ..base import GetOutcome, SetOutcome
 
 # Probe pages that could not be removed and are remembered. They take space in the store, so they must be few.
 _LEFTOVER_MAX = 16
 
 
 class Prober:
-    """Probes `backend`. `contain` makes a call and returns its result, or None if it raises."""
+    """Makes probes by `attempts`, with pages of `frame_bytes`. Each probe returns whether the store works, and the
+    kinds of the errors on the way."""
 
-    def __init__(self, backend: StorageBackend, contain: Callable[[Callable[[], object]], object]) -> None:
-        self._backend = backend
-        self._contain = contain
+    def __init__(self, attempts: Attempts, frame_bytes: int) -> None:
+        self._attempts = attempts
+        self._frame_bytes = frame_bytes
         self._leftover: deque[bytes] = deque(maxlen=_LEFTOVER_MAX)
 
-    def write(self, deadline: float) -> bool:
-        """Store a page, read it back and remove it. Return True if the store works: also if it is full, or if it does
-        not find the page (reads may lag behind writes)."""
+    def write(self, deadline: float) -> tuple[bool, list[str]]:
+        """Store a page, read it back and remove it. The store works also if it is full, or if it does not find the page
+        (reads may lag behind writes)."""
         key, frame = os.urandom(PAGE_KEY_BYTES), self._frame()
         frame[HEADER_BYTES : HEADER_BYTES + 1] = b"\1"
-        stored = self._contain(lambda: self._backend.batch_set([key], [frame], parent=None, deadline=deadline))
-        if stored == [SetOutcome.REJECTED]:
-            return True
-        if stored not in ([SetOutcome.STORED], [SetOutcome.PRESENT]):
+        (stored,), errors = self._attempts.write([key], [frame], None, deadline)
+        if stored is SetOutcome.REJECTED:
+            return True, errors
+        if not stored.is_stored:
             self._leftover.append(key)  # the page may have been written despite the error
-            return False
-        found = self._get(key, deadline)
+            return False, errors
+        works, more = self._read(key, deadline)
         keys = [key, *self._leftover]
         self._leftover.clear()
-        if self._contain(lambda: self._backend.delete(keys, deadline=deadline)) in (None, 0):
+        removed, others = self._attempts.remove(keys, deadline)
+        if not removed:
             self._leftover.extend(keys)
-        return found
+        return works, [*errors, *others, *more]
 
-    def read(self, deadline: float) -> bool:
-        """Read a random key; return True if the store works."""
-        return self._get(os.urandom(PAGE_KEY_BYTES), deadline)
+    def read(self, deadline: float) -> tuple[bool, list[str]]:
+        """Read a random key."""
+        return self._read(os.urandom(PAGE_KEY_BYTES), deadline)
 
-    def _get(self, key: bytes, deadline: float) -> bool:
-        frame = self._frame()
-        found = self._contain(lambda: self._backend.batch_get([key], [frame], deadline=deadline))
-        return found in ([GetOutcome.MISS], [GetOutcome.HIT])
+    def _read(self, key: bytes, deadline: float) -> tuple[bool, list[str]]:
+        (found,), errors = self._attempts.read([key], [self._frame()], deadline)
+        return found in (GetOutcome.MISS, GetOutcome.HIT), errors
 
     def _frame(self) -> memoryview:
         # New for each probe: a thread that hangs in the store may still write into its frame. Aligned for direct I/O.
-        size = self._backend.codec.frame_bytes
-        return memoryview(mmap.mmap(-1, size))[:size]
+        return memoryview(mmap.mmap(-1, self._frame_bytes))[: self._frame_bytes]

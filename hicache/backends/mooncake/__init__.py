@@ -1,6 +1,6 @@
-"""The Mooncake backend: pages in the memory of many nodes, over TCP or RDMA. Requires the extra `mooncake`, or
+"""The Mooncake store: pages in the memory of many nodes, over TCP or RDMA. Requires the extra `mooncake`, or
 `mooncake-cpu` on a machine without CUDA."""
 
-from .backend import MooncakeBackend
+from .driver import MooncakeDriver
 
-__all__ = ["MooncakeBackend"]
+__all__ = ["MooncakeDriver"]

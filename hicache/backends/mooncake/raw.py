@@ -24,7 +24,7 @@ _REMOVE_PAGES = 1000
 
 class MooncakeRawStore(RawStore):
     """See RawStore. A listing holds all keys of the master in memory, about 140 bytes per page. Raises as
-    MooncakeBackend does."""
+    MooncakeDriver does."""
 
     def __init__(self, options: MooncakeStorageOptions) -> None:
         self._prefix = options.prefix

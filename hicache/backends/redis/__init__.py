@@ -1,4 +1,4 @@
-"""The Redis backend: pages as strings on a single Redis or Valkey server, behind sentinels, or in a cluster."""
+"""The Redis store: pages as strings on a single Redis or Valkey server, behind sentinels, or in a cluster."""
 
 from ...errors import MissingPackage, install_hint
 
@@ -7,6 +7,6 @@ try:
 except ModuleNotFoundError as error:
     raise MissingPackage(f"the redis backend needs redis-py; {install_hint('redis')}") from error
 
-from .backend import RedisBackend
+from .driver import RedisDriver
 
-__all__ = ["RedisBackend"]
+__all__ = ["RedisDriver"]

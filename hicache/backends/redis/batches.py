@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 from ...frame import HEADER_BYTES, Damage
 from ..base import SetOutcome
 from ..errors import ErrorKind, StoreError
-from ..pages import PageReads, PageWrites
-from ..store import SETTLE_S
+from ..pages import SETTLE_S, PageReads, PageWrites
 from .channel import Channel, Oversize, Part, command
 from .errors import ErrorReply
 from .pipeline import ASKING, YES, RedisContext, StoredValue, exists, failures, unlink

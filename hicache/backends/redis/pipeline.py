@@ -16,7 +16,6 @@ from ...config.redis_storage import RedisStorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..errors import ErrorKind, StoreError
-from ..pages import Damaged
 from .channel import Channel, Part, command
 from .errors import ErrorReply
 from .pool import Pool, Pools, Purpose
@@ -213,15 +212,21 @@ def unlink(context: RedisContext, names: Sequence[bytes], deadline: float) -> li
     return KeyPipeline(context, names, _template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
 
 
-def unlink_same(context: RedisContext, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> list[Answer]:
-    """Remove each damaged value, unless it has changed since it was read. Return YES for each removed one."""
-    names = context.names([one.key for one in damaged])
+def unlink_same(
+    context: RedisContext, names: Sequence[bytes], found: Sequence[StoredValue], deadline: float
+) -> list[Answer]:
+    """Remove each value of `names`, unless it has changed since it was `found`. Return YES for each removed one."""
 
     def request(position: int) -> bytes:
-        found = damaged[position].found
-        return command(b"EVAL", _REMOVE, b"1", names[position], b"%d" % found.length, found.head)
+        value = found[position]
+        return command(b"EVAL", _REMOVE, b"1", names[position], b"%d" % value.length, value.head)
 
     return KeyPipeline(context, names, request, to_read=False, deadline=deadline).ask()
+
+
+def flags(answers: Iterable[Answer]) -> list[bool | str]:
+    """Return whether each name is stored, or the kind of the failure."""
+    return [answer == YES if isinstance(answer, bytes) else answer for answer in answers]
 
 
 def failures(answers: Iterable[Answer]) -> list[str]:

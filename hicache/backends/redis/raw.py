@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...config.redis_storage import RedisStorageOptions
 from ..errors import ErrorKind, StoreError
 from ..raw import RawStore, StoredPage
-from .backend import open_servers
 from .channel import Channel, Reply, command
+from .driver import open_servers
 from .errors import ErrorReply, unavailable
 from .pool import Purpose
 from .routing import Server
@@ -29,7 +29,7 @@ _READ_MAX_BYTES = 64 << 20
 
 
 class RedisRawStore(RawStore):
-    """See RawStore. The constructor blocks and raises as RedisBackend's does."""
+    """See RawStore. The constructor blocks and raises as RedisDriver's does."""
 
     def __init__(self, options: RedisStorageOptions) -> None:
         self._options = options

@@ -1,6 +1,6 @@
-"""The backend `remote`: pages of a storage daemon, on this host through shared memory."""
+"""The store `remote`: pages of a storage daemon, on this host through shared memory."""
 
-from .backend import RemoteBackend
+from .driver import RemoteDriver
 from .memory import create_memory
 
-__all__ = ["RemoteBackend", "create_memory"]
+__all__ = ["RemoteDriver", "create_memory"]

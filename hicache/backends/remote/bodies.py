@@ -57,9 +57,13 @@ def write_pages(client: DaemonClient, path: str, writes: PageWrites, positions: 
     parent = writes.parents[positions[0]]
     query = {"keys": len(positions), **({} if parent is None else {"parent": parent.hex()})}
     answer = client.send_pages(path, query, body, deadline=writes.deadline)
-    outcomes = list_of(answer, "outcomes", len(positions))
-    errors = iter(kinds_of(answer, 4 * len(positions)))
-    for position, word in zip(positions, outcomes, strict=True):
+    settle_writes(writes, positions, list_of(answer, "outcomes", len(positions)), kinds_of(answer, 4 * len(positions)))
+
+
+def settle_writes(writes: PageWrites, positions: Sequence[int], words: Sequence[str], kinds: Sequence[str]) -> None:
+    """Report the daemon's outcomes `words` of pages, and its errors `kinds`."""
+    errors = iter(kinds)
+    for position, word in zip(positions, words, strict=True):
         if word == SetOutcome.STORED:
             writes.stored(position)
         elif word == SetOutcome.PRESENT:

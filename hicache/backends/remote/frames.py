@@ -167,10 +167,11 @@ class SharedFrames:
 
 
 def frame_runs(
-    memories: Sequence[SharedFrames], pages: Sequence[PageBuffer], pages_max: int
+    memories: Sequence[SharedFrames], pages: Sequence[PageBuffer], pages_max: int, breaks: Sequence[int] = ()
 ) -> Iterator[tuple[slice, SharedFrames | None, list[int]]]:
-    """Cut the pages of a call into runs of frames of one memory, at most `pages_max`, and runs of other pages (None). A
-    frame that occurs twice in a call counts as another page: one request cannot move two pages through it."""
+    """Cut the pages of a call into runs of frames of one memory, at most `pages_max`, and runs of other pages (None).
+    A run does not reach over one of the positions in `breaks`. A frame that occurs twice in a call counts as another
+    page: one request cannot move two pages through it."""
     seen: set[tuple[int, int]] = set()
     start, run, numbers = 0, None, list[int]()
     for at, page in enumerate(pages):
@@ -180,7 +181,7 @@ def frame_runs(
             if found is not None and (id(memory), found) not in seen:
                 seen.add((id(memory), found))
                 shared, number = memory, found
-        if at > start and (shared is not run or at - start >= pages_max):
+        if at > start and (shared is not run or at - start >= pages_max or at in breaks):
             yield slice(start, at), run, numbers
             start, numbers = at, []
         run = shared

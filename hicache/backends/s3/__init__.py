@@ -1,6 +1,6 @@
-"""The S3 backend: pages as objects of a bucket, shared by all engines that can reach it."""
+"""The S3 store: pages as objects of a bucket, shared by all engines that can reach it."""
 
-from .backend import S3Backend
+from .driver import S3Driver
 from .raw import S3RawStore
 
-__all__ = ["S3Backend", "S3RawStore"]
+__all__ = ["S3Driver", "S3RawStore"]

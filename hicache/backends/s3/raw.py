@@ -20,7 +20,7 @@ _LISTING_S = 24 * 3600.0
 
 class S3RawStore(RawStore):
     """See RawStore. `used_s` is the time when a page was stored. `remove` also counts pages that were already missing,
-    because the API does not report them. Raises BackendUnavailable and ConfigError as S3Backend."""
+    because the API does not report them. Raises BackendUnavailable and ConfigError as S3Driver."""
 
     def __init__(self, options: S3StorageOptions) -> None:
         self._objects = Objects(options)

@@ -1,13 +1,14 @@
-"""The conformance tests for storage backends, built-in or from other packages. They need pytest, hypothesis and
+"""The conformance tests for drivers of stores, built-in or from other packages. They need pytest, hypothesis and
 zstandard.
 
-`BackendContract` is the suite for backends, `RawContract` the suite for raw stores; subclass them in a test module. The
-other names are helpers for tests of backends. `python -m pytest -p hicache.backends.testing.table` prints which backend
-passes which test.
+`DriverContract` is the suite for drivers, `RawContract` the suite for raw stores; subclass them in a test module.
+`StoreContract` has the rules that `Store` keeps for all drivers. The other names are helpers for tests of stores.
+`python -m pytest -p hicache.backends.testing.table` prints which store passes which test.
 """
 
-from .contract import DAMAGES, BackendContract, SoleBackendContract
-from .machine import BackendMachine, run_machine
+from .contract import DriverContract, SoleDriverContract
+from .damage import DAMAGES
+from .machine import StorageMachine, run_machine
 from .pages import (
     CORRUPT,
     GET_ERROR,
@@ -21,24 +22,32 @@ from .pages import (
     STORED,
     ContractFixtures,
     OpenStore,
-    Store,
+    Subject,
+    bare,
     churn,
     delete,
+    driver_of,
     empty_frames,
+    empty_views,
     exists,
     forged,
     full_frames,
+    full_views,
     holds,
     in_parts,
     in_threads,
     load,
     make_keys,
+    memory_store,
+    open_backend,
     payload_of,
     sealed,
     soon,
     store_chain,
+    store_of,
 )
 from .raw import OpenRaw, RawContract, by_key
+from .shell import StoreContract
 
 __all__ = [
     "CORRUPT",
@@ -52,29 +61,37 @@ __all__ = [
     "PRESENT",
     "SET_ERROR",
     "STORED",
-    "BackendContract",
-    "BackendMachine",
     "ContractFixtures",
+    "DriverContract",
     "OpenRaw",
     "OpenStore",
     "RawContract",
-    "SoleBackendContract",
-    "Store",
+    "SoleDriverContract",
+    "StorageMachine",
+    "StoreContract",
+    "Subject",
+    "bare",
     "by_key",
     "churn",
     "delete",
+    "driver_of",
     "empty_frames",
+    "empty_views",
     "exists",
     "forged",
     "full_frames",
+    "full_views",
     "holds",
     "in_parts",
     "in_threads",
     "load",
     "make_keys",
+    "memory_store",
+    "open_backend",
     "payload_of",
     "run_machine",
     "sealed",
     "soon",
     "store_chain",
+    "store_of",
 ]

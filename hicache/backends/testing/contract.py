@@ -1,16 +1,16 @@
-"""The conformance suite of storage backends. Every backend must pass it.
+"""The conformance suite of drivers. Every driver must pass it, in a bare store.
 
-    class TestMine(BackendContract):
+    class TestMine(DriverContract):
         @pytest.fixture
         def open_store(self, tmp_path):
             def open_it(codec):
-                backend = MyBackend(codec, ...)
-                return Store(backend, read=..., write=...)
+                return Subject(bare(MyDriver(codec, tmp_path), codec), read=..., write=...)
             return open_it
 
 `open_store` opens the same store, initially empty, once per call, each time for a given codec. `read` and `write`
 access the raw stored bytes of a key directly, so that a store is not tested through itself. A store that exists only as
-long as one backend, such as memory, passes `SoleBackendContract`: all tests except those with two openings.
+long as one driver, such as memory, passes `SoleDriverContract`: all tests except those with two openings. Storage of
+several stores passes the same tests. `StoreContract` has the rules that the shell keeps for all drivers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
-from ...errors import InvalidInput
-from ...frame import HEADER_BYTES, NO_PARENT, FrameCodec, FrameHeader, PageBuffer, PageView, TagKind
-from ..base import Recency, touch
+from ...frame import NO_PARENT, Compression, FrameCodec, FrameHeader, frame_bytes
+from ..driver import Touches
+from ..pages import PageReads
+from ..store import Store
 from .bounds import BoundsContract
-from .encodings import EncodingsContract
+from .damage import damaged
 from .machine import run_machine
 from .pages import (
     CORRUPT,
@@ -42,72 +43,43 @@ from .pages import (
     STORED,
     WAIT_S,
     OpenStore,
-    Store,
+    Subject,
     churn,
     delete,
     empty_frames,
     exists,
-    forged,
     full_frames,
-    holds,
-    in_parts,
     in_threads,
     load,
     make_keys,
-    sealed,
     soon,
     store_chain,
 )
 
-# The offsets at which a bit of a page is flipped.
-_FLIPS = {
-    "magic": 0, "tag": 10, "key": 60, "namespace": 125, "payload start": HEADER_BYTES,
-    "payload end": HEADER_BYTES + PAYLOAD_BYTES - 1,
-}  # fmt: skip
-# The kinds of wrong objects in the place of a page.
-DAMAGES = (
-    *_FLIPS, "empty", "cut", "one byte less", "one byte more", "doubled", "zeros", "text", "another key",
-    "another namespace", "its own parent", "without a tag",
-)  # fmt: skip
 
-
-def damaged(codec: FrameCodec, keys: list[bytes], raw: bytes, damage: str) -> bytes:
-    """Return the object `raw` of `keys[1]` with `damage`, one of DAMAGES."""
-    if damage in _FLIPS:
-        flipped = bytearray(raw)
-        flipped[_FLIPS[damage]] ^= 0x10
-        return bytes(flipped)
-    return {
-        "empty": b"", "cut": raw[: HEADER_BYTES + 10], "one byte less": raw[:-1], "one byte more": raw + b"\0",
-        "doubled": raw + raw, "zeros": bytes(len(raw)), "text": b"x" * len(raw),
-        "another key": sealed(codec, keys[2:])[0],
-        "another namespace": sealed(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), keys[1:2])[0],
-        "its own parent": forged(codec, keys[1], parent=keys[1]),
-        "without a tag": sealed(FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE), keys[1:2])[0],
-    }[damage]  # fmt: skip
-
-
-class SoleBackendContract(BoundsContract, EncodingsContract):
-    """The contract of a backend whose store no other backend can open. Subclass `BackendContract` otherwise."""
+class SoleDriverContract(BoundsContract):
+    """The contract of a driver whose store no other driver can open. Subclass `DriverContract` otherwise."""
 
     # Walks of the state machine, about forty calls each; a subclass for a slow store may set fewer.
     machine_examples: ClassVar[int] = 20
+    # False for a driver that cannot tell a damaged object from one that has replaced it since.
+    tells_replaced: ClassVar[bool] = True
 
-    def test_storing_again_is_present_and_changes_nothing(self, store: Store) -> None:
+    def test_storing_again_is_present_and_changes_nothing(self, store: Subject) -> None:
         keys = make_keys(3)
         store_chain(store, keys)
         before = [store.read(key) for key in keys]
         assert store_chain(store, keys) == [PRESENT] * 3
         assert [store.read(key) for key in keys] == before
 
-    def test_a_batch_of_old_and_new_pages_stores_the_new_ones(self, store: Store) -> None:
+    def test_a_batch_of_old_and_new_pages_stores_the_new_ones(self, store: Subject) -> None:
         keys = make_keys(6)
         store_chain(store, [keys[1], keys[4]])
         assert load(store, keys) == [MISS, HIT, MISS, MISS, HIT, MISS]
         assert store_chain(store, keys) == [STORED, PRESENT, STORED, STORED, PRESENT, STORED]
         assert load(store, keys) == [HIT] * 6
 
-    def test_a_repeated_key_is_stored_once_with_the_parent_of_its_first_position(self, store: Store) -> None:
+    def test_a_repeated_key_is_stored_once_with_the_parent_of_its_first_position(self, store: Subject) -> None:
         one, two, three = make_keys(3)
         assert store_chain(store, [one, one, two, one, three]) == [STORED, PRESENT, STORED, PRESENT, STORED]
         assert load(store, [one, two, three]) == [HIT] * 3
@@ -115,27 +87,27 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         headers = [FrameHeader.parse(store.read(key) or b"") for key in (one, two, three)]
         assert [header and header.parent_key for header in headers] == [NO_PARENT, one, one]
 
-    def test_empty_batches_are_fine(self, store: Store) -> None:
+    def test_empty_batches_are_fine(self, store: Subject) -> None:
         assert store.backend.batch_set([], [], parent=None, deadline=soon()) == []
         assert store.backend.batch_get([], [], deadline=soon()) == []
         assert store.backend.batch_has([], deadline=soon()) == []
         assert (exists(store, []), delete(store, [])) == (0, 0)
 
-    @pytest.mark.parametrize("hole", [0, 1, 3, 6, 7, 8])
-    def test_exists_stops_at_the_first_hole(self, store: Store, hole: int) -> None:
+    @pytest.mark.parametrize("hole", [0, 3, 8])
+    def test_exists_stops_at_the_first_hole(self, store: Subject, hole: int) -> None:
         keys = make_keys(8)
         assert exists(store, keys) == 0
         store_chain(store, keys[:hole] + keys[hole + 1 :])
         assert exists(store, keys) == hole
 
-    def test_single_pages_can_be_looked_up(self, store: Store) -> None:
+    def test_single_pages_can_be_looked_up(self, store: Subject) -> None:
         keys = make_keys(5)
         store_chain(store, [keys[0], keys[3]])
         asked = [keys[4], keys[3], keys[1], keys[0], keys[3]]
         assert store.backend.batch_has(asked, deadline=soon()) == [False, True, False, True, True]
         assert store.backend.batch_has(asked, deadline=soon(-1)) == [False] * 5
 
-    def test_delete_removes_and_counts_stored_pages(self, store: Store) -> None:
+    def test_delete_removes_and_counts_stored_pages(self, store: Subject) -> None:
         keys = make_keys(4)
         store_chain(store, keys[:3])
         assert delete(store, keys[1:]) == 2
@@ -144,7 +116,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         assert store_chain(store, keys) == [PRESENT, STORED, STORED, STORED]
         assert load(store, keys) == [HIT] * 4
 
-    def test_deleting_twice_counts_once(self, store: Store) -> None:
+    def test_deleting_twice_counts_once(self, store: Subject) -> None:
         keys = make_keys(3)
         store_chain(store, keys)
         assert delete(store, [keys[2], keys[2]]) == 1
@@ -164,33 +136,52 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         ours.backend.close()
         theirs.backend.close()
 
-    @pytest.mark.parametrize("damage", DAMAGES)
-    def test_a_wrong_object_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
+    @pytest.mark.parametrize("damage", ["payload end", "cut", "doubled", "another key"])
+    def test_a_wrong_object_is_corrupt_and_removed(self, store: Subject, damage: str) -> None:
         keys = make_keys(3)
         store_chain(store, keys)
         store.write(keys[1], damaged(store.backend.codec, keys, store.read(keys[1]) or b"", damage))
         assert load(store, keys) == [HIT, CORRUPT, HIT]
-        assert sum(store.backend.statistics().corrupt.values()) == 1
+        found = store.backend.statistics()
+        assert sum(found.corrupt.values()) == found.gets[CORRUPT] > 0  # on each store that had the page
         assert store.read(keys[1]) is None
         assert load(store, keys) == [HIT, MISS, HIT]
         assert store_chain(store, keys) == [PRESENT, STORED, PRESENT]
         assert load(store, keys) == [HIT, HIT, HIT]
 
-    def test_without_a_tag_a_flipped_payload_goes_through(self, open_store: OpenStore) -> None:
-        """The control of the test above: the tag detects the damage."""
-        codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE)
-        store = open_store(codec)
-        (key,) = make_keys(1)
-        store_chain(store, [key])
-        raw = bytearray(store.read(key) or b"")
-        raw[HEADER_BYTES + 5] ^= 1
-        store.write(key, bytes(raw))
-        (frame,) = empty_frames(codec, 1)
-        assert store.backend.batch_get([key], [frame], deadline=soon()) == [HIT]
-        assert not holds(codec, key, frame)
+    def test_a_damaged_object_that_was_replaced_since_is_not_removed(self, store: Subject) -> None:
+        if not isinstance(store.backend, Store):
+            return  # storage of several stores removes nothing itself
+        driver, codec, keys = store.backend.driver, store.backend.codec, make_keys(2)
+        store_chain(store, keys)
+        for key in keys:
+            store.write(key, damaged(codec, make_keys(3), store.read(key) or b"", "payload end"))
+        reads: PageReads[Any] = PageReads(codec, keys, empty_frames(codec, 2), soon())
+        driver.read(reads)
+        assert sorted(one.key for one in reads.damaged) == sorted(keys)
+        store.write(keys[0], damaged(codec, make_keys(3), bytes(codec.frame_bytes), "text"))
+        driver.remove([one.key for one in reads.damaged], soon(), [one.found for one in reads.damaged])
+        assert (store.read(keys[0]) is not None) is self.tells_replaced
+        assert store.read(keys[1]) is None
+
+    def test_a_compressed_page_is_stored_counted_and_read_in_its_own_length(self, open_store: OpenStore) -> None:
+        """The stored object is the encoded page, which is shorter than a frame."""
+        codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
+        store, keys = open_store(codec), make_keys(4)
+        assert (store.backend.usage().pages, store.backend.usage().bytes) == (0, 0)
+        assert store_chain(store, keys) == [STORED] * 4
+        stored = [store.read(key) or b"" for key in keys]
+        for raw in stored:
+            header = FrameHeader.parse(raw)
+            assert header is not None and len(raw) == frame_bytes(header.stored_bytes) < codec.frame_bytes
+        assert store_chain(store, keys) == [PRESENT] * 4
+        assert (store.backend.usage().pages, store.backend.usage().bytes) == (4, sum(map(len, stored)))
+        assert load(store, keys) == [HIT] * 4
+        delete(store, keys[3:])
+        assert (store.backend.usage().pages, store.backend.usage().bytes) == (3, sum(map(len, stored[:3])))
         store.backend.close()
 
-    def test_after_its_deadline_a_verb_does_nothing_and_counts_that(self, store: Store) -> None:
+    def test_after_its_deadline_a_verb_does_nothing_and_counts_that(self, store: Subject) -> None:
         keys = make_keys(3)
         store_chain(store, keys[:2])
         past, frames = soon(-1), full_frames(store.backend.codec, keys)
@@ -206,17 +197,17 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
             errors.append(sum(store.backend.statistics().errors.values()))
         assert errors == sorted(set(errors)), "a rejected call was not counted"
         found = store.backend.statistics()
-        assert (found.gets[GET_ERROR], found.sets[SET_ERROR]) == (3, 3)
+        assert found.gets[GET_ERROR] >= 3 <= found.sets[SET_ERROR]  # storage of several stores asks each of them
         assert load(store, keys) == [HIT, HIT, MISS]
 
-    def test_a_miss_is_not_an_error(self, store: Store) -> None:
+    def test_a_miss_is_not_an_error(self, store: Subject) -> None:
         """The control of the test above: a missing page differs from a failed lookup."""
         keys = make_keys(3)
         assert load(store, keys) == [MISS] * 3
         assert (exists(store, keys), delete(store, keys)) == (0, 0)
         assert dict(store.backend.statistics().errors) == {}
 
-    def test_a_deadline_may_be_infinite(self, store: Store) -> None:
+    def test_a_deadline_may_be_infinite(self, store: Subject) -> None:
         keys = make_keys(2)
         frames = full_frames(store.backend.codec, keys)
         assert store.backend.batch_set(keys, frames, parent=None, deadline=math.inf) == [STORED] * 2
@@ -224,63 +215,23 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         assert store.backend.batch_get(keys, frames, deadline=math.inf) == [HIT] * 2
         assert store.backend.delete(keys, deadline=math.inf) == 2
 
-    def test_wrong_arguments_are_rejected(self, store: Store) -> None:
-        backend, codec, keys = store.backend, store.backend.codec, make_keys(2)
-        frames = full_frames(codec, keys)
-        view = in_parts(codec, frames[1])
-        wrong: list[list[PageBuffer]] = [
-            [frames[0]],
-            [frames[0], memoryview(bytearray(codec.frame_bytes - 1))],
-            [frames[0], PageView(view.header[1:], view.parts)],
-            [frames[0], PageView(view.header, view.parts[1:])],
-            [frames[0], PageView(view.header, [*view.parts, memoryview(bytearray(1))])],
-            [frames[0], PageView(view.header, [memoryview(bytes(PAYLOAD_BYTES))])],
-        ]
-        for bad in wrong:
-            with pytest.raises(InvalidInput):
-                backend.batch_get(keys, bad, deadline=soon())
-            with pytest.raises(InvalidInput):
-                backend.batch_set(keys, bad, parent=None, deadline=soon())
-        for parent in (*keys, b"short"):  # a page would be its own ancestor, directly or through the batch
-            with pytest.raises(InvalidInput):
-                backend.batch_set(keys, frames, parent=parent, deadline=soon())
-        with pytest.raises(InvalidInput):
-            backend.batch_set([keys[0], b"short"], frames, parent=None, deadline=soon())
-        for verb in (backend.batch_exists, backend.batch_has, backend.delete):
-            for key in (b"", b"short", b"../../etc/passwd"):
-                with pytest.raises(InvalidInput):
-                    verb([key], deadline=soon())
-        assert backend.usage().pages == 0
-
-    def test_a_touch_moves_no_data_and_returns_only_missing_pages(self, store: Store) -> None:
+    def test_a_touch_moves_no_data_and_returns_only_missing_pages(self, store: Subject) -> None:
         keys = make_keys(5)
         store_chain(store, keys[:3])
         before = store.backend.statistics()
-        missing = touch(store.backend, [*keys, keys[4]], deadline=soon())
+        missing = store.backend.batch_touch([*keys, keys[4]], deadline=soon())
         assert sorted(missing) in ([], sorted(keys[3:])), "returned other keys than the missing ones"
-        assert touch(store.backend, [], deadline=soon()) == []
-        assert store.backend.statistics() == before
+        assert store.backend.batch_touch([], deadline=soon()) == []
+        if isinstance(store.backend, Store):  # levels make copies in the background, which count
+            assert store.backend.statistics() == before
         assert load(store, keys) == [HIT] * 3 + [MISS] * 2
-        if not isinstance(store.backend, Recency):
+        if not (isinstance(store.backend, Store) and isinstance(store.backend.driver, Touches)):
             return
-        assert touch(store.backend, keys, deadline=soon(-1)) == [], "a failed touch returned keys"
-        with pytest.raises(InvalidInput):
-            touch(store.backend, [b"short"], deadline=soon())
+        assert store.backend.batch_touch(keys, deadline=soon(-1)) == [], "a failed touch returned keys"
         store.backend.close()
-        assert touch(store.backend, keys, deadline=soon()) == []
+        assert store.backend.batch_touch(keys, deadline=soon()) == []
 
-    def test_statistics_count_outcomes_and_bytes(self, store: Store) -> None:
-        keys, size = make_keys(4), store.backend.codec.frame_bytes
-        store_chain(store, keys[:3])
-        store_chain(store, keys[:1])
-        load(store, keys)
-        found = store.backend.statistics()
-        assert (found.sets[STORED], found.sets[PRESENT]) == (3, 1)
-        assert (found.gets[HIT], found.gets[MISS]) == (3, 1)
-        assert (found.read_bytes, found.written_bytes) == (3 * size, 3 * size)
-        assert (dict(found.errors), dict(found.corrupt), found.evicted_pages) == ({}, {}, 0)
-
-    def test_verbs_after_close_report_errors(self, store: Store) -> None:
+    def test_verbs_after_close_report_errors(self, store: Subject) -> None:
         backend, keys = store.backend, make_keys(2)
         store_chain(store, keys)
         backend.close()
@@ -300,18 +251,18 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
             assert self._closed_errors(store) > before
 
     @staticmethod
-    def _closed_errors(store: Store) -> int:
-        """Return the number of verbs rejected because the backend or its guard is closed."""
+    def _closed_errors(store: Subject) -> int:
+        """Return the number of verbs rejected because the storage is closed."""
         errors = store.backend.statistics().errors
         return errors.get("closed", 0)
 
-    def test_threads_on_the_same_keys_see_whole_pages_or_none(self, store: Store, seed: int) -> None:
+    def test_threads_on_the_same_keys_see_whole_pages_or_none(self, store: Subject, seed: int) -> None:
         keys = make_keys(12)
         in_threads(6, lambda number: churn(store, keys, random.Random(seed + number), rounds=40))
         delete(store, keys)
         assert store.backend.usage().pages == 0
 
-    def test_a_random_walk_matches_the_memory_backend(self, open_store: OpenStore) -> None:
+    def test_a_random_walk_matches_the_memory_driver(self, open_store: OpenStore) -> None:
         run_machine(open_store, examples=self.machine_examples, reopens=False)
 
     def test_two_namespaces_in_one_store_never_see_each_other(self, open_store: OpenStore) -> None:
@@ -329,7 +280,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         assert load(theirs, keys[:3]) == [HIT] * 3
         theirs.backend.close()
 
-    def test_close_during_use_waits_and_loses_nothing(self, store: Store) -> None:
+    def test_close_during_use_waits_and_loses_nothing(self, store: Subject) -> None:
         keys = make_keys(12)
         running = threading.Barrier(4)
 
@@ -347,18 +298,18 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
         assert load(store, keys) == [GET_ERROR] * 12
 
 
-class BackendContract(SoleBackendContract):
-    """The contract of a store that several backends open at once, as engines do, and that outlives them. Subclass it in
+class DriverContract(SoleDriverContract):
+    """The contract of a store that several drivers open at once, as engines do, and that outlives them. Subclass it in
     a test module and add the fixture `open_store`."""
 
     @pytest.fixture
-    def second(self, open_store: OpenStore, codec: FrameCodec) -> Iterator[Store]:
+    def second(self, open_store: OpenStore, codec: FrameCodec) -> Iterator[Subject]:
         """Open the store of the fixture `store` a second time."""
         second = open_store(codec)
         yield second
         second.backend.close()
 
-    def test_two_openings_see_each_others_pages(self, store: Store, second: Store) -> None:
+    def test_two_openings_see_each_others_pages(self, store: Subject, second: Subject) -> None:
         keys, size = make_keys(4), store.backend.codec.frame_bytes
         assert store_chain(store, keys[:2]) == [STORED] * 2
         assert (exists(second, keys), load(second, keys)) == (2, [HIT, HIT, MISS, MISS])
@@ -370,14 +321,14 @@ class BackendContract(SoleBackendContract):
         assert (exists(store, keys), load(store, keys)) == (1, [HIT, MISS, MISS, MISS])
         assert delete(store, keys) == 1
 
-    def test_closing_one_opening_leaves_the_other(self, store: Store, second: Store) -> None:
+    def test_closing_one_opening_leaves_the_other(self, store: Subject, second: Subject) -> None:
         keys = make_keys(3)
         store_chain(second, keys)
         second.backend.close()
         assert load(second, keys) == [GET_ERROR] * 3
         assert load(store, keys) == [HIT] * 3
 
-    def test_pages_outlive_the_backend_that_stored_them(self, open_store: OpenStore, codec: FrameCodec) -> None:
+    def test_pages_outlive_the_driver_that_stored_them(self, open_store: OpenStore, codec: FrameCodec) -> None:
         keys = make_keys(3)
         first = open_store(codec)
         store_chain(first, keys)
@@ -387,12 +338,12 @@ class BackendContract(SoleBackendContract):
         assert again.backend.usage().pages == 3
         again.backend.close()
 
-    def test_threads_of_two_openings_see_whole_pages_or_none(self, store: Store, second: Store, seed: int) -> None:
+    def test_threads_of_two_openings_see_whole_pages_or_none(self, store: Subject, second: Subject, seed: int) -> None:
         keys, openings = make_keys(12), (store, second)
         in_threads(4, lambda number: churn(openings[number % 2], keys, random.Random(seed + number), rounds=25))
         delete(store, keys)
         assert (exists(second, keys), second.backend.usage().pages) == (0, 0)
         assert store.backend.statistics().corrupt == second.backend.statistics().corrupt == {}
 
-    def test_a_random_walk_matches_the_memory_backend(self, open_store: OpenStore) -> None:
+    def test_a_random_walk_matches_the_memory_driver(self, open_store: OpenStore) -> None:
         run_machine(open_store, examples=self.machine_examples, reopens=True)

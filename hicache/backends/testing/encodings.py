@@ -14,7 +14,6 @@ from ...frame import (
     FrameCodec,
     FrameHeader,
     PageBuffer,
-    PageView,
     TagStream,
     frame_bytes,
     header_of,
@@ -29,12 +28,12 @@ from .pages import (
     STORED,
     ContractFixtures,
     OpenStore,
-    Store,
+    Subject,
     delete,
-    empty_frames,
+    empty_views,
     full_frames,
+    full_views,
     holds,
-    in_parts,
     load,
     make_keys,
     sealed,
@@ -64,16 +63,8 @@ class _WithoutZstd(FrameCodec):
         return Damage.NO_ZSTD if damage is None and header is not None and header.encoding else damage
 
 
-def _views(codec: FrameCodec, keys: list[bytes]) -> list[PageView]:
-    return [in_parts(codec, frame) for frame in full_frames(codec, keys)]
-
-
-def _empty_views(codec: FrameCodec, count: int) -> list[PageView]:
-    return [in_parts(codec, frame, parts=7) for frame in empty_frames(codec, count)]
-
-
 class EncodingsContract(ContractFixtures):
-    """A part of `SoleBackendContract`. Needs the extra `compression`."""
+    """A part of `StoreContract`. Needs the extra `compression`."""
 
     @pytest.mark.parametrize("name", _CODECS)
     def test_the_stored_object_is_the_sealed_page(self, open_store: OpenStore, name: str) -> None:
@@ -136,7 +127,7 @@ class EncodingsContract(ContractFixtures):
         assert load(store, keys) == [HIT] * 3
         store.backend.close()
 
-    def test_one_store_holds_compressed_and_plain_pages(self, store: Store) -> None:
+    def test_one_store_holds_compressed_and_plain_pages(self, store: Subject) -> None:
         keys = make_keys(4)
         store_chain(store, keys)
         for key, packed in zip(keys[2:], sealed(_PACKED["zstd"], keys[2:], keys[1]), strict=True):
@@ -176,31 +167,20 @@ class EncodingsContract(ContractFixtures):
     def test_pages_in_parts_and_frames_are_the_same_pages(self, open_store: OpenStore, name: str) -> None:
         codec = _CODECS[name]
         store, keys = open_store(codec), make_keys(6)
-        views = _views(codec, keys)
+        views = full_views(codec, keys)
         assert store.backend.batch_set(keys[:3], views[:3], parent=None, deadline=soon()) == [STORED] * 3
         assert all(holds(codec, key, view) for key, view in zip(keys, views, strict=True)), "storing changed a page"
         assert store_chain(store, keys[3:], keys[2]) == [STORED] * 3
         assert load(store, keys) == [HIT] * 6
-        read = _empty_views(codec, 6)
+        read = empty_views(codec, 6)
         assert store.backend.batch_get(keys, read, deadline=soon()) == [HIT] * 6
         assert all(holds(codec, key, view) for key, view in zip(keys, read, strict=True))
         assert all(codec.is_sealed(key, view) for key, view in zip(keys, read, strict=True))
         assert store.backend.batch_set(keys, read, parent=None, deadline=soon()) == [PRESENT] * 6
         store.backend.close()
 
-    def test_a_batch_may_mix_frames_and_pages_in_parts_and_stores_the_same_objects(self, store: Store) -> None:
-        codec, keys = store.backend.codec, make_keys(4)
-        frames, views = full_frames(codec, keys), _views(codec, keys)
-        pages: list[PageBuffer] = [frames[0], views[1], frames[2], views[3]]
-        assert store.backend.batch_set(keys, pages, parent=None, deadline=soon()) == [STORED] * 4
-        assert [store.read(key) for key in keys] == sealed(codec, keys)
-        frames, views = empty_frames(codec, 4), _empty_views(codec, 4)
-        mixed: list[PageBuffer] = [views[0], frames[1], views[2], frames[3]]
-        assert store.backend.batch_get(keys, mixed, deadline=soon()) == [HIT] * 4
-        assert all(holds(codec, key, page) for key, page in zip(keys, mixed, strict=True))
-
     @pytest.mark.parametrize("where", ["header", "first part", "last part", "length"])
-    def test_damage_to_a_page_read_into_parts_is_found_and_removed(self, store: Store, where: str) -> None:
+    def test_damage_to_a_page_read_into_parts_is_found_and_removed(self, store: Subject, where: str) -> None:
         codec, keys = store.backend.codec, make_keys(3)
         store_chain(store, keys)
         raw = bytearray(store.read(keys[1]) or b"")
@@ -209,7 +189,7 @@ class EncodingsContract(ContractFixtures):
         else:
             raw[{"header": 60, "first part": HEADER_BYTES, "last part": HEADER_BYTES + PAYLOAD_BYTES - 1}[where]] ^= 1
         store.write(keys[1], bytes(raw))
-        read = _empty_views(codec, 3)
+        read = empty_views(codec, 3)
         assert store.backend.batch_get(keys, read, deadline=soon()) == [HIT, CORRUPT, HIT]
         assert holds(codec, keys[0], read[0]) and holds(codec, keys[2], read[2])
         assert store.read(keys[1]) is None

@@ -1,4 +1,4 @@
-"""A hypothesis state machine that applies the same steps to a backend and to the memory backend, which is assumed to be
+"""A hypothesis state machine that applies the same steps to storage and to the memory driver, which is assumed to be
 correct, and compares all results."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from ...frame import HEADER_BYTES, FrameCodec
-from ..memory import MemoryBackend
-from .pages import NAMESPACE, PAYLOAD_BYTES, OpenStore, Store, delete, exists, load, make_keys, store_chain
+from ..memory import MemoryDriver
+from .pages import NAMESPACE, PAYLOAD_BYTES, OpenStore, Subject, bare, delete, exists, load, make_keys, store_chain
 
 _CHAINS = {name: make_keys(6, name) for name in ("left", "right")}
 _STEPS = 25
@@ -21,7 +21,7 @@ _firsts = st.integers(0, 5)
 _counts = st.integers(1, 6)
 
 
-class BackendMachine(RuleBasedStateMachine):
+class StorageMachine(RuleBasedStateMachine):
     """State machine of stores, reads, lookups, deletions, damage and reopening. Each walk ends with an empty store.
 
     Invariant: the store holds the same bytes under the same keys as the model.
@@ -33,8 +33,8 @@ class BackendMachine(RuleBasedStateMachine):
         self._open_store = open_store
         self._reopens = reopens
         self._store = open_store(self._codec)
-        memory = MemoryBackend(self._codec)
-        self._model = Store(memory, memory.peek, memory.poke)
+        memory = MemoryDriver()
+        self._model = Subject(bare(memory, self._codec), memory.peek, memory.poke)
 
     @rule(chain=_chains, first=_firsts, count=_counts)
     def store(self, chain: str, first: int, count: int) -> None:
@@ -91,7 +91,7 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._reopens)
     @rule()
     def reopen(self) -> None:
-        """Close the backend and open the store again."""
+        """Close the storage and open the store again."""
         self._store.backend.close()
         self._store = self._open_store(self._codec)
 
@@ -105,9 +105,9 @@ class BackendMachine(RuleBasedStateMachine):
 def run_machine(open_store: OpenStore, *, examples: int, reopens: bool) -> None:
     """Walk `examples` times, the same walks each time; if SOAK_FACTOR is set, that many times as often, at random.
 
-    `reopens` is for stores that outlive a backend. Raises AssertionError with the shortest failing walk.
+    `reopens` is for stores that outlive their driver. Raises AssertionError with the shortest failing walk.
     """
-    class Walk(BackendMachine):
+    class Walk(StorageMachine):
         def __init__(self) -> None:
             super().__init__(open_store, reopens=reopens)
 

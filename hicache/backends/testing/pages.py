@@ -10,13 +10,20 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 import xxhash
 
 from ...frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
-from ..base import GetOutcome, SetOutcome, StorageBackend
+from ..base import GetOutcome, SetOutcome
+from ..driver import Driver
+from ..memory import MemoryDriver
+from ..registry import BackendSpec, Options, open_spec
+from ..storage import Storage
+from ..store import UNGUARDED, Store
+
+T = TypeVar("T")
 
 PAYLOAD_BYTES = 5000
 NAMESPACE = hashlib.sha256(b"a namespace").digest()
@@ -28,15 +35,41 @@ WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """A backend with direct access to its stored bytes."""
+class Subject:
+    """Storage under test, with direct access to its stored bytes."""
 
-    backend: StorageBackend
+    backend: Storage
     read: Callable[[bytes], bytes | None]
     write: Callable[[bytes, bytes], None]
 
 
-OpenStore: TypeAlias = Callable[[FrameCodec], Store]
+OpenStore: TypeAlias = Callable[[FrameCodec], Subject]
+
+
+def bare(driver: Driver[Any], codec: FrameCodec) -> Store:
+    """Return the store of a driver without breaker, retries and limits, so that each call reaches the driver once."""
+    return Store(driver, codec, UNGUARDED, name=type(driver).__name__.removesuffix("Driver").lower())
+
+
+def store_of(make: Callable[..., Driver[Any]], codec: FrameCodec, *arguments: Any, **keywords: Any) -> Store:
+    """Return the bare store of the driver that `make` opens for a codec."""
+    return bare(make(codec, *arguments, **keywords), codec)
+
+
+def memory_store(codec: FrameCodec, capacity_bytes: int | None = None) -> Store:
+    """Return an empty store in memory."""
+    return bare(MemoryDriver(capacity_bytes), codec)
+
+
+def driver_of(storage: Storage, kind: type[T]) -> T:
+    """Return the driver of a store, which is of this kind."""
+    assert isinstance(storage, Store) and isinstance(storage.driver, kind)
+    return storage.driver
+
+
+def open_backend(type_name: str, codec: FrameCodec, options: Options) -> Storage:
+    """Open a configured store without a guard. Raises as `open_spec`."""
+    return open_spec(BackendSpec(type_name, options, guard=None), codec)
 
 
 class ContractFixtures:
@@ -52,7 +85,7 @@ class ContractFixtures:
         return FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 
     @pytest.fixture
-    def store(self, open_store: OpenStore, codec: FrameCodec) -> Iterator[Store]:
+    def store(self, open_store: OpenStore, codec: FrameCodec) -> Iterator[Subject]:
         store = open_store(codec)
         yield store
         store.backend.close()
@@ -109,6 +142,16 @@ def in_parts(codec: FrameCodec, frame: memoryview, parts: int = 5) -> PageView:
     return PageView(memoryview(bytearray(HEADER_BYTES)), found)
 
 
+def full_views(codec: FrameCodec, keys: Sequence[bytes]) -> list[PageView]:
+    """Return unsealed pages in parts with the payloads of `keys`."""
+    return [in_parts(codec, frame) for frame in full_frames(codec, keys)]
+
+
+def empty_views(codec: FrameCodec, count: int) -> list[PageView]:
+    """Return pages of zeros, in other parts than those of `full_views`."""
+    return [in_parts(codec, frame, parts=7) for frame in empty_frames(codec, count)]
+
+
 def holds(codec: FrameCodec, key: bytes, page: PageBuffer) -> bool:
     """True if `page` holds the right payload of `key`."""
     if isinstance(page, PageView):
@@ -134,13 +177,13 @@ def forged(codec: FrameCodec, key: bytes, parent: bytes) -> bytes:
     return bytes(frame)
 
 
-def store_chain(store: Store, keys: Sequence[bytes], parent: bytes | None = None) -> list[SetOutcome]:
+def store_chain(store: Subject, keys: Sequence[bytes], parent: bytes | None = None) -> list[SetOutcome]:
     """Store the pages of `keys` as one batch."""
     frames = full_frames(store.backend.codec, keys)
     return store.backend.batch_set(keys, frames, parent=parent, deadline=soon())
 
 
-def load(store: Store, keys: Sequence[bytes]) -> list[GetOutcome]:
+def load(store: Subject, keys: Sequence[bytes]) -> list[GetOutcome]:
     """Read pages and assert that each hit is the right page."""
     frames = empty_frames(store.backend.codec, len(keys))
     outcomes = store.backend.batch_get(keys, frames, deadline=soon())
@@ -149,17 +192,17 @@ def load(store: Store, keys: Sequence[bytes]) -> list[GetOutcome]:
     return outcomes
 
 
-def exists(store: Store, keys: Sequence[bytes]) -> int:
+def exists(store: Subject, keys: Sequence[bytes]) -> int:
     """Return how many of `keys` are stored before the first missing one."""
     return store.backend.batch_exists(keys, deadline=soon())
 
 
-def delete(store: Store, keys: Sequence[bytes]) -> int:
+def delete(store: Subject, keys: Sequence[bytes]) -> int:
     """Remove pages; return how many were stored."""
     return store.backend.delete(keys, deadline=soon())
 
 
-def churn(store: Store, keys: Sequence[bytes], dice: random.Random, rounds: int) -> None:
+def churn(store: Subject, keys: Sequence[bytes], dice: random.Random, rounds: int) -> None:
     """Store, read and delete runs of `keys` at random; a hit with wrong bytes fails in `load`."""
     for _ in range(rounds):
         first = dice.randrange(len(keys))

@@ -20,7 +20,7 @@ from .pages import (
     PRESENT,
     ContractFixtures,
     OpenStore,
-    Store,
+    Subject,
     exists,
     load,
     make_keys,
@@ -54,7 +54,7 @@ class RawContract(ContractFixtures):
         """Return a function that opens this test's raw store. It is called after a backend has opened the store."""
 
     @pytest.fixture
-    def raw(self, store: Store, open_raw: OpenRaw) -> Iterator[RawStore]:
+    def raw(self, store: Subject, open_raw: OpenRaw) -> Iterator[RawStore]:
         assert not store.backend.usage().pages, "the store must be empty at first"
         raw = open_raw()
         yield raw
@@ -64,7 +64,7 @@ class RawContract(ContractFixtures):
         assert list(raw.pages()) == []
         assert raw.remove([]) == 0
 
-    def test_all_pages_of_all_namespaces_are_listed(self, store: Store, open_store: OpenStore, raw: RawStore) -> None:
+    def test_all_pages_of_all_namespaces_are_listed(self, store: Subject, open_store: OpenStore, raw: RawStore) -> None:
         other = open_store(FrameCodec(OTHER_NAMESPACE, 2 * PAYLOAD_BYTES))
         ours, theirs = make_keys(5), make_keys(3)
         store_chain(store, ours)
@@ -80,7 +80,7 @@ class RawContract(ContractFixtures):
 
     @pytest.mark.parametrize("digits", [1, 2, 7, 64])
     def test_a_listing_can_select_namespaces(
-        self, store: Store, open_store: OpenStore, raw: RawStore, digits: int
+        self, store: Subject, open_store: OpenStore, raw: RawStore, digits: int
     ) -> None:
         other = open_store(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
         keys = make_keys(2)
@@ -91,7 +91,7 @@ class RawContract(ContractFixtures):
         assert {page.namespace for page in raw.pages(prefix)} == expected
         other.backend.close()
 
-    def test_pages_are_read_as_stored(self, store: Store, raw: RawStore) -> None:
+    def test_pages_are_read_as_stored(self, store: Subject, raw: RawStore) -> None:
         keys = make_keys(3)
         store_chain(store, keys)
         for key, page in by_key(raw.pages()).items():
@@ -100,14 +100,14 @@ class RawContract(ContractFixtures):
             assert raw.read(page, page.bytes) == raw.read(page, 10 * page.bytes) == whole
             assert raw.read(page, 256) == whole[:256]
 
-    def test_damaged_pages_are_listed_and_read_too(self, store: Store, raw: RawStore) -> None:
+    def test_damaged_pages_are_listed_and_read_too(self, store: Subject, raw: RawStore) -> None:
         keys = make_keys(2)
         store_chain(store, keys)
         store.write(keys[1], b"no page")
         page = by_key(raw.pages())[keys[1]]
         assert (page.bytes, raw.read(page, 256)) == (7, b"no page")
 
-    def test_a_missing_page_reads_as_none_and_is_not_removed_again(self, store: Store, raw: RawStore) -> None:
+    def test_a_missing_page_reads_as_none_and_is_not_removed_again(self, store: Subject, raw: RawStore) -> None:
         store_chain(store, make_keys(3))
         pages = list(raw.pages())
         assert raw.remove(pages[:1]) == 1
@@ -115,7 +115,7 @@ class RawContract(ContractFixtures):
         assert raw.remove(pages) == (2 if self.counts_removals else 3)
         assert list(raw.pages()) == []
 
-    def test_removed_pages_are_misses(self, store: Store, raw: RawStore) -> None:
+    def test_removed_pages_are_misses(self, store: Subject, raw: RawStore) -> None:
         keys = make_keys(4)
         store_chain(store, keys)
         listed = by_key(raw.pages())
@@ -123,12 +123,12 @@ class RawContract(ContractFixtures):
         assert load(store, keys) == [HIT, HIT, MISS, MISS]
         assert store.backend.usage().pages == 2
 
-    def test_pages_can_be_removed_while_they_are_listed(self, store: Store, raw: RawStore) -> None:
+    def test_pages_can_be_removed_while_they_are_listed(self, store: Subject, raw: RawStore) -> None:
         store_chain(store, make_keys(40))
         assert sum(raw.remove([page]) for page in raw.pages()) == 40
         assert list(raw.pages()) == []
 
-    def test_written_pages_are_hits(self, store: Store, raw: RawStore) -> None:
+    def test_written_pages_are_hits(self, store: Subject, raw: RawStore) -> None:
         keys, codec = make_keys(3), store.backend.codec
         for key, data, parent in zip(keys, sealed(codec, keys), [None, *keys[:-1]], strict=True):
             assert raw.write(StoredPage(codec.namespace, key, len(data), time.time()), data, parent)
@@ -136,7 +136,7 @@ class RawContract(ContractFixtures):
         assert store.backend.usage().pages == 3
         assert store_chain(store, keys) == [PRESENT] * 3
 
-    def test_a_stored_page_is_not_overwritten(self, store: Store, raw: RawStore) -> None:
+    def test_a_stored_page_is_not_overwritten(self, store: Subject, raw: RawStore) -> None:
         (key,) = make_keys(1)
         store_chain(store, [key])
         (page,) = raw.pages()
@@ -154,7 +154,7 @@ class RawContract(ContractFixtures):
         assert raw.remove([page]) == 1
 
     def test_an_object_that_replaced_a_listed_one_stays_if_the_store_can_tell(
-        self, store: Store, raw: RawStore
+        self, store: Subject, raw: RawStore
     ) -> None:
         (key,) = make_keys(1)
         store_chain(store, [key])

@@ -1,4 +1,4 @@
-"""A pytest plugin that shows which backend passes which test of the contracts, as a Markdown table.
+"""A pytest plugin that shows which store passes which test of the contracts, as a Markdown table.
 
     python -m pytest -q -p hicache.backends.testing.table tests/backends --conformance conformance.md
 

@@ -30,8 +30,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from ...backends.base import StorageBackend
 from ...backends.opening import StorageOpener
+from ...backends.storage import Storage
 from ...errors import ConfigError
 from ...geometry import DTYPE_BYTES
 from ...keys import Namespace
@@ -85,7 +85,7 @@ class HiCacheTier(SecondaryTierManager):
         identity = model_identity(_WHERE, {"model": model}, name, None)
         opener = StorageOpener(options, element_bytes=DTYPE_BYTES.get(layout.dtype))
 
-        def open_namespace(namespace: Namespace) -> StorageBackend:
+        def open_namespace(namespace: Namespace) -> Storage:
             codec = opener.codec(
                 namespace.digest, layout.chunk_bytes, weights_epoch=namespace.weights_epoch, label=namespace.name
             )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...backends.guard import Direction
+from ...backends.base import Direction
 from ...controller.gate import OpenStore
 from ...frame import HEADER_BYTES, PageBuffer, PageView, frame_bytes, unseal
 from ...frame.buffers import BufferPool

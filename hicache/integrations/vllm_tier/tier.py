@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ...backends.base import GetOutcome, SetOutcome, StorageBackend
-from ...backends.guard import Direction
+from ...backends.base import Direction, GetOutcome, SetOutcome
+from ...backends.storage import Storage
 from ...config import HiCacheConfig
 from ...controller.gate import OpenStore
 from ...errors import BackendError
@@ -36,7 +36,7 @@ from .jobs import ChunkRows, Job, batches
 from .lookups import Batch, LookupTable
 
 logger = logging.getLogger(__name__)
-OpenNamespace: TypeAlias = Callable[[Namespace], StorageBackend]
+OpenNamespace: TypeAlias = Callable[[Namespace], Storage]
 _Beat: TypeAlias = Callable[[], None]
 
 # The time after its deadline when a call counts as hung: backends check their deadline between pages.

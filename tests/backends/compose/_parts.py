@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.compose import LevelsBackend, Part
-from hicache.backends.compose.composed import ComposedBackend
-from hicache.backends.testing import Store
+from hicache.backends.compose import Levels, Part
+from hicache.backends.compose.composed import Composed
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.storage import Storage
+from hicache.backends.store import Store
+from hicache.backends.testing import Subject, bare
+from hicache.frame import FrameCodec
 from tests.waiting import wait_for
 
 from .._troubled import CODEC
@@ -15,21 +18,26 @@ from .._troubled import CODEC
 PAGE = CODEC.frame_bytes
 COPIES = 64 * PAGE
 # Backends that the worlds of the tests opened; closed after each test.
-OPENED: list[ComposedBackend] = []
+OPENED: list[Composed] = []
 
 
-def named(*backends: StorageBackend) -> list[Part]:
+def stores_of(drivers: Sequence[MemoryDriver], codec: FrameCodec = CODEC) -> list[Store]:
+    """Return the bare store of each driver."""
+    return [bare(driver, codec) for driver in drivers]
+
+
+def named(*backends: Storage) -> list[Part]:
     """Return parts with the names `part-0`, `part-1`, ..."""
     return [Part(f"part-{number}", backend) for number, backend in enumerate(backends)]
 
 
-def settle(composed: LevelsBackend) -> None:
+def settle(composed: Levels) -> None:
     """Wait until no copies are waiting."""
     wait_for(lambda: not any(copies.waiting for copies in composed.copies().values()))
     composed.check()
 
 
-def side_door(composed: ComposedBackend, stores: Sequence[Store]) -> Store:
+def side_door(composed: Composed, stores: Sequence[Subject]) -> Subject:
     """Return a side door that reads from the first part that has the page, and writes to all parts that have it.
 
     A write waits for background copies first, otherwise a copy could follow the damage.
@@ -39,10 +47,10 @@ def side_door(composed: ComposedBackend, stores: Sequence[Store]) -> Store:
         return next((raw for store in stores if (raw := store.read(key)) is not None), None)
 
     def write(key: bytes, data: bytes) -> None:
-        if isinstance(composed, LevelsBackend):
+        if isinstance(composed, Levels):
             settle(composed)
         for store in stores:
             if store.read(key) is not None:
                 store.write(key, data)
 
-    return Store(composed, read, write)
+    return Subject(composed, read, write)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.compose import LevelsBackend, Part
-from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
+from hicache.backends.compose import Levels, Part, Shards
+from hicache.backends.compose.sharded import ShardCodec
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.testing import DriverContract, OpenStore, SoleDriverContract, StoreContract, Subject, bare
 from hicache.frame import FrameCodec
 
 from .._files import open_file
@@ -24,32 +24,34 @@ ROOM = 8 << 20
 FILE_WALKS = 15
 
 
-def memory(codec: FrameCodec) -> Store:
-    backend = MemoryBackend(codec)
-    return Store(backend, backend.peek, backend.poke)
+def memory(codec: FrameCodec) -> Subject:
+    driver = MemoryDriver()
+    return Subject(bare(driver, codec), driver.peek, driver.poke)
 
 
-def parts(stores: Sequence[Store]) -> list[Part]:
+def parts(stores: Sequence[Subject]) -> list[Part]:
     return [Part(f"part-{number}", store.backend) for number, store in enumerate(stores)]
 
 
-def levels(codec: FrameCodec, *stores: Store) -> Store:
-    return side_door(LevelsBackend(codec, parts(stores), cascade_bytes_max=ROOM), stores)
+def levels(codec: FrameCodec, *stores: Subject) -> Subject:
+    return side_door(Levels(codec, parts(stores), cascade_bytes_max=ROOM), stores)
 
 
-def sharded(codec: FrameCodec, open_part: Callable[[FrameCodec, int], Store], count: int) -> Store:
+def sharded(codec: FrameCodec, open_part: Callable[[FrameCodec, int], Subject], count: int) -> Subject:
     shard_codec = ShardCodec(codec)
     stores = [open_part(shard_codec, number) for number in range(count)]
-    return side_door(ShardedBackend(shard_codec, parts(stores)), stores)
+    return side_door(Shards(shard_codec, parts(stores)), stores)
 
 
-class TestMemoryLevels(SoleBackendContract):
+class TestMemoryLevels(SoleDriverContract):
+    test_wrong_arguments_are_rejected = StoreContract.test_wrong_arguments_are_rejected
+
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return lambda codec: levels(codec, memory(codec), memory(codec))
 
 
-class TestFileOverMemory(SoleBackendContract):
+class TestFileOverMemory(SoleDriverContract):
     machine_examples = FILE_WALKS
 
     @pytest.fixture
@@ -57,7 +59,7 @@ class TestFileOverMemory(SoleBackendContract):
         return lambda codec: levels(codec, open_file(tmp_path / "s", codec), memory(codec))
 
 
-class TestThreeLevels(SoleBackendContract):
+class TestThreeLevels(SoleDriverContract):
     machine_examples = FILE_WALKS
 
     @pytest.fixture
@@ -65,13 +67,15 @@ class TestThreeLevels(SoleBackendContract):
         return lambda codec: levels(codec, memory(codec), open_file(tmp_path / "s", codec), memory(codec))
 
 
-class TestMemoryShards(SoleBackendContract):
+class TestMemoryShards(SoleDriverContract):
+    test_wrong_arguments_are_rejected = StoreContract.test_wrong_arguments_are_rejected
+
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return lambda codec: sharded(codec, lambda codec, _: memory(codec), 3)
 
 
-class TestFileShards(BackendContract):
+class TestFileShards(DriverContract):
     machine_examples = FILE_WALKS
 
     @pytest.fixture
@@ -79,16 +83,16 @@ class TestFileShards(BackendContract):
         return lambda codec: sharded(codec, lambda codec, number: open_file(tmp_path / str(number), codec), 2)
 
 
-class TestShardsUnderMemory(SoleBackendContract):
+class TestShardsUnderMemory(SoleDriverContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return lambda codec: levels(codec, memory(codec), sharded(codec, lambda codec, _: memory(codec), 2))
 
 
-class TestShardsOfShards(SoleBackendContract):
+class TestShardsOfShards(SoleDriverContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        def inner(codec: FrameCodec, _: int) -> Store:
+        def inner(codec: FrameCodec, _: int) -> Subject:
             return sharded(codec, lambda codec, _: memory(codec), 2)
 
         return lambda codec: sharded(codec, inner, 2)

@@ -9,21 +9,21 @@ import threading
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
-from hicache.backends.compose import LevelsBackend
-from hicache.backends.compose.levels import LOOKUPS_MAX
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.compose import Levels
+from hicache.backends.compose.interleave import LOOKUPS_MAX
 from hicache.backends.testing import (
     HIT,
     MISS,
     PRESENT,
     STORED,
-    Store,
+    Subject,
     empty_frames,
     full_frames,
     holds,
     in_threads,
     load,
     make_keys,
+    memory_store,
     soon,
     store_chain,
 )
@@ -33,7 +33,7 @@ from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
 from .._troubled import CODEC, Troubled
-from ._parts import COPIES, OPENED, PAGE, named, settle
+from ._parts import COPIES, OPENED, PAGE, named, settle, stores_of
 
 REJECTED = SetOutcome.REJECTED
 
@@ -46,9 +46,10 @@ class World:
     ) -> None:
         capacity = None if first_pages is None else first_pages * PAGE
         self.levels = [Troubled(capacity_bytes=capacity), *(Troubled() for _ in range(levels - 1))]
-        self.backend = LevelsBackend(CODEC, named(*self.levels), promote=promote, cascade_bytes_max=copies)
+        self.stores = stores_of(self.levels)
+        self.backend = Levels(CODEC, named(*self.stores), promote=promote, cascade_bytes_max=copies)
         OPENED.append(self.backend)
-        self.store = Store(self.backend, self.levels[0].peek, self.levels[0].poke)
+        self.store = Subject(self.backend, self.levels[0].peek, self.levels[0].poke)
 
     def settle(self) -> None:
         settle(self.backend)
@@ -59,8 +60,11 @@ class World:
 
     def put_on(self, level: int, keys: list[bytes], parent: bytes | None = None) -> None:
         """Store pages only on one level, not through the composition."""
-        backend = self.levels[level]
-        store_chain(Store(backend, backend.peek, backend.poke), keys, parent)
+        store_chain(self.subject(level), keys, parent)
+
+    def subject(self, level: int) -> Subject:
+        """Return one level alone."""
+        return Subject(self.stores[level], self.levels[level].peek, self.levels[level].poke)
 
 
 def test_a_stored_page_reaches_every_level_with_its_parent() -> None:
@@ -135,8 +139,7 @@ def test_a_damaged_page_is_served_from_below_and_repaired() -> None:
     assert load(world.store, keys) == [HIT] * 3
     world.settle()
     assert world.levels[0].peek(keys[1]) == world.levels[1].peek(keys[1])
-    assert world.backend.statistics().corrupt == {}
-    assert sum(world.levels[0].statistics().corrupt.values()) == 1
+    assert sum(world.stores[0].statistics().corrupt.values()) == 1
 
 
 def test_a_lookup_follows_a_prefix_from_level_to_level_and_back() -> None:
@@ -144,7 +147,7 @@ def test_a_lookup_follows_a_prefix_from_level_to_level_and_back() -> None:
     world.put_on(0, keys[:3] + keys[5:7])
     world.put_on(1, keys[2:5])
     assert world.backend.batch_exists(keys, deadline=soon()) == 7
-    assert world.levels[1].called("exists")[0] == tuple(keys[3:]), "level 1 is asked from the first hole on"
+    assert world.levels[1].called("find")[0] == tuple(keys[3:]), "level 1 is asked from the first hole on"
 
 
 def test_a_lookup_of_a_scattered_prefix_takes_a_limited_number_of_calls() -> None:
@@ -152,7 +155,7 @@ def test_a_lookup_of_a_scattered_prefix_takes_a_limited_number_of_calls() -> Non
     world.put_on(0, keys[::2])
     world.put_on(1, keys[1::2])
     assert world.backend.batch_exists(keys, deadline=soon()) == LOOKUPS_MAX
-    assert sum(len(level.called("exists")) for level in world.levels) == LOOKUPS_MAX
+    assert sum(len(level.called("find")) for level in world.levels) == LOOKUPS_MAX
 
 
 def test_a_page_that_the_first_level_rejects_is_stored_on_the_next() -> None:
@@ -238,7 +241,7 @@ def test_a_stored_page_is_read_back_from_its_level_when_its_copy_is_written() ->
     assert world.on(2, keys) == [True] * 4
     assert world.levels[0].called("get") == [tuple(keys[:2])] * 2, "for each of the levels below"
     assert world.levels[1].called("get") == [tuple(keys[2:])], "the pages that fell to the second level"
-    assert load(Store(world.levels[2], world.levels[2].peek, world.levels[2].poke), keys) == [HIT] * 4
+    assert load(world.subject(2), keys) == [HIT] * 4
 
 
 def test_a_promoted_page_is_read_from_a_lower_level_once() -> None:
@@ -258,7 +261,7 @@ def test_a_page_lost_by_its_level_and_the_tail_after_it_are_not_copied(harm: str
     store_chain(world.store, make_keys(1, "another"))  # keeps the thread busy until the page is damaged
     store_chain(world.store, keys)
     if harm == "gone":
-        world.levels[0].delete(keys[2:3], deadline=soon())
+        world.stores[0].delete(keys[2:3], deadline=soon())
     else:
         world.levels[0].poke(keys[2], b"x" * PAGE)
     world.levels[1].gate.set()
@@ -306,7 +309,7 @@ def test_a_page_on_several_levels_counts_once() -> None:
     world.put_on(1, keys[2:4])
     world.put_on(2, keys[2:5])
     assert world.backend.delete([*keys, keys[1]], deadline=soon()) == 4
-    assert [level.usage().pages for level in world.levels] == [0, 0, 0]
+    assert [store.usage().pages for store in world.stores] == [0, 0, 0]
 
 
 def test_usage_is_that_of_the_fullest_level() -> None:
@@ -358,7 +361,7 @@ def test_a_limit_below_one_page_and_a_single_level_are_refused() -> None:
     with pytest.raises(InvalidInput, match="cascade_bytes_max"):
         World(copies=PAGE - 1)
     with pytest.raises(InvalidInput, match="two or more"):
-        LevelsBackend(CODEC, named(MemoryBackend(CODEC)))
+        Levels(CODEC, named(memory_store(CODEC)))
 
 
 # Among threads
@@ -368,7 +371,7 @@ CHAINS = [make_keys(12, f"chain {number}") for number in range(4)]
 ROUNDS = 120
 
 
-def use(backend: LevelsBackend, parts: list[Troubled], dice: random.Random) -> None:
+def use(backend: Levels, parts: list[Troubled], dice: random.Random) -> None:
     """Call random verbs, and overwrite each frame as soon as its call has returned. Sometimes a part damages a page or
     is down for a moment."""
     for _ in range(ROUNDS):
@@ -409,14 +412,15 @@ def use(backend: LevelsBackend, parts: list[Troubled], dice: random.Random) -> N
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random_use_by_threads_serves_no_wrong_and_no_deleted_page(seed: int) -> None:
     parts = [Troubled(capacity_bytes=15 * PAGE), Troubled()]
-    backend = LevelsBackend(CODEC, named(*parts), cascade_bytes_max=9 * PAGE)
+    stores = stores_of(parts)
+    backend = Levels(CODEC, named(*stores), cascade_bytes_max=9 * PAGE)
     in_threads(4, lambda number: use(backend, parts, rng(10 * seed + number)))
     for part in parts:
         part.down = False
     for chain in CHAINS:
         backend.delete(chain, deadline=soon())
     settle(backend)
-    assert [part.usage().pages for part in parts] == [0, 0]
+    assert [store.usage().pages for store in stores] == [0, 0]
     for part in parts:
         part.check()
     backend.close()

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.compose import LevelsBackend
-from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
+from hicache.backends.compose import Levels, Shards
+from hicache.backends.compose.sharded import ShardCodec
+from hicache.backends.storage import Storage
 from hicache.backends.testing import (
     HIT,
     MISS,
     PRESENT,
     STORED,
+    bare,
     empty_frames,
     full_frames,
     holds,
@@ -25,7 +26,7 @@ from hicache.frame import PageBuffer
 from tests.waiting import wait_for
 
 from .._troubled import CODEC, Troubled
-from ._parts import COPIES, OPENED, named, settle
+from ._parts import COPIES, OPENED, named, settle, stores_of
 
 
 def views(keys: list[bytes]) -> list[PageBuffer]:
@@ -36,12 +37,12 @@ def no_views(count: int) -> list[PageBuffer]:
     return [in_parts(CODEC, frame, parts=7) for frame in empty_frames(CODEC, count)]
 
 
-def put(backend: StorageBackend, keys: list[bytes], pages: Sequence[PageBuffer]) -> object:
+def put(backend: Storage, keys: list[bytes], pages: Sequence[PageBuffer]) -> object:
     return backend.batch_set(keys, pages, parent=None, deadline=soon())
 
 
-def levels(*parts: Troubled, copies: int = COPIES) -> LevelsBackend:
-    backend = LevelsBackend(CODEC, named(*parts), cascade_bytes_max=copies)
+def levels(*parts: Troubled, copies: int = COPIES) -> Levels:
+    backend = Levels(CODEC, named(*stores_of(parts)), cascade_bytes_max=copies)
     OPENED.append(backend)
     return backend
 
@@ -53,7 +54,7 @@ def test_cascade_and_promotion_copy_a_page_in_parts_exactly() -> None:
     settle(backend)
     stored = [fast.peek(key) for key in keys]
     assert None not in stored and [slow.peek(key) for key in keys] == stored
-    fast.clear(deadline=soon())
+    fast.remove(keys, soon())
     pages = no_views(5)
     assert backend.batch_get(keys, pages, deadline=soon()) == [HIT] * 5
     assert all(holds(CODEC, key, page) for key, page in zip(keys, pages, strict=True))
@@ -77,31 +78,31 @@ def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
 
 def test_a_page_exists_if_any_level_has_it_and_each_is_asked_for_the_rest() -> None:
     one, two, keys = Troubled(), Troubled(), make_keys(6)
-    put(one, [keys[1]], full_frames(CODEC, [keys[1]]))
-    put(two, [keys[4], keys[1]], full_frames(CODEC, [keys[4], keys[1]]))
+    put(bare(one, CODEC), [keys[1]], full_frames(CODEC, [keys[1]]))
+    put(bare(two, CODEC), [keys[4], keys[1]], full_frames(CODEC, [keys[4], keys[1]]))
     backend = levels(one, two)
     assert backend.batch_has(keys, deadline=soon()) == [False, True, False, False, True, False]
-    assert one.called("has") == [tuple(keys)]
-    assert two.called("has") == [tuple(key for key in keys if key != keys[1])]
+    assert one.called("find") == [tuple(keys)]
+    assert two.called("find") == [tuple(key for key in keys if key != keys[1])]
     one.down = True
     assert backend.batch_has(keys, deadline=soon()) == [False, True, False, False, True, False]
 
 
 def test_a_part_is_asked_for_its_own_pages_in_one_call() -> None:
     codec, keys = ShardCodec(CODEC), make_keys(20)
-    parts = [Troubled(codec) for _ in range(3)]
-    backend = ShardedBackend(codec, named(*parts))
+    parts = [Troubled() for _ in range(3)]
+    backend = Shards(codec, named(*stores_of(parts, codec)))
     OPENED.append(backend)
     put(backend, keys[::2], full_frames(CODEC, keys[::2]))
     assert backend.batch_has(keys, deadline=soon()) == [True, False] * 10
-    asked = [part.called("has") for part in parts]
+    asked = [part.called("find") for part in parts]
     assert sorted(key for (batch,) in asked for key in batch) == sorted(keys)
     parts[0].down = True
     theirs = [key in keys[::2] and backend.placement.part_of(key) != 0 for key in keys]
     assert backend.batch_has(keys, deadline=soon()) == theirs
     parts[0].down = False
     assert backend.clear(deadline=soon()) == 10
-    assert [part.usage().pages for part in parts] == [0] * 3
+    assert [part.pages for part in parts] == [0] * 3
 
 
 def test_clearing_clears_all_levels_and_no_copy_follows() -> None:
@@ -120,7 +121,7 @@ def test_clearing_clears_all_levels_and_no_copy_follows() -> None:
     settle(backend)
     assert put(backend, keys, full_frames(CODEC, keys)) == [PRESENT] * 6
     assert backend.clear(deadline=soon()) == 6
-    assert (fast.usage().pages, slow.usage().pages) == (0, 0)
+    assert (fast.pages, slow.pages) == (0, 0)
 
 
 @pytest.mark.parametrize("waiting", [True, False])

@@ -11,20 +11,13 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import StorageBackend, leaves
-from hicache.backends.compose import LevelsBackend
-from hicache.backends.compose.sharded import ShardedBackend
-from hicache.backends.guard import Direction, GuardedBackend
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.registry import (
-    BackendSpec,
-    check_backend,
-    open_backend,
-    open_raw,
-    open_spec,
-    part_specs,
-)
-from hicache.backends.testing import HIT, STORED, Store, load, make_keys, store_chain
+from hicache.backends.base import Direction
+from hicache.backends.compose import Levels, Shards
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.registry import BackendSpec, check_backend, open_raw, open_spec, part_specs
+from hicache.backends.storage import Storage
+from hicache.backends.store import Store
+from hicache.backends.testing import HIT, STORED, Subject, load, make_keys, open_backend, store_chain
 from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.config.guard import GuardConfig
@@ -57,13 +50,13 @@ def open_switched(codec: FrameCodec) -> Troubled:
     """A factory that records its backends, and fails while REFUSING is set."""
     if REFUSING.is_set():
         raise BackendUnavailable("this server is not up yet")
-    OPENED.append(Troubled(codec))
+    OPENED.append(Troubled())
     return OPENED[-1]
 
 
 def open_always(codec: FrameCodec) -> Troubled:
     """As `open_switched`, but never fails."""
-    OPENED.append(Troubled(codec))
+    OPENED.append(Troubled())
     return OPENED[-1]
 
 
@@ -75,19 +68,19 @@ ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"t
 @pytest.mark.parametrize(
     ("name", "options", "kind"),
     [
-        ("levels", {"levels": [MEMORY, MEMORY], "promote": False, "cascade_bytes_max": 5 * PAGE}, LevelsBackend),
-        ("sharded", {"parts": [{**MEMORY, "name": "a"}, {**MEMORY, "name": "b"}]}, ShardedBackend),
+        ("levels", {"levels": [MEMORY, MEMORY], "promote": False, "cascade_bytes_max": 5 * PAGE}, Levels),
+        ("sharded", {"parts": [{**MEMORY, "name": "a"}, {**MEMORY, "name": "b"}]}, Shards),
     ],
 )  # fmt: skip
 def test_a_composition_opens_by_name_with_a_guard_in_front_of_each_part(
-    name: str, options: dict[str, Any], kind: type[StorageBackend]
+    name: str, options: dict[str, Any], kind: type[Storage]
 ) -> None:
     check_backend(name, options)
     backend = open_spec(BackendSpec(name, options), CODEC)
-    assert isinstance(backend, kind) and isinstance(backend, (LevelsBackend, ShardedBackend))
-    assert all(isinstance(part, GuardedBackend) for part in backend.parts)
-    assert all(isinstance(leaf, MemoryBackend) for leaf in leaves(backend))
-    store = Store(backend, lambda key: None, lambda key, data: None)
+    assert isinstance(backend, kind) and isinstance(backend, (Levels, Shards))
+    assert all(isinstance(part, Store) and isinstance(part.driver, MemoryDriver) for _, part in backend.named_parts)
+    assert all(store.guard == GuardConfig() for store in backend.stores)
+    store = Subject(backend, lambda key: None, lambda key, data: None)
     assert store_chain(store, make_keys(3)) == [STORED] * 3
     assert load(store, make_keys(3)) == [HIT] * 3
     backend.close()
@@ -96,10 +89,10 @@ def test_a_composition_opens_by_name_with_a_guard_in_front_of_each_part(
 def test_a_part_takes_options_of_its_own_and_of_its_guard() -> None:
     part = {"type": "memory", "options": {"capacity_bytes": 3 * PAGE}, "guard": {"failures": 9}, "name": "small"}
     backend = open_backend("levels", CODEC, {"levels": [part, MEMORY]})
-    assert isinstance(backend, LevelsBackend)
-    small = backend.parts[0]
-    assert isinstance(small, GuardedBackend) and small.options.failures == 9 and backend.names == ("small", "memory")
-    assert backend.parts[0].usage().capacity_bytes == 3 * PAGE
+    assert isinstance(backend, Levels)
+    small, other = backend.stores
+    assert (small.name, small.guard.failures, other.name) == ("small", 9, "memory")
+    assert small.usage().capacity_bytes == 3 * PAGE
     backend.close()
 
 
@@ -108,7 +101,7 @@ def test_compositions_nest() -> None:
     options = {"levels": [MEMORY, {"type": "sharded", "options": {"parts": shards}}]}
     check_backend("levels", options)
     backend = open_backend("levels", CODEC, options)
-    assert len(list(leaves(backend))) == 5
+    assert len(backend.stores) == 5
     backend.close()
 
 
@@ -195,7 +188,7 @@ def test_a_cache_starts_without_a_part_that_is_down_and_uses_it_later(ranks: int
         assert cache.storage.attached and cache.controller.backend is None
     REFUSING.clear()
     until_open(caches)
-    assert all(isinstance(cache.controller.backend, LevelsBackend) for cache in caches)
+    assert all(isinstance(cache.controller.backend, Levels) for cache in caches)
     for cache in caches:
         cache.close()
 
@@ -230,7 +223,7 @@ def test_a_closed_composition_leaves_no_thread_and_no_descriptor(name: str, tmp_
     entry = "levels" if name == "levels" else "parts"
     leftovers = Leftovers()
     backend = open_backend(name, CODEC, {entry: parts})
-    store = Store(backend, lambda key: None, lambda key, data: None)
+    store = Subject(backend, lambda key: None, lambda key, data: None)
     assert store_chain(store, make_keys(8)) == [STORED] * 8
     assert load(store, make_keys(8)) == [HIT] * 8
     backend.close()

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome
-from hicache.backends.compose import LevelsBackend, Part
-from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
-from hicache.backends.registry import open_backend
+from hicache.backends.compose import Levels, Part, Shards
+from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.testing import (
     HIT,
     MISS,
     PRESENT,
     STORED,
-    BackendContract,
+    DriverContract,
     OpenStore,
-    SoleBackendContract,
-    Store,
+    SoleDriverContract,
+    Subject,
     load,
     make_keys,
+    open_backend,
     soon,
     store_chain,
 )
@@ -39,23 +39,23 @@ from ._parts import settle, side_door
 ROOM = 8 << 20
 
 
-class TestFileOverValkey(SoleBackendContract):
+class TestFileOverValkey(SoleDriverContract):
     machine_examples = 6
 
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str, tmp_path: Path) -> Iterator[OpenStore]:
         with valkey.client() as client:
 
-            def open_it(codec: FrameCodec) -> Store:
+            def open_it(codec: FrameCodec) -> Subject:
                 server = open_on(client, valkey.storage(key_prefix=unique_prefix)[1], codec)
                 stores = [open_file(tmp_path / "s", codec), server]
                 parts = [Part("file", stores[0].backend), Part("valkey", stores[1].backend)]
-                return side_door(LevelsBackend(codec, parts, cascade_bytes_max=ROOM), stores)
+                return side_door(Levels(codec, parts, cascade_bytes_max=ROOM), stores)
 
             yield open_it
 
 
-class TestShardsOnValkey(BackendContract):
+class TestShardsOnValkey(DriverContract):
     """Three parts on one server: each has its own prefix, as if it were a separate server."""
 
     machine_examples = 6
@@ -64,12 +64,12 @@ class TestShardsOnValkey(BackendContract):
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
 
-            def open_it(codec: FrameCodec) -> Store:
+            def open_it(codec: FrameCodec) -> Subject:
                 shard_codec = ShardCodec(codec)
                 names = [f"{unique_prefix}{number}/" for number in range(3)]
                 stores = [open_on(client, valkey.storage(key_prefix=name)[1], shard_codec) for name in names]
                 parts = [Part(name, store.backend) for name, store in zip(names, stores, strict=True)]
-                return side_door(ShardedBackend(shard_codec, parts), stores)
+                return side_door(Shards(shard_codec, parts), stores)
 
             yield open_it
 
@@ -84,11 +84,11 @@ def file_part(path: Path) -> dict[str, Any]:
     return {"type": "file", "options": {"path": str(path)}}
 
 
-def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[LevelsBackend, Store]:
+def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[Levels, Subject]:
     levels = {"levels": list(parts), **options}
     backend = wait_until_made(lambda: open_backend("levels", CODEC, levels), BackendUnavailable)
-    assert isinstance(backend, LevelsBackend)
-    return backend, Store(backend, lambda key: None, lambda key, data: None)
+    assert isinstance(backend, Levels)
+    return backend, Subject(backend, lambda key: None, lambda key, data: None)
 
 
 def test_a_hanging_lower_level_costs_its_own_pages_and_recovers(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_hanging_lower_level_costs_its_own_pages_and_recovers(tmp_path: Path) 
             backend.delete(extra, deadline=soon())
             store_chain(store, extra)
             settle(backend)
-            return backend.parts[1].batch_exists(extra, deadline=soon()) == 2
+            return backend.stores[1].batch_exists(extra, deadline=soon()) == 2
 
         wait_for(arrives)
         backend.close()
@@ -132,7 +132,7 @@ def test_a_killed_first_level_is_skipped_and_filled_again_after_its_restart(tmp_
         def is_filled() -> bool:
             assert load(store, keys) == [HIT] * 6
             settle(backend)
-            return backend.parts[0].batch_exists(keys, deadline=soon()) == 6
+            return backend.stores[0].batch_exists(keys, deadline=soon()) == 6
 
         wait_for(is_filled)
         backend.close()
@@ -153,6 +153,6 @@ def test_a_second_machine_finds_the_pages_that_the_first_stored_in_s3(
     assert second.batch_exists([*keys, *make_keys(1, "none")], deadline=soon()) == 20
     assert load(store, keys) == [HIT] * 20
     settle(second)
-    assert second.parts[0].batch_exists(keys, deadline=soon()) == 20, "promoted"
+    assert second.stores[0].batch_exists(keys, deadline=soon()) == 20, "promoted"
     assert store_chain(store, keys) == [PRESENT] * 20
     second.close()

@@ -11,15 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.compose import LevelsBackend, Part
-from hicache.backends.compose.sharded import TAILS_MAX, Placement, ShardCodec, ShardedBackend
-from hicache.backends.testing import HIT, MISS, STORED, Store, full_frames, load, make_keys, soon, store_chain
+from hicache.backends.compose import Levels, Part, Shards
+from hicache.backends.compose.sharded import TAILS_MAX, Placement, ShardCodec
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    STORED,
+    Subject,
+    full_frames,
+    load,
+    make_keys,
+    memory_store,
+    soon,
+    store_chain,
+)
 from hicache.errors import InvalidInput
 from hicache.frame import FrameHeader
 from tests.seeds import rng, seeds
 
 from .._troubled import CODEC, Troubled
-from ._parts import OPENED, PAGE, named, settle
+from ._parts import OPENED, PAGE, named, settle, stores_of
 
 
 class World:
@@ -28,10 +39,10 @@ class World:
     def __init__(self, parts: int = 3, *, part_pages: int | None = None, tails_max: int = TAILS_MAX) -> None:
         capacity = None if part_pages is None else part_pages * PAGE
         codec = ShardCodec(CODEC)
-        self.parts = [Troubled(codec, capacity) for _ in range(parts)]
-        self.backend = ShardedBackend(codec, named(*self.parts), tails_max=tails_max)
+        self.parts = [Troubled(capacity) for _ in range(parts)]
+        self.backend = Shards(codec, named(*stores_of(self.parts, codec)), tails_max=tails_max)
         OPENED.append(self.backend)
-        self.store = Store(self.backend, self.parts[0].peek, self.parts[0].poke)
+        self.store = Subject(self.backend, self.parts[0].peek, self.parts[0].poke)
 
     def part_of(self, key: bytes) -> int:
         return self.backend.placement.part_of(key)
@@ -69,8 +80,9 @@ def test_division_by_the_number_of_parts_would_move_most_pages() -> None:
 def test_a_page_of_another_set_of_parts_is_a_miss_and_can_be_stored_again() -> None:
     world, keys = World(3), make_keys(40)
     store_chain(world.store, keys)
-    larger = ShardedBackend(ShardCodec(CODEC), [*named(*world.parts), Part("new", Troubled())])
-    store = Store(larger, world.parts[0].peek, world.parts[0].poke)
+    codec = ShardCodec(CODEC)
+    larger = Shards(codec, [*named(*stores_of(world.parts, codec)), Part("new", memory_store(codec))])
+    store = Subject(larger, world.parts[0].peek, world.parts[0].poke)
     outcomes = load(store, keys)
     assert set(outcomes) == {HIT, MISS}
     assert outcomes.count(MISS) == sum(larger.placement.part_of(key) == 3 for key in keys)
@@ -87,7 +99,7 @@ def test_the_first_hole_is_exact_for_any_pages_and_any_number_of_parts(present: 
             store_chain(world.store, [key])
     expected = list(present).index(False) if False in present else len(present)
     assert world.backend.batch_exists(keys, deadline=soon()) == expected
-    assert all(len(part.called("exists")) <= 1 for part in world.parts)
+    assert all(len(part.called("find")) <= 1 for part in world.parts)
     world.backend.close()
     OPENED.clear()
 
@@ -134,12 +146,12 @@ def test_the_parent_on_a_part_is_its_previous_page_across_batches() -> None:
 
 def test_a_promotion_inside_a_part_keeps_the_parent_in_the_header() -> None:
     codec, keys = ShardCodec(CODEC), make_keys(12)
-    tops, bottoms = [Troubled(codec), Troubled(codec)], [Troubled(codec), Troubled(codec)]
-    levels = [LevelsBackend(codec, named(*both)) for both in zip(tops, bottoms, strict=True)]
-    backend = ShardedBackend(codec, named(*levels))
-    store_chain(Store(ShardedBackend(codec, named(*bottoms)), bottoms[0].peek, bottoms[0].poke), keys)
+    tops, bottoms = [Troubled(), Troubled()], [Troubled(), Troubled()]
+    levels = [Levels(codec, named(*stores_of(both, codec))) for both in zip(tops, bottoms, strict=True)]
+    backend = Shards(codec, named(*levels))
+    store_chain(Subject(Shards(codec, named(*stores_of(bottoms, codec))), bottoms[0].peek, bottoms[0].poke), keys)
     codec.parents._entries.clear()  # as after a restart
-    assert load(Store(backend, tops[0].peek, tops[0].poke), keys) == [HIT] * 12
+    assert load(Subject(backend, tops[0].peek, tops[0].poke), keys) == [HIT] * 12
     for part in levels:
         settle(part)
     for before, key in pairwise([bytes(32), *keys]):
@@ -194,13 +206,13 @@ def test_usage_is_a_sum_with_a_capacity_if_all_parts_have_one() -> None:
     store_chain(world.store, keys)
     usage = world.backend.usage()
     assert (usage.pages, usage.bytes, usage.capacity_bytes) == (20, 20 * PAGE, 120 * PAGE)
-    open_ended = ShardedBackend(ShardCodec(CODEC), named(Troubled(), Troubled(capacity_bytes=PAGE)))
+    open_ended = Shards(ShardCodec(CODEC), named(*stores_of([Troubled(), Troubled(PAGE)])))
     assert open_ended.usage().capacity_bytes is None
     open_ended.close()
 
 
 def test_a_single_part_and_equal_names_are_refused() -> None:
     with pytest.raises(InvalidInput):
-        ShardedBackend(ShardCodec(CODEC), named(Troubled()))
+        Shards(ShardCodec(CODEC), named(memory_store(CODEC)))
     with pytest.raises(InvalidInput):
-        ShardedBackend(ShardCodec(CODEC), [Part("same", Troubled()), Part("same", Troubled())])
+        Shards(ShardCodec(CODEC), [Part("same", memory_store(CODEC)), Part("same", memory_store(CODEC))])

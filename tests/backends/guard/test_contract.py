@@ -1,46 +1,32 @@
-"""A guard keeps the contract of its backend, also with a fault injector between them."""
+"""A guarded store keeps the contracts, with a fault injector that injects nothing, and with a low in-flight limit."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import GuardedBackend
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
+from hicache.backends.faults import Faults
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.store import Store
+from hicache.backends.testing import OpenStore, SoleDriverContract, StoreContract, Subject
 from hicache.config.guard import GuardConfig
 from hicache.frame import FrameCodec
-from tests.backends._files import open_file
 
 pytestmark = pytest.mark.long
 
 
-def guarded(codec: FrameCodec, options: GuardConfig | None = None) -> Store:
-    memory = MemoryBackend(codec)
-    return Store(GuardedBackend(FaultyBackend(memory), options), memory.peek, memory.poke)
+def guarded(codec: FrameCodec) -> Subject:
+    """Return a store whose batches all exceed the in-flight limit, so that they run one by one."""
+    driver = MemoryDriver()
+    return Subject(Store(driver, codec, GuardConfig(in_flight=1), faults=Faults()), driver.peek, driver.poke)
 
 
-class TestGuardedBackend(SoleBackendContract):
+class TestGuardedMemory(SoleDriverContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return guarded
 
 
-class TestGuardWithHardlyAnyRoom(SoleBackendContract):
-    """Each batch exceeds the in-flight limit, so batches run one by one."""
-
+class TestGuardedStore(StoreContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        return lambda codec: guarded(codec, GuardConfig(in_flight=1))
-
-
-class TestGuardedFiles(BackendContract):
-    @pytest.fixture
-    def open_store(self, tmp_path: Path) -> OpenStore:
-        def open_it(codec: FrameCodec) -> Store:
-            store = open_file(tmp_path / "store", codec)
-            return Store(GuardedBackend(store.backend), store.read, store.write)
-
-        return open_it
+        return guarded

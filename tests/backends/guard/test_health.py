@@ -6,31 +6,25 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import SetOutcome
+from hicache.backends.base import Direction, SetOutcome
 from hicache.backends.errors import ErrorKind, StoreError
-from hicache.backends.file import FileBackend
-from hicache.backends.guard import (
-    CallResult,
-    Direction,
-    GuardedBackend,
-    HealthState,
-    Override,
-    Verb,
-    grouped,
-    leaf_statistics,
-)
+from hicache.backends.file import FileDriver
+from hicache.backends.guard import CallResult, HealthState, Override, Verb, grouped
 from hicache.backends.guard.admission import AdmissionControl
 from hicache.backends.guard.health import BUSY, CONFIRM_S, REJECTED, SWITCHED_OFF, HealthWatch, StoreHealth, problem
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.pages import PageWrites
+from hicache.backends.storage import store_statistics
+from hicache.backends.store import Store
 from hicache.backends.testing import empty_frames, full_frames, make_keys, soon
 from hicache.config.guard import GuardConfig
 from hicache.config.storage import FileStorageOptions
-from hicache.frame import FrameCodec, PageBuffer
+from hicache.frame import FrameCodec
 from tests.backends._troubled import CODEC, Troubled
 from tests.backends.guard.stores import GUARDS, LONG_S, patient, quick
 from tests.waiting import wait_for
@@ -62,11 +56,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def guard_of(clock: Clock) -> Callable[..., GuardedBackend]:
+def guard_of(clock: Clock) -> Callable[..., Store]:
     """A function that returns a guard with this clock, which is closed after the test."""
 
-    def make(store: MemoryBackend | FileBackend, options: GuardConfig | None = None) -> GuardedBackend:
-        GUARDS.append(GuardedBackend(store, options or patient(), name="test", clock=clock))
+    def make(driver: MemoryDriver | FileDriver, options: GuardConfig | None = None) -> Store:
+        GUARDS.append(Store(driver, CODEC, options or patient(), name="test", clock=clock))
         return GUARDS[-1]
 
     return make
@@ -75,14 +69,14 @@ def guard_of(clock: Clock) -> Callable[..., GuardedBackend]:
 chains = itertools.count()
 
 
-def put(guard: GuardedBackend, pages: int = 2, clock: Clock | None = None) -> set[SetOutcome]:
+def put(guard: Store, pages: int = 2, clock: Clock | None = None) -> set[SetOutcome]:
     """Store new pages; return the outcomes."""
     keys = make_keys(pages, f"chain {next(chains)}")
     deadline = soon() + (0.0 if clock is None else clock.ahead_s)
     return set(guard.batch_set(keys, full_frames(guard.codec, keys), parent=None, deadline=deadline))
 
 
-def look_up(guard: GuardedBackend) -> None:
+def look_up(guard: Store) -> None:
     guard.batch_exists(make_keys(1), deadline=soon())
 
 
@@ -91,12 +85,11 @@ class Rejecting(Troubled):
 
     is_full = True
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
+    def write(self, pages: PageWrites) -> None:
         if self.is_full:
-            return [SetOutcome.REJECTED] * len(keys)
-        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
+            pages.reject(0)
+        else:
+            super().write(pages)
 
     @property
     def rejection(self) -> str:
@@ -104,7 +97,7 @@ class Rejecting(Troubled):
 
 
 def test_a_store_that_rejects_every_page_keeps_nothing_since_the_first_of_them(
-    guard_of: Callable[..., GuardedBackend], clock: Clock
+    guard_of: Callable[..., Store], clock: Clock
 ) -> None:
     guard, before_s = guard_of(Rejecting()), time.time()
     put(guard, 3)
@@ -129,7 +122,7 @@ class Speechless(Rejecting):
 
 
 def test_a_store_that_cannot_say_why_it_rejects_pages_still_only_rejects_them(
-    guard_of: Callable[..., GuardedBackend], clock: Clock
+    guard_of: Callable[..., Store], clock: Clock
 ) -> None:
     guard = guard_of(Speechless())
     assert put(guard) == {SetOutcome.REJECTED}
@@ -140,7 +133,7 @@ def test_a_store_that_cannot_say_why_it_rejects_pages_still_only_rejects_them(
 
 
 def test_silence_changes_nothing_and_one_kept_page_ends_it(
-    guard_of: Callable[..., GuardedBackend], clock: Clock
+    guard_of: Callable[..., Store], clock: Clock
 ) -> None:
     store = Rejecting()
     guard = guard_of(store)
@@ -156,8 +149,8 @@ def test_silence_changes_nothing_and_one_kept_page_ends_it(
     assert guard.health() == StoreHealth(HealthState.WORKING)
 
 
-def test_a_store_that_keeps_some_pages_works(guard_of: Callable[..., GuardedBackend], clock: Clock) -> None:
-    guard = guard_of(MemoryBackend(CODEC, 2 * CODEC.frame_bytes))
+def test_a_store_that_keeps_some_pages_works(guard_of: Callable[..., Store], clock: Clock) -> None:
+    guard = guard_of(MemoryDriver(2 * CODEC.frame_bytes))
     for _ in range(5):
         assert put(guard, 4, clock) == {SetOutcome.STORED, SetOutcome.REJECTED}
         clock.ahead_s += CONFIRM_S
@@ -171,7 +164,7 @@ def test_a_store_that_keeps_some_pages_works(guard_of: Callable[..., GuardedBack
 
 
 def test_a_store_without_calls_is_idle_and_an_empty_one_that_answers_works(
-    guard_of: Callable[..., GuardedBackend], clock: Clock
+    guard_of: Callable[..., Store], clock: Clock
 ) -> None:
     guard = guard_of(Troubled())
     clock.ahead_s += DAY_S
@@ -184,7 +177,7 @@ def test_a_store_without_calls_is_idle_and_an_empty_one_that_answers_works(
 
 
 def test_a_store_whose_writes_fail_keeps_nothing_once_its_breaker_is_open(
-    guard_of: Callable[..., GuardedBackend],
+    guard_of: Callable[..., Store],
 ) -> None:
     store = Troubled()
     guard = guard_of(store)
@@ -201,7 +194,7 @@ def test_a_store_whose_writes_fail_keeps_nothing_once_its_breaker_is_open(
 
 
 def test_a_store_that_only_reads_need_cannot_be_read_while_their_breaker_is_open(
-    guard_of: Callable[..., GuardedBackend],
+    guard_of: Callable[..., Store],
 ) -> None:
     store = Troubled()
     guard = guard_of(store, patient(backoff_min=0.02, backoff_max=0.05))
@@ -214,7 +207,7 @@ def test_a_store_that_only_reads_need_cannot_be_read_while_their_breaker_is_open
 
 
 def test_a_single_failure_before_a_good_probe_is_not_a_problem(
-    guard_of: Callable[..., GuardedBackend], clock: Clock
+    guard_of: Callable[..., Store], clock: Clock
 ) -> None:
     store = Troubled()
     guard = guard_of(store, quick())
@@ -225,7 +218,7 @@ def test_a_single_failure_before_a_good_probe_is_not_a_problem(
     assert not guard.health().is_problem
 
 
-def test_a_store_that_heals_is_healthy_without_a_call(guard_of: Callable[..., GuardedBackend]) -> None:
+def test_a_store_that_heals_is_healthy_without_a_call(guard_of: Callable[..., Store]) -> None:
     store = Troubled()
     guard = guard_of(store, quick())
     store.down = True
@@ -235,7 +228,7 @@ def test_a_store_that_heals_is_healthy_without_a_call(guard_of: Callable[..., Gu
 
 
 def test_the_operator_s_switch_is_a_problem_and_that_of_the_configuration_is_not(
-    guard_of: Callable[..., GuardedBackend], clock: Clock
+    guard_of: Callable[..., Store], clock: Clock
 ) -> None:
     guard = guard_of(Troubled())
     guard.override(WRITE, Override.OFF)
@@ -249,7 +242,7 @@ def test_the_operator_s_switch_is_a_problem_and_that_of_the_configuration_is_not
     assert not guard.health().is_problem
 
 
-def test_a_bug_of_a_backend_is_a_cause(guard_of: Callable[..., GuardedBackend]) -> None:
+def test_a_bug_of_a_backend_is_a_cause(guard_of: Callable[..., Store]) -> None:
     store = Troubled()
     guard = guard_of(store)
     store.raises = KeyError("a bug")
@@ -271,7 +264,7 @@ def test_pages_that_wait_for_room_in_flight_until_their_deadline_are_not_kept() 
     assert admission.health().state is HealthState.WORKING, "the call in flight has kept its pages"
 
 
-def test_pages_that_all_fail_verification_stop_reads_and_writes(guard_of: Callable[..., GuardedBackend]) -> None:
+def test_pages_that_all_fail_verification_stop_reads_and_writes(guard_of: Callable[..., Store]) -> None:
     store, keys = Troubled(), make_keys(4)
     other = FrameCodec(CODEC.namespace, CODEC.payload_bytes, mac_keys=[bytes(32)])
     for key, frame in zip(keys, full_frames(other, keys), strict=True):
@@ -289,13 +282,13 @@ def test_every_cause_has_words_and_an_advice(kind: str) -> None:
 
 
 def test_a_file_store_names_its_floor_and_the_free_space(
-    guard_of: Callable[..., GuardedBackend], clock: Clock, tmp_path: Path
+    guard_of: Callable[..., Store], clock: Clock, tmp_path: Path
 ) -> None:
     options = FileStorageOptions(path=tmp_path / "store", free_space_floor=900 << 40)
-    guard = guard_of(FileBackend(CODEC, options))
+    guard = guard_of(FileDriver(CODEC, options))
     assert put(guard) == {SetOutcome.REJECTED}
     clock.ahead_s += CONFIRM_S
-    (leaf,) = leaf_statistics(guard)
+    (leaf,) = store_statistics(guard)
     assert "free_space_floor is 900.0 TiB" in leaf.health.what and "GiB free" in leaf.health.what
 
 

@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.backends.base import GetOutcome, StorageBackend
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import BOUNDS_S, Direction, GuardedBackend, Override, Verb
+from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.compose import Levels, Part
+from hicache.backends.faults import INJECTED
+from hicache.backends.guard import BOUNDS_S, Override, Verb
 from hicache.backends.guard.admission import AdmissionControl
 from hicache.backends.guard.budget import BURST_CALLS, BURST_PAGES, DamageWatch, RetryBudget
 from hicache.backends.guard.calls import CallResult
-from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import BackendSpec, open_spec
+from hicache.backends.storage import Storage
+from hicache.backends.store import Store
+from hicache.backends.testing import make_keys, soon
 from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.config.guard import GuardConfig, InjectConfig
@@ -151,49 +154,32 @@ ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"t
 
 
 @pytest.fixture
-def guard() -> Iterator[GuardedBackend]:
+def guard() -> Iterator[Store]:
     """The guard of a cache whose configuration sets one up."""
-    section = {"failures": 7, "in_flight": "1MiB", "backoff_max": "3s", "write": False, "inject": {"latency": "1ms"}}
+    section = {"failures": 7, "in_flight": "1MiB", "backoff_max": "3s", "write": False,
+               "inject": {"error_share": 1.0}}  # fmt: skip
     config = HiCacheConfig.model_validate({**ENTRIES, "storage": {"type": "memory", "options": {}, "guard": section}})
     with create_cache(config, NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache)
         backend = cache.controller.backend
-        assert isinstance(backend, GuardedBackend)
+        assert isinstance(backend, Store)
         yield backend
 
 
-def test_a_cache_has_the_configured_guard(guard: GuardedBackend) -> None:
-    assert (guard.name, guard.options.failures, guard.options.in_flight) == ("memory", 7, 1 << 20)
-    assert guard.options.backoff_max == 3.0
+def test_a_cache_has_the_configured_guard(guard: Store) -> None:
+    assert (guard.name, guard.guard.failures, guard.guard.in_flight) == ("memory", 7, 1 << 20)
+    assert guard.guard.backoff_max == 3.0
     assert guard.guard_statistics().breakers[Direction.WRITE].override is Override.OFF, "YAML reads off as false"
-    (inner,) = guard.parts
-    assert isinstance(inner, FaultyBackend) and inner.options.latency == 0.001
+    assert guard.batch_exists(make_keys(1), deadline=soon()) == 0
+    assert set(guard.statistics().errors) == {INJECTED}
 
 
-class Wrapper(MemoryBackend):
-    """Wraps other backends; its own verbs do not matter here."""
-
-    def __init__(self, codec: FrameCodec, *parts: StorageBackend) -> None:
-        super().__init__(codec)
-        self.parts = parts
-
-
-def around_one(codec: FrameCodec) -> StorageBackend:
-    """Return a wrapper around one store, as a limit is."""
-    return Wrapper(codec, MemoryBackend(codec))
-
-
-def around_two(codec: FrameCodec) -> StorageBackend:
+def open_pair(codec: FrameCodec) -> Storage:
     """Return a composition whose parts have their own guards."""
-    return Wrapper(codec, *(open_spec(BackendSpec("memory"), codec) for _ in range(2)))
+    return Levels(codec, [Part(name, open_spec(BackendSpec("memory", name=name), codec)) for name in "ab"])
 
 
-def around_a_guard(codec: FrameCodec) -> StorageBackend:
-    """Return a composition of which only one part is open so far."""
-    return Wrapper(codec, open_spec(BackendSpec("memory"), codec))
-
-
-@pytest.mark.parametrize(("name", "guarded"), [("around_one", True), ("around_two", False), ("around_a_guard", False)])
-def test_a_composition_gets_no_second_guard(name: str, guarded: bool) -> None:
-    with closing(open_spec(BackendSpec(f"{__name__}:{name}"), CODEC)) as backend:
-        assert isinstance(backend, GuardedBackend) is guarded
+def test_a_composition_gets_no_second_guard() -> None:
+    with closing(open_spec(BackendSpec(f"{__name__}:open_pair"), CODEC)) as backend:
+        assert isinstance(backend, Levels)
+        assert [store.name for store in backend.stores] == ["a", "b"]

@@ -9,14 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome, Usage
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import Direction, GuardedBackend, Override
+from hicache.backends.base import Direction, GetOutcome, SetOutcome, Usage
+from hicache.backends.faults import Faults
+from hicache.backends.guard import Override
 from hicache.backends.guard.calls import Refusal
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.pages import PageReads
+from hicache.backends.store import Store
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from hicache.config.guard import GuardConfig
-from hicache.frame import PageBuffer
 from tests.backends._troubled import CODEC, Troubled
 from tests.backends.guard.stores import guard_of, past, patient, quick, refused, until_passing
 from tests.waiting import wait_for
@@ -34,17 +35,20 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def faulty() -> Iterator[FaultyBackend]:
-    backend = FaultyBackend(MemoryBackend(CODEC))
-    yield backend
-    backend.close()
+def faulty() -> Faults:
+    return Faults()
 
 
-def get(guard: GuardedBackend, count: int = 1, *, seconds: float = 60.0) -> list[GetOutcome]:
+def over(faults: Faults, options: GuardConfig) -> Store:
+    """Return the guarded store of an empty memory driver with these faults."""
+    return guard_of(MemoryDriver(), options, faults)
+
+
+def get(guard: Store, count: int = 1, *, seconds: float = 60.0) -> list[GetOutcome]:
     return guard.batch_get(make_keys(count), empty_frames(CODEC, count), deadline=soon(seconds))
 
 
-def put(guard: GuardedBackend, count: int = 1, *, name: str = "page", seconds: float = 60.0) -> list[SetOutcome]:
+def put(guard: Store, count: int = 1, *, name: str = "page", seconds: float = 60.0) -> list[SetOutcome]:
     keys = make_keys(count, name)
     return guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon(seconds))
 
@@ -54,10 +58,10 @@ def put(guard: GuardedBackend, count: int = 1, *, name: str = "page", seconds: f
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
 def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
-    threads: ThreadPoolExecutor, faulty: FaultyBackend, mode: str
+    threads: ThreadPoolExecutor, faulty: Faults, mode: str
 ) -> None:
     """Control: if the operator forces it on, it stays closed and calls still reach the store."""
-    guard = guard_of(faulty, patient(grace=0.05, read=mode))
+    guard = over(faulty, patient(grace=0.05, read=mode))
     faulty.hang()
     hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(3)]
     wait_for(lambda: guard.guard_statistics().overdue_calls == 3)
@@ -76,8 +80,8 @@ def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
     guard.check()
 
 
-def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, faulty: FaultyBackend) -> None:
-    guard = guard_of(faulty, patient(grace=0.02, failures=2))
+def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, faulty: Faults) -> None:
+    guard = over(faulty, patient(grace=0.02, failures=2))
     faulty.hang()
     hanging = threads.submit(put, guard, seconds=SHORT_S)
     wait_for(lambda: guard.guard_statistics().overdue_calls == 1)
@@ -86,29 +90,29 @@ def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, f
     assert guard.guard_statistics().failures == {(WRITE, "overdue"): 1}
 
 
-def test_closing_does_not_wait_for_a_call_that_hangs(threads: ThreadPoolExecutor, faulty: FaultyBackend) -> None:
-    guard = guard_of(faulty, patient(grace=0.02))
+def test_closing_does_not_wait_for_a_call_that_hangs(threads: ThreadPoolExecutor, faulty: Faults) -> None:
+    guard = over(faulty, patient(grace=0.02))
     faulty.hang()
     hanging = threads.submit(get, guard)
     wait_for(lambda: faulty.hung_calls == 1)
-    guard.close()  # closes the backend, which ends the hanging calls
+    guard.close()  # releases the faults, which ends the hanging calls
     assert hanging.result() in ([MISS], [GET_ERROR])
 
 
 # Room
 
 
-class Gate(MemoryBackend):
+class Gate(MemoryDriver):
     """Holds each read until released, and records the maximum of frames in flight."""
 
     def __init__(self) -> None:
-        super().__init__(CODEC)
+        super().__init__()
         self.open = threading.Event()
         self.frames = self.frames_max = 0
         self.entered: list[int] = []
         self._count = threading.Lock()
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+    def read(self, pages: PageReads[bytes]) -> None:
         with self._count:
             self.frames += len(pages)
             self.frames_max = max(self.frames_max, self.frames)
@@ -116,11 +120,11 @@ class Gate(MemoryBackend):
         self.open.wait(60.0)
         with self._count:
             self.frames -= len(pages)
-        return super().batch_get(keys, pages, deadline=deadline)
+        super().read(pages)
 
 
 def submit_in_order(
-    threads: ThreadPoolExecutor, guard: GuardedBackend, counts: Sequence[int]
+    threads: ThreadPoolExecutor, guard: Store, counts: Sequence[int]
 ) -> list[Future[list[GetOutcome]]]:
     """Start one read per count; each has entered or waits before the next begins."""
     submitted: list[Future[list[GetOutcome]]] = []
@@ -250,9 +254,9 @@ class HalfDeaf(Troubled):
         super().__init__()
         self.heard = threading.Event()
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+    def read(self, pages: PageReads[bytes]) -> None:
         self.heard.wait(60.0)
-        return super().batch_get(keys, pages, deadline=deadline)
+        super().read(pages)
 
 
 @pytest.mark.parametrize(("failures", "reason"), [(1, "overdue"), (3, "probe")])
@@ -274,13 +278,11 @@ def test_a_dead_probe_thread_is_replaced() -> None:
     class Deadly(Troubled):
         deaths = 0
 
-        def batch_get(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-        ) -> list[GetOutcome]:
+        def read(self, pages: PageReads[bytes]) -> None:
             if threading.current_thread() is not threading.main_thread() and self.deaths < 3:
                 self.deaths += 1
                 raise SystemExit
-            return super().batch_get(keys, pages, deadline=deadline)
+            super().read(pages)
 
     store = Deadly()
     guard = guard_of(store, quick(failures=1))
@@ -293,9 +295,8 @@ def test_a_dead_probe_thread_is_replaced() -> None:
 
 
 def test_probes_of_a_full_store_are_good() -> None:
-    memory = MemoryBackend(CODEC, CODEC.frame_bytes)
-    faulty = FaultyBackend(memory)
-    guard = guard_of(faulty, quick())
+    faulty = Faults()
+    guard = guard_of(MemoryDriver(CODEC.frame_bytes), quick(), faulty)
     put(guard)
     faulty.fail()
     for _ in range(3):
@@ -309,9 +310,11 @@ def test_a_later_probe_removes_the_leftover_pages_of_earlier_probes() -> None:
     class Sticky(Troubled):
         sticks = 2
 
-        def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        def remove(
+            self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+        ) -> tuple[int, Sequence[str]]:
             self.sticks -= 1
-            return 0 if self.sticks >= 0 else super().delete(keys, deadline=deadline)
+            return (0, ()) if self.sticks >= 0 else super().remove(keys, deadline, found)
 
     store = Sticky()
     guard = guard_of(store, quick())
@@ -332,9 +335,9 @@ def test_a_usage_sample_does_not_wait_for_a_hanging_store() -> None:
     class Slow(Troubled):
         hold = threading.Event()
 
-        def usage(self):  # type: ignore[no-untyped-def]
+        def measure(self) -> Usage:
             self.hold.wait(60.0)
-            return super().usage()
+            return super().measure()
 
     store = Slow()
     guard = guard_of(store, patient())
@@ -350,9 +353,9 @@ def test_a_store_with_an_open_breaker_is_not_asked_for_its_usage() -> None:
     class Counting(Troubled):
         asked = 0
 
-        def usage(self) -> Usage:
+        def measure(self) -> Usage:
             self.asked += 1
-            return super().usage()
+            return super().measure()
 
     store = Counting()
     guard = guard_of(store, patient())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from hicache.backends.mooncake import MooncakeBackend
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, STORED, full_frames, make_keys, soon
+from hicache.backends.mooncake import MooncakeDriver
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, STORED, full_frames, make_keys, soon, store_of
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import FrameCodec
 from hicache.lab.devservers.ports import listening
@@ -15,7 +15,7 @@ from hicache.units import MIB
 
 def main() -> None:
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
-    backend = MooncakeBackend(codec, MooncakeStorageOptions(master=sys.argv[1], segment=16 * MIB, staging=MIB))
+    backend = store_of(MooncakeDriver, codec, MooncakeStorageOptions(master=sys.argv[1], segment=16 * MIB, staging=MIB))
     keys = make_keys(2)
     assert backend.batch_set(keys, full_frames(codec, keys), parent=None, deadline=soon()) == [STORED] * 2
     print("open", len(listening(os.getpid())))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.store import Store
 from hicache.lab.devservers import MooncakeMaster
 
 from .store import LEASE_MS, SideDoor, open_backend
@@ -26,7 +26,7 @@ def door(master: MooncakeMaster) -> Iterator[SideDoor]:
 
 
 @pytest.fixture(scope="module")
-def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
+def here(master: MooncakeMaster) -> Iterator[Store]:
     """Keeps this process's client open between tests, because leaving a store takes a second."""
     backend = open_backend(master)
     yield backend

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.client import load_library
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.backends.store import Store
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, store_of
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import MooncakeMaster
@@ -29,9 +30,9 @@ def options_for(master: MooncakeMaster, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def open_backend(master: MooncakeMaster, codec: FrameCodec = CODEC, **changes: Any) -> MooncakeBackend:
+def open_backend(master: MooncakeMaster, codec: FrameCodec = CODEC, **changes: Any) -> Store:
     """Open a backend with `options_for(master, **changes)`."""
-    return MooncakeBackend(codec, MooncakeStorageOptions(**options_for(master, **changes)))
+    return store_of(MooncakeDriver, codec, MooncakeStorageOptions(**options_for(master, **changes)))
 
 
 class SideDoor:
@@ -42,11 +43,11 @@ class SideDoor:
         code = self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 * MIB, "tcp", "", master.address)
         assert code == 0, code
 
-    def name(self, backend: MooncakeBackend, key: bytes) -> str:
+    def name(self, backend: Store, key: bytes) -> str:
         """Return the name under which `backend` stores the page `key`."""
-        return f"{backend.options.prefix}{backend.codec.namespace.hex()}/{key.hex()}"
+        return f"{driver_of(backend, MooncakeDriver).options.prefix}{backend.codec.namespace.hex()}/{key.hex()}"
 
-    def store(self, backend: MooncakeBackend) -> Store:
+    def store(self, backend: Store) -> Subject:
         """Return `backend` with this side door."""
 
         def read(key: bytes) -> bytes | None:
@@ -56,7 +57,7 @@ class SideDoor:
             self.client.remove(self.name(backend, key), True)
             assert self.client.put(self.name(backend, key), data) == 0
 
-        return Store(backend, read, write)
+        return Subject(backend, read, write)
 
     def clear(self) -> None:
         """Empty the store, despite leases."""

@@ -6,21 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.backends.mooncake import MooncakeBackend
-from hicache.backends.testing import DAMAGES, BackendContract, OpenStore, Store, make_keys
+from hicache.backends.mooncake import MooncakeDriver
+from hicache.backends.store import Store
+from hicache.backends.testing import DriverContract, OpenStore, Subject, driver_of, make_keys
 from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
 
 from .store import SideDoor, open_backend
 
 
-class _MooncakeContract(BackendContract):
-    # The server rejects an empty object, so the backend cannot find one.
-    @pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "empty"])
-    def test_a_wrong_object_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
-        super().test_a_wrong_object_is_corrupt_and_removed(store, damage)
+class _MooncakeContract(DriverContract):
+    tells_replaced = False
 
-    def test_the_server_rejects_an_empty_object(self, store: Store, door: SideDoor) -> None:
-        assert isinstance(store.backend, MooncakeBackend)
+    def test_the_server_rejects_an_empty_object(self, store: Subject, door: SideDoor) -> None:
+        assert isinstance(store.backend, Store)
         assert door.client.put(door.name(store.backend, make_keys(1)[0]), b"") != 0
         assert store.backend.usage().pages == 0
 
@@ -32,7 +30,7 @@ def daemon(master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
 
 
 @pytest.fixture(scope="module")
-def at_daemon(master: MooncakeMaster, daemon: MooncakeClientDaemon) -> Iterator[MooncakeBackend]:
+def at_daemon(master: MooncakeMaster, daemon: MooncakeClientDaemon) -> Iterator[Store]:
     """As `here`."""
     backend = open_backend(master, daemon=daemon.address)
     yield backend
@@ -41,7 +39,7 @@ def at_daemon(master: MooncakeMaster, daemon: MooncakeClientDaemon) -> Iterator[
 
 class TestMooncakeInThisProcess(_MooncakeContract):
     @pytest.fixture
-    def open_store(self, master: MooncakeMaster, here: MooncakeBackend, door: SideDoor) -> Iterator[OpenStore]:
+    def open_store(self, master: MooncakeMaster, here: Store, door: SideDoor) -> Iterator[OpenStore]:
         yield lambda codec: door.store(open_backend(master, codec))
         door.clear()
 
@@ -51,12 +49,11 @@ class TestMooncakeThroughADaemon(_MooncakeContract):
 
     @pytest.fixture
     def open_store(
-        self, master: MooncakeMaster, daemon: MooncakeClientDaemon, at_daemon: MooncakeBackend, door: SideDoor
+        self, master: MooncakeMaster, daemon: MooncakeClientDaemon, at_daemon: Store, door: SideDoor
     ) -> Iterator[OpenStore]:
         yield lambda codec: door.store(open_backend(master, codec, daemon=daemon.address))
         door.clear()
 
-    def test_with_a_daemon_no_memory_is_registered(self, store: Store) -> None:
-        assert isinstance(store.backend, MooncakeBackend)
+    def test_with_a_daemon_no_memory_is_registered(self, store: Subject) -> None:
         store.backend.register_memory(memoryview(bytearray(4096)))
-        assert store.backend._sessions.current.paths.registered == ()
+        assert driver_of(store.backend, MooncakeDriver)._sessions.current.paths.registered == ()

@@ -18,8 +18,9 @@ from typing import TypeVar
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.raw import MooncakeRawStore
+from hicache.backends.store import Store
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -30,6 +31,7 @@ from hicache.backends.testing import (
     full_frames,
     make_keys,
     soon,
+    store_of,
 )
 from hicache.config import MooncakeStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
@@ -58,15 +60,15 @@ def shortly() -> float:
     return time.monotonic() + SHORT_S
 
 
-def store(backend: MooncakeBackend, keys: list[bytes], deadline: float | None = None) -> list[SetOutcome]:
+def store(backend: Store, keys: list[bytes], deadline: float | None = None) -> list[SetOutcome]:
     return backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=deadline or soon())
 
 
-def load(backend: MooncakeBackend, keys: list[bytes], deadline: float | None = None) -> list[GetOutcome]:
+def load(backend: Store, keys: list[bytes], deadline: float | None = None) -> list[GetOutcome]:
     return backend.batch_get(keys, empty_frames(CODEC, len(keys)), deadline=deadline or soon())
 
 
-def stores_again(backend: MooncakeBackend, keys: list[bytes] | None = None) -> bool:
+def stores_again(backend: Store, keys: list[bytes] | None = None) -> bool:
     """Return whether pages can be stored; a failed attempt may have stored some of them."""
     return all(outcome.is_stored for outcome in store(backend, keys or make_keys(2, "later"), shortly()))
 
@@ -86,7 +88,7 @@ def owner(master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
 
 
 @pytest.fixture
-def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[MooncakeBackend]:
+def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[Store]:
     """A backend without a segment, which moves its pages itself."""
     backend = open_backend(master, segment=0)
     yield backend
@@ -94,7 +96,7 @@ def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[Moo
 
 
 @pytest.fixture
-def through_daemon(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[MooncakeBackend]:
+def through_daemon(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[Store]:
     backend = open_backend(master, daemon=owner.address)
     yield backend
     backend.close()
@@ -107,7 +109,7 @@ def test_without_a_master_opening_is_refused_with_advice() -> None:
 
 
 def open_backend_at(address: str, daemon: str | None = None) -> None:
-    MooncakeBackend(CODEC, MooncakeStorageOptions(master=address, daemon=daemon, segment=0, timeout=1.0))
+    store_of(MooncakeDriver, CODEC, MooncakeStorageOptions(master=address, daemon=daemon, segment=0, timeout=1.0))
 
 
 def test_a_master_that_hangs_is_refused_at_start(master: MooncakeMaster) -> None:
@@ -129,7 +131,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
-    master: MooncakeMaster, backend: MooncakeBackend
+    master: MooncakeMaster, backend: Store
 ) -> None:
     keys = make_keys(3)
     assert store(backend, keys) == [STORED] * 3
@@ -148,7 +150,7 @@ def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
 
 
 def test_a_master_restarted_empty_is_used_again(
-    master: MooncakeMaster, backend: MooncakeBackend
+    master: MooncakeMaster, backend: Store
 ) -> None:
     keys = make_keys(3)
     store(backend, keys)
@@ -158,7 +160,7 @@ def test_a_master_restarted_empty_is_used_again(
 
 
 def test_a_master_that_hangs_costs_errors_and_heals(
-    master: MooncakeMaster, backend: MooncakeBackend
+    master: MooncakeMaster, backend: Store
 ) -> None:
     keys = make_keys(2)
     store(backend, keys)
@@ -172,7 +174,7 @@ def test_a_master_that_hangs_costs_errors_and_heals(
 
 
 def test_pages_of_a_dead_owner_are_errors_or_misses_and_never_hits(
-    owner: MooncakeClientDaemon, backend: MooncakeBackend
+    owner: MooncakeClientDaemon, backend: Store
 ) -> None:
     keys = make_keys(3)
     store(backend, keys)
@@ -185,7 +187,7 @@ def test_pages_of_a_dead_owner_are_errors_or_misses_and_never_hits(
 
 
 def test_a_hanging_owner_delays_registered_frames_once_without_late_writes(
-    owner: MooncakeClientDaemon, backend: MooncakeBackend
+    owner: MooncakeClientDaemon, backend: Store
 ) -> None:
     keys = make_keys(3)
     memory = Memory(CODEC, 3)
@@ -206,7 +208,7 @@ def test_a_hanging_owner_delays_registered_frames_once_without_late_writes(
 
 
 def test_a_hanging_daemon_is_abandoned_at_the_deadline_and_writes_no_frame(
-    owner: MooncakeClientDaemon, through_daemon: MooncakeBackend
+    owner: MooncakeClientDaemon, through_daemon: Store
 ) -> None:
     keys = make_keys(3)
     store(through_daemon, keys)
@@ -226,7 +228,7 @@ def test_a_hanging_daemon_is_abandoned_at_the_deadline_and_writes_no_frame(
 
 
 def test_a_restarted_daemon_is_used_again(
-    owner: MooncakeClientDaemon, through_daemon: MooncakeBackend
+    owner: MooncakeClientDaemon, through_daemon: Store
 ) -> None:
     keys = make_keys(3)
     store(through_daemon, keys)

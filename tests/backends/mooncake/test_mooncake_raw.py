@@ -9,21 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.admin import Admin
 from hicache.backends.mooncake.raw import MooncakeRawStore
 from hicache.backends.raw import StoredPage
 from hicache.backends.registry import BackendSpec
 from hicache.backends.registry import open_raw as open_raw_by_name
-from hicache.backends.testing import (
-    NAMESPACE,
-    OpenRaw,
-    OpenStore,
-    RawContract,
-    full_frames,
-    make_keys,
-    soon,
-)
+from hicache.backends.store import Store
+from hicache.backends.testing import NAMESPACE, OpenRaw, OpenStore, RawContract, driver_of, full_frames, make_keys, soon
 from hicache.config import MooncakeStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.lab.devservers import MooncakeMaster
@@ -33,7 +26,7 @@ from .store import CODEC, SideDoor, open_backend, options_for
 
 
 @pytest.fixture(scope="module")
-def opened(master: MooncakeMaster, here: MooncakeBackend) -> Iterator[MooncakeRawStore]:
+def opened(master: MooncakeMaster, here: Store) -> Iterator[MooncakeRawStore]:
     """As `here`, for a client without a segment."""
     raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master)))
     yield raw
@@ -42,7 +35,7 @@ def opened(master: MooncakeMaster, here: MooncakeBackend) -> Iterator[MooncakeRa
 
 class TestMooncakeRaw(RawContract):
     @pytest.fixture
-    def open_store(self, master: MooncakeMaster, here: MooncakeBackend, door: SideDoor) -> Iterator[OpenStore]:
+    def open_store(self, master: MooncakeMaster, here: Store, door: SideDoor) -> Iterator[OpenStore]:
         yield lambda codec: door.store(open_backend(master, codec))
         door.clear()
 
@@ -52,7 +45,7 @@ class TestMooncakeRaw(RawContract):
 
 
 @pytest.fixture
-def backend(here: MooncakeBackend, door: SideDoor) -> Iterator[MooncakeBackend]:
+def backend(here: Store, door: SideDoor) -> Iterator[Store]:
     yield here
     door.clear()
 
@@ -63,20 +56,20 @@ def raw(opened: MooncakeRawStore, door: SideDoor) -> Iterator[MooncakeRawStore]:
     door.clear()
 
 
-def store(backend: MooncakeBackend, keys: list[bytes]) -> None:
+def store(backend: Store, keys: list[bytes]) -> None:
     outcomes = backend.batch_set(keys, full_frames(backend.codec, keys), parent=None, deadline=soon())
     assert set(outcomes) == {SetOutcome.STORED}
 
 
 def test_a_long_listing_has_only_the_pages_of_the_prefix(
-    raw: MooncakeRawStore, backend: MooncakeBackend, master: MooncakeMaster, door: SideDoor
+    raw: MooncakeRawStore, backend: Store, master: MooncakeMaster, door: SideDoor
 ) -> None:
     keys = make_keys(70)  # more than fit in one request
     store(backend, keys)
-    prefixed = open_backend(master, prefix="a" + backend.options.prefix)
+    prefixed = open_backend(master, prefix="a" + driver_of(backend, MooncakeDriver).options.prefix)
     store(prefixed, keys[:2])
     assert door.client.put("somebody's key", b"x") == 0
-    assert door.client.put(f"{backend.options.prefix}not/a page", b"x") == 0
+    assert door.client.put(f"{driver_of(backend, MooncakeDriver).options.prefix}not/a page", b"x") == 0
     assert set(raw.pages()) == {StoredPage(NAMESPACE, key, CODEC.frame_bytes, None) for key in keys}
     assert raw.remove(list(raw.pages())) == 70
     assert prefixed.batch_exists(keys, deadline=soon()) == 2
@@ -84,7 +77,7 @@ def test_a_long_listing_has_only_the_pages_of_the_prefix(
 
 
 def test_a_listing_grants_no_leases(
-    raw: MooncakeRawStore, backend: MooncakeBackend, door: SideDoor
+    raw: MooncakeRawStore, backend: Store, door: SideDoor
 ) -> None:
     """Control: a lookup through a client grants leases."""
     (key,) = make_keys(1)
@@ -96,7 +89,7 @@ def test_a_listing_grants_no_leases(
     assert door.client.batch_remove([door.name(backend, key)]) != [0]
 
 
-def test_a_page_replaced_by_a_shorter_one_reads_as_missing(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
+def test_a_page_replaced_by_a_shorter_one_reads_as_missing(raw: MooncakeRawStore, backend: Store) -> None:
     (key,) = make_keys(1)
     store(backend, [key])
     assert raw.read(StoredPage(NAMESPACE, key, 10 * CODEC.frame_bytes, None), 1 << 20) is None
@@ -116,7 +109,7 @@ def test_a_full_store_accepts_no_more_pages(raw: MooncakeRawStore) -> None:
     assert list(raw.pages()) == []
 
 
-def test_pages_are_removed_after_their_leases(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
+def test_pages_are_removed_after_their_leases(raw: MooncakeRawStore, backend: Store) -> None:
     keys = make_keys(3)
     store(backend, keys)
     assert backend.batch_exists(keys, deadline=soon()) == 3

@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hicache.backends.redis import RedisBackend
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.backends.redis import RedisDriver
+from hicache.backends.store import Store
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import RedisCluster
@@ -24,19 +25,19 @@ def fresh_prefix() -> str:
     return f"test{next(_serial)}:"
 
 
-def name_of(backend: RedisBackend, key: bytes) -> str:
+def name_of(backend: Store, key: bytes) -> str:
     """Return the Redis key of a page."""
-    return f"{backend.options.key_prefix}{backend.codec.namespace.hex()}:{key.hex()}"
+    return f"{driver_of(backend, RedisDriver).options.key_prefix}{backend.codec.namespace.hex()}:{key.hex()}"
 
 
-def open_on(client: Any, options: dict[str, Any], codec: FrameCodec = CODEC) -> Store:
+def open_on(client: Any, options: dict[str, Any], codec: FrameCodec = CODEC) -> Subject:
     """Open a store with `options`; `client`, of the `redis` package, is its side door."""
-    backend = RedisBackend(codec, RedisStorageOptions(**options))
+    backend = store_of(RedisDriver, codec, RedisStorageOptions(**options))
 
     def write(key: bytes, value: bytes) -> None:
         client.set(name_of(backend, key), value)
 
-    return Store(backend, lambda key: client.get(name_of(backend, key)), write)
+    return Subject(backend, lambda key: client.get(name_of(backend, key)), write)
 
 
 def grow_old(client: Any, names: Iterable[str], seconds: int = 1000) -> None:
@@ -48,11 +49,11 @@ def grow_old(client: Any, names: Iterable[str], seconds: int = 1000) -> None:
 @contextlib.contextmanager
 def opened(
     server: RedisLike | RedisCluster, codec: FrameCodec = CODEC, **options: Any
-) -> Iterator[tuple[RedisBackend, Store]]:
+) -> Iterator[tuple[Store, Subject]]:
     """Open a backend and its store on a test server; close it at the end. On a cluster it has no side door."""
     with contextlib.nullcontext() if isinstance(server, RedisCluster) else server.client() as client:
         store = open_on(client, server.storage(**{"key_prefix": fresh_prefix(), **options})[1], codec)
-        assert isinstance(store.backend, RedisBackend)
+        assert isinstance(store.backend, Store)
         try:
             yield store.backend, store
         finally:

@@ -11,8 +11,9 @@ import pytest
 import redis
 
 from hicache.backends.raw import StoredPage
-from hicache.backends.redis import RedisBackend
+from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.raw import RedisRawStore
+from hicache.backends.store import Store
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -20,8 +21,9 @@ from hicache.backends.testing import (
     PAYLOAD_BYTES,
     PRESENT,
     STORED,
-    BackendContract,
+    DriverContract,
     OpenStore,
+    driver_of,
     empty_frames,
     full_frames,
     holds,
@@ -55,14 +57,14 @@ def opener(client: Any, prefix: str, options: dict[str, Any]) -> Iterator[OpenSt
         client.unlink(name)
 
 
-class TestValkey(BackendContract):
+class TestValkey(DriverContract):
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
             yield from opener(client, unique_prefix, valkey.storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
-class TestUnixSocket(BackendContract):
+class TestUnixSocket(DriverContract):
     machine_examples = _FEW
 
     @pytest.fixture
@@ -71,7 +73,7 @@ class TestUnixSocket(BackendContract):
             yield from opener(client, unique_prefix, valkey.unix_storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
-class TestOldRedis(BackendContract):
+class TestOldRedis(DriverContract):
     """With a time to live and one connection, which use different commands and timing."""
 
     @pytest.fixture
@@ -88,7 +90,7 @@ def cluster_client(redis_cluster: RedisCluster) -> Iterator[Any]:
         yield client
 
 
-class TestCluster(BackendContract):
+class TestCluster(DriverContract):
     @pytest.fixture
     def open_store(
         self, redis_cluster: RedisCluster, cluster_client: Any, unique_prefix: str
@@ -97,7 +99,7 @@ class TestCluster(BackendContract):
         yield from opener(cluster_client, unique_prefix, options)
 
 
-class TestSentinel(BackendContract):
+class TestSentinel(DriverContract):
     machine_examples = _FEW
 
     @pytest.fixture
@@ -117,7 +119,7 @@ def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) 
         }  # fmt: skip
 
 
-class TestTls(BackendContract):
+class TestTls(DriverContract):
     """With one connection for bodies, because handshakes take most of the time of these tests."""
 
     machine_examples = 2
@@ -271,7 +273,7 @@ def test_replicas_serve_reads_and_the_primary_takes_writes(redis_sentinel: Redis
         assert primary.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"] == gets
         assert replica.info("commandstats")["cmdstat_get"]["calls"] >= 4
         # Damaged pages are removed on the primary, because replicas are read-only.
-        assert isinstance(backend, RedisBackend)
+        assert isinstance(backend, Store)
         store.write(keys[1], b"damaged")
         wait_for(lambda: replica.get(name_of(backend, keys[1])) == b"damaged")
         assert load(store, keys)[1] == "corrupt"
@@ -289,7 +291,7 @@ def test_usage_has_the_capacity_of_the_server(valkey: ValkeyServer) -> None:
 def test_usage_of_a_large_server_is_estimated(valkey: ValkeyServer) -> None:
     """Beyond a few thousand keys it uses a sample, at a constant cost."""
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
-        head = f"{backend.options.key_prefix}{CODEC.namespace.hex()}:"
+        head = f"{driver_of(backend, RedisDriver).options.key_prefix}{CODEC.namespace.hex()}:"
         for start in range(0, 20_000, 5_000):
             with client.pipeline(transaction=False) as pipe:
                 for number in range(start, start + 5_000):

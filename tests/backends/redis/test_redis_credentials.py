@@ -16,8 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from redis.credentials import CredentialProvider, UsernamePasswordCredentialProvider
 
-from hicache.backends.redis import RedisBackend
-from hicache.backends.testing import GET_ERROR, HIT, STORED, load, make_keys, store_chain
+from hicache.backends.redis import RedisDriver
+from hicache.backends.testing import GET_ERROR, HIT, STORED, load, make_keys, store_chain, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.lab.devservers import ValkeyServer
@@ -98,7 +98,7 @@ def test_a_provider_of_redis_py_logs_in_as_its_user(server: ValkeyServer) -> Non
             assert load(store, keys) == [HIT] * 3
             assert {one["user"] for one in client.client_list()} == {USER}
     with pytest.raises(BackendUnavailable, match=r"wrong_credentials \(WRONGPASS to AUTH\).*credential_provider"):
-        RedisBackend(CODEC, RedisStorageOptions(**options_of(server, "of_other_user")))
+        store_of(RedisDriver, CODEC, RedisStorageOptions(**options_of(server, "of_other_user")))
 
 
 def test_each_new_connection_gets_the_current_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_provider_that_hangs_ends_at_the_timeout(server: ValkeyServer) -> None
     Hanging.released.clear()
     try:
         with pytest.raises(BackendUnavailable, match="timeout"):
-            RedisBackend(CODEC, RedisStorageOptions(**options_of(server, "Hanging", timeout=0.05)))
+            store_of(RedisDriver, CODEC, RedisStorageOptions(**options_of(server, "Hanging", timeout=0.05)))
     finally:
         Hanging.released.set()
 
@@ -131,13 +131,13 @@ def test_a_login_that_the_server_does_not_read_ends_and_leaves_no_thread() -> No
     with socket.create_server((LOOPBACK, 0)) as listener:
         options = {"url": f"redis://{LOOPBACK}:{listener.getsockname()[1]}", "credential_provider": f"{__name__}:Long"}
         with pytest.raises(BackendUnavailable, match="timeout"):
-            RedisBackend(CODEC, RedisStorageOptions(**options, timeout=0.05))
+            store_of(RedisDriver, CODEC, RedisStorageOptions(**options, timeout=0.05))
         wait_for(lambda: not any("redis-connect" in thread.name for thread in threading.enumerate()))
 
 
 def test_the_text_of_a_failing_provider_is_not_shown(server: ValkeyServer) -> None:
     with pytest.raises(BackendUnavailable, match="credential_provider raised LookupError") as raised:
-        RedisBackend(CODEC, RedisStorageOptions(**options_of(server, "Failing")))
+        store_of(RedisDriver, CODEC, RedisStorageOptions(**options_of(server, "Failing")))
     error: BaseException | None = raised.value
     while error is not None:
         assert PASSWORD not in repr((error, vars(error)))
@@ -158,7 +158,7 @@ def test_the_text_of_a_failing_provider_is_not_shown(server: ValkeyServer) -> No
 )
 def test_a_wrong_provider_is_a_configuration_error(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        RedisBackend(CODEC, RedisStorageOptions(url="redis://127.0.0.1:1", **options))
+        store_of(RedisDriver, CODEC, RedisStorageOptions(url="redis://127.0.0.1:1", **options))
 
 
 def test_redis_py_sends_nothing_but_the_login() -> None:
@@ -166,7 +166,7 @@ def test_redis_py_sends_nothing_but_the_login() -> None:
     with contextlib.closing(HostileServer(0)) as server:
         url = f"redis://{LOOPBACK}:{server.port}"
         options = RedisStorageOptions(url=url, credential_provider=f"{__name__}:of_redis")
-        RedisBackend(CODEC, options).close()
+        store_of(RedisDriver, CODEC, options).close()
         assert set(server.requests) == {b"AUTH", b"HELLO", b"EXISTS"}
         assert server.requests[b"AUTH"] == server.connections
 
@@ -179,9 +179,9 @@ def test_a_server_is_proved_by_the_given_authority_alone(
     monkeypatch.setenv("SSL_CERT_FILE", str(systems.ca_file))
     with Proxy(valkey.port, tls=systems.server_context()) as proxy:
         url = f"rediss://{LOOPBACK}:{proxy.port}"
-        RedisBackend(CODEC, RedisStorageOptions(url=url)).close()
+        store_of(RedisDriver, CODEC, RedisStorageOptions(url=url)).close()
         with pytest.raises(BackendUnavailable, match="tls"):
-            RedisBackend(CODEC, RedisStorageOptions(url=url, tls_ca_file=ours.ca_file))
+            store_of(RedisDriver, CODEC, RedisStorageOptions(url=url, tls_ca_file=ours.ca_file))
 
 
 def test_one_private_name_of_redis_py_is_used_and_the_next_major_version_is_excluded() -> None:

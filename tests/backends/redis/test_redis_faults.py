@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.guard import GuardedBackend, HealthState
+from hicache.backends.guard import HealthState
 from hicache.backends.redis.raw import RedisRawStore
+from hicache.backends.store import Store
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -21,7 +22,7 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
     full_frames,
     load,
     make_keys,
@@ -46,11 +47,11 @@ PATIENT_S = 20.0
 FOREVER = float("inf")
 
 
-def errors_of(store: Store) -> dict[str, int]:
+def errors_of(store: Subject) -> dict[str, int]:
     return dict(store.backend.statistics().errors)
 
 
-def all_verbs(store: Store, keys: list[bytes], seconds: float) -> None:
+def all_verbs(store: Subject, keys: list[bytes], seconds: float) -> None:
     """Call every verb on a server that does not answer: only errors, no exceptions."""
     frames = full_frames(CODEC, keys)
     backend = store.backend
@@ -100,7 +101,7 @@ def test_a_killed_server_is_an_error_and_an_empty_one_after_it_is_a_miss() -> No
 def test_a_guard_says_that_a_dead_server_keeps_nothing_until_the_server_is_back() -> None:
     options = GuardConfig(backoff_min=0.05, backoff_max=0.2)
     with ValkeyServer() as server, opened(server) as (backend, _):
-        guard = GuardedBackend(backend, options, name="redis")
+        guard = Store(backend.driver, CODEC, options, name="redis")
         numbers = itertools.count()
 
         def put() -> None:
@@ -178,7 +179,7 @@ _impatient = pytest.mark.parametrize("timeout_s", [TIMEOUT_S])
 
 
 @pytest.fixture
-def proxied(valkey: ValkeyServer, timeout_s: float) -> Iterator[tuple[Store, Proxy]]:
+def proxied(valkey: ValkeyServer, timeout_s: float) -> Iterator[tuple[Subject, Proxy]]:
     with valkey.client() as client, Proxy(valkey.port) as proxy:
         options = {"url": f"redis://127.0.0.1:{proxy.port}", "key_prefix": fresh_prefix(), "timeout": timeout_s}
         store = open_on(client, options)
@@ -190,7 +191,7 @@ def proxied(valkey: ValkeyServer, timeout_s: float) -> Iterator[tuple[Store, Pro
 @pytest.mark.parametrize("after", [0, 2, 6, 7, 300, PAGE, PAGE + 7, PAGE + 8, PAGE + 10, 3 * PAGE])
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_cut_reply_is_an_error_and_its_connection_is_not_reused(
-    proxied: tuple[Store, Proxy], after: int, reset: bool
+    proxied: tuple[Subject, Proxy], after: int, reset: bool
 ) -> None:
     store, proxy = proxied
     keys = make_keys(6)
@@ -205,7 +206,7 @@ def test_a_cut_reply_is_an_error_and_its_connection_is_not_reused(
 
 
 @_impatient
-def test_a_slow_network_with_progress_is_waited_for(proxied: tuple[Store, Proxy]) -> None:
+def test_a_slow_network_with_progress_is_waited_for(proxied: tuple[Subject, Proxy]) -> None:
     """The whole transfer takes twice as long as the timeout, but each wait is shorter."""
     store, proxy = proxied
     keys = make_keys(4)
@@ -216,7 +217,7 @@ def test_a_slow_network_with_progress_is_waited_for(proxied: tuple[Store, Proxy]
 
 
 @_impatient
-def test_a_network_without_progress_is_not_waited_for(proxied: tuple[Store, Proxy]) -> None:
+def test_a_network_without_progress_is_not_waited_for(proxied: tuple[Subject, Proxy]) -> None:
     """The control of the test above."""
     store, proxy = proxied
     keys = make_keys(4)

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from hicache.backends.errors import ErrorKind, StoreError
-from hicache.backends.redis import RedisBackend
+from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.connect import Connector
 from hicache.backends.redis.options import named_address, open_access
 from hicache.backends.redis.pool import Pools, Purpose
 from hicache.backends.redis.raw import RedisRawStore
-from hicache.backends.testing import GET_ERROR, MISS, SET_ERROR, full_frames, make_keys, soon
+from hicache.backends.store import Store
+from hicache.backends.testing import GET_ERROR, MISS, SET_ERROR, full_frames, make_keys, soon, store_of
 from hicache.config.addresses import Address
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
@@ -79,15 +80,15 @@ def hostile(lie: Callable[[list[bytes]], bytes | None], mode: str = "single") ->
 @contextlib.contextmanager
 def opened_hostile(
     lie: Callable[[list[bytes]], bytes | None], mode: str = "single", **more: Any
-) -> Iterator[tuple[HostileServer, RedisBackend]]:
+) -> Iterator[tuple[HostileServer, Store]]:
     """A backend on a server that sends false replies from now on."""
     with hostile(lie, mode) as (server, options), contextlib.closing(open_on(options | more)) as backend:
         server.hostile = True
         yield server, backend
 
 
-def open_on(options: dict[str, Any]) -> RedisBackend:
-    return RedisBackend(CODEC, RedisStorageOptions(**options))
+def open_on(options: dict[str, Any]) -> Store:
+    return store_of(RedisDriver, CODEC, RedisStorageOptions(**options))
 
 
 def use_all(backend: Any, keys: list[bytes]) -> None:
@@ -180,15 +181,15 @@ def test_a_topology_outside_the_allowed_nodes_is_not_used(trap: Trap, mode: str)
     with hostile(lambda request: lies.get(request[0]), mode) as (server, options):
         server.hostile = True
         with pytest.raises(BackendUnavailable, match=r"foreign_address.*allowed_nodes"):
-            RedisBackend(CODEC, RedisStorageOptions(**options, allowed_nodes=[LOOPBACK, ".cache.example"]))
+            store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=[LOOPBACK, ".cache.example"]))
 
 
 def test_a_sentinel_that_names_itself_does_not_get_the_password_of_the_nodes() -> None:
     with hostile(lambda request: None, "sentinel") as (server, options):
         with pytest.raises(BackendUnavailable, match="foreign_address"):
-            RedisBackend(CODEC, RedisStorageOptions(**options, allowed_nodes=["10.1.0.0/16"]))
+            store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=["10.1.0.0/16"]))
         assert server.requests[b"SENTINEL"] == 1 and server.requests[b"AUTH"] == 0
-        RedisBackend(CODEC, RedisStorageOptions(**options, allowed_nodes=[LOOPBACK])).close()  # the control
+        store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=[LOOPBACK])).close()  # the control
         assert server.requests[b"AUTH"]
 
 
@@ -280,7 +281,7 @@ def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Pa
         thread.start()
         url = f"rediss://{ELSEWHERE}:{listener.getsockname()[1]}"
         with pytest.raises(BackendUnavailable, match="IP address mismatch") as raised:
-            RedisBackend(CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file, timeout=5.0))
+            store_of(RedisDriver, CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file, timeout=5.0))
         thread.join(30.0)
     assert not any("not valid for" in text for text in texts_of(raised.value))
 
@@ -293,7 +294,7 @@ def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Pa
 )  # fmt: skip
 def test_a_text_that_cannot_be_sent_is_refused_without_the_password(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"not valid Unicode|not valid in file names") as raised:
-        RedisBackend(CODEC, RedisStorageOptions(**wrong, password_env=PASSWORD_ENV))
+        store_of(RedisDriver, CODEC, RedisStorageOptions(**wrong, password_env=PASSWORD_ENV))
     assert raised.value.__context__ is None and PASSWORD not in str(raised.value)
     open_access(RedisStorageOptions(unix_socket="/run/\udcff"))  # bytes that are not UTF-8
 

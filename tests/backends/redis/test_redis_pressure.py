@@ -8,9 +8,8 @@ import pytest
 from redis.exceptions import MovedError
 
 from hicache.backends.base import SetOutcome, Usage
-from hicache.backends.pages import Damaged
+from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.pipeline import StoredValue
-from hicache.backends.registry import open_backend
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -18,10 +17,12 @@ from hicache.backends.testing import (
     NAMESPACE,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
+    driver_of,
     full_frames,
     load,
     make_keys,
+    open_backend,
     soon,
     store_chain,
 )
@@ -76,7 +77,7 @@ def test_a_capacity_is_enforced_on_a_server_without_one(request: pytest.FixtureR
     old, used, more = make_keys(10, "old"), make_keys(10, "used"), make_keys(30, "more")
     options = server.storage(key_prefix=fresh_prefix())[1]
     with contextlib.closing(open_backend("redis", CODEC, {**options, "capacity": 20 * PAGE})) as limited:
-        store = Store(limited, lambda key: None, lambda key, value: None)
+        store = Subject(limited, lambda key: None, lambda key, value: None)
         assert store_chain(store, old) == [STORED] * 10
         for number in range(10):
             for node in server.nodes if isinstance(server, RedisCluster) else [server]:
@@ -191,7 +192,8 @@ def test_a_page_stored_again_is_not_removed_as_the_damaged_one(valkey: ValkeySer
         for length, found_head, kept in (
             (size, other, True), (size - 1, head, True), (-1, b"", True), (size, head, False),
         ):  # fmt: skip
-            backend.remove_damaged([Damaged(key, StoredValue(length, found_head), "tag")], soon())
+            removed, kinds = driver_of(backend, RedisDriver).remove([key], soon(), [StoredValue(length, found_head)])
+            assert (removed, kinds) == (not kept, [])
             assert (store.read(key) is not None) is kept
         assert not backend.statistics().errors
 

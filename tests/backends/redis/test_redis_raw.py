@@ -13,6 +13,7 @@ import redis
 
 from hicache.backends.base import Usage
 from hicache.backends.raw import RawStore, StoredPage
+from hicache.backends.redis import RedisDriver
 from hicache.backends.registry import BackendSpec, open_raw
 from hicache.backends.testing import (
     NAMESPACE,
@@ -21,6 +22,7 @@ from hicache.backends.testing import (
     OpenRaw,
     OpenStore,
     RawContract,
+    driver_of,
     make_keys,
     store_chain,
 )
@@ -112,7 +114,7 @@ def test_inspection_does_not_count_as_a_use(valkey: ValkeyServer) -> None:
         store_chain(store, keys)
         names = [name_of(backend, key) for key in keys]
         grow_old(client, names)
-        with raw_on(valkey.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
+        with raw_on(valkey.storage(key_prefix=driver_of(backend, RedisDriver).options.key_prefix)[1]) as raw:
             for page in [*raw.pages(), *raw.pages()]:
                 assert page.used_s is not None and 900 < time.time() - page.used_s < 1100
                 assert raw.read(page, PAGE) is not None
@@ -126,7 +128,7 @@ def test_an_old_server_reports_the_last_use_only_once(old_redis: RedisServer) ->
     with opened(old_redis) as (backend, store), old_redis.client() as client:
         store_chain(store, keys)
         grow_old(client, [name_of(backend, key) for key in keys])
-        with raw_on(old_redis.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
+        with raw_on(old_redis.storage(key_prefix=driver_of(backend, RedisDriver).options.key_prefix)[1]) as raw:
             ages_s = [[time.time() - (page.used_s or 0.0) for page in raw.pages()] for _ in range(2)]
         assert [age_s > 900 for age_s in ages_s[0] + ages_s[1]] == [True] * 5 + [False] * 5
 
@@ -135,7 +137,7 @@ def test_an_old_server_reports_the_last_use_only_once(old_redis: RedisServer) ->
 def test_a_user_without_rights_gets_an_error_and_not_an_empty_list(command: str) -> None:
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
         store_chain(store, make_keys(3))
-        with raw_on(server.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
+        with raw_on(server.storage(key_prefix=driver_of(backend, RedisDriver).options.key_prefix)[1]) as raw:
             assert len(list(raw.pages())) == 3
             before = backend.usage()
             client.execute_command("ACL", "SETUSER", "default", f"-{command}")
@@ -148,7 +150,7 @@ def test_a_user_without_rights_gets_an_error_and_not_an_empty_list(command: str)
 def test_a_server_that_evicts_by_frequency_reports_no_times() -> None:
     with ValkeyServer(maxmemory_bytes=64 << 20, policy="allkeys-lfu") as server, opened(server) as (backend, store):
         store_chain(store, make_keys(3))
-        options = server.storage(key_prefix=backend.options.key_prefix)[1]
+        options = server.storage(key_prefix=driver_of(backend, RedisDriver).options.key_prefix)[1]
         with raw_on(options) as raw:
             assert [page.used_s for page in raw.pages()] == [None] * 3
 

@@ -12,6 +12,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 
 from hicache.backends.errors import ErrorKind, StoreError
+from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.channel import Reply
 from hicache.backends.redis.errors import ErrorReply
 from hicache.backends.redis.options import open_access
@@ -23,7 +24,8 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
+    driver_of,
     load,
     make_keys,
     soon,
@@ -44,7 +46,7 @@ def cluster(own_cluster: RedisCluster) -> RedisCluster:
 
 
 @pytest.fixture
-def store(cluster: RedisCluster) -> Iterator[Store]:
+def store(cluster: RedisCluster) -> Iterator[Subject]:
     with redis.RedisCluster("127.0.0.1", cluster.nodes[0].port) as client:
         store = open_on(client, cluster.storage(key_prefix=fresh_prefix())[1])
         yield store
@@ -54,7 +56,7 @@ def store(cluster: RedisCluster) -> Iterator[Store]:
 class Slot:
     """The slot of one page, and its migration to another node."""
 
-    def __init__(self, cluster: RedisCluster, store: Store, key: bytes) -> None:
+    def __init__(self, cluster: RedisCluster, store: Subject, key: bytes) -> None:
         self._clients = [node.client() for node in cluster.nodes]
         self._ports = [node.port for node in cluster.nodes]
         self._ids = [str(client.execute_command("CLUSTER", "MYID"), "ascii") for client in self._clients]
@@ -105,7 +107,7 @@ class Slot:
 
 
 @pytest.mark.parametrize("verb", ["exists", "get", "set", "delete"])
-def test_each_verb_follows_a_slot_that_moved(cluster: RedisCluster, store: Store, verb: str) -> None:
+def test_each_verb_follows_a_slot_that_moved(cluster: RedisCluster, store: Subject, verb: str) -> None:
     keys = make_keys(20, verb)
     store_chain(store, keys)
     slot = Slot(cluster, store, keys[3])
@@ -124,7 +126,7 @@ def test_each_verb_follows_a_slot_that_moved(cluster: RedisCluster, store: Store
     assert dict(backend.statistics().errors) == {}
 
 
-def test_pages_of_a_migrating_slot_are_found_on_both_nodes(cluster: RedisCluster, store: Store) -> None:
+def test_pages_of_a_migrating_slot_are_found_on_both_nodes(cluster: RedisCluster, store: Subject) -> None:
     keys = make_keys(20, "moving")
     store_chain(store, keys[:19])
     slot = Slot(cluster, store, keys[5])
@@ -140,7 +142,7 @@ def test_pages_of_a_migrating_slot_are_found_on_both_nodes(cluster: RedisCluster
     slot.end()
 
 
-def test_an_unassigned_slot_costs_its_pages(cluster: RedisCluster, store: Store) -> None:
+def test_an_unassigned_slot_costs_its_pages(cluster: RedisCluster, store: Subject) -> None:
     keys = make_keys(20, "gone")
     store_chain(store, keys)
     slot = Slot(cluster, store, keys[4])
@@ -160,7 +162,7 @@ def test_routes_are_requested_from_nodes_that_have_not_failed_recently(cluster: 
     """A hanging node would cost a timeout each time."""
     failed = cluster.nodes[1]
     with opened(cluster) as (backend, _), failed.client() as client:
-        router = backend._context.router
+        router = driver_of(backend, RedisDriver)._context.router
 
         def asked() -> int:
             return int(client.info("commandstats").get("cmdstat_cluster|slots", {"calls": 0})["calls"])

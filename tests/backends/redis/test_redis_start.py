@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.redis import RedisBackend
-from hicache.backends.testing import HIT, SET_ERROR, STORED, load, make_keys, store_chain
+from hicache.backends.redis import RedisDriver
+from hicache.backends.testing import HIT, SET_ERROR, STORED, load, make_keys, store_chain, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import FrameCodec
@@ -30,7 +30,7 @@ from .store import CODEC, fresh_prefix, open_on, opened
 def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: FrameCodec = CODEC, **options: Any) -> str:
     """Return the error message of opening a store with these options."""
     with pytest.raises(kind, match=match) as raised:
-        RedisBackend(codec, RedisStorageOptions(timeout=options.pop("timeout", 2.0), **options))
+        store_of(RedisDriver, codec, RedisStorageOptions(timeout=options.pop("timeout", 2.0), **options))
     return str(raised.value)
 
 
@@ -99,7 +99,7 @@ def test_tls_to_a_plain_server_or_an_untrusted_one_is_refused(valkey: ValkeyServ
         missing = tmp_path / "missing.pem"
         refused("tls_ca_file .* cannot be read", ConfigError, url="rediss://127.0.0.1:1", tls_ca_file=missing)
         url = f"rediss://127.0.0.1:{proxy.port}"
-        RedisBackend(CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file)).close()
+        store_of(RedisDriver, CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file)).close()
 
 
 def test_a_server_that_requires_a_client_certificate_is_refused_with_that_advice(
@@ -111,7 +111,7 @@ def test_a_server_that_requires_a_client_certificate_is_refused_with_that_advice
         url = f"rediss://127.0.0.1:{proxy.port}"
         refused("tls_cert_file", url=url, tls_ca_file=made.ca_file)
         own = {"tls_cert_file": made.client_cert_file, "tls_key_file": made.client_key_file}
-        RedisBackend(CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file, **own)).close()
+        store_of(RedisDriver, CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file, **own)).close()
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_wrong_groups_of_servers_are_refused(
     (port,) = free_ports(1)
     refused("no_primary|refused", sentinels=[f"127.0.0.1:{port}"], service="hicache")
     # One node that answers is enough.
-    RedisBackend(CODEC, RedisStorageOptions(cluster=[f"127.0.0.1:{port}", node])).close()
+    store_of(RedisDriver, CODEC, RedisStorageOptions(cluster=[f"127.0.0.1:{port}", node])).close()
 
 
 @pytest.mark.parametrize("read_from", ["primary", "replica"])

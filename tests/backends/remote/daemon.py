@@ -6,14 +6,15 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
-from hicache.backends.envelope import Wrapper
-from hicache.backends.remote import RemoteBackend
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.backends.base import GetOutcome
+from hicache.backends.pages import PageReads, PageWrites
+from hicache.backends.remote import RemoteDriver
+from hicache.backends.storage import Storage
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec, PageBuffer, PageView
 from hicache.lab.devservers.ports import LOOPBACK
@@ -52,14 +53,14 @@ class Daemon(daemons.Daemon):
             return RemoteStorageOptions(url=url, token_file=self.folder / "token", **options)
         return RemoteStorageOptions(socket=self.socket, **options)
 
-    def door(self, backend: StorageBackend, codec: FrameCodec = CODEC) -> Store:
+    def door(self, backend: Storage, codec: FrameCodec = CODEC) -> Subject:
         """Return `backend` with direct access to the page files of the daemon's store."""
 
         def read(key: bytes) -> bytes | None:
             path = page_path(self.store, codec, key)
             return path.read_bytes() if path.exists() else None
 
-        return Store(backend, read, lambda key, data: _write(page_path(self.store, codec, key), data))
+        return Subject(backend, read, lambda key, data: _write(page_path(self.store, codec, key), data))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -99,34 +100,35 @@ class Frames:
         self.memory.unlink()
 
 
-class ThroughFrames(Wrapper):
-    """A `remote` backend for callers with private frames: each page goes through a frame of shared memory. Bytes that
+class ThroughFrames(RemoteDriver):
+    """A `remote` driver for callers with private frames: each page goes through a frame of shared memory. Bytes that
     the daemon does not write are those of an earlier page."""
 
-    def __init__(self, inner: RemoteBackend, frames: Frames) -> None:
-        super().__init__(inner)
+    def __init__(self, codec: FrameCodec, options: RemoteStorageOptions, frames: Frames) -> None:
+        super().__init__(codec, options)
         self._frames = frames
+        self.register_memory(frames.memory.frames)
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope."""
-        with self._frames.lent(len(pages)) as lent:
-            outcomes = super().get(keys, lent, deadline)
-            for page, frame, outcome in zip(pages, lent, outcomes, strict=True):
-                if outcome is GetOutcome.HIT:
+    def read(self, pages: PageReads[bool]) -> None:
+        """See Driver."""
+        private = pages.pages
+        with self._frames.lent(len(private)) as pages.pages:
+            super().read(pages)
+            for position, (page, frame) in enumerate(zip(private, pages.pages, strict=True)):
+                if pages.outcome(position) is GetOutcome.HIT:
                     _copy(frame, page)
-        return outcomes
+        pages.pages = private
 
-    def put(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See Envelope. Copies the header that sealing has written back to the page."""
-        with self._frames.lent(len(pages)) as lent:
-            for page, frame in zip(pages, lent, strict=True):
+    def write(self, pages: PageWrites) -> None:
+        """See Driver. Copies the header that sealing has written back to the page."""
+        private = pages.pages
+        with self._frames.lent(len(private)) as pages.pages:
+            for page, frame in zip(private, pages.pages, strict=True):
                 _copy(page, frame)
-            outcomes = super().put(keys, lent, parent, deadline)
-            for page, frame in zip(pages, lent, strict=True):
+            super().write(pages)
+            for page, frame in zip(private, pages.pages, strict=True):
                 _copy(frame, page)
-        return outcomes
+        pages.pages = private
 
 
 def _copy(source: PageBuffer, target: PageBuffer) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from hicache.admin.models import Status
-from hicache.backends.remote import RemoteBackend
+from hicache.backends.remote import RemoteDriver
+from hicache.backends.testing import store_of
 from hicache.cli.ctl_client import AdminClient, Endpoint
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import AdminError, BackendError, BackendUnavailable, HiCacheError
@@ -91,7 +92,7 @@ def secret(folder: Path, name: str, text: str) -> str:
 def of_engine(codec: FrameCodec = CODEC, **options: Any) -> HiCacheError:
     """Return the error of an engine that opens this storage."""
     with pytest.raises(BackendError) as caught:
-        RemoteBackend(codec, RemoteStorageOptions(timeout="5s", **options))
+        store_of(RemoteDriver, codec, RemoteStorageOptions(timeout="5s", **options))
     return caught.value
 
 
@@ -151,7 +152,7 @@ def test_a_client_certificate_that_is_missing_or_not_accepted_is_named(
         assert "does not accept this client's certificate" in str(error) and "daemon.tls.client_ca" in str(error)
         assert NOT_STARTED not in str(error)
     right: dict[str, Any] = {"certificate": certificates.client_cert_file, "key": certificates.client_key_file}
-    RemoteBackend(CODEC, RemoteStorageOptions(**place, **right)).close()
+    store_of(RemoteDriver, CODEC, RemoteStorageOptions(**place, **right)).close()
 
 
 def test_http_at_a_port_with_tls_and_tls_at_one_without_are_named(guarded: Daemon, plain: Daemon) -> None:

@@ -7,8 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.remote import RemoteBackend
-from hicache.backends.testing import CORRUPT, HIT, NAMESPACE, PAYLOAD_BYTES, STORED, load, make_keys, store_chain
+from hicache.backends.remote import RemoteDriver
+from hicache.backends.testing import (
+    CORRUPT,
+    HIT,
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    STORED,
+    load,
+    make_keys,
+    store_chain,
+    store_of,
+)
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
 from hicache.frame import Compression, FrameCodec, FrameHeader, TagKind
@@ -43,9 +53,8 @@ def test_pages_are_stored_as_the_daemon_defines_and_read_without_a_key(
     keyed: tuple[Daemon, FrameCodec], frames: Frames
 ) -> None:
     daemon, codec = keyed
-    in_frames, as_bodies = (RemoteBackend(CODEC, daemon.options()) for _ in range(2))
-    in_frames.register_memory(frames.memory.frames)
-    doors = [daemon.door(ThroughFrames(in_frames, frames)), daemon.door(as_bodies)]
+    in_frames = store_of(ThroughFrames, CODEC, daemon.options(), frames)
+    doors = [daemon.door(in_frames), daemon.door(store_of(RemoteDriver, CODEC, daemon.options()))]
     keys = [make_keys(4, name) for name in ("frames", "bodies")]
     for door, chain in zip(doors, keys, strict=True):
         assert store_chain(door, chain) == [STORED] * 4
@@ -73,7 +82,7 @@ def test_an_engine_with_its_own_encoding_settings_is_rejected(daemon: Daemon) ->
         FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()),
     ):
         with pytest.raises(ConfigError, match="belong to the daemon; move integrity and storage_format"):
-            RemoteBackend(codec, daemon.options())
+            store_of(RemoteDriver, codec, daemon.options())
 
 
 @pytest.mark.parametrize(

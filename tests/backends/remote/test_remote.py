@@ -8,19 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.backends.remote import RemoteBackend
+from hicache.backends.remote import RemoteDriver
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,
     PAYLOAD_BYTES,
-    BackendContract,
+    DriverContract,
     OpenStore,
-    Store,
+    Subject,
     load,
     make_keys,
     sealed,
     soon,
     store_chain,
+    store_of,
 )
 from hicache.backends.testing.bounds import MANY_PAGES
 from hicache.errors import ConfigError
@@ -28,55 +29,33 @@ from hicache.frame import Compression, FrameCodec, TagKind
 from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
 
 
-class _RemoteContract(BackendContract):
+class _RemoteContract(DriverContract):
     """Each test begins with an empty store; the daemon keeps one store open for all tests."""
 
     machine_examples = 3  # random walks over HTTP; another contract tests the store behind it
-    opened: list[Store]
+    opened: list[Subject]
 
     @pytest.fixture(autouse=True)
     def _empty(self, daemon: Daemon) -> Iterator[None]:
         self.opened = []
         yield
         for codec in {store.backend.codec.namespace: store.backend.codec for store in self.opened}.values():
-            with contextlib.closing(RemoteBackend(codec, daemon.options())) as backend:
+            with contextlib.closing(store_of(RemoteDriver, codec, daemon.options())) as backend:
                 backend.clear(deadline=soon())
 
-    def keep(self, store: Store) -> Store:
+    def keep(self, store: Subject) -> Subject:
         self.opened.append(store)
         return store
 
-
-    # The daemon has the codec's settings: `test_encodings.py` tests their part of the contract.
-
-    @pytest.mark.parametrize("name", ["plain"])
-    def test_the_stored_object_is_the_sealed_page(self, open_store: OpenStore, name: str) -> None:
-        super().test_the_stored_object_is_the_sealed_page(open_store, name)
-
-    @pytest.mark.parametrize("name", ["plain"])
-    def test_usage_counts_the_stored_bytes(self, open_store: OpenStore, name: str) -> None:
-        super().test_usage_counts_the_stored_bytes(open_store, name)
-
-    @pytest.mark.parametrize("name", ["plain"])
-    def test_pages_in_parts_and_frames_are_the_same_pages(self, open_store: OpenStore, name: str) -> None:
-        super().test_pages_in_parts_and_frames_are_the_same_pages(open_store, name)
-
-    @pytest.mark.parametrize("name", ["zstd"])
-    def test_damage_to_an_encoded_page_is_found_and_removed(self, open_store: OpenStore, name: str) -> None:
-        require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()))
-
-    @pytest.mark.parametrize("kind", ["mac_keys", "encryption_keys"])
-    def test_only_pages_made_with_one_of_its_keys_are_accepted(self, open_store: OpenStore, kind: str) -> None:
+    def test_a_compressed_page_is_stored_counted_and_read_in_its_own_length(self, open_store: OpenStore) -> None:
+        """The daemon has the codec's settings, and encodes pages: see `test_encodings.py`."""
         key = [b"k" * 32]
-        if kind == "mac_keys":
-            require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=key))
-        else:
-            require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=key))
-
-    def test_without_a_tag_a_flipped_payload_goes_through(self, open_store: OpenStore) -> None:
+        require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()))
+        require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=key))
+        require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=key))
         require_refusal(open_store, FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE))
 
-    def test_a_page_that_only_this_reader_cannot_use_is_a_miss_and_stays(self, open_store: OpenStore) -> None:
+    def test_a_page_that_only_this_reader_cannot_use_is_a_hit(self, open_store: OpenStore) -> None:
         """Every daemon can use its stored pages; an engine needs no codec for them."""
         store, keys = open_store(CODEC), make_keys(2)
         packed = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
@@ -103,14 +82,13 @@ def require_refusal(open_store: OpenStore, codec: FrameCodec) -> None:
 class TestRemoteFrames(_RemoteContract):
     @pytest.fixture
     def open_store(self, daemon: Daemon, memories: dict[int, Frames]) -> OpenStore:
-        def open_it(codec: FrameCodec) -> Store:
+        def open_it(codec: FrameCodec) -> Subject:
             codec = of_one_size(codec)
             size = codec.frame_bytes
             if size not in memories:
                 memories[size] = Frames(MANY_PAGES + 50 if size < 1 << 20 else 8, size)
-            backend = RemoteBackend(codec, daemon.options())
-            backend.register_memory(memories[size].memory.frames)
-            return self.keep(daemon.door(ThroughFrames(backend, memories[size]), codec))
+            backend = store_of(ThroughFrames, codec, daemon.options(), memories[size])
+            return self.keep(daemon.door(backend, codec))
 
         return open_it
 
@@ -118,9 +96,9 @@ class TestRemoteFrames(_RemoteContract):
 class TestRemoteBodies(_RemoteContract):
     @pytest.fixture
     def open_store(self, daemon: Daemon) -> OpenStore:
-        def open_it(codec: FrameCodec) -> Store:
+        def open_it(codec: FrameCodec) -> Subject:
             codec = of_one_size(codec)
-            return self.keep(daemon.door(RemoteBackend(codec, daemon.options()), codec))
+            return self.keep(daemon.door(store_of(RemoteDriver, codec, daemon.options()), codec))
 
         return open_it
 
@@ -128,8 +106,8 @@ class TestRemoteBodies(_RemoteContract):
 class TestRemoteTcp(_RemoteContract):
     @pytest.fixture
     def open_store(self, daemon: Daemon) -> OpenStore:
-        def open_it(codec: FrameCodec) -> Store:
+        def open_it(codec: FrameCodec) -> Subject:
             codec = of_one_size(codec)
-            return self.keep(daemon.door(RemoteBackend(codec, daemon.options(tcp=True)), codec))
+            return self.keep(daemon.door(store_of(RemoteDriver, codec, daemon.options(tcp=True)), codec))
 
         return open_it

@@ -15,14 +15,16 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.errors import ErrorKind
-from hicache.backends.remote import RemoteBackend
+from hicache.backends.remote import RemoteDriver
 from hicache.backends.remote.frames import SharedFrames
+from hicache.backends.store import Store
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
     MISS,
     SET_ERROR,
     STORED,
+    driver_of,
     exists,
     full_frames,
     holds,
@@ -30,6 +32,7 @@ from hicache.backends.testing import (
     make_keys,
     soon,
     store_chain,
+    store_of,
 )
 from hicache.errors import BackendError, BackendUnavailable
 from tests.backends.remote.daemon import CODEC, Daemon, Frames
@@ -60,16 +63,16 @@ def own(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[RemoteBackend]]:
-    found: list[RemoteBackend] = []
+def opened() -> Iterator[list[Store]]:
+    found: list[Store] = []
     yield found
     for backend in found:
         backend.close()
 
 
-def open_it(daemon: Daemon, frames: Frames, opened: list[RemoteBackend], socket: Path | None = None) -> RemoteBackend:
+def open_it(daemon: Daemon, frames: Frames, opened: list[Store], socket: Path | None = None) -> Store:
     options = daemon.options() if socket is None else daemon.options().model_copy(update={"socket": socket})
-    backend = RemoteBackend(CODEC, options)
+    backend = store_of(RemoteDriver, CODEC, options)
     opened.append(backend)
     backend.register_memory(frames.memory.frames)
     return backend
@@ -105,7 +108,7 @@ def operations(daemon: Daemon) -> int:
 
 
 def test_pages_in_shared_memory_travel_as_frame_numbers_and_others_as_bodies(
-    daemon: Daemon, frames: Frames, opened: list[RemoteBackend]
+    daemon: Daemon, frames: Frames, opened: list[Store]
 ) -> None:
     backend, keys = open_it(daemon, frames, opened), make_keys(4, "numbers")
     views = poison(frames, 2)
@@ -123,7 +126,7 @@ def test_pages_in_shared_memory_travel_as_frame_numbers_and_others_as_bodies(
 
 
 def test_one_frame_for_two_pages_of_a_call_is_not_shared(
-    daemon: Daemon, frames: Frames, opened: list[RemoteBackend]
+    daemon: Daemon, frames: Frames, opened: list[Store]
 ) -> None:
     """Two pages of one request must not move through one frame; such a caller gets the last page."""
     backend, keys = open_it(daemon, frames, opened), make_keys(2, "twice")
@@ -137,7 +140,7 @@ def test_one_frame_for_two_pages_of_a_call_is_not_shared(
 @pytest.mark.parametrize("is_fenced", [True, False])
 @pytest.mark.parametrize("verb", ["get", "set"])
 def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frames(
-    slow: Daemon, frames: Frames, opened: list[RemoteBackend], monkeypatch: pytest.MonkeyPatch, verb: str,
+    slow: Daemon, frames: Frames, opened: list[Store], monkeypatch: pytest.MonkeyPatch, verb: str,
     is_fenced: bool,
 ) -> None:  # fmt: skip
     """Without the fence (the control) the call returns at once, while the daemon still works in reused frames."""
@@ -174,7 +177,7 @@ def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frame
         assert exists(slow.door(backend), keys) in (0, 4)
 
 
-def test_a_call_waits_for_a_hanging_daemon(own: Daemon, frames: Frames, opened: list[RemoteBackend]) -> None:
+def test_a_call_waits_for_a_hanging_daemon(own: Daemon, frames: Frames, opened: list[Store]) -> None:
     """The daemon reads the request when it continues, and rejects it: the memory was detached."""
     backend, keys = open_it(own, frames, opened), make_keys(4)
     assert store_chain(own.door(backend), keys) == [STORED] * 4
@@ -192,7 +195,7 @@ def test_a_call_waits_for_a_hanging_daemon(own: Daemon, frames: Frames, opened: 
 
 
 def test_a_daemon_that_is_killed_costs_misses_until_it_is_back(
-    own: Daemon, frames: Frames, opened: list[RemoteBackend]
+    own: Daemon, frames: Frames, opened: list[Store]
 ) -> None:
     backend, keys = open_it(own, frames, opened), make_keys(4)
     assert store_chain(own.door(backend), keys) == [STORED] * 4
@@ -220,7 +223,7 @@ def test_a_daemon_that_is_killed_costs_misses_until_it_is_back(
 
 
 def test_a_daemon_that_was_restarted_between_two_calls_costs_nothing(
-    own: Daemon, frames: Frames, opened: list[RemoteBackend]
+    own: Daemon, frames: Frames, opened: list[Store]
 ) -> None:
     backends, keys = [open_it(own, frames, opened) for _ in range(4)], make_keys(4)
     views = poison(frames, 4)
@@ -235,12 +238,13 @@ def test_a_daemon_that_was_restarted_between_two_calls_costs_nothing(
 
 
 def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
-    daemon: Daemon, frames: Frames, opened: list[RemoteBackend], monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, frames: Frames, opened: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The frame does not hold the requested page, though the daemon reports a hit."""
     backend, keys = open_it(daemon, frames, opened), make_keys(2, "damaged")
     assert store_chain(daemon.door(backend), keys) == [STORED] * 2
-    call = backend._client.call
+    client = driver_of(backend, RemoteDriver)._client
+    call = client.call
 
     def answer(method: str, path: str, *body: Any, **options: Any) -> Mapping[str, Any]:
         found = call(method, path, *body, **options)
@@ -248,7 +252,7 @@ def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
             frames.frame(1)[60] ^= 1
         return found
 
-    monkeypatch.setattr(backend._client, "call", answer)
+    monkeypatch.setattr(client, "call", answer)
     views = poison(frames, 2)
     assert backend.batch_get(keys, views, deadline=soon()) == [HIT, GetOutcome.CORRUPT]
     assert dict(backend.statistics().corrupt) == {"header": 1}
@@ -256,7 +260,7 @@ def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
 
 
 def test_a_child_of_a_fork_uses_no_connection_of_its_parent(
-    daemon: Daemon, frames: Frames, opened: list[RemoteBackend]
+    daemon: Daemon, frames: Frames, opened: list[Store]
 ) -> None:
     backend, keys = open_it(daemon, frames, opened), make_keys(2, "fork")
     store_chain(daemon.door(backend), keys)
@@ -270,17 +274,17 @@ def test_a_child_of_a_fork_uses_no_connection_of_its_parent(
 
 def test_errors_at_the_start_are_reported(daemon: Daemon, tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable, match="start the daemon with: hicache serve"):
-        RemoteBackend(CODEC, daemon.options().model_copy(update={"socket": tmp_path / "none.sock"}))
+        store_of(RemoteDriver, CODEC, daemon.options().model_copy(update={"socket": tmp_path / "none.sock"}))
     wrong = tmp_path / "token"
     wrong.write_text("x" * 30)
     wrong.chmod(0o600)
     with pytest.raises(BackendError, match="wrong_credentials") as refused:
-        RemoteBackend(CODEC, daemon.options(tcp=True).model_copy(update={"token_file": wrong}))
+        store_of(RemoteDriver, CODEC, daemon.options(tcp=True).model_copy(update={"token_file": wrong}))
     assert "x" * 30 not in str(refused.value)
 
 
 def test_the_outcomes_of_a_late_call_are_errors(
-    slow: Daemon, frames: Frames, opened: list[RemoteBackend]
+    slow: Daemon, frames: Frames, opened: list[Store]
 ) -> None:
     backend, keys = open_it(slow, frames, opened), make_keys(2, "late")
     begun = time.monotonic()

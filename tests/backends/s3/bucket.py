@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicache.backends.s3 import S3Backend
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.backends.store import Store
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, store_of
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import FrameCodec
 from tests.backends.s3.stub import StubS3
@@ -16,7 +17,7 @@ PAGE = CODEC.frame_bytes
 # For servers that answer, but may be slow on a busy machine.
 PATIENCE_S = 30.0
 # Backends on the stub; closed after each test.
-OPENED: list[S3Backend] = []
+OPENED: list[Store] = []
 
 
 class Bucket:
@@ -53,33 +54,33 @@ def options(url: str, prefix: str = "test/", **changes: Any) -> S3StorageOptions
     return S3StorageOptions(**(chosen | changes))
 
 
-def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: Any) -> Store:
+def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: Any) -> Subject:
     """Open a backend below `prefix`, with the side door to its objects."""
 
     def name(key: bytes) -> str:
         return object_name(prefix, codec.namespace, key)
 
-    return Store(
-        S3Backend(codec, options(bucket.url, prefix, bucket=bucket.name, **changes)),
+    return Subject(
+        store_of(S3Driver, codec, options(bucket.url, prefix, bucket=bucket.name, **changes)),
         lambda key: bucket.read(name(key)),
         lambda key, data: bucket.write(name(key), data),
     )
 
 
-def open_on(stub: StubS3, **changes: Any) -> Store:
+def open_on(stub: StubS3, **changes: Any) -> Subject:
     """Open a store on the stub, with the stub's dictionary as the side door. Closed after the test."""
-    backend = S3Backend(CODEC, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
+    backend = store_of(S3Driver, CODEC, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
     OPENED.append(backend)
 
     def write(key: bytes, data: bytes) -> None:
         stub.objects[name(key)] = data
 
-    return Store(backend, lambda key: stub.objects.get(name(key)), write)
+    return Subject(backend, lambda key: stub.objects.get(name(key)), write)
 
 
 def name(key: bytes) -> str:
     return object_name("test/", NAMESPACE, key)
 
 
-def errors(store: Store) -> dict[str, int]:
+def errors(store: Subject) -> dict[str, int]:
     return dict(store.backend.statistics().errors)

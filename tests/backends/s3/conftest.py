@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hicache.backends.s3 import S3RawStore
-from hicache.backends.testing import Store
+from hicache.backends.testing import Subject
 from hicache.lab.devservers import DevService, SeaweedServer
 from tests.backends.s3.bucket import OPENED, Bucket, open_on, options
 from tests.backends.s3.stub import StubS3
@@ -41,7 +41,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubS3]:
 
 
 @pytest.fixture
-def store(stub: StubS3) -> Store:
+def store(stub: StubS3) -> Subject:
     """A backend on the stub, with the stub's dictionary as the side door."""
     return open_on(stub)
 

@@ -7,11 +7,22 @@ import contextlib
 import pytest
 
 from hicache.backends.base import SetOutcome, Usage
-from hicache.backends.limit import LimitedBackend
-from hicache.backends.registry import open_backend
-from hicache.backends.s3 import S3Backend
+from hicache.backends.limit import CapacityLimit
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name
-from hicache.backends.testing import HIT, MISS, STORED, BackendContract, OpenStore, Store, load, make_keys, store_chain
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    STORED,
+    DriverContract,
+    OpenStore,
+    Subject,
+    load,
+    make_keys,
+    open_backend,
+    store_chain,
+    store_of,
+)
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import SeaweedServer
 from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_s3, options
@@ -19,13 +30,13 @@ from tests.backends.s3.stub import StubS3, error
 from tests.waiting import wait_for
 
 
-class TestS3(BackendContract):
+class TestS3(DriverContract):
     @pytest.fixture
     def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
         return lambda codec: open_s3(bucket, unique_prefix, codec)
 
 
-class TestWithoutConditions(BackendContract):
+class TestWithoutConditions(DriverContract):
     """Pages are looked up before they are stored."""
 
     machine_examples = 5  # fewer random walks, because only storing a page differs
@@ -34,12 +45,12 @@ class TestWithoutConditions(BackendContract):
     def open_store(self, stub: StubS3) -> OpenStore:
         stub.fault = lambda request: error(501, "NotImplemented") if "if-none-match" in request.headers else None
 
-        def open_it(codec: FrameCodec) -> Store:
+        def open_it(codec: FrameCodec) -> Subject:
             def name(key: bytes) -> str:
                 return object_name("test/", codec.namespace, key)
 
-            return Store(
-                S3Backend(codec, options(stub.url)),
+            return Subject(
+                store_of(S3Driver, codec, options(stub.url)),
                 lambda key: stub.objects.get(name(key)),
                 lambda key, data: stub.objects.update({name(key): data}),
             )
@@ -51,17 +62,17 @@ PAGES = 40
 OLD, OTHER, NEW, MORE = make_keys(18, "old"), make_keys(18, "other"), make_keys(4, "new"), make_keys(10, "more")
 
 
-def open_it(seaweed: SeaweedServer, bucket: Bucket, prefix: str, capacity_bytes: int | None) -> Store:
+def open_it(seaweed: SeaweedServer, bucket: Bucket, prefix: str, capacity_bytes: int | None) -> Subject:
     type_name, options = seaweed.storage(prefix=prefix, capacity=capacity_bytes)
-    return Store(open_backend(type_name, CODEC, options), lambda key: None, lambda key, data: None)
+    return Subject(open_backend(type_name, CODEC, options), lambda key: None, lambda key, data: None)
 
 
 def test_the_ends_of_unused_chains_are_evicted(seaweed: SeaweedServer, bucket: Bucket, unique_prefix: str) -> None:
     """The first stored chain is read again and stays. For the others, a bucket has only the second in which they were
     stored, so either may lose its tail."""
     with contextlib.closing(open_it(seaweed, bucket, unique_prefix, None).backend) as unlimited:
-        assert not isinstance(unlimited, LimitedBackend)
-        store = Store(unlimited, lambda key: None, lambda key, data: None)
+        assert not isinstance(unlimited, CapacityLimit)
+        store = Subject(unlimited, lambda key: None, lambda key, data: None)
         assert store_chain(store, OLD) + store_chain(store, OTHER) == [STORED] * 36
     store = open_it(seaweed, bucket, unique_prefix, PAGES * PAGE)
     with contextlib.closing(store.backend) as limited:
@@ -80,5 +91,5 @@ def test_the_ends_of_unused_chains_are_evicted(seaweed: SeaweedServer, bucket: B
         assert 0 < head < 10 and stored == [STORED] * head + [SetOutcome.REJECTED] * (10 - head)
         assert dict(limited.statistics().errors) == {}
     with contextlib.closing(open_it(seaweed, bucket, unique_prefix, None).backend) as unlimited:
-        rest = store_chain(Store(unlimited, lambda key: None, lambda key, data: None), MORE)
+        rest = store_chain(Subject(unlimited, lambda key: None, lambda key, data: None), MORE)
         assert all(outcome.is_stored for outcome in rest), "the control: without a capacity there is room"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hicache.backends.errors import StoreError
-from hicache.backends.s3 import S3Backend, S3RawStore
+from hicache.backends.s3 import S3Driver, S3RawStore
 from hicache.backends.s3.access import open_access
 from hicache.backends.s3.client import S3Client
-from hicache.backends.testing import HIT, NAMESPACE, STORED, Store, load, make_keys, soon, store_chain
+from hicache.backends.testing import HIT, NAMESPACE, STORED, Subject, load, make_keys, soon, store_chain, store_of
 from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import CODEC, PAGE, errors, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
@@ -55,8 +55,8 @@ def rules(session: Callable[[], Answer]) -> Callable[[Request], Answer | None]:
 
 
 def test_every_verb_works_in_a_directory_bucket(place: StubS3) -> None:
-    backend = S3Backend(CODEC, options(place.url, bucket=place.bucket))
-    store = Store(backend, lambda key: None, lambda key, data: None)
+    backend = store_of(S3Driver, CODEC, options(place.url, bucket=place.bucket))
+    store = Subject(backend, lambda key: None, lambda key, data: None)
     assert store_chain(store, KEYS) == [STORED] * 3
     assert load(store, KEYS) == [HIT] * 3
     assert backend.usage().pages == backend.batch_exists(KEYS, deadline=soon()) == 3
@@ -82,7 +82,7 @@ def test_an_operator_lists_namespaces_by_their_first_digits(place: StubS3) -> No
 def test_an_invalid_session_is_reported_at_start(place: StubS3, what: str) -> None:
     place.fault = rules(lambda: INVALID[what])
     with pytest.raises(BackendUnavailable, match="protocol"):
-        S3Backend(CODEC, options(place.url, bucket=place.bucket))
+        store_of(S3Driver, CODEC, options(place.url, bucket=place.bucket))
 
 
 def test_a_session_that_arrives_after_the_client_has_closed_leaves_no_connection(place: StubS3) -> None:
@@ -105,5 +105,5 @@ def test_a_refused_session_is_reported_with_advice_and_requested_again(place: St
     answers = itertools.chain([error(403, "AccessDenied")], itertools.repeat(reply(200, SESSION)))
     place.fault = rules(lambda: next(answers))
     with pytest.raises(BackendUnavailable, match="s3express:CreateSession"):
-        S3Backend(CODEC, options(place.url, bucket=place.bucket))
-    S3Backend(CODEC, options(place.url, bucket=place.bucket)).close()
+        store_of(S3Driver, CODEC, options(place.url, bucket=place.bucket))
+    store_of(S3Driver, CODEC, options(place.url, bucket=place.bucket)).close()

@@ -16,7 +16,7 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.raw import StoredPage
-from hicache.backends.s3 import S3Backend, S3RawStore
+from hicache.backends.s3 import S3Driver, S3RawStore
 from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,
@@ -25,13 +25,14 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
-    Store,
+    Subject,
     empty_frames,
     full_frames,
     load,
     make_keys,
     soon,
     store_chain,
+    store_of,
 )  # fmt: skip
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
@@ -112,13 +113,13 @@ def test_a_fault_of_the_server_is_an_outcome_of_every_verb_and_counted_by_its_ki
 
 
 def _fill(stub: StubS3, keys: list[bytes]) -> None:
-    """Store pages through a separate backend."""
+    """Subject pages through a separate backend."""
     store = open_on(stub)
     assert store_chain(store, keys) == [STORED] * len(keys)
 
 
-def _page(store: Store, stub: StubS3) -> tuple[bytes, bytes]:
-    """Store a page through `store`; return its key and bytes."""
+def _page(store: Subject, stub: StubS3) -> tuple[bytes, bytes]:
+    """Subject a page through `store`; return its key and bytes."""
     (key,) = make_keys(1)
     assert store_chain(store, [key]) == [STORED]
     return key, stub.objects[name(key)]
@@ -157,7 +158,7 @@ def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: Stub
     "content-length: " + "9" * 20,
     "no header at all",
 ])  # fmt: skip
-def test_an_invalid_length_is_a_protocol_error(store: Store, stub: StubS3, header: str) -> None:
+def test_an_invalid_length_is_a_protocol_error(store: Subject, stub: StubS3, header: str) -> None:
     key, data = _page(store, stub)
     stub.fault = always(Answer(f"HTTP/1.1 200 OK\r\n{header}\r\n\r\n".encode() + data, "close"))
     assert load(store, [key]) == [GET_ERROR]
@@ -165,7 +166,9 @@ def test_an_invalid_length_is_a_protocol_error(store: Store, stub: StubS3, heade
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1, PAGE * 2, 10**12])
-def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(store: Store, stub: StubS3, size: int) -> None:
+def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(
+    store: Subject, stub: StubS3, size: int
+) -> None:
     key, data = _page(store, stub)
     head = f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\netag: {etag_of(data)}\r\n\r\n".encode()
     stub.fault = lambda request: Answer(head + b"x" * min(size, PAGE), "close") if request.method == "GET" else None
@@ -179,7 +182,7 @@ def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(store: S
 @pytest.mark.parametrize("head", [
     "content-length: 1", "etag: \"x\"\r\ncontent-length: 12", "content-length: 12\r\netag: \"", "content-le", "",
 ])  # fmt: skip
-def test_a_head_that_is_cut_costs_no_stored_page(store: Store, raw: S3RawStore, stub: StubS3, head: str) -> None:
+def test_a_head_that_is_cut_costs_no_stored_page(store: Subject, raw: S3RawStore, stub: StubS3, head: str) -> None:
     """A length without its last digits would not be a page's length, and would count as damage."""
     key, data = _page(store, stub)
     stub.fault = lambda request: (
@@ -191,7 +194,7 @@ def test_a_head_that_is_cut_costs_no_stored_page(store: Store, raw: S3RawStore, 
         raw.read(StoredPage(NAMESPACE, key, len(data), None), 256)
 
 
-def test_a_damaged_page_that_was_replaced_stays(store: Store, stub: StubS3) -> None:
+def test_a_damaged_page_that_was_replaced_stays(store: Subject, stub: StubS3) -> None:
     key, data = _page(store, stub)
     stub.fault = lambda request: reply(200, b"x" * PAGE, etag='"old"') if request.method == "GET" else None
     assert load(store, [key]) == [CORRUPT]
@@ -199,7 +202,7 @@ def test_a_damaged_page_that_was_replaced_stays(store: Store, stub: StubS3) -> N
     assert errors(store) == {}
 
 
-def test_a_damaged_page_is_removed_without_conditional_requests(store: Store, stub: StubS3) -> None:
+def test_a_damaged_page_is_removed_without_conditional_requests(store: Subject, stub: StubS3) -> None:
     """Also the control of the test above: the condition saves the page."""
     key, _ = _page(store, stub)
     store.write(key, b"x" * PAGE)
@@ -214,7 +217,7 @@ def test_a_damaged_page_is_removed_without_conditional_requests(store: Store, st
     assert name(key) not in stub.objects
 
 
-def test_a_bucket_that_vanishes_is_an_error_and_not_a_miss(store: Store, stub: StubS3) -> None:
+def test_a_bucket_that_vanishes_is_an_error_and_not_a_miss(store: Subject, stub: StubS3) -> None:
     keys = make_keys(2)
     stub.fault = always(error(404, "NoSuchBucket"))
     assert load(store, keys) == [GET_ERROR] * 2
@@ -241,7 +244,7 @@ def test_a_server_without_conditional_writes_is_detected_once(stub: StubS3, refu
     assert errors(store) == {}
 
 
-def test_each_page_is_requested_once_for_any_answer_of_the_server(store: Store, stub: StubS3) -> None:
+def test_each_page_is_requested_once_for_any_answer_of_the_server(store: Subject, stub: StubS3) -> None:
     keys = make_keys(20)
     stub.fault = always(error(503, "SlowDown"))
     load(store, keys)
@@ -289,7 +292,7 @@ def test_the_rest_of_a_reply_is_never_read_as_the_next_reply(stub: StubS3, tmp_p
     codec = FrameCodec(NAMESPACE, 60_000)  # more than arrives together with a head
     with StubS3("pages", certificates.server_context() if tls else None) as server:
         ca_file = certificates.ca_file if tls else None
-        backend = S3Backend(codec, options(server.url, connections=1, ca_file=ca_file))
+        backend = store_of(S3Driver, codec, options(server.url, connections=1, ca_file=ca_file))
         keys, frames = make_keys(3), empty_frames(codec, 3)
         backend.batch_set(keys, full_frames(codec, keys), parent=None, deadline=soon())
         data = dict(server.objects)
@@ -321,7 +324,7 @@ def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, ve
     stub.released.set()
 
 
-def test_a_page_is_sent_with_its_type_and_without_waiting_for_100_continue(store: Store, stub: StubS3) -> None:
+def test_a_page_is_sent_with_its_type_and_without_waiting_for_100_continue(store: Subject, stub: StubS3) -> None:
     """Some servers store an empty object if a body without a type is cut at its start."""
     _page(store, stub)
     (request,) = stub.requests

@@ -14,9 +14,19 @@ import pytest
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.http import request_head
 from hicache.backends.raw import StoredPage
-from hicache.backends.s3 import S3Backend, S3RawStore
+from hicache.backends.s3 import S3Driver, S3RawStore
 from hicache.backends.s3.replies import LISTING_BYTES_MAX, failed_reply, read_document, read_listing
-from hicache.backends.testing import CORRUPT, GET_ERROR, NAMESPACE, Store, load, make_keys, soon, store_chain
+from hicache.backends.testing import (
+    CORRUPT,
+    GET_ERROR,
+    NAMESPACE,
+    Subject,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+    store_of,
+)
 from hicache.errors import BackendUnavailable, ConfigError
 from tests.backends.s3.bucket import CODEC, PAGE, errors, name, open_on, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
@@ -33,7 +43,7 @@ def damaged(etag: str) -> Callable[[Request], Answer | None]:
 
 
 @pytest.mark.parametrize("split", ["\n", "\r", "\x00", "\x0b", "\x7f", "\n "])
-def test_a_control_character_in_an_etag_reaches_no_request(store: Store, stub: StubS3, split: str) -> None:
+def test_a_control_character_in_an_etag_reaches_no_request(store: Subject, stub: StubS3, split: str) -> None:
     store_chain(store, KEYS[:1])
     stub.forget_requests()
     stub.fault = damaged(f'"a{split}x-injected: 1"')
@@ -47,7 +57,7 @@ def test_a_control_character_in_an_etag_reaches_no_request(store: Store, stub: S
     ("etag", "sent"),
     [('"abc"', True), ('W/"abc"', True), ("abc", False), ('"a"b"', False), ('"\xe9"', False)],
 )  # fmt: skip
-def test_an_etag_is_sent_only_if_it_is_an_entity_tag(store: Store, stub: StubS3, etag: str, sent: bool) -> None:
+def test_an_etag_is_sent_only_if_it_is_an_entity_tag(store: Subject, stub: StubS3, etag: str, sent: bool) -> None:
     """An invalid tag is compared with the current one, so that a page stored in between stays."""
     store_chain(store, KEYS[:1])
     stub.forget_requests()
@@ -77,9 +87,9 @@ def test_credentials_with_invalid_characters_are_refused_at_start(
     monkeypatch.setenv("S3_TOKEN", "a-token")
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match="contain characters"):
-        S3Backend(CODEC, options(stub.url, session_token_env="S3_TOKEN"))
+        store_of(S3Driver, CODEC, options(stub.url, session_token_env="S3_TOKEN"))
     monkeypatch.setenv(variable, "a-key")
-    S3Backend(CODEC, options(stub.url, session_token_env="S3_TOKEN")).close()
+    store_of(S3Driver, CODEC, options(stub.url, session_token_env="S3_TOKEN")).close()
 
 
 def _listing(inside: str, root: str = "ListBucketResult") -> Callable[[Request], Answer | None]:
@@ -102,7 +112,7 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("listing", LISTINGS)
-def test_an_invalid_listing_is_an_error(store: Store, raw: S3RawStore, stub: StubS3, listing: str) -> None:
+def test_an_invalid_listing_is_an_error(store: Subject, raw: S3RawStore, stub: StubS3, listing: str) -> None:
     stub.fault = _listing(LISTINGS[listing])
     with pytest.raises(BackendUnavailable, match="protocol"):
         list(raw.pages())
@@ -128,7 +138,9 @@ def test_a_date_out_of_range_is_unknown(raw: S3RawStore, stub: StubS3, date: str
 
 @pytest.mark.parametrize("encoding", ["no-such", "idna", "hex", "utf-16", "unicode_escape", "punycode", "big5", ""])
 @pytest.mark.parametrize("status", [200, 400])
-def test_the_declared_encoding_of_a_document_is_ignored(store: Store, stub: StubS3, encoding: str, status: int) -> None:
+def test_the_declared_encoding_of_a_document_is_ignored(
+    store: Subject, stub: StubS3, encoding: str, status: int
+) -> None:
     body = f'<?xml version="1.0" encoding="{encoding}"?><Error><Code>a\u00fc</Code></Error>'.encode()
     stub.fault = lambda request: reply(status, body)
     store_chain(store, KEYS)
@@ -151,7 +163,7 @@ def test_parsing_takes_at_most_a_small_multiple_of_a_documents_bytes() -> None:
     assert len(read_listing(whole.encode()).objects) == 1000, "the control"
 
 
-def test_a_server_cannot_have_more_errors_than_objects_to_remove(store: Store, stub: StubS3) -> None:
+def test_a_server_cannot_have_more_errors_than_objects_to_remove(store: Subject, stub: StubS3) -> None:
     store_chain(store, KEYS)
     body = b"<DeleteResult>" + b"<Error><Code>AccessDenied</Code></Error>" * 5 + b"</DeleteResult>"
     stub.fault = lambda request: reply(200, body) if request.method == "POST" else None
@@ -160,7 +172,7 @@ def test_a_server_cannot_have_more_errors_than_objects_to_remove(store: Store, s
 
 
 @pytest.mark.parametrize("code", ["<b>x</b>", "", "<Code>a</Code>", "SlowDown</Code><Code>b", "\u00fc"])
-def test_an_unknown_code_falls_back_to_the_kind_of_the_status(store: Store, stub: StubS3, code: str) -> None:
+def test_an_unknown_code_falls_back_to_the_kind_of_the_status(store: Subject, stub: StubS3, code: str) -> None:
     stub.fault = lambda request: error(403, code)
     load(store, KEYS)
     assert set(errors(store)) <= {"access_denied", "throttled"} and sum(errors(store).values()) == 2
@@ -171,7 +183,7 @@ def test_text_echoed_by_a_server_gets_into_no_message(stub: StubS3) -> None:
     assert told not in str(failed_reply(403, told)) and "AccessDenied" in str(failed_reply(403, "AccessDenied"))
     stub.fault = lambda request: error(403, told)
     with pytest.raises(BackendUnavailable) as caught:
-        S3Backend(CODEC, options(stub.url))
+        store_of(S3Driver, CODEC, options(stub.url))
     assert told not in str(caught.value)
 
 
@@ -207,7 +219,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_an_endless_reply_is_abandoned_after_some_bytes(store: Store, stub: StubS3, what: str) -> None:
+def test_an_endless_reply_is_abandoned_after_some_bytes(store: Subject, stub: StubS3, what: str) -> None:
     """Neither the deadline nor a timeout ends it. Control: the server would send forever."""
     start, piece = ENDLESS[what]
     sent = itertools.count()

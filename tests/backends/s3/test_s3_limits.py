@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.errors import ErrorKind, StoreError
-from hicache.backends.s3.backend import EXACT_KEYS_MAX, stored_prefix
+from hicache.backends.s3.driver import EXACT_KEYS_MAX, stored_prefix
 from hicache.backends.s3.objects import object_name
 from hicache.backends.s3.throttle import Throttle
-from hicache.backends.testing import GET_ERROR, HIT, Store, load, make_keys, soon, store_chain
+from hicache.backends.testing import GET_ERROR, HIT, Subject, load, make_keys, soon, store_chain
 from tests.backends.s3.bucket import errors, name, open_on
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 from tests.waiting import wait_for
 
 
-def test_exists_of_500_keys_takes_at_most_12_requests_when_all_or_none_are_there(store: Store, stub: StubS3) -> None:
+def test_exists_of_500_keys_takes_at_most_12_requests_when_all_or_none_are_there(store: Subject, stub: StubS3) -> None:
     keys = make_keys(500)
     assert store.backend.batch_exists(keys, deadline=soon()) == 0
     assert 0 < len(stub.requests) <= 12
@@ -53,7 +53,7 @@ def test_with_holes_the_search_ends_at_a_hole_and_never_after_a_missing_page(the
         assert found == next((position for position, is_there in enumerate(there) if not is_there), len(there))
 
 
-def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(store: Store, stub: StubS3) -> None:
+def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(store: Subject, stub: StubS3) -> None:
     """Pages are not looked up singly, and objects that are not pages of this namespace stay."""
     keys = make_keys(2500)
     others = {"test/notes.txt", object_name("test/", bytes(31) + b"\1", keys[0]), name(keys[0]) + ".old"}
@@ -66,7 +66,7 @@ def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(store: Store
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
-def test_pages_that_the_server_does_not_remove_are_errors(store: Store, stub: StubS3, verb: str) -> None:
+def test_pages_that_the_server_does_not_remove_are_errors(store: Subject, stub: StubS3, verb: str) -> None:
     keys = make_keys(3)
     store_chain(store, keys)
     verbs: dict[str, Callable[[], int]] = {
@@ -116,7 +116,7 @@ def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: 
 
 
 @pytest.mark.parametrize(("asked", "sent"), [("30", 1), ("0", 2), ("soon", 2)])
-def test_a_server_that_asks_for_a_pause_gets_no_requests(store: Store, stub: StubS3, asked: str, sent: int) -> None:
+def test_a_server_that_asks_for_a_pause_gets_no_requests(store: Subject, stub: StubS3, asked: str, sent: int) -> None:
     keys = make_keys(1)
     stub.fault = lambda request: error(503, "SlowDown", retry_after=asked)
     assert load(store, keys) == [GET_ERROR]

@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.s3 import S3Backend
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
     NAMESPACE,
     STORED,
-    Store,
+    Subject,
     empty_frames,
     full_frames,
     load,
     make_keys,
     soon,
     store_chain,
+    store_of,
 )
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
@@ -75,7 +76,7 @@ def test_an_untrusted_certificate_is_reported_at_start(
     ca_file = None if ca == "none" else make_certificates(tmp_path).ca_file
     url = f"https://127.0.0.1:{tls_proxy.port}"
     with pytest.raises(BackendUnavailable, match=r"tls: .*ca_file"):
-        S3Backend(CODEC, options(url, bucket=bucket.name, ca_file=ca_file))
+        store_of(S3Driver, CODEC, options(url, bucket=bucket.name, ca_file=ca_file))
 
 
 def test_the_name_in_a_certificate_must_match(
@@ -83,14 +84,14 @@ def test_the_name_in_a_certificate_must_match(
 ) -> None:
     url = f"https://127.0.0.2:{tls_proxy.port}"
     with pytest.raises(BackendUnavailable, match=r"tls|refused"):
-        S3Backend(CODEC, options(url, bucket=bucket.name, ca_file=certificates.ca_file))
+        store_of(S3Driver, CODEC, options(url, bucket=bucket.name, ca_file=certificates.ca_file))
 
 
 def test_a_file_without_certificates_is_refused(bucket: Bucket, tmp_path: Path) -> None:
     empty = tmp_path / "ca.pem"
     empty.write_text("none")
     with pytest.raises(ConfigError, match="ca_file"):
-        S3Backend(CODEC, options("https://127.0.0.1:9", bucket=bucket.name, ca_file=empty))
+        store_of(S3Driver, CODEC, options("https://127.0.0.1:9", bucket=bucket.name, ca_file=empty))
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_a_page_that_arrives_slowly_ends_at_the_deadline(
 def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certificates) -> None:
     """Connections over TLS are reused, and one that the server has closed is detected."""
     with StubS3("pages", certificates.server_context()) as server:
-        store = S3Backend(CODEC, options(server.url, ca_file=certificates.ca_file, connections=1))
+        store = store_of(S3Driver, CODEC, options(server.url, ca_file=certificates.ca_file, connections=1))
         for _ in range(5):
             assert store.batch_exists(KEYS, deadline=soon()) == 0
         assert server.connections <= 2
@@ -166,7 +167,7 @@ def tunnels(answer: bytes, login: str | None = None) -> Iterator[tuple[int, list
 def test_tls_passes_through_a_proxy_that_cannot_read_it(stub: StubS3, certificates: Certificates) -> None:
     with StubS3("pages", certificates.server_context()) as server, tunnels(b"HTTP/1.0 200 x\r\n\r\n") as (port, asked):
         chosen = options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file, connections=1)
-        store = Store(S3Backend(CODEC, chosen), lambda key: None, lambda key, data: None)
+        store = Subject(store_of(S3Driver, CODEC, chosen), lambda key: None, lambda key, data: None)
         assert store_chain(store, KEYS) == [STORED] * 6
         assert load(store, KEYS) == [HIT] * 6
         assert asked == [f"CONNECT 127.0.0.1:{server.port} HTTP/1.1".encode()]
@@ -188,19 +189,20 @@ def test_a_proxy_that_does_not_connect_is_reported_at_start(
             connect_timeout=30.0 if answer else 0.3,
         )  # fmt: skip
         with pytest.raises(BackendUnavailable, match=kind):
-            S3Backend(CODEC, chosen)
+            store_of(S3Driver, CODEC, chosen)
 
 
 def test_a_proxy_resolves_the_name_of_the_store(stub: StubS3) -> None:
     """For a store without TLS, the proxy gets whole URLs. Control: the store's host name has no address here."""
     stub.origin = "http://store.invalid:9000"
-    store = Store(S3Backend(CODEC, options(stub.origin, proxy=stub.url)), lambda key: None, lambda key, data: None)
+    backend = store_of(S3Driver, CODEC, options(stub.origin, proxy=stub.url))
+    store = Subject(backend, lambda key: None, lambda key, data: None)
     assert store_chain(store, KEYS) == [STORED] * 6
     assert load(store, KEYS) == [HIT] * 6
     assert {request.headers["host"] for request in stub.requests} == {"store.invalid:9000"}
     store.backend.close()
     with pytest.raises(BackendUnavailable, match="dns"):
-        S3Backend(CODEC, options(stub.origin))
+        store_of(S3Driver, CODEC, options(stub.origin))
 
 
 def test_a_tunnel_is_requested_with_the_password_of_the_proxy(
@@ -211,14 +213,15 @@ def test_a_tunnel_is_requested_with_the_password_of_the_proxy(
     with StubS3("pages", certificates.server_context()) as server, tunnels(connected, LOGIN) as (port, asked):
         monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{port}")
         chosen = options(server.url, proxy_env="THE_PROXY", ca_file=certificates.ca_file, connections=1)
-        store = Store(S3Backend(CODEC, chosen), lambda key: None, lambda key, data: None)
+        store = Subject(store_of(S3Driver, CODEC, chosen), lambda key: None, lambda key, data: None)
         assert store_chain(store, KEYS) == [STORED] * 6
         assert load(store, KEYS) == [HIT] * 6
         store.backend.close()
         assert len(asked) == server.connections
         assert not any("proxy-authorization" in request.headers for request in server.received)
         with pytest.raises(BackendUnavailable, match="status 407; check endpoint_url, proxy"):
-            S3Backend(CODEC, options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file))
+            proxied = options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file)
+            store_of(S3Driver, CODEC, proxied)
 
 
 def test_a_proxy_without_tls_gets_its_password_in_each_request(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +230,15 @@ def test_a_proxy_without_tls_gets_its_password_in_each_request(stub: StubS3, mon
     refused = reply(407, proxy_authenticate="Basic realm=x")
     stub.fault = lambda request: None if request.headers.get("proxy-authorization") == LOGIN else refused
     monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{stub.port}/")
-    store = Store(S3Backend(CODEC, options(stub.origin, proxy_env="THE_PROXY")), lambda key: None, lambda key, _: None)
+    backend = store_of(S3Driver, CODEC, options(stub.origin, proxy_env="THE_PROXY"))
+    store = Subject(backend, lambda key: None, lambda key, _: None)
     assert store_chain(store, KEYS) == [STORED] * 6
     assert load(store, KEYS) == [HIT] * 6
     assert errors(store) == {}
     store.backend.close()
     monkeypatch.setenv("THE_PROXY", f"http://me:wrong@127.0.0.1:{stub.port}")
     with pytest.raises(BackendUnavailable, match="status 407; check endpoint_url, proxy"):
-        S3Backend(CODEC, options(stub.origin, proxy_env="THE_PROXY"))
+        store_of(S3Driver, CODEC, options(stub.origin, proxy_env="THE_PROXY"))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,7 @@ def test_a_variable_without_the_url_of_a_proxy_is_refused_without_showing_it(
 ) -> None:
     monkeypatch.setenv("THE_PROXY", url)
     with pytest.raises(ConfigError, match="THE_PROXY") as caught:
-        S3Backend(CODEC, options(stub.url, proxy_env="THE_PROXY"))
+        store_of(S3Driver, CODEC, options(stub.url, proxy_env="THE_PROXY"))
     assert "s3cr3t" not in str(caught.value)
 
 

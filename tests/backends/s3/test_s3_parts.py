@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hicache.backends.http import Connection
-from hicache.backends.s3 import S3Backend
+from hicache.backends.s3 import S3Driver
+from hicache.backends.store import Store
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,
@@ -25,6 +26,7 @@ from hicache.backends.testing import (
     in_parts,
     make_keys,
     soon,
+    store_of,
 )
 from hicache.frame import FrameCodec, PageBuffer, first_bytes
 from tests.backends.s3.bucket import options
@@ -142,7 +144,7 @@ def test_a_reply_may_be_split_at_every_byte() -> None:
         server.close()
 
 
-def _round_trip(backend: S3Backend, codec: FrameCodec) -> None:
+def _round_trip(backend: Store, codec: FrameCodec) -> None:
     """Store pages in parts and read them back into parts and frames."""
     keys = make_keys(2)
     views = [in_parts(codec, frame, PARTS) for frame in full_frames(codec, keys)]
@@ -167,14 +169,14 @@ def test_a_page_in_thousands_of_parts_is_one_object(
     certificates = make_certificates(tmp_path)
     with StubS3("pages", certificates.server_context() if tls else None) as server:
         ca_file = certificates.ca_file if tls else None
-        _round_trip(S3Backend(codec, options(server.url, ca_file=ca_file, timeout=30.0)), codec)
+        _round_trip(store_of(S3Driver, codec, options(server.url, ca_file=ca_file, timeout=30.0)), codec)
         assert [len(data) for data in server.objects.values()] == [codec.frame_bytes] * 2
 
 
 @pytest.mark.parametrize("size", [0, SMALL.frame_bytes - 4096, SMALL.frame_bytes + 4096])
 def test_an_object_of_a_different_length_is_never_read_beyond_the_parts(stub: StubS3, size: int) -> None:
     """Up to the length of a frame the object is read and counts as damage; a longer object is not read."""
-    backend, (key,) = S3Backend(SMALL, options(stub.url)), make_keys(1)
+    backend, (key,) = store_of(S3Driver, SMALL, options(stub.url)), make_keys(1)
     view = in_parts(SMALL, empty_frames(SMALL, 1)[0], PARTS)
 
     def fault(request: Request) -> Answer | None:

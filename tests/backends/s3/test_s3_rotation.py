@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.s3 import S3Backend
-from hicache.backends.testing import Store, load, make_keys, store_chain
+from hicache.backends.s3 import S3Driver
+from hicache.backends.testing import Subject, load, make_keys, store_chain, store_of
 from hicache.lab.devservers import SeaweedServer
 from tests.backends.s3.bucket import CODEC, PATIENCE_S, errors, open_on, options
 from tests.backends.s3.stub import StubS3
@@ -48,12 +48,12 @@ def ini(access_key: str, secret_key: str) -> str:
     return f"[default]\naws_access_key_id = {access_key}\naws_secret_access_key = {secret_key}\n"
 
 
-def opened(server: OwnSeaweed, **changes: Any) -> Store:
-    backend = S3Backend(CODEC, options(
+def opened(server: OwnSeaweed, **changes: Any) -> Subject:
+    backend = store_of(S3Driver, CODEC, options(
         server.endpoint_url, bucket=server.bucket, access_key_env=None, secret_key_env=None, timeout=PATIENCE_S,
         **changes,
     ))  # fmt: skip
-    return Store(backend, lambda _: None, lambda _, __: None)
+    return Subject(backend, lambda _: None, lambda _, __: None)
 
 
 @pytest.mark.parametrize("source", ["credentials_file", "the files of boto3"])

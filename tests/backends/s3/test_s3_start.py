@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from hicache.backends.s3 import S3Backend
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
+from hicache.backends.testing import driver_of, store_of
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
@@ -30,7 +31,7 @@ SECRETS = ("a-secret-key", "another-secret")
 def refused(kind: type[Exception], chosen: S3StorageOptions) -> str:
     """Return the message with which opening fails."""
     with pytest.raises(kind) as caught:
-        S3Backend(CODEC, chosen)
+        store_of(S3Driver, CODEC, chosen)
     assert not any(secret in str(caught.value) for secret in SECRETS)
     return str(caught.value)
 
@@ -105,7 +106,7 @@ def test_a_private_file_gives_credentials(stub: StubS3, tmp_path: Path) -> None:
     path = _file(tmp_path, "[other]\naws_access_key_id = from-a-file\naws_secret_access_key = another-secret\n"
                            "aws_session_token = a-token\n")  # fmt: skip
     seen = _watch(stub)
-    S3Backend(CODEC, _file_options(stub, path, profile="other")).close()
+    store_of(S3Driver, CODEC, _file_options(stub, path, profile="other")).close()
     assert "Credential=from-a-file/" in seen[0].headers["authorization"]
     assert seen[0].headers["x-amz-security-token"] == "a-token"
 
@@ -132,7 +133,7 @@ def test_an_invalid_credentials_file_is_refused_without_showing_it(
 ) -> None:
     path = _file(tmp_path, text, mode)
     with pytest.raises(ConfigError, match=word):
-        S3Backend(CODEC, _file_options(stub, path))
+        store_of(S3Driver, CODEC, _file_options(stub, path))
     refused(ConfigError, _file_options(stub, path))
 
 
@@ -165,7 +166,7 @@ def test_credentials_found_by_boto3_are_used(stub: StubS3, monkeypatch: pytest.M
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-key")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token")
     seen = _watch(stub)
-    S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None)).close()
+    store_of(S3Driver, CODEC, options(stub.url, access_key_env=None, secret_key_env=None)).close()
     assert "Credential=from-the-environment/" in seen[0].headers["authorization"]
     assert seen[0].headers["x-amz-security-token"] == "a-token"
 
@@ -205,7 +206,7 @@ def test_the_role_of_a_machine_gives_credentials_and_renews_them(
     url, names = machine_role
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
     seen = _watch(stub)
-    S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None)).close()
+    store_of(S3Driver, CODEC, options(stub.url, access_key_env=None, secret_key_env=None)).close()
     # Credentials that expire within 15 minutes are renewed at once, so the first ones are never used.
     assert "Credential=second/" in seen[0].headers["authorization"]
     assert names == ["second"]
@@ -248,6 +249,5 @@ def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
 
     assert "a-secret-key" not in repr(Credentials("id", "a-secret-key", "a-secret-key"))
     store = open_s3(bucket, unique_prefix)
-    assert isinstance(store.backend, S3Backend)
-    assert "SECRET_KEY" in repr(store.backend.options)
+    assert "SECRET_KEY" in repr(driver_of(store.backend, S3Driver).options)
     store.backend.close()

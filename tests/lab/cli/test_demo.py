@@ -58,7 +58,7 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_demo_starts_wit
 def test_zeroed_kv_changes_the_tokens_and_the_demo_reports_it(repository: Path, tmp_path: Path) -> None:
     """Negative control of the comparison: wrong KV that passes every check changes the tokens."""
     code, output = hicache(
-        repository, *DEMO, "--set", "storage.type=tests.cli.zeroing:ZeroingBackend",
+        repository, *DEMO, "--set", "storage.type=tests.cli.zeroing:ZeroingDriver",
         "--set", f"storage.options.path={tmp_path / 'pages'}", timeout_s=DEMO_TIMEOUT_S,
     )  # fmt: skip
     assert code == 1, output

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import memory_store
 from hicache.cache import ChunkCache, SessionCache
 from hicache.config import HiCacheConfig, ScheduleConfig
 from hicache.errors import ConfigError, InvalidInput, SessionBusy, UnknownSession
@@ -168,7 +168,7 @@ def test_random_conversations_get_equal_tokens_with_every_cache_and_schedule(see
     with (
         make_engine(
             CHECKPOINT, page_size=page_size, device_pages=device_pages, host_pages=device_pages,
-            backend=MemoryBackend, options=options, kind=SessionCache,
+            backend=memory_store, options=options, kind=SessionCache,
         ) as engine,
         off_engine() as off,
     ):  # fmt: skip

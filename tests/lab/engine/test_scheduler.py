@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import memory_store
 from hicache.cache import HiRadixCache, SessionCache
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
@@ -35,6 +35,7 @@ from tests.lab.engine.world import (
     settle,
     tiers,
 )
+from tests.passing import Passing
 
 CHECKPOINT = random_checkpoint()
 
@@ -48,11 +49,11 @@ def plain_greedy(prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-class GatedBackend(MemoryBackend):
+class GatedBackend(Passing):
     """A store that answers lookups only while its gate is open."""
 
     def __init__(self, codec: FrameCodec) -> None:
-        super().__init__(codec)
+        super().__init__(memory_store(codec))
         self.gate = threading.Event()
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:

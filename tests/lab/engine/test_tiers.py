@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache.backends.base import StorageBackend
-from hicache.backends.file import FileBackend
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.file import FileDriver
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.storage import Storage
+from hicache.backends.testing import driver_of, memory_store, store_of
 from hicache.config import FileStorageOptions
 from hicache.frame import FRAME_ALIGN, HEADER_BYTES, FrameCodec
 from hicache.keys import RadixKey, page_keys, token_bytes
@@ -48,10 +49,10 @@ def texts() -> list[list[int]]:
     return [tokenizer.encode(path.read_text()).ids for path in sorted(TEXTS.glob("*.txt"))]
 
 
-def open_storage(kind: str, path: Path, codec: FrameCodec) -> StorageBackend:
+def open_storage(kind: str, path: Path, codec: FrameCodec) -> Storage:
     if kind == "memory":
-        return MemoryBackend(codec)
-    return FileBackend(codec, FileStorageOptions(path=path, capacity=None))
+        return memory_store(codec)
+    return store_of(FileDriver, codec, FileStorageOptions(path=path, capacity=None))
 
 
 def conversations(texts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -103,7 +104,7 @@ def test_tokens_are_the_same_from_every_tier(
 def test_a_restarted_engine_finds_its_pages_in_the_file_store(tmp_path: Path) -> None:
     checkpoint, prompt = random_checkpoint(), random_tokens(100, seed=1)
 
-    def file_store(codec: FrameCodec) -> StorageBackend:
+    def file_store(codec: FrameCodec) -> Storage:
         return open_storage("file", tmp_path / "store", codec)
 
     with make_engine(checkpoint, backend=file_store) as engine:
@@ -119,15 +120,14 @@ def test_a_restarted_engine_finds_its_pages_in_the_file_store(tmp_path: Path) ->
 class Stack:
     """An engine over a memory store, and one prompt whose KV is on every tier."""
 
-    def __init__(self, storage: MemoryBackend | None = None) -> None:
+    def __init__(self) -> None:
         self.prompt = random_tokens(100, seed=2)
-        self._storage = storage
         self.engine = make_engine(random_checkpoint(), backend=self._open)
         self.record = generate(self.engine, self.prompt)
         settle(self.engine)
 
-    def _open(self, codec: FrameCodec) -> StorageBackend:
-        self.storage = self._storage or MemoryBackend(codec)
+    def _open(self, codec: FrameCodec) -> Storage:
+        self.storage = memory_store(codec)
         return self.storage
 
     def kv(self) -> list[torch.Tensor]:
@@ -202,15 +202,16 @@ def test_zeroed_kv_on_l3_is_a_miss_unless_it_is_sealed_again(sealed: bool) -> No
     stack = Stack()
     with stack.engine as engine:
         parent: bytes | None = None
+        driver = driver_of(stack.storage, MemoryDriver)
         for key in stack.stored_keys():
-            frame = bytearray(stack.storage.peek(key) or b"")
+            frame = bytearray(driver.peek(key) or b"")
             end = HEADER_BYTES + stack.storage.codec.payload_bytes
             assert len(frame) % FRAME_ALIGN == 0 and any(frame[HEADER_BYTES:end])
             frame[HEADER_BYTES:end] = bytes(end - HEADER_BYTES)
             if sealed:
                 frame[:HEADER_BYTES] = bytes(HEADER_BYTES)
                 stack.storage.codec.seal(key, memoryview(frame), parent=parent)
-            stack.storage.poke(key, bytes(frame))
+            driver.poke(key, bytes(frame))
             parent = key
         stack.leave_host()
         again = generate(engine, stack.prompt)

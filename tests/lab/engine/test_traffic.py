@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import memory_store
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
 from hicache.lab.engine import Engine, EngineOptions, FinishReason, RequestRecord, create_engine
@@ -64,7 +64,7 @@ def random_engine(random: random.Random) -> Engine:
         page_size=page_size,
         device_pages=random.randint(pages, 2 * pages),
         host_pages=random.randint(pages // 2, 2 * pages),
-        backend=MemoryBackend if random.random() < 0.8 else None,
+        backend=memory_store if random.random() < 0.8 else None,
         options=EngineOptions(running_max=random.randint(1, 6), prefill_tokens_max=random.choice([5, 32, 500])),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from hicache.backends.base import StorageBackend
+from hicache.backends.storage import Storage
 from hicache.cache import HiRadixCache
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController
@@ -104,7 +104,7 @@ def make_engine(  # noqa: PLR0913 - the parts that tests replace
     page_size: int = 8,
     device_pages: int = 64,
     host_pages: int = 128,
-    backend: Callable[[FrameCodec], StorageBackend] | None = None,
+    backend: Callable[[FrameCodec], Storage] | None = None,
     copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
     model: type[LlamaModel] = LlamaModel,
     options: EngineOptions | None = None,

@@ -1,4 +1,4 @@
-"""Backends that serve wrong bytes with valid seals. A replay must detect them."""
+"""Stores that serve wrong bytes with valid seals. A replay must detect them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.memory import MemoryBackend
-from hicache.frame import HEADER_BYTES, unseal
+from hicache.backends.testing import memory_store
+from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+from tests.passing import Passing
 
 
-class FlippingBackend(MemoryBackend):
+class MemoryStorage(Passing):
+    """An empty store in memory."""
+
+    def __init__(self, codec: FrameCodec) -> None:
+        super().__init__(memory_store(codec))
+
+
+class FlippingBackend(MemoryStorage):
     """Flips one bit of each page before sealing."""
 
     def batch_set(
@@ -23,7 +31,7 @@ class FlippingBackend(MemoryBackend):
         return super().batch_set(keys, changed, parent=parent, deadline=deadline)
 
 
-class SwappingBackend(MemoryBackend):
+class SwappingBackend(MemoryStorage):
     """Returns the first page of a batch in place of each page, under the seal of the requested page."""
 
     def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:

@@ -1,11 +1,11 @@
-"""The `remote` backend: pages of a storage daemon (docs/backends/remote.md).
+"""The `remote` driver: pages of a storage daemon (docs/backends/remote.md).
 
 For pages in memory that the daemon shares, requests contain frame numbers: it reads and writes the frames itself. Other
 pages are bodies of requests, over several connections. The daemon knows namespaces and memories as long as it runs; if
 it does not know one, the backend registers it and repeats the request once, so that a daemon can be restarted under its
 engines.
 
-Locking design: `_memories` and `_body_pages_max` are replaced as a whole. The verbs run on their callers' threads; the
+Locking design: `_memories` and `_body_pages_max` are replaced as a whole. Calls run on their callers' threads; the
 threads of a SupervisedPool also transfer bodies, each page by one of them. A frame of shared memory belongs to the
 daemon until it has answered, or `SharedFrames.fence` has returned.
 """
@@ -14,27 +14,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import secrets
+import threading
 import time
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ...arguments import instance
 from ...config.remote_storage import RemoteStorageOptions
 from ...errors import BackendError, BackendUnavailable, ConfigError
-from ...frame import Damage, FrameCodec, PageBuffer, TagKind
+from ...frame import FrameCodec, PageBuffer, TagKind
 from ...shared_memory import find
 from ...supervised import SupervisedPool
 from ..base import GetOutcome, SetOutcome, Usage
-from ..calls import parent_outside, parents_of, runs
-from ..envelope import Touchable
+from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
-from ..store import SETTLE_S
 from .access import open_access
-from .bodies import BY_DAEMON, parts_of, read_pages, write_pages
+from .bodies import BY_DAEMON, parts_of, read_pages, settle_writes, write_pages
 from .causes import CONFIGURED, explain
 from .client import DaemonClient, Refused, kinds_of, list_of, number_of
 from .frames import FrameRun, SharedFrames, frame_runs
@@ -52,9 +50,9 @@ _LEAVE_S = 1.0
 _USAGE_S = 60.0
 
 
-class RemoteBackend(Touchable):
-    """Pages of a daemon. See the module's docstring; `StorageBackend` describes each verb. Errors are counted by
-    `ErrorKind`, including those of the daemon's stores. The child of a fork rejects every verb (`errors["forked"]`).
+class RemoteDriver:
+    """Pages of a daemon. See the module's docstring; `Driver` describes each function. Errors are of `ErrorKind`,
+    including those of the daemon's stores. A damaged page is `found` if the daemon had accepted it.
 
     Pages are sent as plain frames with a checksum; the daemon's configuration determines how they are stored. The
     constructor raises ConfigError for a codec with another tag, a key or compression, and for an unreadable secret;
@@ -63,7 +61,7 @@ class RemoteBackend(Touchable):
     """
 
     def __init__(self, codec: FrameCodec, options: RemoteStorageOptions) -> None:
-        super().__init__(codec)
+        self.codec = codec
         self.options = instance("options", options, RemoteStorageOptions)
         if codec.tag_kind is not TagKind.XXH3_128 or codec.transforms:
             raise ConfigError(
@@ -75,6 +73,8 @@ class RemoteBackend(Touchable):
         self._as_engine = f"{self._path}?engine={secrets.token_hex(8)}"
         self._memories: tuple[SharedFrames, ...] = ()
         self._body_pages_max = 1
+        self._errors_lock = threading.Lock()
+        self._errors: Counter[str] = Counter()
         try:
             self._open_namespace(math.inf)
         except StoreError as error:
@@ -85,11 +85,19 @@ class RemoteBackend(Touchable):
             why = explain(error, CONFIGURED, access.server)
             raise kind(f"remote storage at {access.where}: {why}") from error
         self._pool = SupervisedPool[Any]("remote", options.connections - 1)
-        _opened.add(self)
+
+    def _count(self, kind: str) -> None:
+        with self._errors_lock:
+            self._errors[kind] += 1
+
+    def incidents(self) -> Incidents:
+        """See HasIncidents. Failures to share memory; its pages are sent as bodies."""
+        with self._errors_lock:
+            return Incidents(dict(self._errors))
 
     def register_memory(self, memory: memoryview) -> None:
         """Let the daemon map `memory` if it is shared memory of this process; other memory is sent as bodies. See
-        MemoryRegistration. If the daemon cannot map it, an error is counted."""
+        RegistersMemory. If the daemon cannot map it, an error is counted."""
         found = find(memory)
         if self._client.access.lock is None or found is None or found[0].layout.processes:
             return  # the daemon is on another host, or cannot open the memory by its name
@@ -97,102 +105,100 @@ class RemoteBackend(Touchable):
         try:
             shared.attach(time.monotonic() + _ATTACH_S)
         except StoreError as error:
-            self.count(error.kind)
+            self._count(error.kind)
         self._memories += (shared,)
 
-    # Called by the envelope
-
-    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope."""
-        stored = 0
+    def find_prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+        """See FindsPrefixes."""
+        stored, kinds = 0, list[str]()
         for some in _batches(keys):
-            found = number_of(self._ask("exists", some, deadline), "pages", len(some))
+            answer, more = self._ask("exists", some, deadline)
+            found = number_of(answer, "pages", len(some))
             stored += found
+            kinds += more
             if found < len(some):
                 break
-        return stored
+        return stored, kinds
 
-    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Envelope."""
-        found: list[bool] = []
+    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[Answer]:
+        """See Driver."""
+        return self._flags("has", keys, deadline, unknown=False)
+
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+        """See Touches. Applies to the daemon's pool and its stores."""
+        return list(self._flags("touch", keys, deadline, unknown=True))
+
+    def _flags(self, verb: str, keys: Sequence[bytes], deadline: float, *, unknown: bool) -> Iterator[Answer]:
+        """Yield the answer for each key. The daemon does not tell which key an error belongs to, so the errors stand in
+        the place of answers that say nothing."""
         for some in _batches(keys):
-            stored = list_of(self._ask("has", some, deadline), "stored", len(some))
-            found += [one is True for one in stored]
-        return found
+            answer, kinds = self._ask(verb, some, deadline)
+            errors = iter(kinds)
+            for there in list_of(answer, "stored", len(some)):
+                flag = there is not False if unknown else there is True
+                yield next(errors, flag) if flag is unknown else flag
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. Applies to the daemon's pool and its stores."""
-        missing: list[bytes] = []
-        for some in _batches(keys):
-            stored = list_of(self._ask("touch", some, deadline), "stored", len(some))
-            missing += [key for key, there in zip(some, stored, strict=True) if there is False]
-        return missing
-
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
-        """See Envelope."""
-        outcomes = [GetOutcome.ERROR] * len(keys)
-        corrupt: list[str] = []
-        damaged: list[bytes] = []
+    def read(self, pages: PageReads[bool]) -> None:
+        """See Driver."""
 
         def read(run: FrameRun) -> None:
-            words = self._ask_frames("get", run, keys[run.part], {}, deadline)
+            words, kinds = self._ask_frames("get", run, pages.keys[run.part], {}, pages.deadline)
+            errors = iter(kinds)
             for at, word in zip(range(run.part.start, run.part.stop), words, strict=True):
-                outcome = GetOutcome(word)
-                if outcome is GetOutcome.HIT and not self.codec.is_sealed(keys[at], pages[at]):
-                    outcome = GetOutcome.CORRUPT
-                    corrupt.append(Damage.HEADER)
-                    damaged.append(keys[at])
-                elif outcome is GetOutcome.CORRUPT:
-                    corrupt.append(BY_DAEMON)
-                outcomes[at] = outcome
+                if word == GetOutcome.HIT:
+                    pages.accept_verified(at, True)
+                elif word == GetOutcome.MISS:
+                    pages.miss(at)
+                elif word == GetOutcome.CORRUPT:
+                    pages.damage(at, BY_DAEMON, False)
+                else:
+                    pages.fail(at, next(errors, ErrorKind.SERVER_ERROR))
+            pages.errors += errors
 
-        rest = self._by_frames(pages, deadline, read)
-        if rest:
-            reads = PageReads[bool](self.codec, [keys[at] for at in rest], [pages[at] for at in rest], deadline)
-            failure = self._move(
-                len(reads), (), lambda part: read_pages(self._client, f"{self._path}/read", reads, part), deadline
-            )
-            for at, outcome in zip(rest, reads.finish(failure), strict=True):
-                outcomes[at] = outcome
-            self.count(*reads.errors)
-            corrupt += reads.corrupt
-            damaged += [one.key for one in reads.damaged if one.found]
-        self._calls.count(corrupt=corrupt)
-        if damaged:
-            self._remove_damaged(damaged)
-        return outcomes
+        rest = self._by_frames(pages.pages, pages.deadline, (), read)
+        self._move(rest, (), lambda part: read_pages(self._client, f"{self._path}/read", pages, part), pages.deadline)
 
-    def put(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See Envelope."""
-        outcomes = [SetOutcome.ERROR] * len(keys)
-        parents = parents_of(keys, parent)
-
-        def above(part: slice) -> bytes | None:
-            return parent_outside(keys[part], parents[part.start])
+    def write(self, pages: PageWrites) -> None:
+        """See Driver."""
+        breaks = pages.breaks
 
         def write(run: FrameRun) -> None:
-            before = above(run.part)
+            before = pages.parents[run.part.start]
             fields = {"parent": None if before is None else before.hex()}
-            words = self._ask_frames("set", run, keys[run.part], fields, deadline)
-            outcomes[run.part] = map(SetOutcome, words)
+            words, kinds = self._ask_frames("set", run, pages.keys[run.part], fields, pages.deadline)
+            settle_writes(pages, range(run.part.start, run.part.stop), words, kinds)
 
-        rest = self._by_frames(pages, deadline, write)
-        for part in runs(rest):
-            outcomes[part] = self._send(PageWrites(self.codec, keys[part], pages[part], above(part), deadline))
-        return outcomes
+        def send(part: Sequence[int]) -> None:
+            if not pages.is_full:
+                write_pages(self._client, f"{self._path}/write", pages, part)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope."""
-        return sum(number_of(self._ask("delete", some, deadline), "pages", len(some)) for some in _batches(keys))
+        rest = self._by_frames(pages.pages, pages.deadline, breaks, write)
+        self._move(rest, breaks, send, pages.deadline)
 
-    def remove_all(self, deadline: float) -> int:
-        """See Envelope."""
-        return number_of(self._ask("clear", (), deadline), "pages")
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[bool] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver. The daemon has removed the damaged pages that it found itself."""
+        if found is not None:
+            keys = [key for key, was_accepted in zip(keys, found, strict=True) if was_accepted]
+        removed, kinds = 0, list[str]()
+        for some in _batches(keys):
+            answer, more = self._ask("delete", some, deadline)
+            removed += number_of(answer, "pages", len(some))
+            kinds += more
+        return removed, kinds
+
+    def clear(self, deadline: float) -> tuple[int, Sequence[str]]:
+        """See Clears."""
+        answer, kinds = self._ask("clear", (), deadline)
+        return number_of(answer, "pages"), kinds
+
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """See Driver. A daemon does not list its pages; `clear` does not need it."""
+        raise StoreError(ErrorKind.UNSUPPORTED)
 
     def measure(self) -> Usage:
-        """See Envelope."""
+        """See Driver."""
         deadline = time.monotonic() + _USAGE_S
         answer = self._again(
             lambda: self._client.call("GET", f"{self._path}/usage", deadline=deadline), deadline
@@ -201,8 +207,8 @@ class RemoteBackend(Touchable):
         capacity = number_of(answer, "capacity_bytes") if has_limit else None
         return Usage(number_of(answer, "pages"), number_of(answer, "bytes"), capacity)
 
-    def shut(self) -> None:
-        """See Envelope. Releases the namespace, so that the daemon may close its store after the last engine."""
+    def close(self) -> None:
+        """See Driver. Releases the namespace, so that the daemon may close its store after the last engine."""
         for shared in self._memories:
             shared.detach()
         with contextlib.suppress(StoreError):
@@ -235,19 +241,18 @@ class RemoteBackend(Touchable):
         reattach()
         return request()
 
-    def _ask(self, verb: str, keys: Sequence[bytes], deadline: float) -> Mapping[str, Any]:
-        """Return the reply to a verb without pages, and count its errors. Raises StoreError."""
+    def _ask(self, verb: str, keys: Sequence[bytes], deadline: float) -> tuple[Mapping[str, Any], list[str]]:
+        """Return the reply to a verb without pages, and the kinds of its errors. Raises StoreError."""
         answer = self._again(
             lambda: self._client.call("POST", f"{self._path}/{verb}", {}, keys, deadline=deadline), deadline
         )
-        self.count(*kinds_of(answer, 4 * len(keys or (b"",))))
-        return answer
+        return answer, kinds_of(answer, 4 * len(keys or (b"",)))
 
     def _ask_frames(
         self, verb: str, run: FrameRun, keys: Sequence[bytes], fields: Mapping[str, object], deadline: float
-    ) -> list[str]:
-        """Let the daemon move pages between its store and frames. Return their outcomes; errors are counted. After this
-        returns or raises, the daemon no longer accesses the frames. Raises StoreError."""
+    ) -> tuple[list[str], list[str]]:
+        """Let the daemon move pages between its store and frames. Return their outcomes, and the kinds of the errors.
+        After this returns or raises, the daemon no longer accesses the frames. Raises StoreError."""
         shared, mapping = run.shared, run.mapping
 
         def request() -> Mapping[str, Any]:
@@ -268,82 +273,51 @@ class RemoteBackend(Touchable):
         known = GetOutcome if verb == "get" else SetOutcome
         if not all(word in set(known) for word in outcomes):
             raise StoreError(ErrorKind.PROTOCOL, "the answer has an outcome that does not exist")
-        missing = outcomes.count(known.ERROR) - len(errors)
-        self.count(*errors, *[ErrorKind.SERVER_ERROR] * missing)
-        return outcomes
+        return outcomes, errors
 
     def _by_frames(
-        self, pages: Sequence[PageBuffer], deadline: float, do: Callable[[FrameRun], None]
-    ) -> Sequence[int]:
-        """Transfer the pages in memory that the daemon has mapped. Return the positions of the others."""
+        self, pages: Sequence[PageBuffer], deadline: float, breaks: Sequence[int], move: Callable[[FrameRun], None]
+    ) -> list[int]:
+        """Transfer the pages in memory that the daemon has mapped, in runs that do not reach over one of the positions
+        in `breaks`. Return the positions of the others."""
         if not self._memories:
-            return range(len(pages))
+            return list(range(len(pages)))
         rest: list[int] = []
-        for part, shared, numbers in frame_runs(self._memories, pages, KEYS_MAX):
+        for part, shared, numbers in frame_runs(self._memories, pages, KEYS_MAX, breaks):
             mapping = None
             try:
                 mapping = None if shared is None else shared.attach(deadline)
             except Refused as error:
-                self.count(error.kind)
+                self._count(error.kind)
             if shared is None or mapping is None:
                 rest += range(part.start, part.stop)
             else:
-                do(FrameRun(part, shared, mapping, numbers))
+                move(FrameRun(part, shared, mapping, numbers))
         return rest
 
-    def _send(self, writes: PageWrites) -> list[SetOutcome]:
-        """Store pages by their bodies. Errors are counted."""
-        breaks = [at for at in range(1, len(writes)) if writes.parents[at] != writes.keys[at - 1]]
-
-        def write(part: range) -> None:
-            if not writes.is_full:
-                write_pages(self._client, f"{self._path}/write", writes, part)
-
-        outcomes = writes.finish(self._move(len(writes), breaks, write, writes.deadline))
-        self.count(*writes.errors)
-        return outcomes
-
     def _move(
-        self, count: int, breaks: Sequence[int], move: Callable[[range], None], deadline: float
-    ) -> str:
-        """Transfer that many pages as bodies, in parallel parts; return the kind of the first failure, or an empty
-        text.
-        """
-        parts = parts_of(count, self.options.connections, self._body_pages_max, breaks)
-        failures: list[str] = []
+        self, positions: Sequence[int], breaks: Sequence[int], move: Callable[[Sequence[int]], None], deadline: float
+    ) -> None:
+        """Transfer the pages at `positions` as bodies, in parallel parts of consecutive pages. Raises StoreError for
+        the first failure."""
+        gaps = [
+            at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1 or positions[at] in breaks
+        ]
+        parts = parts_of(len(positions), self.options.connections, self._body_pages_max, gaps)
+        failures: list[StoreError] = []
 
         def move_one(number: int) -> None:
+            part = positions[parts[number].start : parts[number].stop]
             try:
-                self._again(lambda: move(parts[number]), deadline)
+                self._again(lambda: move(part), deadline)
             except StoreError as error:
-                failures.append(error.kind)
+                failures.append(error)
 
         self._pool.run(len(parts), move_one)
-        return failures[0] if failures else ""
-
-    def _remove_damaged(self, keys: Sequence[bytes]) -> None:
-        """Remove pages that are damaged although the daemon accepted them. Failures are counted."""
-        try:
-            self._ask("delete", keys, time.monotonic() + SETTLE_S)
-        except StoreError as error:
-            self.count(error.kind)
-
-    def after_fork(self) -> None:
-        """Reject verbs in the child of a fork: the connections belong to the parent."""
-        self._calls.after_fork()
+        if failures:
+            raise failures[0]
 
 
 def _batches(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     for start in range(0, len(keys), KEYS_MAX):
         yield keys[start : start + KEYS_MAX]
-
-
-_opened: weakref.WeakSet[RemoteBackend] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for backend in list(_opened):
-        backend.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

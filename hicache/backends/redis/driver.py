@@ -1,7 +1,7 @@
-"""The Redis backend: one string per page, on one server, behind sentinels, or spread over a cluster.
+"""The Redis driver: one string per page, on one server, behind sentinels, or spread over a cluster.
 
-A `batch_get` groups the pages by server. For each server, a few connections pipeline GETs (two pages or `pipeline`
-deep), read each value directly into its page and check it while it is in the processor's cache. A `batch_set` first
+A `read` groups the pages by server. For each server, a few connections pipeline GETs (two pages or `pipeline`
+deep), read each value directly into its page and check it while it is in the processor's cache. A `write` first
 looks up which pages are stored, then sends the others with SET NX; one gathering send has header and body. A lookup is
 one round trip per server. docs/backends/redis.md has the keys, the commands and their cost.
 
@@ -22,15 +22,14 @@ from ...errors import ConfigError, InvalidInput
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..base import Usage
-from ..envelope import Touchable
+from ..driver import Answer
 from ..errors import ErrorKind, StoreError
-from ..pages import Damaged, PageReads, PageWrites
-from ..store import PageStore
+from ..pages import PageReads, PageWrites
 from .batches import Reads, Writes
 from .connect import Connector
 from .errors import ErrorReply, unavailable
 from .options import Access, open_access
-from .pipeline import NO, YES, RedisContext, StoredValue, exists, failures, unlink, unlink_same
+from .pipeline import YES, RedisContext, StoredValue, exists, failures, flags, unlink, unlink_same
 from .pool import Pool, Pools, Purpose
 from .routing import Router
 from .usage import listed, measure
@@ -80,8 +79,8 @@ def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Acces
     return access, pools, router
 
 
-class RedisBackend(PageStore[StoredValue], Touchable):
-    """Pages in Redis or Valkey. See the module's docstring; `StorageBackend` documents the verbs.
+class RedisDriver:
+    """Pages in Redis or Valkey. See the module's docstring; `Driver` documents the functions.
 
     A server does not report evictions, so `evicted_pages` stays 0.
 
@@ -92,7 +91,7 @@ class RedisBackend(PageStore[StoredValue], Touchable):
     """
 
     def __init__(self, codec: FrameCodec, options: RedisStorageOptions) -> None:
-        super().__init__(codec)
+        self.codec = codec
         if codec.frame_bytes > PAGE_MAX_BYTES:
             raise InvalidInput(
                 f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be; lower page_size"
@@ -107,38 +106,36 @@ class RedisBackend(PageStore[StoredValue], Touchable):
         )
         self._context = RedisContext(codec, options, head, router, self._pools, workers)
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See PageStore. One round trip per server, to all servers in parallel."""
-        answers = exists(self._context, self._context.names(keys), to_read=True, refresh=False, deadline=deadline)
-        self.count(*failures(answers))
-        return [answer == YES for answer in answers]
+    def find(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+        """See Driver. One round trip per server, to all servers in parallel."""
+        return flags(exists(self._context, self._context.names(keys), to_read=True, refresh=False, deadline=deadline))
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. One round trip per server, to all servers in parallel."""
-        answers = exists(self._context, self._context.names(keys), to_read=False, refresh=True, deadline=deadline)
-        self.count(*failures(answers))
-        return [key for key, answer in zip(keys, answers, strict=True) if answer == NO]
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+        """See Touches. One round trip per server, to all servers in parallel."""
+        return flags(exists(self._context, self._context.names(keys), to_read=False, refresh=True, deadline=deadline))
 
     def read(self, pages: PageReads[StoredValue]) -> None:
-        """See PageStore."""
+        """See Driver."""
         Reads(self._context, pages).move(range(len(pages)))
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. A page whose reply was lost is ERROR, although it may be stored."""
+        """See Driver. A page whose reply was lost is ERROR, although it may be stored."""
         Writes(self._context, pages).run()
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. One round trip per server, which frees the memory in the background."""
-        answers = unlink(self._context, self._context.names(keys), deadline)
-        self.count(*failures(answers))
-        return answers.count(YES)
-
-    def remove_damaged(self, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> None:
-        """See PageStore. One round trip per server, which compares and removes atomically."""
-        self.count(*failures(unlink_same(self._context, damaged, deadline)))
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[StoredValue] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver. One round trip per server, which frees the memory in the background. With `found`, the server
+        compares and removes atomically."""
+        names = self._context.names(keys)
+        if found is None:
+            answers = unlink(self._context, names, deadline)
+        else:
+            answers = unlink_same(self._context, names, found, deadline)
+        return answers.count(YES), failures(answers)
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore. Costs the server about a millisecond per thousand keys, of all keys that it holds."""
+        """See Driver. Costs the server about a millisecond per thousand keys, of all keys that it holds."""
         prefix, namespace = self.options.key_prefix.encode(), self.codec.namespace.hex()
         with self._primaries(deadline) as pools:
             for pool in pools:
@@ -146,7 +143,7 @@ class RedisBackend(PageStore[StoredValue], Touchable):
                     yield from (key for _, key in found.values())
 
     def measure(self) -> Usage:
-        """See PageStore. Counts pages of all namespaces under the key prefix, since they share the server's memory.
+        """See Driver. Counts pages of all namespaces under the key prefix, since they share the server's memory.
 
         Exact up to usage.SAMPLE_KEYS keys per server, an estimate beyond that. Blocks for a few round trips.
         """
@@ -166,7 +163,7 @@ class RedisBackend(PageStore[StoredValue], Touchable):
             self._context.router.note(failure.kind, None)
             raise
 
-    def shut(self) -> None:
-        """See PageStore."""
+    def close(self) -> None:
+        """See Driver."""
         self._context.workers.close()
         self._pools.close()

@@ -1,13 +1,13 @@
-"""The file backend: one page per file, many processes on one directory, limits on bytes and on free space.
+"""The file driver: one page per file, many processes on one directory, limits on bytes and on free space.
 
-The steps of a `batch_set`: find out which pages exist (stat); reserve room for the others in one transaction, evicting
-as needed; write them to temporary files, with several threads; rename them in a second transaction. A `batch_get` only
+The steps of a `write`: find out which pages exist (stat); reserve room for the others in one transaction, evicting
+as needed; write them to temporary files, with several threads; rename them in a second transaction. A `read` only
 accesses files; uses are recorded in memory and written to the index about once a second, so a kill may lose the recency
 of the last second. docs/formats/file_store.md specifies the format.
 
 Locking design: the threads of a SupervisedPool and the caller read and write pages, each page by one of them (see
-`PageReads`). `_state` guards `_uses` and is held for a few instructions; `_flush_after` and `_rejection` are hints,
-written by any thread. Transactions start without `_state`; for `_capacity` see `CapacityManager`.
+`PageReads`). `_state` guards `_uses` and `_errors` and is held for a few instructions; `_flush_after` and `_rejection`
+are hints, written by any thread. Transactions start without `_state`; for `_capacity` see `CapacityManager`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import math
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from ...arguments import instance
@@ -29,11 +29,10 @@ from ...keys import PAGE_KEY_BYTES
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ...units import format_size
-from ..base import BackendStatistics, EvictionListener, Usage
-from ..envelope import Touchable
+from ..base import EvictionListener, Usage
+from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
-from ..pages import Damaged, PageReads, PageWrites
-from ..store import SETTLE_S, PageStore
+from ..pages import PageReads, PageWrites
 from .index import Index
 from .pages import (
     Identity,
@@ -46,7 +45,7 @@ from .pages import (
     remove_page,
 )
 from .reconcile import stored_ids
-from .store import Removal, Store, now_us
+from .store import FileStore, Removal, now_us
 from .writes import CapacityManager, Writes, class_of
 
 # A daemon opens a store for each namespace.
@@ -60,6 +59,8 @@ _USES_MAX = 65_536
 # How long to wait for a busy store in order to write recency. After a timeout, the next batch does not wait again.
 _FLUSH_WAIT_S = 0.02
 _CLOSE_S = 5.0
+# How long to wait for a busy store in order to measure it.
+_MEASURE_WAIT_S = 0.25
 _EXISTS_PAGES_PER_CLOCK = 64
 _FIRST_KEY, _LAST_KEY = bytes(PAGE_KEY_BYTES), b"\xff" * PAGE_KEY_BYTES
 
@@ -69,17 +70,18 @@ _FIRST_KEY, _LAST_KEY = bytes(PAGE_KEY_BYTES), b"\xff" * PAGE_KEY_BYTES
 REUSE_LEAD = 2
 
 
-class FileBackend(PageStore[Identity | None], Touchable):
-    """Pages in files. See the module's docstring; `StorageBackend` describes each verb.
+class FileDriver:
+    """Pages in files. See the module's docstring; `Driver` describes each function. The identity of a file
+    distinguishes it from its successor.
 
     The constructor scans the store, which blocks. It raises NotOurs and BackendUnavailable, and InvalidInput for a
-    capacity below one page. Open it after a fork and not before: neither its threads nor SQLite survive a fork, so the
-    child rejects every verb (`errors["forked"]`). On a full or read-only disk it opens, reads and removes pages, and
-    rejects new ones until its index can be written. `system` is for tests.
+    capacity below one page. Open it after a fork and not before: neither its threads nor SQLite survive a fork. On a
+    full or read-only disk it opens, reads and removes pages, and rejects new ones until its index can be written.
+    `system` is for tests.
     """
 
     def __init__(self, codec: FrameCodec, options: FileStorageOptions, *, system: System | None = None) -> None:
-        super().__init__(codec)
+        self.codec = codec
         self.options = instance("options", options, FileStorageOptions)
         if options.capacity is not None and options.capacity < codec.frame_bytes:
             raise InvalidInput(
@@ -91,8 +93,8 @@ class FileBackend(PageStore[Identity | None], Touchable):
         self._uses_since = math.inf
         self._flush_after = -math.inf
         self._rejection: str | None = None
-        self._store = Store(options.path, create=True, system=system)
-        self._usage = Usage(0, 0, options.capacity)
+        self._errors: Counter[str] = Counter()
+        self._store = FileStore(options.path, create=True, system=system)
         self._files = PageFiles(
             self._store.root_fd,
             codec.fits,
@@ -104,7 +106,6 @@ class FileBackend(PageStore[Identity | None], Touchable):
         self._pool = SupervisedPool[Any]("file", options.io_threads - 1)
         self._capacity = CapacityManager(self._store, options.capacity, options.free_space_floor)
         self._namespace_hex = codec.namespace.hex()
-        self._store.at_fork = self._after_fork
         errors: list[str] = []
 
         def fit(index: Index) -> None:
@@ -112,7 +113,12 @@ class FileBackend(PageStore[Identity | None], Touchable):
             self._warn_of_limits(index.totals().bytes)
 
         self._settled(time.monotonic() + _CLOSE_S, fit, None)
-        self.count(*errors)
+        self._count(*errors)
+
+    def _count(self, *kinds: str) -> None:
+        """Count errors that belong to no page of a call."""
+        with self._state:
+            self._errors.update(kinds)
 
     def _warn_of_limits(self, held_bytes: int) -> None:
         """Warn if the file system does not have room for a page, or for the capacity. Raises OSError."""
@@ -133,29 +139,24 @@ class FileBackend(PageStore[Identity | None], Touchable):
                 self._store.sweep(index)
                 return work(index)
         except (OSError, sqlite3.Error) as error:
-            self.count(class_of(error))
+            self._count(class_of(error))
             return otherwise
 
-    def _after_fork(self) -> None:
-        """Reject each verb in the child, which has neither the threads nor SQLite's locks."""
-        self._calls.after_fork()
-        self._close_lock = threading.Lock()
-
-    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
-        """See PageStore. One stat per key; the index is not used."""
+    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[Answer]:
+        """See Driver. One stat per key; the index is not used."""
         is_present = self._files.lookup(self._namespace_hex)
         for position, key in enumerate(keys):
             if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
                 raise StoreError(ErrorKind.DEADLINE)
-            there = False
+            answer: Answer = False
             try:
-                there = is_present(key)
+                answer = is_present(key)
             except OSError as error:
-                self.count(error_name(error))
-            yield there
+                answer = error_name(error)
+            yield answer
 
     def read(self, pages: PageReads[Identity | None]) -> None:
-        """See PageStore. About once a second, takes the store's lock, if it is free within a moment, to write uses."""
+        """See Driver. About once a second, takes the store's lock, if it is free within a moment, to write uses."""
         used: list[bytes] = []
 
         def read_one(position: int) -> None:
@@ -188,22 +189,14 @@ class FileBackend(PageStore[Identity | None], Touchable):
             return pages.accept(position, found[2], found, stream)
         return False
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
-        """See Touchable. One stat per key; the uses wait in memory like those of reads."""
-        is_present, missing = self._files.lookup(self._namespace_hex), set[bytes]()
-        for position, key in enumerate(keys):
-            if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
-                raise StoreError(ErrorKind.DEADLINE)
-            try:
-                if not is_present(key):
-                    missing.add(key)
-            except OSError as error:
-                self.count(error_name(error))
-        self._note_uses([key for key in keys if key not in missing])
-        return list(missing)
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+        """See Touches. One stat per key; the uses wait in memory like those of reads."""
+        found = list(self.find(keys, deadline))
+        self._note_uses([key for key, answer in zip(keys, found, strict=True) if answer is not False])
+        return found
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See EvictionNotices. Evictions of other processes are not reported."""
+        """See ReportsEvictions. Evictions of other processes are not reported."""
         ours = self.codec.namespace
         self._capacity.on_evicted = lambda namespace, key: listener([key]) if namespace == ours else None
 
@@ -226,7 +219,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
         except TimeoutError:
             self._flush_after = time.monotonic() + USES_FLUSH_S  # another thread or process holds the store
         except (OSError, sqlite3.Error) as error:
-            self.count(class_of(error))
+            self._count(class_of(error))
         with self._state:
             while len(self._uses) > _USES_MAX:
                 del self._uses[next(iter(self._uses))]
@@ -241,7 +234,7 @@ class FileBackend(PageStore[Identity | None], Touchable):
             index.touch(self.codec.namespace, uses)
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. Two transactions per batch; pages become visible at its end, head first."""
+        """See Driver. Two transactions per batch; pages become visible at its end, head first."""
         writes = Writes(self._store, self._files, self._capacity, self._pool, pages)
         writes.run(self._write_uses)
         if len(writes.present) < len(pages):
@@ -250,48 +243,48 @@ class FileBackend(PageStore[Identity | None], Touchable):
 
     @property
     def rejection(self) -> str | None:
-        """See Rejecting."""
+        """See ExplainsRejections."""
         return self._rejection
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. One transaction for all of them. Works on a full disk, and without an index."""
-        return self._removed(deadline, lambda removal: sum(self._remove(removal, key) for key in keys))
-
-    def remove_damaged(self, damaged: Sequence[Damaged[Identity | None]], deadline: float) -> None:
-        """See PageStore. As `remove`."""
-        self._removed(deadline, lambda removal: sum(self._remove(removal, one.key, one) for one in damaged))
-
-    def _removed(self, deadline: float, work: Callable[[Removal], int]) -> int:
-        """Return the number of pages that `work` has removed. Counts failures."""
-        removed = 0
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[Identity | None] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver. One transaction for all of them. Works on a full disk, and without an index."""
+        removed, kinds = 0, list[str]()
         try:
             with self._store.removing(deadline) as removal:
-                removed = work(removal)
-            error = removal.error
-        except (OSError, sqlite3.Error) as failed:
-            error = failed
-        if error is not None:
-            self.count(class_of(error))
-        return removed
+                for number, key in enumerate(keys):
+                    try:
+                        if found is None:
+                            removed += self._remove(removal, key)
+                        else:
+                            self._remove_damaged(removal, key, found[number])
+                    except OSError as error:
+                        kinds.append(error_name(error))
+            if removal.error is not None:
+                kinds.append(class_of(removal.error))
+        except (OSError, sqlite3.Error) as error:
+            kinds.append(class_of(error))
+        return removed, kinds
 
-    def _remove(self, removal: Removal, key: bytes, damaged: Damaged[Identity | None] | None = None) -> bool:
-        """Remove a page's file; for a damaged page, only the file that was read and not its replacement."""
-        name, there = page_name(self._namespace_hex, key), False
-        try:
-            if damaged is not None:
-                remove_damaged(self._store.system, self._store.root_fd, name, damaged.found)
-                if self._files.present(name):
-                    return False
-            elif there := self._files.present(name):
-                remove_page(self._store.system, self._store.root_fd, name)
-        except OSError as error:
-            self.count(error_name(error))
-            return False
+    def _remove(self, removal: Removal, key: bytes) -> bool:
+        """Remove the file of a page, if there is one, and its row. Raises OSError."""
+        name = page_name(self._namespace_hex, key)
+        there = self._files.present(name)
+        if there:
+            remove_page(self._store.system, self._store.root_fd, name)
         removal.pages.append((self.codec.namespace, key))
         return there
 
+    def _remove_damaged(self, removal: Removal, key: bytes, found: Identity | None) -> None:
+        """Remove the file that was read, and not its replacement. Raises OSError."""
+        name = page_name(self._namespace_hex, key)
+        remove_damaged(self._store.system, self._store.root_fd, name, found)
+        if not self._files.present(name):
+            removal.pages.append((self.codec.namespace, key))
+
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore. First the files, then the rows without files. Holds the keys of all rows until the files are
+        """See Driver. First the files, then the rows without files. Holds the keys of all rows until the files are
         listed: about 200 bytes per page."""
         rows: dict[bytes, int] = {}
         rows = self._settled(deadline, lambda index: index.stored(self.codec.namespace, _FIRST_KEY, _LAST_KEY), rows)
@@ -305,24 +298,25 @@ class FileBackend(PageStore[Identity | None], Touchable):
         yield from rows
 
     def measure(self) -> Usage:
-        """See PageStore. Pages and bytes of all namespaces in the root, which share the capacity; the last known values
-        while the index is not usable."""
-        return self._settled(time.monotonic() + SETTLE_S, self._measured, self._usage)
-
-    def _measured(self, index: Index) -> Usage:
-        totals = index.totals()
+        """See Driver. Pages and bytes of all namespaces in the root, which share the capacity."""
+        try:
+            with self._store.transaction(time.monotonic() + _MEASURE_WAIT_S) as index:
+                self._store.sweep(index)
+                totals = index.totals()
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(class_of(error)) from error
         return Usage(totals.pages, totals.bytes, self.options.capacity)
 
-    def statistics(self) -> BackendStatistics:
-        """See StorageBackend. `errors["direct_io_refused"]` means that the file system does not support direct I/O."""
-        found = super().statistics()
-        errors = dict(found.errors)
+    def incidents(self) -> Incidents:
+        """See HasIncidents. `errors["direct_io_refused"]` means that the file system does not support direct I/O."""
+        with self._state:
+            errors = dict(self._errors)
         if self._files.direct_refused:
             errors["direct_io_refused"] = self._files.direct_refused
-        return replace(found, errors=errors, evicted_pages=self._capacity.evicted_pages)
+        return Incidents(errors, self._capacity.evicted_pages)
 
-    def shut(self) -> None:
-        """See PageStore. Also writes the uses that wait in memory."""
+    def close(self) -> None:
+        """See Driver. Also writes the uses that wait in memory."""
         self._pool.close()
         self._settled(time.monotonic() + _CLOSE_S, self._write_uses, None)
         self._store.close()

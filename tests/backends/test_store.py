@@ -1,4 +1,4 @@
-"""`PageStore` over stores that fail in the middle, report too few outcomes, or raise wrong exceptions."""
+"""`Store` over drivers that fail in the middle, report too few outcomes, or raise wrong exceptions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.errors import StoreError
-from hicache.backends.faults import FaultyBackend
-from hicache.backends.memory import MemoryBackend
-from hicache.backends.pages import Damaged, PageReads, PageWrites
+from hicache.backends.faults import Faults
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.pages import PageReads, PageWrites
+from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,
@@ -25,27 +26,33 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
+    bare,
     empty_frames,
     full_frames,
     holds,
     make_keys,
+    memory_store,
     soon,
 )
 from hicache.config.guard import InjectConfig
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageView, unseal
+from tests.waiting import wait_for
+
+from ._files import OPENED
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 KEYS = make_keys(4)
 REJECTED = SetOutcome.REJECTED
 
 
-class _Failing(MemoryBackend):
-    """A store with functions replaced by a test; a replacement gets the original function and its arguments."""
+class _Failing(MemoryDriver):
+    """A driver with functions replaced by a test; a replacement gets the original function and its arguments."""
 
-    def __init__(self, codec: FrameCodec = CODEC, **instead: Callable[..., Any]) -> None:
-        super().__init__(codec)
-        self.instead = instead
+    def __init__(self) -> None:
+        super().__init__()
+        self.instead: dict[str, Callable[..., Any]] = {}
+        self.closes = 0
 
     def find(self, keys: Sequence[bytes], deadline: float) -> Any:
         return self._do("find", super().find, keys, deadline)
@@ -56,22 +63,27 @@ class _Failing(MemoryBackend):
     def write(self, pages: PageWrites) -> None:
         self._do("write", super().write, pages)
 
-    def remove_damaged(self, damaged: Sequence[Damaged[bytes]], deadline: float) -> None:
-        self._do("remove_damaged", super().remove_damaged, damaged, deadline)
+    def remove(self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None) -> Any:
+        return self._do("remove", super().remove, keys, deadline, found)
 
     def keys(self, deadline: float) -> Any:
         return self._do("keys", super().keys, deadline)
+
+    def close(self) -> None:
+        self.closes += 1
+        super().close()
 
     def _do(self, name: str, own: Callable[..., Any], *arguments: Any) -> Any:
         return self.instead[name](own, *arguments) if name in self.instead else own(*arguments)
 
 
-def filled(**instead: Callable[..., Any]) -> _Failing:
-    """Return a store with the pages of KEYS; its functions are replaced after these are stored."""
-    store = _Failing()
+def filled(**instead: Callable[..., Any]) -> tuple[_Failing, Store]:
+    """Return a driver with the pages of KEYS, and its store; its functions are replaced after these are stored."""
+    driver = _Failing()
+    OPENED.append(store := bare(driver, CODEC))
     assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [STORED] * 4
-    store.instead = instead
-    return store
+    driver.instead = instead
+    return driver, store
 
 
 def fail(*_: Any) -> Any:
@@ -90,7 +102,7 @@ def broken_off(own: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("find", "reason"), [(cut_off, "internal"), (broken_off, "away"), (fail, "away")])
 def test_a_missing_answer_of_a_lookup_is_not_stored_and_one_error(find: Callable[..., Any], reason: str) -> None:
-    store = filled(find=find)
+    _, store = filled(find=find)
     told = 0 if find is fail else 1
     assert store.batch_has(KEYS, deadline=soon()) == [True] * told + [False] * (4 - told)
     assert store.statistics().errors == {reason: 1}
@@ -106,7 +118,7 @@ def test_a_prefix_lookup_stops_at_the_hole() -> None:
             asked.append(there)
             yield there
 
-    store = filled(find=find)
+    _, store = filled(find=find)
     store.delete(KEYS[1:2], deadline=soon())
     assert store.batch_exists(KEYS, deadline=soon()) == 1
     assert asked == [True, False]
@@ -123,7 +135,7 @@ def test_a_call_that_ends_early_fails_the_remaining_pages() -> None:
         pages.stored(0)
         raise StoreError("away")
 
-    store = filled(read=read, write=write)
+    _, store = filled(read=read, write=write)
     assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [GET_ERROR, GET_ERROR, MISS, GET_ERROR]
     assert store.statistics().errors == {"away": 3}
     frames = full_frames(CODEC, KEYS)
@@ -136,7 +148,7 @@ def test_a_failure_after_the_last_page_is_counted_once() -> None:
         own(pages)
         raise StoreError("away")
 
-    store = filled(read=then_fail, write=then_fail)
+    _, store = filled(read=then_fail, write=then_fail)
     assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [HIT] * 4
     assert store.statistics().errors == {"away": 1}
     assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [PRESENT] * 4
@@ -144,15 +156,15 @@ def test_a_failure_after_the_last_page_is_counted_once() -> None:
 
 
 def test_a_page_without_a_reported_outcome_is_an_internal_error() -> None:
-    store = filled(read=lambda own, pages: None, write=lambda own, pages: None)
+    _, store = filled(read=lambda own, pages: None, write=lambda own, pages: None)
     assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [GET_ERROR] * 4
     assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [SET_ERROR] * 4
     assert store.statistics().errors == {"internal": 8}
 
 
 def test_damage_that_cannot_be_removed_is_corrupt_and_counts_one_error() -> None:
-    store = filled(remove_damaged=fail)
-    store.poke(KEYS[1], bytes(CODEC.frame_bytes))
+    driver, store = filled(remove=fail)
+    driver.poke(KEYS[1], bytes(CODEC.frame_bytes))
     assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [HIT, CORRUPT, HIT, HIT]
     found = store.statistics()
     assert (found.errors, found.corrupt) == ({"away": 1}, {"not_a_frame": 1})
@@ -166,38 +178,38 @@ def test_damage_is_removed_even_after_the_deadline() -> None:
         own(pages)
         pages.deadline = 0.0  # as if reading had taken all the time
 
-    def remove_damaged(own: Callable[..., None], damaged: Sequence[Damaged[bytes]], deadline: float) -> None:
+    def remove(own: Callable[..., Any], keys: Sequence[bytes], deadline: float, found: Sequence[bytes]) -> Any:
         left_s.append(deadline - soon(0.0))
-        own(damaged, deadline)
+        return own(keys, deadline, found)
 
-    store = filled(read=read, remove_damaged=remove_damaged)
-    store.poke(KEYS[1], bytes(CODEC.frame_bytes))
+    driver, store = filled(read=read, remove=remove)
+    driver.poke(KEYS[1], bytes(CODEC.frame_bytes))
     store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon(0.05))
     assert len(left_s) == 1 and 0.1 < left_s[0] < 1.0
-    assert store.peek(KEYS[1]) is None
+    assert driver.peek(KEYS[1]) is None
 
 
 @pytest.mark.parametrize("keys", [fail, broken_off])
 def test_a_failed_listing_counts_one_error(keys: Callable[..., Any]) -> None:
-    store = filled(keys=keys)
+    _, store = filled(keys=keys)
     assert store.clear(deadline=soon()) == 0
     assert store.statistics().errors == {"away": 1}
 
 
-@pytest.mark.parametrize("verb", ["find", "read", "write", "remove_damaged", "keys"])
+@pytest.mark.parametrize("verb", ["find", "read", "write", "remove", "keys"])
 def test_close_returns_after_a_verb_that_raised(verb: str) -> None:
     def crash(*_: Any) -> Any:
         raise ZeroDivisionError
 
-    store = filled(**{verb: crash})
-    store.poke(KEYS[0], bytes(CODEC.frame_bytes))
+    driver, store = filled(**{verb: crash})
+    driver.poke(KEYS[0], bytes(CODEC.frame_bytes))
     calls: dict[str, Callable[[], object]] = {
         "find": lambda: store.batch_has(KEYS, deadline=soon()),
         "write": lambda: store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()),
         "keys": lambda: store.clear(deadline=soon()),
     }
-    with pytest.raises(ZeroDivisionError):
-        calls.get(verb, lambda: store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()))()
+    calls.get(verb, lambda: store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()))()
+    assert set(store.statistics().errors) == {"raised_ZeroDivisionError"}
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
     closing.join(10)
@@ -212,7 +224,7 @@ def test_close_waits_for_each_verb() -> None:
         assert go_on.wait(10)
         return own(*arguments)
 
-    store = filled(read=wait)
+    _, store = filled(read=wait)
     outcomes: list[object] = []
     reading = threading.Thread(
         target=lambda: outcomes.extend(store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon())), daemon=True
@@ -239,7 +251,7 @@ def in_lengths(lengths: Sequence[int]) -> PageView:
 ])  # fmt: skip
 def test_parts_may_be_empty_and_many(lengths: Sequence[int], compression: Compression | None) -> None:
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=compression)
-    store = MemoryBackend(codec)
+    store = memory_store(codec)
     store.batch_set(KEYS, full_frames(codec, KEYS), parent=None, deadline=soon())
     pages = [in_lengths(lengths) for _ in KEYS]
     assert store.batch_get(KEYS, pages, deadline=soon()) == [HIT] * 4
@@ -249,14 +261,14 @@ def test_parts_may_be_empty_and_many(lengths: Sequence[int], compression: Compre
     frames = empty_frames(codec, 4)
     assert store.batch_get(KEYS, frames, deadline=soon()) == [HIT] * 4
     assert all(holds(codec, key, frame) for key, frame in zip(KEYS, frames, strict=True))
-    damaging = FaultyBackend(store, InjectConfig(damage_share=1.0))
+    damaging = Store(store.driver, codec, UNGUARDED, faults=Faults(InjectConfig(damage_share=1.0)))
     assert damaging.batch_get(KEYS, pages, deadline=soon()) == [CORRUPT] * 4
     assert damaging.statistics().corrupt == {"injected": 4}
     damaging.close()
 
 
 def test_memory_of_signed_bytes_is_rejected_before_any_transfer() -> None:
-    store, (key,) = MemoryBackend(CODEC), KEYS[:1]
+    store, (key,) = memory_store(CODEC), KEYS[:1]
     signed = PageView(memoryview(bytearray(HEADER_BYTES)), [memoryview(array.array("b", bytes(PAYLOAD_BYTES)))])
     for page in (signed, memoryview(array.array("b", bytes(CODEC.frame_bytes)))):
         with pytest.raises(InvalidInput, match="cast"):
@@ -266,7 +278,7 @@ def test_memory_of_signed_bytes_is_rejected_before_any_transfer() -> None:
 
 
 def test_an_unsealed_header_is_reused_for_another_payload() -> None:
-    store, (key,) = MemoryBackend(CODEC), KEYS[:1]
+    store, (key,) = memory_store(CODEC), KEYS[:1]
     page = in_lengths([PAYLOAD_BYTES])
     for byte in (b"\1", b"\2"):
         unseal(page.header)
@@ -282,27 +294,31 @@ def test_an_unsealed_header_is_reused_for_another_payload() -> None:
 
 
 def test_bytes_read_behind_a_payload_are_never_written() -> None:
-    store, (key,) = MemoryBackend(CODEC), KEYS[:1]
+    driver, (key,) = MemoryDriver(), KEYS[:1]
+    store = bare(driver, CODEC)
     page, end = in_lengths([PAYLOAD_BYTES]), HEADER_BYTES + PAYLOAD_BYTES
     store.batch_set([key], full_frames(CODEC, [key]), parent=None, deadline=soon())
-    store.poke(key, (store.peek(key) or b"")[:end].ljust(CODEC.frame_bytes, b"\xee"))
+    driver.poke(key, (driver.peek(key) or b"")[:end].ljust(CODEC.frame_bytes, b"\xee"))
     assert store.batch_get([key], [page], deadline=soon()) == [HIT]
     store.clear(deadline=soon())
     assert store.batch_set([key], [page], parent=None, deadline=soon()) == [STORED]
-    assert (store.peek(key) or b"")[end:] == bytes(CODEC.frame_bytes - end)
+    assert (driver.peek(key) or b"")[end:] == bytes(CODEC.frame_bytes - end)
 
 
-def test_no_page_is_started_after_the_deadline() -> None:
-    for pages in (
-        PageReads[bytes](CODEC, KEYS, empty_frames(CODEC, 4), soon()),
-        PageWrites(CODEC, KEYS, full_frames(CODEC, KEYS), None, soon()),
-    ):
-        started = []
-        for position in pages:
-            started.append(position)
-            if position == 1:
-                pages.deadline = 0.0  # as if the page had taken all the time
-        assert started == [0, 1]
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_no_page_is_started_after_the_deadline(kind: str) -> None:
+    deadline = soon(0.5)
+    pages = (
+        PageReads[bytes](CODEC, KEYS, empty_frames(CODEC, 4), deadline)
+        if kind == "read"
+        else PageWrites(CODEC, KEYS, full_frames(CODEC, KEYS), None, deadline)
+    )
+    started = []
+    for position in pages:
+        started.append(position)
+        if position == 1:
+            wait_for(lambda: pages.is_late)  # as if the page had taken all the time
+    assert started == [0, 1]
 
 
 def test_behind_the_first_page_without_room_all_are_rejected() -> None:
@@ -315,13 +331,11 @@ def test_behind_the_first_page_without_room_all_are_rejected() -> None:
     assert pages.errors == ["full"]
 
 
-def test_a_store_that_is_closed_twice_is_shut_once() -> None:
-    store = filled()
-    shut: list[int] = []
-    store.shut = lambda: shut.append(1)  # type: ignore[method-assign]
+def test_a_store_that_is_closed_twice_closes_its_driver_once() -> None:
+    driver, store = filled()
     store.close()
     store.close()
-    assert shut == [1]
+    assert driver.closes == 1
 
 
 def test_pages_not_cleared_by_the_deadline_stay_and_count_one_error() -> None:
@@ -330,7 +344,7 @@ def test_pages_not_cleared_by_the_deadline_stay_and_count_one_error() -> None:
             time.sleep(0.001)
         yield from own(deadline)
 
-    store = filled(keys=keys)
+    _, store = filled(keys=keys)
     assert store.clear(deadline=soon(0.05)) == 0
     assert store.statistics().errors == {"deadline": 1}
     assert store.batch_has(KEYS, deadline=soon()) == [True] * 4

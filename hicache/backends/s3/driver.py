@@ -1,8 +1,8 @@
-"""The S3 backend: one object per page, in any store with an S3 API.
+"""The S3 driver: one object per page, in any store with an S3 API.
 
 The pages of a batch move in parallel, each by one request on its own connection. Requests are not retried here. A
 bucket has no capacity limit and does not know chains: limit it with a lifecycle rule (docs/backends/s3.md) or a
-LimitedBackend.
+CapacityLimit.
 
 Locking design: the threads of a SupervisedPool and the caller move the pages. One thread moves each page and records
 its outcome in the `PageReads` or `PageWrites` of the call, or in its slot of a list. Each request ends by its deadline,
@@ -20,13 +20,13 @@ from ...config.s3_storage import S3StorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..base import Usage
+from ..driver import Answer
 from ..errors import ErrorKind, StoreError
 from ..http import PIECE_BYTES
-from ..pages import Damaged, PageReads, PageWrites
-from ..store import PageStore
+from ..pages import PageReads, PageWrites
 from .objects import Objects
 
-# Up to this many keys, `prefix` looks up all keys in parallel, and the answer is exact.
+# Up to this many keys, `find_prefix` looks up all keys in parallel, and the answer is exact.
 EXACT_KEYS_MAX = 16
 # Keys requested in the first round of a longer batch, including both ends. If all or none exist, one round is enough.
 FIRST_PROBES = 8
@@ -36,9 +36,9 @@ PROBES = 4
 _USAGE_S = 60.0
 
 
-class S3Backend(PageStore[str]):
+class S3Driver:
     """Pages in a bucket. Entity tags tell a page from its later replacements. See the module's docstring;
-    `StorageBackend` documents the verbs. Errors are counted by `ErrorKind`.
+    `Driver` documents the functions.
 
     The constructor blocks for the search for credentials and one request, at most for `open_timeout`. It raises
     BackendUnavailable if one does not end by then or the bucket cannot be listed, ConfigError if credentials or boto3
@@ -46,28 +46,38 @@ class S3Backend(PageStore[str]):
     """
 
     def __init__(self, codec: FrameCodec, options: S3StorageOptions) -> None:
-        super().__init__(codec)
+        self.codec = codec
         self.options = instance("options", options, S3StorageOptions)
         self._objects = Objects(options)
         # No `on_error`: the call itself counts a page that a bug leaves without an outcome.
         self._pool = SupervisedPool[Any]("s3", options.connections - 1)
 
-    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. Exact for a few keys; for many keys a search, see `stored_prefix`."""
-        return stored_prefix(len(keys), lambda some: self.find([keys[position] for position in some], deadline))
+    def find_prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+        """See FindsPrefixes. Exact for a few keys; for many keys a search, see `stored_prefix`."""
+        kinds: list[str] = []
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See PageStore. One request per key, all in parallel."""
-        found = [False] * len(keys)
+        def ask(positions: Sequence[int]) -> list[bool]:
+            answers = self.find([keys[position] for position in positions], deadline)
+            kinds.extend(answer for answer in answers if isinstance(answer, str))
+            return [answer is True for answer in answers]
+
+        return stored_prefix(len(keys), ask), kinds
+
+    def find(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+        """See Driver. One request per key, all in parallel."""
+        found: list[Answer] = [ErrorKind.INTERNAL] * len(keys)
 
         def ask(position: int) -> None:
-            found[position] = self._objects.client.head(self._name(keys[position]), deadline=deadline) is not None
+            try:
+                found[position] = self._objects.client.head(self._name(keys[position]), deadline=deadline) is not None
+            except StoreError as error:
+                found[position] = error.kind
 
-        self._do(len(keys), ask)
+        self._pool.run(len(keys), ask)
         return found
 
     def read(self, pages: PageReads[str]) -> None:
-        """See PageStore. One request per page. S3 does not track recency."""
+        """See Driver. One request per page. S3 does not track recency."""
         # A page that arrives in one piece is still in the processor's cache when it is complete.
         is_hashed_in_pieces = self.codec.frame_bytes > PIECE_BYTES
 
@@ -89,17 +99,8 @@ class S3Backend(PageStore[str]):
 
         self._pool.run(len(pages), read_one)
 
-    def remove_damaged(self, damaged: Sequence[Damaged[str]], deadline: float) -> None:
-        """See PageStore. One request per page; the server rejects it if the object's entity tag has changed."""
-
-        def remove_one(number: int) -> None:
-            one = damaged[number]
-            self._objects.remove_damaged(self._name(one.key), one.found, deadline=deadline)
-
-        self._do(len(damaged), remove_one)
-
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. One request per page; the server rejects it if the page is already stored."""
+        """See Driver. One request per page; the server rejects it if the page is already stored."""
 
         def write_one(position: int) -> None:
             if pages.is_full:
@@ -115,51 +116,55 @@ class S3Backend(PageStore[str]):
 
         self._pool.run(len(pages), write_one)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. Looks each page up first, because removals do not report how many pages existed."""
-        found = self.find(keys, deadline)
-        return self.remove_listed([key for key, there in zip(keys, found, strict=True) if there], deadline)
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[str] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver. Looks each page up first, because removals do not report how many pages existed. With `found`,
+        one request per page; the server rejects it if the object's entity tag has changed."""
+        if found is not None:
+            return len(keys), self._remove_same(keys, found, deadline)
+        answers = self.find(keys, deadline)
+        stored = [key for key, answer in zip(keys, answers, strict=True) if answer is True]
+        removed, kinds = self.remove_listed(stored, deadline)
+        return removed, [*(answer for answer in answers if isinstance(answer, str)), *kinds]
 
-    def remove_listed(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See PageStore. One request per thousand pages."""
+    def _remove_same(self, keys: Sequence[bytes], found: Sequence[str], deadline: float) -> list[str]:
+        kinds: list[str] = [ErrorKind.INTERNAL] * len(keys)
+
+        def remove_one(number: int) -> None:
+            try:
+                self._objects.remove_damaged(self._name(keys[number]), found[number], deadline=deadline)
+                kinds[number] = ""
+            except StoreError as error:
+                kinds[number] = error.kind
+
+        self._pool.run(len(keys), remove_one)
+        return list(filter(None, kinds))
+
+    def remove_listed(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+        """See RemovesListed. One request per thousand pages."""
         kinds = self._objects.remove_many([self._name(key) for key in keys], deadline=deadline)
-        self.count(*kinds)
-        return len(keys) - len(kinds)
+        return len(keys) - len(kinds), kinds
 
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """See PageStore. One request per thousand pages, made when the iterator reaches them."""
+        """See Driver. One request per thousand pages, made when the iterator reaches them."""
         return (page.key for page in self._objects.pages(self.codec.namespace.hex(), deadline=deadline))
 
     def measure(self) -> Usage:
-        """See PageStore. Lists the pages of this namespace."""
+        """See Driver. Lists the pages of this namespace."""
         pages = size_bytes = 0
         for page in self._objects.pages(self.codec.namespace.hex(), deadline=time.monotonic() + _USAGE_S):
             pages += 1
             size_bytes += page.bytes
         return Usage(pages, size_bytes, None)
 
-    def shut(self) -> None:
-        """See PageStore."""
+    def close(self) -> None:
+        """See Driver."""
         self._pool.close()
         self._objects.close()
 
     def _name(self, key: bytes) -> str:
         return self._objects.name(self.codec.namespace, key)
-
-    def _do(self, count: int, work: Callable[[int], None]) -> None:
-        """Run `work(0) .. work(count - 1)` in parallel, and count the failures."""
-        errors: list[str] = [ErrorKind.INTERNAL] * count
-
-        def do_one(number: int) -> None:
-            try:
-                work(number)
-            except StoreError as error:
-                errors[number] = error.kind
-            else:
-                errors[number] = ""
-
-        self._pool.run(count, do_one)
-        self.count(*filter(None, errors))
 
 
 def stored_prefix(count: int, ask: Callable[[Sequence[int]], Sequence[bool]]) -> int:

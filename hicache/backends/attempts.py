@@ -1,0 +1,329 @@
+"""One attempt at a call of a driver, with the failures as values.
+
+Each function calls the driver once and returns its answer and the kinds of its errors; the caller counts them, judges
+them and may try again. Pages are verified and damaged ones removed here (see `pages`), exceptions of the driver end
+here, and injected faults begin here.
+
+Locking design: immutable except for `_raised` and `_last_incidents`, a set and a reference, which any thread changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import BackendError
+from ..frame import FrameCodec, PageBuffer
+from ..logs import LimitedLog
+from .base import GetOutcome, SetOutcome, Usage
+from .calls import Calls
+from .driver import (
+    Answer,
+    Clears,
+    Driver,
+    ExplainsRejections,
+    FindsPrefixes,
+    HasIncidents,
+    Incidents,
+    RemovesListed,
+    Touches,
+)
+from .errors import RAISED, ErrorKind, StoreError
+from .faults import INJECTED, Faults
+from .limit import CapacityLimit
+from .pages import SETTLE_S, Damaged, PageReads, PageWrites
+
+logger = logging.getLogger(__name__)
+
+# Pages that `clear` removes in one call.
+_CLEARED_AT_ONCE = 1000
+_WRONG_ANSWER = f"{RAISED}WrongAnswer"
+
+
+class Attempts:
+    """The calls of `driver`. See the module's docstring. `name` is the store's name in log lines; `calls` counts
+    damaged pages by reason."""
+
+    def __init__(
+        self, driver: Driver[Any], codec: FrameCodec, name: str, calls: Calls, limit: CapacityLimit | None,
+        faults: Faults | None,
+    ) -> None:  # fmt: skip
+        self.driver = driver
+        self.limit = limit
+        self._codec = codec
+        self._name = name
+        self._calls = calls
+        self._faults = faults
+        self._damage_log = LimitedLog(logger)
+        self._raised: set[str] = set()  # classes of exceptions already logged
+        self._last_incidents = Incidents()
+        # `isinstance` of a protocol takes microseconds, so not in each call.
+        self._finds = driver if isinstance(driver, FindsPrefixes) else None
+        self._touches = driver if isinstance(driver, Touches) else None
+
+    def failure(self, work: Callable[[], object]) -> str:
+        """Call `work`; return the kind of its failure, or an empty text."""
+        try:
+            work()
+        except StoreError as error:
+            return error.kind
+        except Exception as error:
+            return self.contained(error)
+        return ""
+
+    def contained(self, error: Exception) -> str:
+        """Return the kind of an exception of the driver, which is logged once per class. Exceptions of third-party
+        drivers end here."""
+        name = type(error).__name__
+        if name not in self._raised:
+            self._raised.add(name)
+            logger.error("storage %s: unexpected %s; further ones are only counted", self._name, name, exc_info=error)
+        return f"{RAISED}{name}"
+
+    def _reach(self, pages: int, deadline: float) -> None:
+        """Wait for the injected delay of a call of that many pages. Raises StoreError for an injected failure."""
+        if self._faults is not None:
+            self._faults.reach(pages * self._codec.frame_bytes, deadline)
+
+    # Lookups and removals
+
+    def _answers(
+        self, count: int, ask: Callable[[], Iterable[Answer]], deadline: float, *, to_first_hole: bool = False
+    ) -> tuple[list[bool], list[str]]:
+        """Return the driver's answers, an error as False, and the errors. Answers that are missing after a failure are
+        left out, and are one error."""
+        found: list[bool] = []
+        errors: list[str] = []
+
+        def take() -> None:
+            self._reach(0, deadline)
+            for answer in ask():
+                if answer is True:
+                    found.append(True)
+                    continue
+                if answer is not False:
+                    kind: object = answer
+                    errors.append(kind if isinstance(kind, str) else _WRONG_ANSWER)
+                found.append(False)
+                if to_first_hole:
+                    return
+            if len(found) < count:
+                raise StoreError(ErrorKind.INTERNAL)
+
+        kind = self.failure(take)
+        if kind and len(found) < count:
+            errors.append(kind)
+        return found[:count], errors
+
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+        """Return how many of `keys` are stored up to the first hole."""
+        if self._finds is None:
+            found, errors = self._answers(
+                len(keys), lambda: self.driver.find(keys, deadline), deadline, to_first_hole=True
+            )
+            return sum(found), errors
+        finds, pages = self._finds, 0
+        kinds: Sequence[str] = ()
+
+        def ask() -> None:
+            nonlocal pages, kinds
+            self._reach(0, deadline)
+            pages, kinds = finds.find_prefix(keys, deadline)
+
+        kind = self.failure(ask)
+        return pages, [*kinds, kind] if kind else kinds
+
+    def has(self, keys: Sequence[bytes], deadline: float) -> tuple[list[bool], list[str]]:
+        """Return for each key whether its page is stored."""
+        found, errors = self._answers(len(keys), lambda: self.driver.find(keys, deadline), deadline)
+        return found + [False] * (len(keys) - len(found)), errors
+
+    def touch(self, keys: Sequence[bytes], deadline: float) -> tuple[list[bytes], list[str]]:
+        """Count `keys` as used; return those that are known to be missing. REQUIRES: no key occurs twice."""
+        if self.limit is not None:
+            self.limit.note_uses(keys)  # including missing pages: a sweep only reads the uses of listed pages
+        if self._touches is None:
+            return [], []
+        missing: list[bytes] = []
+        errors: list[str] = []
+        touches = self._touches
+
+        def touch() -> None:
+            self._reach(0, deadline)
+            for key, answer in zip(keys, touches.touch(keys, deadline), strict=True):
+                if answer is False:
+                    missing.append(key)
+                elif answer is not True:
+                    errors.append(answer)
+
+        kind = self.failure(touch)
+        return missing, [*errors, kind] if kind else errors
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> tuple[int, list[str]]:
+        """Remove pages; return how many were stored. REQUIRES: no key occurs twice."""
+
+        def remove() -> tuple[int, Sequence[str]]:
+            self._reach(0, deadline)
+            return self.driver.remove(keys, deadline)
+
+        return self._removed(remove)
+
+    def clear(self, deadline: float) -> tuple[int, list[str]]:
+        """Remove all pages of the namespace; return how many were stored."""
+        if self.limit is not None:
+            self.limit.forget()
+        try:
+            return self._removed(lambda: self._clear(deadline))
+        finally:
+            if self.limit is not None:
+                self.limit.sweep_soon()
+
+    def _clear(self, deadline: float) -> tuple[int, Sequence[str]]:
+        driver, removed, errors = self.driver, 0, list[str]()
+        self._reach(0, deadline)
+        if isinstance(driver, Clears):
+            return driver.clear(deadline)
+        remove = driver.remove_listed if isinstance(driver, RemovesListed) else driver.remove
+        try:
+            left = driver.keys(deadline)
+            while some := list(itertools.islice(left, _CLEARED_AT_ONCE)):
+                if time.monotonic() >= deadline:
+                    raise StoreError(ErrorKind.DEADLINE)
+                count, kinds = remove(some, deadline)
+                removed += count
+                errors += kinds
+        except StoreError as error:
+            errors.append(error.kind)
+        return removed, errors
+
+    def _removed(self, remove: Callable[[], tuple[int, Sequence[str]]]) -> tuple[int, list[str]]:
+        removed, errors = 0, list[str]()
+
+        def ask() -> None:
+            nonlocal removed
+            answer, kinds = remove()
+            errors.extend(kinds)
+            if type(answer) is not int or answer < 0:
+                raise StoreError(_WRONG_ANSWER)
+            removed = answer
+
+        kind = self.failure(ask)
+        return removed, [*errors, kind] if kind else errors
+
+    # Pages
+
+    def read(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
+    ) -> tuple[list[GetOutcome], list[str]]:
+        """Read and verify pages; remove damaged ones."""
+        reads: PageReads[Any] = PageReads(self._codec, keys, pages, deadline)
+
+        def read() -> None:
+            self._reach(len(keys), deadline)
+            self.driver.read(reads)
+
+        kind = self.failure(read)
+        outcomes = reads.finish(kind)
+        if reads.damaged:
+            self._calls.count(corrupt=reads.corrupt)
+            reads.errors += self._remove_damaged(reads.damaged, deadline)
+        if self._faults is not None:
+            damaged = self._faults.damage(self._codec, keys, pages, outcomes)
+            if damaged:
+                self._calls.count(corrupt=[INJECTED] * len(damaged))
+                reads.errors += self.remove(list(dict.fromkeys(damaged)), deadline)[1]
+        return outcomes, reads.errors
+
+    def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
+        """Remove damaged objects unless others have replaced them since."""
+        until = max(deadline, time.monotonic() + SETTLE_S)
+        keys, found = [one.key for one in damaged], [one.found for one in damaged]
+        _, errors = self._removed(lambda: self.driver.remove(keys, until, found))
+        failure = f"not removed ({errors[-1]})" if errors else "removed"
+        for one in damaged:
+            self._damage_log.warn(
+                one.reason, "storage %s: page %s of %s failed verification (%s); it counts as a miss and was %s",
+                self._name, one.key.hex()[:8], self._codec.label or "no label", one.reason, failure,
+            )  # fmt: skip
+        return errors
+
+    def write(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    ) -> tuple[list[SetOutcome], list[str]]:
+        """Seal and store pages, within the limit."""
+        kind = self.failure(lambda: self._reach(len(keys), deadline))
+        if kind:
+            return [SetOutcome.ERROR] * len(keys), [kind] * len(keys)
+        if self.limit is None:
+            return self._put(keys, pages, parent, deadline)
+        return self.limit.write(keys, pages, parent, deadline, put=self._put, prefix=self.prefix)
+
+    def _put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    ) -> tuple[list[SetOutcome], list[str]]:
+        writes = PageWrites(self._codec, keys, pages, parent, deadline)
+        outcomes = writes.finish(self.failure(lambda: self.driver.write(writes)))
+        return outcomes, writes.errors
+
+    # The whole
+
+    def usage(self) -> tuple[Usage | None, str]:
+        """Return the usage, or None and the kind of the failure. Blocks as the driver does."""
+        usage: object = None
+
+        def measure() -> None:
+            nonlocal usage
+            usage = self.driver.measure()
+
+        kind = self.failure(measure)
+        if not isinstance(usage, Usage):
+            return None, kind or _WRONG_ANSWER
+        return (usage if self.limit is None else replace(usage, capacity_bytes=self.limit.capacity_bytes)), kind
+
+    def rejection(self) -> str:
+        """Return why the last write was rejected, empty if unknown."""
+        found: str | None = None if self.limit is None else self.limit.rejection
+
+        def ask() -> None:
+            nonlocal found
+            if found is None and isinstance(self.driver, ExplainsRejections):
+                found = self.driver.rejection
+
+        kind = self.failure(ask)
+        if kind:
+            self._calls.count(errors=[kind])
+        return str(found or "")
+
+    def incidents(self) -> Incidents:
+        """Return the totals of driver and limit; the last ones if the driver raises. Does not block."""
+
+        def ask() -> None:
+            if isinstance(self.driver, HasIncidents):
+                self._last_incidents = self.driver.incidents()
+
+        kind = self.failure(ask)
+        if kind:
+            self._calls.count(errors=[kind])
+        if self.limit is None:
+            return self._last_incidents
+        ours, limits = self._last_incidents, self.limit.incidents()
+        errors = Counter(ours.errors)
+        errors.update(limits.errors)
+        return Incidents(errors, ours.evicted_pages + limits.evicted_pages)
+
+    def close(self) -> None:
+        """Close driver and limit. Raises the driver's BackendError; any other exception is counted."""
+        try:
+            self.driver.close()
+        except BackendError:
+            raise
+        except Exception as error:
+            self._calls.count(errors=[self.contained(error)])
+        finally:
+            if self.limit is not None:
+                self.limit.close()

@@ -1,0 +1,131 @@
+"""The protocol of a driver: six functions that move the bytes of pages between a store and buffers.
+
+A driver belongs to one `Store`, which checks arguments, verifies pages, counts, limits and retries (see `store`). So a
+driver only moves bytes. It is called with at least one key, before the deadline, by several threads at once. It may
+block until the deadline, and touches no buffer after it has returned.
+
+Failures are values: a kind of error (`ErrorKind`, or a text of its own) in place of the answer for one key, or as
+reported to `PageReads` and `PageWrites`. A failure that ends the call raises StoreError: the remaining keys fail. Any
+other exception is counted as `raised_NAME`, also for the remaining keys. A driver tries each request once (replacing a
+stale pooled connection does not count): the store retries, with one budget for all.
+
+What only some stores can do is in the protocols below `Driver`; a driver has it or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from .base import EvictionListener, Usage
+from .pages import PageReads, PageWrites
+
+# The value by which a store distinguishes a stored object from its successor.
+Found = TypeVar("Found")
+# For one key: whether its page is stored, or the kind of the failure.
+Answer: TypeAlias = bool | str
+
+
+@runtime_checkable
+class Driver(Protocol[Found]):
+    """One store, seen from one namespace. See the module's docstring for the rules of every function."""
+
+    def find(self, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:
+        """Return for each key whether its page is stored. May be a generator: for a prefix, it is read up to the first
+        hole. Does not refresh recency."""
+
+    def read(self, pages: PageReads[Found]) -> None:
+        """Read pages into their buffers and report the outcome of each. Refreshes the recency of hits."""
+
+    def write(self, pages: PageWrites) -> None:
+        """Store the missing pages, each whole or not at all, and report the outcome of each."""
+
+    def remove(
+        self, keys: Sequence[bytes], deadline: float, found: Sequence[Found] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """Remove pages; return how many were stored, and the kinds of failures. With `found`, which `read` has reported
+        for these keys, remove only those objects, and not others that have replaced them since. No key occurs twice."""
+
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """Return the keys of this namespace's pages, in any order. Pages are removed between two of them."""
+
+    def measure(self) -> Usage:
+        """Return the usage of the whole store. May block."""
+
+    def close(self) -> None:
+        """Release files, sockets and threads. Called once, after all calls have ended. Raises BackendError."""
+
+
+@runtime_checkable
+class FindsPrefixes(Protocol):
+    """A driver that finds the end of a prefix with less than a lookup of each key."""
+
+    def find_prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+        """Return how many of `keys` are stored up to the first hole, and the kinds of failed lookups."""
+
+
+@runtime_checkable
+class Touches(Protocol):
+    """A driver of a store whose eviction considers uses outside it."""
+
+    def touch(self, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:
+        """Count each of `keys` as used now; return for each whether it is stored."""
+
+
+@runtime_checkable
+class RemovesListed(Protocol):
+    """A driver that removes pages with fewer requests if they are known to be stored."""
+
+    def remove_listed(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+        """As `remove`, for pages that `keys` has just returned."""
+
+
+@runtime_checkable
+class Clears(Protocol):
+    """A driver that removes a namespace in one request."""
+
+    def clear(self, deadline: float) -> tuple[int, Sequence[str]]:
+        """Remove all pages of the namespace; return how many were stored, and the kinds of failures."""
+
+
+@runtime_checkable
+class RegistersMemory(Protocol):
+    """A driver that transfers registered memory faster (RDMA, shared memory)."""
+
+    def register_memory(self, memory: memoryview) -> None:
+        """See `Storage.register_memory`. Raises BackendError."""
+
+
+@runtime_checkable
+class ReportsEvictions(Protocol):
+    """A driver of a store that reports the pages that it evicts in this process."""
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        """See `Storage.watch_evictions`."""
+
+
+@runtime_checkable
+class ExplainsRejections(Protocol):
+    """A driver of a store that says why it has no room."""
+
+    @property
+    def rejection(self) -> str | None:
+        """Return why the last `write` with new pages rejected some of them, with numbers, and after `; ` what to do;
+        None if it did not. Any thread; does not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incidents:
+    """What happened in a driver outside the pages of its calls, as totals: `errors` by kind, and evicted pages."""
+
+    errors: Mapping[str, int] = field(default_factory=dict)
+    evicted_pages: int = 0
+
+
+@runtime_checkable
+class HasIncidents(Protocol):
+    """A driver that evicts, or works between its calls."""
+
+    def incidents(self) -> Incidents:
+        """Return the totals so far. Any thread; does not block."""
