@@ -117,6 +117,7 @@ server = SimpleNamespace(port=free_ports(1)[0])
 # The setup of each block, in the order of the page.
 SETUPS = {
     "README.md": ['prompt_tokens, rid = list(range(300)), "r1"'],
+    "docs/backends/redis.md": [""],
     "docs/backends/s3.md": [""],
     "docs/backends/writing.md": [BACKEND],
     "docs/embedding.md": [
@@ -127,7 +128,11 @@ SETUPS = {
     "docs/reliability.md": [CONFIG + CACHE],
     "docs/servers.md": ["", SERVER],
 }  # fmt: skip
-NOT_RUN = {"docs/backends/s3.md": "tests/backends/s3/test_s3_http.py runs it on a real server"}
+NOT_RUN = {
+    "docs/backends/redis.md": "it needs an account of a cloud; tests/backends/redis/test_redis_credentials.py has a "
+    "provider on a real server",
+    "docs/backends/s3.md": "tests/backends/s3/test_s3_http.py runs it on a real server",
+}
 
 
 class Program(NamedTuple):

@@ -30,7 +30,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from ..frame import FrameCodec, PageBuffer
 from .base import BackendStatistics, Direction, EvictionListener, GetOutcome, SetOutcome, Usage
 from .guard.admission import GuardStatistics
-from .guard.health import NOT_OPEN, HealthState, StoreHealth, problem
+from .guard.health import IDLE, NOT_OPEN, HealthState, StoreHealth, problem
 from .store import Store
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ class StoreStatistics:
     statistics: BackendStatistics
     usage: Usage | None
     guard: GuardStatistics | None
-    health: StoreHealth
+    health: StoreHealth = IDLE
 
 
 def unopened(name: str, since_s: float, detail: str) -> StoreStatistics:

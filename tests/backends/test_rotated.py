@@ -59,7 +59,7 @@ def test_a_moved_link_a_renamed_file_and_a_rewritten_one_are_noticed(mounted: Mo
 def test_an_unusable_file_keeps_the_last_value_and_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], object], why: str
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "hicache")
     path = tmp_path / "password"
     path.touch(0o600)
     path.write_text(OLD)

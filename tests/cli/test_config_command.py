@@ -55,7 +55,7 @@ def test_check_looks_for_the_storage_backend(tmp_path: Path, backend: str, hint:
 def test_check_accepts_backends_that_exist_and_opens_none(tmp_path: Path) -> None:
     file, store = tmp_path / "x.yaml", tmp_path / "store"
     for storage in (f"{{type: file, options: {{path: {store}}}}}", "{type: memory, options: {capacity_bytes: 5}}",
-                    "{type: 'hicache.backends.memory:MemoryBackend'}"):  # fmt: skip
+                    "{type: 'hicache.backends.memory:open_memory'}"):  # fmt: skip
         file.write_text(f"storage: {storage}\n")
         assert invoke("check", str(file)).exit_code == 0
     assert not store.exists()

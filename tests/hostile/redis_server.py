@@ -29,7 +29,7 @@ from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.raw import StoredPage
 from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.raw import RedisRawStore
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, full_frames, make_keys, store_of
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, driver_of, full_frames, make_keys, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
@@ -352,7 +352,7 @@ def _use_backend(backend: Any, counts: Counter[str], texts: _Texts) -> None:
         assert type(cleared) is int and cleared >= 0
         counts.update(["exists", "delete", "usage", *(f"get {one}" for one in read), *(f"set {one}" for one in stored)])
     statistics = backend.statistics()
-    texts.texts.append(repr((statistics, backend.options)).replace(f"username='{USER}'", ""))
+    texts.texts.append(repr((statistics, driver_of(backend, RedisDriver).options)).replace(f"username='{USER}'", ""))
     counts.update({f"error {name}": times for name, times in statistics.errors.items()})
 
 

@@ -90,12 +90,12 @@ def test_a_killed_server_is_an_error_and_an_empty_one_after_it_is_a_miss() -> No
         store_chain(store, keys)
         server.kill()
         all_verbs(store, keys, 10.0)
-        assert errors_of(store) == {"connection_refused": 4 * len(keys) + 1}
+        assert errors_of(store) == {"connection_refused": 3 * len(keys) + 2}
         server.start()
         assert load(store, keys) == [MISS] * 6
         assert store_chain(store, keys) == [STORED] * 6
         assert load(store, keys) == [HIT] * 6
-        assert errors_of(store) == {"connection_refused": 4 * len(keys) + 1}
+        assert errors_of(store) == {"connection_refused": 3 * len(keys) + 2}
 
 
 def test_a_guard_says_that_a_dead_server_keeps_nothing_until_the_server_is_back() -> None:

@@ -188,11 +188,11 @@ def test_without_redis_py_an_error_names_the_extra() -> None:
     program = """
 import sys
 sys.modules["redis"] = None
-from hicache.backends.registry import open_backend
+from hicache.backends.registry import BackendSpec, open_spec
 from hicache.errors import ConfigError
 from hicache.frame import FrameCodec
 try:
-    open_backend("redis", FrameCodec(bytes(32), 100), {"url": "redis://127.0.0.1:1"})
+    open_spec(BackendSpec("redis", {"url": "redis://127.0.0.1:1"}), FrameCodec(bytes(32), 100))
 except ConfigError as error:
     print(error)
 """
