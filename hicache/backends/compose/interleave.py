@@ -1,4 +1,4 @@
-"""The longest prefix of a chain whose pages lie on several levels."""
+"""The longest prefix of a chain whose pages are on several levels."""
 
 from __future__ import annotations
 

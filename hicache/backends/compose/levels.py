@@ -45,9 +45,9 @@ _STORE_ORDER = (SetOutcome.PRESENT, SetOutcome.STORED, SetOutcome.ERROR, SetOutc
 class Levels(Composed):
     """Several levels that are read in order; the first one is written. See the module's docstring, and Composed.
 
-    `promote` turns promotion on; at most `cascade_bytes_max` bytes of copies may wait for each level, and None means no
-    copies at all. Thread-safe. Owns
-    `levels`. Raises InvalidInput for fewer than two levels or a `cascade_bytes_max` below one page.
+    `promote` turns promotion on; at most `cascade_bytes_max` bytes of copies may wait for each level, and with None
+    nothing is copied. Thread-safe. Owns `levels`. Raises InvalidInput for fewer than two levels or a
+    `cascade_bytes_max` below one page.
     """
 
     def __init__(
