@@ -59,7 +59,8 @@ def run(folder: Path) -> list[Row]:
     store.batch_get(keys, frames, deadline=_soon())
     calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         f"lookup of {BATCH_PAGES} pages": (
-            lambda: store.batch_exists(keys, deadline=_soon()), lambda: list(driver.find(keys, _soon())),
+            lambda: store.batch_exists(keys, deadline=_soon()),
+            lambda: list(driver.find(codec.namespace, keys, _soon())),
         ),
         "read of 1 page of 2 MiB": (
             lambda: store.batch_get(keys[:1], frames[:1], deadline=_soon()), lambda: read(1),

@@ -65,7 +65,7 @@ class SlowWrites(MemoryDriver):
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Pages that are already stored take no time."""
-        missing = self.find(pages.keys, 0.0).count(False)
+        missing = self.find(pages.codec.namespace, pages.keys, 0.0).count(False)
         with self._line:
             time.sleep(missing * self._page_s)
         super().write(pages)

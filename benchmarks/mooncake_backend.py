@@ -56,8 +56,8 @@ class _Bench:
         self.backend = Store(MooncakeDriver(self.codec, options), self.codec, UNGUARDED)
         self.backend.register_memory(self._whole)
         self._library, self._pool = join_store(options, "bench")
-        self._names = Names("plain/", self.codec.namespace).of(self.keys)
-        self._ours = Names(options.prefix, self.codec.namespace).of(self.keys)
+        self._names = Names("plain/").of(self.codec.namespace, self.keys)
+        self._ours = Names(options.prefix).of(self.codec.namespace, self.keys)
         self._addresses = [[address_of(frame)] for frame in self.frames]
         self._sizes = [[size]] * batch
 

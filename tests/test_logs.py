@@ -146,7 +146,7 @@ def test_a_damaged_page_is_named_by_its_first_digits_with_the_reason(lines: io.S
     store = memory_store(codec)
     (key,) = make_keys(1)
     store.batch_set([key], full_frames(codec, [key]), parent=None, deadline=soon())
-    driver_of(store, MemoryDriver).poke(key, bytes(codec.frame_bytes))
+    driver_of(store, MemoryDriver).poke(NAMESPACE, key, bytes(codec.frame_bytes))
     store.batch_get([key], empty_frames(codec, 1), deadline=soon())
     (line,) = lines.getvalue().splitlines()
     assert f"page {key.hex()[:8]} of llama failed verification (not_a_frame)" in line

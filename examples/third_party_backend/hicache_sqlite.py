@@ -18,10 +18,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from hicache.backends.base import Usage
+from hicache.backends.base import StoredPage, Usage
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.pages import PageReads, PageWrites
-from hicache.backends.raw import RawStore, StoredPage
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 
@@ -30,8 +29,6 @@ CREATE TABLE IF NOT EXISTS pages(id INTEGER PRIMARY KEY AUTOINCREMENT, namespace
     key BLOB NOT NULL, used REAL NOT NULL, frame BLOB NOT NULL, UNIQUE(namespace, key))
 """
 _INSERT = "INSERT OR IGNORE INTO pages(namespace, key, used, frame) VALUES(?, ?, ?, ?)"
-# How long an operator's command waits for other processes.
-_TOOL_WAIT_S = 30.0
 _LISTED_AT_ONCE = 500
 # The longest wait: locks and SQLite do not accept an infinite one.
 _WAIT_S_MAX = 86_400.0
@@ -58,8 +55,8 @@ class SqliteDriver:
     Raises BackendUnavailable if the file cannot be opened.
     """
 
-    def __init__(self, codec: FrameCodec, path: str | os.PathLike[str]) -> None:
-        self._namespace = codec.namespace
+    def __init__(self, codec: FrameCodec | None, path: str | os.PathLike[str]) -> None:
+        del codec  # pages of any size have room
         self._lock = threading.Lock()
         self._db = _connect(path)
 
@@ -81,15 +78,15 @@ class SqliteDriver:
         finally:
             self._lock.release()
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
         """See Driver."""
         for key in keys:
             with self._locked(deadline) as db:
-                is_stored = self._has(db, key)
+                is_stored = self._has(db, namespace, key)
             yield is_stored
 
-    def _has(self, db: sqlite3.Connection, key: bytes) -> bool:
-        where = (self._namespace, key)
+    @staticmethod
+    def _has(db: sqlite3.Connection, *where: bytes) -> bool:
         return db.execute("SELECT 1 FROM pages WHERE namespace = ? AND key = ?", where).fetchone() is not None
 
     def read(self, pages: PageReads[int]) -> None:
@@ -101,7 +98,7 @@ class SqliteDriver:
                 found = db.execute(
                     "SELECT id, length(frame), CASE WHEN length(frame) <= ? THEN frame END FROM pages"
                     " WHERE namespace = ? AND key = ?",
-                    (pages.codec.frame_bytes, self._namespace, pages.keys[position]),
+                    (pages.codec.frame_bytes, pages.codec.namespace, pages.keys[position]),
                 ).fetchone()
             if found is None:
                 pages.miss(position)
@@ -117,15 +114,16 @@ class SqliteDriver:
     def write(self, pages: PageWrites) -> None:
         """See Driver. All pages written before the deadline are one transaction."""
         new: list[int] = []
+        namespace, used_s = pages.codec.namespace, time.time() if pages.used_s is None else pages.used_s
         try:
             with self._locked(pages.deadline, writing=True) as db:
                 for position in pages:
                     key = pages.keys[position]
-                    if self._has(db, key):
+                    if self._has(db, namespace, key):
                         pages.present(position)
                         continue
                     new.append(position)
-                    db.execute(_INSERT, (self._namespace, key, time.time(), pages.sealed_frame(position)))
+                    db.execute(_INSERT, (namespace, key, used_s, pages.sealed_frame(position)))
         except StoreError as error:
             if error.kind != "SQLITE_FULL" or not new:
                 raise
@@ -135,19 +133,36 @@ class SqliteDriver:
             pages.stored(position)
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[int] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[int] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver."""
-        column, values = ("namespace", [self._namespace] * len(keys)) if found is None else ("id", found)
+        column, values = ("namespace", [namespace] * len(keys)) if found is None else ("id", found)
         with self._locked(deadline, writing=True) as db:
             where = list(zip(values, keys, strict=True))
             return max(0, db.executemany(f"DELETE FROM pages WHERE {column} = ? AND key = ?", where).rowcount), ()
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
-        """See Driver."""
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """See Driver. Reads a few hundred rows at a time, so that other calls can run during a long listing."""
+        last = 0
+        while True:
+            with self._locked(deadline) as db:
+                rows = db.execute(
+                    "SELECT namespace, key, length(frame), used, id FROM pages"
+                    " WHERE id > ? AND lower(hex(namespace)) LIKE ? || '%' ORDER BY id LIMIT ?",
+                    (last, namespace, _LISTED_AT_ONCE),
+                ).fetchall()
+            if not rows:
+                return
+            last = rows[-1][-1]
+            yield from (StoredPage(*row) for row in rows)
+
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+        """See Inspects. Makes `hicache ls`, `stat`, `copy`, `purge`, `trim` and `verify` work, and `capacity_bytes`."""
         with self._locked(deadline) as db:
-            rows = db.execute("SELECT key FROM pages WHERE namespace = ?", (self._namespace,)).fetchall()
-        return (key for (key,) in rows)
+            found = db.execute(
+                "SELECT substr(frame, 1, ?) FROM pages WHERE namespace = ? AND key = ?", (bytes_max, *page.id)
+            ).fetchone()
+        return None if found is None else bytes(found[0])
 
     def measure(self) -> Usage:
         """See Driver. Counts all namespaces of the file."""
@@ -157,67 +172,4 @@ class SqliteDriver:
 
     def close(self) -> None:
         """See Driver."""
-        self._db.close()
-
-
-class SqliteRawStore(RawStore):
-    """The operator's view of the file. The commands `hicache ls`, `stat`, `copy`, `purge`, `trim` and `verify` use it,
-    and the sweeps of a limit (`capacity_bytes`). All methods raise BackendUnavailable."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._db = _connect(path)
-        self._db.execute(f"PRAGMA busy_timeout = {round(_TOOL_WAIT_S * 1000)}")
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise BackendUnavailable(f"sqlite store: {error}; check disk and permissions") from error
-
-    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        """See RawStore."""
-        last = 0
-        while True:
-            with self._translated():
-                rows = self._db.execute(
-                    "SELECT id, namespace, key, length(frame), used FROM pages"
-                    " WHERE id > ? AND lower(hex(namespace)) LIKE ? || '%' ORDER BY id LIMIT ?",
-                    (last, namespace, _LISTED_AT_ONCE),
-                ).fetchall()
-            if not rows:
-                return
-            last = rows[-1][0]
-            yield from (StoredPage(*row[1:]) for row in rows)
-
-    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
-        """See RawStore."""
-        with self._translated():
-            found = self._db.execute(
-                "SELECT substr(frame, 1, ?) FROM pages WHERE namespace = ? AND key = ?",
-                (bytes_max, page.namespace, page.key),
-            ).fetchone()
-        return None if found is None else bytes(found[0])
-
-    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        """See RawStore. `parent` has no column: it is in the header of `data`."""
-        used = time.time() if page.used_s is None else page.used_s
-        try:
-            return self._db.execute(_INSERT, (page.namespace, page.key, used, data)).rowcount > 0
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
-                return False
-            raise BackendUnavailable(f"sqlite store: {error}; check disk and permissions") from error
-
-    def remove(self, pages: Sequence[StoredPage]) -> int:
-        """See RawStore."""
-        with self._translated(), self._db:  # `self._db` commits or rolls back the transaction
-            self._db.execute("BEGIN IMMEDIATE")
-            removed = self._db.executemany(
-                "DELETE FROM pages WHERE namespace = ? AND key = ?", [(page.namespace, page.key) for page in pages]
-            ).rowcount
-        return max(0, removed)
-
-    def close(self) -> None:
-        """See RawStore."""
         self._db.close()

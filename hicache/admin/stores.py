@@ -1,7 +1,7 @@
 """The stores of a configuration, for work on all of their pages: scrubbing and clearing.
 
-This work uses its own RawStores, separate from the serving backends: it covers every namespace, and a slow or dead
-store delays only its own job. Memory stores do not have such a view; their backends are used instead.
+This work opens its own drivers, separate from those that serve: it covers every namespace, and a slow or dead store
+delays only its own job. Memory has no second opening; its open stores are used instead.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..backends.raw import RawStore
-from ..backends.registry import BackendSpec, open_raw, part_specs
+from ..backends.registry import BackendSpec, open_stored, part_specs
 from ..backends.storage import Storage, unique_names
-from ..backends.tools.removal import purge_raw
-from ..backends.tools.verify import Finding, PageKeys, verify_raw
+from ..backends.stored import StoredPages
+from ..backends.tools.removal import purge_stored
+from ..backends.tools.verify import Finding, PageKeys, verify_stored
 from ..config import HiCacheConfig
 from ..errors import AdminError, ConfigError
 from .models import FINDINGS_MAX, DamagedPage, Progress
@@ -61,13 +61,13 @@ class ConfiguredStores:
     def scrub(self, store: str | None, rate_bytes_per_s: int | None, remove: bool) -> Steps:
         """Verify every page; yield the progress after each. `remove` removes damaged pages."""
         before = Progress()
-        for name, raw, closing in self._opened(store):
-            if raw is None:
+        for name, stored, closing in self._opened(store):
+            if stored is None:
                 before = before.model_copy(update={"skipped": [*before.skipped, name]})
                 yield before
                 continue
             with closing:
-                for step in verify_raw(raw, keys=self._keys, rate_bytes_per_s=rate_bytes_per_s, remove=remove):
+                for step in verify_stored(stored, keys=self._keys, rate_bytes_per_s=rate_bytes_per_s, remove=remove):
                     findings = before.findings
                     if step.findings:
                         findings = [*findings, *(_damaged(name, found) for found in step.findings[:FINDINGS_MAX])]
@@ -85,11 +85,11 @@ class ConfiguredStores:
     def clear(self, store: str | None, namespace: str) -> Steps:
         """Remove the pages of namespaces that begin with `namespace`; yield the progress after each page."""
         before = Progress()
-        for name, raw, closing in self._opened(store):
-            if raw is None:
+        for name, stored, closing in self._opened(store):
+            if stored is None:
                 continue  # its backend is used, see `LiveStore`
             with closing:
-                for step in purge_raw(raw, namespace=namespace):
+                for step in purge_stored(stored, namespace=namespace):
                     last = Progress(
                         store=name, pages=step.seen, bytes=before.bytes + step.bytes,
                         removed=before.removed + step.pages,
@@ -99,23 +99,23 @@ class ConfiguredStores:
 
     def matching(self, store: str | None, prefix: str, namespace: str) -> Iterator[tuple[str, bytes, bytes] | None]:
         """Yield (store, namespace, key) of stored pages whose keys begin with `prefix`, None for each other page."""
-        for name, raw, closing in self._opened(store):
-            if raw is not None:
+        for name, stored, closing in self._opened(store):
+            if stored is not None:
                 with closing:
-                    for page in raw.pages(namespace):
+                    for page in stored.pages(namespace):
                         yield (name, page.namespace, page.key) if page.key.hex().startswith(prefix) else None
 
     def _opened(
         self, store: str | None
-    ) -> Iterator[tuple[str, RawStore | None, contextlib.AbstractContextManager[object]]]:
-        """Yield the chosen stores, opened; None for one without a RawStore."""
+    ) -> Iterator[tuple[str, StoredPages | None, contextlib.AbstractContextManager[object]]]:
+        """Yield the chosen stores, opened; None for one in memory."""
         for name, spec in self.require(store).items():
             try:
-                raw = open_raw(spec)
+                stored = open_stored(spec)
             except ConfigError:
                 yield name, None, contextlib.nullcontext()
             else:
-                yield name, raw, contextlib.closing(raw)
+                yield name, stored, contextlib.closing(stored)
 
 
 def _damaged(store: str, found: Finding) -> DamagedPage:

@@ -56,6 +56,7 @@ class Attempts:
         self.driver = driver
         self.limit = limit
         self._codec = codec
+        self._namespace = codec.namespace
         self._name = name
         self._calls = calls
         self._faults = faults
@@ -124,7 +125,7 @@ class Attempts:
         """Return how many of `keys` are stored up to the first hole."""
         if self._finds is None:
             found, errors = self._answers(
-                len(keys), lambda: self.driver.find(keys, deadline), deadline, to_first_hole=True
+                len(keys), lambda: self.driver.find(self._namespace, keys, deadline), deadline, to_first_hole=True
             )
             return sum(found), errors
         finds, pages = self._finds, 0
@@ -133,14 +134,14 @@ class Attempts:
         def ask() -> None:
             nonlocal pages, kinds
             self._reach(0, deadline)
-            pages, kinds = finds.find_prefix(keys, deadline)
+            pages, kinds = finds.find_prefix(self._namespace, keys, deadline)
 
         kind = self.failure(ask)
         return pages, [*kinds, kind] if kind else kinds
 
     def has(self, keys: Sequence[bytes], deadline: float) -> tuple[list[bool], list[str]]:
         """Return for each key whether its page is stored."""
-        found, errors = self._answers(len(keys), lambda: self.driver.find(keys, deadline), deadline)
+        found, errors = self._answers(len(keys), lambda: self.driver.find(self._namespace, keys, deadline), deadline)
         return found + [False] * (len(keys) - len(found)), errors
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> tuple[list[bytes], list[str]]:
@@ -155,7 +156,7 @@ class Attempts:
 
         def touch() -> None:
             self._reach(0, deadline)
-            for key, answer in zip(keys, touches.touch(keys, deadline), strict=True):
+            for key, answer in zip(keys, touches.touch(self._namespace, keys, deadline), strict=True):
                 if answer is False:
                     missing.append(key)
                 elif answer is not True:
@@ -169,7 +170,7 @@ class Attempts:
 
         def remove() -> tuple[int, Sequence[str]]:
             self._reach(0, deadline)
-            return self.driver.remove(keys, deadline)
+            return self.driver.remove(self._namespace, keys, deadline)
 
         return self._removed(remove)
 
@@ -187,14 +188,14 @@ class Attempts:
         driver, removed, errors = self.driver, 0, list[str]()
         self._reach(0, deadline)
         if isinstance(driver, Clears):
-            return driver.clear(deadline)
+            return driver.clear(self._namespace, deadline)
         remove = driver.remove_listed if isinstance(driver, RemovesListed) else driver.remove
         try:
-            left = driver.keys(deadline)
-            while some := list(itertools.islice(left, _CLEARED_AT_ONCE)):
+            left = driver.pages(self._namespace.hex(), deadline)
+            while some := [page.key for page in itertools.islice(left, _CLEARED_AT_ONCE)]:
                 if time.monotonic() >= deadline:
                     raise StoreError(ErrorKind.DEADLINE)
-                count, kinds = remove(some, deadline)
+                count, kinds = remove(self._namespace, some, deadline)
                 removed += count
                 errors += kinds
         except StoreError as error:
@@ -243,7 +244,7 @@ class Attempts:
         """Remove damaged objects unless others have replaced them since."""
         until = max(deadline, time.monotonic() + SETTLE_S)
         keys, found = [one.key for one in damaged], [one.found for one in damaged]
-        _, errors = self._removed(lambda: self.driver.remove(keys, until, found))
+        _, errors = self._removed(lambda: self.driver.remove(self._namespace, keys, until, found))
         failure = f"not removed ({errors[-1]})" if errors else "removed"
         for one in damaged:
             self._damage_log.warn(
@@ -317,13 +318,12 @@ class Attempts:
         return Incidents(errors, ours.evicted_pages + limits.evicted_pages)
 
     def close(self) -> None:
-        """Close driver and limit. Raises the driver's BackendError; any other exception is counted."""
+        """Close limit and driver. Raises the driver's BackendError; any other exception is counted."""
+        if self.limit is not None:
+            self.limit.close()
         try:
             self.driver.close()
         except BackendError:
             raise
         except Exception as error:
             self._calls.count(errors=[self.contained(error)])
-        finally:
-            if self.limit is not None:
-                self.limit.close()

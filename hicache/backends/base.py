@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 # Called with the keys of pages that a store has evicted, on any thread. Must not block or call the store.
 EvictionListener: TypeAlias = Callable[[Sequence[bytes]], object]
+# Namespace and key.
+PageId: TypeAlias = tuple[bytes, bytes]
 
 
 class Direction(enum.StrEnum):
@@ -39,6 +41,29 @@ class SetOutcome(enum.StrEnum):
     def is_stored(self) -> bool:
         """True if the page can be read back."""
         return self in (SetOutcome.STORED, SetOutcome.PRESENT)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """One stored object at a page's location; its content was not checked.
+
+    `namespace` and `key` are 32 raw bytes; a shorter key means an object at the location of all pages whose keys begin
+    with it. `used_s` is the Unix time of the last use, or of the write if the store does not record uses, or None.
+    `identity` distinguishes the object from a later one at its location; None if the store cannot. `damage` is the
+    reason why the object cannot be a page, if the listing shows one.
+    """
+
+    namespace: bytes
+    key: bytes
+    bytes: int
+    used_s: float | None
+    identity: Hashable = None
+    damage: str | None = None
+
+    @property
+    def id(self) -> PageId:
+        """Namespace and key."""
+        return self.namespace, self.key
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ..errors import InvariantError, PageUnreadable
 from ..frame import HEADER_BYTES, NO_PARENT, FrameHeader
-from .raw import PageId, RawStore, StoredPage
+from .base import PageId, StoredPage
+from .stored import StoredPages
 
 
 @dataclass(slots=True)
@@ -21,11 +22,11 @@ class _Link:
     parent: PageId | None
 
 
-def read_header(raw: RawStore, page: StoredPage) -> FrameHeader | None:
+def read_header(stored: StoredPages, page: StoredPage) -> FrameHeader | None:
     """Return the header of a page; None if the page is missing, or its header is unreadable or of another page. Blocks
-    and raises as `raw.read`."""
+    and raises as `stored.read`."""
     try:
-        data = raw.read(page, HEADER_BYTES)
+        data = stored.read(page, HEADER_BYTES)
     except PageUnreadable:
         return None
     header = None if data is None else FrameHeader.parse(data)
@@ -202,12 +203,12 @@ def _used(page: StoredPage) -> float:
     return page.used_s or 0.0
 
 
-def read_chains(raw: RawStore, namespace: str) -> Iterator[Chains]:
+def read_chains(stored: StoredPages, namespace: str) -> Iterator[Chains]:
     """List a store and read all headers; yield the same growing `Chains` after each page. A page without a valid header
     begins a chain."""
     chains = Chains()
     yield chains
-    for page in raw.pages(namespace):
-        header = read_header(raw, page)
+    for page in stored.pages(namespace):
+        header = read_header(stored, page)
         chains.add(page, None if header is None else parent_in(header))
         yield chains

@@ -1,8 +1,13 @@
-"""The protocol of a driver: six functions that move the bytes of pages between a store and buffers.
+"""The protocol of a driver: seven functions that move the bytes of pages between a store and buffers.
 
 A driver belongs to one `Store`, which checks arguments, verifies pages, counts, limits and retries (see `store`). So a
 driver only moves bytes. It is called with at least one key, before the deadline, by several threads at once. It may
 block until the deadline, and touches no buffer after it has returned.
+
+A page is named by its namespace and its key, 32 bytes each; `pages.codec.namespace` is the namespace of a read or
+write. A driver serves every namespace, so that operators' tools work on it too (see `stored`). The codec with which an
+engine opens it only tells the size of the engine's pages; it is None for a tool, which calls only the functions of
+`Inspects`.
 
 Failures are values: a kind of error (`ErrorKind`, or a text of its own) in place of the answer for one key, or as
 reported to `PageReads` and `PageWrites`. A failure that ends the call raises StoreError: the remaining keys fail. Any
@@ -16,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from .base import EvictionListener, Usage
+from .base import EvictionListener, StoredPage, Usage
 from .pages import PageReads, PageWrites
 
 # The value by which a store distinguishes a stored object from its successor.
@@ -29,9 +34,9 @@ Answer: TypeAlias = bool | str
 
 @runtime_checkable
 class Driver(Protocol[Found]):
-    """One store, seen from one namespace. See the module's docstring for the rules of every function."""
+    """One store. See the module's docstring for the rules of every function."""
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:
         """Return for each key whether its page is stored. May be a generator: for a prefix, it is read up to the first
         hole. Does not refresh recency."""
 
@@ -42,13 +47,16 @@ class Driver(Protocol[Found]):
         """Store the missing pages, each whole or not at all, and report the outcome of each."""
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[Found] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Found] | None = None
     ) -> tuple[int, Sequence[str]]:
-        """Remove pages; return how many were stored, and the kinds of failures. With `found`, which `read` has reported
-        for these keys, remove only those objects, and not others that have replaced them since. No key occurs twice."""
+        """Remove pages; return how many were stored, and the kinds of failures. With `found`, which `read` or `pages`
+        has reported for these keys, remove only those objects, and not others that have replaced them since. No key
+        occurs twice."""
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
-        """Return the keys of this namespace's pages, in any order. Pages are removed between two of them."""
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """Return every page whose namespace digest starts with `namespace` (lower-case hexadecimal, empty for all), by
+        namespace if the store can list in that order. Changes nothing. Pages stored or removed at the same time may or
+        may not be listed; pages are removed between two of them."""
 
     def measure(self) -> Usage:
         """Return the usage of the whole store. May block."""
@@ -58,10 +66,33 @@ class Driver(Protocol[Found]):
 
 
 @runtime_checkable
+class Inspects(Protocol):
+    """A driver whose store operators' tools, and the sweeps of a limit, can work on: see `stored`."""
+
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """See Driver."""
+
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+        """Return the first `bytes_max` bytes of a page as stored, unverified; None if it is missing. An object that is
+        not a sequence of bytes has zero bytes. Raises PageUnreadable if only this page cannot be read."""
+
+    def write(self, pages: PageWrites) -> None:
+        """See Driver. A page with a `used_s` keeps it, if the store records uses."""
+
+    def remove(
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Any] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver."""
+
+    def close(self) -> None:
+        """See Driver."""
+
+
+@runtime_checkable
 class FindsPrefixes(Protocol):
     """A driver that finds the end of a prefix with less than a lookup of each key."""
 
-    def find_prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+    def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
         """Return how many of `keys` are stored up to the first hole, and the kinds of failed lookups."""
 
 
@@ -69,7 +100,7 @@ class FindsPrefixes(Protocol):
 class Touches(Protocol):
     """A driver of a store whose eviction considers uses outside it."""
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:
+    def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:
         """Count each of `keys` as used now; return for each whether it is stored."""
 
 
@@ -77,16 +108,16 @@ class Touches(Protocol):
 class RemovesListed(Protocol):
     """A driver that removes pages with fewer requests if they are known to be stored."""
 
-    def remove_listed(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
-        """As `remove`, for pages that `keys` has just returned."""
+    def remove_listed(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+        """As `remove`, for pages that `pages` has just returned. Counts pages that are missing by now too."""
 
 
 @runtime_checkable
 class Clears(Protocol):
     """A driver that removes a namespace in one request."""
 
-    def clear(self, deadline: float) -> tuple[int, Sequence[str]]:
-        """Remove all pages of the namespace; return how many were stored, and the kinds of failures."""
+    def clear(self, namespace: bytes, deadline: float) -> tuple[int, Sequence[str]]:
+        """Remove all pages of a namespace; return how many were stored, and the kinds of failures."""
 
 
 @runtime_checkable
@@ -101,8 +132,8 @@ class RegistersMemory(Protocol):
 class ReportsEvictions(Protocol):
     """A driver of a store that reports the pages that it evicts in this process."""
 
-    def watch_evictions(self, listener: EvictionListener) -> None:
-        """See `Storage.watch_evictions`."""
+    def watch_evictions(self, namespace: bytes, listener: EvictionListener) -> None:
+        """See `Storage.watch_evictions`, for the pages of that namespace."""
 
 
 @runtime_checkable

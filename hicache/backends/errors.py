@@ -84,14 +84,15 @@ class StoreError(Exception):
 
     `kind` is counted, even if no page fails with it. `detail` is for messages; it contains neither sent data nor text
     from a server, except the words of a daemon (`remote/client.py`). `retry_after_s` is the pause that the server
-    requested, or 0.
+    requested, or 0. `explanation` is the message for an operator, with what to do; empty for a general one.
     """
 
-    def __init__(self, kind: str, detail: str = "", retry_after_s: float = 0.0) -> None:
+    def __init__(self, kind: str, detail: str = "", retry_after_s: float = 0.0, explanation: str = "") -> None:
         super().__init__(kind)
         self.kind = kind
         self.detail = detail
         self.retry_after_s = retry_after_s
+        self.explanation = explanation
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)

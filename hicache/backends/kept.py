@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from ..frame import FrameCodec, PageBuffer, unseal
-from .base import Direction, SetOutcome, Usage
+from .base import Direction, SetOutcome, StoredPage, Usage
 from .compose import Levels, Part
 from .order import EvictionOrder
 from .pages import PageReads, PageWrites
@@ -154,18 +154,18 @@ class KeptDriver:
     """
 
     def __init__(self, codec: FrameCodec, frames: KeptFrames) -> None:
-        self.codec = codec
+        self._codec = codec
         self._frames = frames
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Driver. Refreshes recency, see KeptFrames."""
-        return self._frames.find(keys, self.codec.namespace)
+        return self._frames.find(keys, namespace)
 
     def read(self, pages: PageReads[int]) -> None:
         """See Driver."""
         for position in pages:
             key = pages.keys[position]
-            page = self._frames.take(key, self.codec.namespace)
+            page = self._frames.take(key, pages.codec.namespace)
             if page is None:
                 pages.miss(position)
                 continue
@@ -182,19 +182,22 @@ class KeptDriver:
             pages.stored(position)
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[int] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[int] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. `read` has already taken damaged pages out."""
-        return (0 if found is not None else self._frames.remove(keys)), ()
+        return (self._frames.remove(keys) if found is None and namespace == self._codec.namespace else 0), ()
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
         """See Driver."""
-        return iter(self._frames.keys())
+        space, size = self._codec.namespace, self._codec.frame_bytes
+        if space.hex().startswith(namespace):
+            keys = self._frames.keys()
+            yield from (StoredPage(space, key, size, None) for key in keys)
 
     def measure(self) -> Usage:
         """See Driver. Counts the pages that have not been requested."""
         pages = len(self._frames.keys())
-        return Usage(pages, pages * self.codec.frame_bytes, None)
+        return Usage(pages, pages * self._codec.frame_bytes, None)
 
     def close(self) -> None:
         """See Driver. The frames stay for a store that is opened later."""

@@ -13,14 +13,13 @@ that this engine has not stored itself: one small request per page, once.
 
 Locking design: `_state` guards the `_Ledger`, `_closed` and the data of verbs for the sweep (`_fresh`, `_uses`,
 `_is_full`); it is held for a few instructions, and taken before the lock of the task. `_rejection` is a hint, written
-by any thread. The sweep writes `_not_before`, `_chains`, `_raw` and `_backoff`; it is a BackgroundTask that the
+by any thread. The sweep writes `_not_before`, `_chains` and `_backoff`; it is a BackgroundTask that the
 `start` wakes and `close` ends. Verbs wait for it only until the end of the first listing, at most
 FIRST_LISTING_WAIT_S.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
@@ -33,14 +32,14 @@ from typing import TypeAlias
 
 from ..background import BackgroundTask
 from ..backoff import Backoff
-from ..errors import BackendError, ConfigError, InvalidInput
+from ..errors import BackendError, InvalidInput
 from ..frame import FrameCodec, PageBuffer
 from ..units import format_size
-from .base import EvictionListener, SetOutcome
+from .base import EvictionListener, PageId, SetOutcome
 from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
 from .driver import Incidents
-from .raw import PageId, RawStore
+from .stored import StoredPages
 
 _log = logging.getLogger(__name__)
 
@@ -109,16 +108,16 @@ _Prefix: TypeAlias = Callable[[Sequence[bytes], float], tuple[int, Sequence[str]
 class CapacityLimit:
     """A limit of `capacity_bytes` for the whole store in which pages of `codec` are.
 
-    `open_raw` opens the same store for the sweep, on the sweep's thread and again after failures; it raises
-    BackendError and ConfigError. Until the next listing, the limit counts stored pages as whole frames, and includes
-    pages that may have been stored despite an ERROR. Raises InvalidInput for a capacity below one page. Of its errors,
-    `listing` counts failed listings and sweeps, `unlisted` pages that failed before the first listing ended.
+    The sweeps work on `stored`, which belongs to the store. Until the next listing, the limit counts stored pages as
+    whole frames, and includes pages that may have been stored despite an ERROR. Raises InvalidInput for a capacity
+    below one page. Of its errors, `listing` counts failed listings and sweeps, `unlisted` pages that failed before the
+    first listing ended.
     """
 
     def __init__(
         self,
         codec: FrameCodec,
-        open_raw: Callable[[], RawStore],
+        stored: StoredPages,
         *,
         capacity_bytes: int,
         list_interval_s: float = LIST_INTERVAL_S,
@@ -130,7 +129,7 @@ class CapacityLimit:
         self.capacity_bytes = capacity_bytes
         self.rejection: str | None = None  # why the last write was rejected, see ExplainsRejections
         self.on_evicted: EvictionListener = lambda keys: None
-        self._open_raw = open_raw
+        self._stored = stored
         self._interval_s = list_interval_s
         self._state = threading.Condition()
         self._ledger = _Ledger(capacity_bytes)
@@ -142,7 +141,6 @@ class CapacityLimit:
         self._errors: Counter[str] = Counter()
         self._evicted_pages = 0
         self._chains = Chains()
-        self._raw: RawStore | None = None
         self._backoff = Backoff(min(PAUSE_S, list_interval_s), list_interval_s)
         self._sweeps = BackgroundTask(
             "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self._count("internal")
@@ -262,9 +260,7 @@ class CapacityLimit:
 
     def close(self) -> None:
         """End the sweeps. Waits at most a few seconds for a sweep that hangs. REQUIRES: `stop` was called."""
-        if self._sweeps.close(_CLOSE_S):
-            self._close_raw()
-        else:
+        if not self._sweeps.close(_CLOSE_S):
             self._count("sweep_left")
             _log.warning("limit: a request of the sweep still hangs; its thread ends when the request returns")
 
@@ -273,39 +269,26 @@ class CapacityLimit:
     def _sweep_once(self) -> float:
         """List the store and make room; return the time until the next sweep."""
         self._not_before = time.monotonic() + min(PAUSE_S, self._interval_s)
-        swept = False
         try:
-            self._raw = self._raw or self._open_raw()
-            self._list(self._raw)
-            self._sweep(self._raw)
+            self._list()
+            self._sweep()
             self._backoff.reset()
-            swept = True
-        except (BackendError, ConfigError) as error:
+        except BackendError as error:
             self._count("listing")
             _log.warning("limit: the store cannot be listed or swept: %s", error)
             self._not_before = time.monotonic() + self._backoff.next_s()
             return self._not_before
-        finally:
-            if not swept or self._closed:
-                self._close_raw()  # a store that failed may need new connections
         # Random, so that engines that started together do not list together.
         return time.monotonic() + self._interval_s * random.uniform(0.75, 1.25)
 
-    def _close_raw(self) -> None:
-        """Close the store for the sweep, if it is open; it may be failing."""
-        raw, self._raw = self._raw, None
-        if raw is not None:
-            with contextlib.suppress(BackendError):
-                raw.close()
-
-    def _list(self, raw: RawStore) -> None:
+    def _list(self) -> None:
         with self._state:
             self._ledger.since_bytes = 0  # writes from now on may be missing in the listing
             fresh, self._fresh = self._fresh, {}
             uses, self._uses = self._uses, {}
         chains, namespace = self._chains, self.codec.namespace
         total, seen = 0, set[PageId]()
-        for listed in raw.pages():
+        for listed in self._stored.pages():
             if self._closed:
                 return
             total += listed.bytes
@@ -325,7 +308,7 @@ class CapacityLimit:
             self._ledger.end_listing(total)
             self._state.notify_all()
 
-    def _sweep(self, raw: RawStore) -> None:
+    def _sweep(self) -> None:
         with self._state:
             capacity, used = self._ledger.capacity_bytes, self._ledger.used_bytes
             is_full, self._is_full = self._is_full, False
@@ -334,7 +317,7 @@ class CapacityLimit:
         for page in self._chains.unread():
             if self._closed:
                 return
-            header = read_header(raw, page)
+            header = read_header(self._stored, page)
             self._chains.add(page, None if header is None else parent_in(header))
         # In a store of few pages, one page is more than the share to free.
         excess = used - min(math.floor(LOW_WATER * capacity), capacity - self.codec.frame_bytes)
@@ -346,7 +329,7 @@ class CapacityLimit:
             chosen.append(page)
         while chosen and not self._closed:
             some, chosen = chosen[:_REMOVE_CHUNK], chosen[_REMOVE_CHUNK:]
-            removed = raw.remove(some)
+            removed = self._stored.remove(some)
             for page in some:
                 self._chains.discard((page.namespace, page.key))
             with self._state:

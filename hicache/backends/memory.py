@@ -1,4 +1,5 @@
-"""The memory driver: a dictionary of frames. It is the template for new drivers, and the reference in tests.
+"""The memory driver: a dictionary of frames by namespace and key, joined to 64 bytes. It is the template for new
+drivers, and the reference in tests.
 
 Locking design: one lock around every function's work on a page, which is sealed, copied and verified under it.
 """
@@ -10,10 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
-from .base import EvictionListener, Usage
+from .base import EvictionListener, StoredPage, Usage
 from .driver import Incidents
 from .order import EvictionOrder
 from .pages import PageReads, PageWrites
+
+_SPACE_BYTES = 32  # of a namespace
 
 
 class MemoryDriver:
@@ -32,60 +35,63 @@ class MemoryDriver:
         self._order = EvictionOrder()
         self._bytes = 0
         self._evicted_pages = 0
-        self._on_evicted: EvictionListener = lambda keys: None
+        self._listeners: dict[bytes, EvictionListener] = {}
 
-    def watch_evictions(self, listener: EvictionListener) -> None:
+    def watch_evictions(self, namespace: bytes, listener: EvictionListener) -> None:
         """See ReportsEvictions."""
-        self._on_evicted = listener
+        self._listeners[namespace] = listener
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Touches."""
+        names = [namespace + key for key in keys]
         with self._lock:
-            self._order.use(keys)
-            return [key in self._pages for key in keys]
+            self._order.use(names)
+            return [name in self._pages for name in names]
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Driver."""
         with self._lock:
-            return [key in self._pages for key in keys]
+            return [namespace + key in self._pages for key in keys]
 
     def read(self, pages: PageReads[bytes]) -> None:
         """See Driver."""
         hits: list[bytes] = []
         for position in pages:
-            key = pages.keys[position]
+            name = pages.codec.namespace + pages.keys[position]
             with self._lock:
-                stored = self._pages.get(key)
+                stored = self._pages.get(name)
                 if stored is None:
                     pages.miss(position)
                 elif pages.take(position, stored, found=stored):
-                    hits.append(key)
+                    hits.append(name)
         with self._lock:
             self._order.use(hits)
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Rejects the tail of a batch that does not fit; its head stays."""
+        space = pages.codec.namespace
+        names = [space + key for key in pages.keys]
         with self._lock:
             since = self._order.now()
-            self._order.use([*filter(None, pages.parents[:1]), *pages.keys])
-        for position, key in enumerate(pages.keys):
+            self._order.use([*(space + parent for parent in pages.parents[:1] if parent), *names])
+        for position, name in enumerate(names):
             if pages.is_late:
                 break
             with self._lock:
-                if key in self._pages:
+                if name in self._pages:
                     pages.present(position)
                 elif not pages.is_full:
                     self._write(pages, position, since)
         with self._lock:
-            self._order.use(pages.keys)
+            self._order.use(names)
 
     def _write(self, pages: PageWrites, position: int, since: int) -> None:
-        key, stored = pages.keys[position], b"".join(pages.sealed(position))
+        space, parent, stored = pages.codec.namespace, pages.parents[position], b"".join(pages.sealed(position))
         if not self._make_room(len(stored), since):
             pages.reject(position)
             return
-        self._pages[key] = stored
-        self._order.add(key, pages.parents[position])
+        self._pages[name := space + pages.keys[position]] = stored
+        self._order.add(name, None if parent is None else space + parent)
         self._bytes += len(stored)
         pages.stored(position)
 
@@ -99,31 +105,42 @@ class MemoryDriver:
             oldest = self._order.oldest()
             if oldest is None or oldest[1] > since:
                 return False
-            self._drop(oldest[0])
-            self._on_evicted(oldest[:1])
+            name = oldest[0]
+            self._drop(name)
+            if name[:_SPACE_BYTES] in self._listeners:
+                self._listeners[name[:_SPACE_BYTES]]([name[_SPACE_BYTES:]])
             self._evicted_pages += 1
         return True
 
-    def _drop(self, key: bytes) -> None:
-        self._bytes -= len(self._pages.pop(key))
-        self._order.discard(key)
+    def _drop(self, name: bytes) -> None:
+        self._bytes -= len(self._pages.pop(name))
+        self._order.discard(name)
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver."""
         removed = 0
         with self._lock:
             for number, key in enumerate(keys):
-                if key in self._pages and (found is None or self._pages[key] is found[number]):
-                    self._drop(key)
+                name = namespace + key
+                if name in self._pages and (found is None or self._pages[name] is found[number]):
+                    self._drop(name)
                     removed += 1
         return removed, ()
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
-        """See Driver."""
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """See Driver. The stored bytes are the identity of a page."""
         with self._lock:
-            return iter(list(self._pages))
+            found = sorted(self._pages.items())
+        for name, stored in found:
+            if name[:_SPACE_BYTES].hex().startswith(namespace):
+                yield StoredPage(name[:_SPACE_BYTES], name[_SPACE_BYTES:], len(stored), None, identity=stored)
+
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+        """See Inspects."""
+        stored = self.peek(page.namespace, page.key)
+        return None if stored is None else stored[:bytes_max]
 
     def measure(self) -> Usage:
         """See Driver."""
@@ -153,21 +170,22 @@ class MemoryDriver:
             if self._capacity_bytes is not None and self._bytes > self._capacity_bytes:
                 raise InvariantError("memory driver: over its capacity")
 
-    def peek(self, key: bytes) -> bytes | None:
+    def peek(self, namespace: bytes, key: bytes) -> bytes | None:
         """Return the encoded page, unverified; for tests."""
         with self._lock:
-            return self._pages.get(key)
+            return self._pages.get(namespace + key)
 
-    def poke(self, key: bytes, stored: bytes) -> None:
+    def poke(self, namespace: bytes, key: bytes, stored: bytes) -> None:
         """Replace or add an encoded page, unchecked; for tests."""
+        name = namespace + key
         with self._lock:
-            if key not in self._pages:
-                self._order.add(key, None)
-            self._bytes += len(stored) - len(self._pages.get(key, b""))
-            self._pages[key] = stored
+            if name not in self._pages:
+                self._order.add(name, None)
+            self._bytes += len(stored) - len(self._pages.get(name, b""))
+            self._pages[name] = stored
 
 
 def open_memory(codec: FrameCodec, capacity_bytes: int | None = None) -> MemoryDriver:
-    """Open an empty store of the type `memory`. It has the pages of one namespace, so it does not need the codec."""
+    """Open an empty store of the type `memory`, in which pages of any size have room."""
     del codec
     return MemoryDriver(capacity_bytes)

@@ -191,6 +191,7 @@ class PageWrites(_Pages[SetOutcome]):
         parents = parents_of(keys, parent)
         super().__init__(codec, list(first_of), [pages[place] for place in first_of.values()], deadline)
         self.parents = [parents[place] for place in first_of.values()]
+        self.used_s: float | None = None  # the Unix time of the last use of pages from another store
         self._all_keys = keys
         self._rejected_from = len(self.keys)
 

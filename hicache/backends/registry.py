@@ -4,10 +4,10 @@ A factory makes a `Driver`, or a `Storage` of several stores. It is a class, or 
 that a configuration can be checked without opening a store. It takes a codec and its options: as keywords, or as one
 section if a parameter is annotated with a class derived from `hicache.config.Section`, which then checks them. Built-in
 factories take the sections of the configuration. Other packages add a factory in the entry-point group
-`hicache.backends`; its name does not replace a built-in one. In the group `hicache.raw_stores` they may add, under the
-same name, a function with the same options that makes a RawStore, for `hicache ls` and similar commands.
+`hicache.backends`; its name does not replace a built-in one.
 
-A store that can be listed, and whose factory does not take the keyword `capacity_bytes`, gets a limit: see `limit`.
+`hicache ls` and similar commands call the factory of a driver that `Inspects` its store without a codec (None). If such
+a factory does not take the keyword `capacity_bytes`, its store gets a limit: see `limit`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from ..config.section import Section, build
 from ..config.storage import STORAGE_SECTIONS, PartConfig, StorageConfig, parts_of
 from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
-from .driver import Driver
+from .driver import Driver, Inspects
 from .faults import Faults
 from .limit import CapacityLimit
-from .raw import RawStore
 from .storage import Storage
 from .store import UNGUARDED, Store
+from .stored import StoredPages
 
 ENTRY_POINT_GROUP = "hicache.backends"
-RAW_ENTRY_POINT_GROUP = "hicache.raw_stores"
 _CAPACITY = "capacity_bytes"
 
 T = TypeVar("T")
@@ -53,12 +52,12 @@ _BUILT_IN: Mapping[str, str] = {
     "mooncake": "hicache.backends.mooncake:MooncakeDriver",
     "remote": "hicache.backends.remote:RemoteDriver",
 }
-# The RawStores of the built-in stores, which take the same section.
-_RAW: Mapping[str, str] = {
-    "file": "hicache.backends.file.raw:FileRaw",
-    "redis": "hicache.backends.redis.raw:RedisRawStore",
-    "s3": "hicache.backends.s3:S3RawStore",
-    "mooncake": "hicache.backends.mooncake.raw:MooncakeRawStore",
+# The factories for commands of the built-in backends: those whose stores outlive an engine and can be listed.
+_INSPECTED: Mapping[str, str] = {
+    "file": "hicache.backends.file.inspection:FileInspection",
+    "redis": "hicache.backends.redis:RedisDriver",
+    "s3": "hicache.backends.s3:S3Driver",
+    "mooncake": "hicache.backends.mooncake:MooncakeDriver",
 }
 # The built-in backends whose `capacity` is enforced by `limit`, because their servers have no such limit.
 _LIMITED = frozenset({"redis", "s3"})
@@ -147,8 +146,8 @@ def open_spec(spec: BackendSpec, codec: FrameCodec) -> Storage:
     guard, limit = spec.guard or UNGUARDED, None
     if capacity_bytes is not None:
         try:
-            raw = BackendSpec(spec.type, own)
-            limit = CapacityLimit(codec, lambda: open_raw(raw), capacity_bytes=cast(int, capacity_bytes))
+            stored = StoredPages(cast(Inspects, made), spec.name or spec.type)
+            limit = CapacityLimit(codec, stored, capacity_bytes=cast(int, capacity_bytes))
         except InvalidInput as error:
             made.close()
             raise ConfigError(f"backend {spec.type}: {error}") from error
@@ -170,9 +169,9 @@ def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object
     """Return the factory, its options, and the limit for the backend or None. Also checks the parts of a composition.
     Raises ConfigError."""
     factory = _factory(type_name)
-    _check_result(type_name, factory)
+    made = _check_result(type_name, factory)
     own = options
-    if type_name not in STORAGE_SECTIONS and _raw_place(type_name) is not None:
+    if type_name not in STORAGE_SECTIONS and made is not None and issubclass(made, Inspects):
         own = _without_capacity(factory, options)
     checked = _checked(type_name, own, factory)
     capacity_bytes: object = None
@@ -222,28 +221,20 @@ def _without_capacity(factory: Callable[..., object], options: Options) -> Optio
     return options if _CAPACITY in taken else {name: value for name, value in options.items() if name != _CAPACITY}
 
 
-def _raw_place(type_name: str) -> EntryPoint | None:
-    """Return the entry point of a backend's raw store, or None."""
-    built_in = _RAW.get(type_name)
-    if built_in is not None:
-        return EntryPoint(type_name, built_in, RAW_ENTRY_POINT_GROUP)
-    return next(iter(entry_points(group=RAW_ENTRY_POINT_GROUP, name=type_name)), None)
+def open_stored(spec: BackendSpec) -> StoredPages:
+    """Open the pages of the store of `spec` for an operator. Blocks as the backend's factory does.
 
-
-def open_raw(spec: BackendSpec) -> RawStore:
-    """Open the operator's view of the store of `spec`. Blocks as the backend's constructor does.
-
-    Raises ConfigError for a backend without such a view, or if it rejects its options; BackendError as the backend
-    does.
+    Raises ConfigError for a backend whose store cannot be listed, or if it rejects its options; BackendError as the
+    backend does.
     """
-    place = _raw_place(spec.type)
-    if place is None:
-        known = sorted({*_RAW, *(point.name for point in entry_points(group=RAW_ENTRY_POINT_GROUP))})
-        raise ConfigError(f"backend {spec.type}: cannot be listed; use one of {', '.join(known)}")
-    factory = cast(Callable[..., RawStore], _load(spec.type, place))
-    is_built_in = spec.type in STORAGE_SECTIONS
-    own = spec.options if is_built_in else _without_capacity(factory, spec.options)  # only engines keep the limit
-    return _call(spec.type, factory, _checked(spec.type, own, factory))
+    built_in = _INSPECTED.get(spec.type)
+    factory, own, _ = _resolve(spec.type, spec.options)
+    made = _check_result(spec.type, factory)
+    if built_in is not None:
+        factory = cast(Factory, _load(spec.type, EntryPoint(spec.type, built_in, ENTRY_POINT_GROUP)))
+    elif spec.type in _BUILT_IN or made is None or not issubclass(made, Inspects):
+        raise ConfigError(f"backend {spec.type}: cannot be listed; use one of {', '.join(sorted(_INSPECTED))}")
+    return StoredPages(cast(Inspects, _call(spec.type, factory, own, None)), spec.name or spec.type)
 
 
 def backend_names() -> list[str]:
@@ -276,17 +267,20 @@ def _load(type_name: str, point: EntryPoint) -> Callable[..., object]:
     return found
 
 
-def _check_result(type_name: str, factory: Factory) -> None:
+def _check_result(type_name: str, factory: Factory) -> type | None:
+    """Return the class of what the factory makes, None if that is not known before. Raises ConfigError for another
+    class than a Driver or a Storage."""
     made: object = factory
     if not isinstance(factory, type):
         function = factory if inspect.isroutine(factory) else type(factory).__call__
         try:
             made = get_type_hints(inspect.unwrap(function)).get("return")
         except (AttributeError, NameError, TypeError):
-            return  # for example a name that only type checkers know; `open_spec` checks the result
+            return None  # for example a name that only type checkers know; `open_spec` checks the result
     made = get_origin(made) or made
     if not (isinstance(made, type) and (Storage in made.__mro__ or issubclass(made, Driver))):
         raise ConfigError(
             f"backend {type_name}: is not a Driver; use a class with the functions of hicache.backends.driver.Driver, "
             "or a function annotated to return one"
         )
+    return made

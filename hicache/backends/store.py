@@ -250,7 +250,7 @@ class Store:
     def watch_evictions(self, listener: EvictionListener) -> None:
         """See Storage."""
         if isinstance(self.driver, ReportsEvictions):
-            self.driver.watch_evictions(listener)
+            self.driver.watch_evictions(self.codec.namespace, listener)
         if self._limit is not None:
             self._limit.on_evicted = listener
 

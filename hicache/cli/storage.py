@@ -15,10 +15,10 @@ from pathlib import Path
 
 import click
 
-from ..backends.file.raw import make_store
-from ..backends.raw import RawStore
-from ..backends.tools.copying import CopyProgress, copy_raw
-from ..backends.tools.removal import RemovalProgress, purge_raw, trim_raw
+from ..backends.file.inspection import make_store
+from ..backends.stored import StoredPages
+from ..backends.tools.copying import CopyProgress, copy_stored
+from ..backends.tools.removal import RemovalProgress, purge_stored, trim_stored
 from ..backends.tools.survey import survey
 from ..units import counted, format_size
 from .arguments import DURATION, PATH, SIZE
@@ -67,16 +67,16 @@ def purge(
     """
     removal = Removal(**how)
     chosen = ((one, prefix) for one in parts_of(store, part) for prefix in _prefixes(one, namespace, epoch))
-    removal.run(chosen, functools.partial(purge_raw, older_than_s=older_than))
+    removal.run(chosen, functools.partial(purge_stored, older_than_s=older_than))
 
 
 def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
     """Return the prefixes to purge in a part: `namespace`, or the digests of the namespaces of `epoch`."""
     if epoch is None:
         return [namespace]
-    with part.opened() as raw:
+    with part.opened() as stored:
         found = follow(
-            survey(raw, namespace), "looking", lambda seen: StepProgress(seen.pages, None, format_size(seen.bytes))
+            survey(stored, namespace), "looking", lambda seen: StepProgress(seen.pages, None, format_size(seen.bytes))
         )
     samples = {digest: one.sample for digest, one in found.namespaces.items()}
     return [digest.hex() for digest, sample in samples.items() if sample is not None and sample.weights_epoch == epoch]
@@ -98,7 +98,7 @@ def trim(store: Path, part: str | None, target_bytes: int, namespace: str, **how
     """
     removal = Removal(**how, shows_left=True)
     chosen = ((one, namespace) for one in parts_of(store, part))
-    removal.run(chosen, functools.partial(trim_raw, target_bytes=target_bytes))
+    removal.run(chosen, functools.partial(trim_stored, target_bytes=target_bytes))
 
 
 @click.command()
@@ -135,8 +135,8 @@ def copy(
     with contextlib.ExitStack() as stack:
         sources = [(one, stack.enter_context(one.opened())) for one in parts_of(source, part)]
         into = _target(only_part(target, to_part, "--to-part"), dry_run, stack)
-        for one, raw in sources:
-            steps = copy_raw(raw, into, namespace=namespace, keys=keys, rate_bytes_per_s=rate, dry_run=dry_run)
+        for one, stored in sources:
+            steps = copy_stored(stored, into, namespace=namespace, keys=keys, rate_bytes_per_s=rate, dry_run=dry_run)
             last = done[one.name] = work.follow(steps, "copying", _copy_progress)
             if not as_json:
                 heading = [f"{one.name}:"] if len(sources) > 1 else []
@@ -149,7 +149,7 @@ def copy(
     work.end(found=not all(one.is_whole for one in done.values()))
 
 
-def _target(part: StorePart, dry_run: bool, stack: contextlib.ExitStack) -> RawStore | None:
+def _target(part: StorePart, dry_run: bool, stack: contextlib.ExitStack) -> StoredPages | None:
     """Return the store to copy to; None if a dry run would have to create it."""
     directory = part.directory
     if directory is not None and (not os.path.lexists(directory) or not _names_in(directory)):
@@ -230,9 +230,9 @@ class Removal:
         done: list[tuple[str, RemovalProgress]] = []
         for number, (one, prefix) in enumerate(places):
             progress_of = functools.partial(_removal_progress, expected=None if seen is None else seen[number])
-            with one.opened() as raw:
+            with one.opened() as stored:
                 dry_run = title == "looking"
-                made = steps(raw, namespace=prefix, dry_run=dry_run)
+                made = steps(stored, namespace=prefix, dry_run=dry_run)
                 done.append((one.name, self._work.follow(made, title, progress_of)))
             if self._work.interrupted:
                 break

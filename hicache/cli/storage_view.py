@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..backends.chains import parent_in, read_header
-from ..backends.raw import RawStore
+from ..backends.stored import StoredPages
 from ..backends.tools.survey import NamespaceSurvey, StoreSurvey, survey
 from ..errors import BackendError, ConfigError
 from ..units import counted, format_share, format_size
@@ -37,10 +37,10 @@ def ls(store: Path, part: str | None, namespace: str, with_pages: bool, as_json:
     2 if a part of it cannot be listed.
     """
 
-    def show(one: StorePart, raw: RawStore, heading: bool) -> dict[str, Any]:
+    def show(one: StorePart, stored: StoredPages, heading: bool) -> dict[str, Any]:
         if with_pages:
-            return _list_pages(one, heading, raw, namespace, as_json)
-        found = _look(raw, namespace, with_chains=False)
+            return _list_pages(one, heading, stored, namespace, as_json)
+        found = _look(stored, namespace, with_chains=False)
         if not as_json:
             click.echo("\n".join(_ls_lines(one, heading, found)))
         return {"namespaces": [_namespace_json(n) for n in _sorted(found)]}
@@ -62,8 +62,8 @@ def stat(store: Path, part: str | None, namespace: str, chains: bool, as_json: b
     2 if a part of it cannot be listed.
     """
 
-    def show(one: StorePart, raw: RawStore, _: bool) -> dict[str, Any]:
-        found = _look(raw, namespace, with_chains=chains)
+    def show(one: StorePart, stored: StoredPages, _: bool) -> dict[str, Any]:
+        found = _look(stored, namespace, with_chains=chains)
         if not as_json:
             click.echo("\n".join(_stat_lines(one, found)))
         return _stat_json(one, found)
@@ -72,7 +72,7 @@ def stat(store: Path, part: str | None, namespace: str, chains: bool, as_json: b
 
 
 def _show_parts(
-    store: Path, part: str | None, as_json: bool, show: Callable[[StorePart, RawStore, bool], dict[str, Any]]
+    store: Path, part: str | None, as_json: bool, show: Callable[[StorePart, StoredPages, bool], dict[str, Any]]
 ) -> None:
     """Let `show` print each part of a store, with a heading if there are several, or print its results as JSON.
 
@@ -82,8 +82,8 @@ def _show_parts(
     documents: list[dict[str, Any]] = []
     for one in parts:
         try:
-            with one.opened() as raw:
-                documents.append({"part": one.name, **show(one, raw, len(parts) > 1)})
+            with one.opened() as stored:
+                documents.append({"part": one.name, **show(one, stored, len(parts) > 1)})
         except (BackendError, ConfigError) as error:
             if len(parts) == 1:
                 raise
@@ -95,9 +95,9 @@ def _show_parts(
         raise click.exceptions.Exit(USAGE_EXIT_CODE)
 
 
-def _look(raw: RawStore, namespace: str, *, with_chains: bool) -> StoreSurvey:
+def _look(stored: StoredPages, namespace: str, *, with_chains: bool) -> StoreSurvey:
     return follow(
-        survey(raw, namespace, with_chains=with_chains),
+        survey(stored, namespace, with_chains=with_chains),
         "looking",
         lambda found: StepProgress(found.pages, None, amount(found.pages, found.bytes)),
     )
@@ -162,7 +162,7 @@ def _namespace_json(one: NamespaceSurvey) -> dict[str, Any]:
 
 
 def _list_pages(
-    part: StorePart, heading: bool, raw: RawStore, namespace: str, as_json: bool
+    part: StorePart, heading: bool, stored: StoredPages, namespace: str, as_json: bool
 ) -> dict[str, Any]:
     """Return the pages of one part as a document, or print them one by one and return it without pages."""
     now_s, documents = time.time(), []
@@ -170,8 +170,8 @@ def _list_pages(
         if heading:
             click.echo(f"{part.name}:")
         click.echo(f"{'SPACE':<8}  {'PAGE':<16}  {'BEHIND':<12}  {'SIZE':>9}  USED")
-    for page in raw.pages(namespace):
-        header = read_header(raw, page)
+    for page in stored.pages(namespace):
+        header = read_header(stored, page)
         parent = None if header is None else parent_in(header)
         space, key, parent_hex = page.namespace.hex(), page.key.hex(), None if parent is None else parent.hex()
         if as_json:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
-from ..backends.raw import RawStore
-from ..backends.registry import BackendSpec, open_raw, part_specs
+from ..backends.registry import BackendSpec, open_stored, part_specs
+from ..backends.stored import StoredPages
 from ..backends.tools.verify import PageKeys
 from ..config import FILE_VARIABLE, HiCacheConfig, entry_of_variable, load_config, read_key_file
 from ..config.storage import FileStorageOptions, StorageConfig
@@ -82,9 +82,9 @@ class StorePart:
         """The directory of a file store; None for others."""
         return self.spec.options.path if isinstance(self.spec.options, FileStorageOptions) else None
 
-    def opened(self) -> contextlib.closing[RawStore]:
+    def opened(self) -> contextlib.closing[StoredPages]:
         """Open the store for its operator. Raises ConfigError and BackendError."""
-        return contextlib.closing(open_raw(self.spec))
+        return contextlib.closing(open_stored(self.spec))
 
 
 def parts_of(store: Path, part: str | None = None) -> list[StorePart]:

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from ..backends.file.pages import NOT_REGULAR, page_name
-from ..backends.file.raw import inspect_page
-from ..backends.tools.verify import Finding, PageReport, ScrubProgress, encoding_name, tag_name, verify_raw
+from ..backends.tools.page_file import inspect_page
+from ..backends.tools.verify import Finding, PageReport, ScrubProgress, encoding_name, tag_name, verify_stored
 from ..errors import InvalidInput
 from ..frame import NO_PARENT, Damage, FrameHeader
 from ..units import counted, format_size
@@ -72,8 +72,8 @@ def verify(
     parts = parts_of(store, part)
     work, bad, documents = Work(), False, []
     for one in parts:
-        with one.opened() as raw:
-            steps = verify_raw(raw, keys=keys, rate_bytes_per_s=rate, remove=remove)
+        with one.opened() as stored:
+            steps = verify_stored(stored, keys=keys, rate_bytes_per_s=rate, remove=remove)
             last = work.follow(steps, "checking", _scrub_progress)
         documents.append(_scrub_json(one, last))
         if not as_json:

@@ -13,8 +13,9 @@ import pytest
 
 from hicache.admin import embedded, serve_configured
 from hicache.admin.jobs import UNFINISHED_MAX
-from hicache.backends.file.raw import FileRaw
+from hicache.backends.file.inspection import FileInspection
 from hicache.backends.guard import CONFIRM_S
+from hicache.backends.stored import StoredPages
 from hicache.cache import create_cache, create_host_cache
 from hicache.config.storage import FileStorageOptions
 from hicache.errors import ConfigError
@@ -38,7 +39,7 @@ def served(engine: RunningEngine) -> RunningEngine:
 
 def stored_pages(folder: Path) -> int:
     """Return the number of pages in the file store."""
-    return sum(1 for _ in FileRaw(FileStorageOptions(path=folder / "store")).pages())
+    return sum(1 for _ in StoredPages(FileInspection(None, FileStorageOptions(path=folder / "store")), "file").pages())
 
 
 def pages_shown(engine: RunningEngine) -> int | None:

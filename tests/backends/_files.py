@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from hicache.backends.file import FileDriver
+from hicache.backends.file.inspection import FileInspection
 from hicache.backends.file.pages import System, is_hex
-from hicache.backends.file.raw import FileRaw
 from hicache.backends.limit import CapacityLimit
-from hicache.backends.raw import RawStore
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, soon
-from hicache.backends.tools.removal import RemovalProgress, purge_raw
-from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_raw
+from hicache.backends.tools.removal import RemovalProgress, purge_stored
+from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_stored
 from hicache.config import FileStorageOptions
 from hicache.frame import Compression, FrameCodec
 
@@ -35,7 +35,7 @@ FORMS = {
     "zstd+gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=Compression()),
 }
 # Stores that a test has opened and may still be open: the fixture `stores_end` closes them, the last one first.
-OPENED: list[Storage | RawStore] = []
+OPENED: list[Storage | StoredPages] = []
 SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_"))
 
 
@@ -68,23 +68,23 @@ def file_options(path: Path, **options: Any) -> FileStorageOptions:
     return FileStorageOptions(**{"path": path, "capacity": None, "free_space_floor": 0, **options})
 
 
-def open_raw(path: Path, **options: Any) -> FileRaw:
-    """Open the raw store at `path`. A test need not close it."""
-    OPENED.append(raw := FileRaw(file_options(path, **options)))
+def open_stored(path: Path, **options: Any) -> StoredPages:
+    """Open the pages of the store at `path` for an operator. A test need not close them."""
+    OPENED.append(raw := StoredPages(FileInspection(None, file_options(path, **options)), "file"))
     return raw
 
 
 def verify(root: Path, *, keys: PageKeys = NO_KEYS, **options: Any) -> ScrubProgress:
     """Return the result of a complete `verify` of a store."""
-    with contextlib.closing(open_raw(root)) as raw:
-        *_, last = verify_raw(raw, keys=keys, **options)
+    with contextlib.closing(open_stored(root)) as raw:
+        *_, last = verify_stored(raw, keys=keys, **options)
     return last
 
 
 def purge(root: Path, **options: Any) -> RemovalProgress:
     """Return the result of a complete `purge` of a store."""
-    with contextlib.closing(open_raw(root)) as raw:
-        *_, last = purge_raw(raw, **options)
+    with contextlib.closing(open_stored(root)) as raw:
+        *_, last = purge_stored(raw, **options)
     return last
 
 

@@ -53,9 +53,9 @@ class Troubled(MemoryDriver):
         if fails:
             raise StoreError("down")
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:  # type: ignore[override]
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:  # type: ignore[override]
         self._reach("find", keys, deadline)
-        return super().find(keys, deadline) if self.answers is None else self.answers
+        return super().find(namespace, keys, deadline) if self.answers is None else self.answers
 
     def read(self, pages: PageReads[bytes]) -> None:
         self._reach("get", pages.keys, pages.deadline)
@@ -72,21 +72,21 @@ class Troubled(MemoryDriver):
         for position, key in enumerate(pages.keys):
             if key in self.fail_pages:
                 pages.fail(position, "down")
-            elif self.peek(key) is not None:
+            elif self.peek(pages.codec.namespace, key) is not None:
                 pages.present(position)
             else:
-                self.poke(key, b"".join(pages.sealed(position)))
+                self.poke(pages.codec.namespace, key, b"".join(pages.sealed(position)))
                 pages.stored(position)
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
     ) -> tuple[int, Sequence[str]]:
         self._reach("delete", keys, deadline)
-        return super().remove(keys, deadline, found) if self.answers is None else (self.answers, ())
+        return super().remove(namespace, keys, deadline, found) if self.answers is None else (self.answers, ())
 
     def close(self) -> None:
         self.closes += 1
-        self.held_at_close |= self._pages.keys()
+        self.held_at_close |= {name[32:] for name in self._pages}
         super().close()
 
     def called(self, verb: str) -> list[tuple[bytes, ...]]:
@@ -98,6 +98,6 @@ class Troubled(MemoryDriver):
         return [parent for name, _, parent in self.calls if name == "set"]
 
     @property
-    def pages(self) -> int:
+    def count(self) -> int:
         """Return the number of stored pages."""
         return len(self._pages)

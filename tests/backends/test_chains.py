@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from hicache.backends.base import StoredPage
 from hicache.backends.chains import Chains
-from hicache.backends.raw import StoredPage
 from tests.seeds import rng, seeds
 
 NAMESPACES = [bytes([number]) * 32 for number in (1, 2)]

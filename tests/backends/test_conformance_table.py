@@ -17,7 +17,7 @@ TESTS = '''
 import pytest
 
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.testing import SoleDriverContract, Subject, bare
+from hicache.backends.testing import memory_subject, SoleDriverContract, Subject, bare
 
 
 class TestSound(SoleDriverContract):
@@ -30,8 +30,8 @@ class TestSound(SoleDriverContract):
 
 
 class Generous(MemoryDriver):
-    def find(self, keys, deadline):
-        found = super().find(keys, deadline)
+    def find(self, namespace, keys, deadline):
+        found = super().find(namespace, keys, deadline)
         return [True] * len(keys) if found[0] else found
 
 
@@ -42,7 +42,7 @@ class TestWrong(SoleDriverContract):
 
 
 def make(driver, codec):
-    return Subject(bare(driver, codec), driver.peek, driver.poke)
+    return memory_subject(bare(driver, codec), driver)
 
 
 def test_something_else():

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import SetOutcome
+from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.compose import Levels, Shards
 from hicache.backends.compose.sharded import ShardCodec
-from hicache.backends.file.raw import make_store
+from hicache.backends.file.inspection import make_store
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.raw import RawStore, StoredPage
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -30,16 +30,17 @@ from hicache.backends.testing import (
     load,
     make_keys,
     memory_store,
+    memory_subject,
     soon,
     store_chain,
 )
-from hicache.backends.tools.copying import copy_raw
-from hicache.backends.tools.removal import trim_raw
+from hicache.backends.tools.copying import copy_stored
+from hicache.backends.tools.removal import trim_stored
 from hicache.backends.tools.survey import survey
 from hicache.backends.tools.verify import NO_KEYS
 from tests.waiting import wait_for
 
-from ._files import CODEC, PAGE, open_file, open_raw
+from ._files import CODEC, PAGE, open_file, open_stored
 from ._troubled import Troubled
 from .compose._parts import COPIES, named, settle
 from .test_limit import end_sweeps, limited_file
@@ -58,7 +59,7 @@ def levels_over_forged(local: Subject) -> tuple[Subject, Levels]:
     """Return a local level over a level that any process can write, with forged pages in it."""
     below = MemoryDriver()
     for key, data in FORGED.items():
-        below.poke(key, data)
+        below.poke(CODEC.namespace, key, data)
     backend = Levels(CODEC, named(local.backend, bare(below, CODEC)), cascade_bytes_max=COPIES)
     return Subject(backend, local.read, local.write), backend
 
@@ -68,7 +69,7 @@ def memory(capacity_pages: int | None = None) -> Subject:
 
 
 def subject_of(driver: MemoryDriver) -> Subject:
-    return Subject(bare(driver, CODEC), driver.peek, driver.poke)
+    return memory_subject(bare(driver, CODEC), driver)
 
 
 def takes_new_pages(store: Subject) -> bool:
@@ -143,7 +144,7 @@ def limited(root: Path, pages: int) -> Subject:
     return limited_file(root, capacity_bytes=pages * PAGE)
 
 
-def write_forged(raw: RawStore, used_s: float = 1.0) -> None:
+def write_forged(raw: StoredPages, used_s: float = 1.0) -> None:
     for key, data in FORGED.items():
         assert raw.write(StoredPage(NAMESPACE, key, PAGE, used_s), data, None)
 
@@ -155,7 +156,7 @@ def _is_stored(store: Subject, keys: list[bytes]) -> bool:
 def test_a_limit_evicts_forged_pages_like_others(tmp_path: Path) -> None:
     root = tmp_path / "s"
     make_store(root)
-    raw = open_raw(path=root)
+    raw = open_stored(path=root)
     write_forged(raw)
     raw.close()
     store, chains = limited(root, 20), [make_keys(6, f"chain {number}") for number in range(4)]
@@ -174,17 +175,17 @@ def test_a_limit_stores_a_batch_with_a_repeated_key_in_parts(tmp_path: Path) -> 
 
 
 def test_tools_end_despite_forged_pages(tmp_path: Path) -> None:
-    raws: list[RawStore] = []
+    raws: list[StoredPages] = []
     for name in ("from", "to"):
         make_store(tmp_path / name)
-        raws.append(open_raw(path=tmp_path / name))
+        raws.append(open_stored(path=tmp_path / name))
     source, target = raws
     write_forged(source)
     found = [*survey(source, with_chains=True)][-1]
     assert (found.pages, found.chains and len(found.chains)) == (10, 10)
-    copied = [*copy_raw(source, target, keys=NO_KEYS)][-1]
+    copied = [*copy_stored(source, target, keys=NO_KEYS)][-1]
     assert (copied.seen, copied.damaged, copied.behind, copied.copied) == (10, 8, 2, 0)
-    trimmed = [*trim_raw(source, PAGE)][-1]
+    trimmed = [*trim_stored(source, PAGE)][-1]
     assert (trimmed.pages, trimmed.left_bytes) == (9, PAGE)
     for raw in raws:
         raw.close()

@@ -41,7 +41,7 @@ from ._files import (
     disk_usage,
     file_driver,
     open_file,
-    open_raw,
+    open_stored,
     page_files,
     page_path,
     reserved_bytes,
@@ -242,7 +242,7 @@ def test_a_transaction_interrupted_by_a_kill_is_undone_by(killing: Killing, tmp_
         assert store.backend.usage().pages == HALF_PAGES + 2
     for page in page_files(root):
         os.utime(page, (1e9, 1e9))
-    with contextlib.closing(open_raw(root)) as raw:
+    with contextlib.closing(open_stored(root)) as raw:
         uses = [page.used_s or 0.0 for page in raw.pages()]
     assert len(uses) >= HALF_PAGES and all(1.1e9 < used_s < MARK_US / 1e6 for used_s in uses), "not from the index"
     assert list(root.glob("index-*.sqlite")) == [path]

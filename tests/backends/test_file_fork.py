@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.file.raw import FileRaw
+from hicache.backends.file.inspection import FileInspection
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import HIT, STORED, full_frames, load, make_keys, soon, store_chain
 
 from ._files import CODEC, PAGE, Faulty, check, file_driver, file_options, open_file, temporary_files
@@ -139,7 +140,7 @@ def test_a_child_forked_while_a_tool_reads_holds_no_lock(tmp_path: Path) -> None
                 os._exit(0)
 
     alive, held = os.pipe()
-    raw = FileRaw(file_options(root), system=Faulty(before))
+    raw = StoredPages(FileInspection(None, file_options(root), system=Faulty(before)), "file")
     assert len(list(raw.pages())) == 2
     raw.close()
     try:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file.raw import inspect_page
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -23,6 +22,7 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
+from hicache.backends.tools.page_file import inspect_page
 from hicache.backends.tools.verify import PageKeys, encoding_name, tag_name
 from hicache.frame import FrameCodec
 
@@ -151,7 +151,7 @@ codec = FrameCodec(bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
 key = bytes.fromhex(sys.argv[4])
 file = FileDriver(codec, FileStorageOptions(path=sys.argv[1]))
 memory = MemoryDriver()
-memory.poke(key, open(sys.argv[5], "rb").read())
+memory.poke(codec.namespace, key, open(sys.argv[5], "rb").read())
 for driver in (file, memory):
     backend = Store(driver, codec, UNGUARDED)
     frame = memoryview(bytearray(codec.frame_bytes))

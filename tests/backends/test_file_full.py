@@ -14,10 +14,10 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.testing import CORRUPT, HIT, STORED, Subject, load, make_keys, soon, store_chain
-from hicache.backends.tools.removal import trim_raw
+from hicache.backends.tools.removal import trim_stored
 from tests.waiting import wait_for
 
-from ._files import PAGE, Faulty, check, disk_usage, file_driver, open_file, open_raw, page_files, purge, verify
+from ._files import PAGE, Faulty, check, disk_usage, file_driver, open_file, open_stored, page_files, purge, verify
 
 REJECTED = SetOutcome.REJECTED
 PAGES = 60
@@ -92,8 +92,8 @@ def clear(root: Path) -> None:
 
 
 def trim(root: Path) -> None:
-    raw = open_raw(path=root)
-    *_, last = trim_raw(raw, 0)
+    raw = open_stored(path=root)
+    *_, last = trim_stored(raw, 0)
     assert last.pages == PAGES
     raw.close()
 
@@ -153,7 +153,7 @@ def test_without_room_for_a_copy_of_the_index_last_uses_are_unknown_and_the_rest
     store.backend.close()
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
     fill_up(small_disk)
-    raw = open_raw(tmp_path / "s")
+    raw = open_stored(tmp_path / "s")
     assert [page.used_s for page in raw.pages()] == [None] * PAGES
     assert "the last use of its pages is not known" in caplog.text
     raw.close()

@@ -32,11 +32,23 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.backends.tools.removal import trim_raw
+from hicache.backends.tools.removal import trim_stored
 from hicache.errors import BackendUnavailable
 from tests.seeds import rng, seeds
 
-from ._files import CODEC, PAGE, Faulty, check, disk_usage, file_driver, open_file, open_raw, page_path, purge, verify
+from ._files import (
+    CODEC,
+    PAGE,
+    Faulty,
+    check,
+    disk_usage,
+    file_driver,
+    open_file,
+    open_stored,
+    page_path,
+    purge,
+    verify,
+)
 from .test_file_crash import Killing
 
 pytestmark = pytest.mark.long
@@ -70,13 +82,13 @@ def flip(path: Path, bit: int) -> None:
 
 def assert_tools_work(root: Path, pages: int) -> None:
     """Check that the reading tools work, then the removing ones."""
-    raw = open_raw(path=root)
+    raw = open_stored(path=root)
     assert len(list(raw.pages())) == pages
     # The only damage that no check can detect is another last use of one page that has children.
     assert purge(root, older_than_s=3600, dry_run=True).pages <= 1
     scrubbed = verify(root)
     assert (scrubbed.pages, dict(scrubbed.damaged)) == (pages, {})
-    *_, trimmed = trim_raw(raw, 5 * PAGE)
+    *_, trimmed = trim_stored(raw, 5 * PAGE)
     assert trimmed.left_bytes == 5 * PAGE
     raw.close()
     assert purge(root).pages == 5
@@ -224,7 +236,7 @@ def test_an_index_that_is_not_a_file_of_ours_is_set_aside_and_never_followed(
         path.symlink_to(outside)
     elif obstacle == "FIFO":
         os.mkfifo(path)
-    raw = open_raw(path=root)
+    raw = open_stored(path=root)
     assert len(list(raw.pages())) == 60
     raw.close()
     assert_sound(open_file(root), root)

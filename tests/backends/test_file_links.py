@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from hicache.backends.base import StoredPage
 from hicache.backends.file.pages import System
-from hicache.backends.raw import StoredPage
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -25,7 +25,7 @@ from hicache.backends.testing import (
 from hicache.errors import BackendError
 from tests.waiting import wait_for
 
-from ._files import CODEC, PAGE, check, exists, file_driver, open_file, open_raw, page_path, temporary_files, verify
+from ._files import CODEC, PAGE, check, exists, file_driver, open_file, open_stored, page_path, temporary_files, verify
 
 T = TypeVar("T")
 LEVELS = {"namespace": 1, "fan": 0}
@@ -111,7 +111,7 @@ def test_tools_do_not_follow_a_link(tmp_path: Path, level: str) -> None:
     store.backend.close()
     link_away(root, key, level, outside)
     before = contents(outside)
-    raw = open_raw(root)
+    raw = open_stored(root)
     page = StoredPage(NAMESPACE, key, PAGE, None)
     assert [found.damage for found in raw.pages()] == ["not_regular"] * (level == "fan")
     assert raw.read(page, PAGE) is None
@@ -167,7 +167,7 @@ def test_a_strange_file_of_the_store_neither_blocks_nor_raises_an_untyped_error(
     put(path, kind, outside)
 
     def look() -> None:
-        with contextlib.closing(open_raw(root)) as raw:
+        with contextlib.closing(open_stored(root)) as raw:
             list(raw.pages())
 
     actions: list[Callable[[], Any]] = [look]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.file.raw import FileRaw, inspect_page
+from hicache.backends.file.inspection import FileInspection
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -21,7 +22,8 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.backends.tools.verify import NO_KEYS, tag_name, verify_raw
+from hicache.backends.tools.page_file import inspect_page
+from hicache.backends.tools.verify import NO_KEYS, tag_name, verify_stored
 from hicache.errors import BackendUnavailable, NotOurs
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind
 
@@ -204,9 +206,9 @@ def test_a_page_that_the_disk_cannot_read_is_reported_and_stays(tmp_path: Path) 
 
     system = Faulty(fault)
     system.armed = False
-    raw = FileRaw(file_options(root), system=system)
+    raw = StoredPages(FileInspection(None, file_options(root), system=system), "file")
     system.armed = True
-    *_, last = verify_raw(raw, keys=NO_KEYS, remove=True)
+    *_, last = verify_stored(raw, keys=NO_KEYS, remove=True)
     assert (last.pages, last.damaged, last.removed) == (3, {"unreadable": 1}, 0)
     raw.close()
     assert verify(root).damaged == {}

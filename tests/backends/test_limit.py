@@ -6,20 +6,20 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import SetOutcome
+from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.chains import Chains
-from hicache.backends.file.raw import FileRaw, make_store
+from hicache.backends.file.inspection import FileInspection, make_store
 from hicache.backends.limit import CapacityLimit
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.storage import store_statistics
 from hicache.backends.store import UNGUARDED, Store
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -35,6 +35,7 @@ from hicache.backends.testing import (
     in_threads,
     load,
     make_keys,
+    memory_subject,
     soon,
     store_chain,
 )
@@ -45,48 +46,26 @@ from tests.seeds import rng, seeds
 from tests.test_supervised import no_threads
 from tests.waiting import wait_for
 
-from ._files import CODEC, OPENED, PAGE, disk_usage, file_options, open_file, page_files
+from ._files import CODEC, OPENED, PAGE, disk_usage, file_options, open_file, open_stored, page_files
 
 REJECTED = SetOutcome.REJECTED
 LARGE = 1 << 30
 
 
-def raw_of(root: Path) -> FileRaw:
-    """Return the store that a limit opens, and closes itself."""
-    return FileRaw(file_options(root))
-
-
-class MemoryRaw(RawStore):
-    """The pages of a memory driver."""
-
-    def __init__(self, driver: MemoryDriver) -> None:
-        self._driver = driver
-
-    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        for key in self._driver.keys(soon()):
-            yield StoredPage(CODEC.namespace, key, len(self._driver.peek(key) or b""), None)
-
-    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
-        stored = self._driver.peek(page.key)
-        return None if stored is None else stored[:bytes_max]
-
-    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        raise NotImplementedError
-
-    def remove(self, pages: Sequence[StoredPage]) -> int:
-        return self._driver.remove([page.key for page in pages], soon())[0]
-
-    def close(self) -> None:
-        """Do nothing."""
+def pages_of(root: Path) -> StoredPages:
+    """Return the pages for the sweeps of a limit. A test need not close them."""
+    make_store(root)
+    OPENED.append(stored := open_stored(root))
+    return stored
 
 
 def limited_memory(capacity_bytes: int) -> Subject:
     driver = MemoryDriver()
-    limit = CapacityLimit(CODEC, lambda: MemoryRaw(driver), capacity_bytes=capacity_bytes)
+    limit = CapacityLimit(CODEC, StoredPages(driver, "memory"), capacity_bytes=capacity_bytes)
     backend = Store(driver, CODEC, UNGUARDED, limit=limit)
     OPENED.append(backend)
     wait_for(lambda: limit._ledger.is_listed)
-    return Subject(backend, driver.peek, driver.poke)
+    return memory_subject(backend, driver)
 
 
 def limit_of(store: Subject) -> CapacityLimit:
@@ -122,7 +101,7 @@ def limited_file(
     listing is complete: on a busy machine it may take longer than a store waits."""
     make_store(root)
     limit = CapacityLimit(
-        codec, lambda: raw_of(root), capacity_bytes=capacity_bytes, list_interval_s=interval_s
+        codec, pages_of(root), capacity_bytes=capacity_bytes, list_interval_s=interval_s
     )
     store = open_file(root, codec, limit=limit)
     wait_for(lambda: limit._ledger.is_listed)
@@ -269,31 +248,21 @@ def test_threads_never_exceed_the_limit(opened: Opened, seed: int) -> None:
     assert over == [] and store.backend.statistics().errors == {}
 
 
-@dataclass(slots=True)
-class Troubled(RawStore):
-    """A raw store that fails while `down`, and waits at each listing while `gate` is not set."""
+class Troubled(StoredPages):
+    """Pages that cannot be listed while there is `trouble`, and whose listings wait while `gate` is not set."""
 
-    raw: FileRaw
-    trouble: list[Exception]
-    gate: threading.Event
+    def __init__(self, root: Path, trouble: list[Exception], gate: threading.Event) -> None:
+        make_store(root)
+        super().__init__(FileInspection(None, file_options(root)), "file")
+        self._trouble = trouble
+        self._gate = gate
+        OPENED.append(self)
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        self.gate.wait(30.0)
-        if self.trouble:
-            raise self.trouble[-1]
-        return self.raw.pages(namespace)
-
-    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
-        return self.raw.read(page, bytes_max)
-
-    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        return self.raw.write(page, data, parent)
-
-    def remove(self, pages: Sequence[StoredPage]) -> int:
-        return self.raw.remove(pages)
-
-    def close(self) -> None:
-        self.raw.close()
+        self._gate.wait(30.0)
+        if self._trouble:
+            raise self._trouble[-1]
+        return super().pages(namespace)
 
 
 @contextlib.contextmanager
@@ -307,7 +276,7 @@ def troubled(
         opens.set()
     make_store(root)
     limit = CapacityLimit(
-        CODEC, lambda: Troubled(raw_of(root), troubles, opens), capacity_bytes=5 * PAGE, list_interval_s=0.05
+        CODEC, Troubled(root, troubles, opens), capacity_bytes=5 * PAGE, list_interval_s=0.05
     )
     store = open_file(root, limit=limit)
     yield store, troubles, opens
@@ -339,7 +308,7 @@ def test_after_a_failed_listing_verbs_do_not_cause_an_earlier_one(tmp_path: Path
 
 
 def test_a_sweep_without_a_thread_runs_once_a_thread_can_start(tmp_path: Path) -> None:
-    limit = CapacityLimit(CODEC, lambda: raw_of(tmp_path / "store"), capacity_bytes=5 * PAGE, list_interval_s=0.05)
+    limit = CapacityLimit(CODEC, pages_of(tmp_path / "store"), capacity_bytes=5 * PAGE, list_interval_s=0.05)
     with no_threads():
         store = open_file(tmp_path / "store", limit=limit)
     assert store_chain(store, make_keys(5)) == [STORED] * 5
@@ -380,7 +349,7 @@ def test_closing_ends_the_sweep(opened: Opened) -> None:
 @pytest.mark.parametrize("capacity_bytes", [PAGE - 1, True])
 def test_an_invalid_limit_is_rejected(tmp_path: Path, capacity_bytes: int) -> None:
     with pytest.raises(InvalidInput, match="limit"):
-        CapacityLimit(CODEC, lambda: raw_of(tmp_path / "store"), capacity_bytes=capacity_bytes)
+        CapacityLimit(CODEC, pages_of(tmp_path / "store"), capacity_bytes=capacity_bytes)
 
 
 def test_a_page_to_be_read_is_a_head_until_its_header_is_known(tmp_path: Path) -> None:
@@ -410,7 +379,7 @@ def test_recently_read_or_stored_pages_stay_longer(opened: Opened) -> None:
 
 
 class Blind(Troubled):
-    """A raw store whose headers cannot be read."""
+    """Pages whose headers cannot be read."""
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         return None
@@ -424,7 +393,7 @@ def test_a_sweep_leaves_holes_only_without_headers(tmp_path: Path, kind: type[Tr
     assert store_chain(first, keys) == [STORED] * 40
     first.backend.close()
     limit = CapacityLimit(
-        CODEC, lambda: kind(raw_of(root), [], opens), capacity_bytes=20 * PAGE, list_interval_s=0.05
+        CODEC, kind(root, [], opens), capacity_bytes=20 * PAGE, list_interval_s=0.05
     )
     backend = open_file(root, limit=limit).backend
     wait_for(lambda: backend.statistics().evicted_pages == 22)  # down to 90 %

@@ -9,7 +9,7 @@ import pytest
 from hicache.backends.base import Usage
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageWrites
-from hicache.backends.testing import Subject, bare, run_machine
+from hicache.backends.testing import Subject, bare, memory_subject, run_machine
 from hicache.frame import FrameCodec
 
 pytestmark = pytest.mark.long
@@ -20,8 +20,8 @@ Keys = Sequence[bytes]
 class _Lookup(MemoryDriver):
     """Finds one page too many."""
 
-    def find(self, keys: Keys, deadline: float) -> list[bool]:
-        found = super().find(keys, deadline)
+    def find(self, namespace: bytes, keys: Keys, deadline: float) -> list[bool]:
+        found = super().find(namespace, keys, deadline)
         if False in found:
             found[found.index(False)] = True
         return found
@@ -30,23 +30,27 @@ class _Lookup(MemoryDriver):
 class _Trust(MemoryDriver):
     """Does not remove damaged pages."""
 
-    def remove(self, keys: Keys, deadline: float, found: Sequence[bytes] | None = None) -> tuple[int, Sequence[str]]:
-        return super().remove(keys, deadline) if found is None else (0, ())
+    def remove(
+        self, namespace: bytes, keys: Keys, deadline: float, found: Sequence[bytes] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        return super().remove(namespace, keys, deadline) if found is None else (0, ())
 
 
 class _Overwrite(MemoryDriver):
     """Stores pages that are already stored."""
 
     def write(self, pages: PageWrites) -> None:
-        super().remove(pages.keys[1:], pages.deadline)
+        super().remove(pages.codec.namespace, pages.keys[1:], pages.deadline)
         super().write(pages)
 
 
 class _Delete(MemoryDriver):
     """Does not remove the last page of a batch."""
 
-    def remove(self, keys: Keys, deadline: float, found: Sequence[bytes] | None = None) -> tuple[int, Sequence[str]]:
-        return super().remove(keys[:-1], deadline, found)
+    def remove(
+        self, namespace: bytes, keys: Keys, deadline: float, found: Sequence[bytes] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        return super().remove(namespace, keys[:-1], deadline, found)
 
 
 class _Count(MemoryDriver):
@@ -74,4 +78,4 @@ def test_a_sound_driver_passes() -> None:
 
 def _open(kind: type[MemoryDriver], codec: FrameCodec) -> Subject:
     driver = kind()
-    return Subject(bare(driver, codec), driver.peek, driver.poke)
+    return memory_subject(bare(driver, codec), driver)

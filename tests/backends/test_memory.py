@@ -9,13 +9,16 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     HIT,
     MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
     STORED,
+    InspectionContract,
     OpenStore,
+    OpenStored,
     SoleDriverContract,
     StoreContract,
     Subject,
@@ -23,6 +26,7 @@ from hicache.backends.testing import (
     driver_of,
     load,
     make_keys,
+    memory_subject,
     soon,
     store_chain,
 )
@@ -37,7 +41,7 @@ def open_memory(codec: FrameCodec, capacity_pages: int | None = None) -> Subject
     capacity_bytes = None if capacity_pages is None else capacity_pages * codec.frame_bytes
     driver = MemoryDriver(capacity_bytes)
     OPENED.append(backend := bare(driver, codec))
-    return Subject(backend, driver.peek, driver.poke)
+    return memory_subject(backend, driver)
 
 
 PLAIN = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
@@ -46,6 +50,27 @@ PLAIN = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 def small(capacity_pages: int, codec: FrameCodec = PLAIN) -> tuple[Storage, MemoryDriver, Subject]:
     store = open_memory(codec, capacity_pages)
     return store.backend, driver_of(store.backend, MemoryDriver), store
+
+
+class _Lasting(MemoryDriver):
+    """Pages that stay when one of several stores on them is closed."""
+
+    def close(self) -> None:
+        """Keep all pages."""
+
+
+class TestInspection(InspectionContract):
+    @pytest.fixture
+    def driver(self) -> MemoryDriver:
+        return _Lasting()
+
+    @pytest.fixture
+    def open_store(self, driver: MemoryDriver) -> OpenStore:
+        return lambda codec: memory_subject(bare(driver, codec), driver)
+
+    @pytest.fixture
+    def open_stored(self, driver: MemoryDriver) -> OpenStored:
+        return lambda: StoredPages(driver, "memory")
 
 
 class TestMemoryDriver(SoleDriverContract):
@@ -144,7 +169,8 @@ def test_as_many_pages_fit_as_their_real_lengths_allow() -> None:
     backend, driver, store = small(3, codec)
     keys = make_keys(10)
     assert store_chain(store, keys[:6]) == [STORED] * 6, "half a frame each"
-    assert backend.usage().bytes == sum(len(driver.peek(key) or b"") for key in keys[:6]) == 3 * codec.frame_bytes
+    stored_bytes = sum(len(driver.peek(NAMESPACE, key) or b"") for key in keys[:6])
+    assert backend.usage().bytes == stored_bytes == 3 * codec.frame_bytes
     assert backend.statistics().evicted_pages == 0
     assert store_chain(store, make_keys(1, "more")) == [STORED]
     assert backend.statistics().evicted_pages == 1
@@ -156,7 +182,7 @@ def test_a_page_larger_than_the_capacity_evicts_nothing() -> None:
     plain, packed = PLAIN.frame_bytes, FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
     driver = MemoryDriver(plain // 2)
     OPENED.append(backend := bare(driver, packed))
-    store = Subject(backend, driver.peek, driver.poke)
+    store = memory_subject(backend, driver)
     assert store_chain(store, keys[:1]) == [STORED], "half a frame"
     noise = memoryview(bytearray(rng(1).randbytes(plain)))
     assert backend.batch_set(keys[1:], [noise], parent=None, deadline=soon()) == [SetOutcome.REJECTED]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from pydantic import Field
 
 from hicache.backends.file import FileDriver
-from hicache.backends.file.raw import FileRaw
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.mooncake.driver import MooncakeDriver
 from hicache.backends.redis import RedisDriver
@@ -18,7 +16,7 @@ from hicache.backends.registry import backend_names, check_backend
 from hicache.backends.s3 import S3Driver
 from hicache.backends.storage import Storage
 from hicache.backends.testing import driver_of, open_backend
-from hicache.config import FileStorageOptions, HiCacheConfig, Section
+from hicache.config import HiCacheConfig, Section
 from hicache.errors import ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
 from hicache.units import Count, Duration
@@ -212,19 +210,13 @@ def test_a_section_goes_to_the_parameter_that_is_annotated_with_it() -> None:
         check_backend("tests.backends.test_registry:needs_more", {"shelves": 2})
 
 
-def open_shelf_raw(options: ShelfOptions) -> FileRaw:
-    """Return any raw store."""
-    return FileRaw(FileStorageOptions(path=os.devnull))
-
-
 def test_a_store_with_a_section_is_limited_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "shelf-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1\n")
-    points = f"[hicache.backends]\nshelf = {SHELF}\n[hicache.raw_stores]\nshelf = {SHELF}_raw\n"
-    (package / "entry_points.txt").write_text(points.replace("Shelf_raw", "open_shelf_raw"))
+    (package / "entry_points.txt").write_text(f"[hicache.backends]\nshelf = {SHELF}\n")
     monkeypatch.syspath_prepend(tmp_path)
     options = {"shelves": 2, "capacity_bytes": 4 * PAGE}
     check_backend("shelf", options)

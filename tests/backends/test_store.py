@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import SetOutcome
+from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.errors import StoreError
 from hicache.backends.faults import Faults
 from hicache.backends.memory import MemoryDriver
@@ -54,8 +54,8 @@ class _Failing(MemoryDriver):
         self.instead: dict[str, Callable[..., Any]] = {}
         self.closes = 0
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> Any:
-        return self._do("find", super().find, keys, deadline)
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Any:
+        return self._do("find", super().find, namespace, keys, deadline)
 
     def read(self, pages: PageReads[bytes]) -> None:
         self._do("read", super().read, pages)
@@ -63,11 +63,13 @@ class _Failing(MemoryDriver):
     def write(self, pages: PageWrites) -> None:
         self._do("write", super().write, pages)
 
-    def remove(self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None) -> Any:
-        return self._do("remove", super().remove, keys, deadline, found)
+    def remove(
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+    ) -> Any:
+        return self._do("remove", super().remove, namespace, keys, deadline, found)
 
-    def keys(self, deadline: float) -> Any:
-        return self._do("keys", super().keys, deadline)
+    def pages(self, namespace: str, deadline: float) -> Any:
+        return self._do("pages", super().pages, namespace, deadline)
 
     def close(self) -> None:
         self.closes += 1
@@ -164,7 +166,7 @@ def test_a_page_without_a_reported_outcome_is_an_internal_error() -> None:
 
 def test_damage_that_cannot_be_removed_is_corrupt_and_counts_one_error() -> None:
     driver, store = filled(remove=fail)
-    driver.poke(KEYS[1], bytes(CODEC.frame_bytes))
+    driver.poke(CODEC.namespace, KEYS[1], bytes(CODEC.frame_bytes))
     assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [HIT, CORRUPT, HIT, HIT]
     found = store.statistics()
     assert (found.errors, found.corrupt) == ({"away": 1}, {"not_a_frame": 1})
@@ -178,35 +180,35 @@ def test_damage_is_removed_even_after_the_deadline() -> None:
         own(pages)
         pages.deadline = 0.0  # as if reading had taken all the time
 
-    def remove(own: Callable[..., Any], keys: Sequence[bytes], deadline: float, found: Sequence[bytes]) -> Any:
+    def remove(own: Callable[..., Any], space: bytes, keys: Sequence[bytes], deadline: float, found: Any) -> Any:
         left_s.append(deadline - soon(0.0))
-        return own(keys, deadline, found)
+        return own(space, keys, deadline, found)
 
     driver, store = filled(read=read, remove=remove)
-    driver.poke(KEYS[1], bytes(CODEC.frame_bytes))
+    driver.poke(CODEC.namespace, KEYS[1], bytes(CODEC.frame_bytes))
     store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon(0.05))
     assert len(left_s) == 1 and 0.1 < left_s[0] < 1.0
-    assert driver.peek(KEYS[1]) is None
+    assert driver.peek(CODEC.namespace, KEYS[1]) is None
 
 
-@pytest.mark.parametrize("keys", [fail, broken_off])
-def test_a_failed_listing_counts_one_error(keys: Callable[..., Any]) -> None:
-    _, store = filled(keys=keys)
+@pytest.mark.parametrize("pages", [fail, broken_off])
+def test_a_failed_listing_counts_one_error(pages: Callable[..., Any]) -> None:
+    _, store = filled(pages=pages)
     assert store.clear(deadline=soon()) == 0
     assert store.statistics().errors == {"away": 1}
 
 
-@pytest.mark.parametrize("verb", ["find", "read", "write", "remove", "keys"])
+@pytest.mark.parametrize("verb", ["find", "read", "write", "remove", "pages"])
 def test_close_returns_after_a_verb_that_raised(verb: str) -> None:
     def crash(*_: Any) -> Any:
         raise ZeroDivisionError
 
     driver, store = filled(**{verb: crash})
-    driver.poke(KEYS[0], bytes(CODEC.frame_bytes))
+    driver.poke(CODEC.namespace, KEYS[0], bytes(CODEC.frame_bytes))
     calls: dict[str, Callable[[], object]] = {
         "find": lambda: store.batch_has(KEYS, deadline=soon()),
         "write": lambda: store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()),
-        "keys": lambda: store.clear(deadline=soon()),
+        "pages": lambda: store.clear(deadline=soon()),
     }
     calls.get(verb, lambda: store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()))()
     assert set(store.statistics().errors) == {"raised_ZeroDivisionError"}
@@ -298,11 +300,12 @@ def test_bytes_read_behind_a_payload_are_never_written() -> None:
     store = bare(driver, CODEC)
     page, end = in_lengths([PAYLOAD_BYTES]), HEADER_BYTES + PAYLOAD_BYTES
     store.batch_set([key], full_frames(CODEC, [key]), parent=None, deadline=soon())
-    driver.poke(key, (driver.peek(key) or b"")[:end].ljust(CODEC.frame_bytes, b"\xee"))
+    stored = (driver.peek(CODEC.namespace, key) or b"")[:end]
+    driver.poke(CODEC.namespace, key, stored.ljust(CODEC.frame_bytes, b"\xee"))
     assert store.batch_get([key], [page], deadline=soon()) == [HIT]
     store.clear(deadline=soon())
     assert store.batch_set([key], [page], parent=None, deadline=soon()) == [STORED]
-    assert (driver.peek(key) or b"")[end:] == bytes(CODEC.frame_bytes - end)
+    assert (driver.peek(CODEC.namespace, key) or b"")[end:] == bytes(CODEC.frame_bytes - end)
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -339,12 +342,12 @@ def test_a_store_that_is_closed_twice_closes_its_driver_once() -> None:
 
 
 def test_pages_not_cleared_by_the_deadline_stay_and_count_one_error() -> None:
-    def keys(own: Callable[..., Iterator[bytes]], deadline: float) -> Iterator[bytes]:
+    def pages(own: Callable[..., Iterator[StoredPage]], namespace: str, deadline: float) -> Iterator[StoredPage]:
         while soon(0.0) < deadline:
             time.sleep(0.001)
-        yield from own(deadline)
+        yield from own(namespace, deadline)
 
-    _, store = filled(keys=keys)
+    _, store = filled(pages=pages)
     assert store.clear(deadline=soon(0.05)) == 0
     assert store.statistics().errors == {"deadline": 1}
     assert store.batch_has(KEYS, deadline=soon()) == [True] * 4

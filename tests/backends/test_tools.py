@@ -1,4 +1,4 @@
-"""The operator's tools on raw stores: survey, verify, copy, purge and trim."""
+"""The operator's tools: survey, verify, copy, purge and trim."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import TypeVar
 
 import pytest
 
-from hicache.backends.file.raw import FileRaw, make_store
-from hicache.backends.raw import StoredPage
+from hicache.backends.base import StoredPage
+from hicache.backends.file.inspection import make_store
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
-from hicache.backends.tools.copying import copy_raw
-from hicache.backends.tools.removal import purge_raw, trim_raw
+from hicache.backends.tools.copying import copy_stored
+from hicache.backends.tools.removal import purge_stored, trim_stored
 from hicache.backends.tools.survey import survey
-from hicache.backends.tools.verify import NO_KEYS, PageKeys, verify_raw
+from hicache.backends.tools.verify import NO_KEYS, PageKeys, verify_stored
 from hicache.errors import InvalidInput
 from hicache.frame import FrameCodec
-from tests.backends._files import open_raw
+from tests.backends._files import open_stored
 from tests.seeds import rng, seeds
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
@@ -30,14 +31,14 @@ Step = TypeVar("Step")
 
 @dataclass(slots=True)
 class Raws:
-    """Raw stores in a folder, by name."""
+    """The pages of stores in a folder, by name."""
 
     folder: Path
-    opened: list[FileRaw]
+    opened: list[StoredPages]
 
-    def __call__(self, name: str, capacity_pages: int | None = None) -> FileRaw:
+    def __call__(self, name: str, capacity_pages: int | None = None) -> StoredPages:
         make_store(self.folder / name)
-        raw = open_raw(path=self.folder / name, capacity=capacity_pages and capacity_pages * PAGE)
+        raw = open_stored(path=self.folder / name, capacity=capacity_pages and capacity_pages * PAGE)
         self.opened.append(raw)
         return raw
 
@@ -50,13 +51,13 @@ def raws(tmp_path: Path) -> Iterator[Raws]:
         raw.close()
 
 
-def fill(raw: FileRaw, keys: list[bytes], *, used_s: float, codec: FrameCodec = CODEC) -> None:
+def fill(raw: StoredPages, keys: list[bytes], *, used_s: float, codec: FrameCodec = CODEC) -> None:
     """Store a chain."""
     for key, data, parent in zip(keys, sealed(codec, keys), [None, *keys[:-1]], strict=True):
         assert raw.write(StoredPage(codec.namespace, key, len(data), used_s), data, parent)
 
 
-def replace(raw: FileRaw, key: bytes, data: bytes) -> None:
+def replace(raw: StoredPages, key: bytes, data: bytes) -> None:
     """Replace the bytes of a page."""
     raw.remove([StoredPage(NAMESPACE, key, 0, None)])
     assert raw.write(StoredPage(NAMESPACE, key, len(data), time.time()), data, None)
@@ -88,7 +89,7 @@ def test_a_scrub_counts_damage_and_removes_it_only_on_request(raws: Raws) -> Non
     replace(raw, keys[4], foreign)
     expected = {"page_key": 1, "size": 1, "not_a_frame": 1, "namespace": 1}
     for remove, removed, left in ((False, 0, 6), (True, 4, 2)):
-        done = last(verify_raw(raw, keys=NO_KEYS, remove=remove))
+        done = last(verify_stored(raw, keys=NO_KEYS, remove=remove))
         assert (done.pages, done.damaged, done.removed) == (6, expected, removed)
         assert len(list(raw.pages())) == left
 
@@ -97,7 +98,7 @@ def test_a_keyed_page_is_proved_by_its_key_and_kept_without_it(raws: Raws) -> No
     raw, keys = raws("a"), make_keys(2)
     fill(raw, keys, used_s=time.time(), codec=FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY]))
     right, wrong, none = PageKeys(mac=(MAC_KEY,)), PageKeys(mac=(bytes(32),)), NO_KEYS
-    found = [last(verify_raw(raw, keys=given, remove=True)) for given in (right, wrong, none)]
+    found = [last(verify_stored(raw, keys=given, remove=True)) for given in (right, wrong, none)]
     assert [(one.damaged, one.unsupported, one.unverifiable, one.removed) for one in found] == [
         ({}, {}, 0, 0), ({}, {"mac_key": 2}, 0, 0), ({}, {}, 2, 0),
     ]  # fmt: skip
@@ -107,25 +108,25 @@ def test_a_purge_keeps_to_namespace_and_age(raws: Raws) -> None:
     raw, keys, now_s = raws("a"), make_keys(4), time.time()
     fill(raw, keys, used_s=now_s - 1000)
     fill(raw, keys[:3], used_s=now_s, codec=FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
-    assert last(purge_raw(raw, older_than_s=500, dry_run=True)).pages == 4
-    assert last(purge_raw(raw, namespace=OTHER_NAMESPACE.hex(), older_than_s=500)).pages == 0
-    assert last(purge_raw(raw, older_than_s=500)).pages == 4
-    assert last(purge_raw(raw)).bytes == 3 * PAGE
+    assert last(purge_stored(raw, older_than_s=500, dry_run=True)).pages == 4
+    assert last(purge_stored(raw, namespace=OTHER_NAMESPACE.hex(), older_than_s=500)).pages == 0
+    assert last(purge_stored(raw, older_than_s=500)).pages == 4
+    assert last(purge_stored(raw)).bytes == 3 * PAGE
     assert list(raw.pages()) == []
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda raw: purge_raw(raw, namespace="*"),  # Redis would take this pattern for all pages
-        lambda raw: trim_raw(raw, -1),
-        lambda raw: purge_raw(raw, older_than_s=-1.0),
-        lambda raw: verify_raw(raw, keys=NO_KEYS, rate_bytes_per_s=0),
-        lambda raw: copy_raw(raw, raw, keys=NO_KEYS, namespace="?"),
+        lambda raw: purge_stored(raw, namespace="*"),  # Redis would take this pattern for all pages
+        lambda raw: trim_stored(raw, -1),
+        lambda raw: purge_stored(raw, older_than_s=-1.0),
+        lambda raw: verify_stored(raw, keys=NO_KEYS, rate_bytes_per_s=0),
+        lambda raw: copy_stored(raw, raw, keys=NO_KEYS, namespace="?"),
     ],
 )
 def test_invalid_arguments_are_rejected_before_any_change(
-    raws: Raws, wrong: Callable[[FileRaw], Iterator[object]]
+    raws: Raws, wrong: Callable[[StoredPages], Iterator[object]]
 ) -> None:
     raw = raws("a")
     fill(raw, make_keys(2), used_s=time.time())
@@ -140,7 +141,7 @@ def test_a_copy_stopped_anywhere_leaves_whole_prefixes_and_can_continue(raws: Ra
     chains = [make_keys(dice.randrange(1, 8), f"chain {number}") for number in range(5)]
     for keys in chains:
         fill(source, keys, used_s=time.time() - dice.random() * 1000)
-    steps = copy_raw(source, target, keys=NO_KEYS)
+    steps = copy_stored(source, target, keys=NO_KEYS)
     for _ in range(dice.randrange(sum(map(len, chains)) * 2)):
         if next(steps, None) is None:
             break
@@ -148,7 +149,7 @@ def test_a_copy_stopped_anywhere_leaves_whole_prefixes_and_can_continue(raws: Ra
     for keys in chains:
         length = sum(key in there for key in keys)
         assert set(keys[:length]) <= there
-    done = last(copy_raw(source, target, keys=NO_KEYS))
+    done = last(copy_stored(source, target, keys=NO_KEYS))
     assert (done.is_whole, done.present, done.copied + done.present) == (True, len(there), sum(map(len, chains)))
     assert {k: target.read(p, PAGE) for k, p in by_key(target.pages()).items()} == {
         k: source.read(p, PAGE) for k, p in by_key(source.pages()).items()
@@ -167,7 +168,7 @@ def test_in_the_order_of_the_listing_a_stopped_copy_would_have_holes(raws: Raws)
 def test_a_copy_into_a_full_store_counts_rejected_pages_and_their_descendants(raws: Raws) -> None:
     source, target = raws("a"), raws("b", capacity_pages=3)
     fill(source, make_keys(6), used_s=time.time())
-    done = last(copy_raw(source, target, keys=NO_KEYS))
+    done = last(copy_stored(source, target, keys=NO_KEYS))
     assert (done.copied, done.refused, done.behind, done.is_whole) == (3, 1, 2, False)
 
 
@@ -177,7 +178,7 @@ def test_a_trim_leaves_at_most_the_size_and_whole_prefixes(raws: Raws, pages_lef
     old, new = make_keys(5, "old"), make_keys(5, "new")
     fill(raw, old, used_s=now_s - 100)
     fill(raw, new, used_s=now_s)
-    done = last(trim_raw(raw, pages_left * PAGE + PAGE // 2))
+    done = last(trim_stored(raw, pages_left * PAGE + PAGE // 2))
     there = set(by_key(raw.pages()))
     assert len(there) * PAGE == done.left_bytes == min(10, pages_left) * PAGE
     kept_old, kept_new = sum(key in there for key in old), sum(key in there for key in new)

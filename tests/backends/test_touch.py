@@ -151,7 +151,7 @@ class Failing(Troubled):
 
     touches = 0
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self.touches += 1
         raise ValueError("a bug")
 

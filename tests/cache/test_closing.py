@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,8 @@ BACK = every_hit(write_policy="write_back")
 def stored_pages(backend: LastingBackend, key: RadixKey) -> int:
     """Return how many leading pages of a prompt are stored."""
     keys = key.page_keys(PAGE_TOKENS, key.seed, 0, key.pages(PAGE_TOKENS))
-    return next((number for number, key in enumerate(keys) if backend.driver.peek(key) is None), len(keys))
+    peek = functools.partial(backend.driver.peek, backend.codec.namespace)
+    return next((number for number, key in enumerate(keys) if peek(key) is None), len(keys))
 
 
 def closed(world: World | HostWorld, timeout_s: float | None = None) -> int:

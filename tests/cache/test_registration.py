@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import bare, driver_of, memory_store, soon
 from hicache.errors import BackendError
 from hicache.lab.devservers import MooncakeMaster
@@ -41,9 +41,9 @@ class Registering(MemoryDriver):
         self.registered.append(memory)
         self.threads.append(threading.current_thread())
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self.unregistered_calls += not self.registered
-        return super().find(keys, deadline)
+        return super().find(namespace, keys, deadline)
 
     def read(self, pages: PageReads[bytes]) -> None:
         self.unregistered_calls += not self.registered
@@ -118,10 +118,7 @@ def test_an_attached_store_gets_the_host_memory() -> None:
 
 
 def behind_a_limit(driver: Registering) -> Storage:
-    def raise_unlistable() -> Any:
-        raise BackendError("this store cannot be listed")
-
-    limit = CapacityLimit(codec(), raise_unlistable, capacity_bytes=1 << 30)
+    limit = CapacityLimit(codec(), StoredPages(driver, "memory"), capacity_bytes=1 << 30)
     return Store(driver, codec(), limit=limit)
 
 

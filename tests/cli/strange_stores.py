@@ -64,7 +64,7 @@ class KeepingStore(MemoryDriver):
         super().__init__()
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver."""
         return 0, ()

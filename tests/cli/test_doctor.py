@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from hicache.backends.registry import BackendSpec, open_raw
+from hicache.backends.registry import BackendSpec, open_stored
 from hicache.cli.doctor_machine import Verdict, gpu
 from hicache.cli.doctor_stores import file_system, volume
 from hicache.cli.main import main
@@ -241,7 +241,7 @@ def test_s3_shows_source_of_the_keys_and_the_servers_clock(
     found = rows(doctor(configured(tmp_path, {"type": kind, "options": options}), "--json"))
     assert found["s3"]["verdict"] == "ok" and found["s3 clock"]["verdict"] == "ok"
     assert options["access_key_env"] in found["s3 access"]["finding"]
-    raw = open_raw(BackendSpec(kind, options))
+    raw = open_stored(BackendSpec(kind, options))
     try:
         assert not list(raw.pages())
     finally:

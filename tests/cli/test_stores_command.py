@@ -16,7 +16,7 @@ from hicache.backends.file import FileDriver
 from hicache.backends.testing import HIT, STORED, Subject, exists, load, make_keys, open_backend, store_chain, store_of
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
-from tests.backends._files import open_raw
+from tests.backends._files import open_stored
 from tests.cli.test_storage_command import invoke
 
 PAYLOAD_BYTES = 3000
@@ -50,7 +50,7 @@ class Stores:
         assert store_chain(store, keys) == [STORED] * len(keys)
         store.backend.close()
         if age_s:
-            raw = open_raw(path=self.root(name))
+            raw = open_stored(path=self.root(name))
             pages = {page.key: page for page in raw.pages(namespace.hex())}
             for parent, key in zip([None, *keys], keys, strict=False):
                 data = raw.read(pages[key], PAGE)

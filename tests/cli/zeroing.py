@@ -24,4 +24,4 @@ class ZeroingDriver(FileDriver):
             assert isinstance(frame, memoryview)
             frame[HEADER_BYTES:] = bytes(len(frame) - HEADER_BYTES)
             unseal(frame)
-            self.codec.seal(key, frame)
+            pages.codec.seal(key, frame)

@@ -37,6 +37,7 @@ from hicache.backends.testing import (
     load,
     make_keys,
     memory_store,
+    memory_subject,
     soon,
     store_chain,
 )
@@ -184,7 +185,7 @@ def read_at_once(store: SharedStore, inner: Gated, keys: list[bytes], readers: i
 def test_readers_of_the_same_pages_cause_one_read(pool_pages: int) -> None:
     inner = Gated()
     store, keys = shared(inner, pool_pages), make_keys(4)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
+    store_chain(memory_subject(inner.store, inner), keys)
     assert read_at_once(store, inner, keys, 5) == [[HIT] * 4] * 5
     assert inner.gets == 1
     found = store.sharing()
@@ -202,7 +203,7 @@ def test_without_single_flight_each_reader_reads(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Flights, "join", alone)
     inner = Gated()
     store, keys = shared(inner, 0), make_keys(4)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
+    store_chain(memory_subject(inner.store, inner), keys)
     assert read_at_once(store, inner, keys, 5) == [[HIT] * 4] * 5
     assert inner.gets == 5
 
@@ -211,7 +212,7 @@ def test_overlapping_batches_wait_for_each_other_without_a_deadlock() -> None:
     """Three calls overlap; the last one waits for pages of both others."""
     inner = Gated()
     store, keys = shared(inner), make_keys(6)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
+    store_chain(memory_subject(inner.store, inner), keys)
     inner.read_gate.clear()
     answers: list[list[GetOutcome]] = []
     threads = start_threads(lambda: answers.append(load(as_store(store), keys[:4])))
@@ -229,7 +230,7 @@ def test_overlapping_batches_wait_for_each_other_without_a_deadlock() -> None:
 def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_written_later() -> None:
     inner = Gated()
     store, keys = shared(inner, 0), make_keys(2)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
+    store_chain(memory_subject(inner.store, inner), keys)
     inner.read_gate.clear()
     threads = start_threads(lambda: load(as_store(store), keys))
     wait_for(lambda: inner.gets == 1)
@@ -244,7 +245,7 @@ def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_wri
 def test_a_waiting_reader_with_a_later_deadline_than_the_first_one_reads_itself() -> None:
     inner = Gated()
     store, keys = shared(inner, 0), make_keys(2)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
+    store_chain(memory_subject(inner.store, inner), keys)
     inner.read_gate.clear()
     answers: list[list[GetOutcome]] = []
     frames, deadline = empty_frames(CODEC, 2), soon(0.05)
@@ -273,7 +274,7 @@ class Dying(Passing):
 def test_an_exception_in_the_first_reader_wakes_the_waiting_ones() -> None:
     inner = Gated()
     store, keys = in_front_of(Dying(inner.store)), make_keys(2)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
+    store_chain(memory_subject(inner.store, inner), keys)
     inner.read_gate.clear()
     died: list[str] = []
     answers: list[list[GetOutcome]] = []
@@ -295,8 +296,8 @@ def test_an_exception_in_the_first_reader_wakes_the_waiting_ones() -> None:
 def test_a_damaged_page_is_corrupt_for_one_reader_and_a_miss_for_the_others() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
-    inner.poke(keys[1], bytes(CODEC.frame_bytes))
+    store_chain(memory_subject(inner.store, inner), keys)
+    inner.poke(CODEC.namespace, keys[1], bytes(CODEC.frame_bytes))
     answers = read_at_once(store, inner, keys, 3)
     assert sorted(answers) == sorted([[HIT, CORRUPT], [HIT, MISS], [HIT, MISS]])
     assert sum(store.statistics().corrupt.values()) == 1
@@ -340,7 +341,7 @@ def test_a_full_pool_admits_a_page_at_its_second_read() -> None:
     inner = Gated()
     store, keys, more = shared(inner, 4), make_keys(4), make_keys(2, "more")
     store_chain(as_store(store), keys)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), more)
+    store_chain(memory_subject(inner.store, inner), more)
     for expected in (1, 2, 2):
         assert load(as_store(store), more) == [HIT] * 2
         assert len(inner.called("get")) == expected
@@ -436,7 +437,7 @@ def test_a_page_that_only_the_pool_has_is_stored_again() -> None:
     store_chain(as_store(store), keys)
     inner.store.delete(keys, deadline=soon())
     assert store_chain(as_store(store), keys) == [STORED] * 2
-    assert inner.pages == 2
+    assert inner.count == 2
 
 
 # The pool alone
@@ -478,7 +479,7 @@ def test_without_a_store_a_damaged_page_is_an_error() -> None:
 def test_a_read_in_flight_does_not_restore_a_deleted_page() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys)
+    store_chain(memory_subject(inner.store, inner), keys)
     has_read, may_return = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -502,11 +503,11 @@ def test_a_removal_covers_pool_and_store_and_does_not_count_a_page_twice(verb: s
     store, keys = shared(inner), make_keys(5)
     store_chain(as_store(store), keys[:3])
     inner.store.delete(keys[:1], deadline=soon())
-    store_chain(Subject(inner.store, inner.peek, inner.poke), keys[3:])
+    store_chain(memory_subject(inner.store, inner), keys[3:])
     removed = delete(as_store(store), keys) if verb == "delete" else store.clear(deadline=soon())
     # A clear gets a number from the pool and one from the store, and does not know how many pages are in both.
     assert removed == (5 if verb == "delete" else 4)
-    assert (inner.pages, load(as_store(store), keys)) == (0, [MISS] * 5)
+    assert (inner.count, load(as_store(store), keys)) == (0, [MISS] * 5)
 
 
 # Stores that are detached and attached
@@ -516,7 +517,7 @@ def test_calls_in_flight_end_with_the_store_they_began_with_when_it_is_replaced(
     old, new = Gated(), Gated()
     store, keys, more = shared(old, 2), make_keys(3), make_keys(3, "more")
     store_chain(as_store(store), keys)
-    store_chain(Subject(old.store, old.peek, old.poke), more)
+    store_chain(memory_subject(old.store, old), more)
     old.fail_pages = set(more[2:])
     old.read_gate.clear()
     answers: list[list[GetOutcome]] = []
@@ -607,7 +608,7 @@ def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pag
     for keys in chains:
         delete(as_store(store), keys)
         assert load(as_store(store), keys) == [MISS] * 8
-    assert inner.pages == 0 and store.statistics().corrupt == {}
+    assert inner.count == 0 and store.statistics().corrupt == {}
 
 
 def churn_all(store: Subject, keys: list[bytes], dice: random.Random, rounds: int = 150) -> None:

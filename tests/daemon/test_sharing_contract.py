@@ -8,7 +8,7 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.testing import MISS, DriverContract, OpenStore, SoleDriverContract, Subject, bare
+from hicache.backends.testing import MISS, DriverContract, OpenStore, SoleDriverContract, Subject, bare, memory_subject
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
@@ -37,7 +37,7 @@ def shared(codec: FrameCodec, pool: PagePool, inner: Subject) -> Subject:
 
 def memory(codec: FrameCodec) -> Subject:
     driver = MemoryDriver()
-    return Subject(bare(driver, codec), driver.peek, driver.poke)
+    return memory_subject(bare(driver, codec), driver)
 
 
 class TestOverMemory(SoleDriverContract):

@@ -29,6 +29,7 @@ from hicache.backends.testing import (
     load,
     make_keys,
     memory_store,
+    memory_subject,
     soon,
     store_chain,
 )
@@ -68,7 +69,7 @@ def switched_off() -> Store:
     guard = Store(driver, CODEC, GuardConfig(retry_share=0, backoff_min=3600, backoff_max=3600))
     for _ in range(3):
         guard.batch_exists(make_keys(1, "probe"), deadline=soon())
-        store_chain(Subject(guard, driver.peek, driver.poke), make_keys(1, "probe"))
+        store_chain(memory_subject(guard, driver), make_keys(1, "probe"))
     wait_for(lambda: not any(guard.may_pass(direction) for direction in guard.guard_statistics().breakers))
     return guard
 
@@ -188,7 +189,7 @@ def test_a_removed_page_does_not_stay_in_the_pool(shared: Callable[..., Subject]
 def test_a_removal_that_the_store_could_not_make_is_an_error(shared: Callable[..., Subject]) -> None:
     """The page may come back from the store."""
     driver, keys = failing(), make_keys(1)
-    driver.poke(keys[0], b"a page")
+    driver.poke(CODEC.namespace, keys[0], b"a page")
     store = shared(bare(driver, CODEC))
     with collected_errors() as errors:
         delete(store, keys)

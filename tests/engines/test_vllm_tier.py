@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.redis.raw import RedisRawStore
+from hicache.backends.redis import RedisDriver
+from hicache.backends.stored import StoredPages
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.lab.devservers import ValkeyServer
 from tests.waiting import wait_for
@@ -77,7 +78,7 @@ class Tier:
         return len(keys)
 
     def namespaces(self) -> int:
-        with contextlib.closing(RedisRawStore(RedisStorageOptions(**self._storage))) as raw:
+        with contextlib.closing(StoredPages(RedisDriver(None, RedisStorageOptions(**self._storage)), "redis")) as raw:
             return len({page.namespace for page in raw.pages()})
 
 

@@ -25,10 +25,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.base import GetOutcome, SetOutcome, Usage
-from hicache.backends.raw import StoredPage
+from hicache.backends.base import GetOutcome, SetOutcome, StoredPage, Usage
 from hicache.backends.redis import RedisDriver
-from hicache.backends.redis.raw import RedisRawStore
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, driver_of, full_frames, make_keys, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
@@ -271,7 +270,7 @@ class _Texts(logging.Handler):
 
 
 def run_round(seed: int) -> Counter[str]:
-    """Run every verb of a backend and of a raw store on one server. Return the results, counted by verb.
+    """Run every verb of an engine and of an operator on one server. Return the results, counted by verb.
 
     Raises AssertionError for a result that is not an outcome or a typed error, for a text with the secret, and for a
     connection to another address. The error names the seed.
@@ -289,7 +288,7 @@ def run_round(seed: int) -> Counter[str]:
         cleanup.callback(log.removeHandler, texts)
         try:
             open_backend = functools.partial(store_of, RedisDriver, CODEC)
-            for open_store, use in ((open_backend, _use_backend), (RedisRawStore, _use_raw)):
+            for open_store, use in ((open_backend, _use_backend), (_open_stored, _use_raw)):
                 server.hostile = dice.random() < 0.3  # while the store is opened; later always
                 _round(open_store, use, _options(mode, server.port), server, counts, texts)
         except BaseException as error:
@@ -354,6 +353,10 @@ def _use_backend(backend: Any, counts: Counter[str], texts: _Texts) -> None:
     statistics = backend.statistics()
     texts.texts.append(repr((statistics, driver_of(backend, RedisDriver).options)).replace(f"username='{USER}'", ""))
     counts.update({f"error {name}": times for name, times in statistics.errors.items()})
+
+
+def _open_stored(options: RedisStorageOptions) -> StoredPages:
+    return StoredPages(RedisDriver(None, options), "redis")
 
 
 def _use_raw(store: Any, counts: Counter[str], texts: _Texts) -> None:

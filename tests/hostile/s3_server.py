@@ -1,8 +1,8 @@
 """A hostile S3 server, whose replies are drawn from a seed, and rounds of all verbs against it.
 
-`run_round(seed)` opens a backend and a raw store on the server, runs verbs, and checks that each ends in an outcome or
-a typed error, that a HIT has the right bytes, and that no text contains a key or token. It returns counts of replies
-and results. The server sends a slow or endless reply until the client closes the connection.
+`run_round(seed)` opens a store on the server, for an engine and for an operator, runs verbs, and checks that each ends
+in an outcome or a typed error, that a HIT has the right bytes, and that no text contains a key or token. It returns
+counts of replies and results. The server sends a slow or endless reply until the client closes the connection.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.raw import StoredPage
-from hicache.backends.s3 import S3Driver, S3RawStore
+from hicache.backends.base import GetOutcome, SetOutcome, StoredPage
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name
 from hicache.backends.store import Store
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, holds, make_keys, store_of
 from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import CODEC, PAGE, options
@@ -270,7 +270,7 @@ def _open(attempt: Callable[[], T]) -> T:
 
 
 class _Verbs:
-    """The verbs of one backend and one raw store. Each checks its result, and may raise BackendUnavailable only."""
+    """The verbs of an engine and of an operator. Each checks its result, and may raise BackendUnavailable only."""
 
     def __init__(self, url: str) -> None:
         self._options = options(
@@ -285,7 +285,7 @@ class _Verbs:
         }
         self._page = StoredPage(NAMESPACE, _KEYS[0], PAGE, None)
         self.backend: Store = _open(lambda: store_of(S3Driver, CODEC, self._options))
-        self._raw: S3RawStore = _open(lambda: S3RawStore(self._options))
+        self._raw: StoredPages = _open(lambda: StoredPages(S3Driver(None, self._options), "s3"))
         self.verbs: dict[str, Callable[[], object]] = {
             "get": self.get, "set": self._set, "exists": self._exists, "delete": self._delete, "usage": self._usage,
             "list": lambda: list(itertools.islice(self._raw.pages(), 5000)),
@@ -293,7 +293,7 @@ class _Verbs:
             "write": lambda: self._raw.write(self._page, b"x" * PAGE, None),
             "remove": lambda: self._raw.remove([self._page]),
             "open": lambda: store_of(S3Driver, CODEC, self._options).close(),
-            "open raw": lambda: S3RawStore(self._options).close(),
+            "open raw": lambda: StoredPages(S3Driver(None, self._options), "s3").close(),
         }  # fmt: skip
 
     def get(self) -> list[GetOutcome]:

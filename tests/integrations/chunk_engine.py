@@ -80,9 +80,9 @@ class Store:
 
     def damage(self, key: bytes, at: int = 1000) -> None:
         """Flip a bit of a page of NAMESPACE."""
-        page = bytearray(self.driver.peek(key) or b"")
+        page = bytearray(self.driver.peek(NAMESPACE.digest, key) or b"")
         page[at] ^= 1
-        self.driver.poke(key, bytes(page))
+        self.driver.poke(NAMESPACE.digest, key, bytes(page))
 
     def release(self) -> None:
         for event in (self.reads, self.writes, self.lookups):

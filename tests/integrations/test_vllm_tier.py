@@ -71,9 +71,9 @@ def test_two_swapped_chunks_are_misses() -> None:
     with engine_on(store) as engine:
         engine.save(names)
         keys = list(map(chunk_keys(ROOT), names))
-        pages = [store.driver.peek(key) or b"" for key in keys]
+        pages = [store.driver.peek(NAMESPACE.digest, key) or b"" for key in keys]
         for key, page in zip(keys, reversed(pages), strict=True):
-            store.driver.poke(key, page)
+            store.driver.poke(NAMESPACE.digest, key, page)
         assert engine.fetch(names) == []
 
 

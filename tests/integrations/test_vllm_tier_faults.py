@@ -48,8 +48,8 @@ def test_a_hit_whose_buffer_was_not_filled_is_a_miss(in_place: bool) -> None:
     names, store = names_of("a", 3), Store()
     with engine_on(store, in_place=in_place) as engine:
         engine.save(names)
-        for key in store.driver.keys(0.0):
-            store.damage(key)
+        for page in store.driver.pages("", 0.0):
+            store.damage(page.key)
         assert engine.fetch(names) == []  # damaged; the bytes that were read are still in a buffer
         store.lies = True
         assert engine.fetch(names) == []
@@ -216,12 +216,12 @@ def test_no_wrong_chunk_is_delivered_under_random_faults_of_the_store(seed: int)
             if dice.random() < 0.1:
                 engine.tier.forget(dice.choice("rst"))
             driver = store.driver
-            stored = list(driver.keys(0.0))
+            stored = list(driver.pages("", 0.0))
             if stored and dice.random() < 0.2:
                 victim, other = dice.choice(stored), dice.choice(stored)
-                page = driver.peek(victim) or b""
-                changed = [page[:300] + b"\0" + page[301:], page[:4096], driver.peek(other) or b""]
-                driver.poke(victim, dice.choice(changed))
+                page = driver.peek(*victim.id) or b""
+                changed = [page[:300] + b"\0" + page[301:], page[:4096], driver.peek(*other.id) or b""]
+                driver.poke(*victim.id, dice.choice(changed))
             if dice.random() < 0.1:
                 store.raises = None if store.raises else BackendError("down")
             engine.step()

@@ -133,16 +133,16 @@ class SimulatedStorage(Passing):
 
     def lose_or_damage_page(self) -> None:
         """Remove or damage one stored page."""
-        keys = list(self._driver.keys(math.inf))
+        keys = [page.key for page in self._driver.pages("", math.inf)]
         if not keys:
             return
         key = self.random.choice(keys)
         if self.random.random() < 0.5:
             self.delete([key], deadline=math.inf)
             return
-        frame = bytearray(self._driver.peek(key) or b"")
+        frame = bytearray(self._driver.peek(self.codec.namespace, key) or b"")
         frame[self.random.randrange(HEADER_BYTES + self.codec.payload_bytes)] ^= 1 << self.random.randrange(8)
-        self._driver.poke(key, bytes(frame))
+        self._driver.poke(self.codec.namespace, key, bytes(frame))
 
     def _require_correct(self, key: bytes, frame: memoryview) -> None:
         if frame[HEADER_BYTES : HEADER_BYTES + self.codec.payload_bytes] != self._stamps.payload(key, self.epoch):

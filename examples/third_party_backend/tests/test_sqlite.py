@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hicache_sqlite import SqliteDriver, SqliteRawStore
+from hicache_sqlite import SqliteDriver
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.errors import StoreError
-from hicache.backends.registry import BackendSpec, open_raw
+from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.testing import (
     MISS,
     NAMESPACE,
@@ -19,9 +19,9 @@ from hicache.backends.testing import (
     SET_ERROR,
     STORED,
     DriverContract,
-    OpenRaw,
+    InspectionContract,
     OpenStore,
-    RawContract,
+    OpenStored,
     Subject,
     bare,
     driver_of,
@@ -64,14 +64,14 @@ class TestSqliteDriver(DriverContract):
         return lambda codec: opened(tmp_path / "pages.db", codec)
 
 
-class TestSqliteRawStore(RawContract):
+class TestInspection(InspectionContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: opened(tmp_path / "pages.db", codec)
 
     @pytest.fixture
-    def open_raw(self, tmp_path: Path) -> OpenRaw:
-        return lambda: SqliteRawStore(tmp_path / "pages.db")
+    def open_stored(self, tmp_path: Path) -> OpenStored:
+        return lambda: open_stored(BackendSpec("sqlite", {"path": str(tmp_path / "pages.db")}))
 
 
 def test_a_store_locked_by_another_process_is_an_error_at_the_deadline(tmp_path: Path) -> None:
@@ -120,14 +120,15 @@ def test_a_disk_that_is_full_before_the_first_page_is_an_error(
 def test_a_failed_removal_can_be_retried(tmp_path: Path) -> None:
     store = opened(tmp_path / "pages.db")
     assert store_chain(store, make_keys(3)) == [STORED] * 3
-    raw = SqliteRawStore(tmp_path / "pages.db")
-    pages = list(raw.pages())
-    raw._db.execute("CREATE TRIGGER failure BEFORE DELETE ON pages BEGIN SELECT RAISE(FAIL, 'failure'); END")
-    with pytest.raises(BackendUnavailable, match="check disk and permissions"):
-        raw.remove(pages)
-    raw._db.execute("DROP TRIGGER failure")
-    assert raw.remove(pages) == 3
-    raw.close()
+    db = driver_of(store.backend, SqliteDriver)._db
+    stored = open_stored(BackendSpec("sqlite", {"path": str(tmp_path / "pages.db")}))
+    pages = list(stored.pages())
+    db.execute("CREATE TRIGGER failure BEFORE DELETE ON pages BEGIN SELECT RAISE(FAIL, 'failure'); END")
+    with pytest.raises(BackendUnavailable, match="SQLITE_CONSTRAINT"):
+        stored.remove(pages)
+    db.execute("DROP TRIGGER failure")
+    assert stored.remove(pages) == 3
+    stored.close()
     store.backend.close()
 
 
@@ -146,15 +147,15 @@ def test_the_entry_point_is_found_by_name_and_unknown_options_are_rejected(tmp_p
         open_backend("sqlite", CODEC, {"pathh": str(tmp_path / "pages.db")})
 
 
-def test_a_store_with_a_raw_store_accepts_a_limit(tmp_path: Path) -> None:
+def test_a_store_that_can_be_listed_accepts_a_limit(tmp_path: Path) -> None:
     options = {"path": str(tmp_path / "pages.db"), "capacity_bytes": 10 * CODEC.frame_bytes}
     backend = open_backend("sqlite", CODEC, options)
     assert backend.usage().capacity_bytes == 10 * CODEC.frame_bytes
     store = Subject(backend, lambda key: None, lambda key, data: None)
     assert store_chain(store, make_keys(12))[:10] == [STORED] * 10
     backend.close()
-    raw = open_raw(BackendSpec("sqlite", options))
-    assert 0 < len(list(raw.pages())) <= 10
-    raw.close()
+    stored = open_stored(BackendSpec("sqlite", options))
+    assert 0 < len(list(stored.pages())) <= 10
+    stored.close()
     with pytest.raises(ConfigError, match="at least a page"):
         open_backend("sqlite", CODEC, {**options, "capacity_bytes": 1})

@@ -29,22 +29,23 @@ from ...keys import PAGE_KEY_BYTES
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ...units import format_size
-from ..base import EvictionListener, Usage
+from ..base import EvictionListener, PageId, StoredPage, Usage
 from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
-from .index import Index
+from .index import Index, PageRow
 from .pages import (
     Identity,
     NotThePage,
     PageFiles,
     System,
     error_name,
+    look,
     page_name,
     remove_damaged,
     remove_page,
 )
-from .reconcile import stored_ids
+from .reconcile import rows_of, stored_pages
 from .store import FileStore, Removal, now_us
 from .writes import CapacityManager, Writes, class_of
 
@@ -59,10 +60,10 @@ _USES_MAX = 65_536
 # How long to wait for a busy store in order to write recency. After a timeout, the next batch does not wait again.
 _FLUSH_WAIT_S = 0.02
 _CLOSE_S = 5.0
+_NO_FILE = "no file"
 # How long to wait for a busy store in order to measure it.
 _MEASURE_WAIT_S = 0.25
 _EXISTS_PAGES_PER_CLOCK = 64
-_FIRST_KEY, _LAST_KEY = bytes(PAGE_KEY_BYTES), b"\xff" * PAGE_KEY_BYTES
 
 # A page that was used again since it was stored counts as used later, by this multiple of the age of the oldest page,
 # because most pages are never used again. On the public conversation trace a store of 5.6 million tokens gets 3 % more
@@ -74,30 +75,34 @@ class FileDriver:
     """Pages in files. See the module's docstring; `Driver` describes each function. The identity of a file
     distinguishes it from its successor.
 
+    Pages are files of a size that fits `codec`. It is None for a tool, which writes and removes pages of any size: then
+    the store must exist, and damaged files stay, so that the tool can count them.
+
     The constructor scans the store, which blocks. It raises NotOurs and BackendUnavailable, and InvalidInput for a
     capacity below one page. Open it after a fork and not before: neither its threads nor SQLite survive a fork. On a
     full or read-only disk it opens, reads and removes pages, and rejects new ones until its index can be written.
     `system` is for tests.
     """
 
-    def __init__(self, codec: FrameCodec, options: FileStorageOptions, *, system: System | None = None) -> None:
-        self.codec = codec
+    def __init__(self, codec: FrameCodec | None, options: FileStorageOptions, *, system: System | None = None) -> None:
         self.options = instance("options", options, FileStorageOptions)
-        if options.capacity is not None and options.capacity < codec.frame_bytes:
+        if codec is not None and options.capacity is not None and options.capacity < codec.frame_bytes:
             raise InvalidInput(
                 f"file store: capacity {options.capacity} is below one page of {codec.frame_bytes} bytes;"
                 " raise it, or use smaller pages"
             )
         self._state = threading.Lock()
-        self._uses: dict[bytes, int] = {}
+        self._uses: dict[PageId, int] = {}
         self._uses_since = math.inf
         self._flush_after = -math.inf
         self._rejection: str | None = None
         self._errors: Counter[str] = Counter()
-        self._store = FileStore(options.path, create=True, system=system)
+        self._store = FileStore(
+            options.path, create=codec is not None, keep_damaged=codec is None, system=system
+        )
         self._files = PageFiles(
             self._store.root_fd,
-            codec.fits,
+            (lambda length: True) if codec is None else codec.fits,
             system=self._store.system,
             direct_io=options.direct_io,
             sync=options.sync,
@@ -105,12 +110,18 @@ class FileDriver:
         # An exception on one of its threads fails one page, which `PageReads` and `PageWrites` count.
         self._pool = SupervisedPool[Any]("file", options.io_threads - 1)
         self._capacity = CapacityManager(self._store, options.capacity, options.free_space_floor)
-        self._namespace_hex = codec.namespace.hex()
+        self._listeners: dict[bytes, EvictionListener] = {}
+        self._capacity.on_evicted = self._evicted
+        if codec is not None:
+            self._fit(codec.frame_bytes)
+
+    def _fit(self, frame_bytes: int) -> None:
+        """Evict the pages over the limits, and warn of limits without room."""
         errors: list[str] = []
 
         def fit(index: Index) -> None:
             self._capacity.fit(index, errors)
-            self._warn_of_limits(index.totals().bytes)
+            self._warn_of_limits(index.totals().bytes, frame_bytes)
 
         self._settled(time.monotonic() + _CLOSE_S, fit, None)
         self._count(*errors)
@@ -120,11 +131,11 @@ class FileDriver:
         with self._state:
             self._errors.update(kinds)
 
-    def _warn_of_limits(self, held_bytes: int) -> None:
+    def _warn_of_limits(self, held_bytes: int, frame_bytes: int) -> None:
         """Warn if the file system does not have room for a page, or for the capacity. Raises OSError."""
         options, room = self.options, self._capacity.space()[0] + held_bytes - self.options.free_space_floor
         path, floor, left = str(options.path), format_size(options.free_space_floor), self._capacity.space_left()
-        if room < self.codec.frame_bytes:
+        if room < frame_bytes:
             _limits_log.warn(path, "file store %s: free_space_floor is %s, and %s, so the store keeps nothing; lower "
                              "free_space_floor, or use a larger disk", path, floor, left)  # fmt: skip
         elif options.capacity is not None and room < options.capacity:
@@ -142,9 +153,9 @@ class FileDriver:
             self._count(class_of(error))
             return otherwise
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[Answer]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterator[Answer]:
         """See Driver. One stat per key; the index is not used."""
-        is_present = self._files.lookup(self._namespace_hex)
+        is_present = self._files.lookup(namespace.hex())
         for position, key in enumerate(keys):
             if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
                 raise StoreError(ErrorKind.DEADLINE)
@@ -158,15 +169,16 @@ class FileDriver:
     def read(self, pages: PageReads[Identity | None]) -> None:
         """See Driver. About once a second, takes the store's lock, if it is free within a moment, to write uses."""
         used: list[bytes] = []
+        folder = pages.codec.namespace.hex()
 
         def read_one(position: int) -> None:
-            if not pages.is_late and self._read(pages, position):
+            if not pages.is_late and self._read(folder, pages, position):
                 used.append(pages.keys[position])
 
         self._pool.run(len(pages), read_one)
-        self._note_uses(used)
+        self._note_uses(pages.codec.namespace, used)
 
-    def _read(self, pages: PageReads[Identity | None], position: int) -> bool:
+    def _read(self, folder: str, pages: PageReads[Identity | None], position: int) -> bool:
         """Read and settle one page; return True for a hit."""
 
         def buffers(stored_bytes: int) -> list[memoryview]:
@@ -176,7 +188,7 @@ class FileDriver:
 
         stream = pages.stream()
         try:
-            found = self._files.read(page_name(self._namespace_hex, pages.keys[position]), buffers, stream)
+            found = self._files.read(page_name(folder, pages.keys[position]), buffers, stream)
         except FileNotFoundError:
             pages.miss(position)
         except NotThePage as other:
@@ -189,23 +201,26 @@ class FileDriver:
             return pages.accept(position, found[2], found, stream)
         return False
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+    def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Touches. One stat per key; the uses wait in memory like those of reads."""
-        found = list(self.find(keys, deadline))
-        self._note_uses([key for key, answer in zip(keys, found, strict=True) if answer is not False])
+        found = list(self.find(namespace, keys, deadline))
+        self._note_uses(namespace, [key for key, answer in zip(keys, found, strict=True) if answer is not False])
         return found
 
-    def watch_evictions(self, listener: EvictionListener) -> None:
+    def watch_evictions(self, namespace: bytes, listener: EvictionListener) -> None:
         """See ReportsEvictions. Evictions of other processes are not reported."""
-        ours = self.codec.namespace
-        self._capacity.on_evicted = lambda namespace, key: listener([key]) if namespace == ours else None
+        self._listeners[namespace] = listener
 
-    def _note_uses(self, keys: Sequence[bytes]) -> None:
+    def _evicted(self, namespace: bytes, key: bytes) -> None:
+        if namespace in self._listeners:
+            self._listeners[namespace]([key])
+
+    def _note_uses(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         if not keys:
             return
         now = time.monotonic()
         with self._state:
-            self._uses.update(dict.fromkeys(keys, now_us()))
+            self._uses.update(dict.fromkeys([(namespace, key) for key in keys], now_us()))
             self._uses_since = min(self._uses_since, now)
             due = len(self._uses) >= _USES_FLUSH or now - self._uses_since >= USES_FLUSH_S
             due = due and now >= self._flush_after
@@ -229,17 +244,21 @@ class FileDriver:
             uses, self._uses, self._uses_since = self._uses, {}, math.inf
         if uses:
             oldest = index.oldest_use()
-            if oldest is not None:
-                uses = {key: use + max(0, REUSE_LEAD * (use - oldest)) for key, use in uses.items()}
-            index.touch(self.codec.namespace, uses)
+            lead = 0 if oldest is None else REUSE_LEAD
+            by_namespace: dict[bytes, dict[bytes, int]] = {}
+            for (namespace, key), use in uses.items():
+                by_namespace.setdefault(namespace, {})[key] = use + max(0, lead * (use - (oldest or 0)))
+            for namespace, some in by_namespace.items():
+                index.touch(namespace, some)
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Two transactions per batch; pages become visible at its end, head first."""
         writes = Writes(self._store, self._files, self._capacity, self._pool, pages)
-        writes.run(self._write_uses)
+        used_us = None if pages.used_s is None else min(int(pages.used_s * 1e6), now_us())
+        writes.run(self._write_uses, used_us)
         if len(writes.present) < len(pages):
             self._rejection = writes.rejection
-        self._note_uses(writes.present)
+        self._note_uses(pages.codec.namespace, writes.present)
 
     @property
     def rejection(self) -> str | None:
@@ -247,7 +266,7 @@ class FileDriver:
         return self._rejection
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[Identity | None] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Identity | None] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. One transaction for all of them. Works on a full disk, and without an index."""
         removed, kinds = 0, list[str]()
@@ -256,9 +275,9 @@ class FileDriver:
                 for number, key in enumerate(keys):
                     try:
                         if found is None:
-                            removed += self._remove(removal, key)
+                            removed += self._remove(removal, namespace, key)
                         else:
-                            self._remove_damaged(removal, key, found[number])
+                            removed += self._remove_found(removal, namespace, key, found[number])
                     except OSError as error:
                         kinds.append(error_name(error))
             if removal.error is not None:
@@ -267,35 +286,37 @@ class FileDriver:
             kinds.append(class_of(error))
         return removed, kinds
 
-    def _remove(self, removal: Removal, key: bytes) -> bool:
+    def _remove(self, removal: Removal, namespace: bytes, key: bytes) -> bool:
         """Remove the file of a page, if there is one, and its row. Raises OSError."""
-        name = page_name(self._namespace_hex, key)
+        name = page_name(namespace.hex(), key)
         there = self._files.present(name)
         if there:
             remove_page(self._store.system, self._store.root_fd, name)
-        removal.pages.append((self.codec.namespace, key))
+        removal.pages.append((namespace, key))
         return there
 
-    def _remove_damaged(self, removal: Removal, key: bytes, found: Identity | None) -> None:
-        """Remove the file that was read, and not its replacement. Raises OSError."""
-        name = page_name(self._namespace_hex, key)
-        remove_damaged(self._store.system, self._store.root_fd, name, found)
-        if not self._files.present(name):
-            removal.pages.append((self.codec.namespace, key))
+    def _remove_found(self, removal: Removal, namespace: bytes, key: bytes, found: Identity | None) -> bool:
+        """Remove what was found at a page's name, and not its replacement. Raises OSError."""
+        system, root_fd, name = self._store.system, self._store.root_fd, page_name(namespace.hex(), key)
+        there = look(system, root_fd, name) is not None
+        remove_damaged(system, root_fd, name, found)
+        if len(key) == PAGE_KEY_BYTES and not self._files.present(name):
+            removal.pages.append((namespace, key))
+        return there and look(system, root_fd, name) is None
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
-        """See Driver. First the files, then the rows without files. Holds the keys of all rows until the files are
-        listed: about 200 bytes per page."""
-        rows: dict[bytes, int] = {}
-        rows = self._settled(deadline, lambda index: index.stored(self.codec.namespace, _FIRST_KEY, _LAST_KEY), rows)
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """See Driver. First the files, then the rows without files. Holds the rows of the whole store until the files
+        are listed: about 300 bytes per page."""
+        rows: dict[PageId, PageRow] = {}
+        rows = self._settled(deadline, lambda index: rows_of(index, namespace), rows)
         try:
-            for _, key in stored_ids(self._store.system, self._store.root_fd, self._namespace_hex):
-                if len(key) == PAGE_KEY_BYTES:
-                    rows.pop(key, None)
-                    yield key
+            for page in stored_pages(self._store.system, self._store.root_fd, namespace, rows):
+                if len(page.key) == PAGE_KEY_BYTES:
+                    yield page
         except OSError as error:
             raise StoreError(class_of(error)) from error
-        yield from rows
+        for space, key in rows:
+            yield StoredPage(space, key, 0, None, damage=_NO_FILE)
 
     def measure(self) -> Usage:
         """See Driver. Pages and bytes of all namespaces in the root, which share the capacity."""

@@ -12,19 +12,21 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 
 from ...frame import FRAME_ALIGN, HEADER_BYTES, NO_PARENT, FrameHeader
 from ...keys import FORMAT_VERSION, PAGE_KEY_BYTES
-from ..raw import PageId
-from .index import Index
+from ..base import PageId, StoredPage
+from .index import Index, PageRow
 from .pages import (
     LIST_FLAGS,
     NOT_A_FILE_ERRNOS,
+    NOT_REGULAR,
     TMP_DIR,
     System,
     identity,
     is_hex,
+    look,
     look_for_file,
     page_name,
     read_start,
@@ -55,6 +57,39 @@ def stored_ids(system: System, root_fd: int, prefix: str = "") -> Iterator[PageI
             for name in sorted(names or ()):
                 if is_hex(name, 64) and name.startswith(fan):
                     yield digest, bytes.fromhex(name)
+
+
+def rows_of(index: Index, prefix: str = "") -> dict[PageId, PageRow]:
+    """Return the stored pages in the index, of the namespaces whose digest begins with `prefix` in hexadecimal."""
+    rows = index.all_stored()
+    return {(row.namespace, row.key): row for row in rows if row.namespace.hex().startswith(prefix)}
+
+
+def stored_pages(
+    system: System, root_fd: int, prefix: str, rows: MutableMapping[PageId, PageRow] | None
+) -> Iterator[StoredPage]:
+    """Yield the pages that `stored_ids` finds, and take their rows out of `rows`. Without `rows` the last uses are
+    unknown. A link in place of a directory of pages is listed under the first byte of their keys. Raises OSError."""
+    for page_id in stored_ids(system, root_fd, prefix):
+        space, key = page_id
+        found = look(system, root_fd, page_name(space.hex(), key))
+        if found is None or (len(key) < PAGE_KEY_BYTES and stat.S_ISDIR(found.st_mode)):
+            continue  # removed, or a directory of pages again
+        regular = stat.S_ISREG(found.st_mode) and len(key) == PAGE_KEY_BYTES
+        used_us: int | None = None
+        if rows is not None:
+            row = rows.pop(page_id, None)
+            # A row that does not match its file is stale; then the file's time counts.
+            fits = row is not None and row.size == found.st_size
+            used_us = row.last_use if row is not None and fits else found.st_mtime_ns // 1000
+        yield StoredPage(
+            space,
+            key,
+            found.st_size if regular else 0,
+            None if used_us is None else used_us / 1e6,
+            identity(found),
+            None if regular else NOT_REGULAR,
+        )
 
 
 def listed(system: System, root_fd: int, folder: str) -> list[str] | None:

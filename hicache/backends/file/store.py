@@ -52,7 +52,7 @@ from dataclasses import dataclass, field
 from ...backoff import Backoff
 from ...errors import BackendUnavailable
 from ...logs import LimitedLog
-from ..raw import PageId
+from ..base import PageId
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file, index_files, index_names
 from .pages import FULL_ERRNOS, LOCK_FILE, TMP_DIR, System, look, look_for_file, make_folder, remove_page
 from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile

@@ -25,9 +25,9 @@ FULL_TRIES = 25
 
 def read_pages(session: ClientSession, pages: PageReads[None]) -> None:
     """Read pages until the deadline. Raises StoreError if no bounce buffer is free in time."""
-    start = 0
+    start, chunk = 0, session.chunk_pages(pages.codec.frame_bytes)
     while start < len(pages) and not pages.is_late:
-        end = min(start + session.chunk_pages, len(pages))
+        end = min(start + chunk, len(pages))
         buffers = [pages.buffers(position) for position in range(start, end)]
         with session.paths.path(buffers, pages.deadline) as path:
             positions = range(start, start + len(path))
@@ -40,7 +40,7 @@ def read_pages(session: ClientSession, pages: PageReads[None]) -> None:
 
 
 def _read_chunk(session: ClientSession, pages: PageReads[None], positions: range, path: BufferPath) -> None:
-    names = session.names.of([pages.keys[position] for position in positions])
+    names = session.names.of(pages.codec.namespace, [pages.keys[position] for position in positions])
     found = session.moved(path.run(lambda: session.client.get(names, path.addresses, path.sizes), pages.deadline))
     for index, (position, code) in enumerate(zip(positions, found, strict=True)):
         if code >= 0:
@@ -51,16 +51,16 @@ def _read_chunk(session: ClientSession, pages: PageReads[None], positions: range
             pages.miss(position)
         elif code == codes.CHECKSUM:
             pages.damage(position, "checksum", None)
-        elif code == codes.BAD_PARAMETER and _is_too_long(session, names[index], pages.deadline):
+        elif code == codes.BAD_PARAMETER and _is_too_long(session, names[index], pages):
             pages.damage(position, Damage.SIZE, None)
         else:
             pages.fail(position, codes.kind_of(code))
 
 
-def _is_too_long(session: ClientSession, name: str, deadline: float) -> bool:
+def _is_too_long(session: ClientSession, name: str, pages: PageReads[None]) -> bool:
     """True if the library rejected a page because it is longer than a frame."""
     try:
-        return session.ask(lambda: session.client.sizes([name]), deadline)[0] > session.codec.frame_bytes
+        return session.ask(lambda: session.client.sizes([name]), pages.deadline)[0] > pages.codec.frame_bytes
     except StoreError:
         return False
 
@@ -75,7 +75,7 @@ class Writes:
 
     def run(self) -> None:
         """Store pages until the deadline."""
-        count, chunk = len(self._pages), self._session.chunk_pages
+        count, chunk = len(self._pages), self._session.chunk_pages(self._pages.codec.frame_bytes)
         for start in range(0, count, chunk):
             positions = range(start, min(start + chunk, count))
             try:
@@ -91,7 +91,7 @@ class Writes:
                 self._pages.errors.append(error.kind)
 
     def _names(self, positions: Sequence[int]) -> list[str]:
-        return self._session.names.of([self._pages.keys[position] for position in positions])
+        return self._session.names.of(self._pages.codec.namespace, [self._pages.keys[at] for at in positions])
 
     def _exist(self, names: list[str]) -> list[int]:
         """Look the pages up; this grants leases on the stored ones."""
@@ -160,7 +160,7 @@ class Writes:
         """Renew the leases of the chain's pages so far, so that later pages do not evict them."""
         names = self._names(self._stored())
         if self._pages.parents[0] is not None:
-            names += self._session.names.of([self._pages.parents[0]])
+            names += self._session.names.of(self._pages.codec.namespace, [self._pages.parents[0]])
         if names:
             with contextlib.suppress(StoreError):  # without leases pages may be evicted; `_settle` finds them
                 self._exist(names)

@@ -75,11 +75,31 @@ class PathSelector:
         self.slow = False
         self.registered: tuple[tuple[int, int], ...] = ()
         self.pool = pool
+        self._client = client
         self._slot_bytes = slot_bytes
         self._slots = max(1, capacity_bytes // slot_bytes)
         self._state = threading.Condition()
         self._free = list(range(self._slots))
         self._memory = RegisteredMemory(client, self._slots * slot_bytes)
+
+    def enlarge(self, slot_bytes: int, deadline: float) -> None:
+        """Make room for pages of `slot_bytes`: as many slots as fit into the memory so far, at least one. Blocks while
+        a slot is taken; raises StoreError if one still is at the deadline, or without memory."""
+        with self._state:
+            if slot_bytes <= self._slot_bytes:
+                return
+            wait_s = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
+            if not self._state.wait_for(lambda: len(self._free) == self._slots, wait_s):
+                raise StoreError(ErrorKind.NO_BUFFER)
+            slots = max(1, self._memory.size // slot_bytes)
+            if slots * slot_bytes > self._memory.size:
+                try:
+                    larger = RegisteredMemory(self._client, slots * slot_bytes)
+                except BackendError as error:
+                    raise StoreError(ErrorKind.NO_BUFFER, str(error)) from error
+                self._memory.free()
+                self._memory = larger
+            self._slot_bytes, self._slots, self._free = slot_bytes, slots, list(range(slots))
 
     def add(self, start: int, end: int) -> None:
         """Move buffers between these addresses without a copy from now on."""

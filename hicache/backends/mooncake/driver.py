@@ -20,7 +20,8 @@ from ...arguments import instance
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendUnavailable, InvalidInput
 from ...frame import FrameCodec
-from ..base import Usage
+from ...units import MIB
+from ..base import StoredPage, Usage
 from ..driver import Answer
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
@@ -32,6 +33,8 @@ from .session import ClientSession, Names, SessionManager, remove_unleased
 
 _log = logging.getLogger(__name__)
 
+# The bounce buffer of a tool at first, for one page.
+_TOOL_BYTES = MIB
 # How long `close` waits for the library, which needs 1 s, 4 s without a master, 30 s if a daemon hangs.
 _CLOSE_S = 10.0
 
@@ -49,16 +52,20 @@ class MooncakeDriver:
     BackendError without memory for bounce buffers. Open it after a fork, not before.
     """
 
-    def __init__(self, codec: FrameCodec, options: MooncakeStorageOptions) -> None:
-        self.codec = codec
-        self.options = instance("options", options, MooncakeStorageOptions)
+    def __init__(self, codec: FrameCodec | None, options: MooncakeStorageOptions) -> None:
+        options = instance("options", options, MooncakeStorageOptions)
+        if codec is None:
+            # A tool moves pages itself, not through a daemon. It adds no segment, whose pages would be lost on `close`.
+            options = options.model_copy(update={"daemon": None, "segment": 0, "staging": _TOOL_BYTES})
+        self.options = options
         self._admin = Admin(admin_address(options))
-        self._sessions = SessionManager(lambda: ClientSession(codec, options))
+        frame_bytes = _TOOL_BYTES if codec is None else codec.frame_bytes
+        self._sessions = SessionManager(lambda: ClientSession(frame_bytes, options))
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Driver. One request for all keys; grants a lease on each stored page."""
         with self._sessions.use() as session:
-            names = session.names.of(keys)
+            names = session.names.of(namespace, keys)
             found = session.ask(lambda: session.client.exist(names), deadline)
         return [code == 1 if code >= 0 else codes.kind_of(code) for code in found]
 
@@ -71,6 +78,7 @@ class MooncakeDriver:
     def write(self, pages: PageWrites) -> None:
         """See Driver. If the store is full, waits up to half a second for it to evict pages."""
         with self._sessions.use() as session:
+            session.paths.enlarge(pages.codec.frame_bytes, pages.deadline)
             Writes(session, pages).run()
             self._renew_if_lost(pages.errors, session)
 
@@ -81,13 +89,13 @@ class MooncakeDriver:
             self._sessions.renew(session)
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[None] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[None] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. Waits, for at most 30 s, until the leases of recently used pages expire. With `found`, removes
         pages despite the lease from reading them; if another process has replaced a page since, its new page is removed
         too: the store cannot tell them apart."""
         with self._sessions.use() as session:
-            names = session.names.of(keys)
+            names = session.names.of(namespace, keys)
             if found is None:
                 return remove_unleased(
                     names, deadline,
@@ -97,14 +105,36 @@ class MooncakeDriver:
         kinds = [codes.kind_of(code) for code in answers if code < 0 and code not in codes.MISSES]
         return answers.count(codes.OK), kinds
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
-        """See Driver. Gets all keys of the store from the master's HTTP server."""
-        names = Names(self.options.prefix, self.codec.namespace)
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """See Driver. Gets all keys of the store from the master's HTTP server, about 140 bytes per page, and their
+        sizes. `used_s` is None, because the master does not report it."""
+        names = Names(self.options.prefix)
         try:
-            found = self._admin.all_keys()
+            ids = {name: found for name in sorted(self._admin.all_keys()) if (found := names.id_of(name))}
+            ours = [name for name, (space, _) in ids.items() if space.hex().startswith(namespace)]
+            for name, size in self._admin.sizes(ours):
+                yield StoredPage(*ids[name], size, None)
         except BackendUnavailable as error:
-            raise StoreError(ErrorKind.ADMIN) from error
-        return (key for key in map(names.key_of, found) if key is not None)
+            raise StoreError(ErrorKind.ADMIN, explanation=str(error)) from error
+
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+        """See Inspects."""
+        size = min(bytes_max, page.bytes)
+        if not size:
+            return b""
+        buffer = memoryview(bytearray(size))
+        with self._sessions.use() as session:
+            (name,) = session.names.of(page.namespace, [page.key])
+            session.paths.enlarge(size, deadline)
+            with session.paths.path([[buffer]], deadline) as path:
+                address = path.addresses[0][0]
+                (code,) = session.moved(path.run(lambda: session.client.get_start(name, address, size), deadline))
+                if code in codes.MISSES or code == codes.BAD_PARAMETER:  # removed, or replaced by a shorter page
+                    return None
+                if code < 0:
+                    raise StoreError(codes.kind_of(code))
+                path.fetch(0, size)
+        return bytes(buffer)
 
     def measure(self) -> Usage:
         """See Driver. Sends a request to the master's HTTP server. Counts all pages and bytes in the store, since
@@ -112,7 +142,7 @@ class MooncakeDriver:
         try:
             return self._admin.usage()
         except BackendUnavailable as error:
-            raise StoreError(ErrorKind.ADMIN) from error
+            raise StoreError(ErrorKind.ADMIN, explanation=str(error)) from error
 
     def close(self) -> None:
         """See Driver. When the last user in this process closes, its segment leaves the store with all its pages.

@@ -14,16 +14,16 @@ import contextlib
 import functools
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, ConfigError
-from ...frame import FrameCodec
-from ...keys import PAGE_KEY_BYTES
 from ...supervised import NoThread, SupervisedPool
 from ...units import MIB
+from ..base import PageId
 from ..errors import ErrorKind, StoreError
 from . import codes
 from .buffers import PathSelector
@@ -45,40 +45,46 @@ _LEASE_WAIT_S_MAX = 30.0
 
 
 class Names:
-    """The names of one namespace's pages in the store: `prefix`, the namespace in hexadecimal, "/", and the page key in
-    hexadecimal."""
+    """The names of pages in the store: `prefix`, the namespace in hexadecimal, "/", and the page key in hexadecimal."""
 
-    def __init__(self, prefix: str, namespace: bytes) -> None:
-        self._start = f"{prefix}{namespace.hex()}/"
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._name = re.compile(re.escape(prefix) + "([0-9a-f]{64})/([0-9a-f]{64})")
 
-    def of(self, keys: Sequence[bytes]) -> list[str]:
+    def of(self, namespace: bytes, keys: Sequence[bytes]) -> list[str]:
         """Return the names of `keys`."""
-        return [self._start + key.hex() for key in keys]
+        start = f"{self._prefix}{namespace.hex()}/"
+        return [start + key.hex() for key in keys]
 
-    def key_of(self, name: str) -> bytes | None:
-        """Return the key of the page with this name; None if it is not a page of this namespace."""
-        digits = name[len(self._start) :]
-        is_page = name.startswith(self._start) and len(digits) == 2 * PAGE_KEY_BYTES
-        return bytes.fromhex(digits) if is_page and not digits.strip("0123456789abcdef") else None
+    def id_of(self, name: str) -> PageId | None:
+        """Return namespace and key of the page with this name; None if it is not the name of a page."""
+        found = self._name.fullmatch(name)
+        return None if found is None else (bytes.fromhex(found[1]), bytes.fromhex(found[2]))
 
 
 class ClientSession:
-    """One membership in a store. The constructor raises ConfigError if the library is missing, BackendUnavailable if
-    the store cannot be joined, BackendError without memory for bounce buffers."""
+    """One membership in a store, for pages of up to `frame_bytes`.
 
-    def __init__(self, codec: FrameCodec, options: MooncakeStorageOptions) -> None:
+    The constructor raises ConfigError if the library is missing, BackendUnavailable if the store cannot be joined,
+    BackendError without memory for bounce buffers.
+    """
+
+    def __init__(self, frame_bytes: int, options: MooncakeStorageOptions) -> None:
         self.users = 0
         self.retired = False
-        self.codec = codec
-        self.names = Names(options.prefix, codec.namespace)
-        self.chunk_pages = max(1, _CHUNK_BYTES // codec.frame_bytes)  # per library call
+        self.names = Names(options.prefix)
         self.client, self._pool = join_store(options, "mooncake")
         try:
-            self.paths = PathSelector(self.client, self._pool, codec.frame_bytes, options.staging)
+            self.paths = PathSelector(self.client, self._pool, frame_bytes, options.staging)
         except BackendError:
             self.client.leave()
             self._pool.close()
             raise
+
+    @staticmethod
+    def chunk_pages(frame_bytes: int) -> int:
+        """Return how many pages of that size one library call moves."""
+        return max(1, _CHUNK_BYTES // frame_bytes)
 
     def ask(self, call: Callable[[], list[int]], deadline: float) -> list[int]:
         """Return the result of a library call that uses no frames. Raises StoreError if it does not return in time."""

@@ -56,8 +56,8 @@ class _Transfer(ABC, Generic[Pages]):
         self._pages: Pages = pages
         self._deadline = pages.deadline
         self._to_read = to_read
-        self._names = context.names(pages.keys)
-        self._depth = min(_DEPTH_MAX, max(2, context.options.pipeline // context.codec.frame_bytes))
+        self._names = context.names(pages.codec.namespace, pages.keys)
+        self._depth = min(_DEPTH_MAX, max(2, context.options.pipeline // pages.codec.frame_bytes))
         self._again: list[int] = []
         self._redirects: Redirects = {}
         self._redirected: set[int] = set()
@@ -108,7 +108,7 @@ class _Transfer(ABC, Generic[Pages]):
 
     def _run(self, groups: list[_Group]) -> None:
         width = self._context.options.connections
-        pages_per_lane = max(1, _LANE_BYTES // self._context.codec.frame_bytes)
+        pages_per_lane = max(1, _LANE_BYTES // self._pages.codec.frame_bytes)
         # The first lane of each server comes first, so that a hanging server does not take all threads.
         lanes = [
             (group, lane == 0) for lane in range(width) for group in groups if lane * pages_per_lane < len(group.todo)

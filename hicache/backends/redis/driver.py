@@ -12,6 +12,7 @@ while another is taken or a socket is used. Everything else is set once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,21 +22,26 @@ from ...config.redis_storage import RedisStorageOptions
 from ...errors import ConfigError, InvalidInput
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
-from ..base import Usage
+from ..base import StoredPage, Usage
 from ..driver import Answer
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
 from .batches import Reads, Writes
+from .channel import Channel, Reply
 from .connect import Connector
 from .errors import ErrorReply, unavailable
 from .options import Access, open_access
 from .pipeline import YES, RedisContext, StoredValue, exists, failures, flags, unlink, unlink_same
 from .pool import Pool, Pools, Purpose
 from .routing import Router
-from .usage import listed, measure
+from .usage import described, listed, measure
 
 # The maximum length of a Redis string; no server setting raises it.
 PAGE_MAX_BYTES = 512 << 20
+# The time limit of each step of a listing: it may be long as a whole, but must not hang with a hanging server.
+_STEP_S = 60.0
+# The most bytes read of a value by a tool: more than any page of an engine has.
+_READ_MAX_BYTES = 64 << 20
 # Measuring the usage may take this many times `timeout`.
 _PATIENCE_TIMEOUTS = 8
 # The nodes of a cluster share the threads of a batch: with more nodes than this, some wait for others.
@@ -90,29 +96,30 @@ class RedisDriver:
     connections cannot be shared between processes, and threads do not survive a fork.
     """
 
-    def __init__(self, codec: FrameCodec, options: RedisStorageOptions) -> None:
-        self.codec = codec
-        if codec.frame_bytes > PAGE_MAX_BYTES:
+    def __init__(self, codec: FrameCodec | None, options: RedisStorageOptions) -> None:
+        if codec is not None and codec.frame_bytes > PAGE_MAX_BYTES:
             raise InvalidInput(
                 f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be; lower page_size"
             )
         self.options = instance("options", options, RedisStorageOptions)
-        head = f"{options.key_prefix}{codec.namespace.hex()}:".encode()
-        _, self._pools, router = open_servers(options, head + bytes(32).hex().encode())
+        page = b"" if codec is None else f"{options.key_prefix}{codec.namespace.hex()}:{bytes(32).hex()}".encode()
+        self._access, self._pools, router = open_servers(options, page)
         shards = len(router.routes(time.monotonic()).shards)
         # No `on_error`: the call itself counts a page that a bug leaves without an outcome.
         workers = SupervisedPool[Any](
             "redis", min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1
         )
-        self._context = RedisContext(codec, options, head, router, self._pools, workers)
+        self._context = RedisContext(options, router, self._pools, workers)
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Driver. One round trip per server, to all servers in parallel."""
-        return flags(exists(self._context, self._context.names(keys), to_read=True, refresh=False, deadline=deadline))
+        names = self._context.names(namespace, keys)
+        return flags(exists(self._context, names, to_read=True, refresh=False, deadline=deadline))
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+    def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Touches. One round trip per server, to all servers in parallel."""
-        return flags(exists(self._context, self._context.names(keys), to_read=False, refresh=True, deadline=deadline))
+        names = self._context.names(namespace, keys)
+        return flags(exists(self._context, names, to_read=False, refresh=True, deadline=deadline))
 
     def read(self, pages: PageReads[StoredValue]) -> None:
         """See Driver."""
@@ -123,24 +130,55 @@ class RedisDriver:
         Writes(self._context, pages).run()
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[StoredValue] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[StoredValue] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. One round trip per server, which frees the memory in the background. With `found`, the server
         compares and removes atomically."""
-        names = self._context.names(keys)
+        names = self._context.names(namespace, keys)
         if found is None:
             answers = unlink(self._context, names, deadline)
         else:
             answers = unlink_same(self._context, names, found, deadline)
         return answers.count(YES), failures(answers)
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
-        """See Driver. Costs the server about a millisecond per thousand keys, of all keys that it holds."""
-        prefix, namespace = self.options.key_prefix.encode(), self.codec.namespace.hex()
-        with self._primaries(deadline) as pools:
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """See Driver. Lists the primaries one by one; namespaces are in no order. A page that exists during the whole
+        listing is listed once. Costs the server about a millisecond per thousand keys, of all keys that it holds. On
+        servers before 7.2 a listed page counts as used."""
+        prefix = self.options.key_prefix.encode()
+
+        def by() -> float:
+            return min(deadline, time.monotonic() + _STEP_S)
+
+        with self._primaries(by()) as pools:
             for pool in pools:
-                for found in listed(pool, prefix, namespace, lambda: deadline):
-                    yield from (key for _, key in found.values())
+                seen = set[bytes]()
+                for found in listed(pool, prefix, namespace, by):
+                    fresh = {name: page for name, page in found.items() if name not in seen}
+                    seen.update(fresh)
+                    if fresh:
+                        until = by()
+                        yield from pool.run(functools.partial(described, fresh, until), until)
+
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+        """See Inspects. A value that is not a string has no bytes."""
+        (name,) = self._context.names(page.namespace, [page.key])
+        size = min(bytes_max, _READ_MAX_BYTES)
+
+        def ask(channel: Channel) -> Reply:
+            found = channel.call(b"GETRANGE", name, b"0", b"%d" % (size - 1), deadline=deadline, bytes_max=size)
+            return found or channel.call(b"EXISTS", name, deadline=deadline)  # a missing key also has an empty range
+
+        with self._explained():
+            (server,) = self._context.router.by_server([0], [name], to_read=False, deadline=deadline)
+            if server is None:
+                raise StoreError(ErrorKind.CLUSTER_DOWN, "no node has that slot")
+            reply = self._pools.of(server.address, Purpose.INSPECTION).run(ask, deadline)
+            if isinstance(reply, ErrorReply) and reply.kind is not ErrorKind.WRONG_TYPE:
+                raise reply.failure
+        if isinstance(reply, bytes):
+            return reply
+        return b"" if reply else None
 
     def measure(self) -> Usage:
         """See Driver. Counts pages of all namespaces under the key prefix, since they share the server's memory.
@@ -155,12 +193,19 @@ class RedisDriver:
 
     @contextlib.contextmanager
     def _primaries(self, deadline: float) -> Iterator[list[Pool]]:
-        """Yield each primary's pool of inspection connections. Reports failures to the router. Raises StoreError."""
-        try:
+        """Yield each primary's pool of inspection connections. Raises StoreError."""
+        with self._explained():
             shards = self._context.router.routes(deadline).shards
             yield [self._pools.of(shard.primary, Purpose.INSPECTION) for shard in shards]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Report a StoreError to the router, and add what an operator can do."""
+        try:
+            yield
         except StoreError as failure:
             self._context.router.note(failure.kind, None)
+            failure.explanation = str(unavailable(failure, self._access.where))
             raise
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ...config.redis_storage import RedisStorageOptions
-from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..errors import ErrorKind, StoreError
 from .channel import Channel, Part, command
@@ -50,18 +49,16 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True)
 class RedisContext:
-    """The state that all calls of one backend share. `head` is the prefix of its Redis keys."""
+    """The state that all calls of one driver share."""
 
-    codec: FrameCodec
     options: RedisStorageOptions
-    head: bytes
     router: Router
     pools: Pools
     workers: SupervisedPool[Any]
 
-    def names(self, keys: Sequence[bytes]) -> list[bytes]:
+    def names(self, namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """Return the Redis keys of pages."""
-        head = self.head
+        head = f"{self.options.key_prefix}{namespace.hex()}:".encode()
         return [head + key.hex().encode() for key in keys]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..base import Usage
+from ..base import PageId, StoredPage, Usage
 from ..errors import ErrorKind, StoreError
 from .channel import Channel, command
 from .errors import ErrorReply
@@ -37,7 +38,7 @@ _NO_LENGTH = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK})
 
 def listed(
     pool: Pool, prefix: bytes, namespace: str, deadline: Callable[[], float]
-) -> Iterator[dict[bytes, tuple[bytes, bytes]]]:
+) -> Iterator[dict[bytes, PageId]]:
     """Yield the pages on a server, one dictionary per SCAN step: namespace and page key by Redis key. A page may occur
     twice.
 
@@ -56,6 +57,27 @@ def listed(
         if cursor == b"0":
             return
     raise StoreError(ErrorKind.PROTOCOL, "SCAN does not end")
+
+
+def described(names: Mapping[bytes, PageId], deadline: float, channel: Channel) -> list[StoredPage]:
+    """Return the pages in `names` (as `listed` yields them) that still exist, with length and time of last use. Raises
+    StoreError."""
+    requests = [  # the idle time comes first: on old servers, reading the length counts as a use
+        part
+        for name in names
+        for part in (command(b"OBJECT", b"IDLETIME", name), command(b"STRLEN", name), command(b"EXISTS", name))
+    ]
+    channel.send([b"".join(requests)], len(requests), deadline)
+    lines = channel.read_lines(len(requests), deadline)
+    now_s = time.time()
+    pages = []
+    for (namespace, key), idle, size, there in zip(names.values(), lines[::3], lines[1::3], lines[2::3], strict=True):
+        if number(there):
+            # A value that is not a string still takes a page's place. Under an LFU policy there are no idle times.
+            length = number(size) or 0
+            used_s = None if idle.startswith((b"-", b"$-1")) else now_s - (number(idle) or 0)
+            pages.append(StoredPage(namespace, key, length, used_s))
+    return pages
 
 
 def scan(channel: Channel, cursor: bytes, deadline: float, pattern: bytes = b"*") -> tuple[bytes, list[bytes]]:

@@ -27,7 +27,7 @@ from ...errors import BackendError, BackendUnavailable, ConfigError
 from ...frame import FrameCodec, PageBuffer, TagKind
 from ...shared_memory import find
 from ...supervised import SupervisedPool
-from ..base import GetOutcome, SetOutcome, Usage
+from ..base import GetOutcome, SetOutcome, StoredPage, Usage
 from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
@@ -69,7 +69,7 @@ class RemoteDriver:
                 "from this configuration to the daemon's"
             )
         self._client = DaemonClient(open_access(options))
-        self._path = f"/v1/namespaces/{codec.namespace.hex()}"
+        self._path = _path_of(codec.namespace)
         self._as_engine = f"{self._path}?engine={secrets.token_hex(8)}"
         self._memories: tuple[SharedFrames, ...] = ()
         self._body_pages_max = 1
@@ -108,11 +108,11 @@ class RemoteDriver:
             self._count(error.kind)
         self._memories += (shared,)
 
-    def find_prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+    def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
         """See FindsPrefixes."""
         stored, kinds = 0, list[str]()
         for some in _batches(keys):
-            answer, more = self._ask("exists", some, deadline)
+            answer, more = self._ask("exists", namespace, some, deadline)
             found = number_of(answer, "pages", len(some))
             stored += found
             kinds += more
@@ -120,19 +120,21 @@ class RemoteDriver:
                 break
         return stored, kinds
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[Answer]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterator[Answer]:
         """See Driver."""
-        return self._flags("has", keys, deadline, unknown=False)
+        return self._flags("has", namespace, keys, deadline, unknown=False)
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+    def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Touches. Applies to the daemon's pool and its stores."""
-        return list(self._flags("touch", keys, deadline, unknown=True))
+        return list(self._flags("touch", namespace, keys, deadline, unknown=True))
 
-    def _flags(self, verb: str, keys: Sequence[bytes], deadline: float, *, unknown: bool) -> Iterator[Answer]:
+    def _flags(
+        self, verb: str, namespace: bytes, keys: Sequence[bytes], deadline: float, *, unknown: bool
+    ) -> Iterator[Answer]:
         """Yield the answer for each key. The daemon does not tell which key an error belongs to, so the errors stand in
         the place of answers that say nothing."""
         for some in _batches(keys):
-            answer, kinds = self._ask(verb, some, deadline)
+            answer, kinds = self._ask(verb, namespace, some, deadline)
             errors = iter(kinds)
             for there in list_of(answer, "stored", len(some)):
                 flag = there is not False if unknown else there is True
@@ -176,24 +178,24 @@ class RemoteDriver:
         self._move(rest, breaks, send, pages.deadline)
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[bool] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bool] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. The daemon has removed the damaged pages that it found itself."""
         if found is not None:
             keys = [key for key, was_accepted in zip(keys, found, strict=True) if was_accepted]
         removed, kinds = 0, list[str]()
         for some in _batches(keys):
-            answer, more = self._ask("delete", some, deadline)
+            answer, more = self._ask("delete", namespace, some, deadline)
             removed += number_of(answer, "pages", len(some))
             kinds += more
         return removed, kinds
 
-    def clear(self, deadline: float) -> tuple[int, Sequence[str]]:
+    def clear(self, namespace: bytes, deadline: float) -> tuple[int, Sequence[str]]:
         """See Clears."""
-        answer, kinds = self._ask("clear", (), deadline)
+        answer, kinds = self._ask("clear", namespace, (), deadline)
         return number_of(answer, "pages"), kinds
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
         """See Driver. A daemon does not list its pages; `clear` does not need it."""
         raise StoreError(ErrorKind.UNSUPPORTED)
 
@@ -241,11 +243,12 @@ class RemoteDriver:
         reattach()
         return request()
 
-    def _ask(self, verb: str, keys: Sequence[bytes], deadline: float) -> tuple[Mapping[str, Any], list[str]]:
+    def _ask(
+        self, verb: str, namespace: bytes, keys: Sequence[bytes], deadline: float
+    ) -> tuple[Mapping[str, Any], list[str]]:
         """Return the reply to a verb without pages, and the kinds of its errors. Raises StoreError."""
-        answer = self._again(
-            lambda: self._client.call("POST", f"{self._path}/{verb}", {}, keys, deadline=deadline), deadline
-        )
+        path = f"{_path_of(namespace)}/{verb}"
+        answer = self._again(lambda: self._client.call("POST", path, {}, keys, deadline=deadline), deadline)
         return answer, kinds_of(answer, 4 * len(keys or (b"",)))
 
     def _ask_frames(
@@ -316,6 +319,10 @@ class RemoteDriver:
         self._pool.run(len(parts), move_one)
         if failures:
             raise failures[0]
+
+
+def _path_of(namespace: bytes) -> str:
+    return f"/v1/namespaces/{namespace.hex()}"
 
 
 def _batches(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

@@ -1,6 +1,5 @@
 """The S3 store: pages as objects of a bucket, shared by all engines that can reach it."""
 
 from .driver import S3Driver
-from .raw import S3RawStore
 
-__all__ = ["S3Driver", "S3RawStore"]
+__all__ = ["S3Driver"]

@@ -19,7 +19,7 @@ from ...arguments import instance
 from ...config.s3_storage import S3StorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
-from ..base import Usage
+from ..base import StoredPage, Usage
 from ..driver import Answer
 from ..errors import ErrorKind, StoreError
 from ..http import PIECE_BYTES
@@ -45,31 +45,32 @@ class S3Driver:
     are missing. Open it after a fork, not before.
     """
 
-    def __init__(self, codec: FrameCodec, options: S3StorageOptions) -> None:
-        self.codec = codec
+    def __init__(self, codec: FrameCodec | None, options: S3StorageOptions) -> None:
+        self._measured = "" if codec is None else codec.namespace.hex()
         self.options = instance("options", options, S3StorageOptions)
         self._objects = Objects(options)
         # No `on_error`: the call itself counts a page that a bug leaves without an outcome.
         self._pool = SupervisedPool[Any]("s3", options.connections - 1)
 
-    def find_prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+    def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
         """See FindsPrefixes. Exact for a few keys; for many keys a search, see `stored_prefix`."""
         kinds: list[str] = []
 
         def ask(positions: Sequence[int]) -> list[bool]:
-            answers = self.find([keys[position] for position in positions], deadline)
+            answers = self.find(namespace, [keys[position] for position in positions], deadline)
             kinds.extend(answer for answer in answers if isinstance(answer, str))
             return [answer is True for answer in answers]
 
         return stored_prefix(len(keys), ask), kinds
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Driver. One request per key, all in parallel."""
         found: list[Answer] = [ErrorKind.INTERNAL] * len(keys)
 
         def ask(position: int) -> None:
             try:
-                found[position] = self._objects.client.head(self._name(keys[position]), deadline=deadline) is not None
+                name = self._objects.name(namespace, keys[position])
+                found[position] = self._objects.client.head(name, deadline=deadline) is not None
             except StoreError as error:
                 found[position] = error.kind
 
@@ -79,13 +80,13 @@ class S3Driver:
     def read(self, pages: PageReads[str]) -> None:
         """See Driver. One request per page. S3 does not track recency."""
         # A page that arrives in one piece is still in the processor's cache when it is complete.
-        is_hashed_in_pieces = self.codec.frame_bytes > PIECE_BYTES
+        is_hashed_in_pieces = pages.codec.frame_bytes > PIECE_BYTES
 
         def read_one(position: int) -> None:
             arrived = pages.stream() if is_hashed_in_pieces else None
             try:
                 found = self._objects.client.get(
-                    self._name(pages.keys[position]),
+                    self._objects.name(pages.codec.namespace, pages.keys[position]),
                     lambda size: pages.buffers(position, size) if pages.fits(size) else [],
                     arrived, deadline=pages.deadline,
                 )  # fmt: skip
@@ -106,7 +107,7 @@ class S3Driver:
             if pages.is_full:
                 pages.reject(position)
             elif not pages.is_late:
-                name = self._name(pages.keys[position])
+                name = self._objects.name(pages.codec.namespace, pages.keys[position])
                 try:
                     is_new = self._objects.put_new(name, pages.sealed(position), deadline=pages.deadline)
                 except StoreError as error:
@@ -117,23 +118,26 @@ class S3Driver:
         self._pool.run(len(pages), write_one)
 
     def remove(
-        self, keys: Sequence[bytes], deadline: float, found: Sequence[str] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[str] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. Looks each page up first, because removals do not report how many pages existed. With `found`,
         one request per page; the server rejects it if the object's entity tag has changed."""
         if found is not None:
-            return len(keys), self._remove_same(keys, found, deadline)
-        answers = self.find(keys, deadline)
+            return len(keys), self._remove_same(namespace, keys, found, deadline)
+        answers = self.find(namespace, keys, deadline)
         stored = [key for key, answer in zip(keys, answers, strict=True) if answer is True]
-        removed, kinds = self.remove_listed(stored, deadline)
+        removed, kinds = self.remove_listed(namespace, stored, deadline)
         return removed, [*(answer for answer in answers if isinstance(answer, str)), *kinds]
 
-    def _remove_same(self, keys: Sequence[bytes], found: Sequence[str], deadline: float) -> list[str]:
+    def _remove_same(
+        self, namespace: bytes, keys: Sequence[bytes], found: Sequence[str], deadline: float
+    ) -> list[str]:
         kinds: list[str] = [ErrorKind.INTERNAL] * len(keys)
 
         def remove_one(number: int) -> None:
             try:
-                self._objects.remove_damaged(self._name(keys[number]), found[number], deadline=deadline)
+                name = self._objects.name(namespace, keys[number])
+                self._objects.remove_damaged(name, found[number], deadline=deadline)
                 kinds[number] = ""
             except StoreError as error:
                 kinds[number] = error.kind
@@ -141,19 +145,26 @@ class S3Driver:
         self._pool.run(len(keys), remove_one)
         return list(filter(None, kinds))
 
-    def remove_listed(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+    def remove_listed(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
         """See RemovesListed. One request per thousand pages."""
-        kinds = self._objects.remove_many([self._name(key) for key in keys], deadline=deadline)
+        kinds = self._objects.remove_many([self._objects.name(namespace, key) for key in keys], deadline=deadline)
         return len(keys) - len(kinds), kinds
 
-    def keys(self, deadline: float) -> Iterator[bytes]:
-        """See Driver. One request per thousand pages, made when the iterator reaches them."""
-        return (page.key for page in self._objects.pages(self.codec.namespace.hex(), deadline=deadline))
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """See Driver. One request per thousand pages, made when the iterator reaches them. `used_s` is the time when a
+        page was stored."""
+        return self._objects.pages(namespace, deadline=deadline)
+
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+        """See Inspects."""
+        return self._objects.client.get_start(
+            self._objects.name(page.namespace, page.key), bytes_max, deadline=deadline
+        )
 
     def measure(self) -> Usage:
-        """See Driver. Lists the pages of this namespace."""
+        """See Driver. Lists only the pages of the engine's own namespace."""
         pages = size_bytes = 0
-        for page in self._objects.pages(self.codec.namespace.hex(), deadline=time.monotonic() + _USAGE_S):
+        for page in self._objects.pages(self._measured, deadline=time.monotonic() + _USAGE_S):
             pages += 1
             size_bytes += page.bytes
         return Usage(pages, size_bytes, None)
@@ -162,9 +173,6 @@ class S3Driver:
         """See Driver."""
         self._pool.close()
         self._objects.close()
-
-    def _name(self, key: bytes) -> str:
-        return self._objects.name(self.codec.namespace, key)
 
 
 def stored_prefix(count: int, ask: Callable[[Sequence[int]], Sequence[bool]]) -> int:

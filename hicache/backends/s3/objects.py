@@ -1,4 +1,4 @@
-"""Objects of one bucket: code shared by the backend and the raw store.
+"""Objects of one bucket: their names, and requests about many of them.
 
 Names of objects are `<prefix><namespace>/<first two digits of the key>/<key>`, digests in lower-case hexadecimal. Keys
 are hashes, so pages spread evenly over the 256 prefixes of a namespace, by which stores distribute load. A namespace is
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
+from ..base import StoredPage
 from ..errors import ErrorKind, StoreError
-from ..raw import StoredPage
 from .access import open_access
 from .client import S3Client
 from .replies import LISTED_MAX

@@ -1,13 +1,15 @@
 """The conformance tests for drivers of stores, built-in or from other packages. They need pytest, hypothesis and
 zstandard.
 
-`DriverContract` is the suite for drivers, `RawContract` the suite for raw stores; subclass them in a test module.
-`StoreContract` has the rules that `Store` keeps for all drivers. The other names are helpers for tests of stores.
+`DriverContract` is the suite for drivers, `InspectionContract` the suite for those that `Inspects` describes; subclass
+them in a test module. `StoreContract` has the rules that `Store` keeps for all drivers. The other names are helpers for
+tests of stores.
 `python -m pytest -p hicache.backends.testing.table` prints which store passes which test.
 """
 
 from .contract import DriverContract, SoleDriverContract
 from .damage import DAMAGES
+from .inspection import InspectionContract, OpenStored, by_key
 from .machine import StorageMachine, run_machine
 from .pages import (
     CORRUPT,
@@ -39,6 +41,7 @@ from .pages import (
     load,
     make_keys,
     memory_store,
+    memory_subject,
     open_backend,
     payload_of,
     sealed,
@@ -46,7 +49,6 @@ from .pages import (
     store_chain,
     store_of,
 )
-from .raw import OpenRaw, RawContract, by_key
 from .shell import StoreContract
 
 __all__ = [
@@ -63,9 +65,9 @@ __all__ = [
     "STORED",
     "ContractFixtures",
     "DriverContract",
-    "OpenRaw",
+    "InspectionContract",
     "OpenStore",
-    "RawContract",
+    "OpenStored",
     "SoleDriverContract",
     "StorageMachine",
     "StoreContract",
@@ -87,6 +89,7 @@ __all__ = [
     "load",
     "make_keys",
     "memory_store",
+    "memory_subject",
     "open_backend",
     "payload_of",
     "run_machine",

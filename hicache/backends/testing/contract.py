@@ -160,7 +160,8 @@ class SoleDriverContract(BoundsContract):
         driver.read(reads)
         assert sorted(one.key for one in reads.damaged) == sorted(keys)
         store.write(keys[0], damaged(codec, make_keys(3), bytes(codec.frame_bytes), "text"))
-        driver.remove([one.key for one in reads.damaged], soon(), [one.found for one in reads.damaged])
+        found = [one.found for one in reads.damaged]
+        driver.remove(codec.namespace, [one.key for one in reads.damaged], soon(), found)
         assert (store.read(keys[0]) is not None) is self.tells_replaced
         assert store.read(keys[1]) is None
 

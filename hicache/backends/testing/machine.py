@@ -11,7 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from ...frame import HEADER_BYTES, FrameCodec
 from ..memory import MemoryDriver
-from .pages import NAMESPACE, PAYLOAD_BYTES, OpenStore, Subject, bare, delete, exists, load, make_keys, store_chain
+from .pages import (
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    OpenStore,
+    bare,
+    delete,
+    exists,
+    load,
+    make_keys,
+    memory_subject,
+    store_chain,
+)
 
 _CHAINS = {name: make_keys(6, name) for name in ("left", "right")}
 _STEPS = 25
@@ -34,7 +45,7 @@ class StorageMachine(RuleBasedStateMachine):
         self._reopens = reopens
         self._store = open_store(self._codec)
         memory = MemoryDriver()
-        self._model = Subject(bare(memory, self._codec), memory.peek, memory.poke)
+        self._model = memory_subject(bare(memory, self._codec), memory)
 
     @rule(chain=_chains, first=_firsts, count=_counts)
     def store(self, chain: str, first: int, count: int) -> None:

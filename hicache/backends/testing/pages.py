@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -59,6 +60,12 @@ def store_of(make: Callable[..., Driver[Any]], codec: FrameCodec, *arguments: An
 def memory_store(codec: FrameCodec, capacity_bytes: int | None = None) -> Store:
     """Return an empty store in memory."""
     return bare(MemoryDriver(capacity_bytes), codec)
+
+
+def memory_subject(backend: Storage, driver: MemoryDriver) -> Subject:
+    """Return storage, whose pages are in a memory driver, with access to its stored bytes."""
+    space = backend.codec.namespace
+    return Subject(backend, functools.partial(driver.peek, space), functools.partial(driver.poke, space))
 
 
 def driver_of(storage: Storage, kind: type[T]) -> T:

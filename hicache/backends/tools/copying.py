@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...errors import PageUnreadable
+from ..base import StoredPage
 from ..chains import read_chains
-from ..raw import RawStore, StoredPage
+from ..stored import StoredPages
 from .removal import check_prefix
 from .verify import PageKeys, RateLimit, read_page
 
@@ -39,9 +40,9 @@ class CopyProgress:
         return not (self.damaged or self.refused or self.behind)
 
 
-def copy_raw(
-    source: RawStore,
-    target: RawStore | None,
+def copy_stored(
+    source: StoredPages,
+    target: StoredPages | None,
     *,
     namespace: str = "",
     keys: PageKeys,
@@ -88,8 +89,8 @@ def copy_raw(
 
 def _copy(
     progress: CopyProgress,
-    source: RawStore,
-    target: RawStore,
+    source: StoredPages,
+    target: StoredPages,
     page: StoredPage,
     parent: bytes | None,
     keys: PageKeys,

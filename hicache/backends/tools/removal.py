@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...errors import InvalidInput
+from ..base import StoredPage
 from ..chains import read_chains
-from ..raw import RawStore, StoredPage
+from ..stored import StoredPages
 
 # Pages in one call of the store: the most that S3 deletes at once, and the most that a tool removes after a stop.
 REMOVE_CHUNK = 1000
@@ -32,8 +33,8 @@ def check_prefix(namespace: str) -> None:
         raise InvalidInput("the namespace must be 1 to 64 lower-case hexadecimal digits")
 
 
-def purge_raw(
-    raw: RawStore, *, namespace: str = "", older_than_s: float | None = None, dry_run: bool = False
+def purge_stored(
+    stored: StoredPages, *, namespace: str = "", older_than_s: float | None = None, dry_run: bool = False
 ) -> Iterator[RemovalProgress]:
     """Remove the pages, including damaged ones, of the namespaces whose digest starts with `namespace`, or those of
     them that were not used for `older_than_s` seconds; yield the same progress object after each page. A page with an
@@ -48,26 +49,26 @@ def purge_raw(
     chunk: list[StoredPage] = []
     progress = RemovalProgress()
     yield progress
-    for page in raw.pages(namespace):
+    for page in stored.pages(namespace):
         progress.seen += 1
         if before_s is None or (page.used_s is not None and page.used_s < before_s):
             chunk.append(page)
         if len(chunk) == REMOVE_CHUNK:
-            _remove(raw, chunk, progress, dry_run)
+            _remove(stored, chunk, progress, dry_run)
             chunk = []
         yield progress
-    _remove(raw, chunk, progress, dry_run)
+    _remove(stored, chunk, progress, dry_run)
     yield progress
 
 
-def _remove(raw: RawStore, chunk: Sequence[StoredPage], progress: RemovalProgress, dry_run: bool) -> None:
-    removed = len(chunk) if dry_run else raw.remove(chunk)
+def _remove(stored: StoredPages, chunk: Sequence[StoredPage], progress: RemovalProgress, dry_run: bool) -> None:
+    removed = len(chunk) if dry_run else stored.remove(chunk)
     progress.pages += removed
     progress.bytes += sum(page.bytes for page in chunk) if removed else 0
 
 
-def trim_raw(
-    raw: RawStore, target_bytes: int, *, namespace: str = "", dry_run: bool = False
+def trim_stored(
+    stored: StoredPages, target_bytes: int, *, namespace: str = "", dry_run: bool = False
 ) -> Iterator[RemovalProgress]:
     """Remove pages until `target_bytes` remain in the namespaces whose digest starts with `namespace`: always the least
     recently used page without children, so that chains lose their tails and keep their heads.
@@ -79,7 +80,7 @@ def trim_raw(
     if target_bytes < 0:
         raise InvalidInput(f"the size to trim to must not be negative, got {target_bytes}")
     progress = RemovalProgress()
-    for chains in read_chains(raw, namespace):
+    for chains in read_chains(stored, namespace):
         progress.seen, progress.left_bytes = len(chains), chains.bytes
         yield progress
     progress.total = progress.seen
@@ -91,8 +92,8 @@ def trim_raw(
         progress.left_bytes = left_bytes = left_bytes - page.bytes
         chunk.append(page)
         if len(chunk) == REMOVE_CHUNK:
-            _remove(raw, chunk, progress, dry_run)
+            _remove(stored, chunk, progress, dry_run)
             chunk = []
             yield progress
-    _remove(raw, chunk, progress, dry_run)
+    _remove(stored, chunk, progress, dry_run)
     yield progress

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...frame import FrameHeader
+from ..base import StoredPage
 from ..chains import Chains, parent_in, read_header
-from ..raw import RawStore, StoredPage
+from ..stored import StoredPages
 from .verify import encoding_name, tag_name
 
 # Pages of a namespace whose headers are read to say what it is: all have the same model, but tags and encodings may
@@ -65,7 +66,7 @@ class StoreSurvey:
         return sum(found.bytes for found in self.namespaces.values())
 
 
-def survey(raw: RawStore, namespace: str = "", *, with_chains: bool = False) -> Iterator[StoreSurvey]:
+def survey(stored: StoredPages, namespace: str = "", *, with_chains: bool = False) -> Iterator[StoreSurvey]:
     """Survey the pages of the namespaces whose digest starts with `namespace`; yield the same survey object for each
     page.
 
@@ -74,13 +75,13 @@ def survey(raw: RawStore, namespace: str = "", *, with_chains: bool = False) -> 
     """
     found = StoreSurvey(time.time(), Chains() if with_chains else None)
     yield found
-    for page in raw.pages(namespace):
+    for page in stored.pages(namespace):
         its = found.namespaces.setdefault(page.namespace, NamespaceSurvey(page.namespace))
         its.add(page)
         age_s = None if page.used_s is None else found.taken_s - page.used_s
         found.ages[-1 if age_s is None else sum(age_s >= bound for bound in AGE_BOUNDS_S)] += page.bytes
         if found.chains is not None or its.pages <= SAMPLES:
-            header = read_header(raw, page)
+            header = read_header(stored, page)
             if header is not None:
                 its.sample = its.sample or header
                 its.tags[tag_name(header)] += 1

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from ...errors import InvalidInput, PageUnreadable
 from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, Damage, Encoding, FrameCodec, FrameHeader, TagKind
 from ...keys import FORMAT_VERSION
-from ..raw import RawStore, StoredPage
+from ..base import StoredPage
+from ..stored import StoredPages
 
 UNREADABLE = "unreadable"
 UNVERIFIABLE = "unverifiable: MAC key needed"
@@ -220,8 +221,8 @@ class RateLimit:
             time.sleep(max(0.0, self._started_s + done_bytes / self._rate - time.monotonic()))
 
 
-def verify_raw(
-    raw: RawStore, *, keys: PageKeys, rate_bytes_per_s: float | None = None, remove: bool = False
+def verify_stored(
+    stored: StoredPages, *, keys: PageKeys, rate_bytes_per_s: float | None = None, remove: bool = False
 ) -> Iterator[ScrubProgress]:
     """Verify every object at a page's location, in every namespace; yield the same progress object after each of them.
 
@@ -233,16 +234,16 @@ def verify_raw(
     limit = RateLimit(rate_bytes_per_s)
     progress = ScrubProgress()
     yield progress
-    for progress.pages_total, _ in enumerate(raw.pages(), 1):
+    for progress.pages_total, _ in enumerate(stored.pages(), 1):
         if progress.pages_total % _LISTED_STEP == 0:
             yield progress
     yield progress
-    for page in raw.pages():
+    for page in stored.pages():
         report = PageReport(page.bytes, damage=page.damage)
         if page.damage is None:
             try:
                 found = read_page(
-                    page.bytes, functools.partial(raw.read, page), (page.namespace.hex(), page.key.hex()), keys
+                    page.bytes, functools.partial(stored.read, page), (page.namespace.hex(), page.key.hex()), keys
                 )
             except PageUnreadable:
                 progress.add(page, PageReport(0, damage=UNREADABLE))
@@ -253,6 +254,6 @@ def verify_raw(
             _, report = found
         progress.add(page, report)
         if report.damage is not None and remove:
-            progress.removed += raw.remove([page])
+            progress.removed += stored.remove([page])
         yield progress
         limit.wait(progress.bytes)

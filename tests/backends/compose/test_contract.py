@@ -10,7 +10,15 @@ import pytest
 from hicache.backends.compose import Levels, Part, Shards
 from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.testing import DriverContract, OpenStore, SoleDriverContract, StoreContract, Subject, bare
+from hicache.backends.testing import (
+    DriverContract,
+    OpenStore,
+    SoleDriverContract,
+    StoreContract,
+    Subject,
+    bare,
+    memory_subject,
+)
 from hicache.frame import FrameCodec
 
 from .._files import open_file
@@ -26,7 +34,7 @@ FILE_WALKS = 15
 
 def memory(codec: FrameCodec) -> Subject:
     driver = MemoryDriver()
-    return Subject(bare(driver, codec), driver.peek, driver.poke)
+    return memory_subject(bare(driver, codec), driver)
 
 
 def parts(stores: Sequence[Subject]) -> list[Part]:

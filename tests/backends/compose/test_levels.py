@@ -24,6 +24,7 @@ from hicache.backends.testing import (
     load,
     make_keys,
     memory_store,
+    memory_subject,
     soon,
     store_chain,
 )
@@ -49,14 +50,14 @@ class World:
         self.stores = stores_of(self.levels)
         self.backend = Levels(CODEC, named(*self.stores), promote=promote, cascade_bytes_max=copies)
         OPENED.append(self.backend)
-        self.store = Subject(self.backend, self.levels[0].peek, self.levels[0].poke)
+        self.store = memory_subject(self.backend, self.levels[0])
 
     def settle(self) -> None:
         settle(self.backend)
 
     def on(self, level: int, keys: list[bytes]) -> list[bool]:
         """Return which of the pages a level has."""
-        return [self.levels[level].peek(key) is not None for key in keys]
+        return [self.levels[level].peek(CODEC.namespace, key) is not None for key in keys]
 
     def put_on(self, level: int, keys: list[bytes], parent: bytes | None = None) -> None:
         """Store pages only on one level, not through the composition."""
@@ -64,7 +65,7 @@ class World:
 
     def subject(self, level: int) -> Subject:
         """Return one level alone."""
-        return Subject(self.stores[level], self.levels[level].peek, self.levels[level].poke)
+        return memory_subject(self.stores[level], self.levels[level])
 
 
 def test_a_stored_page_reaches_every_level_with_its_parent() -> None:
@@ -74,8 +75,8 @@ def test_a_stored_page_reaches_every_level_with_its_parent() -> None:
     for level in range(3):
         assert world.on(level, keys) == [False, True, True, True]
         for before, key in itertools.pairwise(keys):
-            raw = world.levels[level].peek(key)
-            assert raw is not None and raw == world.levels[0].peek(key)
+            raw = world.levels[level].peek(CODEC.namespace, key)
+            assert raw is not None and raw == world.levels[0].peek(CODEC.namespace, key)
             header = FrameHeader.parse(raw)
             assert header is not None and header.parent_key == before
 
@@ -135,10 +136,10 @@ def test_a_damaged_page_is_served_from_below_and_repaired() -> None:
     world, keys = World(), make_keys(3)
     store_chain(world.store, keys)
     world.settle()
-    world.levels[0].poke(keys[1], b"x" * PAGE)
+    world.levels[0].poke(CODEC.namespace, keys[1], b"x" * PAGE)
     assert load(world.store, keys) == [HIT] * 3
     world.settle()
-    assert world.levels[0].peek(keys[1]) == world.levels[1].peek(keys[1])
+    assert world.levels[0].peek(CODEC.namespace, keys[1]) == world.levels[1].peek(CODEC.namespace, keys[1])
     assert sum(world.stores[0].statistics().corrupt.values()) == 1
 
 
@@ -263,7 +264,7 @@ def test_a_page_lost_by_its_level_and_the_tail_after_it_are_not_copied(harm: str
     if harm == "gone":
         world.stores[0].delete(keys[2:3], deadline=soon())
     else:
-        world.levels[0].poke(keys[2], b"x" * PAGE)
+        world.levels[0].poke(CODEC.namespace, keys[2], b"x" * PAGE)
     world.levels[1].gate.set()
     world.settle()
     assert world.on(1, keys) == [True, True, False, False, False]
@@ -328,7 +329,7 @@ def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
     below.raises = None
     assert store_chain(world.store, keys[1:], keys[0]) == [STORED]
     world.settle()
-    assert [below.peek(key) is not None for key in keys] == [False, True]
+    assert [below.peek(CODEC.namespace, key) is not None for key in keys] == [False, True]
     copies = world.backend.copies()["part-1"]
     assert (copies.failed, copies.copied) == (1, 1)
 
@@ -397,8 +398,8 @@ def use(backend: Levels, parts: list[Troubled], dice: random.Random) -> None:
             continue
         elif action == 18:
             part = dice.choice(parts)
-            if part.peek(keys[0]) is not None:
-                part.poke(keys[0], bytes(PAGE))
+            if part.peek(CODEC.namespace, keys[0]) is not None:
+                part.poke(CODEC.namespace, keys[0], bytes(PAGE))
             continue
         else:
             part = dice.choice(parts)

@@ -52,14 +52,14 @@ def test_cascade_and_promotion_copy_a_page_in_parts_exactly() -> None:
     backend, keys = levels(fast, slow), make_keys(5)
     assert put(backend, keys, views(keys)) == [STORED] * 5
     settle(backend)
-    stored = [fast.peek(key) for key in keys]
-    assert None not in stored and [slow.peek(key) for key in keys] == stored
-    fast.remove(keys, soon())
+    stored = [fast.peek(CODEC.namespace, key) for key in keys]
+    assert None not in stored and [slow.peek(CODEC.namespace, key) for key in keys] == stored
+    fast.remove(CODEC.namespace, keys, soon())
     pages = no_views(5)
     assert backend.batch_get(keys, pages, deadline=soon()) == [HIT] * 5
     assert all(holds(CODEC, key, page) for key, page in zip(keys, pages, strict=True))
     settle(backend)
-    assert [fast.peek(key) for key in keys] == stored
+    assert [fast.peek(CODEC.namespace, key) for key in keys] == stored
 
 
 def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
@@ -73,7 +73,8 @@ def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
     settle(backend)
     put(backend, [two], views([two]))
     settle(backend)
-    assert (slow.peek(one) or b"")[-16:] == b"\xff" * 16 and (slow.peek(two) or b"\1")[-16:] == bytes(16)
+    assert (slow.peek(CODEC.namespace, one) or b"")[-16:] == b"\xff" * 16
+    assert (slow.peek(CODEC.namespace, two) or b"\1")[-16:] == bytes(16)
 
 
 def test_a_page_exists_if_any_level_has_it_and_each_is_asked_for_the_rest() -> None:
@@ -102,7 +103,7 @@ def test_a_part_is_asked_for_its_own_pages_in_one_call() -> None:
     assert backend.batch_has(keys, deadline=soon()) == theirs
     parts[0].down = False
     assert backend.clear(deadline=soon()) == 10
-    assert [part.pages for part in parts] == [0] * 3
+    assert [part.count for part in parts] == [0] * 3
 
 
 def test_clearing_clears_all_levels_and_no_copy_follows() -> None:
@@ -121,7 +122,7 @@ def test_clearing_clears_all_levels_and_no_copy_follows() -> None:
     settle(backend)
     assert put(backend, keys, full_frames(CODEC, keys)) == [PRESENT] * 6
     assert backend.clear(deadline=soon()) == 6
-    assert (fast.pages, slow.pages) == (0, 0)
+    assert (fast.count, slow.count) == (0, 0)
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -135,4 +136,4 @@ def test_clearing_drops_waiting_copies(waiting: bool) -> None:
     with backend._without_copies(None if waiting else [], soon(0.01)):
         slow.gate.set()
     settle(backend)
-    assert [slow.peek(key) is not None for key in keys] == [True, False, not waiting, not waiting]
+    assert [slow.peek(CODEC.namespace, key) is not None for key in keys] == [True, False, not waiting, not waiting]

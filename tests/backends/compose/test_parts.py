@@ -14,7 +14,7 @@ import pytest
 from hicache.backends.base import Direction
 from hicache.backends.compose import Levels, Shards
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.registry import BackendSpec, check_backend, open_raw, open_spec, part_specs
+from hicache.backends.registry import BackendSpec, check_backend, open_spec, open_stored, part_specs
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.backends.testing import HIT, STORED, Subject, load, make_keys, open_backend, store_chain
@@ -211,10 +211,10 @@ def test_if_one_part_cannot_be_opened_those_before_it_are_closed(name: str) -> N
     assert len(OPENED) == 1
 
 
-def test_memory_and_compositions_report_that_they_have_no_raw_store() -> None:
+def test_memory_and_compositions_cannot_be_listed() -> None:
     for spec in (BackendSpec("memory"), BackendSpec("levels", {"levels": [MEMORY, MEMORY]})):
         with pytest.raises(ConfigError, match=f"{spec.type}: cannot be listed; use one of file, .*"):
-            open_raw(spec)
+            open_stored(spec)
 
 
 @pytest.mark.parametrize("name", ["levels", "sharded"])

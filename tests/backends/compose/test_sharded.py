@@ -17,11 +17,11 @@ from hicache.backends.testing import (
     HIT,
     MISS,
     STORED,
-    Subject,
     full_frames,
     load,
     make_keys,
     memory_store,
+    memory_subject,
     soon,
     store_chain,
 )
@@ -42,7 +42,7 @@ class World:
         self.parts = [Troubled(capacity) for _ in range(parts)]
         self.backend = Shards(codec, named(*stores_of(self.parts, codec)), tails_max=tails_max)
         OPENED.append(self.backend)
-        self.store = Subject(self.backend, self.parts[0].peek, self.parts[0].poke)
+        self.store = memory_subject(self.backend, self.parts[0])
 
     def part_of(self, key: bytes) -> int:
         return self.backend.placement.part_of(key)
@@ -52,7 +52,8 @@ def test_each_page_is_only_on_the_part_of_its_key() -> None:
     world, keys = World(), make_keys(60)
     store_chain(world.store, keys)
     for key in keys:
-        assert [number for number, part in enumerate(world.parts) if part.peek(key)] == [world.part_of(key)]
+        having = [number for number, part in enumerate(world.parts) if part.peek(CODEC.namespace, key)]
+        assert having == [world.part_of(key)]
 
 
 def test_placement_depends_on_names_and_not_on_their_order() -> None:
@@ -82,7 +83,7 @@ def test_a_page_of_another_set_of_parts_is_a_miss_and_can_be_stored_again() -> N
     store_chain(world.store, keys)
     codec = ShardCodec(CODEC)
     larger = Shards(codec, [*named(*stores_of(world.parts, codec)), Part("new", memory_store(codec))])
-    store = Subject(larger, world.parts[0].peek, world.parts[0].poke)
+    store = memory_subject(larger, world.parts[0])
     outcomes = load(store, keys)
     assert set(outcomes) == {HIT, MISS}
     assert outcomes.count(MISS) == sum(larger.placement.part_of(key) == 3 for key in keys)
@@ -140,7 +141,7 @@ def test_the_parent_on_a_part_is_its_previous_page_across_batches() -> None:
         linked = [pair for verb, batch, parent in part.calls if verb == "set" for pair in pairwise([parent, *batch])]
         assert linked == list(pairwise([None, *mine]))
     for before, key in pairwise([bytes(32), *keys]):
-        header = FrameHeader.parse(world.parts[world.part_of(key)].peek(key) or b"")
+        header = FrameHeader.parse(world.parts[world.part_of(key)].peek(CODEC.namespace, key) or b"")
         assert header is not None and header.parent_key == before, "the header names the parent in the chain"
 
 
@@ -149,13 +150,13 @@ def test_a_promotion_inside_a_part_keeps_the_parent_in_the_header() -> None:
     tops, bottoms = [Troubled(), Troubled()], [Troubled(), Troubled()]
     levels = [Levels(codec, named(*stores_of(both, codec))) for both in zip(tops, bottoms, strict=True)]
     backend = Shards(codec, named(*levels))
-    store_chain(Subject(Shards(codec, named(*stores_of(bottoms, codec))), bottoms[0].peek, bottoms[0].poke), keys)
+    store_chain(memory_subject(Shards(codec, named(*stores_of(bottoms, codec))), bottoms[0]), keys)
     codec.parents._entries.clear()  # as after a restart
-    assert load(Subject(backend, tops[0].peek, tops[0].poke), keys) == [HIT] * 12
+    assert load(memory_subject(backend, tops[0]), keys) == [HIT] * 12
     for part in levels:
         settle(part)
     for before, key in pairwise([bytes(32), *keys]):
-        header = FrameHeader.parse(tops[backend.placement.part_of(key)].peek(key) or b"")
+        header = FrameHeader.parse(tops[backend.placement.part_of(key)].peek(CODEC.namespace, key) or b"")
         assert header is not None and header.parent_key == before
     backend.close()
 
@@ -185,7 +186,7 @@ def test_full_parts_drop_tails_before_heads(seed: int) -> None:
     store_chain(world.store, make_keys(dice.randrange(18, 24), f"new {seed}"))
     for number, part in enumerate(world.parts):
         part.check()
-        kept = [part.peek(key) is not None for key in old if world.part_of(key) == number]
+        kept = [part.peek(CODEC.namespace, key) is not None for key in old if world.part_of(key) == number]
         assert kept == sorted(kept, reverse=True), "each part keeps a prefix of its pages"
 
 
@@ -197,7 +198,10 @@ def test_without_links_across_batches_heads_are_evicted_first() -> None:
     for start in range(0, 30, 6):
         store_chain(world.store, old[start : start + 6], old[start - 1] if start else None)
     store_chain(world.store, make_keys(22, "new 0"))
-    kept = [[part.peek(key) is not None for key in old if world.part_of(key) == n] for n, part in enumerate(parts)]
+    kept = [
+        [part.peek(CODEC.namespace, key) is not None for key in old if world.part_of(key) == number]
+        for number, part in enumerate(parts)
+    ]
     assert any(part != sorted(part, reverse=True) for part in kept)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hicache.backends.faults import Faults
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import OpenStore, SoleDriverContract, StoreContract, Subject
+from hicache.backends.testing import OpenStore, SoleDriverContract, StoreContract, Subject, memory_subject
 from hicache.config.guard import GuardConfig
 from hicache.frame import FrameCodec
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 def guarded(codec: FrameCodec) -> Subject:
     """Return a store whose batches all exceed the in-flight limit, so that they run one by one."""
     driver = MemoryDriver()
-    return Subject(Store(driver, codec, GuardConfig(in_flight=1), faults=Faults()), driver.peek, driver.poke)
+    return memory_subject(Store(driver, codec, GuardConfig(in_flight=1), faults=Faults()), driver)
 
 
 class TestGuardedMemory(SoleDriverContract):

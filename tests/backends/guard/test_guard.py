@@ -192,7 +192,7 @@ class StopsEarly(Troubled):
             super().write(pages)
             return
         self.calls.append(("set", tuple(pages.keys), pages.parents[0]))
-        self.poke(pages.keys[0], b"".join(pages.sealed(0)))
+        self.poke(pages.codec.namespace, pages.keys[0], b"".join(pages.sealed(0)))
         pages.stored(0)
         raise StoreError("down")
 
@@ -323,7 +323,7 @@ def foreign(store: Troubled, keys: Sequence[bytes]) -> None:
     other = FrameCodec(CODEC.namespace, CODEC.payload_bytes, mac_keys=[bytes(32)])
     for key, frame in zip(keys, full_frames(other, list(keys)), strict=True):
         other.seal(key, frame)
-        store.poke(key, bytes(frame))
+        store.poke(CODEC.namespace, key, bytes(frame))
 
 
 def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Troubled) -> None:
@@ -332,7 +332,7 @@ def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Troubled) -> None
     assert get(guard, keys) == [CORRUPT] * 16 + [GET_ERROR] * 284
     for _ in range(5):
         get(guard, keys)
-    assert store.pages == 284
+    assert store.count == 284
     found = guard.guard_statistics()
     assert {d: b.reason for d, b in found.breakers.items()} == {READ: "damage", WRITE: "damage"}
     assert put(guard, make_keys(1, "new")) == [SET_ERROR], "writes stop too: the pages could not be read back"
@@ -343,7 +343,7 @@ def test_without_a_guard_the_same_reader_destroys_all_pages(store: Troubled) -> 
     keys = make_keys(300)
     foreign(store, keys)
     bare(store, CODEC).batch_get(keys, empty_frames(CODEC, 300), deadline=soon())
-    assert store.pages == 0
+    assert store.count == 0
 
 
 def test_after_a_sound_page_a_batch_is_one_call(store: Troubled) -> None:

@@ -268,7 +268,7 @@ def test_pages_that_all_fail_verification_stop_reads_and_writes(guard_of: Callab
     store, keys = Troubled(), make_keys(4)
     other = FrameCodec(CODEC.namespace, CODEC.payload_bytes, mac_keys=[bytes(32)])
     for key, frame in zip(keys, full_frames(other, keys), strict=True):
-        store.poke(key, bytes(other.seal(key, frame)))
+        store.poke(CODEC.namespace, key, bytes(other.seal(key, frame)))
     guard = guard_of(store, patient(damage_pages=2, damage_backoff=LONG_S))
     guard.batch_get(keys, empty_frames(CODEC, 4), deadline=soon())
     found = guard.health()

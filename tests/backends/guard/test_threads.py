@@ -224,7 +224,7 @@ def test_a_store_that_heals_is_used_again_by_itself() -> None:
     assert get(guard, 3) == [HIT] * 3
     assert put(guard, 2, name="new") == [STORED] * 2
     guard.check()
-    wait_for(lambda: store.pages == 5)  # all probe pages are removed
+    wait_for(lambda: store.count == 5)  # all probe pages are removed
 
 
 def test_a_closed_breaker_over_a_good_store_makes_no_probes() -> None:
@@ -311,10 +311,10 @@ def test_a_later_probe_removes_the_leftover_pages_of_earlier_probes() -> None:
         sticks = 2
 
         def remove(
-            self, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+            self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
         ) -> tuple[int, Sequence[str]]:
             self.sticks -= 1
-            return (0, ()) if self.sticks >= 0 else super().remove(keys, deadline, found)
+            return (0, ()) if self.sticks >= 0 else super().remove(namespace, keys, deadline, found)
 
     store = Sticky()
     guard = guard_of(store, quick())
@@ -325,7 +325,7 @@ def test_a_later_probe_removes_the_leftover_pages_of_earlier_probes() -> None:
         store.down = False
         until_passing(guard, WRITE)
         assert put(guard, name="some")[0].is_stored
-    wait_for(lambda: store.pages == 1)
+    wait_for(lambda: store.count == 1)
 
 
 # Usage

@@ -19,8 +19,8 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.mooncake import MooncakeDriver
-from hicache.backends.mooncake.raw import MooncakeRawStore
 from hicache.backends.store import Store
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -239,8 +239,8 @@ def test_a_restarted_daemon_is_used_again(
     wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
 
 
-def test_the_raw_store_reports_a_missing_master(master: MooncakeMaster) -> None:
-    raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master)))
+def test_an_operator_is_told_of_a_missing_master(master: MooncakeMaster) -> None:
+    raw = StoredPages(MooncakeDriver(None, MooncakeStorageOptions(**options_for(master))), "mooncake")
     master.kill()
     with pytest.raises(BackendUnavailable, match="HTTP server"):
         list(raw.pages())

@@ -160,7 +160,8 @@ def test_a_closed_backend_registers_no_memory(master: MooncakeMaster, here: Stor
 
 
 def test_frames_take_the_direct_path_only_if_they_are_registered_and_nothing_hangs(master: MooncakeMaster) -> None:
-    session = ClientSession(CODEC, MooncakeStorageOptions(**options_for(master, staging=3 * CODEC.frame_bytes)))
+    options = MooncakeStorageOptions(**options_for(master, staging=3 * CODEC.frame_bytes))
+    session = ClientSession(CODEC.frame_bytes, options)
     paths, memory = session.paths, Memory(CODEC, 5)
     try:
         pages = [[frame] for frame in memory.frames]
@@ -185,7 +186,7 @@ def test_frames_take_the_direct_path_only_if_they_are_registered_and_nothing_han
 
 
 def test_after_a_slow_failure_frames_are_copied_until_pages_have_moved(master: MooncakeMaster) -> None:
-    session = ClientSession(CODEC, MooncakeStorageOptions(**options_for(master)))
+    session = ClientSession(CODEC.frame_bytes, MooncakeStorageOptions(**options_for(master)))
     try:
         for result, is_slow in (
             ([0], False), ([-704], False), ([4096, -800], True), ([-704], True), ([4096], False), (None, True),
@@ -205,7 +206,7 @@ def test_after_a_slow_failure_frames_are_copied_until_pages_have_moved(master: M
 
 def test_a_bounce_buffer_is_waited_for_until_the_deadline(master: MooncakeMaster) -> None:
     options = MooncakeStorageOptions(**options_for(master, staging=1))
-    session = ClientSession(CODEC, options)
+    session = ClientSession(CODEC.frame_bytes, options)
     try:
         assert session.paths.take(9, soon()) == [0]
         waiting = threading.Thread(target=lambda: session.paths.give_back(session.paths.take(1, soon())))
@@ -302,7 +303,7 @@ def test_a_new_session_takes_over_and_the_unused_old_one_is_closed(
     made: list[ClientSession] = []
 
     def make() -> ClientSession:
-        made.append(ClientSession(CODEC, driver_of(here, MooncakeDriver).options))
+        made.append(ClientSession(CODEC.frame_bytes, driver_of(here, MooncakeDriver).options))
         return made[-1]
 
     sessions = SessionManager(make)

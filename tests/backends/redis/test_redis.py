@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import redis
 
-from hicache.backends.raw import StoredPage
+from hicache.backends.base import StoredPage
 from hicache.backends.redis import RedisDriver
-from hicache.backends.redis.raw import RedisRawStore
+from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.store import Store
 from hicache.backends.testing import (
     HIT,
@@ -33,7 +33,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
 from hicache.lab.devservers.redis import RedisLike
@@ -159,10 +158,10 @@ def test_a_user_with_the_documented_rights_can_do_everything(
             assert backend.batch_exists(keys, deadline=soon()) == 3
             assert load(store, keys) == [HIT] * 3
             assert backend.usage().pages == 3
-            with contextlib.closing(RedisRawStore(RedisStorageOptions(**server.storage(db=2)[1]))) as raw:
+            with contextlib.closing(open_stored(BackendSpec("redis", server.storage(db=2)[1]))) as raw:
                 assert len(list(raw.pages())) == 3
             short = StoredPage(CODEC.namespace, make_keys(4)[3], 3, None)
-            with contextlib.closing(RedisRawStore(RedisStorageOptions(**server.storage(db=2)[1]))) as raw:
+            with contextlib.closing(open_stored(BackendSpec("redis", server.storage(db=2)[1]))) as raw:
                 assert raw.write(short, b"abc", None)
             assert load(store, make_keys(4)) == [HIT] * 3 + ["corrupt"]
             assert backend.delete(make_keys(4), deadline=soon()) == 3

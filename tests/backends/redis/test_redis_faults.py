@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hicache.backends.guard import HealthState
-from hicache.backends.redis.raw import RedisRawStore
+from hicache.backends.redis import RedisDriver
 from hicache.backends.store import Store
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -152,7 +153,7 @@ def test_idle_connections_dropped_by_the_network_are_replaced_silently(valkey: V
             assert errors_of(store) == {}
         assert load(store, keys) == [HIT] * 40
         assert store.backend.usage().pages == 40
-        with contextlib.closing(RedisRawStore(RedisStorageOptions(**options))) as raw:
+        with contextlib.closing(StoredPages(RedisDriver(None, RedisStorageOptions(**options)), "redis")) as raw:
             for _ in range(2):
                 pages = list(raw.pages())
                 relay.forget()

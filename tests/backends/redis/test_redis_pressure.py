@@ -192,7 +192,8 @@ def test_a_page_stored_again_is_not_removed_as_the_damaged_one(valkey: ValkeySer
         for length, found_head, kept in (
             (size, other, True), (size - 1, head, True), (-1, b"", True), (size, head, False),
         ):  # fmt: skip
-            removed, kinds = driver_of(backend, RedisDriver).remove([key], soon(), [StoredValue(length, found_head)])
+            value = StoredValue(length, found_head)
+            removed, kinds = driver_of(backend, RedisDriver).remove(CODEC.namespace, [key], soon(), [value])
             assert (removed, kinds) == (not kept, [])
             assert (store.read(key) is not None) is kept
         assert not backend.statistics().errors

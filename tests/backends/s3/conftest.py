@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hicache.backends.s3 import S3RawStore
+from hicache.backends.s3 import S3Driver
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import Subject
 from hicache.lab.devservers import DevService, SeaweedServer
 from tests.backends.s3.bucket import OPENED, Bucket, open_on, options
@@ -47,8 +48,8 @@ def store(stub: StubS3) -> Subject:
 
 
 @pytest.fixture
-def raw(stub: StubS3) -> Iterator[S3RawStore]:
-    """The raw store of the stub's bucket."""
-    found = S3RawStore(options(stub.url))
+def raw(stub: StubS3) -> Iterator[StoredPages]:
+    """The pages of the stub's bucket as an operator sees them."""
+    found = StoredPages(S3Driver(None, options(stub.url)), "s3")
     yield found
     found.close()

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hicache.backends.errors import StoreError
-from hicache.backends.s3 import S3Driver, S3RawStore
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
 from hicache.backends.s3.client import S3Client
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import HIT, NAMESPACE, STORED, Subject, load, make_keys, soon, store_chain, store_of
 from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import CODEC, PAGE, errors, options
@@ -71,7 +72,7 @@ def test_an_operator_lists_namespaces_by_their_first_digits(place: StubS3) -> No
     other = bytes([NAMESPACE[0] ^ 1]) + NAMESPACE[1:]
     for namespace in (NAMESPACE, other):
         place.objects[f"test/{namespace.hex()}/{KEYS[0].hex()[:2]}/{KEYS[0].hex()}"] = b"x" * PAGE
-    raw = S3RawStore(options(place.url, bucket=place.bucket))
+    raw = StoredPages(S3Driver(None, options(place.url, bucket=place.bucket)), "s3")
     assert {page.namespace for page in raw.pages()} == {NAMESPACE, other}
     for digits in (2, 64):
         assert [page.namespace for page in raw.pages(NAMESPACE.hex()[:digits])] == [NAMESPACE]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.raw import StoredPage
-from hicache.backends.s3 import S3Driver, S3RawStore
+from hicache.backends.base import GetOutcome, SetOutcome, StoredPage
+from hicache.backends.s3 import S3Driver
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,
@@ -182,7 +182,7 @@ def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(
 @pytest.mark.parametrize("head", [
     "content-length: 1", "etag: \"x\"\r\ncontent-length: 12", "content-length: 12\r\netag: \"", "content-le", "",
 ])  # fmt: skip
-def test_a_head_that_is_cut_costs_no_stored_page(store: Subject, raw: S3RawStore, stub: StubS3, head: str) -> None:
+def test_a_head_that_is_cut_costs_no_stored_page(store: Subject, raw: StoredPages, stub: StubS3, head: str) -> None:
     """A length without its last digits would not be a page's length, and would count as damage."""
     key, data = _page(store, stub)
     stub.fault = lambda request: (

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.base import StoredPage
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.http import request_head
-from hicache.backends.raw import StoredPage
-from hicache.backends.s3 import S3Driver, S3RawStore
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.replies import LISTING_BYTES_MAX, failed_reply, read_document, read_listing
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,
@@ -112,7 +113,7 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("listing", LISTINGS)
-def test_an_invalid_listing_is_an_error(store: Subject, raw: S3RawStore, stub: StubS3, listing: str) -> None:
+def test_an_invalid_listing_is_an_error(store: Subject, raw: StoredPages, stub: StubS3, listing: str) -> None:
     stub.fault = _listing(LISTINGS[listing])
     with pytest.raises(BackendUnavailable, match="protocol"):
         list(raw.pages())
@@ -121,7 +122,7 @@ def test_an_invalid_listing_is_an_error(store: Subject, raw: S3RawStore, stub: S
 
 
 def test_a_listing_with_a_cycle_of_tokens_is_an_error(stub: StubS3) -> None:
-    raw, tokens = S3RawStore(options(stub.url)), itertools.cycle("abcde")
+    raw, tokens = StoredPages(S3Driver(None, options(stub.url)), "s3"), itertools.cycle("abcde")
     stub.fault = lambda request: reply(
         200, f"<ListBucketResult>{PART}<NextContinuationToken>{next(tokens)}</NextContinuationToken></ListBucketResult>"
         .encode())  # fmt: skip
@@ -131,7 +132,7 @@ def test_a_listing_with_a_cycle_of_tokens_is_an_error(stub: StubS3) -> None:
 
 
 @pytest.mark.parametrize("date", ["99999-01-01T00:00:00Z", "0001-01-01T00:00:00", "yesterday", "9" * 5000])
-def test_a_date_out_of_range_is_unknown(raw: S3RawStore, stub: StubS3, date: str) -> None:
+def test_a_date_out_of_range_is_unknown(raw: StoredPages, stub: StubS3, date: str) -> None:
     stub.fault = _listing(f"{WHOLE}<Contents><Key>{name(KEYS[0])}</Key><LastModified>{date}</LastModified></Contents>")
     assert [page.key for page in raw.pages()] == [KEYS[0]]
 
@@ -201,7 +202,7 @@ def test_redirections_are_not_followed_and_regions_are_not_requested(stub: StubS
         assert stub.methods() == ["HEAD", "GET"] and not elsewhere.connections
 
 
-def test_memory_is_taken_for_received_and_not_for_announced_bytes(raw: S3RawStore, stub: StubS3) -> None:
+def test_memory_is_taken_for_received_and_not_for_announced_bytes(raw: StoredPages, stub: StubS3) -> None:
     head = b'HTTP/1.1 200 OK\r\ncontent-length: 99999999999999\r\netag: "x"\r\n\r\n'
     stub.fault = lambda request: Answer(head + b"x", "close")
     with pytest.raises(BackendUnavailable):

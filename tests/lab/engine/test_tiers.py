@@ -202,16 +202,16 @@ def test_zeroed_kv_on_l3_is_a_miss_unless_it_is_sealed_again(sealed: bool) -> No
     stack = Stack()
     with stack.engine as engine:
         parent: bytes | None = None
-        driver = driver_of(stack.storage, MemoryDriver)
+        driver, space = driver_of(stack.storage, MemoryDriver), stack.storage.codec.namespace
         for key in stack.stored_keys():
-            frame = bytearray(driver.peek(key) or b"")
+            frame = bytearray(driver.peek(space, key) or b"")
             end = HEADER_BYTES + stack.storage.codec.payload_bytes
             assert len(frame) % FRAME_ALIGN == 0 and any(frame[HEADER_BYTES:end])
             frame[HEADER_BYTES:end] = bytes(end - HEADER_BYTES)
             if sealed:
                 frame[:HEADER_BYTES] = bytes(HEADER_BYTES)
                 stack.storage.codec.seal(key, memoryview(frame), parent=parent)
-            driver.poke(key, bytes(frame))
+            driver.poke(space, key, bytes(frame))
             parent = key
         stack.leave_host()
         again = generate(engine, stack.prompt)

@@ -8,15 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hicache.backends.base import SetOutcome
+from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.admin import Admin
-from hicache.backends.mooncake.raw import MooncakeRawStore
-from hicache.backends.raw import StoredPage
-from hicache.backends.registry import BackendSpec
-from hicache.backends.registry import open_raw as open_raw_by_name
+from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.store import Store
-from hicache.backends.testing import NAMESPACE, OpenRaw, OpenStore, RawContract, driver_of, full_frames, make_keys, soon
+from hicache.backends.stored import StoredPages
+from hicache.backends.testing import (
+    NAMESPACE,
+    InspectionContract,
+    OpenStore,
+    OpenStored,
+    driver_of,
+    full_frames,
+    make_keys,
+    soon,
+)
 from hicache.config import MooncakeStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.lab.devservers import MooncakeMaster
@@ -26,22 +33,22 @@ from .store import CODEC, SideDoor, open_backend, options_for
 
 
 @pytest.fixture(scope="module")
-def opened(master: MooncakeMaster, here: Store) -> Iterator[MooncakeRawStore]:
+def opened(master: MooncakeMaster, here: Store) -> Iterator[StoredPages]:
     """As `here`, for a client without a segment."""
-    raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master)))
+    raw = StoredPages(MooncakeDriver(None, MooncakeStorageOptions(**options_for(master))), "mooncake")
     yield raw
     raw.close()
 
 
-class TestMooncakeRaw(RawContract):
+class TestMooncakeRaw(InspectionContract):
     @pytest.fixture
     def open_store(self, master: MooncakeMaster, here: Store, door: SideDoor) -> Iterator[OpenStore]:
         yield lambda codec: door.store(open_backend(master, codec))
         door.clear()
 
     @pytest.fixture
-    def open_raw(self, master: MooncakeMaster, opened: MooncakeRawStore) -> OpenRaw:
-        return lambda: MooncakeRawStore(MooncakeStorageOptions(**options_for(master)))
+    def open_stored(self, master: MooncakeMaster, opened: StoredPages) -> OpenStored:
+        return lambda: StoredPages(MooncakeDriver(None, MooncakeStorageOptions(**options_for(master))), "mooncake")
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def backend(here: Store, door: SideDoor) -> Iterator[Store]:
 
 
 @pytest.fixture
-def raw(opened: MooncakeRawStore, door: SideDoor) -> Iterator[MooncakeRawStore]:
+def raw(opened: StoredPages, door: SideDoor) -> Iterator[StoredPages]:
     yield opened
     door.clear()
 
@@ -62,7 +69,7 @@ def store(backend: Store, keys: list[bytes]) -> None:
 
 
 def test_a_long_listing_has_only_the_pages_of_the_prefix(
-    raw: MooncakeRawStore, backend: Store, master: MooncakeMaster, door: SideDoor
+    raw: StoredPages, backend: Store, master: MooncakeMaster, door: SideDoor
 ) -> None:
     keys = make_keys(70)  # more than fit in one request
     store(backend, keys)
@@ -77,7 +84,7 @@ def test_a_long_listing_has_only_the_pages_of_the_prefix(
 
 
 def test_a_listing_grants_no_leases(
-    raw: MooncakeRawStore, backend: Store, door: SideDoor
+    raw: StoredPages, backend: Store, door: SideDoor
 ) -> None:
     """Control: a lookup through a client grants leases."""
     (key,) = make_keys(1)
@@ -89,27 +96,27 @@ def test_a_listing_grants_no_leases(
     assert door.client.batch_remove([door.name(backend, key)]) != [0]
 
 
-def test_a_page_replaced_by_a_shorter_one_reads_as_missing(raw: MooncakeRawStore, backend: Store) -> None:
+def test_a_page_replaced_by_a_shorter_one_reads_as_missing(raw: StoredPages, backend: Store) -> None:
     (key,) = make_keys(1)
     store(backend, [key])
     assert raw.read(StoredPage(NAMESPACE, key, 10 * CODEC.frame_bytes, None), 1 << 20) is None
     assert raw.read(StoredPage(NAMESPACE, key, CODEC.frame_bytes, None), 0) == b""
 
 
-def test_larger_pages_than_before_are_read_and_written(raw: MooncakeRawStore) -> None:
+def test_larger_pages_than_before_are_read_and_written(raw: StoredPages) -> None:
     for number, size in enumerate((4096, 3 * MIB, 8192)):
         page = StoredPage(NAMESPACE, make_keys(3)[number], size, None)
         assert raw.write(page, bytes([number]) * size, None)
         assert raw.read(page, size) == bytes([number]) * size
 
 
-def test_a_full_store_accepts_no_more_pages(raw: MooncakeRawStore) -> None:
+def test_a_full_store_accepts_no_more_pages(raw: StoredPages) -> None:
     page = StoredPage(NAMESPACE, make_keys(1)[0], 65 * MIB, None)
     assert not raw.write(page, bytes(65 * MIB), None)
     assert list(raw.pages()) == []
 
 
-def test_pages_are_removed_after_their_leases(raw: MooncakeRawStore, backend: Store) -> None:
+def test_pages_are_removed_after_their_leases(raw: StoredPages, backend: Store) -> None:
     keys = make_keys(3)
     store(backend, keys)
     assert backend.batch_exists(keys, deadline=soon()) == 3
@@ -117,7 +124,7 @@ def test_pages_are_removed_after_their_leases(raw: MooncakeRawStore, backend: St
 
 
 def test_without_the_masters_http_server_listing_gives_advice(master: MooncakeMaster) -> None:
-    raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master, admin=master.address)))
+    raw = open_stored(BackendSpec("mooncake", options_for(master, admin=master.address)))
     with pytest.raises(BackendUnavailable, match="set `admin` to its --metrics_host"):
         list(raw.pages())
     raw.close()
@@ -164,9 +171,9 @@ def _asked(reply: str) -> list[tuple[str, int]]:
         return found.result()
 
 
-def test_it_opens_by_name_and_refuses_wrong_options(master: MooncakeMaster, opened: MooncakeRawStore) -> None:
-    raw = open_raw_by_name(BackendSpec("mooncake", options_for(master)))
+def test_it_opens_by_name_and_refuses_wrong_options(master: MooncakeMaster, opened: StoredPages) -> None:
+    raw = open_stored(BackendSpec("mooncake", options_for(master)))
     assert list(raw.pages()) == []
     raw.close()
     with pytest.raises(ConfigError, match=r"backend mooncake: .*prefix"):
-        open_raw_by_name(BackendSpec("mooncake", options_for(master, prefix="*")))
+        open_stored(BackendSpec("mooncake", options_for(master, prefix="*")))

@@ -1,4 +1,4 @@
-"""The raw file store against the contract of raw stores, and its own behaviour."""
+"""The file store as its operator sees it: the contract of inspection, and its own behaviour."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.file.raw import FileRaw, make_store
-from hicache.backends.raw import StoredPage
+from hicache.backends.base import StoredPage
+from hicache.backends.file.inspection import FileInspection, make_store
 from hicache.backends.registry import BackendSpec
-from hicache.backends.registry import open_raw as open_raw_of
+from hicache.backends.registry import open_stored as open_by_name
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,
-    OpenRaw,
+    InspectionContract,
     OpenStore,
-    RawContract,
+    OpenStored,
     by_key,
     exists,
     load,
@@ -31,7 +32,7 @@ from hicache.backends.testing import (
 from hicache.config import FileStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError, NotOurs
 
-from ._files import CODEC, PAGE, Faulty, check, open_file, open_raw, page_path, reserved_bytes, temporary_files
+from ._files import CODEC, PAGE, Faulty, check, open_file, open_stored, page_path, reserved_bytes, temporary_files
 
 KEYS = make_keys(6)
 DATA = sealed(CODEC, KEYS)
@@ -41,14 +42,14 @@ def place(number: int, used_s: float | None = None) -> StoredPage:
     return StoredPage(NAMESPACE, KEYS[number], PAGE, used_s)
 
 
-class TestFileRaw(RawContract):
+class TestFileRaw(InspectionContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: open_file(tmp_path / "store", codec)
 
     @pytest.fixture
-    def open_raw(self, tmp_path: Path) -> OpenRaw:
-        return lambda: open_raw(path=tmp_path / "store")
+    def open_stored(self, tmp_path: Path) -> OpenStored:
+        return lambda: open_stored(path=tmp_path / "store")
 
 
 def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> Non
     store = open_file(root, capacity=4 * PAGE)
     old = make_keys(3, "old")
     store_chain(store, old)
-    raw = open_raw(path=root, capacity=4 * PAGE)
+    raw = open_stored(path=root, capacity=4 * PAGE)
     later_s = time.time() + 60
     assert [raw.write(place(n, later_s), DATA[n], KEYS[n - 1] if n else None) for n in range(3)] == [True] * 3
     assert (exists(store, old), load(store, KEYS[:3])) == (1, [HIT] * 3)
@@ -66,7 +67,7 @@ def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> Non
 def test_without_room_a_whole_page_is_rejected(tmp_path: Path) -> None:
     root = tmp_path / "store"
     make_store(root)
-    raw = open_raw(path=root, capacity=PAGE)
+    raw = open_stored(path=root, capacity=PAGE)
     assert raw.write(place(0), DATA[0], None)
     assert not raw.write(place(1), DATA[1], KEYS[0])  # the only possible victim is its parent
     raw.close()
@@ -77,7 +78,7 @@ def test_a_page_larger_than_the_capacity_evicts_nothing(tmp_path: Path) -> None:
     root = tmp_path / "store"
     store = open_file(root)
     store_chain(store, KEYS)
-    raw = open_raw(path=root, capacity=6 * PAGE)
+    raw = open_stored(path=root, capacity=6 * PAGE)
     large = make_keys(1, "of a larger model")[0]
     assert not raw.write(StoredPage(NAMESPACE, large, 7 * PAGE, None), bytes(7 * PAGE), None)
     raw.close()
@@ -86,7 +87,7 @@ def test_a_page_larger_than_the_capacity_evicts_nothing(tmp_path: Path) -> None:
 
 def test_a_written_page_keeps_the_time_of_its_last_use(tmp_path: Path) -> None:
     make_store(tmp_path / "store")
-    raw = open_raw(path=tmp_path / "store")
+    raw = open_stored(path=tmp_path / "store")
     then_s = time.time() - 86_400
     raw.write(place(0, then_s), DATA[0], None)
     (page,) = raw.pages()
@@ -100,7 +101,7 @@ def test_a_link_in_place_of_a_page_is_listed_as_damaged_and_not_followed(tmp_pat
     (tmp_path / "secret").write_text("secret")
     page_path(root, CODEC, KEYS[1]).unlink()
     page_path(root, CODEC, KEYS[1]).symlink_to(tmp_path / "secret")
-    raw = open_raw(path=root)
+    raw = open_stored(path=root)
     found = by_key(raw.pages())
     assert {key: (page.bytes, page.damage) for key, page in found.items()} == {
         KEYS[0]: (PAGE, None), KEYS[1]: (0, "not_regular"),
@@ -115,16 +116,16 @@ def test_a_store_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     make_store(root)
     (root / "lock").unlink()
     (root / "lock").mkdir()
-    raw = open_raw(path=root)
+    raw = open_stored(path=root)
     assert list(raw.pages()) == []
     with pytest.raises(BackendUnavailable, match="check disk"):
         raw.remove([place(0)])
 
 
 @pytest.mark.parametrize("use", [lambda raw: list(raw.pages()), lambda raw: raw.remove([place(0)])])
-def test_a_closed_store_reports_that_it_is_closed(tmp_path: Path, use: Callable[[FileRaw], object]) -> None:
+def test_a_closed_store_reports_that_it_is_closed(tmp_path: Path, use: Callable[[StoredPages], object]) -> None:
     make_store(tmp_path / "store")
-    raw = open_raw(path=tmp_path / "store")
+    raw = open_stored(path=tmp_path / "store")
     raw.close()
     with pytest.raises(BackendUnavailable, match="is closed"):
         use(raw)
@@ -133,18 +134,18 @@ def test_a_closed_store_reports_that_it_is_closed(tmp_path: Path, use: Callable[
 def test_it_is_opened_with_the_options_of_its_backend(tmp_path: Path) -> None:
     make_store(tmp_path / "store")
     options = {"path": tmp_path / "store", "capacity": PAGE, "io_threads": 1}
-    open_raw_of(BackendSpec("file", options)).close()
+    open_by_name(BackendSpec("file", options)).close()
     with pytest.raises(ConfigError, match="io_threads"):
-        open_raw_of(BackendSpec("file", {**options, "io_threads": 0}))
+        open_by_name(BackendSpec("file", {**options, "io_threads": 0}))
     with pytest.raises(ConfigError, match="cannot be listed"):
-        open_raw_of(BackendSpec("memory", {}))
+        open_by_name(BackendSpec("memory", {}))
 
 
 def test_a_directory_that_is_not_a_store_is_rejected_and_not_changed(tmp_path: Path) -> None:
     with pytest.raises(NotOurs):
-        open_raw(path=tmp_path)
+        open_stored(path=tmp_path)
     with pytest.raises(BackendUnavailable):
-        open_raw(path=tmp_path / "none")
+        open_stored(path=tmp_path / "none")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,7 +166,7 @@ def test_a_page_that_cannot_be_written_is_not_visible_and_takes_no_room(
 
     system = Faulty(fail)
     system.armed = False
-    raw = FileRaw(FileStorageOptions(path=root), system=system)
+    raw = StoredPages(FileInspection(None, FileStorageOptions(path=root), system=system), "file")
     raw.remove([])
     system.armed = True
     if said is None:
@@ -178,5 +179,5 @@ def test_a_page_that_cannot_be_written_is_not_visible_and_takes_no_room(
     raw.close()
     make_store(root)
     assert temporary_files(root) == []
-    raw = open_raw(path=root)
+    raw = open_stored(path=root)
     assert raw.write(place(0), DATA[0], None)

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.raw import RawStore, StoredPage
-from hicache.backends.s3 import S3RawStore
+from hicache.backends.base import StoredPage
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name, parse_name
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     NAMESPACE,
     OTHER_NAMESPACE,
     PAYLOAD_BYTES,
-    OpenRaw,
+    InspectionContract,
     OpenStore,
-    RawContract,
+    OpenStored,
     make_keys,
     store_chain,
 )
@@ -30,7 +31,7 @@ from tests.backends.s3.stub import StubS3, error, reply
 KEYS = make_keys(5)
 
 
-class TestRawStore(RawContract):
+class TestInspection(InspectionContract):
     """Against the contract."""
 
     counts_removals = False
@@ -40,12 +41,12 @@ class TestRawStore(RawContract):
         return lambda codec: open_s3(bucket, unique_prefix, codec)
 
     @pytest.fixture
-    def open_raw(self, bucket: Bucket, unique_prefix: str) -> OpenRaw:
+    def open_stored(self, bucket: Bucket, unique_prefix: str) -> OpenStored:
         return lambda: open_it(bucket, unique_prefix)
 
 
-def open_it(bucket: Bucket, prefix: str, **changes: Any) -> S3RawStore:
-    return S3RawStore(options(bucket.url, prefix, bucket=bucket.name, **changes))
+def open_it(bucket: Bucket, prefix: str, **changes: Any) -> StoredPages:
+    return StoredPages(S3Driver(None, options(bucket.url, prefix, bucket=bucket.name, **changes)), "s3")
 
 
 def fill(bucket: Bucket, prefix: str) -> None:
@@ -58,7 +59,7 @@ def fill(bucket: Bucket, prefix: str) -> None:
     bucket.write(f"{prefix}{NAMESPACE.hex()}/00/{KEYS[0].hex()}", b"in the wrong place")
 
 
-def seen(store: RawStore, namespace: str = "") -> set[tuple[bytes, bytes]]:
+def seen(store: StoredPages, namespace: str = "") -> set[tuple[bytes, bytes]]:
     return {(page.namespace, page.key) for page in store.pages(namespace)}
 
 
@@ -85,7 +86,7 @@ def test_an_empty_object_differs_from_a_missing_one(bucket: Bucket, unique_prefi
     store.close()
 
 
-def test_a_listing_of_several_parts_is_read_to_its_end(raw: S3RawStore, stub: StubS3) -> None:
+def test_a_listing_of_several_parts_is_read_to_its_end(raw: StoredPages, stub: StubS3) -> None:
     keys = make_keys(2500)
     stub.objects.update({object_name("test/", NAMESPACE, key): b"x" for key in keys})
     pages = list(raw.pages())
@@ -96,14 +97,14 @@ def test_a_listing_of_several_parts_is_read_to_its_end(raw: S3RawStore, stub: St
     assert stub.objects == {}
 
 
-def test_a_listing_with_few_fields_is_accepted(raw: S3RawStore, stub: StubS3) -> None:
+def test_a_listing_with_few_fields_is_accepted(raw: StoredPages, stub: StubS3) -> None:
     names = f"<Contents><Key>{object_name('test/', NAMESPACE, KEYS[0])}</Key></Contents><Contents/>"
     listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{names}</ListBucketResult>".encode()
     stub.fault = lambda request: reply(200, listing) if request.is_list else None
     assert list(raw.pages()) == [StoredPage(NAMESPACE, KEYS[0], 0, None)]
 
 
-def test_pages_that_cannot_be_removed_are_an_error(raw: S3RawStore, stub: StubS3) -> None:
+def test_pages_that_cannot_be_removed_are_an_error(raw: StoredPages, stub: StubS3) -> None:
     pages = [StoredPage(NAMESPACE, key, 1, None) for key in KEYS[:2]]
     stub.fault = lambda request: reply(
         200, b"<DeleteResult><Error><Key>x</Key><Code>AccessDenied</Code></Error></DeleteResult>"
@@ -113,7 +114,7 @@ def test_pages_that_cannot_be_removed_are_an_error(raw: S3RawStore, stub: StubS3
 
 
 @pytest.mark.parametrize("verb", ["pages", "read", "write", "remove"])
-def test_a_failure_is_an_error_for_an_operator(raw: S3RawStore, stub: StubS3, verb: str) -> None:
+def test_a_failure_is_an_error_for_an_operator(raw: StoredPages, stub: StubS3, verb: str) -> None:
     page = StoredPage(NAMESPACE, KEYS[0], 1, None)
     stub.fault = lambda request: error(503, "SlowDown")
     verbs: dict[str, Callable[[], object]] = {
@@ -124,7 +125,7 @@ def test_a_failure_is_an_error_for_an_operator(raw: S3RawStore, stub: StubS3, ve
         verbs[verb]()
 
 
-def test_a_full_store_has_no_room_for_a_page(raw: S3RawStore, stub: StubS3) -> None:
+def test_a_full_store_has_no_room_for_a_page(raw: StoredPages, stub: StubS3) -> None:
     stub.fault = lambda request: error(507, "InsufficientStorage")
     assert not raw.write(StoredPage(NAMESPACE, KEYS[0], 1, None), b"x", None)
 

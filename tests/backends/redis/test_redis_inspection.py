@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import redis
 
-from hicache.backends.base import Usage
-from hicache.backends.raw import RawStore, StoredPage
+from hicache.backends.base import StoredPage, Usage
 from hicache.backends.redis import RedisDriver
-from hicache.backends.registry import BackendSpec, open_raw
+from hicache.backends.registry import BackendSpec, open_stored
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     NAMESPACE,
     OTHER_NAMESPACE,
     PAYLOAD_BYTES,
-    OpenRaw,
+    InspectionContract,
     OpenStore,
-    RawContract,
+    OpenStored,
     driver_of,
     make_keys,
     store_chain,
@@ -43,8 +43,8 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def raw_on(options: dict[str, Any]) -> Iterator[RawStore]:
-    store = open_raw(BackendSpec("redis", options))
+def raw_on(options: dict[str, Any]) -> Iterator[StoredPages]:
+    store = open_stored(BackendSpec("redis", options))
     try:
         yield store
     finally:
@@ -53,12 +53,12 @@ def raw_on(options: dict[str, Any]) -> Iterator[RawStore]:
 
 
 @pytest.fixture
-def raw(options: dict[str, Any]) -> Iterator[RawStore]:
+def raw(options: dict[str, Any]) -> Iterator[StoredPages]:
     with raw_on(options) as store:
         yield store
 
 
-class TestRaw(RawContract):
+class TestRaw(InspectionContract):
     @pytest.fixture
     def open_store(self, options: dict[str, Any]) -> Iterator[OpenStore]:
         if "cluster" in options:
@@ -69,8 +69,8 @@ class TestRaw(RawContract):
             yield lambda codec: open_on(client, options, codec)
 
     @pytest.fixture
-    def open_raw(self, options: dict[str, Any]) -> OpenRaw:
-        return lambda: open_raw(BackendSpec("redis", options))
+    def open_stored(self, options: dict[str, Any]) -> OpenStored:
+        return lambda: open_stored(BackendSpec("redis", options))
 
 
 def fill(options: dict[str, Any], codec: FrameCodec, keys: list[bytes]) -> None:
@@ -79,7 +79,7 @@ def fill(options: dict[str, Any], codec: FrameCodec, keys: list[bytes]) -> None:
     store.backend.close()
 
 
-def test_all_pages_of_all_namespaces_are_listed_once(raw: RawStore, options: dict[str, Any]) -> None:
+def test_all_pages_of_all_namespaces_are_listed_once(raw: StoredPages, options: dict[str, Any]) -> None:
     keys = make_keys(2500)
     fill(options, CODEC, keys)
     fill(options, OTHER, keys[:7])
@@ -163,14 +163,17 @@ def test_a_full_server_accepts_no_more_pages() -> None:
 def test_a_failure_is_an_error_with_advice() -> None:
     page = StoredPage(NAMESPACE, make_keys(1)[0], PAGE, None)
     with ValkeyServer() as server:
-        raw = open_raw(BackendSpec("redis", server.storage()[1]))
+        raw = open_stored(BackendSpec("redis", server.storage()[1]))
         server.kill()
-        for work in (lambda: list(raw.pages()), lambda: raw.read(page, 1), lambda: raw.remove([page]),
-                     lambda: raw.write(page, b"x", None)):  # fmt: skip
+        for work in (lambda: list(raw.pages()), lambda: raw.read(page, 1)):
             with pytest.raises(BackendUnavailable, match="start the server"):
                 work()
+        with pytest.raises(BackendUnavailable, match=r"redis store: connection_\w+: 1 of 1 pages were not removed"):
+            raw.remove([page])
+        with pytest.raises(BackendUnavailable, match=r"redis store: connection_\w+; try again"):
+            raw.write(page, b"x", None)
         raw.close()
         with pytest.raises(BackendUnavailable, match="start the server"):
-            open_raw(BackendSpec("redis", server.storage()[1]))
+            open_stored(BackendSpec("redis", server.storage()[1]))
         with pytest.raises(ConfigError, match="unknown entry; did you mean url"):
-            open_raw(BackendSpec("redis", {"urls": "redis://h"}))
+            open_stored(BackendSpec("redis", {"urls": "redis://h"}))
