@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ..errors import InvalidInput
 from ..frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 from ..keys import PAGE_KEY_BYTES
 from .base import BackendStatistics, GetOutcome, SetOutcome
-from .errors import ErrorKind
+from .errors import ErrorKind, StoreError
 
 Outcome = TypeVar("Outcome")
+T = TypeVar("T")
 _collecting = threading.local()
 
 
@@ -138,6 +140,23 @@ class Calls:
         self._sets: Counter[SetOutcome] = Counter()
         self._corrupt: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
+
+    def make(self, deadline: float, pages: int, refused: T, work: Callable[[], T]) -> T:
+        """Return the result of `work`. A call after `close` or after its deadline is not made: then, and if it raises
+        StoreError, return `refused` and count `pages` errors."""
+        is_open = self.enter()
+        try:
+            if not is_open:
+                raise StoreError(self.refusal)
+            if time.monotonic() >= deadline:
+                raise StoreError(ErrorKind.DEADLINE)
+            return work()
+        except StoreError as error:
+            self.count(errors=[error.kind] * pages)
+            return refused
+        finally:
+            if is_open:
+                self.leave()
 
     def enter(self) -> bool:
         """Count the start of a verb; its end must call `leave`. Return False if the backend is closed."""

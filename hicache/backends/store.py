@@ -42,7 +42,7 @@ from .attempts import Attempts
 from .base import BackendStatistics, Direction, EvictionListener, GetOutcome, SetOutcome, Usage
 from .calls import Calls, check_batch, check_keys, parent_outside, runs
 from .driver import Driver, RegistersMemory, ReportsEvictions
-from .errors import RAISED, ErrorKind, StoreError
+from .errors import RAISED, ErrorKind
 from .faults import Faults
 from .guard.admission import AdmissionControl, GuardStatistics
 from .guard.calls import Call, CallResult, Verb
@@ -312,21 +312,13 @@ class Store:
     def _call(self, verb: Verb, pages: int, deadline: float, refused: T, work: Callable[[Call], T]) -> T:
         """Return the result of `work` for an admitted call. A call that is not made returns `refused` and counts
         `pages` errors. A lookup or removal of any number of keys moves no bytes, and counts as one page."""
-        is_open = self._calls.enter()
-        try:
-            if not is_open:
-                raise StoreError(self._calls.refusal)
-            if time.monotonic() >= deadline:
-                raise StoreError(ErrorKind.DEADLINE)
+
+        def admitted() -> T:
             size_bytes = pages * self.codec.frame_bytes if verb is Verb.GET or verb is Verb.SET else 0
             with self._admission.enter(verb, pages, size_bytes, deadline) as call:
                 return work(call)
-        except StoreError as error:
-            self._calls.count(errors=[error.kind] * pages)
-            return refused
-        finally:
-            if is_open:
-                self._calls.leave()
+
+        return self._calls.make(deadline, pages, refused, admitted)
 
     def _look_up(self, call: Call, look: Callable[[], tuple[T, Sequence[str]]]) -> T:
         """Make a lookup, and retry it once if it failed."""

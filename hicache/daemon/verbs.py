@@ -11,14 +11,13 @@ lock. The verbs run on their callers' threads, any number of them at once.
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from ..backends.base import GetOutcome, SetOutcome, Usage
 from ..backends.calls import Calls, check_batch, check_keys
-from ..backends.errors import ErrorKind, StoreError
+from ..backends.errors import StoreError
 from ..backends.storage import Storage
 from ..frame import FrameCodec, PageBuffer
 
@@ -82,12 +81,13 @@ class Verbs(Storage):
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See Storage."""
         check_keys(keys)
-        return self._call(0, deadline, lambda: self.prefix(keys, deadline)) if keys else 0
+        return self._calls.make(deadline, 1, 0, lambda: self.prefix(keys, deadline)) if keys else 0
 
     def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
         """See Storage."""
         check_keys(keys)
-        return self._call([False] * len(keys), deadline, lambda: self.has(keys, deadline)) if keys else []
+        refused = [False] * len(keys)
+        return self._calls.make(deadline, 1, refused, lambda: self.has(keys, deadline)) if keys else []
 
     def batch_get(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
@@ -96,11 +96,10 @@ class Verbs(Storage):
         check_batch(self.codec, keys, pages)
         if not keys:
             return []
-        errors = [GetOutcome.ERROR] * len(keys)
-        return self._call(
-            errors, deadline, lambda: self.get(keys, pages, deadline),
-            pages=len(keys), settle=lambda outcomes: self._calls.count(gets=outcomes),
-        )  # fmt: skip
+        refused = [GetOutcome.ERROR] * len(keys)
+        outcomes = self._calls.make(deadline, len(keys), refused, lambda: self.get(keys, pages, deadline))
+        self._calls.count(gets=outcomes)
+        return outcomes
 
     def batch_set(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
@@ -109,25 +108,26 @@ class Verbs(Storage):
         check_batch(self.codec, keys, pages, parent)
         if not keys:
             return []
-        errors = [SetOutcome.ERROR] * len(keys)
-        return self._call(
-            errors, deadline, lambda: self.put(keys, pages, parent, deadline),
-            pages=len(keys), settle=lambda outcomes: self._calls.count(sets=outcomes),
-        )  # fmt: skip
+        refused = [SetOutcome.ERROR] * len(keys)
+        outcomes = self._calls.make(deadline, len(keys), refused, lambda: self.put(keys, pages, parent, deadline))
+        self._calls.count(sets=outcomes)
+        return outcomes
 
     def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
         """See Storage."""
         check_keys(keys)
-        return self._call([], deadline, lambda: self.use(list(dict.fromkeys(keys)), deadline)) if keys else []
+        distinct = list(dict.fromkeys(keys))
+        return self._calls.make(deadline, 1, [], lambda: self.use(distinct, deadline)) if keys else []
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See Storage."""
         check_keys(keys)
-        return self._call(0, deadline, lambda: self.remove(list(dict.fromkeys(keys)), deadline)) if keys else 0
+        distinct = list(dict.fromkeys(keys))
+        return self._calls.make(deadline, 1, 0, lambda: self.remove(distinct, deadline)) if keys else 0
 
     def clear(self, *, deadline: float) -> int:
         """See Storage."""
-        return self._call(0, deadline, lambda: self.remove_all(deadline))
+        return self._calls.make(deadline, 1, 0, lambda: self.remove_all(deadline))
 
     def usage(self) -> Usage:
         """See Storage. After `close` it returns the last usage, which is not an error."""
@@ -145,32 +145,3 @@ class Verbs(Storage):
         with self._close_lock:
             if self._calls.close():
                 self.shut()
-
-    def _call(
-        self,
-        refused: T,
-        deadline: float,
-        verb: Callable[[], T],
-        *,
-        pages: int = 1,
-        settle: Callable[[T], None] = lambda answer: None,
-    ) -> T:
-        """Return the result of `verb`, which `settle` counts. After a rejection or failure: `refused`, and `pages`
-        errors."""
-        answer = refused
-        is_open = self._calls.enter()
-        try:
-            try:
-                if not is_open:
-                    raise StoreError(self._calls.refusal)
-                if time.monotonic() >= deadline:
-                    raise StoreError(ErrorKind.DEADLINE)
-                answer = verb()
-            except StoreError as error:
-                self.count(*[error.kind] * pages)
-            finally:
-                settle(answer)
-        finally:
-            if is_open:
-                self._calls.leave()
-        return answer
