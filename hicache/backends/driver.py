@@ -5,9 +5,8 @@ driver only moves bytes. It is called with at least one key, before the deadline
 block until the deadline, and touches no buffer after it has returned.
 
 A page is named by its namespace and its key, 32 bytes each; `pages.codec.namespace` is the namespace of a read or
-write. A driver serves every namespace, so that operators' tools work on it too (see `stored`). The codec with which an
-engine opens it only tells the size of the engine's pages; it is None for a tool, which calls only the functions of
-`Inspects`.
+write. A driver serves every namespace, so that operators' tools work on it too (see `stored`). An engine opens it with
+its codec; a tool has no pages of its own, opens it with None, and calls only the functions of `Inspects`.
 
 Failures are values: a kind of error (`ErrorKind`, or a text of its own) in place of the answer for one key, or as
 reported to `PageReads` and `PageWrites`. A failure that ends the call raises StoreError: the remaining keys fail. Any
