@@ -89,7 +89,10 @@ class StoredPages:
         """Remove pages; return how many existed. A page with an `identity` stays if another object has replaced it. In
         a store that does not tell which pages existed, all count."""
         removed = 0
-        for (namespace, is_known), group in itertools.groupby(pages, _namespace_and_kind):
+        # Sorted, because a listing may mix namespaces, and each call of the driver is about one.
+        for (namespace, is_known), group in itertools.groupby(
+            sorted(pages, key=_namespace_and_kind), _namespace_and_kind
+        ):
             found = list(group)
             for start in range(0, len(found), _REMOVED_AT_ONCE):
                 some = found[start : start + _REMOVED_AT_ONCE]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 
-from hicache.backends.base import SetOutcome
+from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
 from hicache.backends.stored import StoredPages
@@ -14,6 +15,7 @@ from hicache.backends.testing import (
     HIT,
     MISS,
     NAMESPACE,
+    OTHER_NAMESPACE,
     PAYLOAD_BYTES,
     STORED,
     InspectionContract,
@@ -57,6 +59,25 @@ class _Lasting(MemoryDriver):
 
     def close(self) -> None:
         """Keep all pages."""
+
+
+def test_pages_of_mixed_namespaces_are_removed_by_one_call_for_each_namespace() -> None:
+    calls: list[tuple[bytes, list[bytes]]] = []
+
+    class Counting(MemoryDriver):
+        def remove(
+            self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+        ) -> tuple[int, Sequence[str]]:
+            calls.append((namespace, list(keys)))
+            return super().remove(namespace, keys, deadline, found)
+
+    driver, keys = Counting(), make_keys(4)
+    for key in keys:
+        for namespace in (NAMESPACE, OTHER_NAMESPACE):
+            driver.poke(namespace, key, b"page")
+    mixed = [StoredPage(namespace, key, 4, None) for key in keys for namespace in (NAMESPACE, OTHER_NAMESPACE)]
+    assert StoredPages(driver, "memory").remove(mixed) == 8
+    assert calls == [(namespace, keys) for namespace in sorted((NAMESPACE, OTHER_NAMESPACE))]
 
 
 class TestInspection(InspectionContract):

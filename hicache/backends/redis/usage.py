@@ -73,7 +73,7 @@ def described(names: Mapping[bytes, PageId], deadline: float, channel: Channel) 
     pages = []
     for (namespace, key), idle, size, there in zip(names.values(), lines[::3], lines[1::3], lines[2::3], strict=True):
         if number(there):
-            # A value that is not a string still takes a page's place. Under an LFU policy there are no idle times.
+            # A value that is not a string is listed without bytes. Under an LFU policy there are no idle times.
             length = number(size) or 0
             used_s = None if idle.startswith((b"-", b"$-1")) else now_s - (number(idle) or 0)
             pages.append(StoredPage(namespace, key, length, used_s))
