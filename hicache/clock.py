@@ -1,0 +1,109 @@
+"""The clock of a cache, a store or a daemon, and one that a test moves.
+
+Every deadline, back-off, expiry and pause of an object comes from the clock that it was created with. So a test moves
+time instead of waiting for it, and a simulation runs in virtual time. The time that a call of the operating system may
+take (a socket, a lock of a file) is real time: `tests/test_house.py` lists the modules with such calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+# `Condition.wait` raises OverflowError above this.
+_WAIT_S_MAX = threading.TIMEOUT_MAX
+# How often a wait for an event looks at a moved clock.
+_LOOK_S = 0.002
+
+
+class Clock:
+    """The clocks of the system, and waits in their time. Thread-safe."""
+
+    def __call__(self) -> float:
+        """Return monotonic seconds. Deadlines are times of this clock."""
+        return time.monotonic()
+
+    def wall_s(self) -> float:
+        """Return seconds since 1970 (Unix time)."""
+        return time.time()
+
+    def wait(self, condition: threading.Condition, timeout_s: float) -> bool:
+        """Wait for a notification for at most `timeout_s`. Return False if none came. It may also return True without
+        one. REQUIRES: the caller holds `condition`, as for `Condition.wait`.
+        """
+        return condition.wait(max(0.0, min(timeout_s, _WAIT_S_MAX)))
+
+    def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool], deadline: float) -> bool:
+        """Wait until `predicate` is true, at most until `deadline`. Return its last value. REQUIRES: as `wait`."""
+        while not (result := predicate()) and (left_s := deadline - self()) > 0:
+            self.wait(condition, left_s)
+        return result
+
+    def wait_set(self, event: threading.Event, timeout_s: float) -> bool:
+        """Wait until `event` is set, at most for `timeout_s`. Return True if it is."""
+        return event.wait(max(0.0, min(timeout_s, _WAIT_S_MAX)))
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for `seconds`; does nothing if they are not positive."""
+        time.sleep(max(0.0, seconds))
+
+
+SYSTEM_CLOCK: Final = Clock()
+
+
+class ManualClock(Clock):
+    """A clock that moves only in `advance`, which ends the waits whose time has come. For tests and simulations.
+
+    It starts at the system's time, so that a driver that compares a deadline with the system's clock is not late.
+
+    Locking design: `_lock` guards `_passed_s` and `_waiting`, and is held for a few instructions. A waiter takes it
+    with its own condition held, and `advance` notifies with `_lock` released, so the order is condition, `_lock`. A
+    waiter holds its condition from its registration until it waits, so no notification is lost.
+    """
+
+    def __init__(self) -> None:
+        self._started_s, self._started_wall_s = time.monotonic(), time.time()
+        self._passed_s = 0.0
+        self._lock = threading.Lock()
+        self._waiting: list[threading.Condition] = []
+
+    def __call__(self) -> float:
+        return self._started_s + self._passed_s
+
+    def wall_s(self) -> float:
+        return self._started_wall_s + self._passed_s
+
+    def advance(self, seconds: float) -> None:
+        """Move the time forward. REQUIRES: the caller holds no condition with which another thread waits here."""
+        with self._lock:
+            self._passed_s += seconds
+            waiting = list(self._waiting)
+        for condition in waiting:
+            with condition:
+                condition.notify_all()
+
+    def wait(self, condition: threading.Condition, timeout_s: float) -> bool:
+        with self._lock:
+            deadline = self() + timeout_s
+            if timeout_s <= 0:
+                return False
+            self._waiting.append(condition)
+        try:
+            condition.wait()
+        finally:
+            with self._lock:
+                self._waiting.remove(condition)
+        return self() < deadline
+
+    def wait_set(self, event: threading.Event, timeout_s: float) -> bool:
+        deadline = self() + timeout_s
+        while not event.wait(_LOOK_S) and self() < deadline:
+            pass
+        return event.is_set()
+
+    def sleep(self, seconds: float) -> None:
+        woken = threading.Condition()
+        with woken:
+            self.wait_for(woken, lambda: False, self() + seconds)
