@@ -191,7 +191,7 @@ class HostCache(TieredCache):
         request.decided_pages = 0
         tree.hold_host(node)
         host_pages = _host_pages(tree, node, end_page - start_page)
-        arrived = self._prefetcher.take_arrived(rid)
+        arrived, _ = self._prefetcher.take_arrived(rid)
         load = HostLoad(rid, start_page, host_pages, tree, node, request, min(arrived, len(host_pages)))
         self._loads.add(load)
         self._loading_pages += len(host_pages)

@@ -19,6 +19,8 @@ A waiting prefetch is cancelled and counted when its request begins. It is not c
 over: the request no longer waits, but until it is scheduled, pages may still arrive. Requests do not wait for paused
 storage: an outage costs hits and no time.
 
+`prefetch_states` has the states of a prefetch and the moves between them.
+
 If another request is fetching the next page of a request, it waits for that, and then looks up the still missing pages:
 equal prompts that arrive together are read once.
 
@@ -31,19 +33,20 @@ from __future__ import annotations
 
 from ..arguments import instance
 from ..backends.base import Direction
-from ..controller import PREFETCH_S_MAX, HiCacheController, Load, Lookup, Read
+from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
 from ..errors import InvariantError
 from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
 from ..radix import Match
 from ..types import PageIds
 from .break_even import BreakEven, Route
-from .chunked_prefetch import ChunkedPrefetch, Promote
+from .chunked_prefetch import ChunkedPrefetch
 from .host_tier import HostTier
+from .leaders import Leaders, judge, outcome, shares_verdict
 from .prefetch_share import PrefetchShare
+from .prefetch_states import AT_REST, IN_FLIGHT, NOT_AWAITED, WAITING, Fetch, Prefetch, PrefetchTable, State, Verdict
 from .statistics import CacheCounters
 from .trees import Trees
-from .waiting import Leaders, Prefetch, PrefetchRequest, Verdict, WaitingRequests, outcome
 
 # More than the requests that an engine begins while the first of them waits. Each costs an object and no copy.
 WAITING_MAX = 4096
@@ -54,9 +57,8 @@ TRIES_PER_STEP = 32
 class Prefetcher:
     """At most one prefetch per request id at a time.
 
-    Invariants: `_active` has the prefetches whose operation is not acknowledged, and those that wait for room, at most
-    `operations_max` in all. `_for_room` has the latter too, in the order of their lookups, and `_operations` the former
-    by operation. A request in `_waiting` does not have a prefetch; `_share` has no pages for it, or for `_for_room`.
+    Invariants: the prefetches in flight, awaiting room or cancelled are at most `operations_max`; `_operations` has
+    those in flight or cancelled, by operation. The others are those of `PrefetchTable`.
     """
 
     def __init__(
@@ -75,15 +77,12 @@ class Prefetcher:
         self._counters = counters
         self._break_even = break_even
         self._arrivals = 0
-        self._waiting = WaitingRequests()
-        self._active: dict[str, Prefetch] = {}
+        self._table = PrefetchTable()
         self._operations: dict[Lookup | Read, Prefetch] = {}
-        self._for_room: dict[Prefetch, None] = {}
         self._leaders = Leaders()
         self._share = PrefetchShare(host, controller)
-        self._chunked = ChunkedPrefetch(self._share)
+        self.chunked = ChunkedPrefetch(self._table, self._share)
         self.wait = Histogram(BOUNDS_S)  # of requests, from `start` until they may begin
-        self._asked_s: dict[str, float] = {}  # the start times of the waiting requests
 
     # Requests
 
@@ -91,27 +90,32 @@ class Prefetcher:
         """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first. Return False
         if that does not pay or is not possible.
         """
-        if not self._gate.attached or rid in self._active or rid in self._waiting or self._chunked.get(rid):
+        prefetch = self._table.get(rid)
+        if not self._gate.attached or (prefetch is not None and prefetch.state not in AT_REST):
             return False
         if self._share.pages_max == 0:
             return self._skip("prefetch_host_share")
-        match = self._trees.current.match(key)
-        missing_pages = key.pages(self._trees.current.page_size) - match.pages
+        tree = self._trees.current
+        match = tree.match(key)
+        missing_pages = key.pages(tree.page_size) - match.pages
         if missing_pages < self._share.pages_min:
             return self._skip("prefetch_too_short")
-        self._arrivals += 1
-        until_s = self._controller.time_s() + self._timeout_s(missing_pages)
-        request = PrefetchRequest(self._arrivals, rid, key, until_s)
-        leader = self._leaders.find(request, self._trees.current, match)
-        if leader is None and not self._waiting.any_turns and self._may_lead():
-            self._lead(request, match)
-        elif len(self._waiting) >= WAITING_MAX:
+        leader = self._leaders.find(key, tree, match)
+        leads = leader is None and not self._table.count(State.QUEUED) and self._may_lead()
+        if not leads and self._table.count(*WAITING) >= WAITING_MAX:
             self._controller.refused["prefetch"] += 1
             return False
+        self._arrivals += 1
+        now_s, until_s = self._controller.clock(), self._controller.time_s() + self._timeout_s(missing_pages)
+        if prefetch is None:
+            self._table.add(prefetch := Prefetch(rid, key, self._arrivals, until_s, now_s))
         else:
-            self._share.release(rid)  # the pages of its previous attempt: earlier requests may need them
-            self._waiting.wait(request, leader)
-        self._asked_s[rid] = self._controller.clock()
+            prefetch.ask_again(key, self._arrivals, until_s, now_s)
+        if leads:
+            self._lead(prefetch, match)
+        else:
+            self._share.release(prefetch)  # the pages of its previous attempt: earlier requests may need them
+            self._table.move(prefetch, State.QUEUED if leader is None else State.FOLLOWING, leader)
         return True
 
     def _timeout_s(self, missing_pages: int) -> float:
@@ -122,103 +126,91 @@ class Prefetcher:
 
     def ready(self, rid: str) -> bool:
         """Return True if the request need not wait. It can become False again when storage works again."""
-        instance("rid", rid, str)
-        is_ready = self._ready(rid)
-        if is_ready:
-            self._note_wait(rid)
-        return is_ready
+        prefetch = self._table.get(instance("rid", rid, str))
+        if prefetch is None:
+            return True
+        if self._config.policy != "best_effort" and self._is_awaited(prefetch):
+            return False
+        self._note_wait(prefetch)
+        return True
 
-    def _note_wait(self, rid: str) -> None:
+    def _note_wait(self, prefetch: Prefetch) -> None:
         """Record the wait of the request, if it was waiting."""
-        asked_s = self._asked_s.pop(rid, None)
-        if asked_s is not None:
-            self.wait.add(self._controller.clock() - asked_s)
+        if prefetch.asked_s is not None:
+            self.wait.add(self._controller.clock() - prefetch.asked_s)
+            prefetch.asked_s = None
 
-    def _ready(self, rid: str) -> bool:
-        if self._config.policy == "best_effort":
-            return True
-        request, prefetch = self._waiting.get(rid), self._active.get(rid)
-        if request is not None:
-            in_flight = request.leader is not None and request.leader not in self._for_room
-            return not self._waits(request, in_flight)
-        if (loading := self._chunked.get(rid)) is not None:
-            return not self._waits(loading, in_flight=True)
-        if prefetch is None or prefetch.answered:
-            return True
-        if prefetch in self._for_room:
-            return not self._waits(prefetch.request, in_flight=False)
-        return not prefetch.awaited
-
-    def _waits(self, request: PrefetchRequest, in_flight: bool) -> bool:
-        """Return True if a request waits for pages that are, or can be, in flight."""
-        return self._controller.time_s() < request.until_s and (in_flight or self._gate.may(Direction.READ))
+    def _is_awaited(self, prefetch: Prefetch) -> bool:
+        """Return True if the request waits for pages that are, or can be, in flight."""
+        if prefetch.state in IN_FLIGHT:
+            return prefetch.current.awaited
+        if prefetch.state in NOT_AWAITED:
+            return False
+        leader = prefetch if prefetch.leader is None else prefetch.leader
+        in_flight = leader.state in (*IN_FLIGHT, State.AWAITING_L1, State.LOADING)
+        return self._controller.time_s() < prefetch.until_s and (in_flight or self._gate.may(Direction.READ))
 
     def is_active(self, rid: str) -> bool:
-        """Return True if a request that has not begun has a prefetch, or waits for its turn."""
-        prefetch = self._active.get(rid)
-        waits = rid in self._waiting or self._chunked.get(rid) is not None
-        return waits or (prefetch is not None and not prefetch.answered)
+        """Return True if a request that has not begun has a prefetch that may still bring pages."""
+        prefetch = self._table.get(rid)
+        return prefetch is not None and prefetch.state not in NOT_AWAITED
 
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; pages that have arrived stay."""
-        self._stop(instance("rid", rid, str))
-        self.take_arrived(rid)
-        self.take_promoted(rid)
+        prefetch = self._table.get(instance("rid", rid, str))
+        if prefetch is not None:
+            self._stop(prefetch)
+            self.take_arrived(rid)
 
     def conclude(self, rid: str) -> None:
         """End the wait of a request that begins: pages that have not arrived from storage are computed."""
-        reason = self._stop(rid)
-        if reason is not None:
+        prefetch = self._table.get(rid)
+        if prefetch is not None and (reason := self._stop(prefetch)) is not None:
             self._skip(reason)
 
-    def _stop(self, rid: str) -> str | None:
-        """Stop the prefetch of a request. Return the reason of its wait, or None."""
-        self._note_wait(rid)
-        self._chunked.stop(rid)
-        if self._waiting.remove(rid) is not None:
-            return "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
-        prefetch = self._active.get(rid)
-        if prefetch is None or prefetch.answered:
-            return None
-        if prefetch in self._for_room:
-            del self._for_room[prefetch]
+    def _stop(self, prefetch: Prefetch) -> str | None:
+        """Stop a prefetch. Return the reason why it still waited, or None."""
+        self._note_wait(prefetch)
+        reason = None
+        if prefetch.state in WAITING:
+            reason = "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
+            self._rest(prefetch)
+        elif prefetch.state is State.AWAITING_ROOM:
+            reason = prefetch.current.lacks
             self._end(prefetch)
-            return prefetch.lacks
-        self._answer(prefetch)
-        return None
+        elif prefetch.state is State.AWAITING_L1:
+            self._rest(prefetch)
+        elif prefetch.state is State.LOADING:
+            self.chunked.stop(prefetch)
+        elif prefetch.state in IN_FLIGHT:
+            self._answer(prefetch)
+        return reason
 
     def cancel_all(self) -> None:
         """Stop all prefetches; their pages no longer enter the tree."""
-        self._asked_s.clear()
-        self._waiting.clear()
-        self._chunked.stop_all()
-        self._share.take_all()
-        for prefetch in self._for_room:
-            self._end(prefetch)
-        self._for_room.clear()
-        for prefetch in self._active.values():
-            if not prefetch.answered:
+        for prefetch in self._table.of(State.FOLLOWING):  # first, so that no leader releases them
+            self._rest(prefetch)
+        for prefetch in self._table.all():
+            prefetch.asked_s = None
+            if prefetch.state in IN_FLIGHT:
                 self._cancel(prefetch)
+            else:
+                self._stop(prefetch)
+            self._share.take(prefetch)
+            self._table.remove(prefetch)
 
-    def take_arrived(self, rid: str) -> int:
-        """Return how many pages came from storage for this request, and release them. Call it once, when the request
-        has begun or will not.
+    def take_arrived(self, rid: str) -> tuple[int, int]:
+        """Forget the prefetch of a request that begins, or will not. Return how many of its pages came from storage: to
+        L2, and on to L1. They were held until now, so that they were not evicted before their first use.
 
-        They were held until now, so that they were not evicted before their first use.
+        REQUIRES: `conclude`, if the request begins.
         """
-        return self._share.take(rid)
-
-    def promote_with(self, promote: Promote | None) -> None:
-        """Use `promote` to load arrived pages to L1 if storage has more pages than fit on L2."""
-        self._chunked.promote = promote
-
-    def release_arrived(self) -> bool:
-        """See `ChunkedPrefetch.release_arrived`."""
-        return self._chunked.release_arrived()
-
-    def take_promoted(self, rid: str) -> int:
-        """As `take_arrived`, for the pages that were loaded to L1 before the request began."""
-        return self._chunked.take(rid)
+        prefetch = self._table.get(rid)
+        if prefetch is None:
+            return 0, 0
+        pages = self._share.take(prefetch)
+        self._table.remove(prefetch)
+        return pages, prefetch.promoted_pages
 
     # Each step
 
@@ -227,62 +219,59 @@ class Prefetcher:
         prefetch.
         """
         prefetch = self._operations.pop(found)
-        self._counters.lookups[outcome(found, prefetch.tree.page_size)] += 1
+        fetch = prefetch.current
+        self._counters.lookups[outcome(found, fetch.tree.page_size)] += 1
         reason = self._reason_against(prefetch, found)
         if reason is not None:
             self._drop(prefetch, found, reason)
-            return
-        self._for_room[prefetch] = None
-        if len(self._for_room) == 1 and self._read_or_drop(prefetch):
-            del self._for_room[prefetch]
+        elif self._table.count(State.AWAITING_ROOM):
+            self._wait_for_room(prefetch, "prefetch_host_share")
         else:
-            self._wait_for_room(prefetch, prefetch.lacks or "prefetch_host_share")
+            self._read_or_drop(prefetch)
 
     def ended(self, read: Read) -> None:
         """Handle the end of the reads: put the complete pages into the tree, free the other host pages."""
         prefetch = self._operations.pop(read)
-        if not prefetch.answered:
+        fetch = prefetch.current
+        if prefetch.state is State.READING:
             self._take(prefetch, read, read.pages)
-            if prefetch.taken_pages == 0:  # the lookup may have found more
-                verdict = Verdict("prefetch_hit_too_short", prefetch.start_page)
-                prefetch.judge(verdict, has_ranks=self._controller.has_ranks)
-        unused = read.host_pages[prefetch.taken_pages :]
-        self._host.release(unused)
+            if fetch.taken_pages == 0:  # the lookup may have found more
+                verdict = Verdict("prefetch_hit_too_short", fetch.start_page)
+                judge(fetch, verdict, has_ranks=self._controller.has_ranks)
+        self._host.release(read.host_pages[fetch.taken_pages :])
         if read.failed:
             self._skip("prefetch_failed")
             self._note_store(read, works=False)
         else:
             self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
-            if prefetch.taken_pages:
+            if fetch.taken_pages:
                 self._note_store(read, works=True)
-        looks_again = self._may_continue(prefetch, read) and not self._chunked.start(prefetch.request)
-        self._end(prefetch)
-        if looks_again:  # other requests have computed these pages, so nothing is loaded
-            self._waiting.wait(prefetch.request)
+        if not self._may_continue(prefetch, read):
+            self._end(prefetch)
+            return
+        self._close(prefetch)
+        prefetch.fetch = None
+        # Nothing is loaded if other requests have computed these pages.
+        self._table.move(prefetch, State.QUEUED if self._share.end_of(prefetch) is None else State.AWAITING_L1)
 
     def _may_continue(self, prefetch: Prefetch, read: Read) -> bool:
         """Return True if the rest of a prompt may be fetched after the part that has arrived."""
-        rest_pages = prefetch.wanted_pages - prefetch.taken_pages
-        is_whole = prefetch.taken_pages == len(read.host_pages) and not prefetch.answered
-        if self._chunked.promote is None or not is_whole or rest_pages < self._share.pages_min:
+        fetch = prefetch.current
+        rest_pages = fetch.wanted_pages - fetch.taken_pages
+        is_whole = fetch.taken_pages == len(read.host_pages) and prefetch.state is State.READING
+        if self.chunked.promote is None or not is_whole or rest_pages < self._share.pages_min:
             return False
-        prefetch.request.note_arrival(prefetch.start_page + prefetch.taken_pages)
-        return prefetch.request.may_look_up or self._skip("prefetch_host_share")
-
-    def loaded(self, load: Load) -> None:
-        """Handle the end of a load. If it made room on L2 for the remaining pages of a request, look them up."""
-        request = self._chunked.ended(load)
-        if request is not None:
-            self._waiting.wait(request)
+        prefetch.note_arrival(fetch.start_page + fetch.taken_pages)
+        return prefetch.may_look_up or self._skip("prefetch_host_share")
 
     def expired(self, operation: Lookup | Read) -> None:
         """Handle the timeout of a prefetch: end the wait of its request. Call it after `found` and `ended`."""
         prefetch = self._operations.get(operation)
-        if prefetch is None or prefetch.answered or not prefetch.awaited:
+        if prefetch is None or prefetch.state is State.CANCELLED or not prefetch.current.awaited:
             return
         self._skip("prefetch_timeout")
         self._answer(prefetch)
-        if prefetch.taken_pages == 0:
+        if prefetch.current.taken_pages == 0:
             self._note_store(operation, works=False)  # it may hang; the next requests should not wait for it
 
     def start_waiting(self) -> None:
@@ -290,36 +279,30 @@ class Prefetcher:
         order of arrival. Call it last in a step, when it is known whether storage may be used. Does nothing if nothing
         waits.
         """
-        for request in self._chunked.advance():
-            self._waiting.wait(request)
-        while self._for_room and self._gate.may(Direction.READ):
-            prefetch = next(iter(self._for_room))
-            if not self._read_or_drop(prefetch):
+        table = self._table
+        self.chunked.advance()
+        while (prefetch := table.first(State.AWAITING_ROOM)) is not None and self._gate.may(Direction.READ):
+            self._read_or_drop(prefetch)
+            if prefetch.state is State.AWAITING_ROOM:
                 break
-            del self._for_room[prefetch]
         for _ in range(TRIES_PER_STEP):
-            if not (self._waiting.any_turns and self._may_lead()):
+            if (prefetch := table.first(State.QUEUED)) is None or not self._may_lead():
                 return
-            self._try(self._waiting.next())
+            self._try(prefetch)
 
     @property
     def waiting(self) -> int:
         """Requests whose prefetch waits: for its turn, for another request's prefetch, or for room on L2."""
-        return len(self._waiting) + len(self._for_room)
+        return self._table.count(*WAITING, State.AWAITING_ROOM)
 
     def check(self) -> None:
         """Raises InvariantError if an invariant does not hold."""
-        self._waiting.check()
-        self._chunked.check()
-        in_flight = len(self._active) - len(self._for_room)
-        holding = sum(prefetch.anchor is not None or prefetch.answered for prefetch in self._active.values())
-        if not len(self._operations) == in_flight == holding or len(self._active) > self._config.operations_max:
-            raise InvariantError(
-                f"prefetch: {len(self._operations)} operations for {in_flight} prefetches in flight, {holding} anchors"
-            )
-        has_both = any(rid in self._waiting for rid in (*self._active, *self._share.rids))
-        if has_both or any(self._share.end_of(prefetch.rid) for prefetch in self._for_room):
-            raise InvariantError("prefetch: a request that waits has a prefetch, or pages that have arrived")
+        self._table.check(set(self._share.holders))
+        in_flight = [prefetch for state in (*IN_FLIGHT, State.CANCELLED) for prefetch in self._table.of(state)]
+        if {prefetch.current.operation for prefetch in in_flight} != self._operations.keys():
+            raise InvariantError(f"prefetch: {len(self._operations)} operations, {len(in_flight)} in flight")
+        if len(in_flight) + self._table.count(State.AWAITING_ROOM) > self._config.operations_max:
+            raise InvariantError(f"prefetch: {len(in_flight)} in flight exceed prefetch.operations_max")
 
     # Leading
 
@@ -327,37 +310,40 @@ class Prefetcher:
         """Return True if a lookup may start now. Prefetches that wait for room count, so that their reads do not also
         wait for an operation.
         """
-        return self._gate.may(Direction.READ) and len(self._active) < self._config.operations_max
+        operations = self._table.count(*IN_FLIGHT, State.AWAITING_ROOM, State.CANCELLED)
+        return self._gate.may(Direction.READ) and operations < self._config.operations_max
 
-    def _try(self, request: PrefetchRequest) -> None:
+    def _try(self, prefetch: Prefetch) -> None:
         """Prefetch the pages that a waiting request still lacks: none, pages in flight for another request, or more."""
         tree = self._trees.current
-        match = tree.match(request.key)
-        if request.key.pages(tree.page_size) - match.pages < self._share.pages_min:
+        match = tree.match(prefetch.key)
+        if prefetch.key.pages(tree.page_size) - match.pages < self._share.pages_min:
+            self._rest(prefetch)
             return
-        leader = self._leaders.find(request, tree, match)
+        leader = self._leaders.find(prefetch.key, tree, match, prefetch.divergence_end_page)
         if leader is None:
-            self._lead(request, match)
+            self._lead(prefetch, match)
         else:
-            self._waiting.wait(request, leader)
+            self._table.move(prefetch, State.FOLLOWING, leader)
 
-    def _lead(self, request: PrefetchRequest, match: Match) -> None:
+    def _lead(self, prefetch: Prefetch, match: Match) -> None:
         tree = self._trees.current
-        request.lookups += 1
-        timeout_s, awaited = self._time_left(request, request.key.pages(tree.page_size) - match.pages)
+        prefetch.lookups += 1
+        timeout_s, awaited = self._time_left(prefetch, prefetch.key.pages(tree.page_size) - match.pages)
         lookup = self._controller.submit_lookup(
-            request.key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=timeout_s
+            prefetch.key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=timeout_s
         )
-        prefetch = Prefetch(request, lookup, match.pages, match.pages, tree, awaited)
-        self._hold(prefetch, match)
-        self._active[request.rid] = self._operations[lookup] = prefetch
+        prefetch.fetch = fetch = Fetch(lookup, match.pages, match.pages, tree, awaited)
+        self._hold(fetch, match)
+        self._operations[lookup] = prefetch
         self._leaders.add(prefetch, match)
+        self._table.move(prefetch, State.LOOKING_UP)
 
-    def _time_left(self, request: PrefetchRequest, missing_pages: int) -> tuple[float, bool]:
+    def _time_left(self, prefetch: Prefetch, missing_pages: int) -> tuple[float, bool]:
         """Return how long an operation may take, and whether the request waits for it. If the request does not wait,
         the time is that of a new request.
         """
-        left_s = request.until_s - self._controller.time_s()
+        left_s = prefetch.until_s - self._controller.time_s()
         if self._config.policy == "best_effort" or left_s <= 0:
             return self._timeout_s(missing_pages), False
         return left_s, True
@@ -366,39 +352,41 @@ class Prefetcher:
 
     def _reason_against(self, prefetch: Prefetch, found: Lookup) -> str | None:
         """Return the reason not to read the found pages; None if they are read as soon as there is room."""
-        pages = min(found.pages, self._share.pages_max)
-        if prefetch.answered:
+        fetch, pages = prefetch.current, min(found.pages, self._share.pages_max)
+        if prefetch.state is State.CANCELLED:
             return "prefetch_too_late"
         if found.failed:
             return "prefetch_failed"
-        if found.expired and prefetch.awaited:
+        if found.expired and fetch.awaited:
             return "prefetch_timeout"
         if found.pages < self._share.pages_min:
             return "prefetch_hit_too_short"
         if pages < self._share.pages_min:
             return "prefetch_host_share"
-        pays = self._break_even.decide(Route.PREFETCH, pages * prefetch.tree.page_size, pages).go
+        pays = self._break_even.decide(Route.PREFETCH, pages * fetch.tree.page_size, pages).go
         return None if pays else "prefetch_does_not_pay"
 
-    def _read_or_drop(self, prefetch: Prefetch) -> bool:
-        """Read as many of the found pages as fit, or drop the prefetch if too few fit. Return False, holding nothing,
-        if it must wait for room that other prefetches hold.
+    def _read_or_drop(self, prefetch: Prefetch) -> None:
+        """Read as many of the found pages as fit, drop the prefetch if too few fit, or let it wait for room that other
+        prefetches hold.
         """
-        found = prefetch.operation
+        fetch, share = prefetch.current, self._share
+        found = fetch.operation
         if not isinstance(found, Lookup):
             raise InvariantError(f"prefetch: {prefetch.rid!r} waits for room but has no lookup")
-        share = self._share
-        may_wait = share.others_hold(prefetch.rid)
+        may_wait = share.others_hold(prefetch)
         if may_wait and min(found.pages, share.pages_max) > share.free_pages:
-            return self._wait_for_room(prefetch, "prefetch_host_share")
-        has_waited = prefetch.anchor is None
+            self._wait_for_room(prefetch, "prefetch_host_share")
+            return
+        has_waited = fetch.anchor is None
         if has_waited:
-            self._hold(prefetch, prefetch.tree.match(prefetch.key))
-        skip_pages = prefetch.start_page - prefetch.asked_page
+            self._hold(fetch, fetch.tree.match(prefetch.key))
+        skip_pages = fetch.start_page - fetch.asked_page
         rest_pages = found.pages - skip_pages
-        if skip_pages < 0 and prefetch.request.may_look_up:
-            self._end(prefetch)  # its prefix was evicted, so it is also looked up in storage
-            self._try(prefetch.request)
+        if skip_pages < 0 and prefetch.may_look_up:
+            self._close(prefetch)  # its prefix was evicted, so it is also looked up in storage
+            prefetch.fetch = None
+            self._try(prefetch)
         elif skip_pages < 0:
             self._drop(prefetch, found, "prefetch_no_host_room")
         elif rest_pages < share.pages_min:
@@ -406,38 +394,40 @@ class Prefetcher:
         elif (pages := min(rest_pages, share.free_pages)) < share.pages_min:
             self._drop(prefetch, found, "prefetch_host_share")
         elif (host_pages := share.reserve(pages, all_of_them=may_wait, again=has_waited)) is not None:
-            prefetch.wanted_pages = rest_pages
+            fetch.wanted_pages = rest_pages
             self._read(prefetch, found, host_pages, has_waited=has_waited)
         elif may_wait or not self._controller.idle:  # operations in flight also hold room on L2
-            return self._wait_for_room(prefetch, "prefetch_no_host_room")
+            self._wait_for_room(prefetch, "prefetch_no_host_room")
         else:
             self._drop(prefetch, found, "prefetch_no_host_room")
-        return True
 
-    def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> bool:
-        prefetch.lacks = lacks
-        self._share.release(prefetch.rid)  # the pages of its previous attempt: the first in line may need them
-        self._release(prefetch)
-        return False
+    def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> None:
+        prefetch.current.lacks = lacks
+        self._share.release(prefetch)  # the pages of its previous attempt: the first in line may need them
+        self._release(prefetch.current)
+        if prefetch.state is not State.AWAITING_ROOM:
+            self._table.move(prefetch, State.AWAITING_ROOM)
 
     def _read(self, prefetch: Prefetch, found: Lookup, host_pages: PageIds, *, has_waited: bool) -> None:
-        timeout_s = None
+        fetch, timeout_s = prefetch.current, None
         if has_waited:
-            timeout_s, prefetch.awaited = self._time_left(prefetch.request, len(host_pages))
-        skip_pages = prefetch.start_page - prefetch.asked_page
+            timeout_s, fetch.awaited = self._time_left(prefetch, len(host_pages))
+        skip_pages = fetch.start_page - fetch.asked_page
         read = self._controller.submit_read(found, host_pages, skip_pages=skip_pages, timeout_s=timeout_s)
-        prefetch.operation = read
+        fetch.operation = read
         self._operations[read] = prefetch
+        self._table.move(prefetch, State.READING)
 
     # Ending
 
     def _drop(self, prefetch: Prefetch, found: Lookup, reason: str) -> None:
         """End a prefetch without reads."""
         self._skip(reason)
-        prefetch.judge(Verdict(reason, found.start_page + found.pages), has_ranks=self._controller.has_ranks)
+        verdict = Verdict(reason, found.start_page + found.pages)
+        judge(prefetch.current, verdict, has_ranks=self._controller.has_ranks)
         if found.failed or reason == "prefetch_timeout":
             self._note_store(found, works=False)
-        elif not prefetch.answered:
+        elif prefetch.state is not State.CANCELLED:
             self._note_store(found, works=True)
         self._end(prefetch)
 
@@ -447,50 +437,62 @@ class Prefetcher:
             (self._gate.succeeded if works else self._gate.failed)(Direction.READ)
 
     def _answer(self, prefetch: Prefetch) -> None:
-        if isinstance(read := prefetch.operation, Read):
+        """Let the request begin with the pages that have arrived, before the operation has returned."""
+        if isinstance(read := prefetch.current.operation, Read):
             self._take(prefetch, read, read.pages)
         self._cancel(prefetch)
 
     def _cancel(self, prefetch: Prefetch) -> None:
-        self._controller.cancel_prefetch(prefetch.operation)
+        self._controller.cancel_prefetch(prefetch.current.operation)
         self._close(prefetch)
+        self._table.move(prefetch, State.CANCELLED)
 
     def _close(self, prefetch: Prefetch) -> None:
-        prefetch.answered = True
-        self._release(prefetch)  # at once: a store that hangs must not keep pages on L1
-        self._leaders.remove(prefetch)
-        for verdict in self._waiting.release(prefetch):
-            self._skip(verdict.reason)
+        """End the lead of a prefetch: its followers share its verdict, or wait for their turn."""
+        fetch = prefetch.current
+        self._release(fetch)  # at once: a store that hangs must not keep pages on L1
+        self._leaders.remove(fetch)
+        for follower in list(fetch.followers):
+            if fetch.verdict is not None and shares_verdict(follower, prefetch):
+                self._rest(follower)
+                self._skip(fetch.verdict.reason)
+            else:
+                self._table.move(follower, State.QUEUED)
 
     def _take(self, prefetch: Prefetch, read: Read, arrived: int) -> None:
         """Put the first `arrived` pages, which are read and verified, into the tree."""
-        prefetch.taken_pages = arrived
+        fetch = prefetch.current
+        fetch.taken_pages = arrived
         if arrived == 0:
             return
-        node, unused = prefetch.tree.insert_host(
-            prefetch.key, prefetch.start_page, read.host_pages[:arrived], keys := list(read.keys[:arrived]),
-            stored=self._host.are_in_storage(keys), below=prefetch.anchor,
+        node, unused = fetch.tree.insert_host(
+            prefetch.key, fetch.start_page, read.host_pages[:arrived], keys := list(read.keys[:arrived]),
+            stored=self._host.are_in_storage(keys), below=fetch.anchor,
         )  # fmt: skip
         self._host.commit(arrived, unused)
         if arrived > len(unused):
-            self._share.arrive(prefetch.rid, prefetch.tree, node, arrived - len(unused))
+            self._share.arrive(prefetch, fetch.tree, node, arrived - len(unused))
 
     def _end(self, prefetch: Prefetch) -> None:
-        if not prefetch.answered:
+        """End a prefetch whose operation has returned, and its lead."""
+        if prefetch.state is not State.CANCELLED:
             self._close(prefetch)
-        del self._active[prefetch.rid]
+        self._rest(prefetch)
 
-    def _hold(self, prefetch: Prefetch, match: Match) -> None:
-        """Hold the end of the prefix, after which the prefetch starts or continues. Copies on L2 of pages on L1 are not
+    def _rest(self, prefetch: Prefetch) -> None:
+        self._table.rest(prefetch, holds=self._share.end_of(prefetch) is not None)
+
+    def _hold(self, fetch: Fetch, match: Match) -> None:
+        """Hold the end of the prefix, after which the fetch starts or continues. Copies on L2 of pages on L1 are not
         held: for a prompt that is loaded in parts, they make room for the next part.
         """
-        prefetch.anchor, prefetch.start_page = match.node, match.pages
-        prefetch.tree.lock(match.node)
+        fetch.anchor, fetch.start_page = match.node, match.pages
+        fetch.tree.lock(match.node)
 
-    def _release(self, prefetch: Prefetch) -> None:
-        if prefetch.anchor is not None:
-            prefetch.tree.unlock(prefetch.anchor)
-            prefetch.anchor = None
+    def _release(self, fetch: Fetch) -> None:
+        if fetch.anchor is not None:
+            fetch.tree.unlock(fetch.anchor)
+            fetch.anchor = None
 
     def _skip(self, reason: str) -> bool:
         self._counters.skipped[reason] += 1

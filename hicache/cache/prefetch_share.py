@@ -14,6 +14,7 @@ from ..controller import HiCacheController
 from ..radix import Node, RadixTree
 from ..types import PageIds
 from .host_tier import HostTier
+from .prefetch_states import Prefetch
 
 
 class _Arrived(NamedTuple):
@@ -37,17 +38,16 @@ class PrefetchShare:
         self.arrived_pages = 0
         self._host = host
         self._controller = controller
-        self._arrived: dict[str, _Arrived] = {}
-        self._released: dict[str, int] = {}  # pages that arrived for requests that still wait, and are not held
+        self._arrived: dict[Prefetch, _Arrived] = {}
 
     @property
     def free_pages(self) -> int:
         """Return how many more pages prefetches may hold."""
         return self.pages_max - self._controller.read_pages - self.arrived_pages
 
-    def others_hold(self, rid: str) -> bool:
-        """Return True if prefetches of other requests than `rid` hold pages, which will become free."""
-        own = self._arrived.get(rid)
+    def others_hold(self, prefetch: Prefetch) -> bool:
+        """Return True if other prefetches than this one hold pages, which will become free."""
+        own = self._arrived.get(prefetch)
         return self._controller.read_pages + self.arrived_pages > (0 if own is None else own.pages)
 
     def reserve(self, pages: int, *, all_of_them: bool, again: bool) -> PageIds | None:
@@ -62,42 +62,37 @@ class PrefetchShare:
             host_pages = self._host.reserve(self._host.room)
         return host_pages
 
-    def arrive(self, rid: str, tree: RadixTree, node: Node, pages: int) -> None:
-        """Hold the path to `node`, whose last `pages` pages have arrived for `rid`, until `take`."""
-        pages += self._end_hold(rid)
+    def arrive(self, prefetch: Prefetch, tree: RadixTree, node: Node, pages: int) -> None:
+        """Hold the path to `node`, whose last `pages` pages have arrived, until `take` or `release`."""
+        pages += self._end_hold(prefetch)
         tree.hold_host(node)
-        self._arrived[rid] = _Arrived(tree, node, pages)
+        self._arrived[prefetch] = _Arrived(tree, node, pages)
         self.arrived_pages += pages
 
     @property
-    def rids(self) -> list[str]:
-        """Return the requests for which pages have arrived."""
+    def holders(self) -> list[Prefetch]:
+        """Return the prefetches whose arrived pages are held."""
         return list(self._arrived)
 
-    def end_of(self, rid: str) -> tuple[RadixTree, Node] | None:
-        """Return the end of the pages that have arrived for a request; None if there are none."""
-        arrived = self._arrived.get(rid)
+    def end_of(self, prefetch: Prefetch) -> tuple[RadixTree, Node] | None:
+        """Return the end of the arrived pages that are held for a request; None if there are none."""
+        arrived = self._arrived.get(prefetch)
         return None if arrived is None else (arrived.tree, arrived.node)
 
-    def take(self, rid: str) -> int:
+    def take(self, prefetch: Prefetch) -> int:
         """Release the pages that have arrived for a request. Return their number, with those released before."""
-        return self._end_hold(rid) + self._released.pop(rid, 0)
+        self.release(prefetch)
+        pages, prefetch.released_pages = prefetch.released_pages, 0
+        return pages
 
-    def release(self, rid: str) -> None:
+    def release(self, prefetch: Prefetch) -> None:
         """Release the pages that have arrived for a request that still waits. They stay on L2 while there is room."""
-        if pages := self._end_hold(rid):
-            self._released[rid] = pages + self._released.get(rid, 0)
+        prefetch.released_pages += self._end_hold(prefetch)
 
-    def _end_hold(self, rid: str) -> int:
-        arrived = self._arrived.pop(rid, None)
+    def _end_hold(self, prefetch: Prefetch) -> int:
+        arrived = self._arrived.pop(prefetch, None)
         if arrived is None:
             return 0
         self.arrived_pages -= arrived.pages
         arrived.tree.release_host(arrived.node)
         return arrived.pages
-
-    def take_all(self) -> None:
-        """Release all pages that have arrived."""
-        for rid in list(self._arrived):
-            self._end_hold(rid)
-        self._released.clear()

@@ -44,11 +44,11 @@ class HiRadixCache(TieredCache):
         self.running = RunningRequests()
         self._l1 = DeviceTier(
             device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
-            release_arrived=self._prefetcher.release_arrived,
+            release_arrived=self._prefetcher.chunked.release_arrived,
             may_load=None if self._verifier is None else self._verifier.may_load,
         )  # fmt: skip
         if self._verifier is None:  # it verifies the pages that a request is about to load
-            self._prefetcher.promote_with(self._l1.promote)
+            self._prefetcher.chunked.promote = self._l1.promote
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # to be raised in the next forward
@@ -285,7 +285,7 @@ class HiRadixCache(TieredCache):
             self._l1.written(backup)
         for load in (*acks.loaded, *acks.failed_loads):
             self._l1.loaded(load)
-            self._prefetcher.loaded(load)
+            self._prefetcher.chunked.loaded(load)
         for page_count, seconds in acks.load_times:
             self.break_even.observe_transfer(Route.LOAD, page_count, seconds)
         super()._take_in(acks)
@@ -310,8 +310,8 @@ class HiRadixCache(TieredCache):
         super()._require_service()
 
     def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int) -> None:
-        arrived = min(loaded_pages, self._prefetcher.take_arrived(request.rid))
-        promoted = min(device_pages, self._prefetcher.take_promoted(request.rid))
+        arrived, promoted = self._prefetcher.take_arrived(request.rid)
+        arrived, promoted = min(loaded_pages, arrived), min(device_pages, promoted)
         request.device_hit_tokens = (device_pages - promoted) * self.page_size
         request.host_hit_tokens = (loaded_pages - arrived) * self.page_size
         request.storage_hit_tokens = (arrived + promoted) * self.page_size

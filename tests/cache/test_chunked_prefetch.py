@@ -59,7 +59,7 @@ def test_a_prompt_three_times_as_long_as_l2_is_read_completely_from_storage(back
 
 def test_if_the_engine_owns_l1_only_the_pages_that_fit_on_l2_are_read(backend: LastingBackend) -> None:
     world = small_l2(backend)
-    world.cache._prefetcher.promote_with(None)
+    world.cache._prefetcher.chunked.promote = None
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     for _ in range(20):
@@ -102,7 +102,7 @@ def test_a_chunked_prefetch_that_is_stopped_holds_no_pages(backend: LastingBacke
     assert world.cache.check_prefetch_progress("a")
     world.cache.evict(PAGES)
     world.cache.check()
-    assert world.cache._prefetcher.take_promoted("a") == 0
+    assert world.cache._prefetcher.take_arrived("a") == (0, 0)
 
 
 def test_several_long_prompts_are_loaded_in_turn(backend: LastingBackend) -> None:
@@ -193,9 +193,9 @@ def test_if_another_request_computes_the_part_that_is_being_read_the_rest_is_fet
 def test_after_clear_no_pages_count_as_loaded_for_a_request(backend: LastingBackend) -> None:
     world = small_l2(backend)
     load_first_part(world, "a")
-    world.until(lambda: world.cache._prefetcher._chunked._pages["a"] > 0)
+    world.until(lambda: world.prefetch_of("a").promoted_pages > 0)
     world.cache.clear()
-    assert world.cache._prefetcher.take_promoted("a") == 0
+    assert world.cache._prefetcher.take_arrived("a") == (0, 0)
 
 
 def test_the_load_of_another_request_does_not_end_a_prefetch_without_a_name(backend: LastingBackend) -> None:
@@ -203,7 +203,7 @@ def test_the_load_of_another_request_does_not_end_a_prefetch_without_a_name(back
     others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
     assert world.cache.prefetch_from_storage("", KEY)
     world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
-    assert world.cache._prefetcher._chunked.ended(Load(NO_PAGES, NO_PAGES, 0)) is None
+    world.cache._prefetcher.chunked.loaded(Load(NO_PAGES, NO_PAGES, 0))
     world.cache.cache_finished_req(others, None)
     assert pages_from_storage(world, "") == PAGES
 

@@ -7,7 +7,7 @@ import pytest
 
 from hicache.backends.testing import memory_store
 from hicache.cache import RequestKV
-from hicache.cache.waiting import PrefetchRequest
+from hicache.cache.leaders import first_pages
 from hicache.config import HiCacheConfig
 from hicache.keys import RadixKey
 from hicache.policies import POLICIES
@@ -131,7 +131,7 @@ def test_a_request_does_not_follow_another_one_behind_a_run_that_has_grown() -> 
         assert tree.insert(key.head(pages * PAGE), np.array([2] * (pages - 1), np.int32), below=node, start_page=1)
         match = tree.match(key)
         assert match.node is node and match.pages == pages
-        wanted.append(PrefetchRequest(pages, str(pages), key, 0.0).first_pages(tree, match))
+        wanted.append(first_pages(key, tree, match, 0))
     assert wanted[0] != wanted[1]
 
 

@@ -217,7 +217,7 @@ def test_a_prefetch_uses_at_most_its_share_of_the_host_pool() -> None:
     backend = memory_backend()
     stored(backend)
     world = World(backend=backend, host_pages=8, config=HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4)))
-    world.cache._prefetcher.promote_with(None)
+    world.cache._prefetcher.chunked.promote = None
     assert world.serve("a", KEY).storage_hit_tokens == 4 * GEOMETRY.page_size
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome
-from hicache.cache.waiting import LOOKUPS_MAX
+from hicache.cache.prefetch_states import LOOKUPS_MAX, WAITING, State
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
@@ -76,7 +76,7 @@ def arrive(world: World, backend: GatedBackend, keys: dict[str, RadixKey]) -> No
     backend.reads.clear()
     for rid, key in keys.items():
         world.cache.prefetch_from_storage(rid, key)
-    assert len(world.cache._prefetcher._active) == 1, "the other requests follow"
+    assert len(world.cache._prefetcher._operations) == 1, "the other requests follow"
     backend.reads.set()
 
 
@@ -137,7 +137,7 @@ def test_followers_that_diverge_from_a_fruitless_leader_at_different_pages_look_
     backend.free_lookups = 1
     for rid, key in keys.items():
         world.cache.prefetch_from_storage(rid, key)
-    world.until(lambda: len(world.cache._prefetcher._active) == 19)
+    world.until(lambda: len(world.cache._prefetcher._operations) == 19)
     assert world.cache.statistics().prefetches_waiting == 0
     backend.reads.set()
     assert sum(hits(world, keys).values()) == 0
@@ -180,7 +180,7 @@ def test_a_follower_with_a_longer_timeout_than_its_late_leader_looks_up_itself()
     clock.shift_s = 10  # 8 s for the leader, 40 s for the follower
     world.step()
     assert world.cache.check_prefetch_progress("leader")
-    assert "follower" in world.cache._prefetcher._waiting
+    assert world.prefetch_of("follower").state in WAITING
     backend.reads.set()
     world.until(lambda: world.controller.statistics().prefetched_pages == 89)
     assert world.attempt("follower", keys["follower"]).cached_tokens == 89 * 4
@@ -268,16 +268,16 @@ def test_a_prefetch_whose_prefix_is_evicted_each_time_it_waits_for_room_is_dropp
     """Without the limit, a request could repeat its lookup without end."""
     backend = store_of(KEY, prompt(*range(11, 15)))
     world = world_of(backend, threshold_pages=1, host_share=4 / 400)
-    world.cache._prefetcher.promote_with(None)
+    world.cache._prefetcher.chunked.promote = None
     world.serve("prefix", prompt(*range(1, 6)))
     world.settle()
     world.cache.prefetch_from_storage("other", prompt(*range(11, 15)))
     world.until(lambda: world.cache.check_prefetch_progress("other"))
     world.cache.prefetch_from_storage("a", KEY)
-    prefetcher = world.cache._prefetcher
-    world.until(lambda: bool(prefetcher._for_room))
-    (waiting,) = prefetcher._for_room
-    waiting.request.lookups = LOOKUPS_MAX
+    table = world.cache._prefetcher._table
+    world.until(lambda: table.count(State.AWAITING_ROOM) > 0)
+    (waiting,) = table.of(State.AWAITING_ROOM)
+    waiting.lookups = LOOKUPS_MAX
     world.cache.evict(100)
     freed = world.cache.tree.evict_host(100)
     world.host.free(freed)

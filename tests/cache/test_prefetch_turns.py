@@ -12,6 +12,7 @@ from hicache.backends import testing
 from hicache.backends.base import Direction
 from hicache.backends.file import FileDriver
 from hicache.backends.store import Store
+from hicache.cache.prefetch_states import State
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.config.storage import FileStorageOptions
 from hicache.errors import BackendError
@@ -150,7 +151,7 @@ def test_requests_take_turns_in_order_of_arrival_even_if_they_were_followers() -
     world.cache.prefetch_from_storage("follower", PROMPTS[0])
     world.cache.prefetch_from_storage("later", PROMPTS[1])
     world.cache.abort_prefetch("leader")
-    assert [request.rid for request in world.cache._prefetcher._waiting._turns] == ["follower", "later"]
+    assert [prefetch.rid for prefetch in world.cache._prefetcher._table.of(State.QUEUED)] == ["follower", "later"]
     backend.reads.set()
     world.until(lambda: world.cache.check_prefetch_progress("later"))
     assert world.attempt("follower", PROMPTS[0]).storage_hit_tokens == 32
@@ -280,7 +281,7 @@ def test_waiting_prefetches_end_when_the_cache_is_cleared_or_the_store_detached(
     assert all(world.cache.check_prefetch_progress(rid) for rid in "abcd")
     assert world.cache.statistics().prefetches_waiting == 0
     prefetcher = world.cache._prefetcher  # an operation in flight may end after the next step
-    world.until(lambda: not prefetcher._active and not prefetcher._share.arrived_pages)
+    world.until(lambda: not prefetcher._operations and not prefetcher._share.arrived_pages)
 
 
 # Room on L2
@@ -288,7 +289,7 @@ def test_waiting_prefetches_end_when_the_cache_is_cleared_or_the_store_detached(
 
 def for_room(world: World) -> list[str]:
     """Return the ids of the requests whose prefetch waits for room."""
-    return [prefetch.rid for prefetch in world.cache._prefetcher._for_room]
+    return [prefetch.rid for prefetch in world.cache._prefetcher._table.of(State.AWAITING_ROOM)]
 
 
 def test_found_pages_are_read_when_another_request_uses_its_arrived_pages() -> None:
@@ -349,14 +350,14 @@ def test_a_prefetch_that_waits_for_room_holds_no_pages() -> None:
 def test_of_a_stored_prefix_longer_than_the_share_the_pages_that_fit_are_read() -> None:
     long = prompt(*range(1, 25))
     world = world_of(store_of(long), host_share=0.25)
-    world.cache._prefetcher.promote_with(None)  # otherwise the other pages would follow through L1
+    world.cache._prefetcher.chunked.promote = None  # otherwise the other pages would follow through L1
     assert world.serve("a", long).storage_hit_tokens == 32
 
 
 def test_if_no_other_prefetch_will_free_room_the_pages_that_fit_are_read() -> None:
     long = prompt(*range(1, 17))
     world = world_of(store_of(long), host_share=1.0)
-    world.cache._prefetcher.promote_with(None)
+    world.cache._prefetcher.chunked.promote = None
     kept = prompt(*range(900, 920))
     world.serve("kept", kept)
     world.settle()
@@ -430,7 +431,7 @@ def world_whose_l1_is_held() -> tuple[World, dict[str, RadixKey]]:
     keys = {rid: prompt(*range(first, first + 20)) for rid, first in (("a", 1), ("b", 101))}
     store = store_of(*keys.values())
     world = World(device_pages=33, host_pages=8, backend=store, config=configuration(host_share=1.0))
-    world.cache._prefetcher.promote_with(None)
+    world.cache._prefetcher.chunked.promote = None
     for key in keys.values():
         part = key.head(64)
         world.cache.cache_finished_req(world.begin("first", part), part)
@@ -468,7 +469,7 @@ def test_a_running_request_gets_the_room_on_l1_that_arrived_pages_hold() -> None
 def test_a_request_that_starts_again_does_not_wait_for_one_that_waits_for_its_room(turn: str) -> None:
     key, other = prompt(*range(1, 25)), prompt(*range(101, 109))
     world = World(device_pages=64, host_pages=32, backend=store_of(key, other), config=configuration(host_share=0.25))
-    world.cache._prefetcher.promote_with(None)
+    world.cache._prefetcher.chunked.promote = None
     assert world.cache.prefetch_from_storage("a", key.head(33))
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     assert world.cache._prefetcher._share.free_pages == 0

@@ -22,6 +22,7 @@ from hicache.backends.storage import Storage
 from hicache.backends.testing import bare
 from hicache.cache import HiRadixCache, RequestKV
 from hicache.cache.break_even import BreakEven, Rates
+from hicache.cache.prefetch_states import Prefetch
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.controller.ranks import RankGroup
@@ -252,6 +253,12 @@ class World(AutoClosed):
     def until(self, condition: Callable[[], bool]) -> None:
         """Step until `condition` holds."""
         wait_for(condition, self.step, timeout_s=WAIT_S, pause_s=0)
+
+    def prefetch_of(self, rid: str) -> Prefetch:
+        """Return the prefetch of a request that has not begun."""
+        prefetch = self.cache._prefetcher._table.get(rid)
+        assert prefetch is not None
+        return prefetch
 
     def step(self) -> None:
         """Run one scheduler step."""

@@ -11,6 +11,7 @@ from typing import Any
 from hicache.cache.device_tier import DeviceTier
 from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
+from hicache.cache.prefetch_states import State
 from hicache.controller import Acks, Backup, HiCacheController, Load, Lookup, Read, Store
 from hicache.controller.agreement import StoreProgress
 from hicache.radix import EvictionChoice, Match, Node, RadixTree
@@ -154,10 +155,11 @@ class _FreesPagesAtCancel(Prefetcher):
 
     def _cancel(self, prefetch: Any) -> None:
         super()._cancel(prefetch)
-        if isinstance(read := prefetch.operation, Read):
-            unused = read.host_pages[prefetch.taken_pages :]
+        fetch = prefetch.current
+        if isinstance(read := fetch.operation, Read):
+            unused = read.host_pages[fetch.taken_pages :]
             self._host.release(unused)
-            prefetch.taken_pages = len(read.host_pages)
+            fetch.taken_pages = len(read.host_pages)
 
 
 class _TakesLateArrivals(Prefetcher):
@@ -165,9 +167,9 @@ class _TakesLateArrivals(Prefetcher):
 
     def ended(self, read: Read) -> None:
         prefetch = self._operations[read]
-        if prefetch.answered:
-            late = read.host_pages[: read.pages_here]
-            prefetch.tree.insert_host(prefetch.key, prefetch.start_page, late, list(read.keys[: len(late)]))
+        if prefetch.state is State.CANCELLED:
+            late, fetch = read.host_pages[: read.pages_here], prefetch.current
+            fetch.tree.insert_host(prefetch.key, fetch.start_page, late, list(read.keys[: len(late)]))
         super().ended(read)
 
 
@@ -183,16 +185,17 @@ class _TrustsRequestedLength(HiCacheController):
 class _DoesNotHoldAnchors(Prefetcher):
     """A prefetch attaches its pages to the node behind which it started, but does not hold that node."""
 
-    def _hold(self, prefetch: Any, match: Match) -> None:
-        prefetch.anchor, prefetch.start_page = match.node, match.pages
+    def _hold(self, fetch: Any, match: Match) -> None:
+        fetch.anchor, fetch.start_page = match.node, match.pages
 
-    def _release(self, prefetch: Any) -> None:
-        prefetch.anchor = None
+    def _release(self, fetch: Any) -> None:
+        fetch.anchor = None
 
     def _take(self, prefetch: Any, read: Read, arrived: int) -> None:
-        tree, anchor, pages = prefetch.tree, prefetch.anchor, read.host_pages[:arrived]
-        prefetch.taken_pages = arrived
-        tokens = prefetch.key.tokens[prefetch.start_page * tree.page_bytes :][: arrived * tree.page_bytes]
+        fetch = prefetch.current
+        tree, anchor, pages = fetch.tree, fetch.anchor, read.host_pages[:arrived]
+        fetch.taken_pages = arrived
+        tokens = prefetch.key.tokens[fetch.start_page * tree.page_bytes :][: arrived * tree.page_bytes]
         if arrived == 0 or tokens[: tree.page_bytes] in anchor.children:
             self._host.release(pages)
             return
@@ -271,9 +274,10 @@ class _KeepsPrefetchesThroughUpdates(Prefetcher):
         pass
 
     def _take(self, prefetch: Any, read: Read, arrived: int) -> None:
-        own, prefetch.tree = prefetch.tree, self._trees.current
+        fetch = prefetch.current
+        own, fetch.tree = fetch.tree, self._trees.current
         super()._take(prefetch, read, arrived)
-        prefetch.tree = own
+        fetch.tree = own
 
 
 class _StoresInCurrentStorage(HiCacheController):
