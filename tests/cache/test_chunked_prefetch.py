@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from hicache.cache import RequestKV
+from hicache.cache.prefetch_states import State
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import Load
 from hicache.keys import RadixKey
@@ -77,6 +78,20 @@ def test_arrived_pages_are_loaded_as_soon_as_l1_has_room(backend: LastingBackend
     assert not world.cache.check_prefetch_progress("a"), "the request waits for room on L1"
     world.cache.cache_finished_req(others, None)
     assert pages_from_storage(world, "a") == PAGES
+
+
+def test_a_request_whose_pages_wait_for_l1_begins_without_their_load_if_another_needs_the_room(
+    backend: LastingBackend,
+) -> None:
+    world = small_l2(backend, device_pages=PAGES + 8)
+    others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.prefetch_of("a").state is State.AWAITING_L1)
+    assert world.cache._l1._release_arrived()
+    assert world.prefetch_of("a").state is State.ENDED
+    assert world.cache.check_prefetch_progress("a")
+    world.cache.cache_finished_req(others, None)
+    assert world.attempt("a", KEY).storage_hit_tokens == HOST_PAGES // 2 * GEOMETRY.page_size
 
 
 def test_a_request_that_begins_early_gets_the_pages_that_have_arrived(backend: LastingBackend) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -285,6 +286,28 @@ def test_a_prefetch_whose_prefix_is_evicted_each_time_it_waits_for_room_is_dropp
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     assert world.cache.statistics().skipped["prefetch_no_host_room"] == 1
     assert backend.lookups == 3  # one each for the prefix, `other`, and `a`
+
+
+def test_a_request_whose_prefix_is_evicted_while_it_waits_for_room_follows_one_that_fetches_the_prefix() -> None:
+    backend = store_of(KEY, prompt(*range(11, 15)))
+    world = world_of(backend, threshold_pages=1, host_share=4 / 400)
+    world.cache._prefetcher.chunked.promote = None
+    world.serve("prefix", prompt(*range(1, 6)))
+    world.settle()
+    world.cache.prefetch_from_storage("other", prompt(*range(11, 15)))
+    world.until(lambda: world.cache.check_prefetch_progress("other"))
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.prefetch_of("a").state is State.AWAITING_ROOM)
+    world.cache.evict(100)
+    world.host.free(world.cache.tree.evict_host(100))
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("prefix", prompt(*range(1, 6)))
+    world.cache.abort_prefetch("other")
+    world.until(lambda: world.prefetch_of("a").state is State.FOLLOWING)
+    backend.reads.set()
+    for rid, key in (("prefix", prompt(*range(1, 6))), ("a", KEY)):
+        world.until(partial(world.cache.check_prefetch_progress, rid))
+        assert world.attempt(rid, key).storage_hit_tokens == 16
 
 
 @pytest.mark.parametrize("seed", seeds(20))

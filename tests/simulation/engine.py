@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from hicache.cache.prefetch_states import AT_REST, State
 from hicache.errors import TransferError
 from hicache.keys import RadixKey, namespace_seed
 from hicache.tiers import Transfer
@@ -81,14 +82,17 @@ class Engine(World):
         if not self.waiting or len(self.running) >= RUNNING_MAX:
             return
         waiting = self.random.choice(self.waiting)
-        if not self.cache.check_prefetch_progress(waiting.rid) and self.random.random() < 0.98:
+        if self.cache.check_prefetch_progress(waiting.rid) or self.random.random() > 0.98:
+            self._begin(waiting)
+
+    def _begin(self, waiting: Waiting) -> None:
+        if len(self.running) >= RUNNING_MAX:
             return
         try:
             key = self.key(waiting.tokens, waiting.seed)
             request = self.cache.begin_request(waiting.rid, key, priority=self.random.randrange(3))
         except TransferError:
-            self.waiting.remove(waiting)
-            self.cache.abort_prefetch(waiting.rid)
+            self._abort(waiting)
             return
         if request is None:
             return
@@ -215,8 +219,40 @@ class Engine(World):
 
     def abort_waiting(self) -> None:
         if self.waiting:
-            waiting = self.waiting.pop(self.random.randrange(len(self.waiting)))
-            self.cache.abort_prefetch(waiting.rid)
+            self._abort(self.random.choice(self.waiting))
+
+    def _abort(self, waiting: Waiting) -> None:
+        self.waiting.remove(waiting)
+        self.cache.abort_prefetch(waiting.rid)
+
+    def interrupt(self) -> None:
+        """Abort, begin, or start again a request in one of the states in which prefetches are now: chance alone rarely
+        selects a request in a rare state.
+        """
+        table, found = self.cache._prefetcher._table, dict[State, Waiting]()
+        for waiting in self.waiting:
+            prefetch = table.get(waiting.rid)
+            if prefetch is not None:
+                found[prefetch.state] = waiting
+        if not found:
+            return
+        state = self.random.choice(sorted(found, key=lambda state: state.value))
+        may_start = state in AT_REST and len(found[state].tokens) < self.setting.prompt_tokens_max
+        do = self._start_again if may_start else self.random.choice([self._start_again, self._begin, self._abort])
+        do(found[state])
+
+    def _start_again(self, waiting: Waiting) -> None:
+        """Prefetch a longer prompt for the same request, as an engine does for the next turn of a session."""
+        if len(waiting.tokens) < self.setting.prompt_tokens_max:
+            waiting.tokens.extend(self._longer(waiting.tokens, waiting.seed))
+        self._prefetch(waiting)
+
+    def _longer(self, tokens: list[int], seed: bytes) -> list[int]:
+        """Return the rest of a conversation that begins with `tokens`, so that storage may have it, or new tokens."""
+        for known, its_seed in self._talks:
+            if its_seed == seed and len(known) > len(tokens) and known[: len(tokens)] == tokens:
+                return known[len(tokens) :]
+        return [self.random.randrange(4) for _ in range(self.setting.prompt_tokens_max - len(tokens))]
 
     def _end(self, running: Running, key: RadixKey | None) -> None:
         self.running.remove(running)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from hicache.cache import HiRadixCache, RequestKV
@@ -36,6 +36,11 @@ class Setting:
     config: HiCacheConfig
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.geometry.page_size
+
+    @property
     def probe_every(self) -> int:
         """A short interval where the configuration gives rates, so that measured rates change decisions."""
         return PROBE_EVERY if self.config.break_even.host_bandwidth is None else 4
@@ -58,6 +63,29 @@ class Setting:
             device_fail_rate=0.02 if numbers.random() < 0.1 else 0.0,
             events_bytes=numbers.choice([None, None, 4_000, 1_000_000]),
             config=_draw_config(numbers, page_size),
+        )
+
+    @classmethod
+    def draw_long(cls, numbers: random.Random) -> Setting:
+        """Draw a setting whose prompts are longer than the share of L2 that prefetches may hold, but fit on L1."""
+        drawn = cls.draw(numbers)
+        prompt_pages, host_pages = numbers.randint(8, 20), numbers.randint(6, 12)
+        prefetch = drawn.config.prefetch.model_copy(
+            update={
+                "policy": numbers.choice(["wait_complete", "wait_complete", "timeout"]),
+                "threshold_tokens": drawn.page_size,
+                "timeout_base": 2.0,
+                "host_share": numbers.choice([0.25, 0.5, 0.8]),
+            }
+        )
+        always = drawn.config.break_even.model_copy(update={"mode": "always"})
+        return replace(
+            drawn,
+            device_pages=prompt_pages + numbers.choice([2, prompt_pages]),
+            host_pages=host_pages,
+            storage_pages=200,
+            prompt_tokens_max=drawn.page_size * prompt_pages,
+            config=drawn.config.model_copy(update={"prefetch": prefetch, "break_even": always}),
         )
 
 
@@ -112,6 +140,7 @@ def _choices(section: type[Section], entry: str) -> tuple[str, ...]:
 class Parts:
     """The parts of a simulation. A planted race replaces one of them, or changes the finished cache with `after`."""
 
+    draw: Callable[[random.Random], Setting] = Setting.draw
     copies: type[SimulatedCopyEngine | StreamedCopyEngine] = SimulatedCopyEngine
     workers: type[SimulatedWorkers[Any]] = SimulatedWorkers
     controller: type[HiCacheController] = HiCacheController

@@ -163,6 +163,7 @@ ACTIONS = [
     Action("finish", 16, Simulation.finish, core=True),
     Action("abort running", 3, Simulation.abort_running),
     Action("abort waiting", 3, Simulation.abort_waiting),
+    Action("interrupt", 3, Simulation.interrupt),
     Action("match", 3, Simulation.match),
     Action("insert", 2, Simulation.insert),
     Action("evict", 12, Simulation.evict),

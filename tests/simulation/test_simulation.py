@@ -7,17 +7,19 @@ from dataclasses import replace
 
 import pytest
 
+from hicache.cache.prefetch_states import RULES, State
 from hicache.cache.statistics import CacheStatistics
 from tests.seeds import seeds
 from tests.simulation.memory import Finding
 from tests.simulation.races import RACES, Race
-from tests.simulation.setting import Parts
+from tests.simulation.setting import Parts, Setting
 from tests.simulation.simulation import Simulation
 from tests.simulation.streams import StagedCopyEngine, StreamedCopyEngine
 
 pytestmark = pytest.mark.long
 
 SEEDS = 1000
+LONG_SEEDS = 200
 STREAMED_SEEDS = 100
 BLOCK = 100  # seeds in one test
 
@@ -28,9 +30,11 @@ def blocks() -> list[list[int]]:
     return [all_seeds[first : first + BLOCK] for first in range(0, len(all_seeds), BLOCK)]
 
 
-def simulate(seed: int, parts: Parts | None = None) -> Simulation:
+def simulate(seed: int, parts: Parts | None = None, stored_talks: int = 0) -> Simulation:
     """Run one seed. The message of a failure says how to replay it, and lists the last steps."""
     simulation = Simulation(seed, parts or Parts())
+    for _ in range(stored_talks):
+        simulation.others_store()
     try:
         simulation.run()
     except Finding as finding:
@@ -50,6 +54,19 @@ def test_every_page_is_correct_and_nothing_leaks_in(block: list[int]) -> None:
         hits.update(simulation.cache.statistics().hit_tokens)
     # Otherwise the block has not tested each tier.
     assert len(block) < BLOCK or (verified and hits["device"] and hits["host"] and hits["storage"])
+
+
+def test_prompts_longer_than_their_share_of_l2_go_through_all_states_of_prefetches() -> None:
+    """Requests are aborted, begun and started again with longer prompts in each state; stores hang, L1 and L2 evict.
+
+    Two moves are so rare that tests in `tests/cache` make them: one from AWAITING_ROOM, one from AWAITING_L1.
+    """
+    all_seeds, moves = seeds(LONG_SEEDS), Counter[tuple[State, State]]()
+    for seed in all_seeds:
+        moves.update(simulate(seed, Parts(draw=Setting.draw_long), stored_talks=4).moves)
+    allowed = {(state, following) for state, rule in RULES.items() for following in rule.next}
+    rare = {(State.AWAITING_ROOM, State.FOLLOWING), (State.AWAITING_L1, State.ENDED)}
+    assert len(all_seeds) < LONG_SEEDS or allowed - rare <= moves.keys()
 
 
 @pytest.mark.parametrize("copies", [StreamedCopyEngine, StagedCopyEngine], ids=["direct", "staged"])

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 from hicache.cache import HiRadixCache
 from hicache.cache.break_even import BreakEven, Rates
+from hicache.cache.prefetch_states import Prefetch, PrefetchTable, State
 from hicache.events import EventStream
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace, RadixKey
 from hicache.keys import page_keys as chained_keys
 from tests.simulation.audit import Auditor, Follower
 from tests.simulation.memory import SimulatedDevicePool, SimulatedHostPool
-from tests.simulation.setting import Parts, Setting, prompt_key
+from tests.simulation.setting import Parts, prompt_key
 from tests.simulation.storage import Stores
 from tests.simulation.stream import Stream
 from tests.simulation.workers import Died, SimulatedWorkers
 from tests.stamps import Stamps
+
+
+class _CountedTable(PrefetchTable):
+    """Counts the moves of all prefetches."""
+
+    moves: ClassVar[Counter[tuple[State, State]]]
+
+    def move(self, prefetch: Prefetch, state: State, leader: Prefetch | None = None) -> None:
+        self.moves[prefetch.state, state] += 1
+        super().move(prefetch, state, leader)
 
 
 class World(ABC):
@@ -28,7 +40,7 @@ class World(ABC):
         self.time_s = 1000.0
         self.alone = False  # the scheduler is inside a call: only devices and workers may run
         self.epoch = 0
-        self.setting = setting = Setting.draw(self.random)
+        self.setting = setting = parts.draw(self.random)
         self.parts = parts
         self.fault_rate = setting.fault_rate
         self.workers: list[SimulatedWorkers[Any]] = []
@@ -56,6 +68,8 @@ class World(ABC):
             stream = EventStream(setting.events_bytes)
             self.cache.record_events(stream)
             self.follower = Follower(self.cache, stream.subscribe())
+        self.moves: Counter[tuple[State, State]] = Counter()  # between the states of prefetches
+        self.cache._prefetcher._table.__class__ = type("", (_CountedTable,), {"moves": self.moves})
         parts.after(self.cache)
 
     def _make_workers(self, name: str, count: int, **arguments: Any) -> SimulatedWorkers[Any]:
