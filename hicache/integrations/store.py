@@ -24,6 +24,7 @@ from ..backends.compose import copies_of
 from ..backends.slot import OpenBackend
 from ..backends.storage import Storage
 from ..cache.factory import storage_opener
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..controller.gate import StorageGate
 from ..errors import BackendUnavailable, ConfigError
@@ -53,7 +54,7 @@ class EngineGate(StorageGate):
         user: str,
         *,
         processes: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(None, SupervisedPool, clock)
         self._skipped = dict.fromkeys(Direction, 0)
