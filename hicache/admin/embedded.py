@@ -68,9 +68,9 @@ class EmbeddedCache:
         self._config = config
         self._namespace = namespace.labelled(config.model_label)
         self._environ = dict(os.environ if environ is None else environ)
+        self.clock = cache.controller.clock
         self._stores = ConfiguredStores(config, self._environ)
         self._instance = secrets.token_hex(8)
-        self.clock = cache.controller.clock
         self._started_s = self.clock()
         self._lock = threading.Lock()
         self._pins: dict[str, tuple[Pin, int]] = {}
@@ -231,7 +231,7 @@ class EmbeddedCache:
         """See AdminTarget."""
         self._require_alone("attach")
         spec = None if store is None else self.stores.specs[store]
-        opener = storage_opener(self._config, self._namespace, self._environ, spec)
+        opener = storage_opener(self._config, self._namespace, self._environ, spec, self.clock)
         self._ask(lambda: self._cache.storage.attach(opener))
 
     def detach(self) -> None:

@@ -203,7 +203,7 @@ def _start(  # noqa: PLR0913, PLR0917 - the differences between the two kinds of
     if copies is not None:
         undo.callback(copies.close, 1.0)
     namespace, epoch = namespace.labelled(config.model_label), namespace.weights_epoch
-    opener = storage_opener(config, namespace, environ)
+    opener = storage_opener(config, namespace, environ, clock=clock)
     options: TieredOptions = {"weights_epoch": epoch}
     if config.host.shared.keep or config.integrity.verifies_host:
         options["host_codec"] = codecs = host_codecs(config, namespace, environ)
@@ -211,7 +211,7 @@ def _start(  # noqa: PLR0913, PLR0917 - the differences between the two kinds of
         if ranks is not None:
             raise ConfigError("host.shared.keep: not supported with several ranks; remove the entry")
         options["kept"] = kept = adopt_frames(host, codecs(epoch))
-        opener = opener_of_kept(kept, codecs, opener)
+        opener = opener_of_kept(kept, codecs, opener, clock)
     options["open_storage"] = opener
     backend = _open_now_or_later(config, opener, epoch, ranks)
     if backend is not None:
@@ -307,8 +307,9 @@ def _require_page_size(config: HiCacheConfig, tokens: int) -> None:
 
 
 def open_storage(
-    config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None
-) -> Storage:
+    config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Storage:  # fmt: skip
     """Open the configured store with the pages of `namespace`, without a cache. The caller closes it.
 
     Blocks until the store is open. Environment variables are read from `environ`, by default those of the process.
@@ -317,7 +318,7 @@ def open_storage(
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
-    opener = storage_opener(config, namespace, environ)
+    opener = storage_opener(config, namespace, environ, clock=clock)
     if opener is None:
         raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
     return opener(namespace.weights_epoch)
@@ -328,6 +329,7 @@ def storage_opener(
     namespace: Namespace,
     environ: Mapping[str, str] | None,
     spec: BackendSpec | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Callable[[int], Storage] | None:
     """Return a function that opens the configured store, or its part `spec`, for a weights epoch; None without storage.
     Reads the keys once, here. Raises ConfigError."""
@@ -337,7 +339,7 @@ def storage_opener(
     geometry = namespace.geometry
     # A PageShape does not contain the size of an element.
     element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
-    storage = StorageOpener(config, environ, element_bytes)
+    storage = StorageOpener(config, environ, element_bytes, clock)
 
     def opener(epoch: int) -> Storage:
         codec = storage.codec(

@@ -77,7 +77,7 @@ class Node:
         self.calls = CallCounters()
         self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max, clock)
         self.environ = os.environ if environ is None else environ
-        self.storage = Attachment(StorageOpener(config, self.environ), clock)
+        self.storage = Attachment(StorageOpener(config, self.environ, clock=clock), clock)
         self.quotas: dict[str, int] = {}  # bytes of the pool, by namespace
         if config.storage is None and not config.daemon.pool:
             raise ConfigError("daemon: needs storage or a pool; add the section `storage`, or daemon.pool")
@@ -185,7 +185,7 @@ class Node:
     def reconfigure(self, config: HiCacheConfig) -> None:
         """Apply new limits now, and new overrides and keys to stores that are opened later. Raises ConfigError and then
         changes nothing."""
-        opener = StorageOpener(config, self.environ)
+        opener = StorageOpener(config, self.environ, clock=self.clock)
         self.config, self.storage.opener = config, opener
         self.memories.bytes_max, self.memories.count_max = config.daemon.memory_max, config.daemon.memories_max
 

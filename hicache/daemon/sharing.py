@@ -50,8 +50,7 @@ class SharedStore(Verbs):
         self, codec: FrameCodec, pool: PagePool, inner: Storage | None, *, label: str = "",
         slot: SharedSlot | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
-        super().__init__(codec)
-        self._clock = clock
+        super().__init__(codec, clock)
         self.slot = slot or SharedSlot(codec, clock=clock)
         if inner is not None:
             self.slot.start(inner)

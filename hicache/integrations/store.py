@@ -106,7 +106,7 @@ class EngineStorage:
         environ: Mapping[str, str] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        opener = storage_opener(config, namespace, environ)
+        opener = storage_opener(config, namespace, environ, clock=clock)
         if opener is None:
             raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
         self.namespace = namespace
