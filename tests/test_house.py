@@ -57,9 +57,11 @@ def test_functions_have_at_most_70_lines_and_few_are_close() -> None:
 
 
 # The parts whose objects take their time from a `Clock` (see hicache/clock.py), with the modules beside them.
-CLOCKED = ("backends", "controller", "cache", "radix", "events", "tiers", "daemon")
+CLOCKED = ("backends", "controller", "cache", "radix", "events", "tiers", "daemon", "admin", "integrations", "metrics")
 # Modules that use the system's time, with the reason. `perf_counter`, which measures speeds, is allowed everywhere.
 SYSTEM_TIME = {
+    "admin/embedded.py": "the end of a thread",
+    "admin/sockets.py": "the lock of a file",
     "backends/file/inspection.py": "the lock of a file",
     "backends/file/pages.py": "compares times of files",
     "backends/file/reconcile.py": "compares times of files",
@@ -73,21 +75,26 @@ SYSTEM_TIME = {
     "backends/testing/contract.py": "a test kit for real stores",
     "backends/testing/inspection.py": "a test kit for real stores",
     "backends/testing/pages.py": "a test kit for real stores",
+    "cache/unclosed.py": "the end of the process and of its threads",
     "clock.py": "the clock of the system",
+    "controller/ranks.py": "the wait of torch.distributed",
+    "daemon/connection.py": "timeouts of sockets",
+    "daemon/server.py": "timers of the event loop; systemd compares the monotonic clock",
+    "daemon/staging.py": "timers of the event loop",
+    "events/publisher.py": "the end of a thread",
     "fingerprint.py": "compares times of files",
+    "integrations/vllm_tier/tier.py": "the interval between two looks at the deadline",
+    "metrics/server.py": "timeouts of sockets",
     "shared_file.py": "the lock of a file",
     "shared_memory.py": "another process that creates the memory",
     "supervised.py": "calls that cannot be interrupted, idle threads, the end of threads",
+    "tiers/copy.py": "copies between device and host",
+    "tiers/copy_cpu.py": "the end of threads",
+    "tiers/copy_cuda.py": "events of CUDA, the end of threads",
+    "tiers/copy_paths.py": "events of CUDA",
+    "tiers/copy_thread.py": "copies between device and host, the end of threads",
+    "tiers/shared.py": "another process that creates the memory",
 }
-# To be converted.
-NOT_YET = {
-    "cache/mailbox.py", "cache/report.py", "cache/tiered.py", "cache/unclosed.py", "cache/verification.py",
-    "controller/ranks.py", "daemon/admin.py", "daemon/app.py", "daemon/attachment.py", "daemon/connection.py",
-    "daemon/flights.py", "daemon/gate.py", "daemon/history.py", "daemon/memory.py", "daemon/namespace.py",
-    "daemon/node.py", "daemon/server.py", "daemon/sharing.py", "daemon/staging.py", "events/publisher.py",
-    "events/subscriber.py", "tiers/copy.py", "tiers/copy_cpu.py", "tiers/copy_cuda.py", "tiers/copy_paths.py",
-    "tiers/copy_thread.py", "tiers/shared.py",
-}  # fmt: skip
 _TIMES = {"monotonic", "monotonic_ns", "time", "time_ns", "sleep"}
 _WAITABLE = re.compile(r"threading\.(?:Event|Condition|Lock|RLock|Semaphore|Barrier)")
 # How many arguments these calls have before the timeout.
@@ -127,9 +134,8 @@ def test_time_comes_from_a_clock_except_for_system_calls() -> None:
     package = ROOT / "hicache"
     paths = [*package.glob("*.py"), *(path for part in CLOCKED for path in (package / part).rglob("*.py"))]
     found = {str(path.relative_to(package)): uses_of_the_system_time(path.read_text()) for path in paths}
-    listed = SYSTEM_TIME.keys() | NOT_YET
-    assert not {name: uses for name, uses in found.items() if uses and name not in listed}
-    assert not {name for name in listed if not found.get(name)}, "these use no system time: remove them from the list"
+    assert not {name: uses for name, uses in found.items() if uses and name not in SYSTEM_TIME}
+    assert not {name for name in SYSTEM_TIME if not found.get(name)}, "these use no system time: remove them from the list"
 
 
 @pytest.mark.parametrize(
