@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 
 from .backoff import Backoff
+from .clock import SYSTEM_CLOCK, Clock
 from .supervised import LINGER_S, Beat, SupervisedPool
 
 # The delays after an exception of the work, unless the user gives a back-off.
@@ -24,8 +24,8 @@ class BackgroundTask:
 
     The thread starts at the first use. A thread that died, or that has worked for longer than `patience_s`, is
     replaced, and the work runs again. An exception is counted and logged once per kind; the work runs again after the
-    next delay of `backoff`, which the work itself resets after a success. Times are those of `time.monotonic`.
-    `linger_s` and `on_error` are passed to SupervisedPool.
+    next delay of `backoff`, which the work itself resets after a success. Times are those of `clock`. `linger_s` and
+    `on_error` are passed to SupervisedPool.
     """
 
     def __init__(
@@ -37,8 +37,10 @@ class BackgroundTask:
         backoff: Backoff | None = None,
         linger_s: float = LINGER_S,
         on_error: Callable[[], None] = lambda: None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._work = work
+        self._clock = clock
         self._backoff = backoff or Backoff(RETRY_S, RETRY_S)
         self._state = threading.Condition()
         self._next_at = math.inf
@@ -47,7 +49,7 @@ class BackgroundTask:
         self._closed = False
         self._pool = SupervisedPool[int](
             name, 1, handle=self._handle, fail=self._retry, acknowledge=self._acknowledge, on_error=on_error,
-            patience_s=patience_s, linger_s=linger_s,
+            patience_s=patience_s, linger_s=linger_s, clock=clock,
         )  # fmt: skip
 
     @property
@@ -90,9 +92,9 @@ class BackgroundTask:
 
     def _handle(self, number: int, beat: Beat) -> None:
         with self._state:
-            while not self._is_over(number) and (wait_s := self._next_at - time.monotonic()) > 0:
+            while not self._is_over(number) and (wait_s := self._next_at - self._clock()) > 0:
                 beat(wait_s)
-                self._state.wait(min(wait_s, threading.TIMEOUT_MAX))
+                self._clock.wait(self._state, wait_s)
             if self._is_over(number):
                 return
             self._next_at = math.inf
@@ -108,7 +110,7 @@ class BackgroundTask:
     def _retry(self, number: int) -> None:
         with self._state:
             if not self._is_over(number):
-                self._next_at = min(self._next_at, time.monotonic() + self._backoff.next_s())
+                self._next_at = min(self._next_at, self._clock() + self._backoff.next_s())
 
     def _acknowledge(self, number: int) -> None:
         with self._state:

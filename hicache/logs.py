@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from .clock import SYSTEM_CLOCK
+
 # The ID of the request that a thread or task serves; the daemon sets it.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("hicache_request_id", default="")
 # How often a LimitedLog writes a line of one kind.
@@ -93,7 +95,7 @@ class LimitedLog:
     """Writes a line of each kind at most every `period_s` seconds, with the number of omitted lines."""
 
     def __init__(
-        self, logger: logging.Logger, period_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic
+        self, logger: logging.Logger, period_s: float = LIMIT_S, clock: Callable[[], float] = SYSTEM_CLOCK
     ) -> None:
         self._logger = logger
         self._period_s = period_s

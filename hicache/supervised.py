@@ -27,6 +27,7 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from .backoff import Backoff
+from .clock import SYSTEM_CLOCK, Clock
 from .errors import InvariantError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class _Thread(threading.Thread, Generic[Job]):
         super().__init__(name=f"hicache-{pool.name}-{number}", daemon=True)
         self.job: Job | None = None
         self.busy_since = math.inf  # of the current step of a job
-        self.started_at = time.monotonic()
+        self.started_at = pool.clock()
         self.stuck = False  # a substitute has replaced this thread
         self._pool = pool
         self._why = why  # the reason for a late start; the thread logs it, because a scheduler may start the thread
@@ -78,7 +79,7 @@ class _Thread(threading.Thread, Generic[Job]):
 
     def beat(self, wait_s: float = 0.0) -> None:
         """See Beat."""
-        self.busy_since = time.monotonic() + wait_s
+        self.busy_since = self._pool.clock() + wait_s
 
 
 _Task: TypeAlias = Callable[[_Thread[Any]], None]
@@ -191,9 +192,12 @@ class SupervisedPool(Generic[Job]):
     on a thread and calls `beat` before each step that may block. A thread that has not called it for `patience_s` is
     stuck. `fail` marks a job whose handler raised or whose thread died. `acknowledge` is called once per job, on its
     thread, or in `close` for a job that no thread has taken. `on_error` is called after each exception on a thread.
+
+    `clock` measures patience and back-offs. The deadline of a `call`, idle times and `close` are real time: they limit
+    calls of the operating system.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its callbacks and limits
         self,
         name: str,
         threads: int,
@@ -204,8 +208,10 @@ class SupervisedPool(Generic[Job]):
         on_error: Callable[[], None] = lambda: None,
         patience_s: float = math.inf,
         linger_s: float | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
+        self.clock = clock
         self.handle = handle
         self.acknowledge = acknowledge
         self.errors: Counter[str] = Counter()
@@ -319,7 +325,7 @@ class SupervisedPool(Generic[Job]):
     def supervise(self) -> None:
         """Replace dead and stuck threads. Cheap: a scheduler can call it every few steps. Does not block."""
         with self._state:
-            stuck_before = time.monotonic() - self._patience_s
+            stuck_before = self.clock() - self._patience_s
             for thread in [one for one in self._threads if one.busy_since < stuck_before and not one.stuck]:
                 self._substitute(thread)
             self._fill()
@@ -395,10 +401,10 @@ class SupervisedPool(Generic[Job]):
             self._threads.remove(thread)
             self._load -= not thread.stuck
             if not thread.stuck and self._linger_s is None:
-                if time.monotonic() - thread.started_at > STABLE_S:
+                if self.clock() - thread.started_at > STABLE_S:
                     self._backoff.reset()
                 delay_s = self._backoff.next_s()
-                self._restart_at = time.monotonic() + delay_s
+                self._restart_at = self.clock() + delay_s
             self._fill()
         logger.error("worker %s: a thread died; its job counts as failed", self.name)
         self._note("ThreadDied")
@@ -418,7 +424,7 @@ class SupervisedPool(Generic[Job]):
         """Start the missing threads."""
         if self._linger_s is not None:
             wanted = min(self._load, self._threads_max)
-        elif time.monotonic() >= self._restart_at:
+        elif self.clock() >= self._restart_at:
             wanted = self._threads_max
             self._restart_at = math.inf
         else:
@@ -426,7 +432,7 @@ class SupervisedPool(Generic[Job]):
         while wanted > len(self._threads) - sum(thread.stuck for thread in self._threads) and not self._closed:
             late = self._linger_s is None and self._is_complete
             if not self._start_thread("one died or could not be started" if late else ""):
-                self._restart_at = time.monotonic() + self._backoff.next_s()
+                self._restart_at = self.clock() + self._backoff.next_s()
                 return
             self.restarts += self._linger_s is None
 

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import torch.distributed as dist
 
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import RanksConfig
 from hicache.controller.ranks import Int64s, Reducer, TorchRankGroup
 
@@ -57,7 +58,7 @@ class LockstepRank:
 
 
 def gloo_ranks(
-    size: int, *, deadline_s: float | None = None, options: RanksConfig | None = None
+    size: int, *, deadline_s: float | None = None, options: RanksConfig | None = None, clock: Clock = SYSTEM_CLOCK
 ) -> list[TorchRankGroup]:
     """Return ranks of one process over real sockets. Use each on its own thread, or all in turn."""
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -65,4 +66,4 @@ def gloo_ranks(
     options = options or RanksConfig(deadline=deadline_s)
     with ThreadPoolExecutor(size) as pool:  # each call blocks until the others connect
         groups = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, size, timeout), range(size))
-    return [TorchRankGroup(cast(Reducer, group), options) for group in groups]
+    return [TorchRankGroup(cast(Reducer, group), options, clock=clock) for group in groups]

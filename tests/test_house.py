@@ -56,6 +56,109 @@ def test_functions_have_at_most_70_lines_and_few_are_close() -> None:
     assert len([name for name, count in found.items() if count > LONG_FUNCTION_LINES]) <= LONG_FUNCTIONS_MAX
 
 
+# The parts whose objects take their time from a `Clock` (see hicache/clock.py), with the modules beside them.
+CLOCKED = ("backends", "controller", "cache", "radix", "events", "tiers", "daemon", "admin", "integrations", "metrics")
+# Modules that use the system's time, with the reason. `perf_counter`, which measures speeds, is allowed everywhere.
+SYSTEM_TIME = {
+    "admin/embedded.py": "the end of a thread",
+    "admin/sockets.py": "the lock of a file",
+    "backends/file/inspection.py": "the lock of a file",
+    "backends/file/pages.py": "compares times of files",
+    "backends/file/reconcile.py": "compares times of files",
+    "backends/file/store.py": "locks of files; times of use that other processes compare",
+    "backends/http.py": "timeouts of sockets",
+    "backends/mooncake/client.py": "a call of the native library",
+    "backends/redis/channel.py": "timeouts of sockets",
+    "backends/redis/connect.py": "name resolution, connecting, TLS",
+    "backends/remote/client.py": "the time for the reply of a socket",
+    "backends/testing/bounds.py": "a test kit for real stores",
+    "backends/testing/contract.py": "a test kit for real stores",
+    "backends/testing/inspection.py": "a test kit for real stores",
+    "backends/testing/pages.py": "a test kit for real stores",
+    "cache/unclosed.py": "the end of the process and of its threads",
+    "clock.py": "the clock of the system",
+    "controller/ranks.py": "the wait of torch.distributed",
+    "daemon/connection.py": "timeouts of sockets",
+    "daemon/server.py": "timers of the event loop; systemd compares the monotonic clock",
+    "daemon/staging.py": "timers of the event loop",
+    "events/publisher.py": "the end of a thread",
+    "fingerprint.py": "compares times of files",
+    "integrations/vllm_tier/tier.py": "the interval between two looks at the deadline",
+    "metrics/server.py": "timeouts of sockets",
+    "shared_file.py": "the lock of a file",
+    "shared_memory.py": "another process that creates the memory",
+    "supervised.py": "calls that cannot be interrupted, idle threads, the end of threads",
+    "tiers/copy.py": "copies between device and host",
+    "tiers/copy_cpu.py": "the end of threads",
+    "tiers/copy_cuda.py": "events of CUDA, the end of threads",
+    "tiers/copy_paths.py": "events of CUDA",
+    "tiers/copy_thread.py": "copies between device and host, the end of threads",
+    "tiers/shared.py": "another process that creates the memory",
+}
+_TIMES = {"monotonic", "monotonic_ns", "time", "time_ns", "sleep"}
+_WAITABLE = re.compile(r"threading\.(?:Event|Condition|Lock|RLock|Semaphore|Barrier)")
+# How many arguments these calls have before the timeout.
+_WAITS = {"wait": 0, "wait_for": 1, "result": 0, "join": 0}
+
+
+def uses_of_the_system_time(source: str) -> list[str]:
+    """The expressions that read the system's clock or wait in its time."""
+    tree = ast.parse(source)
+    waitable = {
+        ast.unparse(target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        and _WAITABLE.fullmatch(ast.unparse(node.value.func))
+        for target in node.targets
+    }  # fmt: skip
+
+    def waits(call: ast.Call, function: ast.Attribute) -> bool:
+        receiver = ast.unparse(function.value)
+        if receiver.endswith("clock"):
+            return False
+        if any(keyword.arg == "timeout" for keyword in call.keywords):
+            return function.attr in {*_WAITS, "acquire", "get"}
+        joins = function.attr == "join" and "thread" in receiver
+        return (receiver in waitable or joins or function.attr == "result") and len(call.args) > _WAITS.get(function.attr, len(call.args))
+
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.ImportFrom) and node.module == "time" and _TIMES & {one.name for one in node.names})
+        or (isinstance(node, ast.Attribute) and ast.unparse(node.value) == "time" and node.attr in _TIMES)
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and waits(node, node.func))
+    ]
+
+
+def test_time_comes_from_a_clock_except_for_system_calls() -> None:
+    package = ROOT / "hicache"
+    paths = [*package.glob("*.py"), *(path for part in CLOCKED for path in (package / part).rglob("*.py"))]
+    found = {str(path.relative_to(package)): uses_of_the_system_time(path.read_text()) for path in paths}
+    assert not {name: uses for name, uses in found.items() if uses and name not in SYSTEM_TIME}
+    assert not {name for name in SYSTEM_TIME if not found.get(name)}, "remove these from the list"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import time\ntime.monotonic()", True),
+        ("def f(now=time.time): pass", True),
+        ("from time import sleep", True),
+        ("time.perf_counter()", False),
+        ("self._state = threading.Condition()\nself._state.wait(1.0)", True),
+        ("self._state = threading.Condition()\nself._state.wait_for(is_over, left_s)", True),
+        ("self._state = threading.Condition()\nself._state.wait_for(is_over)", False),
+        ("self._state = threading.Condition()\nself._clock.wait_for(self._state, is_over, deadline)", False),
+        ("lock.acquire(timeout=1.0)", True),
+        ("jobs.get(timeout=1.0)", True),
+        ("answer.result(1.0)", True),
+        ("self._thread.join(1.0)", True),
+        ("', '.join(names)", False),
+    ],
+)
+def test_the_search_for_system_time_finds_it(source: str, found: bool) -> None:
+    assert bool(uses_of_the_system_time(source)) is found
+
 @pytest.mark.parametrize("name", ["backends", "controller", "tiers"])
 def test_a_root_link_leads_to_the_package_of_its_name(name: str) -> None:
     assert (ROOT / name).is_symlink()

@@ -75,7 +75,7 @@ def test_the_log_of_a_cache_with_faults_has_no_secret(tmp_path: Path, written: i
     codec = opener.codec(NAMESPACE.digest, GEOMETRY.payload_bytes, weights_epoch=0, label="llama")
     key = RadixKey.of(TOKENS, cache_salt=SALT)
     with contextlib.closing(World(backend=opener.open(codec))) as world:
-        log = CacheLog(config, NAMESPACE, world.cache.statistics)
+        log = CacheLog(config, NAMESPACE, world.cache.statistics, world.controller.clock)
         world.serve("one", key)
         world.until(lambda: world.controller.idle)
         assert damage_all(tmp_path / "pages") == 5

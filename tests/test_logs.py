@@ -30,6 +30,7 @@ from hicache.backends.testing.pages import NAMESPACE, PAYLOAD_BYTES, empty_frame
 from hicache.cache import create_cache
 from hicache.cache.report import LIMITS, DropLog, dropped
 from hicache.cache.statistics import CacheStatistics
+from hicache.clock import SYSTEM_CLOCK
 from hicache.config.guard import GuardConfig
 from hicache.config.storage import FileStorageOptions
 from hicache.controller.gate import StorageGate
@@ -238,7 +239,7 @@ def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: i
             raise BackendUnavailable("redis: 127.0.0.1 port 1: connection refused")
         return memory_store(FrameCodec(NAMESPACE, PAYLOAD_BYTES))
 
-    gate = StorageGate(None, SupervisedPool, time.monotonic)
+    gate = StorageGate(None, SupervisedPool, SYSTEM_CLOCK)
     gate.replace(open_backend)
     try:
         wait_for(lambda: len(tries) > 2, gate.slot.advance)

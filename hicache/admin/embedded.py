@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,9 +68,10 @@ class EmbeddedCache:
         self._config = config
         self._namespace = namespace.labelled(config.model_label)
         self._environ = dict(os.environ if environ is None else environ)
+        self.clock = cache.controller.clock
         self._stores = ConfiguredStores(config, self._environ)
         self._instance = secrets.token_hex(8)
-        self._started_s = time.monotonic()
+        self._started_s = self.clock()
         self._lock = threading.Lock()
         self._pins: dict[str, tuple[Pin, int]] = {}
 
@@ -103,7 +103,7 @@ class EmbeddedCache:
         in_memory, stored = hits.get("device", 0) + hits.get("host", 0), hits.get("storage", 0)
         return Status(
             kind="embedded", version=__version__, instance=self._instance, state=state_of("ready", stores),
-            uptime_s=time.monotonic() - self._started_s, attached=cache.storage.attached,
+            uptime_s=self.clock() - self._started_s, attached=cache.storage.attached,
             tiers=[
                 _tier("device", found.device, 0), _tier("host", found.host, found.pinned_pages)
             ] if found.device.capacity_pages else [_tier("host", found.host, found.pinned_pages)],
@@ -122,7 +122,7 @@ class EmbeddedCache:
 
     def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
         """See AdminTarget. Walks the tree in slices, one per step of the scheduler; for tokens it follows one path."""
-        timeout_s = max(0.0, deadline - time.monotonic())
+        timeout_s = max(0.0, deadline - self.clock())
         if request.tokens is not None:
             key = self._key(request.tokens)
             keys = self._page_keys(key)
@@ -231,7 +231,7 @@ class EmbeddedCache:
         """See AdminTarget."""
         self._require_alone("attach")
         spec = None if store is None else self.stores.specs[store]
-        opener = storage_opener(self._config, self._namespace, self._environ, spec)
+        opener = storage_opener(self._config, self._namespace, self._environ, spec, self.clock)
         self._ask(lambda: self._cache.storage.attach(opener))
 
     def detach(self) -> None:

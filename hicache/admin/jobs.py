@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..clock import Clock
 from ..errors import AdminError, HiCacheError
 from ..supervised import Beat, SupervisedPool
 from .models import Job, JobKind, JobState, Progress
@@ -33,15 +33,16 @@ class _Entry:
     what: str
     steps: Steps
     ended: Callable[[Job], None]
+    clock: Clock
+    began_s: float
     state: JobState = JobState.QUEUED
     is_cancelling: bool = False
-    began_s: float = field(default_factory=time.monotonic)
     ended_s: float | None = None
     progress: Progress = field(default_factory=Progress)
     error: str = ""
 
     def snapshot(self) -> Job:
-        elapsed_s = (time.monotonic() if self.ended_s is None else self.ended_s) - self.began_s
+        elapsed_s = (self.clock() if self.ended_s is None else self.ended_s) - self.began_s
         return Job(
             id=self.id, kind=self.kind, what=self.what, state=self.state, is_cancelling=self.is_cancelling,
             elapsed_s=elapsed_s, progress=self.progress, error=self.error,
@@ -51,16 +52,18 @@ class _Entry:
 class Jobs:
     """See the module's docstring. Threads start when first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._pool: SupervisedPool[_Entry] = SupervisedPool(
-            "admin", THREADS, handle=self._run, fail=functools.partial(self._end, state=JobState.FAILED), linger_s=10.0
+            "admin", THREADS, handle=self._run, fail=functools.partial(self._end, state=JobState.FAILED), linger_s=10.0,
+            clock=clock,
         )
 
     def submit(self, kind: JobKind, what: str, steps: Steps, ended: Callable[[Job], None]) -> Job:
         """Start a job, or queue it. `ended` is called on its thread. Raises AdminError if too many have not ended."""
-        entry = _Entry(secrets.token_hex(4), kind, what, steps, ended)
+        entry = _Entry(secrets.token_hex(4), kind, what, steps, ended, self._clock, self._clock())
         with self._lock:
             unfinished = [one for one in self._entries.values() if not one.state.is_final]
             if len(unfinished) >= UNFINISHED_MAX:
@@ -125,7 +128,7 @@ class Jobs:
 
     def _end(self, entry: _Entry, state: JobState) -> None:
         with self._lock:
-            entry.state, entry.ended_s, entry.is_cancelling = state, time.monotonic(), False
+            entry.state, entry.ended_s, entry.is_cancelling = state, self._clock(), False
             if state is JobState.FAILED and not entry.error:
                 entry.error = "an unexpected error, which is in the log"
             snapshot = entry.snapshot()

@@ -110,7 +110,7 @@ class AdminSurface:
     """The admin surface of one target: `router` has its routes. `close` ends its jobs and threads."""
 
     def __init__(self, target: AdminTarget, access: AdminAccess) -> None:
-        self.jobs = Jobs()
+        self.jobs = Jobs(target.clock)
         self._calls = _Calls()
         self.router = _router(target, access, self.jobs, self._calls)
 

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 from ..backends.base import Direction
 from ..backends.guard import Override
+from ..clock import Clock
 from .models import LookupRequest, PinRequest, PinStatus, Quota, Status
 from .stores import ConfiguredStores, LiveStore
 
@@ -31,6 +32,10 @@ class MemoryPlaces:
 
 class AdminTarget(Protocol):
     """See the module's docstring. Namespaces are digests in hexadecimal; a prefix means all that begin with it."""
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of deadlines."""
 
     @property
     def stores(self) -> ConfiguredStores:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from ..errors import AdminError
@@ -24,7 +23,7 @@ def look_up(target: AdminTarget, request: LookupRequest) -> Lookup:
     asked = [bool(request.keys), request.prefix is not None, request.tokens is not None]
     if sum(asked) != 1:
         raise AdminError("invalid", "pass one of `keys`, `prefix` and `tokens`")
-    deadline = time.monotonic() + request.timeout_s
+    deadline = target.clock() + request.timeout_s
     memory = target.memory_places(request, deadline)
     places: Places = {place: list(names) for place, names in memory.places.items()}
     complete = memory.complete
@@ -44,7 +43,7 @@ def look_up(target: AdminTarget, request: LookupRequest) -> Lookup:
 def _find_stored(target: AdminTarget, request: LookupRequest, places: Places, deadline: float) -> bool:
     """Add the stored pages whose keys begin with the prefix; return True if all were checked."""
     for found in target.stores.matching(None, request.prefix or "", request.namespace):
-        if time.monotonic() >= deadline:
+        if target.clock() >= deadline:
             return False
         if found is not None:
             if len(places) >= MATCHES_MAX:
@@ -99,7 +98,7 @@ def _clear(target: AdminTarget, request: ClearRequest) -> Steps:
         for store in target.live_stores():
             # A memory store; the others only contain pages that were stored since.
             if request.store in (None, store.name) and store.namespace.startswith(request.namespace):
-                removed = store.backend.clear(deadline=time.monotonic() + _CLEAR_TIMEOUT_S)
+                removed = store.backend.clear(deadline=target.clock() + _CLEAR_TIMEOUT_S)
                 last = last.model_copy(update={"store": store.name, "removed": last.removed + removed})
                 yield last
         target.stores_cleared(request.namespace)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..clock import Clock
 from ..errors import BackendError
 from ..frame import FrameCodec, PageBuffer
 from ..logs import LimitedLog
@@ -51,7 +51,7 @@ class Attempts:
 
     def __init__(
         self, driver: Driver[Any], codec: FrameCodec, name: str, calls: Calls, limit: CapacityLimit | None,
-        faults: Faults | None,
+        faults: Faults | None, *, clock: Clock,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.limit = limit
@@ -60,7 +60,8 @@ class Attempts:
         self._name = name
         self._calls = calls
         self._faults = faults
-        self._damage_log = LimitedLog(logger)
+        self._clock = clock
+        self._damage_log = LimitedLog(logger, clock=clock)
         self._raised: set[str] = set()  # classes of exceptions already logged
         self._last_incidents = Incidents()
         # `isinstance` of a protocol takes microseconds, so not in each call.
@@ -193,7 +194,7 @@ class Attempts:
         try:
             left = driver.pages(self._namespace.hex(), deadline)
             while some := [page.key for page in itertools.islice(left, _CLEARED_AT_ONCE)]:
-                if time.monotonic() >= deadline:
+                if self._clock() >= deadline:
                     raise StoreError(ErrorKind.DEADLINE)
                 count, kinds = remove(self._namespace, some, deadline)
                 removed += count
@@ -222,7 +223,7 @@ class Attempts:
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
     ) -> tuple[list[GetOutcome], list[str]]:
         """Read and verify pages; remove damaged ones."""
-        reads: PageReads[Any] = PageReads(self._codec, keys, pages, deadline)
+        reads: PageReads[Any] = PageReads(self._codec, keys, pages, deadline, self._clock)
 
         def read() -> None:
             self._reach(len(keys), deadline)
@@ -242,7 +243,7 @@ class Attempts:
 
     def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
         """Remove damaged objects unless others have replaced them since."""
-        until = max(deadline, time.monotonic() + SETTLE_S)
+        until = max(deadline, self._clock() + SETTLE_S)
         keys, found = [one.key for one in damaged], [one.found for one in damaged]
         _, errors = self._removed(lambda: self.driver.remove(self._namespace, keys, until, found))
         failure = f"not removed ({errors[-1]})" if errors else "removed"
@@ -267,7 +268,7 @@ class Attempts:
     def _put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> tuple[list[SetOutcome], list[str]]:
-        writes = PageWrites(self._codec, keys, pages, parent, deadline)
+        writes = PageWrites(self._codec, keys, pages, parent, deadline, self._clock)
         outcomes = writes.finish(self.failure(lambda: self.driver.write(writes)))
         return outcomes, writes.errors
 

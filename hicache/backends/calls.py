@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import InvalidInput
 from ..frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 from ..keys import PAGE_KEY_BYTES
@@ -123,13 +124,14 @@ def uncollected_errors() -> Iterator[None]:
 class Calls:
     """Counts the verbs in flight in a backend, for which `close` waits, and their outcomes, for `statistics`.
 
-    `refusal` is the kind of error of a rejected verb.
+    `refusal` is the kind of error of a rejected verb. Deadlines and waits are in the time of `clock`.
 
     Locking design: `_lock` guards all fields; it is held for a few instructions, and never while a verb runs. `_left`
     is its condition, for `close`; verbs take the lock itself, which is cheaper.
     """
 
-    def __init__(self, codec: FrameCodec) -> None:
+    def __init__(self, codec: FrameCodec, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self._frame_bytes = codec.frame_bytes
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
@@ -148,7 +150,7 @@ class Calls:
         try:
             if not is_open:
                 raise StoreError(self.refusal)
-            if time.monotonic() >= deadline:
+            if self._clock() >= deadline:
                 raise StoreError(ErrorKind.DEADLINE)
             return work()
         except StoreError as error:
@@ -209,13 +211,13 @@ class Calls:
                 written_bytes=self._sets[SetOutcome.STORED] * self._frame_bytes,
             )
 
-    def close(self, wait_s: float | None = None) -> bool:
-        """Reject further verbs and wait for those in flight, at most `wait_s` (None: until all have ended). Return
-        False if the backend was already closed."""
+    def close(self, wait_s: float = math.inf) -> bool:
+        """Reject further verbs and wait for those in flight, at most `wait_s`. Return False if the backend was
+        already closed."""
         with self._lock:
             first = not self._closed
             self._closed = True
-            self._left.wait_for(lambda: not self._calls, wait_s)
+            self._clock.wait_for(self._left, lambda: not self._calls, self._clock() + wait_s)
         return first
 
     def after_fork(self) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Sequence
 
 from ..arguments import instance_or_new
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config.guard import InjectConfig
 from ..frame import HEADER_BYTES, FrameCodec, PageBuffer
 from .base import GetOutcome
@@ -30,7 +30,8 @@ class Faults:
     store deliberately: calls then block until `release`, beyond their deadline.
     """
 
-    def __init__(self, options: InjectConfig | None = None) -> None:
+    def __init__(self, options: InjectConfig | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.options = instance_or_new("options", options, InjectConfig)
         self._state = threading.Condition()
         self._dice = random.Random(self.options.seed)
@@ -65,7 +66,7 @@ class Faults:
         with self._state:
             delay_s = options.latency + options.jitter * self._dice.random()
             fails = self._failing or self._dice.random() < options.error_share
-            time_s = time.monotonic()
+            time_s = self._clock()
             if options.bandwidth:
                 self._free_at = max(self._free_at, time_s) + size_bytes / options.bandwidth
                 delay_s += self._free_at - time_s
@@ -74,8 +75,8 @@ class Faults:
             self.hung_calls -= 1
         # Not a wait on the condition: `release` must not shorten the delay.
         if delay_s:
-            time.sleep(max(0.0, min(delay_s, deadline - time_s)))
-        if fails or time.monotonic() >= deadline:
+            self._clock.sleep(min(delay_s, deadline - time_s))
+        if fails or self._clock() >= deadline:
             raise StoreError(INJECTED)
 
     def damage(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec, PageBuffer, unseal
 from .base import Direction, SetOutcome, StoredPage, Usage
 from .compose import Levels, Part
@@ -206,9 +207,9 @@ class KeptDriver:
 class _KeptFirst(Levels):
     """The kept frames in front of `storage`, which alone gets pages, and whose guards decide whether it is used."""
 
-    def __init__(self, codec: FrameCodec, kept: Store, storage: Storage) -> None:
+    def __init__(self, codec: FrameCodec, kept: Store, storage: Storage, clock: Clock) -> None:
         parts = [Part("kept", kept), Part("storage", storage)]
-        super().__init__(codec, parts, promote=False, cascade_bytes_max=None)
+        super().__init__(codec, parts, promote=False, cascade_bytes_max=None, clock=clock)
         self._storage = storage
 
     def batch_set(
@@ -226,8 +227,10 @@ class _KeptFirst(Levels):
         return self._storage.may_pass(direction)
 
 
-def open_kept(codec: FrameCodec, frames: KeptFrames, storage: Storage | None) -> Storage:
+def open_kept(
+    codec: FrameCodec, frames: KeptFrames, storage: Storage | None, clock: Clock = SYSTEM_CLOCK
+) -> Storage:
     """Return storage of the kept frames: in front of `storage`, or alone, and then computed pages are sealed in their
     frames. Owns `storage`."""
-    kept = Store(KeptDriver(codec, frames), codec, UNGUARDED, name="kept")
-    return kept if storage is None else _KeptFirst(codec, kept, storage)
+    kept = Store(KeptDriver(codec, frames), codec, UNGUARDED, name="kept", clock=clock)
+    return kept if storage is None else _KeptFirst(codec, kept, storage, clock)

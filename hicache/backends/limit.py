@@ -24,7 +24,6 @@ import logging
 import math
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from typing import TypeAlias
 
 from ..background import BackgroundTask
 from ..backoff import Backoff
+from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import BackendError, InvalidInput
 from ..frame import FrameCodec, PageBuffer
 from ..units import format_size
@@ -121,6 +121,7 @@ class CapacityLimit:
         *,
         capacity_bytes: int,
         list_interval_s: float = LIST_INTERVAL_S,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         size = codec.frame_bytes
         if type(capacity_bytes) is not int or capacity_bytes < size:
@@ -130,6 +131,7 @@ class CapacityLimit:
         self.rejection: str | None = None  # why the last write was rejected, see ExplainsRejections
         self.on_evicted: EvictionListener = lambda keys: None
         self._stored = stored
+        self._clock = clock
         self._interval_s = list_interval_s
         self._state = threading.Condition()
         self._ledger = _Ledger(capacity_bytes)
@@ -143,7 +145,7 @@ class CapacityLimit:
         self._chains = Chains()
         self._backoff = Backoff(min(PAUSE_S, list_interval_s), list_interval_s)
         self._sweeps = BackgroundTask(
-            "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self._count("internal")
+            "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self._count("internal"), clock=clock
         )
 
     def start(self) -> None:
@@ -161,7 +163,7 @@ class CapacityLimit:
 
     def note_uses(self, keys: Sequence[bytes]) -> None:
         """Count pages as used now."""
-        now_s = time.time()
+        now_s = self._clock.wall_s()
         with self._state:
             if len(self._uses) < _NOTES_MAX:
                 self._uses.update(dict.fromkeys(keys, now_s))
@@ -212,11 +214,11 @@ class CapacityLimit:
         return outcomes + [SetOutcome.REJECTED] * rejected, errors
 
     def _wait_for_listing(self, deadline: float) -> bool:
-        wait_s = min(FIRST_LISTING_WAIT_S, deadline - time.monotonic())
+        until = min(deadline, self._clock() + FIRST_LISTING_WAIT_S)
         with self._state:
             if not self._ledger.is_listed:
                 self._sweeps.tend()
-            self._state.wait_for(lambda: self._ledger.is_listed or self._closed, max(0.0, wait_s))
+            self._clock.wait_for(self._state, lambda: self._ledger.is_listed or self._closed, until)
             return self._ledger.is_listed
 
     def _store_reserved(
@@ -268,7 +270,7 @@ class CapacityLimit:
 
     def _sweep_once(self) -> float:
         """List the store and make room; return the time until the next sweep."""
-        self._not_before = time.monotonic() + min(PAUSE_S, self._interval_s)
+        self._not_before = self._clock() + min(PAUSE_S, self._interval_s)
         try:
             self._list()
             self._sweep()
@@ -276,10 +278,10 @@ class CapacityLimit:
         except BackendError as error:
             self._count("listing")
             _log.warning("limit: the store cannot be listed or swept: %s", error)
-            self._not_before = time.monotonic() + self._backoff.next_s()
+            self._not_before = self._clock() + self._backoff.next_s()
             return self._not_before
         # Random, so that engines that started together do not list together.
-        return time.monotonic() + self._interval_s * random.uniform(0.75, 1.25)
+        return self._clock() + self._interval_s * random.uniform(0.75, 1.25)
 
     def _list(self) -> None:
         with self._state:

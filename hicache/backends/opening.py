@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..errors import ConfigError
 from ..frame import Compression, FrameCodec, TagKind
@@ -18,13 +19,15 @@ _PLANES_ELEMENT_BYTES = 2
 class StorageOpener:
     """Opens the storage of one configuration for namespaces. The constructor reads the keys once.
 
-    `element_bytes` is the size of a KV element, None if unknown. `spec` is None without storage. Raises ConfigError for
-    keys that cannot be read. Thread-safe.
+    `element_bytes` is the size of a KV element, None if unknown; `clock` is the clock of the stores that it opens.
+    `spec` is None without storage. Raises ConfigError for keys that cannot be read. Thread-safe.
     """
 
     def __init__(
-        self, config: HiCacheConfig, environ: Mapping[str, str] | None = None, element_bytes: int | None = None
-    ) -> None:
+        self, config: HiCacheConfig, environ: Mapping[str, str] | None = None, element_bytes: int | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
+        self._clock = clock
         environ = os.environ if environ is None else environ
         chosen = config.storage_format
         self.spec = None if config.storage is None else BackendSpec.of(config.storage)
@@ -56,4 +59,4 @@ class StorageOpener:
         spec = part or self.spec
         if spec is None:
             raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
-        return open_spec(spec, codec)
+        return open_spec(spec, codec, self._clock)

@@ -11,11 +11,11 @@ position in one of them: each writes its own slots of lists and appends to lists
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import Damage, FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes
 from .base import GetOutcome, SetOutcome
 from .calls import parents_of
@@ -39,12 +39,16 @@ class Damaged(Generic[Found]):
 
 
 class _Pages(Generic[Outcome]):
-    """The common base of reads and writes: an outcome per key, or None until it is known."""
+    """The common base of reads and writes: an outcome per key, or None until it is known. `deadline` is a time of
+    `clock`."""
 
-    def __init__(self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> None:
+    def __init__(
+        self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float, clock: Clock
+    ) -> None:
         self.codec = codec
         self.keys = keys
         self.deadline = deadline
+        self._clock = clock
         self.errors: list[str] = []
         self.pages = pages
         self._outcomes: list[Outcome | None] = [None] * len(keys)
@@ -55,7 +59,7 @@ class _Pages(Generic[Outcome]):
     @property
     def is_late(self) -> bool:
         """True after the deadline: further pages are not started."""
-        return time.monotonic() >= self.deadline
+        return self._clock() >= self.deadline
 
     def outcome(self, position: int) -> Outcome | None:
         """Return the reported outcome of a page, or None."""
@@ -80,9 +84,10 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
     """
 
     def __init__(
-        self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
-    ) -> None:
-        super().__init__(codec, keys, pages, deadline)
+        self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
+        super().__init__(codec, keys, pages, deadline, clock)
         self.damaged: list[Damaged[Found]] = []
         self._frames: dict[int, memoryview] = {}
 
@@ -92,7 +97,7 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         return [one.reason for one in self.damaged]
 
     def __iter__(self) -> Iterator[int]:
-        deadline, clock = self.deadline, time.monotonic
+        deadline, clock = self.deadline, self._clock
         for position in range(len(self.keys)):
             if clock() >= deadline:
                 return
@@ -184,12 +189,13 @@ class PageWrites(_Pages[SetOutcome]):
         pages: Sequence[PageBuffer],
         parent: bytes | None,
         deadline: float,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         first_of: dict[bytes, int] = {}
         for place, key in enumerate(keys):
             first_of.setdefault(key, place)
         parents = parents_of(keys, parent)
-        super().__init__(codec, list(first_of), [pages[place] for place in first_of.values()], deadline)
+        super().__init__(codec, list(first_of), [pages[place] for place in first_of.values()], deadline, clock)
         self.parents = [parents[place] for place in first_of.values()]
         self.used_s: float | None = None  # the Unix time of the last use of pages from another store
         self._all_keys = keys

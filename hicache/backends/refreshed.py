@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ..background import BackgroundTask
 from ..backoff import Backoff
+from ..clock import SYSTEM_CLOCK, Clock
 from .errors import ErrorKind, StoreError
 
 T = TypeVar("T")
@@ -28,9 +28,13 @@ class Refreshed(Generic[T]):
     after the lock of the task, never before.
     """
 
-    def __init__(self, name: str, load: Callable[[], T], age_max_s: float, usable_s: float = math.inf) -> None:
+    def __init__(
+        self, name: str, load: Callable[[], T], age_max_s: float, usable_s: float = math.inf,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         never = Backoff(math.inf, math.inf)  # the next `get` repeats it
-        self._task = BackgroundTask(name, self._run, backoff=never, linger_s=0.0, on_error=self._fail)
+        self._task = BackgroundTask(name, self._run, backoff=never, linger_s=0.0, on_error=self._fail, clock=clock)
+        self._clock = clock
         self._name = name
         self._load = load
         self._age_max_s, self._usable_s = age_max_s, usable_s
@@ -45,15 +49,14 @@ class Refreshed(Generic[T]):
         """Return the value. Blocks up to `deadline` if there is none that can be used. Raises StoreError."""
         with self._state:
             value = self._usable()
-            if value is not None and time.monotonic() - self._loaded_s <= self._age_max_s:
+            if value is not None and self._clock() - self._loaded_s <= self._age_max_s:
                 return value
             advance = self._task.tend if self._loading else self._task.wake
             self._loading = True
         advance()
         with self._state:
             if value is None:
-                left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
-                self._state.wait_for(lambda: not self._loading, max(left, 0.0))
+                self._clock.wait_for(self._state, lambda: not self._loading, deadline)
                 if not self._loading and self._failure is None:
                     value = self._value
             if value is not None:
@@ -64,7 +67,7 @@ class Refreshed(Generic[T]):
             raise StoreError(failure.kind, failure.detail)
 
     def _usable(self) -> T | None:
-        return self._value if time.monotonic() - self._value_s <= self._usable_s else None
+        return self._value if self._clock() - self._value_s <= self._usable_s else None
 
     def expire(self) -> None:
         """Reload the value at the next `get`; it stays in use until then."""
@@ -86,8 +89,8 @@ class Refreshed(Generic[T]):
         with self._state:
             if value is not None:
                 self._value = value
-                self._value_s = time.monotonic()
+                self._value_s = self._clock()
             self._failure = failure
-            self._loaded_s = time.monotonic()
+            self._loaded_s = self._clock()
             self._loading = False
             self._state.notify_all()

@@ -3,7 +3,8 @@
 A factory makes a `Driver`, or a `Storage` of several stores. It is a class, or a function annotated to return one, so
 that a configuration can be checked without opening a store. It takes a codec and its options: as keywords, or as one
 section if a parameter is annotated with a class derived from `hicache.config.Section`, which then checks them. Built-in
-factories take the sections of the configuration. Other packages add a factory in the entry-point group
+factories take the sections of the configuration. A factory with a parameter that is annotated with `Clock` gets the
+clock of its store. Other packages add a factory in the entry-point group
 `hicache.backends`; its name does not replace a built-in one.
 
 `hicache ls` and similar commands call the factory of a driver that `Inspects` its store without a codec (None). If such
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config.guard import GuardConfig
 from ..config.section import Section, build
 from ..config.storage import STORAGE_SECTIONS, PartConfig, StorageConfig, parts_of
@@ -109,7 +111,7 @@ def _checked(type_name: str, options: Options, factory: Callable[..., object] | 
     Raises ConfigError for options that the section rejects.
     """
     known: Any = STORAGE_SECTIONS.get(type_name)
-    section: Any = _section_parameter(factory)[1] if known is None else known.model_fields["options"].annotation
+    section: Any = _section_of(factory) if known is None else known.model_fields["options"].annotation
     checked: Options = options
     if section is None or not isinstance(options, section):
         if not isinstance(options, Mapping):
@@ -118,27 +120,32 @@ def _checked(type_name: str, options: Options, factory: Callable[..., object] | 
     return checked
 
 
-def _section_parameter(factory: Callable[..., object] | None) -> tuple[str, type[Section] | None]:
-    """Return the parameter of a factory that is annotated with a section, and the section; None without one."""
+def _section_of(factory: Callable[..., object] | None) -> type[Section] | None:
+    return next(iter(_parameters(factory, Section).values()), None)
+
+
+def _parameters(factory: Callable[..., object] | None, base: type[T]) -> dict[str, type[T]]:
+    """Return the parameters of a factory that are annotated with `base` or a class derived from it."""
     try:
         hints = get_type_hints(cast(Any, factory).__init__ if isinstance(factory, type) else factory)
     except (AttributeError, NameError, TypeError):
         hints = {}  # for example a name that only type checkers know
-    for name, hint in hints.items():
-        for kind in (hint, *get_args(hint)):  # the arguments of `Section | None`
-            if name != "return" and isinstance(kind, type) and issubclass(kind, Section):
-                return name, kind
-    return "options", None
+    return {
+        name: kind
+        for name, hint in hints.items()
+        for kind in (hint, *get_args(hint))  # the arguments of `Section | None`
+        if name != "return" and isinstance(kind, type) and issubclass(kind, base)
+    }
 
 
-def open_spec(spec: BackendSpec, codec: FrameCodec) -> Storage:
+def open_spec(spec: BackendSpec, codec: FrameCodec, clock: Clock = SYSTEM_CLOCK) -> Storage:
     """Open the store of `spec`, or its composition, whose parts are stores. Blocks as the constructors do.
 
     Raises ConfigError for an unknown name, options that the backend does not take or rejects, and a factory that makes
     neither a Driver nor a Storage; BackendError as the backend does.
     """
     factory, own, capacity_bytes = _resolve(spec.type, spec.options)
-    made: object = _call(spec.type, factory, own, codec)
+    made: object = _call(spec.type, factory, own, codec, clock)
     if isinstance(made, Storage):
         return made
     if not isinstance(made, Driver):
@@ -146,13 +153,13 @@ def open_spec(spec: BackendSpec, codec: FrameCodec) -> Storage:
     guard, limit = spec.guard or UNGUARDED, None
     if capacity_bytes is not None:
         try:
-            stored = StoredPages(cast(Inspects, made), spec.name or spec.type)
-            limit = CapacityLimit(codec, stored, capacity_bytes=cast(int, capacity_bytes))
+            stored = StoredPages(cast(Inspects, made), spec.name or spec.type, clock)
+            limit = CapacityLimit(codec, stored, capacity_bytes=cast(int, capacity_bytes), clock=clock)
         except InvalidInput as error:
             made.close()
             raise ConfigError(f"backend {spec.type}: {error}") from error
-    faults = Faults(guard.inject) if guard.inject.is_on else None
-    return Store(made, codec, guard, name=spec.name or spec.type, limit=limit, faults=faults)
+    faults = Faults(guard.inject, clock) if guard.inject.is_on else None
+    return Store(made, codec, guard, name=spec.name or spec.type, limit=limit, faults=faults, clock=clock)
 
 
 def check_backend(type_name: str, options: Options) -> None:
@@ -185,7 +192,8 @@ def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object
     except ValueError:
         pass  # an extension type without a signature reports unknown options itself
     except TypeError as error:
-        names = list(inspect.signature(factory).parameters)[1:]  # the first one is the codec
+        clocks = _parameters(factory, Clock)
+        names = [name for name in [*inspect.signature(factory).parameters][1:] if name not in clocks]
         near = [found for name in keywords if name not in names for found in difflib.get_close_matches(name, names, 1)]
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names) or 'none'}"
         raise ConfigError(f"backend {type_name}: {error}; {hint}") from error
@@ -197,23 +205,27 @@ def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object
     return factory, checked, capacity_bytes
 
 
-def _call(type_name: str, factory: Callable[..., T], options: Options, *arguments: object) -> T:
-    """Return the result of the factory for `arguments` and its options."""
+def _call(
+    type_name: str, factory: Callable[..., T], options: Options, codec: FrameCodec | None, clock: Clock = SYSTEM_CLOCK
+) -> T:
+    """Return the result of the factory for its options. It gets `clock` if it takes one."""
     try:
-        return factory(*arguments, **_keywords(factory, options))
+        return factory(codec, **_keywords(factory, options), **dict.fromkeys(_parameters(factory, Clock), clock))
     except (InvalidInput, TypeError) as error:
         raise ConfigError(f"backend {type_name}: {error}") from error
 
 
 def _keywords(factory: Callable[..., object], options: Options) -> Mapping[str, object]:
-    return {_section_parameter(factory)[0]: options} if isinstance(options, Section) else options
+    if not isinstance(options, Section):
+        return options
+    return {next(iter(_parameters(factory, Section)), "options"): options}
 
 
 def _without_capacity(factory: Callable[..., object], options: Options) -> Options:
     """Return a plug-in's options without the limit for `CapacityLimit`; the same object without a limit."""
     if not isinstance(options, Mapping) or _CAPACITY not in options:
         return options
-    section = _section_parameter(factory)[1]
+    section = _section_of(factory)
     try:
         taken = inspect.signature(factory).parameters if section is None else section.model_fields
     except (TypeError, ValueError):

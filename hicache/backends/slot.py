@@ -23,12 +23,12 @@ import functools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from ..backoff import Backoff
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config.guard import Override
 from ..errors import BackendError, ConfigError, InvariantError
 from ..logs import LimitedLog, shortened
@@ -111,7 +111,7 @@ class Slot(Generic[E]):
     it raises, the store is closed. `name` and `user` are for log lines. Several slots may share `overrides` and `log`.
 
     Its owner calls `advance` from time to time; `changed` is called when that is due earlier. `workers` makes the pool
-    of the thread; `clock` is monotonic, in seconds.
+    of the thread. Deadlines are times of `clock`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Slot(Generic[E]):
         log: LimitedLog | None = None,
         changed: Callable[[], object] = lambda: None,
         workers: WorkerFactory = SupervisedPool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.store: E | None = None
         self.wanted = 1  # number of the last change
@@ -132,7 +132,7 @@ class Slot(Generic[E]):
         self.overrides = overrides or Overrides()
         self._attach = attach
         self._name, self._user = name, user
-        self._log = log or LimitedLog(logger, OPEN_LOG_S)
+        self._log = log or LimitedLog(logger, OPEN_LOG_S, clock)
         self._notify = changed
         self._clock = clock
         self._changed = threading.Condition()
@@ -146,7 +146,7 @@ class Slot(Generic[E]):
         self._has_ended = False
         self._pool: SupervisedPool[Callable[[], object]] = workers(
             "open", 1, handle=lambda job, beat: job(), acknowledge=self._job_ended, patience_s=OPEN_DEADLINE_S,
-            linger_s=LINGER_S,
+            linger_s=LINGER_S, clock=clock,
         )  # fmt: skip
 
     # The store in use
@@ -200,7 +200,7 @@ class Slot(Generic[E]):
             store, is_awaited, waiting = self.store, self.is_awaited, self.waiting
         if store is not None:
             return store_statistics(store.backend)
-        if not is_awaited or (not waiting.error and time.time() - waiting.since_s < CONFIRM_S):
+        if not is_awaited or (not waiting.error and self._clock.wall_s() - waiting.since_s < CONFIRM_S):
             return ()
         return (unopened("storage", waiting.since_s, waiting.error or "it does not answer while it is opened"),)
 
@@ -221,7 +221,7 @@ class Slot(Generic[E]):
             retired, self.store = self.store, None
             self.wanted += 1
             self._opener, self._is_opening = open_backend, False
-            self.waiting, self._retry_at = Waiting(0, time.time(), ""), 0.0
+            self.waiting, self._retry_at = Waiting(0, self._clock.wall_s(), ""), 0.0
             self._backoff.reset()
             self._open_if_due()
             if retired is not None:
@@ -247,13 +247,18 @@ class Slot(Generic[E]):
     def wait(self, deadline: float) -> None:
         """Wait until the wanted store is open or an attempt to open it has failed, at most until `deadline`."""
         with self._changed:
-            left_s = max(0.0, deadline - time.monotonic())
-            self._changed.wait_for(lambda: not self.is_awaited or self.waiting.attempts or self._has_ended, left_s)
+            self._clock.wait_for(
+                self._changed,
+                lambda: not self.is_awaited or self.waiting.attempts > 0 or self._has_ended,
+                deadline,
+            )
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no call is in flight. Return False if one still is after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not any(one.in_flight for one in self._entries()), timeout_s)
+            return self._clock.wait_for(
+                self._changed, lambda: not any(one.in_flight for one in self._entries()), self._clock() + timeout_s
+            )
 
     def end(self, timeout_s: float) -> bool:
         """Open no further store, and end the thread after its work. Blocks. Return False if the thread hangs; a store

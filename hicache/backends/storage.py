@@ -6,10 +6,10 @@ not passed. A backend belongs to one namespace and has no access to others. Back
 and verify pages that they read, page by page through their codec while the bytes are in the processor's cache, and
 remove pages that fail.
 
-Deadlines are points on `time.monotonic()`. After its deadline a verb does not start another page, and reports the
+Deadlines are times of the stores' clock. After its deadline a verb does not start another page, and reports the
 remaining pages as ERROR (a lookup: as not stored). A failure of the store is an outcome, not an exception, and is
-counted in `BackendStatistics.errors`, also for lookups. Only
-InvalidInput is raised, for arguments that break this contract, and BackendError by `close`.
+counted in `BackendStatistics.errors`, also for lookups. Only InvalidInput is raised, for arguments that break this
+contract, and BackendError by `close`.
 
 A `Store` is the shell around a driver; `compose` and the daemon's pool put several stores behind the same verbs. One
 process may open a store several times. Damage that `is_unsupported`, such as a compressed page without zstd, is a MISS

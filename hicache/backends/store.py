@@ -26,7 +26,6 @@ import math
 import os
 import random
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from typing import Any, TypeVar, final
 
 from ..arguments import instance
 from ..background import BackgroundTask
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config.guard import GuardConfig, Override
 from ..errors import BackendError, InvalidInput
 from ..frame import FrameCodec, PageBuffer
@@ -85,8 +85,8 @@ class Store:
     """Storage of one store; see the module's docstring, and `storage` for the verbs. Thread-safe. Owns `driver`,
     `limit` and `faults`.
 
-    `name` is the store's name in metrics and messages. `clock` is the clock of the breakers; tests pass their own. The
-    child of a fork rejects every verb (`errors["forked"]`): neither threads nor connections survive a fork.
+    `name` is the store's name in metrics and messages. Deadlines are times of `clock`. The child of a fork rejects
+    every verb (`errors["forked"]`): neither threads nor connections survive a fork.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Store:
         name: str = "storage",
         limit: CapacityLimit | None = None,
         faults: Faults | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.codec = codec
         self.driver = driver
@@ -109,20 +109,22 @@ class Store:
         self._clock = clock
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
-        self._calls = Calls(codec)
-        self._attempts = Attempts(driver, codec, name, self._calls, limit, faults)
-        self._log = GuardLog(name)
+        self._calls = Calls(codec, clock)
+        self._attempts = Attempts(driver, codec, name, self._calls, limit, faults, clock=clock)
+        self._log = GuardLog(name, clock)
         self._usage = Usage(0, 0, None)
         # One run probes both directions; a run that takes longer counts as hung.
         patience_s = 2 * (self.guard.probe_timeout + self.guard.grace)
         self._prober = Prober(self._attempts, codec.frame_bytes)
-        self._probes = BackgroundTask(f"probe-{name}", self._probe, patience_s, on_error=self._count_internal)
+        self._probes = BackgroundTask(
+            f"probe-{name}", self._probe, patience_s, on_error=self._count_internal, clock=clock
+        )
         self._admission = AdmissionControl(self.guard, clock, self._probes.wake)
         self._sample: Usage | None = None
         self._usage_due_s = self._usage_took_s = 0.0
         self._usage_renewed = threading.Event()
         self._usage_renewed.set()
-        self._usage_task = BackgroundTask(f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S)
+        self._usage_task = BackgroundTask(f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S, clock=clock)
         if limit is not None:
             limit.start()
         _stores.add(self)
@@ -286,11 +288,11 @@ class Store:
     def usage_sample(self) -> Usage | None:
         """Return the latest usage sample, None before the first. An old sample is renewed on one of the store's
         threads. Waits for that at most 50 ms, and only if the last measurement was as fast."""
-        if self._usage_renewed.is_set() and time.monotonic() >= self._usage_due_s:
+        if self._usage_renewed.is_set() and self._clock() >= self._usage_due_s:
             self._usage_renewed.clear()
             self._usage_task.wake()
             if self._usage_took_s < _USAGE_WAIT_S:
-                self._usage_renewed.wait(_USAGE_WAIT_S)
+                self._clock.wait_set(self._usage_renewed, _USAGE_WAIT_S)
         else:
             self._usage_task.tend()
         return self._sample
@@ -406,7 +408,7 @@ class Store:
             return 0
         granted = self._admission.grant_retry(call, pages)
         if granted:
-            self._closing.wait(pause_s)
+            self._clock.wait_set(self._closing, pause_s)
         return granted
 
     def _judge(self, call: Call, failed: int) -> CallResult:
@@ -459,11 +461,11 @@ class Store:
         return min(self._admission.probe_at, next_news_s)
 
     def _renew_usage(self) -> float:
-        began_s = time.monotonic()
+        began_s = self._clock()
         try:
             self.usage()
         finally:
-            ended_s = time.monotonic()
+            ended_s = self._clock()
             self._usage_took_s = ended_s - began_s
             self._usage_due_s = ended_s + max(_USAGE_PERIOD_S_MIN, _USAGE_DUTY * self._usage_took_s)
             self._usage_renewed.set()

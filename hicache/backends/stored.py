@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import BackendUnavailable
 from ..frame import HEADER_BYTES, FrameCodec
 from .base import SetOutcome, StoredPage
@@ -29,10 +29,12 @@ _REMOVED_AT_ONCE = 1000
 class SealedPage(PageWrites):
     """One page to be written that is already sealed: the bytes `data` of `page`."""
 
-    def __init__(self, page: StoredPage, data: bytes, parent: bytes | None, deadline: float) -> None:
+    def __init__(
+        self, page: StoredPage, data: bytes, parent: bytes | None, deadline: float, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._data = memoryview(data)
         codec = FrameCodec(page.namespace, max(1, len(data) - HEADER_BYTES))
-        super().__init__(codec, [page.key], [self._data], parent, deadline)
+        super().__init__(codec, [page.key], [self._data], parent, deadline, clock)
         self.used_s = page.used_s
 
     def sealed(self, position: int) -> list[memoryview]:
@@ -46,8 +48,9 @@ class StoredPages:
     All methods block, and raise BackendUnavailable if the store is not usable. They belong to one thread.
     """
 
-    def __init__(self, driver: Inspects, name: str) -> None:
+    def __init__(self, driver: Inspects, name: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._driver = driver
+        self.clock = clock
         self._name = name
         self._closed = False
 
@@ -69,7 +72,7 @@ class StoredPages:
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         """See `Inspects.read_start`. REQUIRES: `bytes_max` is not 0."""
         with self._translated():
-            return self._driver.read_start(page, bytes_max, time.monotonic() + _STEP_S)
+            return self._driver.read_start(page, bytes_max, self.clock() + _STEP_S)
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """Store `data`, whole or not at all, as that page; return False if it already exists or the store is full.
@@ -77,7 +80,7 @@ class StoredPages:
         Does not verify: the caller has checked `data`, which comes from another store. `parent` is the key of the page
         before it, from its header.
         """
-        pages = SealedPage(page, data, parent, time.monotonic() + _STEP_S)
+        pages = SealedPage(page, data, parent, self.clock() + _STEP_S, self.clock)
         with self._translated():
             self._driver.write(pages)
             (outcome,) = pages.finish()
@@ -105,7 +108,7 @@ class StoredPages:
         return removed
 
     def _remove(self, namespace: bytes, keys: list[bytes], found: list[Any] | None) -> tuple[int, Sequence[str]]:
-        deadline = time.monotonic() + _STEP_S
+        deadline = self.clock() + _STEP_S
         if found is None and isinstance(self._driver, RemovesListed):
             return self._driver.remove_listed(namespace, keys, deadline)
         return self._driver.remove(namespace, keys, deadline, found)

@@ -15,6 +15,7 @@ from ..arguments import instance, whole
 from ..backends.opening import StorageOpener
 from ..backends.registry import BackendSpec
 from ..backends.storage import Storage
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..config.remote_storage import RemoteStorageOptions
 from ..config.storage import parts_of
@@ -49,7 +50,7 @@ _OF_EACH_RANK = {
 }  # fmt: skip
 
 
-def create_cache(
+def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     config: HiCacheConfig,
     namespace: Namespace,
     *,
@@ -59,6 +60,7 @@ def create_cache(
     device_blocks: EngineBlocks | None = None,
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> TreeCache:
     """Build the configured cache: a HiRadixCache, with `sessions.enabled` a SessionCache, or with `prefix_cache: false`
     a ChunkCache.
@@ -68,8 +70,9 @@ def create_cache(
     configuration does not set it; `device_memory` is the memory that fractions refer to, by default the driver's
     figure. With `device_blocks`, L1 is tensors of the engine on `device`, one block per page; page 0 stays unused. With
     `ranks`, which must all make this call, each pool has the size of the smallest rank's, and either all ranks start or
-    none. Raises ConfigError, CapacityError, SharedMemoryError, BackendError and RankError with what to change, and
-    InvalidInput for an argument of another type, a PageShape and a `key_hash`; then everything is stopped again.
+    none. Deadlines, expiries and back-offs are times of `clock`. Raises ConfigError, CapacityError, SharedMemoryError,
+    BackendError and RankError with what to change, and InvalidInput for an argument of another type, a PageShape and a
+    `key_hash`; then everything is stopped again.
     """
     geometry = _attention(instance("namespace", namespace, Namespace))
     known = _known_device(device)
@@ -106,9 +109,9 @@ def create_cache(
 
         with released_on_failure(l2):
             copies = create_copy_engine(l1.blocks, HostWindow(l2), config.transfer)
-            return _start(undo, config, namespace, environ, l2, copies, make, ranks)
+            return _start(undo, config, namespace, environ, l2, copies, make, ranks, clock)
 
-    return _all_or_none(config, ranks, build)
+    return _all_or_none(config, ranks, build, clock)
 
 
 def create_host_cache(
@@ -117,6 +120,7 @@ def create_host_cache(
     *,
     host: HostPool | None = None,
     environ: Mapping[str, str] | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> HostCache:
     """Build a cache for an engine that manages its device pages itself; opens storage and starts the workers.
 
@@ -148,12 +152,14 @@ def create_host_cache(
 
     def build(undo: ExitStack) -> HostCache:
         with released_on_failure(l2) if host is None else nullcontext():
-            return _start(undo, config, namespace, environ, l2, None, make, None)
+            return _start(undo, config, namespace, environ, l2, None, make, None, clock)
 
-    return _all_or_none(config, None, build)
+    return _all_or_none(config, None, build, clock)
 
 
-def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -> Cache:
+def _all_or_none(
+    config: HiCacheConfig, ranks: RankGroup | None, build: Callable[[ExitStack], Cache], clock: Clock
+) -> Cache:
     """Return the result of `build`, publishing events, if all ranks succeed; otherwise undo its stack.
 
     The other ranks are notified before the undo, which may close the rank group, so that they do not wait for the
@@ -166,7 +172,7 @@ def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable
                 # All ranks have the same tree, and one address.
                 stream = EventStream(config.events.buffer)
                 given = isinstance(cache, HostCache) and cache.tree.position_bytes == PAGE_KEY_BYTES
-                cache.record_events(stream, create_publisher(config.events, stream, given_keys=given))
+                cache.record_events(stream, create_publisher(config.events, stream, given_keys=given, clock=clock))
         except RankError:  # all ranks know, or cannot be notified
             raise
         except HiCacheError:
@@ -182,7 +188,7 @@ def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable
     return cache
 
 
-def _start(  # noqa: PLR0917 - the differences between the two kinds of caches
+def _start(  # noqa: PLR0913, PLR0917 - the differences between the two kinds of caches
     undo: ExitStack,
     config: HiCacheConfig,
     namespace: Namespace,
@@ -191,12 +197,13 @@ def _start(  # noqa: PLR0917 - the differences between the two kinds of caches
     copies: CopyEngine | None,
     make: Callable[[HiCacheController, TieredOptions], Tiered],
     ranks: RankGroup | None,
+    clock: Clock,
 ) -> Tiered:
     """Open storage, start the workers, and make a cache over both, which `undo` closes."""
     if copies is not None:
         undo.callback(copies.close, 1.0)
     namespace, epoch = namespace.labelled(config.model_label), namespace.weights_epoch
-    opener = storage_opener(config, namespace, environ)
+    opener = storage_opener(config, namespace, environ, clock=clock)
     options: TieredOptions = {"weights_epoch": epoch}
     if config.host.shared.keep or config.integrity.verifies_host:
         options["host_codec"] = codecs = host_codecs(config, namespace, environ)
@@ -204,14 +211,14 @@ def _start(  # noqa: PLR0917 - the differences between the two kinds of caches
         if ranks is not None:
             raise ConfigError("host.shared.keep: not supported with several ranks; remove the entry")
         options["kept"] = kept = adopt_frames(host, codecs(epoch))
-        opener = opener_of_kept(kept, codecs, opener)
+        opener = opener_of_kept(kept, codecs, opener, clock)
     options["open_storage"] = opener
     backend = _open_now_or_later(config, opener, epoch, ranks)
     if backend is not None:
         undo.callback(backend.close)
     try:
         controller = HiCacheController(
-            host, copies, backend, config, ranks=ranks, stores_pages=namespace.writes, rates=len(Rates())
+            host, copies, backend, config, ranks=ranks, stores_pages=namespace.writes, rates=len(Rates()), clock=clock
         )
         undo.pop_all()  # the controller closes its backend and its copies
         undo.callback(controller.close, 1.0)
@@ -300,8 +307,9 @@ def _require_page_size(config: HiCacheConfig, tokens: int) -> None:
 
 
 def open_storage(
-    config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None
-) -> Storage:
+    config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Storage:  # fmt: skip
     """Open the configured store with the pages of `namespace`, without a cache. The caller closes it.
 
     Blocks until the store is open. Environment variables are read from `environ`, by default those of the process.
@@ -310,7 +318,7 @@ def open_storage(
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
-    opener = storage_opener(config, namespace, environ)
+    opener = storage_opener(config, namespace, environ, clock=clock)
     if opener is None:
         raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
     return opener(namespace.weights_epoch)
@@ -321,6 +329,7 @@ def storage_opener(
     namespace: Namespace,
     environ: Mapping[str, str] | None,
     spec: BackendSpec | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Callable[[int], Storage] | None:
     """Return a function that opens the configured store, or its part `spec`, for a weights epoch; None without storage.
     Reads the keys once, here. Raises ConfigError."""
@@ -330,7 +339,7 @@ def storage_opener(
     geometry = namespace.geometry
     # A PageShape does not contain the size of an element.
     element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
-    storage = StorageOpener(config, environ, element_bytes)
+    storage = StorageOpener(config, environ, element_bytes, clock)
 
     def opener(epoch: int) -> Storage:
         codec = storage.codec(

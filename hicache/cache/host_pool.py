@@ -13,6 +13,7 @@ import torch
 from ..backends.kept import KeptFrames, open_kept
 from ..backends.remote import create_memory
 from ..backends.storage import Storage
+from ..clock import Clock
 from ..config import HiCacheConfig
 from ..config.remote_storage import RemoteStorageOptions
 from ..errors import InvalidInput
@@ -90,13 +91,13 @@ def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
 
 
 def opener_of_kept(
-    kept: KeptFrames, codecs: Callable[[int], FrameCodec], opener: Callable[[int], Storage] | None
+    kept: KeptFrames, codecs: Callable[[int], FrameCodec], opener: Callable[[int], Storage] | None, clock: Clock
 ) -> Callable[[int], Storage]:
     """Return a function that opens the store of a weights epoch with `kept` in front, or only `kept` without a
     store."""
 
     def make(epoch: int) -> Storage:
-        return open_kept(codecs(epoch), kept, None if opener is None else opener(epoch))
+        return open_kept(codecs(epoch), kept, None if opener is None else opener(epoch), clock)
 
     return make
 

@@ -83,7 +83,7 @@ class HostTier:
         self._used_bytes = 0
         self._touch_at_s = -math.inf
         self._damaged: dict[Node, RadixTree] = {}  # found damaged while they were held
-        self._log = LimitedLog(logger)
+        self._log = LimitedLog(logger, clock=controller.clock)
 
     # Pages
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from ..clock import Clock
 from ..errors import AdminError
 
 # The most waiting requests. An operator has one or two.
@@ -34,13 +35,16 @@ class _Item(Generic[T]):
     def __init__(self, work: Callable[[], T] | Steps[T]) -> None:
         self.work = work
         self.answer: Future[T] = Future()
+        self.answered = threading.Event()
+        self.answer.add_done_callback(lambda answer: self.answered.set())
         self.is_abandoned = False  # written by the requester
 
 
 class Mailbox:
     """See the module's docstring. One scheduler thread serves it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._items: deque[_Item[Any]] = deque()
         self._places = threading.BoundedSemaphore(ITEMS_MAX)
         self._closed = False
@@ -59,13 +63,11 @@ class Mailbox:
             self._items.append(item)
             if self._closed:
                 self._refuse_all()
-            try:
-                return item.answer.result(timeout_s)
-            except TimeoutError:
+            if not self._clock.wait_set(item.answered, timeout_s):
                 item.is_abandoned = True
                 if item.answer.cancel() or isinstance(work, Generator):
-                    raise _late(timeout_s) from None
-                return item.answer.result()  # it is just being served
+                    raise _late(timeout_s)
+            return item.answer.result()  # it is there, or just being served
         finally:
             self._places.release()
 

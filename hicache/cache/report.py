@@ -6,7 +6,6 @@ Locking design: a `DropLog` compares counts on its own thread. The scheduler thr
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ from ..backends.guard import Refusal
 from ..backends.storage import StoreStatistics
 from ..background import BackgroundTask
 from ..backoff import Backoff
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..config.storage import AnyStorage, parts_of
 from ..keys import Namespace
@@ -124,6 +124,7 @@ class DropLog:
         words: Mapping[str, str] = LIMITS,
         period_s: float = PERIOD_S,
         look: Callable[[], None] = lambda: None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._counts = counts
         self._words = words
@@ -131,13 +132,14 @@ class DropLog:
         self._backoff = Backoff(period_s, PERIOD_S_MAX)
         self._quiet_s = period_s
         self._seen: Counter[str] = Counter()
-        self._looked_s = time.monotonic()
-        self._task = BackgroundTask("drop-log", self._look)
+        self._clock = clock
+        self._looked_s = clock()
+        self._task = BackgroundTask("drop-log", self._look, clock=clock)
         self._task.wake(self._looked_s + period_s)
 
     def _look(self) -> float:
         self._look_too()
-        found, time_s = self._counts(), time.monotonic()
+        found, time_s = self._counts(), self._clock()
         new, since_s = found - self._seen, time_s - self._looked_s
         self._seen, self._looked_s = found, time_s
         if not new:
@@ -157,12 +159,12 @@ class CacheLog:
     """The log of one cache, whose bound method is `statistics`. Its thread does not keep the cache alive."""
 
     def __init__(
-        self, config: HiCacheConfig, namespace: Namespace, statistics: Callable[[], CacheStatistics]
+        self, config: HiCacheConfig, namespace: Namespace, statistics: Callable[[], CacheStatistics], clock: Clock
     ) -> None:
         self._state = statistics()
         log_start(config, namespace, self._state)
         self._statistics = weakref.WeakMethod(statistics)
-        self._drops = DropLog(lambda: dropped(self._state), look=self._look)
+        self._drops = DropLog(lambda: dropped(self._state), look=self._look, clock=clock)
 
     def _look(self) -> None:
         statistics = self._statistics()

@@ -121,7 +121,7 @@ class TieredCache:
         self._scrubber = self._new_verifier() if config.integrity.verifies_host else None
         self._verifier = self._scrubber if config.integrity.verify == "load" else None  # loads wait for it
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(controller.clock)
         self._log: CacheLog | None = None
         self._release_host = release
         self.closed = self.is_abandoned = False
@@ -164,7 +164,7 @@ class TieredCache:
         """Log the setup of the cache, and from now on the work that limits drop. Call it once, before the first
         request.
         """
-        self._log = CacheLog(self.config, namespace, self.statistics)
+        self._log = CacheLog(self.config, namespace, self.statistics, self.controller.clock)
 
     # Emptying
 
@@ -331,13 +331,14 @@ class TieredCache:
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until no copy, prefetch or store is in flight. Blocks. Return False if `timeout_s` was too short."""
-        deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
+        clock = self.controller.clock
+        deadline = clock() + number("timeout_s", timeout_s, most=math.inf)
         self.controller.launch_loads()
         while not (self.controller.idle and (self._verifier is None or self._verifier.idle)):
-            if time.monotonic() >= deadline:
+            if clock() >= deadline:
                 return False
             if not self.poll():
-                time.sleep(DRAIN_WAIT_S)
+                clock.sleep(DRAIN_WAIT_S)
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -349,7 +350,8 @@ class TieredCache:
         remained; stored objects are then still whole or absent. REQUIRES: no other thread is in a call.
         """
         timeout_s = self.config.transfer.shutdown_deadline if timeout_s is None else number("timeout_s", timeout_s)
-        began_s = time.monotonic()
+        clock = self.controller.clock
+        began_s = clock()
         deadline = began_s + timeout_s
         if self.closed:
             return self.controller.idle
@@ -359,18 +361,18 @@ class TieredCache:
         self.controller.gate.stop(Direction.READ)
         work_until_s = began_s + WORK_SHARE * timeout_s
         try:
-            self.drain(max(0.0, work_until_s - time.monotonic()))
+            self.drain(max(0.0, work_until_s - clock()))
         except RankError:
             pass  # the other ranks are gone; operations in flight still end
         self.controller.leave_ranks()
         self._save_all(work_until_s)
-        ended = self.controller.close(max(0.0, deadline - time.monotonic()))
+        ended = self.controller.close(max(0.0, deadline - clock()))
         if self._scrubber is not None:
-            ended &= self._scrubber.close(max(0.0, deadline - time.monotonic()))
+            ended &= self._scrubber.close(max(0.0, deadline - clock()))
         self.poll()
         self._unsaved_pages = self.count_unsaved()
         if self._publisher is not None:
-            self._publisher.close(max(0.1, deadline - time.monotonic()))
+            self._publisher.close(max(0.1, deadline - clock()))
         self._end_log(ended, began_s)
         self._release_host()
         return ended
@@ -386,9 +388,9 @@ class TieredCache:
         Stops when nothing more can be started, and after `FRUITLESS_MAX` waves that stored nothing. Waits for a
         store that takes no writes for as long as a back-off may run.
         """
-        gate, fruitless, lacking_pages = self.controller.gate, 0, math.inf
+        gate, clock, fruitless, lacking_pages = self.controller.gate, self.controller.clock, 0, math.inf
         idle_s = self.controller.time_s()
-        while (left_s := until_s - time.monotonic()) > 0 and self.drain(left_s) and gate.attached:
+        while (left_s := until_s - clock()) > 0 and self.drain(left_s) and gate.attached:
             if gate.may(Direction.WRITE):
                 lacking = self._l2.unsaved(self._saved_hits_min)
                 before, lacking_pages = lacking_pages, sum(map(self.tree.pages, lacking))
@@ -399,7 +401,7 @@ class TieredCache:
             elif self.controller.time_s() - idle_s >= GATE_WAIT_S:
                 return
             elif not self.poll():
-                time.sleep(DRAIN_WAIT_S)
+                clock.sleep(DRAIN_WAIT_S)
 
     def _start_saves(self, lacking: list[Node]) -> bool:
         """Start to store those of the runs that fit now. Return False if there is none."""
@@ -416,9 +418,8 @@ class TieredCache:
     def _end_log(self, ended: bool, began_s: float) -> None:
         if self._log is not None:
             self._log.close()
-            log_end(
-                time.monotonic() - began_s, self._unsaved_pages, everything_ended=ended, is_abandoned=self.is_abandoned
-            )
+            took_s = self.controller.clock() - began_s
+            log_end(took_s, self._unsaved_pages, everything_ended=ended, is_abandoned=self.is_abandoned)
 
     def __del__(self) -> None:
         if self.on_collected is not None:

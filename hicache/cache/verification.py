@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import itertools
 import queue
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..controller import HiCacheController
 from ..frame import Damage, FrameCodec
 from ..keys import RadixKey
@@ -85,7 +85,7 @@ class LoadVerifier:
         *,
         scrub_rate: int | None = None,
         workers: WorkerFactory = SupervisedPool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._trees = trees
         self._host = host
@@ -100,7 +100,7 @@ class LoadVerifier:
         self._running: dict[Proof, None] = {}
         self._finished: queue.SimpleQueue[Proof] = queue.SimpleQueue()
         self._worker: SupervisedPool[Proof] = workers(
-            "verify", 1, handle=self._prove, acknowledge=self._finished.put, patience_s=_PATIENCE_S
+            "verify", 1, handle=self._prove, acknowledge=self._finished.put, patience_s=_PATIENCE_S, clock=clock
         )
 
     # Requests

@@ -25,15 +25,15 @@ return finished operations through one queue (`storage`). The scheduler blocks o
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from ..backends.base import Direction
 from ..backends.compose import copies_of
 from ..backends.slot import OpenBackend
 from ..backends.storage import Storage
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..errors import InvariantError, TransferError
 from ..frame import FrameCodec
@@ -67,7 +67,7 @@ class HiCacheController:
 
     `config.transfer` and `config.prefetch.operations_max` are its bounds. The cache above uses the same `config`.
 
-    `workers` makes the worker pools; `clock` is monotonic, in seconds. Tests replace both. With `ranks`, `rates` is the
+    `workers` makes the worker pools; tests replace them and the `clock`. With `ranks`, `rates` is the
     number of measurements agreed on per step, and one of the ranks that share their pages has `stores_pages`.
     """
 
@@ -82,7 +82,7 @@ class HiCacheController:
         stores_pages: bool = True,
         rates: int = 0,
         workers: WorkerFactory = SupervisedPool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.config = config = config or HiCacheConfig()
         self.host = host

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
@@ -30,6 +30,7 @@ from ..backends.base import Direction, EvictionListener
 from ..backends.slot import Entry, OpenBackend, Slot
 from ..backends.storage import Storage
 from ..backoff import Backoff
+from ..clock import Clock
 from ..errors import InvariantError
 from ..supervised import WorkerFactory
 
@@ -71,7 +72,7 @@ class Readiness(NamedTuple):
 
 class StorageGate:
     """Whether the store in `slot` may be read and written now. `memory`, which holds the frames, is registered with
-    each store; None registers nothing. `workers` makes the pool of the slot; `clock` is monotonic, in seconds.
+    each store; None registers nothing. `workers` makes the pool of the slot.
     `on_evicted` is notified of evictions in the store in use, if the store reports them.
 
     Invariant: `may(direction)` is True if and only if no reason of the table above held on any rank when the ranks last
@@ -85,7 +86,7 @@ class StorageGate:
         self,
         memory: memoryview | None,
         workers: WorkerFactory,
-        clock: Callable[[], float],
+        clock: Clock,
         on_evicted: EvictionListener | None = None,
     ) -> None:
         self.slot = Slot(self._attach, name="storage", user="the cache", workers=workers, clock=clock)

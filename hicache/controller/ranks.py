@@ -16,7 +16,6 @@ the buffer of the all-reduce in flight, which is read only after its end.
 from __future__ import annotations
 
 import hashlib
-import time
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..arguments import instance_or_new
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import RanksConfig
 from ..errors import InvariantError, RankError
 from ..tiers.device import known_device
@@ -83,17 +83,19 @@ class TorchRankGroup:
     """
 
     def __init__(
-        self, group: Reducer, options: RanksConfig | None = None, *, device: torch.device | str = "cpu"
-    ) -> None:
+        self, group: Reducer, options: RanksConfig | None = None, *, device: torch.device | str = "cpu",
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
+        self._clock = clock
         self._deadline_s = instance_or_new("options", options, RanksConfig).deadline
         self.rank = group.rank()
         self.size = group.size()
         device = known_device(device)
         self._reduction: _HostReduction | _DeviceReduction
         if device.type == "cpu":
-            self._reduction = _HostReduction(group, self._deadline_s)
+            self._reduction = _HostReduction(group, self._deadline_s, clock)
         else:
-            self._reduction = _DeviceReduction(group, device)
+            self._reduction = _DeviceReduction(group, device, clock)
         self._deadline = 0.0  # of the all-reduce in flight
         self._in_flight = False
         self._failure: RankError | None = None
@@ -103,7 +105,7 @@ class TorchRankGroup:
         self._require_whole()
         if self._in_flight:
             raise InvariantError("rank group: an all-reduce is in flight; take its result first")
-        self._deadline = time.monotonic() + self._deadline_s
+        self._deadline = self._clock() + self._deadline_s
         try:
             self._reduction.start(values)
         except RuntimeError as error:
@@ -156,7 +158,8 @@ class _HostReduction:
     thread that keeps the process from exiting.
     """
 
-    def __init__(self, group: Reducer, deadline_s: float) -> None:
+    def __init__(self, group: Reducer, deadline_s: float, clock: Clock) -> None:
+        self._clock = clock
         self._group = group
         self._options = _minimum(timedelta(seconds=deadline_s))
         self._tensor = torch.empty(0, dtype=torch.int64)
@@ -171,7 +174,7 @@ class _HostReduction:
     def result(self, deadline: float) -> Int64s:
         work, self._work = self._work, None
         # Never 0: a result that has arrived counts, even after the deadline.
-        work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        work.wait(timedelta(seconds=max(0.001, deadline - self._clock())))
         result: Int64s = self._tensor.numpy().copy()
         return result
 
@@ -184,7 +187,8 @@ class _DeviceReduction:
     of the process stops it. REQUIRES: TORCH_NCCL_BLOCKING_WAIT is not set; it would make the host wait in `start`.
     """
 
-    def __init__(self, group: Reducer, device: torch.device) -> None:
+    def __init__(self, group: Reducer, device: torch.device, clock: Clock) -> None:
+        self._clock = clock
         self._group = group
         self._device = device
         self._options = _minimum()
@@ -213,9 +217,9 @@ class _DeviceReduction:
 
     def result(self, deadline: float) -> Int64s:
         while not (self._event.query() and self._work.is_completed()):  # type: ignore[no-untyped-call]
-            if time.monotonic() >= deadline:
+            if self._clock() >= deadline:
                 raise RuntimeError("the device has not finished the all-reduce")
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
         # The watchdog sets this before it aborts. Neither `exception()` nor `wait()` of the handle shows an abort.
         outcome = self._work.get_future_result()
         if outcome.done() and outcome.value() != _SUCCESS:

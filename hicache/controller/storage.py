@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from ..backends.base import Direction, GetOutcome, SetOutcome
 from ..backends.slot import OpenBackend
 from ..backends.storage import Storage
+from ..clock import Clock
 from ..config import TransferConfig
 from ..errors import BackendError
 from ..keys import split_keys
@@ -48,7 +49,7 @@ class StorageExecutor:
     """Runs operations on storage. Without an open `backend` there are no threads until `replace`, and no operation may
     be submitted.
 
-    `workers` makes a pool of threads for each kind of operation; `clock` is monotonic, in seconds. With `hears_losses`,
+    `workers` makes a pool of threads for each kind of operation. With `hears_losses`,
     `lost` returns pages that storage lacks. Registers the memory of `host` with each backend, also in the constructor,
     which may block. Raises BackendError from a backend without a guard; a guard counts the error instead.
     """
@@ -59,7 +60,7 @@ class StorageExecutor:
         host: HostPool,
         config: TransferConfig,
         workers: WorkerFactory,
-        clock: Callable[[], float],
+        clock: Clock,
         *,
         hears_losses: bool = True,
     ) -> None:
@@ -88,7 +89,7 @@ class StorageExecutor:
         ):
             self.pools[kind] = self._workers(
                 name, threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
-                patience_s=config.storage_deadline + STUCK_GRACE_S,
+                patience_s=config.storage_deadline + STUCK_GRACE_S, clock=self._clock,
             )  # fmt: skip
 
     def replace(self, open_backend: OpenBackend | None) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import __version__
@@ -52,15 +51,15 @@ class _Pin:
 
 
 class NodeAdmin:
-    """The AdminTarget of `node`. `clock` is monotonic, in seconds. Raises ConfigError for unreadable keys."""
+    """The AdminTarget of `node`. Raises ConfigError for unreadable keys."""
 
-    def __init__(self, node: Node, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._clock = clock
+        self.clock = node.clock
         self._stores = ConfiguredStores(node.config, node.environ)
         self._lock = threading.Lock()
         self._pins: dict[str, _Pin] = {}
-        self._expiry = BackgroundTask("unpin", self._expire)
+        self._expiry = BackgroundTask("unpin", self._expire, clock=self.clock)
 
     @property
     def stores(self) -> ConfiguredStores:
@@ -152,11 +151,11 @@ class NodeAdmin:
                 raise AdminError("too_many", f"the limit of {PINS_MAX} pins is reached; end some")
             pages = self._node.pool.pin(namespace.space, keys)
             name = secrets.token_hex(4)
-            pin = _Pin(namespace, keys, pages, self._clock() + request.ttl_s)
+            pin = _Pin(namespace, keys, pages, self.clock() + request.ttl_s)
             if pages:
                 self._pins[name] = pin
         if pages:
-            self._expiry.wake(time.monotonic() + request.ttl_s)
+            self._expiry.wake(pin.expires_s)
         return self._pin_status(name, pin)
 
     def unpin(self, pin: str) -> None:
@@ -176,7 +175,7 @@ class NodeAdmin:
         present = sum(self._node.pool.has(pin.namespace.space, pin.keys))
         return PinStatus(
             id=name, namespace=pin.namespace.digest, pages=min(pin.pages, present), asked_pages=len(pin.keys),
-            expires_in_s=max(0.0, pin.expires_s - self._clock()),
+            expires_in_s=max(0.0, pin.expires_s - self.clock()),
         )  # fmt: skip
 
     def _end(self, name: str) -> None:
@@ -187,11 +186,10 @@ class NodeAdmin:
 
     def _expire(self) -> float:
         with self._lock:
-            now_s = self._clock()
+            now_s = self.clock()
             for name in [name for name, pin in self._pins.items() if pin.expires_s <= now_s]:
                 self._end(name)
-            next_s = min((pin.expires_s for pin in self._pins.values()), default=math.inf)
-        return time.monotonic() + max(0.0, next_s - now_s)
+            return min((pin.expires_s for pin in self._pins.values()), default=math.inf)
 
     # Storage
 

@@ -7,7 +7,6 @@ mapping.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
@@ -323,7 +322,7 @@ async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
 
 
 def _deadline(node: Node, timeout_s: float) -> float:
-    return time.monotonic() + min(timeout_s, node.config.daemon.request_timeout)
+    return node.clock() + min(timeout_s, node.config.daemon.request_timeout)
 
 
 def _require_equal(keys: int, frames: int) -> None:

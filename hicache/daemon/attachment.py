@@ -14,7 +14,6 @@ import functools
 import logging
 import math
 import threading
-import time
 
 from ..backends.base import Direction
 from ..backends.guard import Override
@@ -23,6 +22,7 @@ from ..backends.registry import BackendSpec
 from ..backends.slot import OPEN_LOG_S, Overrides
 from ..backends.storage import Storage
 from ..background import BackgroundTask
+from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec
 from ..logs import LimitedLog
 from .namespace import Namespace
@@ -34,21 +34,22 @@ logger = logging.getLogger(__name__)
 class Attachment:
     """See the module's docstring. `opener` may be replaced by another one with the same stores."""
 
-    def __init__(self, opener: StorageOpener) -> None:
+    def __init__(self, opener: StorageOpener, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.opener = opener
         self.is_attached = opener.spec is not None
         self.overrides = Overrides()
         self._lock = threading.Lock()
         self._part: BackendSpec | None = None
         self._namespaces: dict[str, Namespace] = {}  # by digest
-        self._log = LimitedLog(logger, OPEN_LOG_S)
-        self._task = BackgroundTask("reopen", self._advance)
+        self._log = LimitedLog(logger, OPEN_LOG_S, clock)
+        self._task = BackgroundTask("reopen", self._advance, clock=clock)
 
     # For the node
 
     def slot(self, codec: FrameCodec) -> SharedSlot:
         """Return the slot of a new namespace."""
-        return SharedSlot(codec, overrides=self.overrides, log=self._log, changed=self._task.wake)
+        return SharedSlot(codec, overrides=self.overrides, log=self._log, changed=self._task.wake, clock=self._clock)
 
     def joined(self, namespace: Namespace) -> None:
         """Open the store of a new namespace in the background, and apply later changes to it. Does not block."""
@@ -69,12 +70,12 @@ class Attachment:
 
     def close(self, timeout_s: float) -> None:
         """End the threads; blocks."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         with self._lock:
             namespaces, self._namespaces = self._namespaces, {}
         self._task.close(timeout_s)
         for namespace in namespaces.values():
-            namespace.store.slot.end(max(0.0, deadline - time.monotonic()))
+            namespace.store.slot.end(max(0.0, deadline - self._clock()))
 
     # For operators
 

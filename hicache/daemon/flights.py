@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ..backends.base import GetOutcome
+from ..clock import Clock
 from ..frame import PageBuffer
 from .pool import PooledPage
 
@@ -38,7 +38,8 @@ class Arrival:
 class Waiter(Generic[Answer]):
     """One call that waits for the pages of others, by their positions in its batch. `targets` are its buffers."""
 
-    def __init__(self, targets: Sequence[PageBuffer]) -> None:
+    def __init__(self, targets: Sequence[PageBuffer], clock: Clock) -> None:
+        self._clock = clock
         self._targets = targets
         self._state = threading.Condition()
         self._missing = 0
@@ -79,8 +80,7 @@ class Waiter(Generic[Answer]):
     def wait(self, deadline: float) -> list[tuple[int, Answer]]:
         """Wait for answers until the deadline; return an empty list after the last one, or after the deadline."""
         with self._state:
-            wait_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            self._state.wait_for(lambda: self._answers or not self._missing, wait_s)
+            self._clock.wait_for(self._state, lambda: bool(self._answers) or not self._missing, deadline)
             answers, self._answers = self._answers, []
             return answers
 

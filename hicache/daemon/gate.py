@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -84,7 +83,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
         calls, operation = self._node.calls, operation_of(scope["method"], scope["path"])
-        began_s, status = time.monotonic(), 500
+        began_s, status = self._node.clock(), 500
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -104,7 +103,7 @@ class Gate:
                 await refusal.answer()(scope, receive, noted)
         finally:
             calls.in_flight -= 1
-            calls.answered(operation, status, time.monotonic() - began_s)
+            calls.answered(operation, status, self._node.clock() - began_s)
 
     def _refusal(self, scope: Scope, operation: str) -> Refused | None:
         calls, config = self._node.calls, self._node.config.daemon

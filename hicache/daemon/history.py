@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..backends.base import SetOutcome
+from ..clock import SYSTEM_CLOCK, Clock
 from .statistics import NamespaceStatistics, NodeStatistics
 
 # Seconds between two samples: a short outage shows, and an hour needs about 70 KB.
@@ -89,9 +89,9 @@ _Totals = Counter[tuple[str, ...]]
 
 
 class History:
-    """See the module's docstring. `clock` is the wall clock, in seconds."""
+    """See the module's docstring. Times are `clock.wall_s`."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._uptime_s = 0.0  # of the last snapshot
@@ -103,7 +103,7 @@ class History:
         """Add a sample, and the faults since the sample before. Does not block."""
         totals = _totals(statistics)
         with self._lock:
-            time_s = self._clock()
+            time_s = self._clock.wall_s()
             gained = _gained(self._totals, totals)
             seconds = statistics.uptime_s - self._uptime_s
             self._keep([*self._samples, _sample(statistics, gained, time_s, seconds)], time_s)
@@ -118,13 +118,13 @@ class History:
     def note(self, kind: FaultKind, detail: str) -> None:
         """Add a fault of the whole daemon that snapshots do not show. Does not block."""
         with self._lock:
-            self._note(kind, ("", "", detail), 1, self._clock())
+            self._note(kind, ("", "", detail), 1, self._clock.wall_s())
 
     def restore(self, samples: Iterable[Sample], faults: Iterable[Fault]) -> None:
         """Continue the history of an earlier run. Ignores samples older than an hour and faults older than a day, and
         times in the future: the clock was set back. REQUIRES: nothing is recorded yet."""
         with self._lock:
-            time_s = self._clock()
+            time_s = self._clock.wall_s()
             self._keep(sorted(samples, key=lambda sample: sample.time), time_s)
             recent = (fault for fault in faults if time_s - RESTORED_FAULT_S <= fault.last <= time_s)
             self._faults.extend(sorted(recent, key=lambda fault: fault.last))

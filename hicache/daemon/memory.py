@@ -21,11 +21,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..backends.errors import ErrorKind
+from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import CapacityError, SharedMemoryError
 from ..mapping import populate
 from ..shared_memory import Layout, Role, SharedMemory
@@ -51,13 +51,14 @@ class MemoryRequest:
 class Mapping:
     """The frames of one engine. Belongs to `Memories`."""
 
-    def __init__(self, request: MemoryRequest, memory: SharedMemory) -> None:
+    def __init__(self, request: MemoryRequest, memory: SharedMemory, clock: Clock) -> None:
+        self._clock = clock
         self.request = request
         self.id = secrets.token_hex(16)
         self.memory = memory
         self.operations = 0
         self.is_leaving = False
-        self._join_until_s = time.monotonic() + _JOIN_S if request.identity is None else 0.0
+        self._join_until_s = clock() + _JOIN_S if request.identity is None else 0.0
 
     def holds(self, request: MemoryRequest) -> bool:
         """Return True if a request means this memory. An engine for which it was created may later send its
@@ -74,7 +75,7 @@ class Mapping:
 
     def is_alive(self) -> bool:
         """Return True if an engine has the memory open, or is expected to open it. Does not block."""
-        return self.has_joined() or time.monotonic() < self._join_until_s
+        return self.has_joined() or self._clock() < self._join_until_s
 
 
 class Memories:
@@ -83,7 +84,8 @@ class Memories:
     Invariant: the memory of a mapping in the table is mapped; `_bytes` is the sum over the table and `_opening`.
     """
 
-    def __init__(self, bytes_max: int, count_max: int) -> None:
+    def __init__(self, bytes_max: int, count_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.bytes_max = bytes_max
         self.count_max = count_max
         self._changed = threading.Condition()
@@ -110,7 +112,7 @@ class Memories:
             self._bytes += size_bytes
         mapping = None
         try:
-            mapping = Mapping(request, _open(request, deadline))
+            mapping = Mapping(request, _open(request, deadline), self._clock)
         finally:
             with self._changed:
                 del self._opening[name]
@@ -212,7 +214,7 @@ class Memories:
     def _take_out(self, mapping: Mapping, deadline: float, gone: list[Mapping]) -> None:
         """Remove a mapping. REQUIRES: `_changed` is held, by `_table`; it is released while this waits."""
         mapping.is_leaving = True
-        if not self._changed.wait_for(lambda: not mapping.operations, max(0.0, deadline - time.monotonic())):
+        if not self._clock.wait_for(self._changed, lambda: not mapping.operations, deadline):
             raise Refused(503, ErrorKind.LEASED, "memory: operations on its frames are in flight; try again", 1)
         name = mapping.request.name
         if self._mappings.get(name) is not mapping:

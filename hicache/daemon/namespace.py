@@ -14,12 +14,12 @@ import asyncio
 import contextvars
 import functools
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from ..backends.errors import ErrorKind
+from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec
 from ..supervised import SupervisedPool
 from .pool import PoolSpace
@@ -39,22 +39,24 @@ class Namespace:
     that clients send and get; `space` is its part of the pool."""
 
     def __init__(
-        self, wire: FrameCodec, store: SharedStore, space: PoolSpace, *, weights_epoch: int, label: str, threads: int
-    ) -> None:
+        self, wire: FrameCodec, store: SharedStore, space: PoolSpace, *, weights_epoch: int, label: str, threads: int,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         self.digest = wire.namespace.hex()
         self.wire = wire
         self.store = store
         self.space = space
         self.weights_epoch = weights_epoch
         self.label = label
-        self.last_use_s = time.monotonic()
+        self._clock = clock
+        self.last_use_s = clock()
         self._lock = threading.Lock()
         self._in_flight = 0
         self.is_retired = False  # its store is closed until an engine uses it again
         self._is_closed = False
         self._engines: set[str] = set()
         self._threads = SupervisedPool[Callable[[], None]](
-            self.digest[:8], threads, handle=lambda call, beat: call(), linger_s=_LINGER_S
+            self.digest[:8], threads, handle=lambda call, beat: call(), linger_s=_LINGER_S, clock=clock
         )
 
     @property
@@ -92,7 +94,7 @@ class Namespace:
             if not self._threads.alive and self._threads.withdraw(job):
                 raise Refused(503, ErrorKind.NO_THREAD, "namespace: no thread can be started; try again", 1)
             self._in_flight += 1
-            self.last_use_s = time.monotonic()
+            self.last_use_s = self._clock()
         future.add_done_callback(self._done)
         return asyncio.wrap_future(future)
 

@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -28,6 +27,7 @@ from ..backends.errors import ErrorKind
 from ..backends.opening import StorageOpener
 from ..backends.registry import check_backend
 from ..backends.storage import Storage
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..errors import ConfigError, HiCacheError, InvalidInput
 from ..frame import FrameCodec
@@ -67,14 +67,17 @@ class Node:
     stores. Blocks while the pool's memory is touched.
     """
 
-    def __init__(self, config: HiCacheConfig, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: HiCacheConfig, environ: Mapping[str, str] | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self.config = config
+        self.clock = clock
         self.instance = secrets.token_hex(16)
         self.state = NodeState.STARTING
         self.calls = CallCounters()
-        self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max)
+        self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max, clock)
         self.environ = os.environ if environ is None else environ
-        self.storage = Attachment(StorageOpener(config, self.environ))
+        self.storage = Attachment(StorageOpener(config, self.environ, clock=clock), clock)
         self.quotas: dict[str, int] = {}  # bytes of the pool, by namespace
         if config.storage is None and not config.daemon.pool:
             raise ConfigError("daemon: needs storage or a pool; add the section `storage`, or daemon.pool")
@@ -85,7 +88,7 @@ class Node:
         except OSError as error:
             size = format_size(config.daemon.pool)
             raise ConfigError(f"daemon.pool: cannot allocate {size}: {error.strerror}; use a smaller size") from error
-        self._began_s = time.monotonic()
+        self._began_s = self.clock()
         self._changed = threading.Condition()
         self._namespaces: dict[str, Namespace] = {}
         self._busy: set[str] = set()
@@ -115,7 +118,7 @@ class Node:
             return made
 
     def _wait_for_store(self, namespace: Namespace, deadline: float) -> None:
-        began_s = time.monotonic()
+        began_s = self.clock()
         namespace.store.slot.wait(began_s + (deadline - began_s) / 2)
 
     def release(self, digest: str, engine: str, deadline: float) -> None:
@@ -166,7 +169,7 @@ class Node:
         return NodeStatistics(
             instance=self.instance,
             state=self.state,
-            uptime_s=time.monotonic() - self._began_s,
+            uptime_s=self.clock() - self._began_s,
             pool=self.pool.statistics(),
             namespaces=tuple(map(self._statistics, self.namespaces())),
             clients=self.memories.statistics(),
@@ -182,7 +185,7 @@ class Node:
     def reconfigure(self, config: HiCacheConfig) -> None:
         """Apply new limits now, and new overrides and keys to stores that are opened later. Raises ConfigError and then
         changes nothing."""
-        opener = StorageOpener(config, self.environ)
+        opener = StorageOpener(config, self.environ, clock=self.clock)
         self.config, self.storage.opener = config, opener
         self.memories.bytes_max, self.memories.count_max = config.daemon.memory_max, config.daemon.memories_max
 
@@ -200,7 +203,7 @@ class Node:
         """Close all namespaces and unmap memory; wait until `deadline` for operations in flight. Idempotent."""
         with self._changed:
             self.state = NodeState.DRAINING
-        self.storage.close(max(0.0, deadline - time.monotonic()))
+        self.storage.close(max(0.0, deadline - self.clock()))
         self.memories.close(deadline)
         with self._changed:
             closing, self._namespaces = self.namespaces(), {}
@@ -215,13 +218,15 @@ class Node:
         except HiCacheError as error:  # for example a label that is too long
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
         try:
-            store = SharedStore(codec, self.pool, None, label=label, slot=self.storage.slot(codec))
+            store = SharedStore(codec, self.pool, None, label=label, slot=self.storage.slot(codec), clock=self.clock)
         except InvalidInput as error:
             detail = "namespace: is being closed with pages of another size; try again"
             raise Refused(503, ErrorKind.BUSY, detail, 1) from error
         space = store.pages.space
         self.pool.set_quota(space, self.quotas.get(digest.hex()))
-        made = Namespace(wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads)
+        made = Namespace(
+            wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads, clock=self.clock
+        )
         made.use(request.engine)
         self.storage.joined(made)
         return made
@@ -263,8 +268,7 @@ class Node:
     def _turn(self, digest: str, deadline: float) -> Iterator[None]:
         """Let one thread at a time open a namespace."""
         with self._changed:
-            wait_s = max(0.0, deadline - time.monotonic())
-            if not self._changed.wait_for(lambda: digest not in self._busy, wait_s):
+            if not self.clock.wait_for(self._changed, lambda: digest not in self._busy, deadline):
                 raise Refused(503, ErrorKind.TIMEOUT, "namespace: its store is still being opened; try again", 1)
             self._busy.add(digest)
         try:

@@ -71,7 +71,7 @@ def serve(load: Callable[[], HiCacheConfig], environ: Mapping[str, str] | None =
     try:
         uvloop.run(server.run())
     finally:
-        node.close(time.monotonic())
+        node.close(node.clock())
 
 
 class Server:
@@ -91,8 +91,8 @@ class Server:
         self._tls = open_tls(config.tls)
         self._listeners: list[asyncio.Server] = []  # the Unix socket, then TCP
         self._tcp: tuple[Listener, socket.socket, ssl.SSLContext | None] | None = None
-        self._history = History()
-        staging = Staging(config.staging)
+        self._history = History(node.clock)
+        staging = Staging(config.staging, node.clock)
         app = create_app(node, staging, self._history, AdminAccess(lambda: self._tokens.value.admin))
         gate = Gate(app, node, lambda: self._tokens.value.data)
         self._shared = Shared(
@@ -129,7 +129,7 @@ class Server:
                 self._listeners.append(await self._listen(kind, tcp.dup(), tls))
                 self._tcp = kind, tcp, tls
             self._handle_signals()
-            undo.callback(DropLog(self._dropped, LIMITS).close)
+            undo.callback(DropLog(self._dropped, LIMITS, clock=self._node.clock).close)
             self._node.state = NodeState.READY
             where = ", ".join(map(_name, self._listeners))
             logger.info("daemon: serving at %s (%s)", where, _described(self._node.config))
@@ -227,8 +227,8 @@ class Server:
                 logger.warning("memory %s: its engine died; the memory was unmapped, and its file removed unless "
                                "host.shared.keep is set", name)  # fmt: skip
                 self._history.note(FaultKind.CLIENT, name)
-            if time.monotonic() - sampled_s >= SAMPLE_S:
-                sampled_s = time.monotonic()
+            if self._node.clock() - sampled_s >= SAMPLE_S:
+                sampled_s = self._node.clock()
                 await loop.run_in_executor(None, remove_dead)  # of engines that died while no daemon ran
                 self._history.record(await loop.run_in_executor(None, self._node.statistics))
             await asyncio.sleep(_TEND_S)
@@ -247,18 +247,19 @@ class Server:
             await self._renew()
 
     async def _drain(self, saving: asyncio.Task[None]) -> None:
-        deadline = time.monotonic() + self._shared.config.drain_timeout
+        clock = self._node.clock
+        deadline = clock() + self._shared.config.drain_timeout
         for connection in list(self._state.connections):
             connection.shutdown()
-        while self._state.tasks and time.monotonic() < deadline:
-            await asyncio.wait(self._state.tasks, timeout=deadline - time.monotonic())
+        while self._state.tasks and clock() < deadline:
+            await asyncio.wait(self._state.tasks, timeout=deadline - clock())
         for connection in list(self._state.connections):
             connection.transport.abort()
         late = len(self._state.tasks)
         if late:
             logger.warning("daemon: %s requests did not end in time; their connections were closed", late)
         closing = asyncio.get_running_loop().run_in_executor(None, self._node.close, deadline)
-        _, hanging = await asyncio.wait([closing, saving], timeout=max(0.5, deadline - time.monotonic()))
+        _, hanging = await asyncio.wait([closing, saving], timeout=max(0.5, deadline - clock()))
         if late or hanging:
             # Threads that hang in a store would keep the process alive; their writes are whole or absent in any case.
             logging.shutdown()

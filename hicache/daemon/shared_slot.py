@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from ..backends.base import BackendStatistics
 from ..backends.slot import Entry, Overrides, Slot
 from ..backends.storage import Storage
+from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import InvalidInput
 from ..frame import FrameCodec
 from ..logs import LimitedLog
@@ -41,11 +42,11 @@ class SharedSlot(Slot[SharedEntry]):
 
     def __init__(
         self, codec: FrameCodec, *, overrides: Overrides | None = None, log: LimitedLog | None = None,
-        changed: Callable[[], object] = lambda: None,
+        changed: Callable[[], object] = lambda: None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         super().__init__(
             self._make_entry, name=f"namespace {codec.namespace.hex()[:8]}: its store", user="it",
-            overrides=overrides, log=log, changed=changed,
+            overrides=overrides, log=log, changed=changed, clock=clock,
         )  # fmt: skip
         self._codec = codec
         self._totals = threading.Lock()

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
@@ -32,6 +31,7 @@ from ..backends.compose.interleave import interleaved_prefix
 from ..backends.errors import ErrorKind, StoreError
 from ..backends.storage import Storage
 from ..backends.store import Store
+from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec, PageBuffer
 from .flights import Arrival, Flight, Waiter
 from .pool import PagePool, PooledPage
@@ -48,10 +48,10 @@ class SharedStore(Verbs):
 
     def __init__(
         self, codec: FrameCodec, pool: PagePool, inner: Storage | None, *, label: str = "",
-        slot: SharedSlot | None = None,
+        slot: SharedSlot | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
-        super().__init__(codec)
-        self.slot = slot or SharedSlot(codec)
+        super().__init__(codec, clock)
+        self.slot = slot or SharedSlot(codec, clock=clock)
         if inner is not None:
             self.slot.start(inner)
         self._alone = Attached(None)  # while no store is open
@@ -227,7 +227,7 @@ class _Read:
         self._keys, self._pages = keys, pages
         self._deadline = deadline
         self._outcomes: dict[bytes, GetOutcome] = {}
-        self._waiter: Waiter[Arrival] = Waiter(pages)
+        self._waiter: Waiter[Arrival] = Waiter(pages, store._clock)
         self._failed: list[int] = []  # positions whose flights failed in other calls
         self._counts: Counter[str] = Counter()
 
@@ -266,7 +266,7 @@ class _Read:
         try:
             self._pool.use(self._space, [self._keys[position] for position in pooled])
             for position, page in pooled.items():
-                if time.monotonic() >= self._deadline:
+                if self._store._clock() >= self._deadline:
                     break
                 self._store.pages.copy_out(page, self._pages[position])
                 self._settle(position, GetOutcome.HIT, "pool_hits")
@@ -327,7 +327,7 @@ class _Read:
         while arrived := self._waiter.wait(self._deadline):
             self._take(arrived)
         self._take(self._waiter.end())
-        if self._failed and time.monotonic() < self._deadline:
+        if self._failed and self._store._clock() < self._deadline:
             self._read(inner, self._failed)
 
     def _take(self, arrived: Sequence[tuple[int, Arrival]]) -> None:
@@ -377,7 +377,7 @@ class _Write:
             self._pool.use(self._space, [parent])
         self._outcomes: dict[int, SetOutcome] = {}
         self._in_pool: dict[int, SetOutcome | ErrorKind] = {}
-        self._waiter: Waiter[bool] = Waiter(())
+        self._waiter: Waiter[bool] = Waiter((), store._clock)
 
     def run(self) -> list[SetOutcome]:
         """Make the call."""
@@ -415,7 +415,7 @@ class _Write:
         them."""
         is_full = not self._store.stands_in
         for position in positions:
-            if time.monotonic() >= self._deadline:
+            if self._store._clock() >= self._deadline:
                 self._in_pool[position] = ErrorKind.DEADLINE
             elif self._pool.has(self._space, [self._keys[position]])[0]:
                 self._in_pool[position] = SetOutcome.PRESENT

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-import time
 from collections import deque
 from collections.abc import AsyncIterator
 
 from ..backends.errors import ErrorKind
+from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import InvariantError
 from ..frame import FRAME_ALIGN
 from ..mapping import populate_zeroed
@@ -29,7 +29,8 @@ class Staging:
     pieces they are the whole memory.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.capacity_bytes = max(FRAME_ALIGN, capacity_bytes // FRAME_ALIGN * FRAME_ALIGN)
         memory = mmap.mmap(-1, self.capacity_bytes)
         populate_zeroed(memory)
@@ -60,7 +61,7 @@ class Staging:
             return start
         granted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((size_bytes, granted))
-        await asyncio.wait([granted], timeout=max(0.0, deadline - time.monotonic()))
+        await asyncio.wait([granted], timeout=max(0.0, deadline - self._clock()))
         if granted.done():
             return granted.result()
         self._waiting.remove((size_bytes, granted))

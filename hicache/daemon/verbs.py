@@ -19,6 +19,7 @@ from ..backends.base import GetOutcome, SetOutcome, Usage
 from ..backends.calls import Calls, check_batch, check_keys
 from ..backends.errors import StoreError
 from ..backends.storage import Storage
+from ..clock import Clock
 from ..frame import FrameCodec, PageBuffer
 
 T = TypeVar("T")
@@ -28,9 +29,10 @@ class Verbs(Storage):
     """See the module's docstring. The abstract functions are called while the storage is open, with checked arguments,
     at least one key, and before the deadline. Each may raise StoreError."""
 
-    def __init__(self, codec: FrameCodec) -> None:
+    def __init__(self, codec: FrameCodec, clock: Clock) -> None:
         self.codec = codec
-        self._calls = Calls(codec)
+        self._clock = clock
+        self._calls = Calls(codec, clock)
         self._close_lock = threading.Lock()
         self._usage = Usage(0, 0, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import EventsConfig
 from ..errors import MissingPackage, install_hint
 from .security import check_events
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from .publisher import EventPublisher
 
 
-def create_publisher(section: EventsConfig, stream: EventStream, *, given_keys: bool = False) -> EventPublisher | None:
+def create_publisher(
+    section: EventsConfig, stream: EventStream, *, given_keys: bool = False, clock: Clock = SYSTEM_CLOCK
+) -> EventPublisher | None:
     """Publish `stream` as the section `events` configures it. Return None without an endpoint. Starts a thread.
     `given_keys`: the engine supplies the page keys.
 
@@ -27,4 +30,4 @@ def create_publisher(section: EventsConfig, stream: EventStream, *, given_keys: 
         from .publisher import EventPublisher  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise MissingPackage(f"events need the package {error.name}; {install_hint('events')}") from error
-    return EventPublisher(stream, section, curve, given_keys=given_keys)
+    return EventPublisher(stream, section, curve, given_keys=given_keys, clock=clock)

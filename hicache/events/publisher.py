@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from contextlib import ExitStack
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import EventsConfig
 from ..config.addresses import ranked_endpoint
 from ..errors import ConfigError
@@ -80,19 +80,21 @@ class EventPublisher:
     """
 
     def __init__(
-        self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None, *, given_keys: bool = False
-    ) -> None:
+        self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None, *, given_keys: bool = False,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         if config.endpoint is None:
             raise ConfigError("events.endpoint: is not set; set an address, such as tcp://127.0.0.1:5557")
         require_private(config, curve)
         self._config = config
+        self._clock = clock
         self._topic = config.topic.encode()
         self._form = WireForm(config.token_ids, config.tenants, given_keys, config.data_parallel_rank)
         self._kept: deque[bytes] = deque()  # the payloads of the newest batches, the last with number `_sequence` - 1
         self._kept_bytes = 0
         # Microseconds since 1970, so that the numbers of a later publisher at this address are larger. A subscriber
         # then sees a gap instead of a continuation.
-        self._origin = self._sequence = time.time_ns() // 1000
+        self._origin = self._sequence = int(1e6 * clock.wall_s())
         self._snapshot_asked = False  # a subscriber missed more than is kept
         self._snapshot_due_s = 0.0
         self._counts: Counter[str] = Counter()
@@ -136,7 +138,7 @@ class EventPublisher:
         Return False if the thread did not end in time; it continues as a daemon thread.
         """
         if not self._closing.is_set():
-            self._close_deadline_s = time.monotonic() + SENDING_SHARE * timeout_s
+            self._close_deadline_s = self._clock() + SENDING_SHARE * timeout_s
             self._closing.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -175,7 +177,7 @@ class EventPublisher:
         finally:
             self._reader.close()
             self._authenticator.stop()
-            linger_s = max(0.0, self._close_deadline_s - time.monotonic())
+            linger_s = max(0.0, self._close_deadline_s - self._clock())
             self._context.destroy(linger=int(1000 * linger_s))
 
     def _guarded(self, step: Callable[[], None]) -> None:
@@ -189,7 +191,7 @@ class EventPublisher:
                 logger.exception("event publisher: unexpected %s; further ones are only counted", kind)
             # The events being sent are lost, so the subscribers' indexes may be wrong.
             self._reader.request_snapshot()
-            self._closing.wait(ERROR_BACKOFF_S)
+            self._clock.wait_set(self._closing, ERROR_BACKOFF_S)
 
     def _step(self) -> None:
         """Serve requests for as long as an event may wait, then publish all events."""
@@ -199,13 +201,13 @@ class EventPublisher:
             self._answer(0)
 
     def _drain(self) -> None:
-        while time.monotonic() < self._close_deadline_s and self._publish_some():
+        while self._clock() < self._close_deadline_s and self._publish_some():
             pass
 
     def _answer(self, timeout_s: float) -> None:
         """Answer requests for replays; wait up to `timeout_s` for the first."""
         if self._router is None:
-            self._closing.wait(timeout_s)
+            self._clock.wait_set(self._closing, timeout_s)
             return
         for _ in range(REQUESTS_PER_STEP_MAX):
             if not self._router.poll(int(1000 * timeout_s)):
@@ -224,7 +226,7 @@ class EventPublisher:
         return bool(events)
 
     def _send(self, events: Sequence[Event]) -> None:
-        payload = encode_batch(events, time.time(), self._form)
+        payload = encode_batch(events, self._clock.wall_s(), self._form)
         frames = (self._topic, _number(self._sequence), payload)
         if self._router is not None:
             self._kept.append(payload)
@@ -260,7 +262,7 @@ class EventPublisher:
 
     def _request_snapshot(self) -> None:
         """Request the whole tree, at most once per `snapshot_interval`, because the scheduler has to walk it."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._snapshot_asked and now_s >= self._snapshot_due_s:
             self._snapshot_asked = False
             self._snapshot_due_s = now_s + self._config.snapshot_interval

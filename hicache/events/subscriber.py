@@ -7,12 +7,12 @@ begins. Needs pyzmq and msgspec (extra `events`). Has no thread: `poll` does the
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import zmq
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config.addresses import split_endpoint
 from ..errors import ConfigError, InvalidInput
 from .index import PrefixIndex
@@ -61,7 +61,9 @@ class EventFollower:
         curve: ClientCurve | None = None,
         replay_timeout_s: float = 5.0,
         replay_interval_s: float = 5.0,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self.index = PrefixIndex()
         self.index.lose()  # the publisher's tree is unknown until a `Cleared`
         self._topic = topic.encode()
@@ -87,10 +89,10 @@ class EventFollower:
         per interval, because the loss of the newest batch does not show as a missing number.
         """
         before = self._batches
-        if time.monotonic() >= self._ask_again_s:
+        if self._clock() >= self._ask_again_s:
             self._expected = self._expected if self.index.in_sync else 0
             self._catch_up(self._expected)
-            self._ask_again_s = time.monotonic() + self._replay_interval_s
+            self._ask_again_s = self._clock() + self._replay_interval_s
         if self._sub.poll(int(1000 * timeout_s)):
             while self._sub.poll(0):
                 self._receive(self._sub.recv_multipart())
@@ -162,8 +164,8 @@ class EventFollower:
         self._skip_to(until)
 
     def _receive_replay(self) -> None:
-        deadline_s = time.monotonic() + self._replay_timeout_s
-        while self._dealer.poll(max(0, int(1000 * (deadline_s - time.monotonic())))):
+        deadline_s = self._clock() + self._replay_timeout_s
+        while self._dealer.poll(max(0, int(1000 * (deadline_s - self._clock())))):
             frames = self._dealer.recv_multipart()
             if len(frames) != 4 or len(frames[2]) != SEQUENCE_BYTES:
                 self._refused += 1

@@ -15,7 +15,6 @@ import functools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -24,6 +23,7 @@ from ..backends.compose import copies_of
 from ..backends.slot import OpenBackend
 from ..backends.storage import Storage
 from ..cache.factory import storage_opener
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..controller.gate import StorageGate
 from ..errors import BackendUnavailable, ConfigError
@@ -53,7 +53,7 @@ class EngineGate(StorageGate):
         user: str,
         *,
         processes: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(None, SupervisedPool, clock)
         self._skipped = dict.fromkeys(Direction, 0)
@@ -104,17 +104,19 @@ class EngineStorage:
         processes: int = 1,
         deadline_s_max: float = math.inf,
         environ: Mapping[str, str] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        opener = storage_opener(config, namespace, environ)
+        opener = storage_opener(config, namespace, environ, clock=clock)
         if opener is None:
             raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
         self.namespace = namespace
+        self._clock = clock
         self._deadline_s = min(config.transfer.storage_deadline, deadline_s_max)
         self._close_s = config.transfer.shutdown_deadline
         self._state = threading.Lock()
         self._closed = False
         open_store = functools.partial(opener, namespace.weights_epoch)
-        self._gate = EngineGate(config, open_store, "engine", processes=processes)
+        self._gate = EngineGate(config, open_store, "engine", processes=processes, clock=clock)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """Return the length of the longest prefix of `keys` that is stored; see `batch_exists`. Blocks up to
@@ -148,7 +150,7 @@ class EngineStorage:
     def close(self) -> bool:
         """Stop using storage and close it. Idempotent. Blocks for `transfer.shutdown_deadline`, and for the store's own
         close; a store with a call that hangs stays open. Return False if a thread or the store remained."""
-        ends_s = time.monotonic() + self._close_s
+        ends_s = self._clock() + self._close_s
         with self._state:
             for direction in Direction:
                 self._gate.stop(direction)
@@ -156,7 +158,7 @@ class EngineStorage:
                 return True
             self._closed = True
         idle = self._gate.slot.wait_idle(self._close_s)
-        return self._gate.close(max(0.0, ends_s - time.monotonic()), calls_ended=idle)
+        return self._gate.close(max(0.0, ends_s - self._clock()), calls_ended=idle)
 
     def _call(
         self,
@@ -175,9 +177,9 @@ class EngineStorage:
                 return refused
             store = self._gate.enter()
         try:
-            deadline = time.monotonic() + self._deadline_s
+            deadline = self._clock() + self._deadline_s
             answer = verb(store.backend, deadline)
-            is_late = time.monotonic() >= deadline
+            is_late = self._clock() >= deadline
             with self._state:
                 (self._gate.failed if is_late or not is_good(answer) else self._gate.succeeded)(direction)
             return answer

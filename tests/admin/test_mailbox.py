@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from hicache.cache.mailbox import ITEMS_MAX, ITEMS_PER_POLL, Mailbox
+from hicache.clock import SYSTEM_CLOCK, ManualClock
 from hicache.errors import AdminError
 from tests.waiting import wait_for
 
@@ -28,7 +29,7 @@ def posted(mailbox: Mailbox, pool: ThreadPoolExecutor, *answers: int, timeout_s:
 
 
 def test_a_request_runs_on_the_thread_that_serves_the_mailbox() -> None:
-    mailbox = Mailbox()
+    mailbox = Mailbox(SYSTEM_CLOCK)
     with ThreadPoolExecutor() as pool:
         requester = pool.submit(mailbox.ask, threading.get_ident, 30.0)
         wait_for(lambda: mailbox.pending)
@@ -38,7 +39,7 @@ def test_a_request_runs_on_the_thread_that_serves_the_mailbox() -> None:
 
 
 def test_one_step_serves_a_few_requests_in_order() -> None:
-    mailbox = Mailbox()
+    mailbox = Mailbox(SYSTEM_CLOCK)
     with ThreadPoolExecutor(ITEMS_MAX) as pool:
         futures = posted(mailbox, pool, *range(ITEMS_PER_POLL + 2))
         mailbox.serve()
@@ -49,7 +50,7 @@ def test_one_step_serves_a_few_requests_in_order() -> None:
 
 
 def test_long_work_is_divided_over_several_polls() -> None:
-    mailbox, seen = Mailbox(), []
+    mailbox, seen = Mailbox(SYSTEM_CLOCK), []
 
     def visit() -> Generator[None, None, str]:
         for number in range(3):
@@ -69,7 +70,7 @@ def test_long_work_is_divided_over_several_polls() -> None:
 
 
 def test_an_error_of_the_work_is_raised_in_the_requester() -> None:
-    mailbox = Mailbox()
+    mailbox = Mailbox(SYSTEM_CLOCK)
 
     def fail() -> None:
         raise KeyError("a bug")
@@ -83,16 +84,21 @@ def test_an_error_of_the_work_is_raised_in_the_requester() -> None:
 
 
 def test_without_a_scheduler_a_request_fails_and_its_work_never_runs() -> None:
-    mailbox, done = Mailbox(), []
-    with pytest.raises(AdminError, match="scheduler did not serve") as caught:
-        mailbox.ask(lambda: done.append(1), 0.01)
+    clock, done = ManualClock(), []
+    mailbox = Mailbox(clock)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(mailbox.ask, lambda: done.append(1), 60.0)
+        wait_for(answer.done, lambda: clock.advance(60.0))
+        with pytest.raises(AdminError, match="scheduler did not serve") as caught:
+            answer.result(30)
     assert caught.value.kind == "scheduler_stopped"
     mailbox.serve()
     assert not done and not mailbox.pending
 
 
 def test_abandoned_work_ends() -> None:
-    mailbox, began, closed = Mailbox(), threading.Event(), []
+    clock, began, closed = ManualClock(), threading.Event(), []
+    mailbox = Mailbox(clock)
 
     def endless() -> Generator[None, None, None]:
         began.set()
@@ -105,6 +111,7 @@ def test_abandoned_work_ends() -> None:
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(mailbox.ask, endless(), 1.0)
         wait_for(began.is_set, mailbox.serve)
+        wait_for(answer.done, lambda: clock.advance(1.0))
         with pytest.raises(AdminError):
             answer.result(30)
         mailbox.serve()
@@ -113,7 +120,7 @@ def test_abandoned_work_ends() -> None:
 
 
 def test_the_number_of_waiting_requests_is_limited() -> None:
-    mailbox = Mailbox()
+    mailbox = Mailbox(SYSTEM_CLOCK)
     with ThreadPoolExecutor(ITEMS_MAX) as pool:
         futures = posted(mailbox, pool, *range(ITEMS_MAX))
         with pytest.raises(AdminError) as caught:
@@ -125,7 +132,7 @@ def test_the_number_of_waiting_requests_is_limited() -> None:
 
 
 def test_closing_rejects_waiting_and_later_requests() -> None:
-    mailbox = Mailbox()
+    mailbox = Mailbox(SYSTEM_CLOCK)
     with ThreadPoolExecutor() as pool:
         (waiting,) = posted(mailbox, pool, 1)
         mailbox.close()

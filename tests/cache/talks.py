@@ -18,20 +18,10 @@ from hicache.cache import RequestKV, SessionCache
 from hicache.config import HiCacheConfig
 from hicache.config.schema import SessionsConfig
 from hicache.keys import BIGRAM_BYTES, RadixKey
-from tests.cache.world import GEOMETRY, AutoClosed, World, every_hit
+from tests.cache.world import GEOMETRY, AutoClosed, StepClock, World, every_hit
 
 PAGE = GEOMETRY.page_size
 _TOKEN_BYTES = GEOMETRY.heads * GEOMETRY.head_dim * 4
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +48,11 @@ class Talks(AutoClosed):
     ) -> None:
         sessions = SessionsConfig(ttl=60.0, sessions_max=sessions_max)
         config = (config or every_hit()).model_copy(update={"sessions": sessions})
-        self.world = World(config=config, kind=kind, **parts)
+        self.clock = StepClock()
+        self.world = World(config=config, kind=kind, clock=self.clock, **parts)
         assert isinstance(self.world.cache, SessionCache)
         self.cache: SessionCache = self.world.cache
         self.bigram = self.cache.tree.position_bytes == BIGRAM_BYTES
-        self.clock = Clock()
-        self.cache.clock = self.clock
         self.wrong_tokens = self.compared_tokens = self._requests = 0
         self.world.leave()
         super().__init__()

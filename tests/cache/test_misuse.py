@@ -14,7 +14,7 @@ from hicache.errors import InvalidInput, WrongThread
 from hicache.tiers import create_device_pool
 from tests.cache.host_world import HostWorld
 from tests.cache.ranked import decisions
-from tests.cache.world import GEOMETRY, GatedBackend, StandingClock, World, prompt
+from tests.cache.world import GEOMETRY, GatedBackend, StepClock, World, prompt
 
 KEY = prompt(1, 2, 3)
 
@@ -127,15 +127,15 @@ def test_turns_of_a_session_may_have_the_same_id_one_after_the_other() -> None:
 
 
 def test_a_cache_that_is_not_polled_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    clock = StandingClock()
+    clock = StepClock()
     world = World(backend=GatedBackend(), clock=clock)
     world.cache.poll()
     world.cache.cache_finished_req(world.admit("a", prompt(1)), prompt(1))  # whose copy ends only in a poll
-    clock.shift_s += 0.9 * UNPOLLED_S
+    clock.advance(0.9 * UNPOLLED_S)
     for number in range(CALLS_PER_LOOK):
         world.cache.check_prefetch_progress(f"b{number}")
     assert not caplog.records
-    clock.shift_s += 0.2 * UNPOLLED_S
+    clock.advance(0.2 * UNPOLLED_S)
     for number in range(2 * CALLS_PER_LOOK):
         world.cache.check_prefetch_progress(f"c{number}")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -144,47 +144,47 @@ def test_a_cache_that_is_not_polled_warns_once(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_cache_that_is_polled_or_has_nothing_in_flight_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    clock = StandingClock()
+    clock = StepClock()
     world = World(clock=clock)
     for number in range(4):
         world.cache.cache_finished_req(world.admit(f"r{number}", prompt(number)), prompt(number))
-        clock.shift_s += 2 * UNPOLLED_S
+        clock.advance(2 * UNPOLLED_S)
         world.cache.poll()
     world.settle()
     for number in range(2 * CALLS_PER_LOOK):
         world.cache.check_prefetch_progress(f"s{number}")
-        clock.shift_s += UNPOLLED_S
+        clock.advance(UNPOLLED_S)
     assert not caplog.records
     world.leave()
 
 
 def test_requests_that_never_end_are_named_when_another_cannot_begin(caplog: pytest.LogCaptureFixture) -> None:
-    clock = StandingClock()
+    clock = StepClock()
     world = World(device_pages=8, clock=clock)
     for rid, key in (("small", prompt(1)), ("large", prompt(2, 3, 4))):
         world.admit(rid, key)
     waiting = prompt(5, 6, 7, 8)
     for _ in range(3):
         assert world.cache.begin_request("waiting", waiting) is None and not caplog.records
-        clock.shift_s += STARVED_S / 2.5
+        clock.advance(STARVED_S / 2.5)
     assert world.cache.begin_request("waiting", waiting) is None
     assert world.cache.begin_request("waiting", waiting) is None
     (line,) = caplog.messages
     assert "request 'waiting' has found no room on L1 for 36 s" in line
     assert "2 running requests use most: 'large' (4), 'small' (2)" in line
-    clock.shift_s += STARVED_LOG_S
+    clock.advance(STARVED_LOG_S)
     world.cache.begin_request("waiting", waiting)
     assert len(caplog.messages) == 2
     world.leave()
 
 
 def test_a_request_that_waits_a_while_and_begins_is_not_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
-    clock = StandingClock()
+    clock = StepClock()
     world = World(device_pages=4, clock=clock)
     for number in range(5):
         running = world.begin(f"a{number}", prompt(1, 2))
         assert world.cache.begin_request("b", prompt(3, 4)) is None
-        clock.shift_s += 0.9 * STARVED_S
+        clock.advance(0.9 * STARVED_S)
         world.cache.cache_finished_req(running, None)
         world.cache.cache_finished_req(world.begin("b", prompt(3, 4)), None)
     assert not caplog.records

@@ -7,12 +7,12 @@ import pytest
 from hicache.cache import Pin
 from hicache.config import HiCacheConfig
 from hicache.errors import InvalidInput
-from tests.cache.world import ShiftedClock, World, prompt
+from tests.cache.world import StepClock, World, prompt
 
 
-def pinned_world() -> tuple[World, Pin, ShiftedClock]:
+def pinned_world() -> tuple[World, Pin, StepClock]:
     """Return a cache that has served two pages, a pin of a minute on them, and the clock of the cache."""
-    clock = ShiftedClock()
+    clock = StepClock()
     world = World(clock=clock)
     world.serve("a", prompt(1, 2))
     pin = world.cache.pin(prompt(1, 2), ttl_s=60)
@@ -76,10 +76,10 @@ def test_if_l2_has_no_room_a_pinned_page_stays_on_l1() -> None:
 
 def test_a_pin_ends_after_its_ttl() -> None:
     world, pin, clock = pinned_world()
-    clock.shift_s = 59
+    clock.advance(59)
     world.cache.poll()
     assert is_active(pin)
-    clock.shift_s = 61
+    clock.advance(2)
     world.cache.poll()
     assert not is_active(pin) and world.cache.tree.pinned_pages == 0
     world.settle()
@@ -89,21 +89,21 @@ def test_a_pin_ends_after_its_ttl() -> None:
 
 def test_a_request_that_uses_the_whole_prefix_restarts_the_ttl_of_its_pin() -> None:
     world, pin, clock = pinned_world()
-    clock.shift_s = 50
+    clock.advance(50)
     world.serve("b", prompt(1, 2, 3))
-    clock.shift_s = 100
+    clock.advance(50)
     world.cache.poll()
     assert is_active(pin)
-    clock.shift_s = 120
+    clock.advance(20)
     world.cache.poll()
     assert not is_active(pin)
 
 
 def test_a_request_that_uses_only_a_part_of_the_prefix_does_not_restart_the_ttl() -> None:
     world, pin, clock = pinned_world()
-    clock.shift_s = 50
+    clock.advance(50)
     world.serve("b", prompt(1, 3))
-    clock.shift_s = 61
+    clock.advance(11)
     world.cache.poll()
     assert not is_active(pin)
 

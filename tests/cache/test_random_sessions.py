@@ -133,7 +133,7 @@ class RandomTalks:
             self.seen["emptied"] += 1
 
     def pass_time(self) -> None:
-        self.talks.clock.now_s += self.random.choice([1.0, 6.0])
+        self.talks.clock.advance(self.random.choice([1.0, 6.0]))
 
     def pressure(self) -> None:
         self.talks.cache.evict(self.random.randint(1, 12))

@@ -29,7 +29,7 @@ from hicache.lab.devservers import ValkeyServer
 from hicache.radix import Node
 from tests.backends.redis.store import grow_old
 from tests.cache.host_world import HostWorld
-from tests.cache.world import LastingBackend, ShiftedClock, StandingClock, World, codec, every_hit, prompt
+from tests.cache.world import LastingBackend, StepClock, World, codec, every_hit, prompt
 from tests.passing import Passing
 from tests.ranks import Exchange
 from tests.waiting import wait_for
@@ -109,7 +109,7 @@ class Rounds:
     """An engine that serves HOT and a new prompt in each round. Rounds are more than a minute apart."""
 
     def __init__(self, backend: Storage, *, policy: str = "write_through") -> None:
-        self.clock = ShiftedClock()
+        self.clock = StepClock()
         self.world = World(
             device_pages=20, host_pages=40, backend=backend, config=every_hit(write_policy=policy), clock=self.clock
         )
@@ -121,7 +121,7 @@ class Rounds:
             assert number == 0 or request.device_hit_tokens == 12, "HOT stays on L1"
             world.serve(f"other {number}", other(number))
             world.settle()
-            self.clock.shift_s += host_tier.TOUCH_EVERY_S + 1
+            self.clock.advance(host_tier.TOUCH_EVERY_S + 1)
             send_uses(world)
 
 
@@ -176,7 +176,7 @@ def test_a_server_keeps_a_prompt_that_hits_on_l1_longer_than_unused_pages(uses: 
 
 
 def test_a_worker_notifies_storage_heads_first_and_once_a_minute_for_each_run() -> None:
-    store, clock = RecordingStore(), ShiftedClock()
+    store, clock = RecordingStore(), StepClock()
     world = World(backend=store, clock=clock)
     world.serve("first", prompt(1, 2))
     world.serve("longer", prompt(1, 2, 3))
@@ -186,7 +186,7 @@ def test_a_worker_notifies_storage_heads_first_and_once_a_minute_for_each_run() 
         send_uses(world)
     assert store.touched == keys_of(prompt(1, 2, 3))
     assert store.threads and all(name.startswith("hicache-backup") for name in store.threads)
-    clock.shift_s += host_tier.TOUCH_EVERY_S
+    clock.advance(host_tier.TOUCH_EVERY_S)
     world.serve("later", prompt(1, 2, 3))
     send_uses(world)
     assert store.touched == 2 * keys_of(prompt(1, 2, 3))
@@ -194,7 +194,7 @@ def test_a_worker_notifies_storage_heads_first_and_once_a_minute_for_each_run() 
 
 
 def test_uses_within_one_second_are_sent_together() -> None:
-    store, clock = RecordingStore(), StandingClock()
+    store, clock = RecordingStore(), StepClock()
     world = World(device_pages=24, backend=store, clock=clock)
     for number in range(4):
         world.serve(f"first {number}", other(number))
@@ -205,20 +205,20 @@ def test_uses_within_one_second_are_sent_together() -> None:
         world.serve(f"hit {number}", other(number))
         world.step()
     assert store.touched == keys_of(other(0))
-    clock.shift_s += host_tier.TOUCH_PAUSE_S
+    clock.advance(host_tier.TOUCH_PAUSE_S)
     send_uses(world)
     assert sorted(store.touched) == sorted(key for number in range(4) for key in keys_of(other(number)))
 
 
 def test_both_parts_of_a_split_run_are_touched() -> None:
-    store, clock = RecordingStore(), ShiftedClock()
+    store, clock = RecordingStore(), StepClock()
     world = World(backend=store, clock=clock)
     world.serve("whole", prompt(1, 2, 3, 4))
     world.settle()
     world.serve("head", prompt(1, 2))
     send_uses(world)
     assert store.touched == keys_of(prompt(1, 2))
-    clock.shift_s += host_tier.TOUCH_PAUSE_S
+    clock.advance(host_tier.TOUCH_PAUSE_S)
     world.serve("whole again", prompt(1, 2, 3, 4))
     send_uses(world)
     assert store.touched == keys_of(prompt(1, 2, 3, 4))
@@ -239,7 +239,7 @@ def test_a_bounded_number_of_uses_waits_for_a_store_that_hangs_and_dropped_uses_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_tier, "TOUCH_BYTES_MAX", 6 * 32)
-    store, clock = RecordingStore(), ShiftedClock()
+    store, clock = RecordingStore(), StepClock()
     world = World(device_pages=30, host_pages=40, backend=store, clock=clock)
     for number in range(5):
         world.serve(f"first {number}", other(number))
@@ -247,7 +247,7 @@ def test_a_bounded_number_of_uses_waits_for_a_store_that_hangs_and_dropped_uses_
     store.may_answer.clear()
     world.serve("hit 0", other(0))
     wait_for(lambda: bool(store.touched), world.step)
-    clock.shift_s += host_tier.TOUCH_PAUSE_S
+    clock.advance(host_tier.TOUCH_PAUSE_S)
     for number in range(1, 5):
         request = world.serve(f"hit {number}", other(number))
         assert request.device_hit_tokens == 12
@@ -257,14 +257,14 @@ def test_a_bounded_number_of_uses_waits_for_a_store_that_hangs_and_dropped_uses_
     send_uses(world)
     assert sorted(store.touched) == sorted(key for number in range(3) for key in keys_of(other(number)))
     world.serve("hit 4 again", other(4))
-    clock.shift_s += host_tier.TOUCH_PAUSE_S
+    clock.advance(host_tier.TOUCH_PAUSE_S)
     send_uses(world)
     assert set(keys_of(other(4))) <= set(store.touched)
 
 
 def test_a_store_that_is_replaced_while_it_hangs_is_not_notified_any_more() -> None:
     old, new = RecordingStore(), RecordingStore()
-    clock = ShiftedClock()
+    clock = StepClock()
     world = World(
         backend=old, clock=clock, open_storage=lambda epoch: new, transfer=TransferConfig(backup_workers=2)
     )
@@ -276,7 +276,7 @@ def test_a_store_that_is_replaced_while_it_hangs_is_not_notified_any_more() -> N
     world.cache.storage.attach()
     world.until(lambda: world.controller.backend is new)
     for rid in "abc":
-        clock.shift_s += host_tier.TOUCH_EVERY_S
+        clock.advance(host_tier.TOUCH_EVERY_S)
         world.serve(rid, HOT)
         world.settle()
     wait_for(lambda: bool(new.touched), world.step)
@@ -444,7 +444,7 @@ def test_evictions_in_storage_are_published_as_events() -> None:
 
 def test_ranks_notify_storage_of_uses_and_ignore_losses() -> None:
     """Only one rank has lost the prompt. If it alone unmarked the prompt, the ranks would decide differently."""
-    stores, exchange, clock = [RecordingStore(6), RecordingStore()], Exchange(2), ShiftedClock()
+    stores, exchange, clock = [RecordingStore(6), RecordingStore()], Exchange(2), StepClock()
     worlds = [
         World(backend=store, ranks=rank, clock=clock) for store, rank in zip(stores, exchange.ranks(), strict=True)
     ]

@@ -12,10 +12,11 @@ from hicache.backends.faults import Faults
 from hicache.backends.guard import Override
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendError, InvalidInput
 from hicache.keys import RadixKey
-from tests.cache.world import LastingDriver, World, codec, prompt
+from tests.cache.world import LastingDriver, StepClock, World, codec, prompt
 from tests.ranks import Exchange
 from tests.waiting import wait_for
 
@@ -26,7 +27,8 @@ READ, WRITE = Direction.READ, Direction.WRITE
 class Server:
     """The pages of all epochs. They stay when an engine closes its store; each call of `open` adds a new store."""
 
-    def __init__(self, options: GuardConfig | None = None) -> None:
+    def __init__(self, options: GuardConfig | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.clock = clock
         self._options = options or GuardConfig(backoff_min=0.02, backoff_max=0.05, retry_share=0.0)
         self.by_epoch: dict[int, LastingDriver] = {}
         self.faults: list[Faults] = []
@@ -38,7 +40,7 @@ class Server:
             raise BackendError("the server is down")
         driver = self.by_epoch.setdefault(epoch, LastingDriver())
         self.faults.append(Faults())
-        self.stores.append(Store(driver, codec(epoch), self._options, faults=self.faults[-1]))
+        self.stores.append(Store(driver, codec(epoch), self._options, faults=self.faults[-1], clock=self.clock))
         return self.stores[-1]
 
     def pages(self, epoch: int = 0) -> int:
@@ -46,7 +48,7 @@ class Server:
 
 
 def world_of(server: Server) -> World:
-    return World(backend=server.open(0), open_storage=server.open)
+    return World(backend=server.open(0), open_storage=server.open, clock=server.clock)
 
 
 def until_open(world: World) -> None:
@@ -256,7 +258,8 @@ def test_a_prefetch_in_flight_at_a_detach_adds_no_pages_and_holds_none() -> None
 
 
 def test_while_the_breaker_is_open_nothing_is_submitted_and_it_closes_by_itself() -> None:
-    server = Server(options=GuardConfig(backoff_min=1.0, backoff_max=1.0, retry_share=0.0))
+    clock = StepClock()
+    server = Server(GuardConfig(backoff_min=60.0, backoff_max=60.0, retry_share=0.0), clock)
     world = world_of(server)
     world.serve("a", KEY)
     forget_l1_and_l2(world)
@@ -273,6 +276,7 @@ def test_while_the_breaker_is_open_nothing_is_submitted_and_it_closes_by_itself(
     world.attempt("c", KEY)
     assert world.cache.statistics().skipped["prefetch_paused"] > 0
     server.faults[0].fail(False)
+    clock.advance(60.0)
     world.until(lambda: world.controller.gate.may(READ))
     assert hits_from_storage(world, "d") == 12
 

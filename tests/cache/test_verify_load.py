@@ -14,7 +14,7 @@ from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import Compression, FrameCodec
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
-from tests.cache.world import GEOMETRY, NAMESPACE, ShiftedClock, World, codec, every_hit, memory_backend, prompt
+from tests.cache.world import GEOMETRY, NAMESPACE, StepClock, World, codec, every_hit, memory_backend, prompt
 from tests.ranks import Exchange
 
 KEY = prompt(1, 2, 3, 4)
@@ -103,7 +103,7 @@ def test_pages_that_storage_has_already_or_compresses_are_sealed_too(compression
     def of_store(epoch: int) -> FrameCodec:
         return FrameCodec(NAMESPACE.digest, GEOMETRY.payload_bytes, compression=compression)
 
-    store, clock = type(memory_backend())(of_store(0)), ShiftedClock()
+    store, clock = type(memory_backend())(of_store(0)), StepClock()
     world = World(config=every_hit(integrity=VERIFIES), backend=store, host_codec=codec, clock=clock)
     leave(world, KEY)
     world.cache.clear()
@@ -119,7 +119,7 @@ def test_pages_that_storage_has_already_or_compresses_are_sealed_too(compression
     world.settle()
     world.cache.evict(100)
     overwrite(world, 2)
-    clock.shift_s += 11  # the last verification is not valid any more
+    clock.advance(11)  # the last verification is not valid any more
     assert world.serve("once more", KEY).host_hit_tokens == 8
 
 
@@ -164,11 +164,11 @@ def test_a_request_without_a_verification_computes_its_pages() -> None:
 
 
 def test_a_verification_is_valid_for_ten_seconds() -> None:
-    clock = ShiftedClock()
+    clock = StepClock()
     world = on_host(clock=clock)
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
-    clock.shift_s += 11
+    clock.advance(11)
     assert not world.cache.check_prefetch_progress("a")
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     assert world.attempt("a", KEY).host_hit_tokens == 16
@@ -176,7 +176,7 @@ def test_a_verification_is_valid_for_ten_seconds() -> None:
 
 
 def test_a_damaged_page_is_not_loaded_while_a_pin_keeps_it_on_l2_and_an_earlier_verification_is_valid() -> None:
-    clock = ShiftedClock()
+    clock = StepClock()
     world = World(config=every_hit(integrity=VERIFIES), backend=memory_backend(), host_codec=codec, clock=clock)
     longer = prompt(1, 2, 3, 4, 5, 6)
     leave(world, longer)
@@ -192,11 +192,11 @@ def test_a_damaged_page_is_not_loaded_while_a_pin_keeps_it_on_l2_and_an_earlier_
 
 
 def test_pages_that_left_l1_after_a_verification_are_verified_too() -> None:
-    clock = ShiftedClock()
+    clock = StepClock()
     world = on_host(clock=clock)
     world.serve("fork", prompt(1, 2, 9))  # the first two pages are on L1 again
     world.settle()
-    clock.shift_s += 11
+    clock.advance(11)
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     world.cache.evict(100)
@@ -314,7 +314,7 @@ def test_a_scrub_of_an_idle_cache_finds_damage_before_a_request() -> None:
 
 
 def test_a_scrub_repeats_its_rounds_at_its_rate() -> None:
-    clock = ShiftedClock()
+    clock = StepClock()
     world = scrubbed(codec().frame_bytes, clock=clock)  # one page per second
     leave(world, prompt(5, 6, 7, 8))
     for turn in range(1, 6):
@@ -323,7 +323,7 @@ def test_a_scrub_repeats_its_rounds_at_its_rate() -> None:
         for _ in range(50):
             world.step()
         assert verified(world) == {"sound": sound}
-        clock.shift_s += 4.1
+        clock.advance(4.1)
 
 
 def test_if_a_page_is_also_on_l1_only_its_damaged_copy_is_evicted() -> None:
@@ -342,12 +342,12 @@ def test_if_a_page_is_also_on_l1_only_its_damaged_copy_is_evicted() -> None:
 
 
 def test_a_scrub_stops_for_a_request() -> None:
-    clock = ShiftedClock()
+    clock = StepClock()
     world = on_host(every_hit(integrity=IntegrityConfig(verify="load", scrub_rate=1 << 40)), clock=clock)
     verifier = world.cache._verifier
     assert verifier is not None
     world.until(lambda: not verifier._running)
-    clock.shift_s += 11
+    clock.advance(11)
     proofs = [verifier._start(list(world.cache.tree.nodes()), scrubs=scrubs) for scrubs in (True, False)]
     verifier._prove(proofs[0], lambda wait_s=0.0: None)
     assert proofs[0].sound_pages < 4

@@ -23,6 +23,7 @@ from hicache.backends.testing import bare
 from hicache.cache import HiRadixCache, RequestKV
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.prefetch_states import Prefetch
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.controller.ranks import RankGroup
@@ -51,8 +52,8 @@ def codec(epoch: int = 0) -> FrameCodec:
     return FrameCodec(dataclasses.replace(NAMESPACE, weights_epoch=epoch).digest, GEOMETRY.payload_bytes)
 
 
-class ShiftedClock:
-    """The monotonic clock, `shift_s` seconds ahead."""
+class ShiftedClock(Clock):
+    """The clock of the system, `shift_s` seconds ahead."""
 
     shift_s = 0.0
 
@@ -60,14 +61,12 @@ class ShiftedClock:
         return time.monotonic() + self.shift_s
 
 
-class StandingClock(ShiftedClock):
-    """A clock that moves only when a test changes `shift_s`."""
+class StepClock(ManualClock):
+    """A ManualClock for a test on one thread: a pause lets other threads run, and moves the time itself."""
 
-    def __init__(self) -> None:
-        self._began_s = time.monotonic()
-
-    def __call__(self) -> float:
-        return self._began_s + self.shift_s
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.advance(seconds)
 
 
 class LastingDriver(MemoryDriver):
@@ -153,7 +152,7 @@ class World(AutoClosed):
         copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], Storage] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
         break_even: BreakEven | None = None,
         host_codec: Callable[[int], FrameCodec] | None = None,
         kept: KeptFrames | None = None,

@@ -20,6 +20,7 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.slot import OpenBackend
 from hicache.backends.storage import Storage
 from hicache.backends.testing import memory_store
+from hicache.clock import ManualClock
 from hicache.config import TransferConfig
 from hicache.config.guard import GuardConfig
 from hicache.controller import Lookup, Read, Store
@@ -48,21 +49,11 @@ READ, WRITE = Direction.READ, Direction.WRITE
 KEYS = [bytes(32)]
 
 
-class Clock:
-    """Time that moves when the test says so."""
-
-    def __init__(self) -> None:
-        self.time_s = 100.0
-
-    def __call__(self) -> float:
-        return self.time_s
-
-
 class Engine:
     """The scheduler's side with one guarded store; a `gate_kind` that ignores a reason is a control."""
 
     def __init__(self, gate_kind: Callable[..., StorageGate] = StorageGate) -> None:
-        self.clock = Clock()
+        self.clock = ManualClock()
         self.gate = gate_kind(None, SupervisedPool, self.clock)
         self.use()
         self.step()
@@ -129,7 +120,7 @@ class AsksNoGuard(StorageGate):
 
 
 def pass_backoff(engine: Engine) -> None:
-    engine.clock.time_s += BACKOFF_S_MAX
+    engine.clock.advance(BACKOFF_S_MAX)
 
 
 Step: TypeAlias = Callable[[Engine], Any]
@@ -198,7 +189,7 @@ def test_the_gate_stays_closed_until_both_reasons_end() -> None:
 
 
 def test_without_a_store_the_gate_is_closed_and_nothing_is_attached() -> None:
-    gate = StorageGate(None, SupervisedPool, Clock())
+    gate = StorageGate(None, SupervisedPool, ManualClock())
     gate.settle(gate.offer())
     gate.check()
     assert not (gate.attached or gate.may(READ) or gate.may(WRITE))
@@ -253,10 +244,10 @@ def test_workers_start_no_batch_that_the_gate_has_cancelled(until: Until) -> Non
     """The open store is the control: there the workers call the backend."""
     host = HostPool(KVGeometry(layers=1, heads=1, head_dim=2, page_size=4, dtype="float32"), 1)
     with engine() as one:
-        executor = StorageExecutor(None, host, TransferConfig(), SupervisedPool, time.monotonic)
+        executor = StorageExecutor(None, host, TransferConfig(), SupervisedPool, one.clock)
         storage = OpenStore(one.guard, until)
         beats: list[str] = []
-        late, page, key = time.monotonic() + 5, np.zeros(1, np.int32), RadixKey.of([1, 2, 3, 4])
+        late, page, key = one.clock() + 5, np.zeros(1, np.int32), RadixKey.of([1, 2, 3, 4])
         executor.look_up(Lookup(key, 0, b"", storage=storage, deadline=late), lambda: beats.append("look up"))
         executor.read(Read(KEYS, page, storage=storage, deadline=late), lambda: beats.append("read"))
         chain = PageChain(key.tokens, 4, b"")
@@ -280,13 +271,13 @@ def test_check_finds_a_retired_store_that_workers_still_use() -> None:
 # Back-off
 
 
-def backoff_s(gate: StorageGate, clock: Clock) -> float:
+def backoff_s(gate: StorageGate, clock: ManualClock) -> float:
     """Return the length of the back-off that a failure starts."""
-    begin = clock.time_s
+    begin = clock()
     gate.failed(READ)
     while not gate.offer().read:
-        clock.time_s += BACKOFF_S_MIN / 2
-    return clock.time_s - begin
+        clock.advance(BACKOFF_S_MIN / 2)
+    return clock() - begin
 
 
 def test_each_further_failure_after_a_backoff_doubles_the_next_one_up_to_a_limit() -> None:
@@ -300,7 +291,7 @@ def test_many_operations_that_fail_in_one_outage_count_once() -> None:
     with engine() as one:
         for _ in range(64):
             one.gate.failed(READ)
-        one.clock.time_s += BACKOFF_S_MIN
+        one.clock.advance(BACKOFF_S_MIN)
         assert one.gate.offer().read
 
 
@@ -308,7 +299,7 @@ def test_a_success_ends_the_backoff_and_makes_the_next_one_short() -> None:
     with engine() as one:
         for _ in range(6):
             one.gate.failed(READ)
-            one.clock.time_s += BACKOFF_S_MAX
+            one.clock.advance(BACKOFF_S_MAX)
         one.gate.failed(READ)
         one.gate.succeeded(READ)
         assert one.gate.offer().read
@@ -319,7 +310,7 @@ def test_a_new_store_begins_without_the_backoff_of_the_one_before() -> None:
     with engine() as one:
         for _ in range(6):
             one.gate.failed(READ)
-            one.clock.time_s += BACKOFF_S_MAX
+            one.clock.advance(BACKOFF_S_MAX)
         one.gate.failed(READ)
         one.gate.replace(None)
         one.use()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hicache.clock import ManualClock
 from hicache.config import RanksConfig
 from hicache.controller import Lookup, Store
 from hicache.controller.agreement import COUNTERS, STORE_PLACES, Agreement, PrefetchProgress, Progress, StoreProgress
@@ -75,14 +75,12 @@ def test_with_a_long_deadline_a_wait_lasts_longer_than_the_short_one() -> None:
 
 
 def test_an_arrived_result_counts_even_after_the_deadline() -> None:
-    deadline_s = 1.0  # enough for the all-reduce itself
-    first, second = gloo_ranks(2, deadline_s=deadline_s)
-    begin = time.monotonic()
+    clock = ManualClock()
+    first, second = gloo_ranks(2, deadline_s=NEVER_S, clock=clock)
     first.start(vector(1))
     second.start(vector(2))
     assert second.result().tolist() == [1]
-    while time.monotonic() < begin + 1.5 * deadline_s:
-        pass  # busy in a step that takes longer than the deadline
+    clock.advance(1.5 * NEVER_S)  # a step that takes longer than the deadline
     assert first.result().tolist() == [1]
 
 

@@ -11,28 +11,29 @@ import pytest
 from hicache.backends.base import Direction, SetOutcome
 from hicache.backends.guard import BOUNDS_S
 from hicache.backends.guard.breaker import BreakerState
+from hicache.clock import Clock
 from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, KEPT_S, SAMPLES_MAX, Fault, FaultKind, History, Sample
 from hicache.daemon.statistics import SharingStatistics
 from hicache.daemon.status import status_json
 from tests.daemon.snapshots import DIGEST, backend, breaker, guard, latency, namespace, node, store
 
 
-class Clock:
-    """A wall clock that a test moves."""
+class WallClock(Clock):
+    """A wall clock that a test sets."""
 
     time_s = 1000.0
 
-    def __call__(self) -> float:
+    def wall_s(self) -> float:
         return self.time_s
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> WallClock:
+    return WallClock()
 
 
 @pytest.fixture
-def history(clock: Clock) -> History:
+def history(clock: WallClock) -> History:
     return History(clock)
 
 
@@ -45,7 +46,7 @@ def faults(history: History) -> list[tuple[str, str, str, int]]:
     return [(f["kind"], f["store"], f["detail"], f["count"]) for f in history.as_json()["faults"]]
 
 
-def test_a_sample_has_the_differences_to_the_previous_snapshot(history: History, clock: Clock) -> None:
+def test_a_sample_has_the_differences_to_the_previous_snapshot(history: History, clock: WallClock) -> None:
     first = namespace(sharing=SharingStatistics(10, 4, 2, 1, 0), backend=backend(1000, 400),
                       stores=(store(statistics=backend(600, 300)),))  # fmt: skip
     second = namespace(sharing=SharingStatistics(15, 4, 3, 1, 0), backend=backend(1500, 400),
@@ -67,14 +68,14 @@ def test_a_reopened_store_counts_from_zero(history: History) -> None:
     assert [sample["store_read_bytes"] for sample in samples(history)] == [900, 30]
 
 
-def test_a_client_gets_only_the_samples_since_its_last(history: History, clock: Clock) -> None:
+def test_a_client_gets_only_the_samples_since_its_last(history: History, clock: WallClock) -> None:
     for _ in range(4):
         clock.time_s += 5
         history.record(node())
     assert [sample["time"] for sample in samples(history, since=1010)] == [1015, 1020]
 
 
-def test_the_numbers_of_samples_and_faults_are_limited(history: History, clock: Clock) -> None:
+def test_the_numbers_of_samples_and_faults_are_limited(history: History, clock: WallClock) -> None:
     for _ in range(SAMPLES_MAX + 10):
         clock.time_s += 5
         history.record(node())
@@ -95,7 +96,7 @@ def fault(last: float) -> Fault:
     return Fault(FaultKind.LIMIT, "", "", f"at {last:g}", 1, last - 1, last)
 
 
-def test_a_restored_history_goes_on_with_a_gap_and_without_the_counts_of_the_last_run(clock: Clock) -> None:
+def test_a_restored_history_goes_on_with_a_gap_and_without_the_counts_of_the_last_run(clock: WallClock) -> None:
     """The total of the new run is below that of the last one, and its first sample counts from its start."""
     clock.time_s = 10_000
     history = History(clock)
@@ -106,7 +107,7 @@ def test_a_restored_history_goes_on_with_a_gap_and_without_the_counts_of_the_las
     assert faults(history) == [("limit", "", "at 9604", 1)]
 
 
-def test_what_is_too_old_or_in_the_future_is_not_restored(clock: Clock) -> None:
+def test_what_is_too_old_or_in_the_future_is_not_restored(clock: WallClock) -> None:
     clock.time_s = 200_000
     history = History(clock)
     times = [200_005, 199_000, 200_000 - KEPT_S, 199_990]
@@ -116,7 +117,7 @@ def test_what_is_too_old_or_in_the_future_is_not_restored(clock: Clock) -> None:
 
 
 def test_the_samples_stay_in_order_and_their_rates_positive_if_the_clock_is_set_back(
-    history: History, clock: Clock
+    history: History, clock: WallClock
 ) -> None:
     for time_s, uptime_s in ((1000.0, 5.0), (1005.0, 10.0), (990.0, 15.0), (995.0, 20.0)):
         clock.time_s = time_s
@@ -124,7 +125,7 @@ def test_the_samples_stay_in_order_and_their_rates_positive_if_the_clock_is_set_
     assert [(one["time"], one["seconds"]) for one in samples(history)] == [(990, 5), (995, 5)]
 
 
-def test_samples_older_than_an_hour_leave_the_history_at_the_next_one(clock: Clock) -> None:
+def test_samples_older_than_an_hour_leave_the_history_at_the_next_one(clock: WallClock) -> None:
     history = History(clock)
     history.restore([sample(900)], [])
     clock.time_s = 900 + KEPT_S
@@ -166,7 +167,7 @@ def test_an_unchanged_snapshot_adds_no_fault(history: History) -> None:
 
 @pytest.mark.parametrize(("gap_s", "counts"), [(FAULT_GAP_S, [2]), (FAULT_GAP_S + 1, [1, 1])])
 def test_faults_in_short_succession_are_one_entry(
-    history: History, clock: Clock, gap_s: float, counts: list[int]
+    history: History, clock: WallClock, gap_s: float, counts: list[int]
 ) -> None:
     history.record(node(refused={"requests": 1}))
     clock.time_s += gap_s

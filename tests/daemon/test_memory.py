@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from hicache.daemon.memory import Mapping, Memories, MemoryRequest
+from hicache.clock import ManualClock
+from hicache.daemon.memory import _JOIN_S, Mapping, Memories, MemoryRequest
 from hicache.daemon.refusal import Refused
-from hicache.shared_memory import SharedMemory
+from hicache.shared_memory import SharedMemory, path_of
 from tests.daemon.daemons import EngineMemory
 from tests.waiting import WAIT_S
 
@@ -49,6 +51,15 @@ def test_an_attach_that_waited_uses_the_mapping_that_another_thread_made(
     assert memories._bytes == request.frame_bytes * request.pages
     with memories.frames(made[0], [0], request.frame_bytes), pytest.raises(Refused, match="operations on its frames"):
         memories.detach(memory.name, 0.0)
+
+
+def test_memory_made_for_an_engine_is_removed_if_the_engine_does_not_open_it_in_time() -> None:
+    clock, name = ManualClock(), f"hicache-test-late-{os.getpid()}"
+    memories = Memories(1 << 30, 8, clock)
+    memories.attach(MemoryRequest(name, 4096, 2, None, bytes(32)), clock() + WAIT_S)
+    assert memories.tend() == [] and path_of(name).exists()
+    clock.advance(_JOIN_S)
+    assert memories.tend() == [name] and not path_of(name).exists()
 
 
 @pytest.mark.parametrize("way", ["detach", "tend"])

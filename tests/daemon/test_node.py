@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,6 +16,7 @@ from hicache.backends.opening import StorageOpener
 from hicache.backends.registry import BackendSpec
 from hicache.backends.storage import Storage
 from hicache.backends.testing import HIT, STORED, Subject, exists, load, make_keys, memory_store, store_chain
+from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
 from hicache.daemon.namespace import Namespace
 from hicache.daemon.node import NamespaceRequest, Node
@@ -30,10 +32,11 @@ REASON = "redis at cache.example: connection refused;\n start the server"
 
 
 class Opener(StorageOpener):
-    """Opens memory stores. Fails while `is_down`, and blocks while `gate` is not set."""
+    """Opens memory stores. Fails while `is_down`, and blocks while `gate` is not set. `clock` is that of the node."""
 
-    def __init__(self, config: HiCacheConfig) -> None:
+    def __init__(self, config: HiCacheConfig, clock: ManualClock) -> None:
         super().__init__(config, {})
+        self.clock = clock
         self.is_down = False
         self.gate = threading.Event()
         self.gate.set()
@@ -57,21 +60,26 @@ def make() -> Iterator[Callable[..., tuple[Node, Opener]]]:
 
         def begin(pool: str = "1MiB", **daemon: object) -> tuple[Node, Opener]:
             config = HiCacheConfig.model_validate({"daemon": {"pool": pool, **daemon}, "storage": {"type": "memory"}})
-            node, opener = Node(config, {}), Opener(config)
+            clock = ManualClock()
+            node, opener = Node(config, {}, clock), Opener(config, clock)
             node.storage.opener = opener
-            ends.callback(lambda: node.close(soon()))
+            ends.callback(lambda: node.close(node.clock() + WAIT_S))
             ends.callback(opener.gate.set)
             return node, opener
 
         yield begin
 
 
-def soon(seconds: float = WAIT_S) -> float:
-    return time.monotonic() + seconds
+def opened(node: Node, digest: bytes = DIGEST) -> Namespace:
+    return node.open(digest.hex(), REQUEST, node.clock() + WAIT_S)
 
 
-def opened(node: Node, digest: bytes = DIGEST, timeout_s: float = WAIT_S) -> Namespace:
-    return node.open(digest.hex(), REQUEST, soon(timeout_s))
+def opened_late(node: Node, opener: Opener) -> Namespace:
+    """Open the namespace whose store hangs."""
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(opened, node)
+        wait_for(opening.done, lambda: opener.clock.advance(WAIT_S / 2))
+        return opening.result()
 
 
 def as_store(namespace: Namespace) -> Subject:
@@ -97,16 +105,16 @@ def test_a_namespace_opens_without_its_store_and_uses_it_once_it_can_be_opened(
 ) -> None:
     node, opener = make()
     opener.is_down = True
-    before_s = time.time()
+    before_s = opener.clock.wall_s()
     store, keys = as_store(opened(node)), make_keys(3)
     assert (store_chain(store, keys[:2]), load(store, keys[:2])) == ([STORED] * 2, [HIT] * 2)
-    wait_for(lambda: opener.attempts >= 3)
+    wait_for(lambda: opener.attempts >= 3, lambda: opener.clock.advance(0.1))
     found = status(node).opening
     assert found is not None and found.attempts >= 2
-    assert before_s <= found.since_s <= time.time()
+    assert found.since_s == before_s
     assert found.error == "redis at cache.example: connection refused; start the server"
     opener.is_down = False
-    wait_for(lambda: status(node).opening is None)
+    wait_for(lambda: status(node).opening is None, lambda: opener.clock.advance(0.1))
     assert store_chain(store, keys) == [STORED] * 3, "the store has none of these pages yet"
     assert opener.opened[0].usage().pages == 3
     assert exists(store, keys) == 3
@@ -117,7 +125,7 @@ def test_opening_waits_for_a_store_that_hangs_for_half_of_the_callers_time(
 ) -> None:
     node, opener = make()
     opener.gate.clear()
-    store, keys = as_store(opened(node, timeout_s=0.2)), make_keys(2)
+    store, keys = as_store(opened_late(node, opener)), make_keys(2)
     assert (store_chain(store, keys), load(store, keys)) == ([STORED] * 2, [HIT] * 2)
     assert status(node).opening is None, "the first attempt has not failed yet"
     opener.gate.set()
@@ -147,8 +155,8 @@ def test_a_store_that_opens_after_its_namespace_was_closed_is_closed(
 ) -> None:
     node, opener = make(namespaces_max=1)
     opener.gate.clear()
-    opened(node, timeout_s=0.2)
-    node.close(soon(0.1))
+    opened_late(node, opener)
+    node.close(opener.clock())
     opener.gate.set()
     wait_for(lambda: len(opener.opened) == 1 and _is_closed(opener.opened[0]))
 
@@ -175,14 +183,14 @@ def test_at_the_limit_a_namespace_with_calls_in_flight_is_not_closed(
 def test_at_the_limit_a_namespace_without_engines_gives_way_first(make: Callable[..., tuple[Node, Opener]]) -> None:
     node, _ = make(namespaces_max=2)
     for digest, engine in ((b"a" * 32, ""), (b"b" * 32, "b0")):
-        node.open(digest.hex(), NamespaceRequest(5000, 0, "", engine), soon())
-    node.release((b"b" * 32).hex(), "b0", soon())
+        node.open(digest.hex(), NamespaceRequest(5000, 0, "", engine), node.clock() + WAIT_S)
+    node.release((b"b" * 32).hex(), "b0", node.clock() + WAIT_S)
     opened(node, b"c" * 32)
     assert [namespace.digest for namespace in node.namespaces()] == [(b"a" * 32).hex(), (b"c" * 32).hex()]
 
 
 def _is_closed(store: Storage) -> bool:
-    store.batch_exists([DIGEST], deadline=soon())
+    store.batch_exists([DIGEST], deadline=math.inf)
     return store.statistics().errors.get("closed", 0) > 0
 
 
@@ -194,7 +202,7 @@ def test_a_closed_namespace_leaves_no_space_in_the_pool(make: Callable[..., tupl
     assert opener.attempts == 0
     node.pool.close(closing)
     store_chain(as_store(opened(node)), make_keys(2))
-    node.close(soon())
+    node.close(node.clock() + WAIT_S)
     assert (node.pool.statistics().pages, node.pool._spaces) == (0, {})
 
 
@@ -202,7 +210,7 @@ def test_a_call_that_finds_its_namespace_closed_is_told_to_open_it_again(
     make: Callable[..., tuple[Node, Opener]]
 ) -> None:
     node, _ = make()
-    namespace = node.open(DIGEST.hex(), REQUEST, time.monotonic() + WAIT_S)
+    namespace = node.open(DIGEST.hex(), REQUEST, node.clock() + WAIT_S)
     namespace.close()
     with pytest.raises(Refused, match="is not open") as caught:
         asyncio.run(node.call(namespace, list))

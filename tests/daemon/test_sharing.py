@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.pages import PageReads
 from hicache.backends.storage import Storage
+from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,
@@ -41,6 +41,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.daemon.flights import Flights
 from hicache.daemon.pool import PagePool
 from hicache.daemon.shared_slot import Attached
@@ -78,9 +79,9 @@ class Gated(Troubled):
     """A `Troubled` driver whose reads block until `read_gate` is set, and its bare `store`. `gets` counts the reads
     that have started; `after_read` is called at the end of each."""
 
-    def __init__(self, codec: FrameCodec = CODEC) -> None:
+    def __init__(self, codec: FrameCodec = CODEC, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__()
-        self.store = bare(self, codec)
+        self.store = Store(self, codec, UNGUARDED, clock=clock)
         self.read_gate = threading.Event()
         self.read_gate.set()
         self.gets = 0
@@ -93,13 +94,18 @@ class Gated(Troubled):
         self.after_read()
 
 
-def shared(driver: Gated | None, pool_pages: int = 64, codec: FrameCodec = CODEC) -> SharedStore:
-    return in_front_of(None if driver is None else driver.store, pool_pages, codec)
+def shared(
+    driver: Gated | None, pool_pages: int = 64, codec: FrameCodec = CODEC, clock: Clock = SYSTEM_CLOCK
+) -> SharedStore:
+    return in_front_of(None if driver is None else driver.store, pool_pages, codec, clock)
 
 
-def in_front_of(inner: Storage | None, pool_pages: int = 64, codec: FrameCodec = CODEC) -> SharedStore:
+def in_front_of(
+    inner: Storage | None, pool_pages: int = 64, codec: FrameCodec = CODEC, clock: Clock = SYSTEM_CLOCK
+) -> SharedStore:
     units = -(-(HEADER_BYTES + codec.payload_bytes) // UNIT)
-    store = SharedStore(codec, PagePool(pool_pages * units * UNIT, unit_bytes=UNIT), inner, label="test")
+    pool = PagePool(pool_pages * units * UNIT, unit_bytes=UNIT)
+    store = SharedStore(codec, pool, inner, label="test", clock=clock)
     OPENED.append(store)
     return store
 
@@ -228,14 +234,20 @@ def test_overlapping_batches_wait_for_each_other_without_a_deadlock() -> None:
 
 
 def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_written_later() -> None:
-    inner = Gated()
-    store, keys = shared(inner, 0), make_keys(2)
+    clock = ManualClock()
+    inner = Gated(clock=clock)
+    store, keys = shared(inner, 0, clock=clock), make_keys(2)
     store_chain(memory_subject(inner.store, inner), keys)
     inner.read_gate.clear()
     threads = start_threads(lambda: load(as_store(store), keys))
     wait_for(lambda: inner.gets == 1)
-    frames = empty_frames(CODEC, 2)
-    assert store.batch_get(keys, frames, deadline=soon(0.05)) == [GET_ERROR] * 2
+    frames, deadline = empty_frames(CODEC, 2), clock() + 1
+    answers: list[list[GetOutcome]] = []
+    waiting = start_threads(lambda: answers.append(store.batch_get(keys, frames, deadline=deadline)))
+    wait_for(lambda: waiting_pages(store) == 2)
+    clock.advance(1)
+    join_all(waiting)
+    assert answers == [[GET_ERROR] * 2]
     assert store.statistics().errors == {"deadline": 2}
     inner.read_gate.set()
     join_all(threads)
@@ -243,16 +255,18 @@ def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_wri
 
 
 def test_a_waiting_reader_with_a_later_deadline_than_the_first_one_reads_itself() -> None:
-    inner = Gated()
-    store, keys = shared(inner, 0), make_keys(2)
+    clock = ManualClock()
+    inner = Gated(clock=clock)
+    store, keys = shared(inner, 0, clock=clock), make_keys(2)
     store_chain(memory_subject(inner.store, inner), keys)
     inner.read_gate.clear()
     answers: list[list[GetOutcome]] = []
-    frames, deadline = empty_frames(CODEC, 2), soon(0.05)
+    frames, deadline = empty_frames(CODEC, 2), clock() + 1
     threads = start_threads(lambda: answers.append(store.batch_get(keys, frames, deadline=deadline)))
     wait_for(lambda: inner.gets == 1)
     threads += start_threads(lambda: answers.append(load(as_store(store), keys)))
-    wait_for(lambda: waiting_pages(store) == 2 and time.monotonic() > deadline)
+    wait_for(lambda: waiting_pages(store) == 2)
+    clock.advance(1)
     inner.read_gate.set()
     join_all(threads)
     assert sorted(answers) == sorted([[GET_ERROR] * 2, [HIT] * 2])
@@ -419,13 +433,21 @@ def test_a_client_that_waited_for_a_failed_write_writes_itself() -> None:
 
 
 def test_a_waiting_writer_returns_at_its_own_deadline() -> None:
-    inner = Gated()
-    store, keys = shared(inner, 0), make_keys(2)
+    clock = ManualClock()
+    inner = Gated(clock=clock)
+    store, keys = shared(inner, 0, clock=clock), make_keys(2)
     inner.gate.clear()
     threads = start_threads(lambda: store_chain(as_store(store), keys))
     wait_for(lambda: inner.at_gate == 1)
-    frames = full_frames(CODEC, keys)
-    assert store.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [SET_ERROR] * 2
+    frames, deadline = full_frames(CODEC, keys), clock() + 1
+    answers: list[list[SetOutcome]] = []
+    waiting = start_threads(
+        lambda: answers.append(store.batch_set(keys, frames, parent=None, deadline=deadline))
+    )
+    wait_for(lambda: waiting_pages(store, "writes") == 2)
+    clock.advance(1)
+    join_all(waiting)
+    assert answers == [[SET_ERROR] * 2]
     assert store.statistics().errors == {"deadline": 2}
     inner.gate.set()
     join_all(threads)

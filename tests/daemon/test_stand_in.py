@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.calls import collected_errors
 from hicache.backends.storage import Storage
-from hicache.backends.store import Store
+from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -33,6 +34,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config.guard import GuardConfig
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
@@ -87,9 +89,10 @@ def shared() -> Iterator[Callable[..., Subject]]:
     """A function that makes a shared store with a pool of so many pages in front of a store."""
     with contextlib.ExitStack() as opened:
 
-        def make(inner: Storage | None, pool_pages: int = 64) -> Subject:
+        def make(inner: Storage | None, pool_pages: int = 64, clock: Clock = SYSTEM_CLOCK) -> Subject:
             pool = PagePool(pool_pages * PAGE_UNITS * UNIT, unit_bytes=UNIT)
-            backend = opened.enter_context(contextlib.closing(SharedStore(CODEC, pool, inner, label="test")))
+            backend = SharedStore(CODEC, pool, inner, label="test", clock=clock)
+            opened.callback(backend.close)
             opened.callback(pool.check)
             return Subject(backend, lambda key: None, lambda key, data: None)
 
@@ -198,34 +201,51 @@ def test_a_removal_that_the_store_could_not_make_is_an_error(shared: Callable[..
 
 
 def test_a_page_handed_over_is_in_the_pool_while_the_store_hangs(shared: Callable[..., Subject]) -> None:
-    inner = Troubled()
-    store, keys = shared(bare(inner, CODEC)), make_keys(3)
+    inner, clock = Troubled(), ManualClock()
+    store, keys = shared(bare(inner, CODEC), clock=clock), make_keys(3)
     inner.gate.clear()
     stored: list[list[SetOutcome]] = []
     writer = threading.Thread(target=lambda: stored.append(store_chain(store, keys)), daemon=True)
     writer.start()
     wait_for(lambda: inner.at_gate == 1)
     assert (exists(store, keys), load(store, keys)) == (3, [HIT] * 3)
-    frames = full_frames(CODEC, keys)
-    assert store.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [PRESENT] * 3
+    frames, deadline = full_frames(CODEC, keys), clock() + 1
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(store.backend.batch_set, keys, frames, parent=None, deadline=deadline)
+        wait_for(again.done, lambda: clock.advance(0.1))
+        assert again.result() == [PRESENT] * 3
     inner.gate.set()
     writer.join(30.0)
     assert stored == [[STORED] * 3]
+
+
+class Late(Troubled):
+    """A driver whose writes and reads fail after the deadline."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.clock, self.hangs = clock, False
+
+    def _reach(self, verb: str, keys: Sequence[bytes], deadline: float, parent: bytes | None = None) -> None:
+        self.clock.advance(2.0 if self.hangs else 0.0)
+        self.down = self.hangs
+        super()._reach(verb, keys, deadline, parent)
 
 
 @pytest.mark.parametrize("pool_pages", [64, 3])
 def test_a_store_that_uses_up_the_time_of_a_call_costs_no_page_and_no_error(
     shared: Callable[..., Subject], pool_pages: int
 ) -> None:
-    inner = Troubled()
-    store, keys = shared(bare(inner, CODEC), pool_pages), make_keys(3)
+    clock = ManualClock()
+    inner = Late(clock)
+    store, keys = shared(Store(inner, CODEC, UNGUARDED, clock=clock), pool_pages, clock), make_keys(3)
     store_chain(store, make_keys(3, "old"))
-    inner.hanging = True
+    inner.hangs = True
     with collected_errors() as errors:
         frames = full_frames(CODEC, keys)
-        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [STORED] * 3
+        assert store.backend.batch_set(keys, frames, parent=None, deadline=clock() + 1) == [STORED] * 3
         asked = [*keys, *make_keys(1, "more")]
-        read = store.backend.batch_get(asked, empty_frames(CODEC, 4), deadline=soon(0.05))
+        read = store.backend.batch_get(asked, empty_frames(CODEC, 4), deadline=clock() + 1)
         assert read == [HIT] * 3 + [MISS]
     assert errors == []
 

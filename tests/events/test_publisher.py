@@ -13,10 +13,11 @@ import msgspec
 import pytest
 import zmq
 
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config import EventsConfig
 from hicache.errors import ConfigError
 from hicache.events import Cleared, Event, EventReader, EventStream, Medium, Removed, Stored
-from hicache.events.publisher import END_OF_REPLAY, EventPublisher
+from hicache.events.publisher import END_OF_REPLAY, ERROR_BACKOFF_S, EventPublisher
 from hicache.events.security import CurveKeys, require_private
 from hicache.events.subscriber import ClientCurve, EventFollower
 from hicache.events.wire import decode_batch
@@ -30,8 +31,9 @@ LARGE_BYTES = 1 << 30
 LOOPBACK = "tcp://127.0.0.1:*"
 
 
-def published(stream: EventStream, **options: Any) -> EventPublisher:
-    return EventPublisher(stream, EventsConfig(**{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK} | options))
+def published(stream: EventStream, clock: Clock = SYSTEM_CLOCK, **options: Any) -> EventPublisher:
+    section = EventsConfig(**{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK} | options)
+    return EventPublisher(stream, section, clock=clock)
 
 
 def follower_of(
@@ -140,9 +142,9 @@ def test_a_follower_starts_over_from_a_snapshot_when(capacity_bytes: int, option
 
 
 def test_snapshots_that_subscribers_cause_are_not_more_frequent_than_configured() -> None:
-    stream = EventStream(LARGE_BYTES)
+    stream, clock = EventStream(LARGE_BYTES), ManualClock()
     machine = RecordedMachine(4, rng(1), stream)
-    with published(stream, replay_buffer=1, snapshot_interval=3600.0) as publisher:
+    with published(stream, clock, replay_buffer=1, snapshot_interval=3600.0) as publisher:
         wait_for(lambda: publisher.statistics().batches == 1)
         with follower_of(publisher, timeout_s=0.01) as follower:
 
@@ -153,10 +155,12 @@ def test_snapshots_that_subscribers_cause_are_not_more_frequent_than_configured(
 
             wait_for(lambda: publisher.statistics().replays > 10, scheduler_and_follower)
             assert stream.statistics().snapshots == 1
+            clock.advance(3600.0)
+            wait_for(lambda: stream.statistics().snapshots == 2, scheduler_and_follower)
 
 
 def test_another_publisher_at_the_same_address_replaces_the_index(tmp_path: Path) -> None:
-    ends = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    ends: dict[str, Any] = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     first, second = EventStream(LARGE_BYTES), EventStream(LARGE_BYTES)
     publisher = published(first, **ends)
     with follower_of(publisher) as follower:
@@ -206,7 +210,7 @@ def stuck(publisher: EventPublisher) -> Iterator[None]:
 
 def test_a_subscriber_that_does_not_read_is_counted_and_does_not_slow_others(tmp_path: Path) -> None:
     stream = EventStream(LARGE_BYTES)
-    ends = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    ends: dict[str, Any] = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     publisher = published(stream, queued_batches_max=2, **ends)
     with follower_of(publisher) as follower, stuck(publisher):
         number = 0
@@ -300,16 +304,18 @@ class Broken(EventStream):
 
 
 def test_an_unexpected_error_is_counted_and_healed_by_a_snapshot() -> None:
-    stream = Broken(LARGE_BYTES)
+    stream, clock = Broken(LARGE_BYTES), ManualClock()
     machine = RecordedMachine(4, rng(3), stream)
-    with published(stream) as publisher, follower_of(publisher) as follower:
+    with published(stream, clock) as publisher, follower_of(publisher) as follower:
         stream.broken = True
-        wait_for(lambda: publisher.statistics().errors.keys() == {"RuntimeError"})  # each further try counts too
+        wait_for(lambda: publisher.statistics().errors == {"RuntimeError": 1})
         for _ in range(50):
             machine.step()
+        assert publisher.statistics().errors == {"RuntimeError": 1}, "it backs off"
         stream.broken = False
 
         def scheduler_and_follower() -> None:
+            clock.advance(ERROR_BACKOFF_S)
             machine.recorder.poll(machine.tree)
             follower.poll(0.01)
 

@@ -7,12 +7,14 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome, SetOutcome
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config import HiCacheConfig
 from hicache.errors import BackendError, ConfigError
 from hicache.geometry import PageShape, Piece
@@ -36,11 +38,12 @@ def opened() -> Iterator[Open]:
     made: list[EngineStorage] = []
 
     def open_storage(
-        storage: dict[str, Any], *, processes: int = 1, epoch: int = 0, most_s: float = math.inf, **sections: Any
-    ) -> EngineStorage:
+        storage: dict[str, Any], *, processes: int = 1, epoch: int = 0, most_s: float = math.inf,
+        clock: Clock = SYSTEM_CLOCK, **sections: Any,
+    ) -> EngineStorage:  # fmt: skip
         config = HiCacheConfig.model_validate({"storage": storage, **sections})
         namespace = Namespace("weights", SHAPE, epoch)
-        made.append(EngineStorage(config, namespace, processes=processes, deadline_s_max=most_s))
+        made.append(EngineStorage(config, namespace, processes=processes, deadline_s_max=most_s, clock=clock))
         return made[-1]
 
     yield open_storage
@@ -128,11 +131,10 @@ def test_a_configuration_without_storage_is_an_error() -> None:
         EngineStorage(HiCacheConfig(), Namespace("weights", SHAPE))
 
 
-@pytest.mark.usefixtures("long_back_off")
 def test_writes_to_a_full_store_back_off_and_reads_are_hits(opened: Open, tmp_path: Path) -> None:
     small = files(tmp_path)
     small["options"]["capacity"] = 4 * FRAME_BYTES
-    storage = opened(small)
+    storage = opened(small, clock=ManualClock())
     found = storage.write(KEYS, frames(*range(8)), None)
     assert not all(outcome.is_stored for outcome in found)
     stored = sum(outcome.is_stored for outcome in found)
@@ -141,16 +143,19 @@ def test_writes_to_a_full_store_back_off_and_reads_are_hits(opened: Open, tmp_pa
     assert storage.lookup(KEYS) == stored
 
 
-@pytest.mark.usefixtures("long_back_off")
-@pytest.mark.parametrize(("configured_s", "most_s"), [(0.05, math.inf), (60, 0.05)])
+@pytest.mark.parametrize(("configured_s", "most_s"), [(1, math.inf), (60, 1)])
 def test_a_slow_call_ends_at_its_deadline_and_the_next_call_is_skipped(
     opened: Open, tmp_path: Path, configured_s: float, most_s: float
 ) -> None:
-    slow = files(tmp_path, inject={"latency": 30})
-    storage = opened(slow, most_s=most_s, transfer={"storage_deadline": configured_s})
-    assert storage.lookup(KEYS) == 0
+    slow, clock = files(tmp_path, inject={"latency": 3600}), ManualClock()
+    storage = opened(slow, most_s=most_s, clock=clock, transfer={"storage_deadline": configured_s})
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(storage.lookup, KEYS)
+        wait_for(call.done, lambda: clock.advance(0.05))
+        assert call.result() == 0
     assert storage.lookup(KEYS) == 0
     assert storage.statistics().skipped[Direction.READ] == 1
+    clock.advance(3600)  # ends the count of the stored pages
 
 
 def test_close_ends_while_a_call_hangs(opened: Open, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache.clock import ManualClock
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.integrations.vllm_tier.identity import ChunkGroup, ChunkLayout, chunk_keys
 from hicache.integrations.vllm_tier.lookups import LookupTable
@@ -78,7 +79,7 @@ def test_two_swapped_chunks_are_misses() -> None:
 
 
 def test_lookups_are_kept_until_their_last_request_ends() -> None:
-    table = LookupTable(60.0, lambda: 0.0)
+    table = LookupTable(60.0, ManualClock())
     for request in ("r", "s"):
         assert table.ask(b"shared", request) is None
     assert table.ask(b"own", "r") is None
@@ -97,10 +98,10 @@ def test_lookups_are_kept_until_their_last_request_ends() -> None:
 
 
 def test_a_lookup_without_an_answer_becomes_a_miss() -> None:
-    now_s = 0.0
-    table = LookupTable(1.0, lambda: now_s)
+    clock = ManualClock()
+    table = LookupTable(1.0, clock)
     assert table.ask(b"a", "r") is None
-    now_s = 1.1
+    clock.advance(1.1)
     assert table.ask(b"a", "r") is False
     batch = table.take_new()
     assert batch is not None

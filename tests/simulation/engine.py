@@ -319,7 +319,7 @@ class Engine(World):
             self.random.choice(self.auditor.pins)[0].release()
 
     def poll(self) -> None:
-        due = [pin for pin, _ in self.auditor.pins if pin.expires_at <= self.time_s]
+        due = [pin for pin, _ in self.auditor.pins if pin.expires_at <= self.clock.time_s]
         self.cache.poll()
         if any(pin.active for pin in due):
             raise Finding("pin", "an expired pin is still active")
@@ -370,7 +370,7 @@ class Engine(World):
             self.random.choice(ready).work()
 
     def wait_a_while(self) -> None:
-        self.time_s += self.random.choice([0.001, 0.01, 0.03, 0.1, 0.1, 0.3, 4.0])
+        self.clock.time_s += self.random.choice([0.001, 0.01, 0.03, 0.1, 0.1, 0.3, 4.0])
 
     def others_store(self) -> None:
         """Store a conversation as another engine, perhaps with newer weights. Later requests are likely to use it."""

@@ -79,7 +79,7 @@ class Simulation(Engine):
         count = self.random.randint(1, 5)
         if chance > 0.97:  # the job hangs
             count = 30
-            self.time_s += self.random.choice([0.1, 4.0, 100.0])
+            self.clock.time_s += self.random.choice([0.1, 4.0, 100.0])
         self._depth += 1
         for _ in range(count):
             self.step()

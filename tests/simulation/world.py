@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from hicache.cache import HiRadixCache
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.prefetch_states import Prefetch, PrefetchTable, State
+from hicache.clock import Clock
 from hicache.events import EventStream
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace, RadixKey
 from hicache.keys import page_keys as chained_keys
@@ -32,12 +33,26 @@ class _CountedTable(PrefetchTable):
         super().move(prefetch, state, leader)
 
 
+class SimulatedClock(Clock):
+    """Simulated monotonic seconds. Each reading advances them a little, and a pause by its length."""
+
+    def __init__(self) -> None:
+        self.time_s = 1000.0
+
+    def __call__(self) -> float:
+        self.time_s += 1e-5
+        return self.time_s
+
+    def sleep(self, seconds: float) -> None:
+        self.time_s += seconds
+
+
 class World(ABC):
     """See the module's docstring. Everything depends only on the seed."""
 
     def __init__(self, seed: int, parts: Parts) -> None:
         self.random = random.Random(seed)
-        self.time_s = 1000.0
+        self.clock = SimulatedClock()
         self.alone = False  # the scheduler is inside a call: only devices and workers may run
         self.epoch = 0
         self.setting = setting = parts.draw(self.random)
@@ -86,11 +101,6 @@ class World(ABC):
         return chained_keys(key.tokens, self.cache.tree.page_bytes // TOKEN_BYTES, key.seed) if key.tokens else []
 
     # For workers and storage
-
-    def clock(self) -> float:
-        """Return simulated monotonic seconds. Each call advances them a little."""
-        self.time_s += 1e-5
-        return self.time_s
 
     def mishap(self) -> BaseException | None:
         """Return an exception that a worker raises now; usually None."""

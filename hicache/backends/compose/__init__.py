@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.storage import LevelsOptions, ShardedOptions
 from ...frame import FrameCodec
 from .composed import Part, open_composed
@@ -12,18 +13,18 @@ from .sharded import ShardCodec, Shards
 __all__ = ["CopyStatistics", "Levels", "Part", "Shards", "copies_of", "open_levels", "open_sharded"]
 
 
-def open_levels(codec: FrameCodec, options: LevelsOptions) -> Levels:
+def open_levels(codec: FrameCodec, options: LevelsOptions, clock: Clock = SYSTEM_CLOCK) -> Levels:
     """Open storage of the type `levels`. Blocks and raises as opening each level does."""
 
     def compose(levels: list[Part]) -> Levels:
         return Levels(
-            codec, levels, promote=options.promote, cascade_bytes_max=options.cascade_bytes_max
+            codec, levels, promote=options.promote, cascade_bytes_max=options.cascade_bytes_max, clock=clock
         )
 
-    return open_composed("levels", codec, options, compose)
+    return open_composed("levels", codec, options, compose, clock)
 
 
-def open_sharded(codec: FrameCodec, options: ShardedOptions) -> Shards:
+def open_sharded(codec: FrameCodec, options: ShardedOptions, clock: Clock = SYSTEM_CLOCK) -> Shards:
     """Open storage of the type `sharded`. Blocks and raises as opening each part does."""
     shard_codec = ShardCodec(codec)
-    return open_composed("sharded", shard_codec, options, lambda parts: Shards(shard_codec, parts))
+    return open_composed("sharded", shard_codec, options, lambda parts: Shards(shard_codec, parts), clock)

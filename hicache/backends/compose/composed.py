@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ...clock import Clock
 from ...errors import BackendError
 from ...frame import FrameCodec
 from ..registry import Options, open_spec, part_specs
@@ -70,7 +71,7 @@ Made = TypeVar("Made", bound=Composed)
 
 
 def open_composed(
-    type_name: str, codec: FrameCodec, options: Options, compose: Callable[[list[Part]], Made]
+    type_name: str, codec: FrameCodec, options: Options, compose: Callable[[list[Part]], Made], clock: Clock
 ) -> Made:
     """Open all parts listed in `options` of the composition `type_name`, and compose them. If that fails, the open
     parts are closed and the error is raised.
@@ -80,7 +81,7 @@ def open_composed(
     with contextlib.ExitStack() as undo:
         parts: list[Part] = []
         for name, spec in part_specs(type_name, options).items():
-            parts.append(Part(name, open_spec(spec, codec)))
+            parts.append(Part(name, open_spec(spec, codec, clock)))
             undo.callback(_close_quietly, parts[-1])
         composed = compose(parts)
         undo.pop_all()

@@ -17,11 +17,11 @@ import contextlib
 import math
 import mmap
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import InvariantError
 from ...frame import PageBuffer
 from ...supervised import LINGER_S, Beat, SupervisedPool
@@ -70,8 +70,9 @@ class Copier:
     REQUIRES: `bytes_max` holds at least one page; the part and the sources are closed after the copier.
     """
 
-    def __init__(self, part: Storage, name: str, bytes_max: int) -> None:
+    def __init__(self, part: Storage, name: str, bytes_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._part = part
+        self._clock = clock
         self._codec = part.codec
         self._pages_max = bytes_max // part.codec.frame_bytes
         self._call_pages = max(1, _CALL_BYTES_MAX // part.codec.frame_bytes)
@@ -84,7 +85,7 @@ class Copier:
         self._stop_at = math.inf
         self._counts: Counter[str] = Counter()
         self._pool = SupervisedPool[_Run](
-            f"copy-{name}", 1, handle=self._write, acknowledge=self._settle, linger_s=LINGER_S
+            f"copy-{name}", 1, handle=self._write, acknowledge=self._settle, linger_s=LINGER_S, clock=clock
         )
 
     def submit(
@@ -163,8 +164,7 @@ class Copier:
             self._deletions += 1
             gone = set(self._keys if keys is None else keys)
             self._drop([run for run in self._runs if not gone.isdisjoint(run.keys) and self._pool.withdraw(run)])
-            wait_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            self._state.wait_for(lambda: self._keys.isdisjoint(gone), wait_s)
+            self._clock.wait_for(self._state, lambda: self._keys.isdisjoint(gone), deadline)
         try:
             yield
         finally:
@@ -180,7 +180,7 @@ class Copier:
     # On the thread
 
     def _write(self, run: _Run, beat: Beat) -> None:
-        deadline = min(time.monotonic() + _CALL_S, self._stop_at)
+        deadline = min(self._clock() + _CALL_S, self._stop_at)
         parent, whole = parent_outside(run.keys, run.parent), len(run.keys)
         if run.source is not None:
             with self._state:
@@ -200,8 +200,8 @@ class Copier:
     # The end
 
     def stop(self, stop_at: float) -> None:
-        """Accept no more pages, and write waiting ones only until `stop_at` (monotonic seconds). Does not block. Call
-        it before `close`."""
+        """Accept no more pages, and write waiting ones only until `stop_at`. Does not block. Call it before
+        `close`."""
         with self._state:
             self._stop_at = stop_at
 
@@ -212,9 +212,9 @@ class Copier:
         copiers with the same `stop_at` together wait no longer than one. REQUIRES: `stop` was called.
         """
         with self._state:
-            self._state.wait_for(lambda: not self._runs, max(0.0, self._stop_at - time.monotonic()))
+            self._clock.wait_for(self._state, lambda: not self._runs, self._stop_at)
             self._drop([run for run in self._runs if self._pool.withdraw(run)])
-        self._pool.close(max(0.0, self._stop_at + _CALL_S + _GRACE_S - time.monotonic()))
+        self._pool.close(max(0.0, self._stop_at + _CALL_S + _GRACE_S - self._clock()))
         with self._state:
             self._free.clear()
 

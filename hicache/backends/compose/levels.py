@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import InvalidInput
 from ...frame import FrameCodec, FrameHeader, PageBuffer, header_of
 from ...units import MIB
@@ -52,8 +52,8 @@ class Levels(Composed):
 
     def __init__(
         self, codec: FrameCodec, levels: Sequence[Part], *, promote: bool = True,
-        cascade_bytes_max: int | None = 256 * MIB,
-    ) -> None:
+        cascade_bytes_max: int | None = 256 * MIB, clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         if len(levels) < 2:
             raise InvalidInput(f"levels: {len(levels)} levels are too few; list two or more")
         if cascade_bytes_max is not None and cascade_bytes_max < codec.frame_bytes:
@@ -62,10 +62,11 @@ class Levels(Composed):
                 f"{codec.frame_bytes} bytes"
             )
         super().__init__(codec, levels)
+        self._clock = clock
         self._promotes = promote and cascade_bytes_max is not None
         self._copiers: list[Copier] = []
         if cascade_bytes_max is not None:
-            self._copiers = [Copier(level.storage, level.name, cascade_bytes_max) for level in levels]
+            self._copiers = [Copier(level.storage, level.name, cascade_bytes_max, clock) for level in levels]
 
     def copies(self) -> dict[str, CopyStatistics]:
         """Return, by level name, the statistics of background copies to that level."""
@@ -177,7 +178,7 @@ class Levels(Composed):
             copier.check()
 
     def _before_parts_close(self) -> None:
-        stop_at = time.monotonic() + CLOSE_COPIES_S
+        stop_at = self._clock() + CLOSE_COPIES_S
         for copier in self._copiers:
             copier.stop(stop_at)
         for copier in self._copiers:

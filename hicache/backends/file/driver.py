@@ -16,12 +16,12 @@ import logging
 import math
 import sqlite3
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ...arguments import instance
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.storage import FileStorageOptions
 from ...errors import InvalidInput
 from ...frame import FrameCodec, first_bytes
@@ -84,13 +84,17 @@ class FileDriver:
     `system` is for tests.
     """
 
-    def __init__(self, codec: FrameCodec | None, options: FileStorageOptions, *, system: System | None = None) -> None:
+    def __init__(
+        self, codec: FrameCodec | None, options: FileStorageOptions, *, system: System | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         self.options = instance("options", options, FileStorageOptions)
         if codec is not None and options.capacity is not None and options.capacity < codec.frame_bytes:
             raise InvalidInput(
                 f"file store: capacity {options.capacity} is below one page of {codec.frame_bytes} bytes;"
                 " raise it, or use smaller pages"
             )
+        self._clock = clock
         self._state = threading.Lock()
         self._uses: dict[PageId, int] = {}
         self._uses_since = math.inf
@@ -98,7 +102,7 @@ class FileDriver:
         self._rejection: str | None = None
         self._errors: Counter[str] = Counter()
         self._store = FileStore(
-            options.path, create=codec is not None, keep_damaged=codec is None, system=system
+            options.path, create=codec is not None, keep_damaged=codec is None, system=system, clock=clock
         )
         self._files = PageFiles(
             self._store.root_fd,
@@ -108,8 +112,8 @@ class FileDriver:
             sync=options.sync,
         )
         # An exception on one of its threads fails one page, which `PageReads` and `PageWrites` count.
-        self._pool = SupervisedPool[Any]("file", options.io_threads - 1)
-        self._capacity = CapacityManager(self._store, options.capacity, options.free_space_floor)
+        self._pool = SupervisedPool[Any]("file", options.io_threads - 1, clock=clock)
+        self._capacity = CapacityManager(self._store, options.capacity, options.free_space_floor, clock)
         self._listeners: dict[bytes, EvictionListener] = {}
         self._capacity.on_evicted = self._evicted
         if codec is not None:
@@ -123,7 +127,7 @@ class FileDriver:
             self._capacity.fit(index, errors)
             self._warn_of_limits(index.totals().bytes, frame_bytes)
 
-        self._settled(time.monotonic() + _CLOSE_S, fit, None)
+        self._settled(self._clock() + _CLOSE_S, fit, None)
         self._count(*errors)
 
     def _count(self, *kinds: str) -> None:
@@ -157,7 +161,7 @@ class FileDriver:
         """See Driver. One stat per key; the index is not used."""
         is_present = self._files.lookup(namespace.hex())
         for position, key in enumerate(keys):
-            if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
+            if not position % _EXISTS_PAGES_PER_CLOCK and self._clock() >= deadline:
                 raise StoreError(ErrorKind.DEADLINE)
             answer: Answer = False
             try:
@@ -218,7 +222,7 @@ class FileDriver:
     def _note_uses(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         if not keys:
             return
-        now = time.monotonic()
+        now = self._clock()
         with self._state:
             self._uses.update(dict.fromkeys([(namespace, key) for key in keys], now_us()))
             self._uses_since = min(self._uses_since, now)
@@ -232,7 +236,7 @@ class FileDriver:
             with self._store.transaction(deadline) as index:
                 self._write_uses(index)
         except TimeoutError:
-            self._flush_after = time.monotonic() + USES_FLUSH_S  # another thread or process holds the store
+            self._flush_after = self._clock() + USES_FLUSH_S  # another thread or process holds the store
         except (OSError, sqlite3.Error) as error:
             self._count(class_of(error))
         with self._state:
@@ -321,7 +325,7 @@ class FileDriver:
     def measure(self) -> Usage:
         """See Driver. Pages and bytes of all namespaces in the root, which share the capacity."""
         try:
-            with self._store.transaction(time.monotonic() + _MEASURE_WAIT_S) as index:
+            with self._store.transaction(self._clock() + _MEASURE_WAIT_S) as index:
                 self._store.sweep(index)
                 totals = index.totals()
         except (OSError, sqlite3.Error) as error:
@@ -339,10 +343,10 @@ class FileDriver:
     def close(self) -> None:
         """See Driver. Also writes the uses that wait in memory."""
         self._pool.close()
-        self._settled(time.monotonic() + _CLOSE_S, self._write_uses, None)
+        self._settled(self._clock() + _CLOSE_S, self._write_uses, None)
         self._store.close()
 
     def check(self) -> None:
         """Raise InvariantError if the index contradicts itself. For tests: reads all rows under the store's lock."""
-        with self._store.transaction(time.monotonic() + _CLOSE_S) as index:
+        with self._store.transaction(self._clock() + _CLOSE_S) as index:
             index.check()

@@ -50,6 +50,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...backoff import Backoff
+from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import BackendUnavailable
 from ...logs import LimitedLog
 from ..base import PageId
@@ -82,7 +83,7 @@ def now_us() -> int:
 
 
 def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> None:
-    """Lock the file `fd`. Blocks up to `deadline` (monotonic), by polling. Raises TimeoutError."""
+    """Lock the file `fd`. Blocks up to `deadline` of the system's clock, by polling. Raises TimeoutError."""
     backoff = Backoff(_POLL_S_FIRST, _POLL_S_MAX)
     while True:
         try:
@@ -136,6 +137,7 @@ class FileStore:
         create: bool,
         keep_damaged: bool = False,
         system: System | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.system = System() if system is None else system
         self.owner = secrets.token_hex(OWNER_HEX_DIGITS // 2)
@@ -152,6 +154,7 @@ class FileStore:
         self._index_id: tuple[int, int] | None = None
         self._stale = False
         self._doubtful = True
+        self._clock = clock
         self._pause_until = -math.inf
         self._refusal: OSError | sqlite3.Error | None = None
         if len(os.fsencode(os.path.abspath(path))) > _PATH_BYTES_MAX:
@@ -178,7 +181,7 @@ class FileStore:
 
     def _open(self) -> None:
         try:
-            with self.transaction(time.monotonic() + OPEN_TIMEOUT_S):
+            with self.transaction(self._clock() + OPEN_TIMEOUT_S):
                 pass
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, OSError) and error.errno not in FULL_ERRNOS:
@@ -202,7 +205,7 @@ class FileStore:
     def transaction(self, deadline: float) -> Iterator[Index]:
         """Yield the index for a transaction: committed on return, rolled back on an exception.
 
-        Blocks for the locks up to `deadline` (monotonic). Raises TimeoutError for them, sqlite3.Error and OSError.
+        Blocks for the locks up to `deadline`. Raises TimeoutError for them, sqlite3.Error and OSError.
         """
         with self._locked(deadline), self._changes() as index:
             yield index
@@ -234,7 +237,8 @@ class FileStore:
 
     @contextlib.contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
-        wait_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+        wait_s = min(max(0.0, deadline - self._clock()), threading.TIMEOUT_MAX)
+        until = time.monotonic() + wait_s
         thread_lock = self._thread_lock
         if not thread_lock.acquire(timeout=wait_s):
             raise TimeoutError(errno.ETIMEDOUT, "the store was busy until the deadline")
@@ -242,7 +246,7 @@ class FileStore:
             if self._ended is not None:
                 raise OSError(*self._ended)
             try:
-                self._wait_for_lock(deadline)
+                self._wait_for_lock(until)
                 self._check_root()
                 yield
             finally:
@@ -254,13 +258,13 @@ class FileStore:
             if self._is_closed:
                 self._free()
 
-    def _wait_for_lock(self, deadline: float) -> None:
+    def _wait_for_lock(self, until: float) -> None:
         """Lock the lock file. If it was removed, as `rm -rf path/*` does, lock the new one, as other processes do."""
         while True:
             if self._lock_fd is None:
                 self._check_root()
                 self._lock_fd = self.system.open(LOCK_FILE, _LOCKABLE, dir_fd=self.root_fd)
-            wait_for_flock(self.system, self._lock_fd, fcntl.LOCK_EX, deadline)
+            wait_for_flock(self.system, self._lock_fd, fcntl.LOCK_EX, until)
             if self._find(LOCK_FILE) == _file_id(self.system.fstat(self._lock_fd)):
                 return
             fd, self._lock_fd = self._lock_fd, None
@@ -295,7 +299,7 @@ class FileStore:
 
     def _begin(self) -> Index:
         """Return the index, reconciled with the files and in a transaction. REQUIRES: both locks."""
-        began = time.monotonic()
+        began = self._clock()
         if self._refusal is not None and began < self._pause_until:
             raise self._refusal.with_traceback(None)
         try:
@@ -305,10 +309,10 @@ class FileStore:
             except IndexDamaged:  # detected now; the next one is built from the files
                 return self._started()
         except (OSError, sqlite3.Error) as error:
-            took_s = time.monotonic() - began
+            took_s = self._clock() - began
             if took_s >= _COSTLY_S:
                 self._refusal = error
-                self._pause_until = time.monotonic() + min(_PAUSE_FACTOR * took_s, _PAUSE_S_MAX)
+                self._pause_until = self._clock() + min(_PAUSE_FACTOR * took_s, _PAUSE_S_MAX)
             raise
 
     def _started(self) -> Index:

@@ -12,11 +12,11 @@ import errno
 import logging
 import math
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ...units import format_size
@@ -58,9 +58,9 @@ class _Full:
     until_s: float
     free_bytes: int
 
-    def ended(self, free: int, reserved: int) -> bool:
+    def ended(self, now_s: float, free: int, reserved: int) -> bool:
         """Return True if the store may grow again: others made room, or it is time to try."""
-        is_over = time.monotonic() >= self.until_s and free >= reserved
+        is_over = now_s >= self.until_s and free >= reserved
         return is_over or free >= self.free_bytes + reserved + _FLOOR_SLACK_BYTES
 
 
@@ -77,7 +77,10 @@ class CapacityManager:
     makes, it loses at most that room and one batch. Nothing is rejected for this limit: the file system decides.
     """
 
-    def __init__(self, store: FileStore, capacity_bytes: int | None, free_space_floor_bytes: int) -> None:
+    def __init__(
+        self, store: FileStore, capacity_bytes: int | None, free_space_floor_bytes: int, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self.clock = clock
         self.capacity_bytes = capacity_bytes
         self.evicted_pages = 0
         self.on_evicted: Callable[[bytes, bytes], object] = lambda namespace, key: None
@@ -94,7 +97,7 @@ class CapacityManager:
         """
         if max(self._over(index), self._over_full(index)) <= 0:
             return 0
-        if time.monotonic() >= self._compare_after_s:
+        if self.clock() >= self._compare_after_s:
             self._compare(index)
         # Leftovers of dead processes are removed before readable pages.
         reap(index, self._store.system, self._store.root_fd, self._store.owner)
@@ -109,14 +112,14 @@ class CapacityManager:
 
     def _compare(self, index: Index) -> None:
         """Raise IndexDamaged if the index contradicts itself: wrong sums would evict all pages, or reject new ones."""
-        self._compare_after_s = time.monotonic() + _COMPARE_S
+        self._compare_after_s = self.clock() + _COMPARE_S
         contradiction = index.contradiction()
         if contradiction is not None:
             raise IndexDamaged(contradiction)
 
     def note_full(self, stored_bytes: int) -> None:
         """The file system had no room for a page or for the index, when so many bytes were stored. Raises OSError."""
-        now_s = time.monotonic()
+        now_s = self.clock()
         if self._full is None or now_s >= self._full.until_s:
             self._full = _Full(stored_bytes - _INDEX_GROWTH_BYTES, now_s + _FULL_S, self.space()[0])
 
@@ -157,7 +160,7 @@ class CapacityManager:
         if full is None:
             return 0
         totals = index.totals()
-        if full.ended(self.space()[0], totals.reserved):
+        if full.ended(self.clock(), self.space()[0], totals.reserved):
             self._full = None
             return 0
         return totals.bytes + totals.reserved - full.capacity_bytes
@@ -313,7 +316,7 @@ class Writes:
             self._make_room_for_the_index()
         unnamed = set(self._temporaries)
         try:
-            with self._store.transaction(max(pages.deadline, time.monotonic() + SETTLE_S)) as index:
+            with self._store.transaction(max(pages.deadline, self._capacity.clock() + SETTLE_S)) as index:
                 for position, temporary in sorted(self._temporaries.items()):
                     try:
                         self._files.publish(temporary, page_name(self._namespace_hex, pages.keys[position]))

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...clock import Clock
 from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
 from ...histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics, LatencyStatistics
@@ -63,13 +64,13 @@ class BreakerChange:
 
 
 class AdmissionControl:
-    """See the module's docstring. `clock` is monotonic, in seconds. `wake` is called with the time of the next probe
+    """See the module's docstring. Deadlines are times of `clock`. `wake` is called with the time of the next probe
     when a probe is planned, and on each call until then; it must not block.
 
     Invariant: `in_flight_bytes` is the sum over the calls in flight. It exceeds the limit only if a single call does.
     """
 
-    def __init__(self, options: GuardConfig, clock: Callable[[], float], wake: Callable[[float], None]) -> None:
+    def __init__(self, options: GuardConfig, clock: Clock, wake: Callable[[float], None]) -> None:
         def jitter() -> float:
             return random.uniform(_JITTER_MIN, 1.0)
 
@@ -83,7 +84,7 @@ class AdmissionControl:
             Direction.WRITE: Breaker(options, options.write, jitter),
         }
         self._damage = DamageWatch(options)
-        self._health = HealthWatch(wake)
+        self._health = HealthWatch(wake, clock)
         self._budget = RetryBudget(options.retry_share)
         self._latency = {verb: Histogram(BOUNDS_S) for verb in Verb}
         self._call_bytes = {verb: Histogram(SIZE_BOUNDS_BYTES) for verb in (Verb.GET, Verb.SET)}
@@ -297,8 +298,7 @@ class AdmissionControl:
         try:
             while not (self._waiting[0] is place and self._has_room(size_bytes)):
                 # Also wake up when a call becomes overdue: that may open the breaker.
-                wait_s = min(deadline, self._overdue_at) - self._clock()
-                self._room.wait(max(0.0, min(wait_s, threading.TIMEOUT_MAX)))
+                self._clock.wait(self._room, min(deadline, self._overdue_at) - self._clock())
                 time_s = self._clock()
                 if time_s >= self._overdue_at:
                     self._note_overdue()

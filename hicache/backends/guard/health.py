@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
+from ...clock import Clock
 from ..base import Direction
 from ..errors import ErrorKind
 
@@ -127,15 +128,16 @@ class _InVain:
 
 
 class HealthWatch:
-    """Judges the health of one store. Times are those of the guard's clock. `wake` is called with the time when `news`
-    may have some; it must not block.
+    """Judges the health of one store. Times are those of `clock`. `wake` is called with the time when `news` may have
+    some; it must not block.
 
     `off` in its methods has, per direction that is off, since when and why: the reason of the breaker, or SWITCHED_OFF.
     Locking design: the owner locks (`admission`).
     """
 
-    def __init__(self, wake: Callable[[float], None]) -> None:
+    def __init__(self, wake: Callable[[float], None], clock: Clock) -> None:
         self._wake = wake
+        self._clock = clock
         self._has_worked = False
         self._in_vain: _InVain | None = None
         self._causes: dict[Direction, str] = {}  # of the last failure
@@ -178,10 +180,15 @@ class HealthWatch:
             since_s = known.since_s if writes is None else min(known.since_s, writes[0])
             cause = self._cause(Direction.WRITE, writes, known.cause)
             detail = known.detail if cause == known.cause else ""
-            return problem(HealthState.KEEPS_NOTHING, _wall(since_s, time_s), cause, known.pages, detail)
+            return problem(HealthState.KEEPS_NOTHING, self._wall(since_s, time_s), cause, known.pages, detail)
         if reads is not None:
-            return problem(HealthState.FAILING, _wall(reads[0], time_s), self._cause(Direction.READ, reads, ""))
+            cause = self._cause(Direction.READ, reads, "")
+            return problem(HealthState.FAILING, self._wall(reads[0], time_s), cause)
         return StoreHealth(HealthState.WORKING) if self._has_worked else IDLE
+
+    def _wall(self, since_s: float, time_s: float) -> float:
+        """Return a time of `clock`, which shows `time_s` now, as wall clock."""
+        return self._clock.wall_s() - (time_s - since_s)
 
     def _cause(self, direction: Direction, off: tuple[float, str] | None, known: str) -> str:
         reason = "" if off is None else off[1]
@@ -202,11 +209,6 @@ class HealthWatch:
         elif any(start + CONFIRM_S <= time_s for start in starts):
             self._told = found.state
         return found if self._told is not told else None, due
-
-
-def _wall(since_s: float, time_s: float) -> float:
-    """Return a time of the guard's clock, which shows `time_s` now, as wall clock."""
-    return time.time() - (time_s - since_s)
 
 
 class _Cause(NamedTuple):

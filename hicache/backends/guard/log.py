@@ -7,11 +7,11 @@ Locking design: runs only on the probe thread, which the guard wakes when a brea
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ...backoff import Backoff
+from ...clock import Clock
 from ...config.guard import Override
 from ..base import Direction
 from .admission import BreakerChange
@@ -29,8 +29,9 @@ _WORDS = {Direction.READ: "reads", Direction.WRITE: "writes"}
 class GuardLog:
     """See the module's docstring. `name` is the name of the store."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
+        self._clock = clock
         self._errors: dict[Direction, Mapping[str, int]] = {}  # error counts at the last line
         self._recalls: dict[Direction, tuple[Backoff, float]] = {}  # per direction that is off: off time of a reminder
 
@@ -66,7 +67,7 @@ class GuardLog:
         """Write a line about a new health: a problem, or the end of one."""
         if found.is_problem:
             logger.warning("storage %s: %s (this began %.0f s ago): %s. %s", self._name, found.words,
-                           time.time() - (found.since_s or 0.0), found.what, found.advice)  # fmt: skip
+                           self._clock.wall_s() - (found.since_s or 0.0), found.what, found.advice)  # fmt: skip
         else:
             logger.info("storage %s: keeps pages and can be read again", self._name)
 

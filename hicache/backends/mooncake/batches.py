@@ -7,7 +7,6 @@ single reference.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 
 from ...frame import Damage
@@ -130,10 +129,10 @@ class Writes:
             if not left:
                 return
             self._was_full = True
-            if time.monotonic() + FULL_WAIT_S >= deadline:
+            if self._session.clock() + FULL_WAIT_S >= deadline:
                 break
             self._hold_chain()
-            time.sleep(FULL_WAIT_S)
+            self._session.clock.sleep(FULL_WAIT_S)
         for index in left:
             self._pages.reject(positions[index])
 

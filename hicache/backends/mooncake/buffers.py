@@ -16,12 +16,12 @@ import contextlib
 import ctypes
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import BackendError, InvariantError
 from ...frame import FRAME_ALIGN
 from ...supervised import NoThread, SupervisedPool
@@ -71,7 +71,11 @@ class PathSelector:
     slots.
     """
 
-    def __init__(self, client: Client, pool: SupervisedPool[Any], slot_bytes: int, capacity_bytes: int) -> None:
+    def __init__(
+        self, client: Client, pool: SupervisedPool[Any], slot_bytes: int, capacity_bytes: int,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
+        self.clock = clock
         self.slow = False
         self.registered: tuple[tuple[int, int], ...] = ()
         self.pool = pool
@@ -88,8 +92,7 @@ class PathSelector:
         with self._state:
             if slot_bytes <= self._slot_bytes:
                 return
-            wait_s = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
-            if not self._state.wait_for(lambda: len(self._free) == self._slots, wait_s):
+            if not self.clock.wait_for(self._state, lambda: len(self._free) == self._slots, deadline):
                 raise StoreError(ErrorKind.NO_BUFFER)
             slots = max(1, self._memory.size // slot_bytes)
             if slots * slot_bytes > self._memory.size:
@@ -151,8 +154,7 @@ class PathSelector:
         """Take one to `count_max` slots; return an empty list if none is free by the deadline. Blocks only while all
         are taken."""
         with self._state:
-            wait_s = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
-            self._state.wait_for(lambda: self._free, wait_s)
+            self.clock.wait_for(self._state, lambda: bool(self._free), deadline)
             taken, self._free = self._free[:count_max], self._free[count_max:]
             return taken
 

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from ...arguments import instance
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendUnavailable, InvalidInput
 from ...frame import FrameCodec
@@ -52,7 +53,9 @@ class MooncakeDriver:
     BackendError without memory for bounce buffers. Open it after a fork, not before.
     """
 
-    def __init__(self, codec: FrameCodec | None, options: MooncakeStorageOptions) -> None:
+    def __init__(
+        self, codec: FrameCodec | None, options: MooncakeStorageOptions, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         options = instance("options", options, MooncakeStorageOptions)
         if codec is None:
             # A tool moves pages itself, not through a daemon. It adds no segment, whose pages would be lost on `close`.
@@ -60,7 +63,7 @@ class MooncakeDriver:
         self.options = options
         self._admin = Admin(admin_address(options))
         frame_bytes = _TOOL_BYTES if codec is None else codec.frame_bytes
-        self._sessions = SessionManager(lambda: ClientSession(frame_bytes, options))
+        self._sessions = SessionManager(lambda: ClientSession(frame_bytes, options, clock), clock)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Driver. One request for all keys; grants a lease on each stored page."""
@@ -100,6 +103,7 @@ class MooncakeDriver:
                 return remove_unleased(
                     names, deadline,
                     lambda some: session.ask(lambda: session.client.remove(some, force=False), deadline),
+                    session.clock,
                 )  # fmt: skip
             answers = session.ask(lambda: session.client.remove(names, force=True), deadline)
         kinds = [codes.kind_of(code) for code in answers if code < 0 and code not in codes.MISSES]

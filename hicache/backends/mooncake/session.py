@@ -16,9 +16,9 @@ import logging
 import math
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, ConfigError
 from ...supervised import NoThread, SupervisedPool
@@ -69,13 +69,14 @@ class ClientSession:
     BackendError without memory for bounce buffers.
     """
 
-    def __init__(self, frame_bytes: int, options: MooncakeStorageOptions) -> None:
+    def __init__(self, frame_bytes: int, options: MooncakeStorageOptions, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.clock = clock
         self.users = 0
         self.retired = False
         self.names = Names(options.prefix)
         self.client, self._pool = join_store(options, "mooncake")
         try:
-            self.paths = PathSelector(self.client, self._pool, frame_bytes, options.staging)
+            self.paths = PathSelector(self.client, self._pool, frame_bytes, options.staging, clock)
         except BackendError:
             self.client.leave()
             self._pool.close()
@@ -88,7 +89,7 @@ class ClientSession:
 
     def ask(self, call: Callable[[], list[int]], deadline: float) -> list[int]:
         """Return the result of a library call that uses no frames. Raises StoreError if it does not return in time."""
-        if time.monotonic() >= deadline:
+        if self.clock() >= deadline:
             raise StoreError(ErrorKind.DEADLINE)
         try:
             result = self._pool.call(call, deadline + GRACE_S)
@@ -131,14 +132,15 @@ class ClientSession:
 class SessionManager:
     """Holds the session that verbs use now. `make` makes a new one."""
 
-    def __init__(self, make: Callable[[], ClientSession]) -> None:
+    def __init__(self, make: Callable[[], ClientSession], clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self._make = make
         self._state = threading.Lock()
         self._current = make()
-        self._renew_from = -math.inf  # monotonic
+        self._renew_from = -math.inf
         self._closed = False
         self._workers = SupervisedPool[Callable[[], None]](
-            "mooncake-session", _HANGING_MAX, handle=lambda job, beat: job(), linger_s=0.0
+            "mooncake-session", _HANGING_MAX, handle=lambda job, beat: job(), linger_s=0.0, clock=clock
         )
 
     @property
@@ -165,7 +167,7 @@ class SessionManager:
         """Replace `session` in the background, unless it was replaced, or that was tried within `RENEW_EVERY_S`. Does
         not block; verbs use the old session until then."""
         with self._state:
-            now = time.monotonic()
+            now = self._clock()
             if session is not self._current or now < self._renew_from or self._closed:
                 return
             self._renew_from = now + RENEW_EVERY_S
@@ -207,7 +209,7 @@ class SessionManager:
 
 
 def remove_unleased(
-    names: Sequence[str], deadline: float, remove: Callable[[list[str]], list[int]]
+    names: Sequence[str], deadline: float, remove: Callable[[list[str]], list[int]], clock: Clock
 ) -> tuple[int, list[str]]:
     """Remove pages, and retry those with a lease. Return how many were removed, and the error kinds.
 
@@ -216,7 +218,7 @@ def remove_unleased(
     """
     left = list(names)
     removed, errors = 0, list[str]()
-    give_up = min(deadline, time.monotonic() + _LEASE_WAIT_S_MAX)
+    give_up = min(deadline, clock() + _LEASE_WAIT_S_MAX)
     while True:
         try:
             found = remove(left)
@@ -227,6 +229,6 @@ def remove_unleased(
         left = [name for name, code in zip(left, found, strict=True) if code in codes.BUSY]
         if not left:
             return removed, errors
-        time.sleep(max(0.0, min(_LEASE_WAIT_S, give_up - time.monotonic())))
-        if time.monotonic() >= give_up:
+        clock.sleep(min(_LEASE_WAIT_S, give_up - clock()))
+        if clock() >= give_up:
             return removed, errors + [ErrorKind.LEASED] * len(left)

@@ -7,7 +7,6 @@ of these is atomic in CPython. Pages that no lane took get their outcome after a
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -259,8 +258,8 @@ class Writes(_Transfer[PageWrites]):
         behind = [one for one in absent if one > self._end and self._pages.outcome(one) is SetOutcome.STORED]
         for position in behind:
             self._pages.reject(position)
-        names, deadline = [self._names[one] for one in behind], max(self._deadline, time.monotonic() + SETTLE_S)
-        self._pages.errors += failures(unlink(self._context, names, deadline))
+        names, until = [self._names[one] for one in behind], max(self._deadline, self._context.clock() + SETTLE_S)
+        self._pages.errors += failures(unlink(self._context, names, until))
 
     def _absent(self) -> list[int]:
         """Return the positions of pages that must be sent: a lookup is cheaper than a body. Stored pages count as used.

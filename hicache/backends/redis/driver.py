@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...arguments import instance
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.redis_storage import RedisStorageOptions
 from ...errors import ConfigError, InvalidInput
 from ...frame import FrameCodec
@@ -48,7 +48,9 @@ _PATIENCE_TIMEOUTS = 8
 _THREADS_MAX = 16
 
 
-def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Access, Pools, Router]:
+def open_servers(
+    options: RedisStorageOptions, page: bytes = b"", clock: Clock = SYSTEM_CLOCK
+) -> tuple[Access, Pools, Router]:
     """Find the servers and check that they match `options`. If `page` is given, also look up that key as a normal call
     does, so that missing permissions and dead replicas are found now.
 
@@ -56,13 +58,13 @@ def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Acces
     """
     access = open_access(options)
     connector = Connector(access)
-    pools = Pools(connector, options.connections)
-    deadline = time.monotonic() + options.open_timeout
+    pools = Pools(connector, options.connections, clock)
+    deadline = clock() + options.open_timeout
     where = access.where
     with contextlib.ExitStack() as undo:
         undo.callback(pools.close)
         try:
-            router = Router(access, connector, pools, deadline)
+            router = Router(access, connector, pools, deadline, clock)
             if access.mode != "cluster":
                 primary = router.routes(deadline).shards[0].primary
                 where = access.shown(primary)
@@ -96,20 +98,23 @@ class RedisDriver:
     connections cannot be shared between processes, and threads do not survive a fork.
     """
 
-    def __init__(self, codec: FrameCodec | None, options: RedisStorageOptions) -> None:
+    def __init__(
+        self, codec: FrameCodec | None, options: RedisStorageOptions, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         if codec is not None and codec.frame_bytes > PAGE_MAX_BYTES:
             raise InvalidInput(
                 f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be; lower page_size"
             )
         self.options = instance("options", options, RedisStorageOptions)
         page = b"" if codec is None else f"{options.key_prefix}{codec.namespace.hex()}:{bytes(32).hex()}".encode()
-        self._access, self._pools, router = open_servers(options, page)
-        shards = len(router.routes(time.monotonic()).shards)
+        self._access, self._pools, router = open_servers(options, page, clock)
+        shards = len(router.routes(clock()).shards)
         # No `on_error`: the call itself counts a page that a bug leaves without an outcome.
         workers = SupervisedPool[Any](
-            "redis", min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1
+            "redis", min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1,
+            clock=clock,
         )
-        self._context = RedisContext(options, router, self._pools, workers)
+        self._context = RedisContext(options, router, self._pools, workers, clock)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Driver. One round trip per server, to all servers in parallel."""
@@ -148,7 +153,7 @@ class RedisDriver:
         prefix = self.options.key_prefix.encode()
 
         def by() -> float:
-            return min(deadline, time.monotonic() + _STEP_S)
+            return min(deadline, self._context.clock() + _STEP_S)
 
         with self._primaries(by()) as pools:
             for pool in pools:
@@ -158,7 +163,7 @@ class RedisDriver:
                     seen.update(fresh)
                     if fresh:
                         until = by()
-                        yield from pool.run(functools.partial(described, fresh, until), until)
+                        yield from pool.run(functools.partial(described, fresh, until, self._context.clock), until)
 
     def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
         """See Inspects. A value that is not a string has no bytes."""
@@ -186,7 +191,7 @@ class RedisDriver:
         Exact up to usage.SAMPLE_KEYS keys per server, an estimate beyond that. Blocks for a few round trips.
         """
         prefix = self.options.key_prefix.encode()
-        deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout
+        deadline = self._context.clock() + _PATIENCE_TIMEOUTS * self.options.timeout
         with self._primaries(deadline) as pools:
             held = [pool.run(lambda channel: measure(channel, prefix, deadline), deadline) for pool in pools]
         return Usage.total(held)

@@ -7,11 +7,11 @@ addresses, so that two calls cannot deadlock.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ...clock import Clock
 from ...config.redis_storage import RedisStorageOptions
 from ...supervised import SupervisedPool
 from ..errors import ErrorKind, StoreError
@@ -55,6 +55,7 @@ class RedisContext:
     router: Router
     pools: Pools
     workers: SupervisedPool[Any]
+    clock: Clock
 
     def names(self, namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """Return the Redis keys of pages."""
@@ -100,7 +101,7 @@ class KeyPipeline:
         return self._answers
 
     def _ask(self, positions: Sequence[int]) -> None:
-        if time.monotonic() >= self._deadline:
+        if self._context.clock() >= self._deadline:
             self._fail(positions, StoreError(ErrorKind.DEADLINE), None)
             return
         try:

@@ -1,6 +1,6 @@
 """Connection pools, one per server and purpose.
 
-Locking design: a pool is a queue of slots, which has its own lock; `_closed` is only set. `Pools` has a lock for its
+Locking design: `_returned`, a condition, guards the slots of a pool; `_closed` is only set. `Pools` has a lock for its
 dictionary. No lock is held while a connection is opened or closed.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import queue
+import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ..errors import ErrorKind, StoreError
 from .channel import Channel
 from .connect import Connector
@@ -37,33 +37,34 @@ class Purpose(enum.Enum):
 class Pool:
     """Up to `limit` connections to one server for one purpose, which `dial` opens.
 
-    Invariant: each of `limit` slots is either leased or in the queue, there with an idle, reusable connection or None.
+    Invariant: each of `limit` slots is either leased or in `_slots`, there with an idle, reusable connection or None.
     """
 
-    def __init__(self, dial: Callable[[float], Channel], limit: int) -> None:
+    def __init__(self, dial: Callable[[float], Channel], limit: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._dial = dial
-        self._slots: queue.LifoQueue[Channel | None] = queue.LifoQueue()
-        for _ in range(limit):
-            self._slots.put(None)
+        self._clock = clock
+        self._returned = threading.Condition()
+        self._slots: list[Channel | None] = [None] * limit  # the last one is leased next
         self._closed = False
 
     @contextlib.contextmanager
     def lease(self, deadline: float) -> Iterator[Channel]:
         """Lease a connection for the duration of the context. Waits for a free one or opens one. Raises StoreError."""
-        with self._lease(deadline, max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))) as channel:
+        with self._lease(deadline, deadline) as channel:
             if channel is None:
                 raise StoreError(ErrorKind.DEADLINE)
             yield channel
 
     def lease_nowait(self, deadline: float) -> contextlib.AbstractContextManager[Channel | None]:
         """As `lease`, but yields None if all connections are leased."""
-        return self._lease(deadline, 0.0)
+        return self._lease(deadline, -math.inf)
 
     @contextlib.contextmanager
-    def _lease(self, deadline: float, wait_s: float) -> Iterator[Channel | None]:
-        try:
-            idle = self._slots.get(timeout=wait_s)
-        except queue.Empty:
+    def _lease(self, deadline: float, until: float) -> Iterator[Channel | None]:
+        with self._returned:
+            is_free = self._clock.wait_for(self._returned, lambda: bool(self._slots), until)
+            idle = self._slots.pop() if is_free else None
+        if not is_free:
             yield None
             return
         channel = None
@@ -78,7 +79,9 @@ class Pool:
             if channel is not None and not channel.reusable:
                 channel.close()
                 channel = None
-            self._slots.put(channel)
+            with self._returned:
+                self._slots.append(channel)
+                self._returned.notify()
             if self._closed:
                 self.close_idle()
 
@@ -102,15 +105,11 @@ class Pool:
 
     def close_idle(self) -> None:
         """Close the idle connections. Called after one was found dead, because the others may be dead too."""
-        slots = 0
-        with contextlib.suppress(queue.Empty):
-            while True:
-                channel = self._slots.get_nowait()
-                slots += 1
-                if channel is not None:
-                    channel.close()
-        for _ in range(slots):
-            self._slots.put(None)
+        with self._returned:
+            idle, self._slots = self._slots, [None] * len(self._slots)
+        for channel in idle:
+            if channel is not None:
+                channel.close()
 
 
 class Pools:
@@ -119,7 +118,8 @@ class Pools:
     Invariant: the pools belong to the servers of the last `keep` and to at most _STRANGERS_MAX others.
     """
 
-    def __init__(self, connector: Connector, limit: int) -> None:
+    def __init__(self, connector: Connector, limit: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self._connector = connector
         self._limit = limit
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class Pools:
                     gone = self._take_out({next(iter(strangers))})
                 no_touch = purpose is Purpose.INSPECTION
                 dial = functools.partial(self._connector.open, address, read_only=read_only, no_touch=no_touch)
-                pool = self._pools[(address, purpose, read_only)] = Pool(dial, self._limit)
+                pool = self._pools[(address, purpose, read_only)] = Pool(dial, self._limit, self._clock)
         for one in gone:
             one.close()
         return pool

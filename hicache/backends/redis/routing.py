@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -22,6 +21,7 @@ from typing import TypeAlias
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.addresses import Address
 from ..errors import ErrorKind, StoreError
 from .channel import Reply
@@ -80,7 +80,10 @@ class Router:
     Its methods and the constructor raise StoreError if no server answers.
     """
 
-    def __init__(self, access: Access, connector: Connector, pools: Pools, deadline: float) -> None:
+    def __init__(
+        self, access: Access, connector: Connector, pools: Pools, deadline: float, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._clock = clock
         self._access = access
         self._connector = connector
         self._pools = pools
@@ -97,7 +100,7 @@ class Router:
             with self._lock:
                 self._stale = True
             if server is not None:
-                self._avoid[server.address] = time.monotonic() + _AVOID_S
+                self._avoid[server.address] = self._clock() + _AVOID_S
 
     def routes(self, deadline: float) -> Routes:
         """Return the current routes; request new ones if they are stale. Raises StoreError."""
@@ -168,7 +171,7 @@ class Router:
 
     def _server(self, shard: Shard, to_replica: bool) -> Server:
         """Return a random replica that has not failed recently, else the primary."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         replicas = [one for one in shard.replicas if self._avoid.get(one, 0.0) <= now_s] if to_replica else []
         if not replicas:
             return Server(shard.primary)
@@ -189,7 +192,7 @@ class Router:
         then the configured ones."""
         known = list(self._routes.addresses())
         random.shuffle(known)
-        now_s = time.monotonic()
+        now_s = self._clock()
         known.sort(key=lambda address: self._avoid.get(address, 0.0) > now_s)
         failure, access = StoreError(ErrorKind.CLUSTER_DOWN), self._access
         for address in dict.fromkeys([*known, *access.addresses]):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from ...clock import Clock
 from ..base import PageId, StoredPage, Usage
 from ..errors import ErrorKind, StoreError
 from .channel import Channel, command
@@ -59,7 +59,9 @@ def listed(
     raise StoreError(ErrorKind.PROTOCOL, "SCAN does not end")
 
 
-def described(names: Mapping[bytes, PageId], deadline: float, channel: Channel) -> list[StoredPage]:
+def described(
+    names: Mapping[bytes, PageId], deadline: float, clock: Clock, channel: Channel
+) -> list[StoredPage]:
     """Return the pages in `names` (as `listed` yields them) that still exist, with length and time of last use. Raises
     StoreError."""
     requests = [  # the idle time comes first: on old servers, reading the length counts as a use
@@ -69,7 +71,7 @@ def described(names: Mapping[bytes, PageId], deadline: float, channel: Channel) 
     ]
     channel.send([b"".join(requests)], len(requests), deadline)
     lines = channel.read_lines(len(requests), deadline)
-    now_s = time.time()
+    now_s = clock.wall_s()
     pages = []
     for (namespace, key), idle, size, there in zip(names.values(), lines[::3], lines[1::3], lines[2::3], strict=True):
         if number(there):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlencode
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...frame import Damage
 from ...keys import PAGE_KEY_BYTES
 from ..errors import ErrorKind, StoreError
@@ -65,8 +66,9 @@ class Refused(StoreError):
 class DaemonClient:
     """See the module's docstring."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, clock: Clock = SYSTEM_CLOCK) -> None:
         self.access = access
+        self.clock = clock
         self._pool = ConnectionPool(access.server)
 
     def call(
@@ -81,7 +83,7 @@ class DaemonClient:
     ) -> Mapping[str, Any]:
         """Send `fields` and `keys` as JSON, with the remaining time as `timeout_s`, and return the fields of the reply.
         Raises Refused and StoreError."""
-        left_s = time_left(deadline)
+        left_s = self._time_left(deadline)
         body = b"" if fields is None else _body(fields, keys, left_s)
 
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
@@ -94,7 +96,7 @@ class DaemonClient:
         self, path: str, query: Mapping[str, object], pages: Sequence[memoryview], *, deadline: float
     ) -> Mapping[str, Any]:
         """Send buffers as the body of a request and return the fields of the reply. Raises as `call`."""
-        left_s = time_left(deadline)
+        left_s = self._time_left(deadline)
 
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
             return _fields(self._small(connection, head, until))
@@ -105,7 +107,7 @@ class DaemonClient:
 
     def receive_pages(self, path: str, keys: Sequence[bytes], take: PageReceiver, *, deadline: float) -> None:
         """As `call`, for a reply with pages: `take` reads them from the connection. Raises as `call`."""
-        left_s = time_left(deadline)
+        left_s = self._time_left(deadline)
         body = _body({}, keys, left_s)
 
         def read(connection: Connection, head: Head) -> None:
@@ -121,6 +123,13 @@ class DaemonClient:
     def close(self) -> None:
         """Close the connections. REQUIRES: no request is in flight."""
         self._pool.close()
+
+    def _time_left(self, deadline: float) -> float:
+        """Return the remaining seconds for a request. Raises StoreError after the deadline."""
+        left_s = min(deadline - self.clock(), TIMEOUT_S_MAX)
+        if left_s <= 0:
+            raise StoreError(ErrorKind.DEADLINE)
+        return left_s
 
     def _small(self, connection: Connection, head: Head, deadline: float) -> bytes:
         """Return the body of a reply. Raises Refused, and StoreError for other failures."""
@@ -168,14 +177,6 @@ def _body(fields: Mapping[str, object], keys: Sequence[bytes], left_s: float) ->
         names = '","'.join([digits[start : start + size] for start in range(0, len(digits), size)])
         text = f'{{"keys":["{names}"],{text[1:]}'
     return text.encode("ascii")
-
-
-def time_left(deadline: float) -> float:
-    """Return the remaining seconds for a request. Raises StoreError after the deadline."""
-    left_s = min(deadline - time.monotonic(), TIMEOUT_S_MAX)
-    if left_s <= 0:
-        raise StoreError(ErrorKind.DEADLINE)
-    return left_s
 
 
 def kinds_of(answer: Mapping[str, Any], errors_max: int) -> list[str]:

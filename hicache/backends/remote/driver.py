@@ -16,12 +16,12 @@ import contextlib
 import math
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ...arguments import instance
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.remote_storage import RemoteStorageOptions
 from ...errors import BackendError, BackendUnavailable, ConfigError
 from ...frame import FrameCodec, PageBuffer, TagKind
@@ -60,7 +60,8 @@ class RemoteDriver:
     `open_timeout`.
     """
 
-    def __init__(self, codec: FrameCodec, options: RemoteStorageOptions) -> None:
+    def __init__(self, codec: FrameCodec, options: RemoteStorageOptions, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.codec = codec
         self.options = instance("options", options, RemoteStorageOptions)
         if codec.tag_kind is not TagKind.XXH3_128 or codec.transforms:
@@ -68,7 +69,7 @@ class RemoteDriver:
                 "remote storage: tag, keys and compression belong to the daemon; move integrity and storage_format "
                 "from this configuration to the daemon's"
             )
-        self._client = DaemonClient(open_access(options))
+        self._client = DaemonClient(open_access(options), clock)
         self._path = _path_of(codec.namespace)
         self._as_engine = f"{self._path}?engine={secrets.token_hex(8)}"
         self._memories: tuple[SharedFrames, ...] = ()
@@ -84,7 +85,7 @@ class RemoteDriver:
             kind = BackendError if is_final else BackendUnavailable
             why = explain(error, CONFIGURED, access.server)
             raise kind(f"remote storage at {access.where}: {why}") from error
-        self._pool = SupervisedPool[Any]("remote", options.connections - 1)
+        self._pool = SupervisedPool[Any]("remote", options.connections - 1, clock=clock)
 
     def _count(self, kind: str) -> None:
         with self._errors_lock:
@@ -103,7 +104,7 @@ class RemoteDriver:
             return  # the daemon is on another host, or cannot open the memory by its name
         shared = SharedFrames(found[0], self._client)
         try:
-            shared.attach(time.monotonic() + _ATTACH_S)
+            shared.attach(self._clock() + _ATTACH_S)
         except StoreError as error:
             self._count(error.kind)
         self._memories += (shared,)
@@ -201,7 +202,7 @@ class RemoteDriver:
 
     def measure(self) -> Usage:
         """See Driver."""
-        deadline = time.monotonic() + _USAGE_S
+        deadline = self._clock() + _USAGE_S
         answer = self._again(
             lambda: self._client.call("GET", f"{self._path}/usage", deadline=deadline), deadline
         )
@@ -214,7 +215,7 @@ class RemoteDriver:
         for shared in self._memories:
             shared.detach()
         with contextlib.suppress(StoreError):
-            self._client.call("DELETE", self._as_engine, deadline=time.monotonic() + _LEAVE_S)
+            self._client.call("DELETE", self._as_engine, deadline=self._clock() + _LEAVE_S)
         self._pool.close()
         self._client.close()
 
@@ -222,7 +223,7 @@ class RemoteDriver:
 
     def _open_namespace(self, deadline: float) -> None:
         """Register this namespace with the daemon, within `open_timeout`. Raises StoreError."""
-        codec, deadline = self.codec, min(deadline, time.monotonic() + self.options.open_timeout)
+        codec, deadline = self.codec, min(deadline, self._clock() + self.options.open_timeout)
         fields = {
             "payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label,
         }  # fmt: skip

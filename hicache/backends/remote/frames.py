@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +56,7 @@ class SharedFrames:
     def __init__(self, memory: SharedMemory, client: DaemonClient) -> None:
         self.memory = memory
         self._client = client
+        self._clock = client.clock
         self._path = f"/v1/memory/{memory.name}"
         self._state = threading.Lock()
         self._fencing = threading.Lock()
@@ -79,7 +79,7 @@ class SharedFrames:
         with self._state:
             if self._mapping is not None:
                 return self._mapping
-            if time.monotonic() < self._retry_at_s:
+            if self._clock() < self._retry_at_s:
                 return None
             memory, layout = self.memory, self.memory.layout
             asked = {
@@ -87,10 +87,10 @@ class SharedFrames:
                 "device": memory.identity[0], "inode": memory.identity[1],
             }  # fmt: skip
             try:
-                limit = min(deadline, time.monotonic() + _ATTACH_S)
+                limit = min(deadline, self._clock() + _ATTACH_S)
                 answer = self._client.call("PUT", self._path, asked, deadline=limit)
             except StoreError:
-                self._retry_at_s = time.monotonic() + _REFUSED_S
+                self._retry_at_s = self._clock() + _REFUSED_S
                 raise
             self._mapping = str(answer.get("mapping"))
             self._open_lock(self._client.access.lock)
@@ -122,11 +122,11 @@ class SharedFrames:
             while self._fenced != mapping and not self._is_daemon_dead():
                 try:
                     self._client.call(
-                        "DELETE", f"{self._path}?timeout_s={_DETACH_S}", deadline=time.monotonic() + _DETACH_S
+                        "DELETE", f"{self._path}?timeout_s={_DETACH_S}", deadline=self._clock() + _DETACH_S
                     )
                     break
                 except StoreError:
-                    time.sleep(backoff.next_s())
+                    self._clock.sleep(backoff.next_s())
             self._fenced = mapping
 
     def detach(self) -> None:
@@ -136,7 +136,7 @@ class SharedFrames:
             if self._mapping is not None:
                 with contextlib.suppress(StoreError):
                     path = f"{self._path}?timeout_s={_DETACH_S}"
-                    self._client.call("DELETE", path, deadline=time.monotonic() + _DETACH_S)
+                    self._client.call("DELETE", path, deadline=self._clock() + _DETACH_S)
             self._mapping = None
             if self._lock_file is not None:
                 os.close(self._lock_file)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from ...config.remote_storage import RemoteStorageOptions
 from ...errors import BackendError, BackendUnavailable
 from ...frame import frame_bytes
@@ -22,8 +20,8 @@ def create_memory(options: RemoteStorageOptions, name: str, shape: bytes, payloa
     client = DaemonClient(open_access(options))
     asked = {"frame_bytes": frame_bytes(payload_bytes), "pages": pages, "shape": shape.hex()}
     try:
-        client.call("GET", "/livez", deadline=time.monotonic() + options.open_timeout)  # it does not hang
-        client.call("PUT", f"/v1/memory/{name}", asked, deadline=time.monotonic() + _CREATE_S)
+        client.call("GET", "/livez", deadline=client.clock() + options.open_timeout)  # it does not hang
+        client.call("PUT", f"/v1/memory/{name}", asked, deadline=client.clock() + _CREATE_S)
     except StoreError as error:
         kind = BackendError if isinstance(error, Refused) else BackendUnavailable
         where = f"host.shared: the daemon at {client.access.where} does not create the memory {name!r}"

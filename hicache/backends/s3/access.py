@@ -7,13 +7,13 @@ import configparser
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.addresses import HTTP_PORTS, PROXY_PORTS, Address, split_url
 from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
@@ -50,6 +50,7 @@ class Access:
     signer: Signer
     credentials: CredentialsSource
     session: Any
+    clock: Clock
 
     def authorized(self, call: Callable[[Credentials], T], deadline: float) -> T:
         """Return `call(credentials)`; see Rotated.run. Raises StoreError, also without credentials by `deadline`."""
@@ -68,7 +69,7 @@ class Access:
         return request_head(method, target, {**headers, **login}, self.origin)
 
 
-def open_access(options: S3StorageOptions, deadline: float) -> Access:
+def open_access(options: S3StorageOptions, deadline: float, clock: Clock = SYSTEM_CLOCK) -> Access:
     """Find credentials, endpoint and region. May block up to `deadline` while boto3 looks for credentials.
 
     Raises ConfigError if boto3 or the credentials are missing, or a file or variable that the options name is missing;
@@ -100,8 +101,8 @@ def open_access(options: S3StorageOptions, deadline: float) -> Access:
         else:
             tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
     server = Server(*reached, tls, url.host, tunnel, options.connect_timeout, options.timeout, proxy_login=login)
-    source = _credentials(options, session, deadline)
-    return Access(options, server, host, url.path.rstrip("/"), origin, signer, source, session)
+    source = _credentials(options, session, deadline, clock)
+    return Access(options, server, host, url.path.rstrip("/"), origin, signer, source, session, clock)
 
 
 def _proxy(options: S3StorageOptions) -> tuple[Address, str] | None:
@@ -188,13 +189,13 @@ def _config_errors(what: str) -> Iterator[None]:
         raise ConfigError(f"s3 store: {what} ({reason}); check the variables, files and role that it uses") from None
 
 
-def _credentials(options: S3StorageOptions, session: Any, deadline: float) -> CredentialsSource:
+def _credentials(options: S3StorageOptions, session: Any, deadline: float, clock: Clock) -> CredentialsSource:
     file = options.credentials_file
     if options.access_key_env is not None:
         return Rotated("s3 store: credentials", [], lambda: _from_environment(options))
     if file is not None:
         return Rotated("s3 store: credentials", [file], lambda: _from_file(file, options.profile or "default"))
-    return _from_boto(options, session, deadline)
+    return _from_boto(options, session, deadline, clock)
 
 
 def _from_environment(options: S3StorageOptions) -> Credentials:
@@ -229,15 +230,17 @@ def _from_file(path: Path, section: str) -> Credentials:
         raise ConfigError(f"S3 credentials file {os.fspath(path)!r}: the keys of [{section}] {error}") from None
 
 
-def _from_boto(options: S3StorageOptions, session: Any, deadline: float) -> CredentialsSource:
+def _from_boto(options: S3StorageOptions, session: Any, deadline: float, clock: Clock) -> CredentialsSource:
     from botocore.credentials import RefreshableCredentials  # noqa: PLC0415
 
     found = _found_by(session, deadline)
     if isinstance(found, RefreshableCredentials):
-        return Refreshed("s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S, _CREDENTIALS_USABLE_S)
+        return Refreshed(
+            "s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S, _CREDENTIALS_USABLE_S, clock
+        )
 
     def load() -> Credentials:
-        by = time.monotonic() + options.open_timeout
+        by = clock() + options.open_timeout
         try:
             found = _found_by(open_session(options), by)  # a session reads its files once
         except BackendUnavailable as error:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,9 +75,11 @@ class S3Client:
         self._access = access
         self._session = None
         if access.is_directory:
-            self._session = Refreshed("s3-session", self._create_session, _SESSION_AGE_MAX_S, _SESSION_USABLE_S)
+            self._session = Refreshed(
+                "s3-session", self._create_session, _SESSION_AGE_MAX_S, _SESSION_USABLE_S, access.clock
+            )
         self._pool = ConnectionPool(access.server)
-        self.throttle = Throttle(access.options.connections)
+        self.throttle = Throttle(access.options.connections, access.clock)
 
     def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
         """Return an object's size and tag, None if it is missing. A missing bucket looks like a missing object, because
@@ -215,7 +216,7 @@ class S3Client:
     def _create_session(self) -> Credentials:
         """Return the keys of a new session (CreateSession). Uses its own connection, because the client may be closed
         while the request is in flight."""
-        request, deadline = _Request("GET", query="session="), time.monotonic() + self._access.options.open_timeout
+        request, deadline = _Request("GET", query="session="), self._access.clock() + self._access.options.open_timeout
 
         def read(connection: Connection, head: Head) -> Credentials:
             reply = _read_small(connection, head, deadline)

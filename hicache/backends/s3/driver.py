@@ -11,11 +11,11 @@ so `run` returns soon after it, and then no thread uses a page's buffer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...arguments import instance
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.s3_storage import S3StorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
@@ -45,12 +45,15 @@ class S3Driver:
     are missing. Open it after a fork, not before.
     """
 
-    def __init__(self, codec: FrameCodec | None, options: S3StorageOptions) -> None:
+    def __init__(
+        self, codec: FrameCodec | None, options: S3StorageOptions, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._clock = clock
         self._measured = "" if codec is None else codec.namespace.hex()
         self.options = instance("options", options, S3StorageOptions)
-        self._objects = Objects(options)
+        self._objects = Objects(options, clock)
         # No `on_error`: the call itself counts a page that a bug leaves without an outcome.
-        self._pool = SupervisedPool[Any]("s3", options.connections - 1)
+        self._pool = SupervisedPool[Any]("s3", options.connections - 1, clock=clock)
 
     def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
         """See FindsPrefixes. Exact for a few keys; for many keys a search, see `stored_prefix`."""
@@ -164,7 +167,7 @@ class S3Driver:
     def measure(self) -> Usage:
         """See Driver. Lists only the pages of the engine's own namespace."""
         pages = size_bytes = 0
-        for page in self._objects.pages(self._measured, deadline=time.monotonic() + _USAGE_S):
+        for page in self._objects.pages(self._measured, deadline=self._clock() + _USAGE_S):
             pages += 1
             size_bytes += page.bytes
         return Usage(pages, size_bytes, None)

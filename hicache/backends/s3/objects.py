@@ -8,9 +8,9 @@ one prefix, so it can be listed, purged and expired separately.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
 from ..base import StoredPage
@@ -62,9 +62,9 @@ class Objects:
     `open_access`.
     """
 
-    def __init__(self, options: S3StorageOptions) -> None:
-        deadline = time.monotonic() + options.open_timeout
-        access = open_access(options, deadline)
+    def __init__(self, options: S3StorageOptions, clock: Clock = SYSTEM_CLOCK) -> None:
+        deadline = clock() + options.open_timeout
+        access = open_access(options, deadline, clock)
         self.client = S3Client(access)
         self._is_directory = access.is_directory
         self._prefix = options.prefix

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ..errors import ErrorKind, StoreError
 
 # After a cut, replies to requests already in flight must not cut the limit again.
@@ -23,7 +23,8 @@ class Throttle:
     Locking design: one condition guards all fields, held for a few instructions.
     """
 
-    def __init__(self, requests_max: int) -> None:
+    def __init__(self, requests_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self._requests_max = requests_max
         self._state = threading.Condition()
         self._limit = float(requests_max)
@@ -54,21 +55,20 @@ class Throttle:
     def _enter(self, deadline: float) -> None:
         with self._state:
             while True:
-                now = time.monotonic()
-                left = min(deadline - now, threading.TIMEOUT_MAX)
-                if left <= 0:
+                now = self._clock()
+                if now >= deadline:
                     raise StoreError(ErrorKind.DEADLINE)
                 if now < self._closed_until_s:
                     raise StoreError(ErrorKind.THROTTLED, "the server requested a pause")
                 if self._running < int(self._limit):
                     self._running += 1
                     return
-                self._state.wait(left)
+                self._clock.wait(self._state, deadline - now)
 
     def _leave(self, failure: StoreError | None) -> None:
         with self._state:
             self._running -= 1
-            now = time.monotonic()
+            now = self._clock()
             if failure is None:
                 self._limit = min(self._limit + 1 / self._limit, float(self._requests_max))
             elif failure.kind in (ErrorKind.THROTTLED, ErrorKind.UNAVAILABLE):

@@ -58,7 +58,7 @@ def copy_stored(
     Raises InvalidInput for a wrong prefix or rate.
     """
     check_prefix(namespace)
-    limit = RateLimit(rate_bytes_per_s)
+    limit = RateLimit(rate_bytes_per_s, source.clock)
     progress = CopyProgress()
     for chains in read_chains(source, namespace):
         progress.seen = len(chains)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +44,7 @@ def purge_stored(
     check_prefix(namespace)
     if older_than_s is not None and not older_than_s >= 0:
         raise InvalidInput(f"the age must not be negative, got {older_than_s!r} seconds")
-    before_s = None if older_than_s is None else time.time() - older_than_s
+    before_s = None if older_than_s is None else stored.clock.wall_s() - older_than_s
     chunk: list[StoredPage] = []
     progress = RemovalProgress()
     yield progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -73,7 +72,7 @@ def survey(stored: StoredPages, namespace: str = "", *, with_chains: bool = Fals
     Reads a few headers of each namespace, and with `with_chains` those of all pages, which takes one request per page
     on a server and about 600 bytes of memory. A page with a damaged header counts as an orphan.
     """
-    found = StoreSurvey(time.time(), Chains() if with_chains else None)
+    found = StoreSurvey(stored.clock.wall_s(), Chains() if with_chains else None)
     yield found
     for page in stored.pages(namespace):
         its = found.namespaces.setdefault(page.namespace, NamespaceSurvey(page.namespace))

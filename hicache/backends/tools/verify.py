@@ -7,11 +7,11 @@ compared with the length of the object and never used to allocate memory.
 from __future__ import annotations
 
 import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from ...clock import Clock
 from ...errors import InvalidInput, PageUnreadable
 from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, Damage, Encoding, FrameCodec, FrameHeader, TagKind
 from ...keys import FORMAT_VERSION
@@ -209,16 +209,17 @@ class RateLimit:
     positive.
     """
 
-    def __init__(self, rate_bytes_per_s: float | None) -> None:
+    def __init__(self, rate_bytes_per_s: float | None, clock: Clock) -> None:
         if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
             raise InvalidInput(f"the rate must be positive, got {rate_bytes_per_s!r} bytes per second")
         self._rate = rate_bytes_per_s
-        self._started_s = time.monotonic()
+        self._clock = clock
+        self._started_s = clock()
 
     def wait(self, done_bytes: int) -> None:
         """Sleep until the rate allows `done_bytes` since the start."""
         if self._rate is not None:
-            time.sleep(max(0.0, self._started_s + done_bytes / self._rate - time.monotonic()))
+            self._clock.sleep(self._started_s + done_bytes / self._rate - self._clock())
 
 
 def verify_stored(
@@ -231,7 +232,7 @@ def verify_stored(
     now. Reads at most `rate_bytes_per_s` on average, by sleeping between pages. Raises InvalidInput for a rate that is
     not positive.
     """
-    limit = RateLimit(rate_bytes_per_s)
+    limit = RateLimit(rate_bytes_per_s, stored.clock)
     progress = ScrubProgress()
     yield progress
     for progress.pages_total, _ in enumerate(stored.pages(), 1):

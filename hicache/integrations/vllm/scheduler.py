@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,6 +107,7 @@ class SchedulerSide:
 
     def __init__(self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False) -> None:
         self.cache = cache
+        self._clock = cache.controller.clock
         self._layout = layout
         self._layerwise = layerwise
         self._lock = threading.RLock()
@@ -118,7 +118,7 @@ class SchedulerSide:
         self._release: dict[str, set[int]] = {}  # ended requests and their saves in flight
         self._released: list[str] = []  # for the next step
         self._copied: list[Copied] = []
-        self._called_s = time.monotonic()
+        self._called_s = self._clock()
         self._closing = threading.Event()
         self._idle = threading.Thread(target=self._poll_when_idle, name="hicache-idle", daemon=True)
         self._idle.start()
@@ -228,7 +228,7 @@ class SchedulerSide:
             if (self._layerwise and orders.loads) or decoded > _DECODE_SHARE_MAX * orders.prefill_tokens:
                 orders.prefill_tokens = 0
         if not step.num_scheduled_tokens:
-            time.sleep(_REST_S)
+            self._clock.sleep(_REST_S)
         return orders
 
     def report(self, report: Report) -> None:
@@ -261,7 +261,7 @@ class SchedulerSide:
         weights from an earlier run. It also rises if the clock was set back.
         """
         with self._called():
-            self.cache.update_weights(max(time.time_ns(), self.cache.weights_epoch + 1))
+            self.cache.update_weights(max(int(1e9 * self._clock.wall_s()), self.cache.weights_epoch + 1))
 
     def close(self) -> None:
         """Stop polling and close the cache. Copies in flight are abandoned."""
@@ -275,17 +275,17 @@ class SchedulerSide:
     @contextmanager
     def _called(self) -> Iterator[None]:
         """Let the engine's thread call the cache, which the idle thread may have polled since."""
-        self._called_s = time.monotonic()
+        self._called_s = self._clock()
         with self._lock:
             self.cache.take_over()
             yield
 
     def _poll_when_idle(self) -> None:
-        while not self._closing.wait(_IDLE_S):
-            if time.monotonic() - self._called_s < _IDLE_S:
+        while not self._clock.wait_set(self._closing, _IDLE_S):
+            if self._clock() - self._called_s < _IDLE_S:
                 continue
             with self._lock:
-                if time.monotonic() - self._called_s >= _IDLE_S and not self.cache.closed:
+                if self._clock() - self._called_s >= _IDLE_S and not self.cache.closed:
                     self.cache.take_over()
                     self.cache.poll()
 

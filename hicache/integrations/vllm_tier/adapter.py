@@ -10,7 +10,6 @@ Written for vLLM 0.32.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,6 +31,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from ...backends.opening import StorageOpener
 from ...backends.storage import Storage
+from ...clock import SYSTEM_CLOCK
 from ...errors import ConfigError
 from ...geometry import DTYPE_BYTES
 from ...keys import Namespace
@@ -146,7 +146,7 @@ class HiCacheTier(SecondaryTierManager):
 
         The epoch is the time: a counter would restart with the process, and could find pages of other weights.
         """
-        self._tier.reset(time.time_ns())
+        self._tier.reset(int(1e9 * SYSTEM_CLOCK.wall_s()))
 
     def shutdown(self) -> None:
         """See vLLM's SecondaryTierManager. Blocks for at most `transfer.shutdown_deadline`."""

@@ -15,9 +15,10 @@ is settled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...clock import Clock
 from ...errors import InvariantError
 
 
@@ -45,7 +46,7 @@ class LookupTable:
     Invariant: a chunk is in the table exactly while a request that has looked it up is not finished.
     """
 
-    def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, patience_s: float, clock: Clock) -> None:
         self._patience_s = patience_s
         self._clock = clock
         self._questions: dict[bytes, Question] = {}

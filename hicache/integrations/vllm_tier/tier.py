@@ -17,13 +17,13 @@ import functools
 import logging
 import math
 import queue
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...backends.base import Direction, GetOutcome, SetOutcome
 from ...backends.storage import Storage
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config import HiCacheConfig
 from ...controller.gate import OpenStore
 from ...errors import BackendError
@@ -92,7 +92,7 @@ class ChunkTier:
         *,
         in_place: bool = False,
         processes: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         transfer = config.transfer
         self._config, self._namespace, self._open_namespace = config, namespace, open_namespace
@@ -102,7 +102,7 @@ class ChunkTier:
         self._stores_max = int(self._rows.count * (transfer.store_host_share or _STORE_SHARE))
         patience_s = min(config.prefetch.timeout_base, transfer.storage_deadline)
         self._lookups = LookupTable(patience_s, clock)
-        self._log = LimitedLog(logger)
+        self._log = LimitedLog(logger, clock=clock)
         self._jobs: dict[int, Job] = {}  # in flight for the engine
         self._stores_queued = 0  # chunks of the stores among them
         self._ended: list[Ended] = []  # not reported yet
@@ -114,12 +114,12 @@ class ChunkTier:
         deadline_s = transfer.storage_deadline
         self._askers: SupervisedPool[_Asked] = SupervisedPool(
             "tier-lookup", transfer.lookup_workers, handle=self._answer, acknowledge=self._finished.put,
-            patience_s=patience_s + _STUCK_GRACE_S,
+            patience_s=patience_s + _STUCK_GRACE_S, clock=clock,
         )  # fmt: skip
         self._pools: dict[Direction, SupervisedPool[Job]] = {
             direction: SupervisedPool(
                 f"tier-{direction}", threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
-                patience_s=deadline_s + _STUCK_GRACE_S,
+                patience_s=deadline_s + _STUCK_GRACE_S, clock=clock,
             )
             for direction, threads, handle in (
                 (Direction.READ, transfer.io_workers, self._read),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hicache.cli.model_shapes import PRESETS
+from hicache.clock import ManualClock
 from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES
 from hicache.keys import RadixKey
@@ -173,28 +174,18 @@ def test_every_nth_request_is_replayed_and_the_tokens_are_as_in_the_whole_trace(
             assert hits(replay)[0] == (768 if share == 0 else 0)
 
 
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_with_a_speed_up_requests_arrive_at_their_time(tmp_path: Path) -> None:
     trace = [request(0, [1], at_ms=0), request(1, [2], at_ms=8000)]
-    one, clock = job(tmp_path, trace, small_config(storage=None), speed_up=4), Clock()
+    one, clock = job(tmp_path, trace, small_config(storage=None), speed_up=4), ManualClock()
     with started(one) as other:  # closed by the context: only its cache is used
         replay = Replay(other.cache, one, clock=clock)
         for _ in range(100):
             replay.step()
         assert (replay.ended, replay.unfinished, replay.finished) == (1, 0, False)
-        clock.now_s = 1.99
+        clock.advance(1.99)
         replay.step()
         assert replay.unfinished == 0
-        clock.now_s = 2.5
+        clock.advance(0.51)
         for _ in range(100):
             replay.step()
         assert replay.finished and replay.ended == 2
