@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache import keys
 from hicache.cache.recorder import EventRecorder
 from hicache.events import EventStream
-from hicache.keys import RadixKey, page_keys, token_bytes
+from hicache.keys import RadixKey, chain, page_keys, token_bytes, token_ids
 from hicache.radix import POLICIES, RadixTree
 from hicache.tiers import device, token_slots
 
@@ -213,10 +212,10 @@ def main() -> None:
     parser.add_argument("--numpy", action="store_true", help="disable our native helper")
     arguments = parser.parse_args()
     if arguments.numpy:
-        keys.pack_token_ids = keys.hash_pages = device.fill_slots = None
+        token_ids.pack_token_ids = chain.hash_pages = device.fill_slots = None
     use_memory()
     print("reference:", "SGLang's native core" if arguments.peer else "none (give --peer)")
-    helper = "no" if keys.pack_token_ids is None else "yes"
+    helper = "no" if token_ids.pack_token_ids is None else "yes"
     print("ratio = time of ours : time of the reference; native helper:", helper)
     for title, rows in run(arguments.peer):
         print_table(title, rows)

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache import keys as keys_module
 from hicache.arguments import LABEL_CHARACTERS_MAX, NAME_BYTES_MAX
 from hicache.errors import InvalidInput
 from hicache.geometry import KVGeometry, KVLayout, PageShape, Piece
@@ -26,9 +25,11 @@ from hicache.keys import (
     PageChain,
     RadixKey,
     TokenInput,
+    chain,
     namespace_seed,
     page_keys,
     token_bytes,
+    token_ids,
 )
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -39,8 +40,8 @@ def _native(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test of this module runs without and with the native helper."""
     helper = request.getfixturevalue("native") if request.param == "native" else None
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("pack_token_ids", "hash_pages"):
-            patch.setattr(keys_module, name, getattr(helper, name, None))
+        patch.setattr(token_ids, "pack_token_ids", getattr(helper, "pack_token_ids", None))
+        patch.setattr(chain, "hash_pages", getattr(helper, "hash_pages", None))
         yield
 
 
@@ -135,7 +136,7 @@ def test_a_processor_without_the_instructions_has_the_same_keys(monkeypatch: pyt
     packed = token_bytes(range(1000))
     expected = hashlib_keys(packed, 64, b"")
     assert page_keys(packed, 16) == expected
-    monkeypatch.setattr(keys_module, "hash_pages", lambda tokens, page_bytes, prior: None)
+    monkeypatch.setattr(chain, "hash_pages", lambda tokens, page_bytes, prior: None)
     assert page_keys(packed, 16) == expected
 
 

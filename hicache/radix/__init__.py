@@ -3,8 +3,8 @@
 from ..policies import POLICIES, make_policy
 from .check import check_tree, pretty_print
 from .node import NO_HISTORY, Node, UseHistory, may_leave_device, may_leave_host, may_lose_copy
-from .prefixes import Peek, PrefixTree, TreeObserver
-from .results import EvictionChoice, Inserted, Match
+from .prefixes import PrefixTree, TreeObserver
+from .results import EvictionChoice, Inserted, Match, Peek
 from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, RadixTree
 
 __all__ = [

@@ -15,7 +15,7 @@ PRETTY_NODES_MAX = 1000
 
 
 def check_tree(tree: RadixTree) -> None:
-    """Check all invariants of `hicache.radix.tree`. Raises InvariantError if one does not hold."""
+    """Check all invariants of `RadixTree` and `PrefixTree`. Raises InvariantError if one does not hold."""
     device_runs: list[PageIds] = []
     host_runs: list[PageIds] = []
     evictable = protected = nodes = host_evictable = copies = pinned = 0
@@ -87,6 +87,7 @@ def _check_node(tree: RadixTree, node: Node) -> None:
     page_bytes = tree.page_bytes
     pages = len(node.key) // page_bytes
     _require(pages > 0 and len(node.key) % page_bytes == 0, "{!r} is not whole pages", node)
+    _require(pages <= tree.run_pages_max, "{!r} has more than {} pages", node, tree.run_pages_max)
     _require(node.device is not None or node.host is not None, "{!r} is on no tier", node)
     parent = node.parent
     assert parent is not None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..keys import PageChain
+from ..keys import PAGE_KEY_BYTES, PageChain
 from ..types import PageIds
 
 
@@ -56,6 +56,28 @@ class Node:
     device_entry: int = 0  # number of this node's entry in the L1 eviction queue; 0 for none
     host_entry: int = 0  # the same in the L2 eviction queue, for a node on L2 only
     visited: int = 0  # number of the last snapshot of events that contains this node; 0 before its first event
+
+    def move_head(self, head: Node, pages: int) -> None:
+        """Move the first `pages` pages of the run to `head`, a new node with their key, which becomes the parent.
+
+        Page ids and page keys are divided; locks, holds, pins, uses and operations in flight apply to both nodes.
+        """
+        head.created, head.last_access, head.hit_count = self.created, self.last_access, self.hit_count
+        # All users of the run hold the tail; for the head that counts as one child.
+        head.lock_ref, head.host_ref, head.pin_ref = map(int, (self.lock_ref > 0, self.host_ref > 0, self.pin_ref > 0))
+        head.load_pending, head.backup_pending, head.copied = self.load_pending, self.backup_pending, self.copied
+        head.store_pending, head.stored, head.visited = self.store_pending, self.stored, self.visited
+        head.sealed, head.proved_until_s, head.touched_s = self.sealed, self.proved_until_s, self.touched_s
+        if self.device is not None:
+            head.device, self.device = self.device[:pages].copy(), self.device[pages:].copy()
+            head.device_children = 1
+        if self.host is not None:
+            head.host, self.host = self.host[:pages].copy(), self.host[pages:].copy()
+        if self.page_keys is not None:
+            key_cut = pages * PAGE_KEY_BYTES
+            head.page_keys, self.page_keys = self.page_keys[:key_cut], self.page_keys[key_cut:]
+        self.key = self.key[len(head.key) :]
+        self.parent = head
 
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"

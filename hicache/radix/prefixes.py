@@ -1,37 +1,33 @@
 """The structure of the radix tree: find, add, split and remove runs of pages, and compute their page keys.
 
 Tokens are compared as bytes: a page is a slice and a dictionary key, and a run is compared at memory speed. There is
-one root per seed (`extra_key`, `cache_salt`), so equal tokens under two seeds never share a node. `RadixTree` manages
-the tiers of a run. Owned by the scheduler thread; no lock.
+one root per seed (`extra_key`, `cache_salt`), so equal tokens under two seeds never share a node. Nothing here reads or
+changes the tiers of a run: those are the subject of `RadixTree`, which extends this class. The index of stored runs and
+the observers need only this part. Owned by the scheduler thread; no lock.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..arguments import instance
 from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, key_page_bytes, page_keys, split_keys
-from ..types import PageIds, concat
 from .node import NO_CHILDREN, Node, UseHistory
-
-
-class Peek(NamedTuple):
-    """The pages that a match would find: on L1, and after them on L2 only."""
-
-    device_pages: int
-    host_pages: int
 
 
 class PrefixTree:
     """Nodes below one root per seed.
 
+    Invariants, verified by `check_tree`: a node is filed at its parent under its first page. Its run has 1 to
+    `run_pages_max` whole pages and, if its page keys are known, one key for each. `node_count` counts the nodes without
+    the roots.
+
     `page_size` is in tokens or bigrams. `position_bytes` is the kind of the keys (see `RadixKey`), `page_bytes` the key
-    bytes of one page. A node has at most `run_pages_max` pages. If the engine gives the page keys, a node's key and its
-    page keys are the same bytes. `observer`, if any, is notified of pages that a medium gains and loses.
+    bytes of one page. If the engine passes the page keys, a node's key and its page keys are the same bytes. An
+    `observer` is notified of pages that a medium gains and loses.
     """
 
     def __init__(
@@ -132,61 +128,6 @@ class PrefixTree:
         for part in reversed(unknown):
             prior = PageChain(part.key, self.page_bytes // TOKEN_BYTES, prior)
         return prior
-
-    def peek(self, key: RadixKey) -> Peek:
-        """Return what `match` would find. Does not mutate: no node is marked as used or split."""
-        self.require_fitting(key)
-        tokens, page_bytes = key.tokens, self.page_bytes
-        end = len(tokens) - len(tokens) % page_bytes
-        root = self._roots.get(key.seed)
-        device_pages = host_pages = offset = 0
-        children = {} if root is None else root.children
-        while offset < end and (child := children.get(tokens[offset : offset + page_bytes])) is not None:
-            whole = tokens.startswith(child.key, offset)
-            count = self.pages(child) if whole else self._common_pages(child.key, tokens, offset, end)
-            if child.device is not None:
-                device_pages += count
-            else:
-                host_pages += count
-            if not whole:
-                break
-            offset += len(child.key)
-            children = child.children
-        return Peek(device_pages, host_pages)
-
-    def use(self, node: Node, priority: int = 0, new_pages: float = math.inf) -> None:
-        """Count a request that reuses the path to `node`, and raise the path's priority to at least `priority`.
-
-        The request is counted only for runs within the last `new_pages` pages: the others have counted it before.
-        """
-        while node.parent is not None:
-            new_pages -= len(node.key) // self.page_bytes
-            node.hit_count += new_pages >= 0
-            node.priority = max(node.priority, priority)
-            node = node.parent
-
-    def awaits_load(self, key: RadixKey, below: Node, start_page: int) -> bool:
-        """True if a node that `insert` would find below `below` is still being loaded. Does not mutate."""
-        node, offset = below, start_page * self.page_bytes
-        if node.parent is None:
-            node = self._roots.get(key.seed, node)
-        while (child := node.children.get(key.tokens[offset : offset + self.page_bytes])) is not None:
-            if child.load_pending:
-                return True
-            if not key.tokens.startswith(child.key, offset):
-                break
-            node, offset = child, offset + len(child.key)
-        return False
-
-    def device_pages(self, node: Node) -> PageIds:
-        """Return the L1 pages from the start of the prompt to the end of `node`. REQUIRES: `node` is on L1."""
-        runs: list[PageIds] = []
-        while node.parent is not None:
-            if node.device is None:
-                raise InvariantError(f"not on L1: {node!r}")
-            runs.append(node.device)
-            node = node.parent
-        return concat(runs[::-1])
 
     def require_fitting(self, key: RadixKey) -> None:
         """Raise InvalidInput unless `key` is of this tree's kind: plain, bigram or given."""
@@ -304,27 +245,11 @@ class PrefixTree:
         parent = tail.parent
         if parent is None:
             raise InvariantError("split: a root has no pages")
-        cut = pages * self.page_bytes
-        head = self._new_node(parent, tail.key[:cut], tail.priority)
-        head.created, head.last_access, head.hit_count = tail.created, tail.last_access, tail.hit_count
-        # All users of the run hold the tail; for the head that counts as one child.
-        head.lock_ref, head.host_ref, head.pin_ref = map(int, (tail.lock_ref > 0, tail.host_ref > 0, tail.pin_ref > 0))
-        head.load_pending, head.backup_pending, head.copied = tail.load_pending, tail.backup_pending, tail.copied
-        head.store_pending, head.stored, head.visited = tail.store_pending, tail.stored, tail.visited
-        head.sealed, head.proved_until_s, head.touched_s = tail.sealed, tail.proved_until_s, tail.touched_s
-        if tail.device is not None:
-            head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()
-            head.device_children = 1
-        if tail.host is not None:
-            head.host, tail.host = tail.host[:pages].copy(), tail.host[pages:].copy()
-        if tail.page_keys is not None:
-            key_cut = pages * PAGE_KEY_BYTES
-            head.page_keys, tail.page_keys = tail.page_keys[:key_cut], tail.page_keys[key_cut:]
+        head = self._new_node(parent, tail.key[: pages * self.page_bytes], tail.priority)
         # Assigning to an existing entry keeps its old key object. Delete the entry first, so that a head of one page
         # and its dictionary key are one object.
         del parent.children[tail.key[: self.page_bytes]]
-        tail.key = tail.key[cut:]
-        tail.parent = head
+        tail.move_head(head, pages)
         if tail.chain is not None:
             # The chain may begin above `head`, in an earlier head of the same run.
             head.chain = tail.chain.head(tail.chain.pages - self.pages(tail))

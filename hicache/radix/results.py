@@ -19,6 +19,13 @@ class Match(NamedTuple):
     pages: int  # all matched pages
 
 
+class Peek(NamedTuple):
+    """The pages that a match would find: on L1, and after them on L2 only."""
+
+    device_pages: int
+    host_pages: int
+
+
 class Inserted(NamedTuple):
     """Result of an insert. The first `present_pages` given pages were on L1 already: they are duplicates."""
 

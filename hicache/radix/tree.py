@@ -12,10 +12,14 @@ Invariants, verified by `check_tree`:
 4. Each node that may leave a tier has exactly one valid entry in that tier's eviction queue; no node has two. L2 has a
    queue of the nodes on L2 only, and a stack of the copies of nodes that are also on L1.
 5. The page counts are the sums over the nodes.
+
+Longer than 500 lines because every operation here changes the same page counts, reference counts and eviction queues,
+which only hold together. `PrefixTree` has the part without them: the structure and the page keys.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ..errors import InvalidInput, InvariantError
@@ -26,7 +30,7 @@ from ..types import NO_PAGES, PageIds, concat
 from .eviction import EvictionQueues
 from .node import NO_HISTORY, Node, UseHistory, may_grow, may_leave_device
 from .prefixes import PrefixTree, TreeObserver
-from .results import Evicted, EvictionChoice, Inserted, Match
+from .results import Evicted, EvictionChoice, Inserted, Match, Peek
 from .stored import StoredPrefixes
 
 # A node of this size is still matched at memory speed; larger nodes would make single operations too large.
@@ -86,6 +90,27 @@ class RadixTree(PrefixTree):
         device_node, device_pages = path[len(device_runs)], concat(device_runs)
         host_hit = sum(map(self.pages, path[len(device_runs) + 1 :]))
         return Match(path[-1], device_node, device_pages, host_hit, len(device_pages) + host_hit)
+
+    def peek(self, key: RadixKey) -> Peek:
+        """Return what `match` would find. Does not mutate: no node is marked as used or split."""
+        self.require_fitting(key)
+        tokens, page_bytes = key.tokens, self.page_bytes
+        end = len(tokens) - len(tokens) % page_bytes
+        root = self._roots.get(key.seed)
+        device_pages = host_pages = offset = 0
+        children = {} if root is None else root.children
+        while offset < end and (child := children.get(tokens[offset : offset + page_bytes])) is not None:
+            whole = tokens.startswith(child.key, offset)
+            count = self.pages(child) if whole else self._common_pages(child.key, tokens, offset, end)
+            if child.device is not None:
+                device_pages += count
+            else:
+                host_pages += count
+            if not whole:
+                break
+            offset += len(child.key)
+            children = child.children
+        return Peek(device_pages, host_pages)
 
     def insert(
         self,
@@ -191,6 +216,40 @@ class RadixTree(PrefixTree):
                 self.stored.mark(node)
         self.set_host(node, host_pages.copy())
         node.sealed = keys is not None and self.seals_host
+
+    def use(self, node: Node, priority: int = 0, new_pages: float = math.inf) -> None:
+        """Count a request that reuses the path to `node`, and raise the path's priority to at least `priority`.
+
+        The request is counted only for runs within the last `new_pages` pages: the others have counted it before.
+        """
+        while node.parent is not None:
+            new_pages -= len(node.key) // self.page_bytes
+            node.hit_count += new_pages >= 0
+            node.priority = max(node.priority, priority)
+            node = node.parent
+
+    def awaits_load(self, key: RadixKey, below: Node, start_page: int) -> bool:
+        """True if a node that `insert` would find below `below` is still being loaded. Does not mutate."""
+        node, offset = below, start_page * self.page_bytes
+        if node.parent is None:
+            node = self._roots.get(key.seed, node)
+        while (child := node.children.get(key.tokens[offset : offset + self.page_bytes])) is not None:
+            if child.load_pending:
+                return True
+            if not key.tokens.startswith(child.key, offset):
+                break
+            node, offset = child, offset + len(child.key)
+        return False
+
+    def device_pages(self, node: Node) -> PageIds:
+        """Return the L1 pages from the start of the prompt to the end of `node`. REQUIRES: `node` is on L1."""
+        runs: list[PageIds] = []
+        while node.parent is not None:
+            if node.device is None:
+                raise InvariantError(f"not on L1: {node!r}")
+            runs.append(node.device)
+            node = node.parent
+        return concat(runs[::-1])
 
     # Locks, holds, pins: a walk up ends at the first ancestor whose count was not 0 (invariant 3)
 
