@@ -177,7 +177,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "kv_load_failure_policy": "vLLM's own default fails such requests.",
         "layers of this model": "The model mixes sliding windows with full attention. "
         "[Use the tier](engines.md#models-with-windows-or-state), or accept the cost.",
-        "adapter ...: its pages": "HiCache cannot read the adapter's weights, so it cannot distinguish them from others of "
+        "adapter ...: its pages": "HiCache cannot read the adapter's weights, so it cannot tell them from others of "
         "that name.",
         "adapter ...: its files": "vLLM may use the old or the new weights. Restart vLLM.",
         "a load of": "A layer-wise load failed; the request gets no more pages. Often: look at the device and its "
