@@ -65,8 +65,7 @@ class DaemonConfig(Section):
     hosts: HostNames = Field(
         default=[],
         description="Further names of the TCP address, such as those of a DNS entry or a proxy, for browsers and "
-        "scrapers without a token. IP addresses, `localhost`, this machine's name and that of `listen` need no entry. "
-        "Requests to other names get 421 (DNS rebinding).",
+        "scrapers without a token. Requests to other names get 421 (docs/daemon.md).",
     )
     token_file: FileSystemPath | None = Field(
         default=None,

@@ -59,18 +59,18 @@ class IntegrityConfig(_KeySection):
     verify: Literal["read", "load"] = Field(
         default="read",
         description="When pages are verified. `read`: when read from storage. `load`: also before a load from host to "
-        "device, which detects damaged host memory, but takes longer (docs/benchmarks.md). Pages without a tag, such "
-        "as those not yet stored, are not covered. `load` does not support several ranks with a cache each.",
+        "device, which detects damaged host memory, but takes longer (docs/benchmarks.md). Pages that are not yet "
+        "stored are not covered. Not for several ranks with a cache each.",
     )
     scrub_rate: PositiveSize | None = Field(
         default=None,
-        description="Bytes per second of host memory verified while the engine is idle, as by `verify: load`; damaged "
-        "pages are evicted. It uses a core and memory bandwidth. Not set: none.",
+        description="Bytes per second of host memory verified while the engine is idle; damaged pages are evicted. It "
+        "uses a core and memory bandwidth. Not set: none.",
     )
     mac_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. It prevents forgery by "
-        "other writers of the store. All engines that share the store need the same key.",
+        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600; the same in all engines "
+        "that share the store. It prevents forgery by other writers.",
     )
     mac_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
@@ -105,7 +105,7 @@ class StorageFormatConfig(_KeySection):
     compression: Literal["none", "zstd"] = Field(
         default="none",
         description="`zstd` stores pages in fewer bytes, for about one second of a core per GB stored and a third of "
-        "that per GB read. Use it if storage or network is slower. Needs the extra `compression`.",
+        "that per GB read, if storage or network is slower. Needs the extra `compression`.",
     )
     compression_level: Count = Field(
         default=1, ge=1, le=12,
@@ -113,8 +113,8 @@ class StorageFormatConfig(_KeySection):
     )
     encryption_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the encryption key, in the format of `integrity.mac_key_file`, which it replaces. Only "
-        "encrypted pages are accepted. All engines that share the store need the same key.",
+        description="File with the encryption key, in the format of `integrity.mac_key_file`, which it replaces; the "
+        "same in all engines that share the store. Only encrypted pages are accepted.",
     )
     encryption_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,

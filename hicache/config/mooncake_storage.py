@@ -43,8 +43,8 @@ class MooncakeStorageOptions(Section):
     )
     daemon: Address | None = Field(
         default=None,
-        description="Address of a `mooncake_client` daemon on this machine. With it pages outlive the engine, but are "
-        "copied once more. Not set: this process has that role, and pages are transferred directly from and to L2.",
+        description="Address of a `mooncake_client` daemon on this machine (docs/backends/mooncake.md). Not set: this "
+        "process provides memory and transfers pages.",
     )
     segment: Size = Field(
         default=GIB,

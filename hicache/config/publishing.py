@@ -33,7 +33,7 @@ class MetricsConfig(Section):
     )
     hosts: HostNames = Field(
         default=[],
-        description="Further names by which scrapers reach the exporter, such as a Compose service; as `daemon.hosts`.",
+        description="As `daemon.hosts`, for the exporter.",
     )
     allow_remote: bool = Field(
         default=False,
@@ -105,7 +105,7 @@ class EventsConfig(Section):
     curve_secret_key_file: FileSystemPath | None = Field(
         default=None,
         description="File with the publisher's CURVE secret key: 40 characters of Z85, mode 0600. TCP endpoints are "
-        "then encrypted, may be on any address, and admit only the keys in `curve_client_keys_file`.",
+        "then encrypted and admit only the keys in `curve_client_keys_file`.",
     )
     curve_client_keys_file: FileSystemPath | None = Field(
         default=None,

@@ -70,9 +70,8 @@ class RedisStorageOptions(ServerOptions):
     )
     credential_provider: str | None = Field(
         default=None, max_length=256, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="Instead of `username` and a password: `package.module:name`, a function or class without "
-        "arguments that makes a `redis.CredentialProvider`. It is used for each new connection, not for those to "
-        "sentinels.",
+        description="Instead of `username` and a password: `package.module:name`, a function or class that makes a "
+        "`redis.CredentialProvider` (docs/backends/redis.md).",
     )
     sentinel_username: str | None = Field(
         default=None, min_length=1, max_length=256, description="As `username`, for the sentinels.",

@@ -53,7 +53,7 @@ class S3StorageOptions(ServerOptions):
     endpoint_url: str | None = Field(
         default=None,
         description="URL of a store that is not AWS, like `https://s3.example.com:9000`. With plain `http`, others on "
-        "the network can read the pages, from which prompts can be computed.",
+        "the network can read the pages.",
     )
     region: Annotated[str, AfterValidator(check_region)] | None = Field(
         default=None,

@@ -38,8 +38,8 @@ class DeviceConfig(Section):
     )
     memory_fraction: Annotated[float, Field(gt=0, lt=1), BeforeValidator(refuse_bool)] | None = Field(
         default=None,
-        description="`size` as a fraction of a CUDA device's memory minus the weights; the rest is for activations. "
-        "With too much, long prompts run out of memory; 0.8 to 0.9 is usual.",
+        description="`size` as a fraction of a CUDA device's memory minus the weights; the rest is for activations of "
+        "long prompts; 0.8 to 0.9 is usual.",
     )
 
     ascending_pages: bool = Field(
@@ -97,8 +97,8 @@ class HostConfig(Section):
     pin: Annotated[Literal["auto", "on", "off"], BeforeValidator(yaml_switch)] = Field(
         default="auto",
         description="Page-lock the host memory. Pinned copies run at bus speed and overlap with compute; pinning "
-        "takes seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device; `on` requires one, and there "
-        "`off` is rejected.",
+        "takes seconds per 100 GiB. `auto` pins if L1 is on a CUDA device; `on` requires one, and there `off` is "
+        "rejected.",
     )
     shared: SharedHostConfig = SharedHostConfig()
 
@@ -146,7 +146,7 @@ class PrefetchConfig(Section):
     host_share: Number = Field(
         default=0.5, ge=0, le=1,
         description="Share of the host pages that prefetches may hold before their requests run; further ones wait. "
-        "More helps bursts of long prompts, but evicts pages that are known to be useful. 0 disables prefetching.",
+        "More helps bursts of long prompts, but evicts useful pages. 0 disables prefetching.",
     )
 
 
@@ -165,9 +165,9 @@ class BreakEvenConfig(Section):
     )
     writes: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: do not store a page that is slower to read back than to compute in a prefix of any "
-        "length, except one in sixteen, to detect a faster store. `always`, also implied by `mode: always`: store all "
-        "pages, for engines that share the store and compute more slowly or are nearer to it.",
+        description="`measure`: do not store a page that is always slower to read back than to compute, except one in "
+        "sixteen, to detect a faster store. `always`, also implied by `mode: always`: store all pages, for engines "
+        "that share the store and compute more slowly or are nearer to it.",
     )
     prefill_tokens_per_second: Tokens | None = Field(
         default=None,
@@ -275,7 +275,7 @@ class SessionsConfig(Section):
     enabled: bool = Field(
         default=False,
         description="Use a `SessionCache`; needs `prefix_cache`. A session saves at most a page of compute per turn, "
-        "and locks its pages on L1 until other requests need them.",
+        "and locks its pages on L1 until requests need them.",
     )
     ttl: PositiveDuration = Field(
         default=600.0,
@@ -327,14 +327,13 @@ class HiCacheConfig(Section):
 
     page_size: Count = Field(
         default=64, ge=1, le=PAGE_SIZE_MAX,
-        description="Tokens per page, the unit of transfer and storage; usually 16 to 256. Larger pages transfer "
-        "faster; smaller ones lose less at the end of a prefix. Engines with different values do not share stored "
-        "pages.",
+        description="Tokens per page; usually 16 to 256. Larger pages transfer faster; smaller ones lose less at the "
+        "end of a prefix. Engines with different values do not share stored pages.",
     )
     model_label: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+:@-]{0,63}$",
-        description="Name of the model for people, on the daemon's page, in commands, logs and metrics; of two names "
-        "for the same pages, the first is shown. Not set: the name of the model's folder or hub.",
+        description="Name of the model for people (docs/operations.md). Not set: the name of the model's folder or "
+        "hub.",
     )
     prefix_cache: bool = Field(
         default=True,

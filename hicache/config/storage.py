@@ -35,8 +35,8 @@ class FileStorageOptions(Section):
     """Options of the `file` backend: one file per page in its own directory."""
 
     path: FileSystemPath = Field(
-        description="Directory of the store, on a local disk, which belongs to this user and is closed to others; "
-        "HiCache creates a missing one. In a volume or shared directory, the store is `hicache` below it.",
+        description="Directory of the store, on a local disk, of this user and closed to others; created if missing. "
+        "In a volume or shared directory, the store is `hicache` below it (docs/formats/file_store.md).",
     )
     capacity: TierSize | None = Field(
         default=10 * GIB,

@@ -76,7 +76,7 @@ DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
                "Near daemon_pages_total: almost no page is requested again."),
     MetricSpec("daemon_pool_evicted_pages_total", "Pages evicted from the pool.", (),
                lambda n: n.pool.evicted,
-               "Rises as fast as admitted pages while pool hits are rare: the pool is too small."),
+               "Near the admitted pages while pool hits are rare: the pool is too small."),
 )  # fmt: skip
 
 _COPIES: tuple[MetricSpec[NamespaceStatistics], ...] = copy_metrics(

@@ -48,9 +48,8 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                "The denominator of each hit rate."),
     MetricSpec("hit_tokens_total", "Prompt tokens whose KV was reused, by source tier.", ("tier",),
                lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in ("device", "host", "storage")},
-               "Divided by prompt_tokens_total it is the hit rate by tier. Many from storage and few from the host: L2 "
-               "is too small. Falls after a deployment: the namespace has changed, with the weights, model or page "
-               "size."),
+               "Divided by prompt_tokens_total it is the hit rate by tier. Many from storage and few from the host: "
+               "L2 is too small. A fall after a deployment: the namespace has changed."),
     MetricSpec("evicted_pages_total", "Pages evicted from a tier.", ("tier",),
                lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")},
                "Normal for a full tier. Rises while the hit rate falls: the tier is too small."),
@@ -151,8 +150,8 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                True),
     MetricSpec("prefetch_wait_seconds", "Waiting time of requests for their prefetch.", (),
                lambda s: s.prefetch_wait,
-               "Part of the time to the first token. Near the limit of prefetch.timeout_base: storage is slow; a "
-               "lower limit, or policy best_effort, trades hits for time.", True),
+               "Near prefetch.timeout_base: storage is slow; a lower limit, or policy best_effort, trades hits for "
+               "time.", True),
     MetricSpec("waiting_prefetches",
                "Prefetches waiting for their turn, for another request's prefetch, or for room.", (),
                lambda s: s.prefetches_waiting,

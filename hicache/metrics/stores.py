@@ -89,8 +89,8 @@ def store_table(stores: Callable[[S], Iterable[StoreStatistics]]) -> Table[S]:
 STORE_METRICS: tuple[MetricSpec[StoreStatistics], ...] = (
     MetricSpec("backend_get_pages_total", "Pages requested from the backend, by outcome.", ("outcome",),
                lambda b: outcomes(GetOutcome, b.statistics.gets),
-               "hit divided by all outcomes is the store's hit rate. Many misses after successful lookups: the store "
-               "evicts pages before they are read. error: see backend_errors_total."),
+               "hit divided by all is the store's hit rate. Many misses after successful lookups: the store evicts "
+               "pages before they are read."),
     MetricSpec("backend_set_pages_total", "Pages given to the backend, by outcome.", ("outcome",),
                lambda b: outcomes(SetOutcome, b.statistics.sets),
                "rejected: no room; the log says why. present: already stored."),
@@ -117,10 +117,9 @@ STORE_METRICS: tuple[MetricSpec[StoreStatistics], ...] = (
     MetricSpec("backend_capacity_bytes", "Limit of the store's bytes; absent if the server sets the limit.", (),
                lambda b: None if b.usage is None else b.usage.capacity_bytes,
                "The entry `capacity` of the store."),
-    MetricSpec("backend_keeps_nothing", "1 while a store keeps none of the pages that it is given.", (),
+    MetricSpec("backend_keeps_nothing", "1 while a store keeps nothing.", (),
                lambda b: b.health.state is HealthState.KEEPS_NOTHING,
-               "It is full and cannot evict, fails, has an open breaker, or cannot be opened. The log has the reason. "
-               "The value stays while there are no new pages."),
+               "docs/monitoring.md explains it. The value stays while there are no new pages."),
     MetricSpec("backend_breaker_state", "0: closed, calls are made; 1: the next call decides; 2: open, no calls.",
                ("direction",), _guarded(lambda g: {way: b.state for way, b in g.breakers.items()}),
                "2 for minutes: an outage; the log has the reason."),
