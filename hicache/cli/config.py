@@ -35,7 +35,7 @@ A configuration is a YAML file. The names below are paths in it: `host.size` is 
 (`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or a flag (`--set host.size=4GiB`). Flags override variables, and variables the
 file. An alternative (`size`, `tokens`, `ratio`) replaces the others of a weaker source; another `storage.type` replaces
 the options of the old one. `null` unsets an entry. An empty variable or flag is empty text, which most entries reject.
-A file has at most 10,000 names and values. If no file is given, `{FILE_VARIABLE}` names it; `hicache demo` and
+A file has at most 10,000 names and values. Without a file, `{FILE_VARIABLE}` names it; `hicache demo` and
 `hicache replay` have default files instead.
 
 **Units.** Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required,
@@ -43,13 +43,15 @@ except for 0; a program passes bytes and seconds as numbers. A tier or a store h
 home directory; a URL in place of a path is rejected. Numbers that YAML reads in base 8 or 60 (`064` would be 52, `1:30`
 would be 90) are rejected in a file; as a variable or flag, `064` is 64.
 
-**Secrets.** A secret is in a file of mode 0600, or in an environment variable that an `..._env` entry names. A file is
-safer, because child processes inherit variables.
+**Secrets.** A secret is in a file of mode 0600, or in a variable that an `..._env` entry names. A file is safer,
+because child processes inherit variables.
 
-**Errors.** Unknown, invalid and duplicate entries are rejected. The error suggests the nearest valid name, or HiCache's
-name for an entry of SGLang, LMCache or vLLM. An unknown `{ENVIRON_PREFIX}` variable is rejected if two underscores
-follow in its name, unless an `..._env` entry names it. Others are ignored with a warning, because Kubernetes sets
+**Errors.** Unknown, invalid and duplicate entries are rejected, with the nearest valid name, or HiCache's name for an
+entry of SGLang, LMCache or vLLM. An unknown `{ENVIRON_PREFIX}` variable is rejected if two underscores follow in its
+name, unless an `..._env` entry names it. Others are ignored with a warning, because Kubernetes sets
 `{ENVIRON_PREFIX}PORT` and more beside a service named `hicache`.
+
+`-` as a default: not set.
 
 """
 _TABLE_HEAD = """\
@@ -58,8 +60,7 @@ _TABLE_HEAD = """\
 """
 _MARKDOWN_TAIL = """
 The entries `storage.options.*` above are those of the `file` backend; the other backends follow. Required entries are
-required only in a configuration with `storage`. Compositions (`levels`, `sharded`) have no guard; each of their parts
-has one. Entries inside a list, such as parts, can only be set in a file.
+required only in a configuration with `storage`. Entries inside a list, such as parts, can only be set in a file.
 """
 
 
@@ -209,5 +210,8 @@ def markdown() -> str:
 
 
 def _table(entries: Iterable[EntryInfo]) -> str:
-    rows = [f"| `{name}` | {accepts} | {default} | {text} |\n" for name, accepts, default, text in entries]
+    rows = [
+        f"| `{name}` | {accepts} | {'-' if default == 'not set' else default} | {text} |\n"
+        for name, accepts, default, text in entries
+    ]
     return _TABLE_HEAD + "".join(rows)

@@ -29,7 +29,7 @@ class TlsConfig(Section):
     )
     key: FileSystemPath | None = Field(
         default=None,
-        description="PEM file with the private key, mode 0600. Replaced files are used for new connections.",
+        description="PEM file with the private key, mode 0600.",
     )
     client_ca: FileSystemPath | None = Field(
         default=None,
@@ -65,21 +65,19 @@ class DaemonConfig(Section):
     hosts: HostNames = Field(
         default=[],
         description="Further names of the TCP address, such as those of a DNS entry or a proxy, for browsers and "
-        "scrapers without a token. IP addresses, `localhost`, this machine's name and that of `listen` need no entry. "
-        "Requests to other names get 421: a web page could use its own name to read the status (DNS rebinding).",
+        "scrapers without a token. Requests to other names get 421 (docs/daemon.md).",
     )
     token_file: FileSystemPath | None = Field(
         default=None,
-        description="File whose first line is the token of TCP clients (`Authorization: Bearer`), mode 0600; a "
-        "replaced one is used within a second. The Unix socket does not need a token.",
+        description="File whose first line is the token of TCP clients (`Authorization: Bearer`), mode 0600.",
     )
     token_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the token."
     )
     admin_token_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the token of admin calls, different from the clients' token. Without it, admin calls "
-        "are accepted only over the Unix socket, where the kernel reports the caller.",
+        description="File with the token of admin calls, different from the clients'. Without it, admin calls are "
+        "accepted only over the Unix socket.",
     )
     admin_token_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the admin token."
@@ -87,13 +85,12 @@ class DaemonConfig(Section):
     tls: TlsConfig = TlsConfig()
     pool: Size = Field(
         default=GIB,
-        description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. More "
-        "serves more pages without the store. Engines' memory is separate. 0: none.",
+        description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. 0: none.",
     )
     staging: PositiveSize = Field(
         default=256 * MIB,
-        description="Host memory for pages sent over a socket; allocated at start. More serves more clients on other "
-        "hosts at once; further calls wait. One call uses at most a quarter of it.",
+        description="Host memory for pages sent over a socket; allocated at start. Calls without room wait. One call "
+        "uses at most a quarter of it.",
     )
     memory_max: PositiveSize = Field(
         default=1024 * GIB,
@@ -105,8 +102,7 @@ class DaemonConfig(Section):
     namespaces_max: Count = Field(
         default=64, ge=1, le=4096,
         description="Limit of open namespaces, each with its own connections and threads. Beyond it, the least "
-        "recently used one without calls in flight is closed, first one that no engine uses; if all have calls, the "
-        "engine is rejected.",
+        "recently used one without calls in flight is closed, first one that no engine uses.",
     )
     connections_max: Count = Field(
         default=512, ge=1, le=65536,
@@ -122,7 +118,7 @@ class DaemonConfig(Section):
     threads: Count = Field(
         default=16, ge=1, le=256,
         description="Threads that call the stores of one namespace; idle ones end. More serves more engines at once "
-        "from a slow store. A store that hangs blocks only its namespace's threads.",
+        "from a slow store.",
     )
     request_timeout: PositiveDuration = Field(
         default=60.0, description="The longest deadline of a request; longer ones are shortened."

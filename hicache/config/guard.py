@@ -26,11 +26,11 @@ class InjectConfig(Section):
     """Injected faults, to try out their effects. Not for production."""
 
     latency: Duration = Field(default=0.0, description="Time added to each call.")
-    jitter: Duration = Field(default=0.0, description="Random time added to each call, between 0 and this.")
+    jitter: Duration = Field(default=0.0, description="Random time up to this, added to each call.")
     bandwidth: Size = Field(default=0, description="Bytes per second for all calls together; 0: no limit.")
     error_share: Number = Field(default=0.0, ge=0, le=1, description="Share of the calls that fail.")
     damage_share: Number = Field(
-        default=0.0, ge=0, le=1, description="Share of the read pages that are damaged in flight, and then removed."
+        default=0.0, ge=0, le=1, description="Share of the read pages that are damaged in flight, and removed."
     )
     seed: Count = Field(default=0, description="Seed of the random numbers; equal seeds give equal faults.")
 
@@ -45,13 +45,13 @@ class GuardConfig(Section):
 
     in_flight: PositiveSize = Field(
         default=4 * GIB,
-        description="Limit of bytes in flight. Further calls wait until their deadline; a larger call runs alone. Less "
-        "keeps a small server responsive, more keeps a fast one busy.",
+        description="Limit of bytes in flight. Further calls wait until their deadline; a larger call runs alone. "
+        "Less keeps a small server responsive.",
     )
     failures: Count = Field(
         default=3, ge=1, le=1000,
-        description="Failed calls in a row that open the breaker of their direction (read or write). Fewer detects an "
-        "outage sooner; more tolerates occasional errors.",
+        description="Failed calls in a row that open the breaker of their direction (docs/reliability.md). Fewer "
+        "detects an outage sooner; more tolerates occasional errors.",
     )
     failure_share: Number = Field(
         default=0.5, gt=0, le=1,
@@ -60,31 +60,30 @@ class GuardConfig(Section):
     backoff_min: PositiveDuration = Field(
         default=0.5,
         description="Back-off before a failed store is probed; each failed probe doubles it. Shorter recovers sooner, "
-        "but loads a struggling store more.",
+        "but loads the store more.",
     )
     backoff_max: PositiveDuration = Field(
         default=5.0, description="Longest back-off; a recovered store is used after about this time."
     )
     probe_timeout: PositiveDuration = Field(
         default=2.0,
-        description="Time limit of a probe, which writes, reads and removes a page. Use more for slow or distant "
-        "stores with large pages.",
+        description="Time limit of a probe. Use more for slow or distant stores with large pages.",
     )
     grace: PositiveDuration = Field(
         default=0.5, description="Time after its deadline at which a call that has not returned counts as failed."
     )
     damage_pages: Count = Field(
         default=16, ge=1, le=1_000_000,
-        description="Consecutive damaged pages that stop all use of the store: the reader then more likely has a wrong "
-        "key, and would remove all pages.",
+        description="Consecutive damaged pages that stop all use of the store: the reader then more likely has a "
+        "wrong key, and would remove all pages.",
     )
     damage_backoff: PositiveDuration = Field(
         default=30.0, description="Length of that stop. Each further one is four times as long, up to an hour."
     )
     retry_share: Number = Field(
         default=0.1, ge=0, le=1,
-        description="Share of calls and pages that may be retried once after an error; 0: none. More hides more "
-        "failures, but adds load to an overloaded store.",
+        description="Share of calls and pages that may be retried once after an error. More hides more failures, but "
+        "loads an overloaded store.",
     )
     read: _Switch = Field(
         default=Override.AUTO,

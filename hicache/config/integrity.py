@@ -53,26 +53,24 @@ class IntegrityConfig(_KeySection):
 
     tag: Literal["xxh3_128", "none"] = Field(
         default="xxh3_128",
-        description="Checksum of every page. `none` serves unverified data: only for measurements. With a MAC key the "
-        "tag is AES-256-GMAC, with an encryption key AES-256-GCM.",
+        description="Checksum of every page. `none` serves unverified data: only for measurements. A MAC key replaces "
+        "it by AES-256-GMAC, an encryption key by AES-256-GCM.",
     )
     verify: Literal["read", "load"] = Field(
         default="read",
         description="When pages are verified. `read`: when read from storage. `load`: also before a load from host to "
-        "device, which detects damaged host memory, but takes longer (docs/benchmarks.md); damaged pages are computed "
-        "again. Pages without a tag, such as those not yet stored, are not covered. `load` does not support several "
-        "ranks with a cache each.",
+        "device, which detects damaged host memory, but takes longer (docs/benchmarks.md). Pages that are not yet "
+        "stored are not covered. Not for several ranks with a cache each.",
     )
     scrub_rate: PositiveSize | None = Field(
         default=None,
-        description="Bytes per second of host memory verified while the engine is idle, as by `verify: load`; damaged "
-        "pages are evicted. It detects faulty memory before a request needs the page, but uses a core and memory "
-        "bandwidth. Not set: none.",
+        description="Bytes per second of host memory verified while the engine is idle; damaged pages are evicted. It "
+        "uses a core and memory bandwidth. Not set: none.",
     )
     mac_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. It prevents forgery by "
-        "others who can write to the store. All engines that share the store need the same key.",
+        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600; the same in all engines "
+        "that share the store. It prevents forgery by other writers.",
     )
     mac_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
@@ -80,8 +78,8 @@ class IntegrityConfig(_KeySection):
     )
     previous_mac_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the previous MAC key, whose pages are still accepted during a key change (steps: "
-        "docs/formats/frame.md). Remove it afterwards; its pages are then misses.",
+        description="File with the previous MAC key, whose pages are accepted during a key change "
+        "(docs/formats/frame.md).",
     )
     previous_mac_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
@@ -107,18 +105,16 @@ class StorageFormatConfig(_KeySection):
     compression: Literal["none", "zstd"] = Field(
         default="none",
         description="`zstd` stores pages in fewer bytes, for about one second of a core per GB stored and a third of "
-        "that per GB read. Use it if storage or network is slower. Storing and reading such pages needs the extra "
-        "`compression`.",
+        "that per GB read, if storage or network is slower. Needs the extra `compression`.",
     )
     compression_level: Count = Field(
         default=1, ge=1, le=12,
-        description="Level of zstd. For KV, higher levels take several times as long and gain little or nothing.",
+        description="Level of zstd. Higher levels take several times as long and gain little or nothing for KV.",
     )
     encryption_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the encryption key, in the format of `integrity.mac_key_file`, which it replaces. Pages "
-        "are encrypted and authenticated by AES-256-GCM, and only such pages are accepted. All engines that share the "
-        "store need the same key.",
+        description="File with the encryption key, in the format of `integrity.mac_key_file`, which it replaces; the "
+        "same in all engines that share the store. Only encrypted pages are accepted.",
     )
     encryption_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,
@@ -126,8 +122,7 @@ class StorageFormatConfig(_KeySection):
     )
     previous_encryption_key_file: FileSystemPath | None = Field(
         default=None,
-        description="File with the previous encryption key, whose pages are still read during a key change (steps: "
-        "docs/formats/frame.md).",
+        description="File with the previous encryption key, whose pages are read during a key change.",
     )
     previous_encryption_key_env: str | None = Field(
         default=None, pattern=VARIABLE_PATTERN,

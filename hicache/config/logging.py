@@ -14,9 +14,9 @@ class LoggingConfig(Section):
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
-        description="The lowest level that is written. `info`: one line at the start and one for each change of state. "
-        "`debug`: more than an operator needs. `-v` and `--log-level` override it.",
+        description="The lowest level that is written. `info`: one line at the start and one for each change of "
+        "state. `-v` and `--log-level` override it.",
     )
     format: Literal["text", "json"] = Field(
-        default="text", description="`text`: readable lines. `json`: one JSON object per line, for log collectors."
+        default="text", description="`text`: lines for people. `json`: one object per line, for log collectors."
     )

@@ -43,9 +43,8 @@ class MooncakeStorageOptions(Section):
     )
     daemon: Address | None = Field(
         default=None,
-        description="Address of a `mooncake_client` daemon on this machine that provides memory and transfers pages. "
-        "With it pages outlive the engine, but are copied once more. Not set: this process does both, and pages are "
-        "transferred directly from and to L2.",
+        description="Address of a `mooncake_client` daemon on this machine (docs/backends/mooncake.md). Not set: this "
+        "process provides memory and transfers pages.",
     )
     segment: Size = Field(
         default=GIB,
@@ -63,8 +62,8 @@ class MooncakeStorageOptions(Section):
     )
     host: Annotated[str, AfterValidator(check_host)] = Field(
         default="127.0.0.1",
-        description="Name or IP address by which other nodes reach this process. The library listens on all interfaces "
-        "without authentication: give access to trusted nodes only.",
+        description="Name or IP address by which other nodes reach this process. The library listens on all "
+        "interfaces without authentication: trusted nodes only.",
     )
     metadata: Annotated[str, AfterValidator(_check_metadata)] = Field(
         default="P2PHANDSHAKE", max_length=256,
@@ -85,8 +84,7 @@ class MooncakeStorageOptions(Section):
     timeout: Duration = Field(
         default=2.0, gt=0, le=60,
         description="How long the library waits for a reply or for progress of a transfer (there rounded up to "
-        "seconds). Shorter detects a node that hangs sooner; longer tolerates a busy one. The first Mooncake store of "
-        "a process sets it.",
+        "seconds). Longer tolerates a busy node. The first Mooncake store of a process sets it.",
     )
 
 

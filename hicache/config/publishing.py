@@ -33,13 +33,12 @@ class MetricsConfig(Section):
     )
     hosts: HostNames = Field(
         default=[],
-        description="Further names by which scrapers reach the exporter, as `daemon.hosts`, such as a Compose service. "
-        "Requests to other names get 421.",
+        description="As `daemon.hosts`, for the exporter.",
     )
     allow_remote: bool = Field(
         default=False,
-        description="Allow any address for `host`. The exporter has no authentication; metrics do not contain prompts, "
-        "keys or tenants, but show the engine's load.",
+        description="Allow any address for `host`. The exporter has no authentication; metrics do not contain "
+        "prompts, keys or tenants, but show the engine's load.",
     )
 
     @model_validator(mode="after")
@@ -78,14 +77,13 @@ class EventsConfig(Section):
     )
     data_parallel_rank: Annotated[int, Field(ge=0, le=65535)] | None = Field(
         default=None,
-        description="Data-parallel rank of this engine, published in events and, as in vLLM and SGLang, added to the "
-        "endpoints' TCP ports, so that all ranks can share one configuration. A Unix socket's name gets `_dp` and the "
-        "rank.",
+        description="Data-parallel rank of this engine, published in events and added to the endpoints' TCP ports, so "
+        "that all ranks can share one configuration. A Unix socket's name gets `_dp` and the rank.",
     )
     buffer: PositiveSize = Field(
         default=32 * MIB,
-        description="Bytes of events kept in this process. More tolerates longer stalls of the publisher; beyond it "
-        "the oldest are dropped and a snapshot of the tree is published.",
+        description="Bytes of events waiting for the publisher; beyond it the oldest are dropped and a snapshot of "
+        "the tree is published.",
     )
     replay_buffer: PositiveSize = Field(
         default=64 * MIB,
@@ -97,7 +95,7 @@ class EventsConfig(Section):
         ge=1,
         le=65536,
         description="Batches queued for a slow subscriber, each of about 256 KiB plus at most one tree node. Further "
-        "batches are missed and counted.",
+        "ones are missed.",
     )
     snapshot_interval: PositiveDuration = Field(
         default=10.0,
@@ -107,7 +105,7 @@ class EventsConfig(Section):
     curve_secret_key_file: FileSystemPath | None = Field(
         default=None,
         description="File with the publisher's CURVE secret key: 40 characters of Z85, mode 0600. TCP endpoints are "
-        "then encrypted, may be on any address, and admit only the keys in `curve_client_keys_file`.",
+        "then encrypted and admit only the keys in `curve_client_keys_file`.",
     )
     curve_client_keys_file: FileSystemPath | None = Field(
         default=None,

@@ -50,9 +50,9 @@ class RedisStorageOptions(ServerOptions):
     )
     allowed_nodes: _Servers | None = Field(
         default=None,
-        description="Nodes that sentinels and cluster nodes may report, compared as reported: networks (`10.0.0.0/8`), "
-        "IP addresses, host names and domains (`.cache.example`). Not set: each reported node gets the password and "
-        "the pages, so a compromised server can redirect them.",
+        description="Nodes that sentinels and cluster nodes may report, compared as reported: networks "
+        "(`10.0.0.0/8`), IP addresses, host names and domains (`.cache.example`). Not set: any node, which gets the "
+        "password and the pages.",
     )
     db: Count = Field(
         default=0, ge=0, le=DB_MAX, description="Number of the database, if not in `url`; a cluster only has 0.",
@@ -70,9 +70,8 @@ class RedisStorageOptions(ServerOptions):
     )
     credential_provider: str | None = Field(
         default=None, max_length=256, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="Instead of `username` and a password: `package.module:name`, a function or class without "
-        "arguments that makes a `redis.CredentialProvider`, such as one for IAM of ElastiCache or for Entra ID. It is "
-        "used for each new connection, not for those to sentinels.",
+        description="Instead of `username` and a password: `package.module:name`, a function or class that makes a "
+        "`redis.CredentialProvider` (docs/backends/redis.md).",
     )
     sentinel_username: str | None = Field(
         default=None, min_length=1, max_length=256, description="As `username`, for the sentinels.",
@@ -97,8 +96,8 @@ class RedisStorageOptions(ServerOptions):
     )
     tls_check_hostname: bool = Field(
         default=True,
-        description="Require the host name in certificates. Turn it off for nodes that report addresses that are not "
-        "in their certificates; any server with a certificate of that authority is then trusted.",
+        description="Require the host name in certificates. Off, for nodes that report addresses that are not in "
+        "their certificates: any server with a certificate of that authority is trusted.",
     )
     key_prefix: str = Field(
         default="hicache:", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$",
@@ -107,8 +106,7 @@ class RedisStorageOptions(ServerOptions):
     capacity: TierSize | None = Field(
         default=None,
         description="Limit of the bytes of pages under `key_prefix`, without the server's own memory, for a server "
-        "without maxmemory. Beyond it the least recently used ends of chains are removed. The store is listed once a "
-        "minute. Not set: the server's limit.",
+        "without maxmemory (docs/storage.md). Not set: the server's limit.",
     )
     ttl: PositiveDuration | None = Field(
         default=None, ge=0.001,
@@ -117,8 +115,8 @@ class RedisStorageOptions(ServerOptions):
     )
     read_from: Literal["primary", "replica"] = Field(
         default="primary",
-        description="The servers for lookups and reads. Replicas take load off the primary, but lag: new pages are "
-        "misses for a moment, and reads refresh neither `ttl` nor the primary's recency.",
+        description="The servers for lookups and reads. Replicas take load off the primary, but lag, and reads "
+        "refresh neither `ttl` nor the primary's recency.",
     )
     connections: Count = Field(
         default=2, ge=1, le=64,
@@ -127,13 +125,13 @@ class RedisStorageOptions(ServerOptions):
     )
     pipeline: PositiveSize = Field(
         default=512 * KIB, le=GIB,
-        description="Bytes requested ahead on each connection, at least two pages. More hides a longer round trip; the "
-        "server needs output buffers of the same size.",
+        description="Bytes requested ahead on each connection, at least two pages. More hides a longer round trip, "
+        "and needs larger output buffers of the server.",
     )
     timeout: PositiveDuration = Field(
         default=1.0, ge=0.001,
-        description="Time without a byte after which a server has failed. Shorter detects failures sooner; longer "
-        "tolerates pauses, such as a fork for a snapshot.",
+        description="Time without a byte after which a server has failed. Longer tolerates pauses, such as a fork for "
+        "a snapshot.",
     )
 
     @model_validator(mode="after")

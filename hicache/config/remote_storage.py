@@ -26,7 +26,7 @@ class RemoteStorageOptions(ServerOptions):
     url: str | None = Field(
         default=None,
         description="Daemon on another host, `https://host:port`. Plain `http` beyond loopback lets others on the "
-        "network read the pages, from which prompts can be computed; it is rejected with a token.",
+        "network read the pages; it is rejected with a token.",
     )
     token_file: FileSystemPath | None = Field(
         default=None, description="File whose first line is the daemon's token, mode 0600. Not for the Unix socket.",

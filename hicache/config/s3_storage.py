@@ -40,21 +40,20 @@ class S3StorageOptions(ServerOptions):
 
     bucket: str = Field(
         min_length=3, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]$",
-        description="Name of the bucket. It must exist; HiCache does not create or configure it.",
+        description="Name of the bucket, which must exist.",
     )
     prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
         default="hicache/", max_length=1024,
-        description="Prefix of all object names. It separates pages from other objects, also for lifecycle rules.",
+        description="Prefix of all object names, which separates pages from other objects, also for lifecycle rules.",
     )
     capacity: TierSize | None = Field(
         default=None,
-        description="Limit of the bytes of pages below `prefix`. Beyond it the least recently used ends of chains are "
-        "removed. The store is listed once a minute, one request per thousand pages. Not set: no limit.",
+        description="Limit of the bytes of pages below `prefix` (docs/storage.md). Not set: no limit.",
     )
     endpoint_url: str | None = Field(
         default=None,
-        description="URL of a store that is not AWS, like `https://s3.example.com:9000`. With plain `http`, others "
-        "on the network can read the pages, from which prompts can be computed.",
+        description="URL of a store that is not AWS, like `https://s3.example.com:9000`. With plain `http`, others on "
+        "the network can read the pages.",
     )
     region: Annotated[str, AfterValidator(check_region)] | None = Field(
         default=None,
@@ -81,8 +80,7 @@ class S3StorageOptions(ServerOptions):
     )
     credentials_file: FileSystemPath | None = Field(
         default=None,
-        description="File with credentials in the format of AWS (`[default]`, `aws_access_key_id = ...`, "
-        "`aws_secret_access_key = ...`), mode 0600.",
+        description="File with credentials in the format of AWS, mode 0600.",
     )
     profile: str | None = Field(
         default=None, max_length=128,
@@ -105,12 +103,11 @@ class S3StorageOptions(ServerOptions):
     connections: Count = Field(
         default=8, ge=1, le=256,
         description="Requests in flight, each with a thread and a connection; fewer while the store throttles. More "
-        "hides the latency of a remote store; one core transfers 3 to 4 GB/s.",
+        "hides latency; one core transfers 3 to 4 GB/s.",
     )
     timeout: PositiveDuration = Field(
         default=5.0, ge=0.01, le=3600,
-        description="Time without a byte after which a request fails. Shorter detects a store that hangs sooner; too "
-        "short turns slow moments into misses.",
+        description="Time without a byte after which a request fails. Too short turns slow moments into misses.",
     )
     connect_timeout: PositiveDuration = Field(
         default=2.0, ge=0.01, le=3600,

@@ -30,8 +30,7 @@ class DeviceConfig(Section):
 
     size: TierSize | None = Field(
         default=None,
-        description="Device memory for KV pages, per rank. More holds more prefixes, but leaves less for weights and "
-        "activations.",
+        description="Device memory for KV pages, per rank. More leaves less for weights and activations.",
     )
     tokens: Tokens | None = Field(
         default=None,
@@ -39,14 +38,14 @@ class DeviceConfig(Section):
     )
     memory_fraction: Annotated[float, Field(gt=0, lt=1), BeforeValidator(refuse_bool)] | None = Field(
         default=None,
-        description="`size` as a fraction of a CUDA device's memory minus the weights; the rest is for activations. "
-        "With too much, long prompts run out of memory; 0.8 to 0.9 is usual. CUDA only.",
+        description="`size` as a fraction of a CUDA device's memory minus the weights; the rest is for activations of "
+        "long prompts; 0.8 to 0.9 is usual.",
     )
 
     ascending_pages: bool = Field(
         default=False,
-        description="Allocate free pages in ascending order, so that a request's pages are close together, which helps "
-        "some attention kernels. Off: the pages freed last are used first.",
+        description="Allocate free pages in ascending order: a request's pages are close together, which helps some "
+        "attention kernels. Off: the pages freed last are used first.",
     )
 
     @property
@@ -62,18 +61,18 @@ class SharedHostConfig(Section):
     name: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9.-]{1,120}$",
         description="Name of the memory, `/dev/shm/hicache.NAME`, one per engine; each rank appends its number. A "
-        "daemon on this host then accesses pages in place (`storage.type: remote`). Not set: L2 is private.",
+        "daemon on this host then accesses pages in place. Not set: L2 is private.",
     )
     owner: Literal["engine", "daemon"] = Field(
         default="engine",
-        description="The process that creates the memory; its cgroup memory limit must cover it. `daemon`: the daemon "
-        "at `storage.options.socket`, which must run when the engine starts.",
+        description="The process that creates the memory; its cgroup memory limit must cover it. `daemon`: that at "
+        "`storage.options.socket`, which must run when the engine starts.",
     )
     keep: bool = Field(
         default=False,
-        description="Keep the memory when the engine ends or dies (docs/operations.md). The next engine with this name "
-        "reads its verified pages like those of a fast store. Until then the memory stays in use; `rm "
-        "/dev/shm/hicache.NAME` frees it. Not for several ranks, vLLM, `owner: daemon`, compressed or encrypted pages.",
+        description="Keep the memory when the engine ends or dies, for the next engine with this name "
+        "(docs/operations.md). `rm /dev/shm/hicache.NAME` frees it. Not for several ranks, vLLM, `owner: daemon`, "
+        "compressed or encrypted pages.",
     )
 
 
@@ -84,8 +83,8 @@ class HostConfig(Section):
 
     size: TierSize | None = Field(
         default=None,
-        description="Host memory for KV pages, per rank, allocated at start. More holds more prefixes one copy away "
-        "from the device. It must fit into free memory: pinned memory is not swapped.",
+        description="Host memory for KV pages, per rank, allocated at start. It must fit into free memory: pinned "
+        "memory is not swapped.",
     )
     tokens: Tokens | None = Field(
         default=None,
@@ -97,9 +96,9 @@ class HostConfig(Section):
     )
     pin: Annotated[Literal["auto", "on", "off"], BeforeValidator(yaml_switch)] = Field(
         default="auto",
-        description="Page-lock the host memory. Pinned copies run at bus speed and overlap with compute; pinning takes "
-        "seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device; `on` requires one. `off` is rejected for "
-        "L1 on a CUDA device, where copies would block.",
+        description="Page-lock the host memory. Pinned copies run at bus speed and overlap with compute; pinning "
+        "takes seconds per 100 GiB. `auto` pins if L1 is on a CUDA device; `on` requires one, and there `off` is "
+        "rejected.",
     )
     shared: SharedHostConfig = SharedHostConfig()
 
@@ -123,34 +122,31 @@ class PrefetchConfig(Section):
 
     policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
         default="timeout",
-        description="How long a request waits for its pages from storage. `best_effort`: not at all; it uses the pages "
-        "that have arrived. `wait_complete`: for all pages, at most a minute. `timeout`: for `timeout_base` plus "
+        description="How long a request waits for its pages from storage, whose arrived part it uses. `best_effort`: "
+        "not at all. `wait_complete`: for all pages, at most a minute. `timeout`: for `timeout_base` plus "
         "`timeout_per_1024_tokens`.",
     )
     threshold_tokens: Count = Field(
         default=256, ge=1, le=1 << 30,
-        description="The shortest stored prefix that is read. Lower finds more hits; below a few hundred tokens "
-        "computing is faster than a lookup.",
+        description="The shortest stored prefix that is read. Below a few hundred tokens computing is faster than a "
+        "lookup.",
     )
     timeout_base: PositiveDuration = Field(
         default=1.0,
-        description="Time limit of a read; after it, the request uses the pages that have arrived. Longer gains hits "
-        "on slow stores, but costs time to first token.",
+        description="Time limit of a read. Longer gains hits on slow stores, but costs time to first token.",
     )
     timeout_per_1024_tokens: Duration = Field(
         default=0.25,
-        description="Time added to `timeout_base` for each 1024 tokens of a read.",
+        description="Time added to `timeout_base` for each 1024 tokens.",
     )
     operations_max: Count = Field(
         default=64, ge=1, le=65536,
-        description="Limit of prefetches in flight. Others wait for their turn; if their request begins before, they "
-        "are cancelled and counted.",
+        description="Limit of prefetches in flight. Further ones wait, and are dropped when their request begins.",
     )
     host_share: Number = Field(
         default=0.5, ge=0, le=1,
-        description="Share of the host pages that prefetches may hold before their requests run; further prefetches "
-        "wait. More helps bursts of long prompts, but evicts pages that are known to be useful. 0 disables "
-        "prefetching.",
+        description="Share of the host pages that prefetches may hold before their requests run; further ones wait. "
+        "More helps bursts of long prompts, but evicts useful pages. 0 disables prefetching.",
     )
 
 
@@ -159,19 +155,19 @@ class BreakEvenConfig(Section):
 
     mode: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: fetch a hit from host or storage if that takes less time than computing it, by the "
-        "speeds measured since the start; an unknown speed counts as fast. `always`: fetch every hit.",
+        description="`measure`: fetch a hit from host or storage if that is faster than computing it, by measured "
+        "speeds; an unknown speed counts as fast. `always`: fetch every hit.",
     )
     margin: Number = Field(
         default=1.0, gt=0, le=1024,
         description="Limit of the fetching time as a multiple of the computing time. Above 1 frees the device for "
-        "other requests but delays this one; below 1 requires a clear gain.",
+        "other requests but delays this one.",
     )
     writes: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: do not store a page that is slower to read back than to compute, in a prefix of any "
-        "length; but store one such page in sixteen, to detect a faster store. `always`, also implied by `mode: "
-        "always`: store all pages, for other engines that share the store and compute more slowly or are nearer to it.",
+        description="`measure`: do not store a page that is always slower to read back than to compute, except one in "
+        "sixteen, to detect a faster store. `always`, also implied by `mode: always`: store all pages, for engines "
+        "that share the store and compute more slowly or are nearer to it.",
     )
     prefill_tokens_per_second: Tokens | None = Field(
         default=None,
@@ -194,7 +190,7 @@ class TransferConfig(Section):
     write_pages_max: Count = Field(
         default=4096, ge=1, le=1 << 24,
         description="Limit of pages being copied from device to host, which cannot be evicted. Beyond it, pages are "
-        "not copied now.",
+        "not copied.",
     )
     load_pages_max: Count = Field(
         default=4096, ge=1, le=1 << 24,
@@ -209,23 +205,22 @@ class TransferConfig(Section):
     path: Literal["auto", "direct", "staged"] = Field(
         default="auto",
         description="How pages are copied between host and a CUDA device. `direct`: copy engines copy each page and "
-        "layer separately; fast for long pieces. `staged`: several layers at once, through a device buffer and a "
-        "kernel; fast for short pieces. `auto` measures both at start and uses the faster one.",
+        "layer; fast for long pieces. `staged`: several layers at once, through a device buffer and a kernel; fast "
+        "for short pieces. `auto` measures both at start.",
     )
     multiprocessors: Count = Field(
         default=8, ge=1, le=1024,
-        description="Multiprocessors of a CUDA device for a kernel of the `staged` path. More copies faster; fewer "
-        "leaves more for compute.",
+        description="Multiprocessors for a kernel of the `staged` path. Fewer leaves more for compute.",
     )
     storage_batch_pages: Count = Field(
         default=128, ge=1, le=65536,
-        description="Pages per call of a backend. More needs fewer round trips; with fewer, deadlines and shutdown "
-        "take effect sooner.",
+        description="Pages per call of a backend. More needs fewer round trips; fewer ends sooner at deadlines and "
+        "shutdown.",
     )
     lookup_workers: Count = Field(
         default=1, ge=1, le=64,
-        description="Threads for lookups in storage. One is enough for stores that answer within a millisecond; more "
-        "helps if a lookup takes longer than the time between requests.",
+        description="Threads for lookups in storage. More helps if a lookup takes longer than the time between "
+        "requests.",
     )
     io_workers: Count = Field(
         default=2, ge=1, le=64,
@@ -234,7 +229,7 @@ class TransferConfig(Section):
     )
     backup_workers: Count = Field(
         default=1, ge=1, le=64,
-        description="Threads that write to storage. Writes are not urgent; more takes bandwidth from reads.",
+        description="Threads that write to storage. More takes bandwidth from reads.",
     )
     storage_deadline: PositiveDuration = Field(
         default=10.0,
@@ -244,7 +239,7 @@ class TransferConfig(Section):
     shutdown_deadline: PositiveDuration = Field(
         default=5.0,
         description="Time limit of closing, in which pages that storage lacks are stored, most recently used first. "
-        "Pages not stored by then are dropped, never half written.",
+        "The rest is dropped.",
     )
 
 
@@ -254,13 +249,13 @@ class ScheduleConfig(Section):
 
     policy: Literal["fcfs", "longest_prefix"] = Field(
         default="fcfs",
-        description="`fcfs`: in order of arrival. `longest_prefix`: longest cached prefix first, which serves requests "
-        "with a common prefix together, before it is evicted, and computes it once.",
+        description="`fcfs`: in order of arrival. `longest_prefix`: longest cached prefix first, so a common prefix "
+        "is computed once and used before it is evicted.",
     )
     queue_max: Count = Field(
         default=128, ge=0, le=65536,
-        description="The longest queue that `longest_prefix` sorts; longer ones are served in order of arrival. More "
-        "finds more hits in long queues, but costs the scheduler a lookup per request and step.",
+        description="The longest queue that `longest_prefix` sorts; longer ones are `fcfs`. More finds more hits, but "
+        "costs the scheduler a lookup per request and step.",
     )
     age_max: Duration = Field(
         default=5.0,
@@ -280,7 +275,7 @@ class SessionsConfig(Section):
     enabled: bool = Field(
         default=False,
         description="Use a `SessionCache`; needs `prefix_cache`. A session saves at most a page of compute per turn, "
-        "and locks its pages on L1 until other requests need them.",
+        "and locks its pages on L1 until requests need them.",
     )
     ttl: PositiveDuration = Field(
         default=600.0,
@@ -298,8 +293,7 @@ class RanksConfig(Section):
     deadline: PositiveDuration = Field(
         default=30.0,
         description="How long a rank waits for the others in one step before the engine ends with an error on all "
-        "ranks. Must exceed the longest forward and the longest pause of the machine; shorter detects a stuck rank "
-        "sooner. Dead ranks are detected at once.",
+        "ranks. Must exceed the longest forward and the longest pause of the machine. Dead ranks are detected at once.",
     )
 
 
@@ -315,8 +309,7 @@ class AdminConfig(Section):
     )
     token_file: FileSystemPath | None = Field(
         default=None,
-        description="File with a token for the admin surface, mode 0600. Without a token, this user and root have "
-        "access, as reported by the kernel.",
+        description="File with a token for the admin surface, mode 0600. Without it, this user and root have access.",
     )
     token_env: Annotated[str, Field(pattern=VARIABLE_PATTERN)] | None = Field(
         default=None, description="Name of the variable with that token, instead of a file."
@@ -334,25 +327,22 @@ class HiCacheConfig(Section):
 
     page_size: Count = Field(
         default=64, ge=1, le=PAGE_SIZE_MAX,
-        description="Tokens per page, the unit of transfer and storage; usually 16 to 256. Larger pages transfer "
-        "faster; smaller ones lose less of a prefix that ends inside a page. Engines with different values do not "
-        "share stored pages.",
+        description="Tokens per page; usually 16 to 256. Larger pages transfer faster; smaller ones lose less at the "
+        "end of a prefix. Engines with different values do not share stored pages.",
     )
     model_label: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+:@-]{0,63}$",
-        description="Name of the model for people: on the daemon's page, in `hicache ctl` and `hicache ls`, in logs "
-        "and metrics. It does not change which pages engines share; of two names for the same pages, the first is "
-        "shown. Not set: the name of the model's folder, or its name on a hub.",
+        description="Name of the model for people (docs/operations.md). Not set: the name of the model's folder or "
+        "hub.",
     )
     prefix_cache: bool = Field(
         default=True,
-        description="Reuse KV between requests. Off, for comparisons: every request computes its whole prompt, without "
-        "host memory and storage.",
+        description="Reuse KV between requests. Off, for comparisons: every request computes its whole prompt.",
     )
     bigram_keys: bool = Field(
         default=False,
         description="Key pages by pairs of tokens, for EAGLE, whose draft KV also depends on the next token. The "
-        "engine must make its keys in this way. The two kinds do not share stored pages.",
+        "engine must do the same. The two kinds do not share stored pages.",
     )
     device: DeviceConfig = DeviceConfig()
     host: HostConfig = HostConfig()
@@ -360,27 +350,25 @@ class HiCacheConfig(Section):
         default="write_through",
         description="When a page is copied to the host and stored. `write_through`: as soon as it is computed (in "
         "chunked prompts every 32,768 tokens); evicting it from the device is then free. `write_through_selective`: "
-        "after `selective_hits` uses; pages that are used once are not written. `write_back`: when the device evicts "
-        "it, or when the cache is closed; copies least, but freeing device memory takes a step longer, and a crash "
-        "loses more.",
+        "after `selective_hits` uses. `write_back`: when the device evicts it, or when the cache is closed; copies "
+        "least, but freeing device memory takes a step longer, and a crash loses more.",
     )
     selective_hits: Count = Field(
         default=2, ge=1, le=1 << 30,
-        description="Requests that must use a page before `write_through_selective` copies it. Uses before an eviction "
-        "count too, for about the last million pages. A request that is preempted and runs again is one use.",
+        description="Requests that must use a page before `write_through_selective` copies it. Uses before an "
+        "eviction count too, for about the last million pages. A preempted request counts once.",
     )
     selective_first_share: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = Field(
         default=0.0,
         description="Share of the prompts whose new pages `write_through_selective` copies at their first use. At 0 a "
-        "page is computed twice before it is copied, which can lose half of the hits; more costs writes. Engines that "
-        "share a store choose the same prompts.",
+        "page is computed twice before it is copied, which can lose half of the hits. Engines that share a store "
+        "choose the same prompts.",
     )
     eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
         default="lru",
         description="The page that a full tier evicts first. `lru`: least recently used. `lfu`: used by the fewest "
-        "requests. `slru`: as `lru`, but pages used by `slru_protected_hits` requests last. `priority`: lowest request "
-        "priority. `fifo`: oldest. `filo`: newest. `mru`: most recently used, for scans over more than fits. "
-        "`module:Class`: your own policy.",
+        "requests. `slru`: as `lru`, but pages used by `slru_protected_hits` requests last. `priority`: lowest "
+        "request priority. `fifo`: oldest. `filo`: newest. `mru`: most recently used. `module:Class`: your own.",
     )
     slru_protected_hits: Count = Field(
         default=SLRU_PROTECTED_HITS, ge=1, le=1 << 30,
@@ -392,8 +380,7 @@ class HiCacheConfig(Section):
     )
     load_back_threshold_tokens: Count = Field(
         default=10, ge=0, le=1 << 30,
-        description="The shortest prefix that is copied from host to device. Shorter ones are computed, which is "
-        "faster than waiting for a copy.",
+        description="The shortest prefix that is copied from host to device; shorter ones are computed.",
     )
     prefetch: PrefetchConfig = PrefetchConfig()
     break_even: BreakEvenConfig = BreakEvenConfig()

@@ -85,7 +85,7 @@ class ServerOptions(Section):
     open_timeout: PositiveDuration = Field(
         default=5.0, ge=0.01, le=3600,
         description="Time limit for opening the store. Shorter continues sooner beside a server that accepts "
-        "connections and does not answer; longer tolerates a slow or distant one.",
+        "connections and does not answer.",
     )
 
 

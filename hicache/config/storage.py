@@ -35,8 +35,8 @@ class FileStorageOptions(Section):
     """Options of the `file` backend: one file per page in its own directory."""
 
     path: FileSystemPath = Field(
-        description="Directory of the store, on a local disk. It must belong to this user and be closed to others; "
-        "HiCache creates a missing one. In a volume or shared directory, the store is `hicache` below it.",
+        description="Directory of the store, on a local disk, of this user and closed to others; created if missing. "
+        "In a volume or shared directory, the store is `hicache` below it (docs/formats/file_store.md).",
     )
     capacity: TierSize | None = Field(
         default=10 * GIB,
@@ -45,7 +45,7 @@ class FileStorageOptions(Section):
     )
     free_space_floor: Size = Field(
         default=GIB,
-        description="Space of the file system that stays free for others, even if `capacity` allows more pages.",
+        description="Space of the file system that stays free for other programs.",
     )
     io_threads: Count = Field(
         default=4, ge=1, le=64,
@@ -53,13 +53,13 @@ class FileStorageOptions(Section):
     )
     direct_io: bool = Field(
         default=False,
-        description="Bypass the page cache. Off is faster while the store fits into free memory; on leaves that memory "
-        "to others and makes the speed predictable.",
+        description="Bypass the page cache. Off is faster while the store fits into free memory; on leaves that "
+        "memory to other programs.",
     )
     sync: bool = Field(
         default=False,
-        description="Wait for the disk after each page. Off, a power failure may lose the newest pages, but never "
-        "makes wrong ones; on halves the write speed.",
+        description="Wait for the disk after each page. Off, a power failure may lose the newest pages; on halves the "
+        "write speed.",
     )
 
 
@@ -68,8 +68,8 @@ class FileStorage(Section):
 
     type: Literal["file"] = Field(
         description="The backend: `file`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a composition (`levels`, "
-        "`sharded`), `memory` (this process only, for tests), an installed entry point of the group "
-        "`hicache.backends`, or `module:Class`.",
+        "`sharded`), `memory` (for tests), an installed entry point of the group `hicache.backends`, or "
+        "`module:Class`.",
     )
     options: FileStorageOptions = Field(description="Options of the backend; they depend on `type`.")
     guard: GuardConfig = GuardConfig()
@@ -125,13 +125,12 @@ class LevelsOptions(Section):
     promote: bool = Field(
         default=True,
         description="Copy pages read from a lower level to the levels above. Off, the first level only has pages "
-        "stored by this engine, and others are read from below each time.",
+        "stored by this engine.",
     )
     cascade_bytes_max: PositiveSize = Field(
         default=256 * MIB,
         description="Limit, for each level, of bytes waiting to be copied to it; further copies are dropped and "
-        "counted. Promoted pages wait in host memory, stored ones in the level that has them. More tolerates bursts "
-        "and slow moments.",
+        "counted. Promoted pages wait in host memory, stored ones in the level that has them.",
     )
 
     @model_validator(mode="after")
@@ -144,8 +143,8 @@ class ShardedOptions(Section):
     """Options of a `sharded` set: stores with a share of the pages each."""
 
     parts: _Parts = Field(
-        description="The stores, each as a `storage` section with a `name`. All engines must list the same names. A "
-        "new part gets an even share of the pages, which are stored again.",
+        description="The stores, each as a `storage` section with a `name`; the same names in all engines. A new part "
+        "gets an even share of the pages, which are stored again.",
     )
 
     @model_validator(mode="after")

@@ -34,9 +34,9 @@ def _requests(state: NodeStatistics) -> Values:
 DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
     MetricSpec("daemon_state", "1 for the current state of the daemon.", ("state",),
                lambda n: {state.value: n.state is state for state in NodeState},
-               "draining for longer than daemon.drain_timeout: a store hangs while it is closed."),
+               "draining for longer than daemon.drain_timeout: a store hangs."),
     MetricSpec("daemon_uptime_seconds", "Seconds since the daemon was started.", (), lambda n: n.uptime_s,
-               "Falls: the daemon was restarted; the log of the previous process has the reason."),
+               "Falls: the daemon was restarted."),
     MetricSpec("daemon_connections", "Connections of clients, by listener.", ("listener",), lambda n: n.connections,
                "At daemon_connections_max further ones are rejected."),
     MetricSpec("daemon_connections_max", "Limit of connections for each listener.", (),
@@ -44,24 +44,24 @@ DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
     MetricSpec("daemon_in_flight_requests", "Requests that are not yet answered.", (), lambda n: n.in_flight_requests,
                "At daemon.requests_max further ones are rejected. Steadily high: the stores are slow."),
     MetricSpec("daemon_requests_total", "Answers by operation and class of status.", ("operation", "status"), _requests,
-               "5xx of a verb: back-pressure; see daemon_refused_requests_total. 4xx: a client has no token, "
-               "has another version, or is not a HiCache client."),
+               "5xx of a verb: see daemon_refused_requests_total. 4xx: a client has no token, has another version, or "
+               "is not a HiCache client."),
     MetricSpec("daemon_request_seconds", "Time of answers, from the head of the request.", ("operation",),
                lambda n: {operation: n.latency.get(operation, _NEVER) for operation in OPERATIONS},
-               "The difference from backend_call_seconds is the daemon's share. get and set include the store's time.",
+               "The difference from backend_call_seconds is the daemon's share.",
                True),
     MetricSpec("daemon_refused_requests_total", "Requests and connections that a limit rejected or ended, by limit.",
                ("reason",), lambda n: with_zeros(LIMITS, n.refused),
                "token: clients without the token. connections, requests: raise the entry of that name, or add a node. "
-               "..._timeout: slow or hostile clients. docs/daemon.md has the limits."),
+               "..._timeout: slow or hostile clients."),
     MetricSpec("daemon_clients", "Engines of this host whose memory the daemon has mapped.", (),
                lambda n: len(n.clients), "Fewer than engines: the others send their pages through the socket."),
     MetricSpec("daemon_gone_clients", "Ended engines whose memory is still mapped.", (),
                lambda n: sum(not one.is_alive for one in n.clients),
-               "Above 0 for long: an operation on that memory does not end, because a store hangs."),
+               "Above 0 for long: an operation on that memory hangs in a store."),
     MetricSpec("daemon_client_memory_bytes", "Mapped memory of engines.", (),
                lambda n: sum(one.pages * one.frame_bytes for one in n.clients),
-               "At daemon.memory_max further engines are rejected and send their pages through the socket."),
+               "At daemon.memory_max further engines send their pages through the socket."),
     MetricSpec("daemon_client_operations", "Operations in flight on memory of engines.", (),
                lambda n: sum(one.operations for one in n.clients),
                "Stays above 0 without load: a store hangs."),
@@ -73,10 +73,10 @@ DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
                lambda n: n.pool.pinned_bytes, "Not available to eviction; `hicache ctl unpin` ends pins."),
     MetricSpec("daemon_pool_pages", "Pages in the pool.", (), lambda n: n.pool.pages, "As daemon_pool_used_bytes."),
     MetricSpec("daemon_pool_admitted_pages_total", "Pages that entered the pool.", (), lambda n: n.pool.admitted,
-               "Near daemon_pages_total: almost every page enters once and is not requested again."),
+               "Near daemon_pages_total: almost no page is requested again."),
     MetricSpec("daemon_pool_evicted_pages_total", "Pages evicted from the pool.", (),
                lambda n: n.pool.evicted,
-               "Rises as fast as admitted pages while pool hits are rare: the pool is too small for the load."),
+               "Near the admitted pages while pool hits are rare: the pool is too small."),
 )  # fmt: skip
 
 _COPIES: tuple[MetricSpec[NamespaceStatistics], ...] = copy_metrics(
@@ -92,8 +92,8 @@ NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
     MetricSpec("daemon_pages_total", "Pages that engines requested, by source.", ("source",),
                lambda s: {"pool": s.sharing.pool_hits, "store": s.sharing.store_hits,
                           "shared_read": s.sharing.shared_reads, "miss": s.sharing.misses},
-               "pool: the daemon's gain over the store alone. shared_read: pages that two engines requested at the "
-               "same time and one read served. miss: looked up and not found, or read in vain."),
+               "pool: the daemon's gain over the store. shared_read: requested by two engines at once, read once. "
+               "miss: not found, or read in vain."),
     MetricSpec("daemon_shared_writes_total", "Pages not written because another engine was writing them.", (),
                lambda s: s.sharing.shared_writes, "Writes that sharing saved."),
     MetricSpec("daemon_get_pages_total", "Pages that engines requested, by outcome.", ("outcome",),
