@@ -16,6 +16,7 @@ from hicache.backends.testing import (
     STORED,
     DriverContract,
     OpenStore,
+    SampleContract,
     Subject,
     load,
     make_keys,
@@ -36,10 +37,8 @@ class TestS3(DriverContract):
         return lambda codec: open_s3(bucket, unique_prefix, codec)
 
 
-class TestWithoutConditions(DriverContract):
+class TestWithoutConditions(SampleContract):
     """Pages are looked up before they are stored."""
-
-    machine_examples = 5  # fewer random walks, because only storing a page differs
 
     @pytest.fixture
     def open_store(self, stub: StubS3) -> OpenStore:
