@@ -57,7 +57,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class TestFileBackend(DriverContract):
-    machine_examples = 100
+    machine_examples = 40
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:

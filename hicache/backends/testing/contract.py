@@ -68,6 +68,8 @@ class SoleDriverContract(BoundsContract):
 
     # Walks of the state machine, about forty calls each; a subclass for a slow store may set fewer.
     machine_examples: ClassVar[int] = 20
+    # Calls of each thread in the tests with threads; a subclass for a store that waits before it deletes may set fewer.
+    churn_rounds: ClassVar[int] = 40
     # True if the random walk closes the store and opens it again.
     reopens: ClassVar[bool] = False
     # False for a driver that cannot tell a damaged object from one that has replaced it since.
@@ -263,7 +265,7 @@ class SoleDriverContract(BoundsContract):
 
     def test_threads_see_whole_pages_or_none(self, store: Subject, seed: int) -> None:
         keys = make_keys(12)
-        in_threads(6, lambda number: churn(store, keys, random.Random(seed + number), rounds=40))
+        in_threads(6, lambda number: churn(store, keys, random.Random(seed + number), rounds=self.churn_rounds))
         delete(store, keys)
         assert store.backend.usage().pages == 0
 
@@ -347,7 +349,8 @@ class DriverContract(SoleDriverContract):
 
     def test_threads_of_two_openings_see_whole_pages_or_none(self, store: Subject, second: Subject, seed: int) -> None:
         keys, openings = make_keys(12), (store, second)
-        in_threads(4, lambda number: churn(openings[number % 2], keys, random.Random(seed + number), rounds=25))
+        rounds = self.churn_rounds
+        in_threads(4, lambda number: churn(openings[number % 2], keys, random.Random(seed + number), rounds))
         delete(store, keys)
         assert (exists(second, keys), second.backend.usage().pages) == (0, 0)
         assert store.backend.statistics().corrupt == second.backend.statistics().corrupt == {}
@@ -358,6 +361,7 @@ class SampleContract(ContractFixtures):
     contract. What depends on the driver's own code alone, such as sizes of pages and damage, is not repeated here."""
 
     machine_examples: ClassVar[int] = 5
+    churn_rounds: ClassVar[int] = 10
     reopens: ClassVar[bool] = True
     late = SoleDriverContract.late
 

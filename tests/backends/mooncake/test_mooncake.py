@@ -30,6 +30,7 @@ def at_daemon(master: MooncakeMaster, daemon: MooncakeClientDaemon) -> Iterator[
 
 class TestMooncakeInThisProcess(DriverContract):
     tells_replaced = False
+    machine_examples, churn_rounds = 10, 10
 
     @pytest.fixture
     def open_store(self, master: MooncakeMaster, here: Store, door: SideDoor) -> Iterator[OpenStore]:

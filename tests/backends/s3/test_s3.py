@@ -32,6 +32,8 @@ from tests.waiting import wait_for
 
 
 class TestS3(DriverContract):
+    machine_examples = 10
+
     @pytest.fixture
     def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
         return lambda codec: open_s3(bucket, unique_prefix, codec)
