@@ -52,7 +52,7 @@ pytestmark = pytest.mark.long
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CAPACITY = CAPACITY_PAGES * PAGE
-RANDOM_KILLS = 40
+RANDOM_KILLS = 20
 KILLED = -signal.SIGKILL
 
 
@@ -135,14 +135,15 @@ def verify(
     assert temporary_files(root) == list(others)
 
 
-# In parts, so that each test stays far below its time limit on a busy machine.
+# In parts, so that each test stays far below its time limit on a busy machine. A soak has all of them.
 PARTS = 4
+SOME = range(PARTS) if "SOAK_FACTOR" in os.environ else (0, 2)
 
 
 @pytest.mark.parametrize(
     ("scenario", "form", "first"),
     # The calls are the same for every encoding, so some of them are enough for the second one.
-    [*((scenario, "plain", 1 + part) for scenario in ("write", "evict", "sweep") for part in range(PARTS)),
+    [*((scenario, "plain", 1 + part) for scenario in ("write", "evict", "sweep") for part in SOME),
      ("evict", "zstd+gcm", 1)],
 )  # fmt: skip
 def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
@@ -196,7 +197,7 @@ def test_a_live_process_reclaims_the_room_of_a_dead_one(killing: Killing, tmp_pa
     # Room is reserved for whole frames, so four shorter pages need it for the last one.
     store = open_file(root, FORMS[form], capacity=4 * PAGE)
     whole = killing.run("write", root, form=form)["told"]["calls"]
-    for kill_at in range(1, whole, 3):
+    for kill_at in range(1, whole, 3 if form == "plain" else 9):
         store.backend.delete([*make_keys(3, "one"), *make_keys(3, "two"), *make_keys(4, "mine")], deadline=soon())
         killing.run("write", root, kill_at=kill_at, form=form)
         assert store_chain(store, make_keys(4, "mine")) == [STORED] * 4
@@ -216,12 +217,12 @@ def test_without_reopening_a_kill_leaves_leftovers(killing: Killing, template: P
     shutil.copytree(template, root)
     calls = killing.run("write", root)["told"]["calls"]
     leftovers = 0
-    for kill_at in range(1, calls, 2):
+    for kill_at in range(1, calls, 4):
         shutil.rmtree(root)
         shutil.copytree(template, root)
         killing.run("write", root, kill_at=kill_at)
         leftovers += any(name.partition(".")[2].isdigit() for name in temporary_files(root))
-    assert leftovers > 5
+    assert leftovers > 2
 
 
 @pytest.mark.parametrize("next_one", ["an engine that lives", "an engine that starts", "a command that only looks"])

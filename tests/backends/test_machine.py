@@ -64,12 +64,12 @@ class _Count(MemoryDriver):
 @pytest.mark.parametrize("wrong", [_Lookup, _Trust, _Overwrite, _Delete, _Count])
 def test_a_driver_with_a_fault_fails_the_walk(wrong: type[MemoryDriver]) -> None:
     with pytest.raises(AssertionError):
-        run_machine(lambda codec: _open(wrong, codec), examples=50, reopens=False)
+        run_machine(lambda codec: _open(wrong, codec), examples=50, reopens=False, shortest=False)
 
 
 def test_a_driver_that_forgets_fails_the_walk_that_reopens() -> None:
     with pytest.raises(AssertionError):
-        run_machine(lambda codec: _open(MemoryDriver, codec), examples=50, reopens=True)
+        run_machine(lambda codec: _open(MemoryDriver, codec), examples=50, reopens=True, shortest=False)
 
 
 def test_a_sound_driver_passes() -> None:

@@ -8,7 +8,16 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.testing import MISS, DriverContract, OpenStore, SoleDriverContract, Subject, bare, memory_subject
+from hicache.backends.testing import (
+    MISS,
+    OpenStore,
+    SampleContract,
+    SoleDriverContract,
+    Subject,
+    bare,
+    memory_subject,
+    run_machine,
+)
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
@@ -43,14 +52,28 @@ def memory(codec: FrameCodec) -> Subject:
 class TestOverMemory(SoleDriverContract):
     late = frozenset({*SoleDriverContract.late, MISS, SetOutcome.REJECTED})  # with a pool, those of the pool
 
-    @pytest.fixture(params=[SMALL, 0], ids=["pool", "no-pool"])
-    def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
-        pool = PagePool(request.param, unit_bytes=4096)
+    @pytest.fixture
+    def open_store(self) -> OpenStore:
+        pool = PagePool(SMALL, unit_bytes=4096)
+        return lambda codec: shared(codec, pool, memory(codec))
+
+    def test_a_random_walk_matches_the_memory_driver(self, open_store: OpenStore) -> None:
+        """Without damage: a page that is stored again enters the pool, and is served from there."""
+        run_machine(open_store, examples=self.machine_examples, reopens=self.reopens, damages=False)
+
+
+class TestWithoutAPool(SampleContract):
+    reopens = False
+
+    @pytest.fixture
+    def open_store(self) -> OpenStore:
+        pool = PagePool(0, unit_bytes=4096)
         return lambda codec: shared(codec, pool, memory(codec))
 
 
-class TestOverFile(DriverContract):
-    machine_examples = 15
+class TestOverFile(SampleContract):
+    late = TestOverMemory.late
+    test_a_random_walk_matches_the_memory_driver = TestOverMemory.test_a_random_walk_matches_the_memory_driver
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:

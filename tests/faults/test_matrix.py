@@ -3,12 +3,14 @@
 A cell is one verb of one backend under one fault. In each cell, the verb raises nothing, returns outcomes of the
 contract, serves no wrong page, and does not touch frames after it has returned. Afterwards the server holds only whole
 pages. Also for each fault: a guard stops calls to the store during the fault, and uses the store again afterwards.
-The number of cells is pairs of a store and a fault, times the verbs; the last test counts them.
+The number of cells is pairs of a store and a fault, times the verbs; the last test counts them. Valkey meets every
+fault. S3 and the older Redis meet one fault of each kind, and every fault with `SOAK_FACTOR`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -88,7 +90,16 @@ ROWS = (
     Row("stopped", Faults(), to_server=_pause, heals_server=_resume),
     Row("killed", Faults(), to_server=_kill, heals_server=_restart, ends_server=True),
 )
-PAIRS = [(kind, row) for kind in KINDS for row in ROWS]
+# The rows of a store whose client or reaction another one shares: one of each kind of fault.
+SAMPLES = {
+    "redis": {"stall down", "killed"},
+    "s3": {"latency", "stall down", "cut in the body read", "reset in the body written", "refused", "killed"},
+}
+ALL_PAIRS = [(kind, row) for kind in KINDS for row in ROWS]
+PAIRS = [
+    (kind, row) for kind, row in ALL_PAIRS
+    if "SOAK_FACTOR" in os.environ or row.name in SAMPLES.get(kind.name, {row.name})
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +243,7 @@ def _loads(backend: Storage, keys: list[bytes]) -> bool:
 
 
 @pytest.mark.usefixtures("logged_in")
-@pytest.mark.parametrize("hurt", KINDS, ids=lambda kind: kind.name, indirect=True)
+@pytest.mark.parametrize("hurt", KINDS[:1], ids=lambda kind: kind.name, indirect=True)
 @pytest.mark.parametrize("mode", [Override.AUTO, Override.ON])
 def test_the_breaker_stops_calls_to_a_store_that_is_down(hurt: Hurt, mode: Override) -> None:
     """Control: if the operator forces it on, every call still reaches the store."""
@@ -256,7 +267,7 @@ def test_the_breaker_stops_calls_to_a_store_that_is_down(hurt: Hurt, mode: Overr
             hurt.proxy.heal()
 
 
-def test_the_matrix_has_two_hundred_cells() -> None:
-    cells = len(PAIRS) * len(VERBS)
-    print(f"{len(PAIRS)} pairs of {len(KINDS)} stores and {len(ROWS)} faults x {len(VERBS)} verbs = {cells} cells")
-    assert cells >= 200
+def test_the_matrix_has_every_fault_and_in_a_soak_two_hundred_cells() -> None:
+    print(f"{len(PAIRS)} of {len(ALL_PAIRS)} pairs of a store and a fault, {len(VERBS)} verbs each")
+    assert {row.name for _, row in PAIRS} == {row.name for row in ROWS} and len(PAIRS) >= 25
+    assert len(ALL_PAIRS) * len(VERBS) >= 200

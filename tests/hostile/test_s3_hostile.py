@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 _GROWTH_MIB_MAX = 160
 
 
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_any_reply_ends_in_an_outcome_or_a_typed_error(seed: int) -> None:
     counts = run_round(seed)
     assert sum(count for name, count in counts.items() if name.startswith("reply")) > 10
@@ -30,7 +30,7 @@ def test_hostile_replies_leave_no_descriptors_or_threads_and_use_little_memory()
     gc.collect()
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for seed in range(1000, 1004):
+    for seed in range(1000, 1002):
         run_round(seed)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= files

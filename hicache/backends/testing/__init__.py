@@ -2,12 +2,13 @@
 zstandard.
 
 `DriverContract` is the suite for drivers, `InspectionContract` the suite for those that `Inspects` describes; subclass
-them in a test module. `StoreContract` has the rules that `Store` keeps for all drivers. The other names are helpers for
-tests of stores.
+them in a test module. `SampleContract` is one test of each kind, for other connections, topologies and compositions of
+a driver that passes the whole suite. `StoreContract` has the rules that `Store` keeps for all drivers. The other names
+are helpers for tests of stores.
 `python -m pytest -p hicache.backends.testing.table` prints which store passes which test.
 """
 
-from .contract import DriverContract, SoleDriverContract
+from .contract import DriverContract, SampleContract, SoleDriverContract
 from .damage import DAMAGES
 from .inspection import InspectionContract, OpenStored, by_key
 from .machine import StorageMachine, run_machine
@@ -68,6 +69,7 @@ __all__ = [
     "InspectionContract",
     "OpenStore",
     "OpenStored",
+    "SampleContract",
     "SoleDriverContract",
     "StorageMachine",
     "StoreContract",

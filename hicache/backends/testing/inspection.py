@@ -82,17 +82,16 @@ class InspectionContract(ContractFixtures):
         assert all(page.used_s is None or abs(page.used_s - now) < _CLOCK_S for page in listed)
         other.backend.close()
 
-    @pytest.mark.parametrize("digits", [1, 2, 7, 64])
     def test_a_listing_can_select_namespaces(
-        self, store: Subject, open_store: OpenStore, stored: StoredPages, digits: int
+        self, store: Subject, open_store: OpenStore, stored: StoredPages
     ) -> None:
         other = open_store(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
         keys = make_keys(2)
         store_chain(store, keys)
         store_chain(other, keys)
-        prefix = NAMESPACE.hex()[:digits]
-        expected = {digest for digest in (NAMESPACE, OTHER_NAMESPACE) if digest.hex().startswith(prefix)}
-        assert {page.namespace for page in stored.pages(prefix)} == expected
+        for prefix in (NAMESPACE.hex()[:1], NAMESPACE.hex()[:7], NAMESPACE.hex()):
+            expected = {digest for digest in (NAMESPACE, OTHER_NAMESPACE) if digest.hex().startswith(prefix)}
+            assert {page.namespace for page in stored.pages(prefix)} == expected
         other.backend.close()
 
     def test_pages_are_read_as_stored(self, store: Subject, stored: StoredPages) -> None:

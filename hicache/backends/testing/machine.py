@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
@@ -38,11 +38,12 @@ class StorageMachine(RuleBasedStateMachine):
     Invariant: the store holds the same bytes under the same keys as the model.
     """
 
-    def __init__(self, open_store: OpenStore, *, reopens: bool) -> None:
+    def __init__(self, open_store: OpenStore, *, reopens: bool, damages: bool) -> None:
         super().__init__()
         self._codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
         self._open_store = open_store
         self._reopens = reopens
+        self._damages = damages
         self._store = open_store(self._codec)
         memory = MemoryDriver()
         self._model = memory_subject(bare(memory, self._codec), memory)
@@ -70,6 +71,7 @@ class StorageMachine(RuleBasedStateMachine):
         keys = [_CHAINS[chain][position] for position in positions]
         assert delete(self._store, keys) == delete(self._model, keys)
 
+    @precondition(lambda self: self._damages)
     @rule(chain=_chains, first=_firsts, offset=st.integers(0, HEADER_BYTES + PAYLOAD_BYTES - 1), bit=st.integers(0, 7))
     def flip_a_bit(self, chain: str, first: int, offset: int, bit: int) -> None:
         """Flip a bit of a stored page; the next reader must detect it."""
@@ -82,6 +84,7 @@ class StorageMachine(RuleBasedStateMachine):
         for side in (self._store, self._model):
             side.write(_CHAINS[chain][first], bytes(damaged))
 
+    @precondition(lambda self: self._damages)
     @rule(chain=_chains, first=_firsts, length=st.integers(0, 3 * (HEADER_BYTES + PAYLOAD_BYTES)))
     def resize_and_read(self, chain: str, first: int, length: int) -> None:
         """Truncate or extend a page and read it at once: a store may detect the damage by the size alone."""
@@ -113,17 +116,21 @@ class StorageMachine(RuleBasedStateMachine):
         self._store.backend.close()
 
 
-def run_machine(open_store: OpenStore, *, examples: int, reopens: bool) -> None:
+def run_machine(
+    open_store: OpenStore, *, examples: int, reopens: bool, damages: bool = True, shortest: bool = True
+) -> None:
     """Walk `examples` times, the same walks each time; if SOAK_FACTOR is set, that many times as often, at random.
 
-    `reopens` is for stores that outlive their driver. Raises AssertionError with the shortest failing walk.
+    `reopens` is for stores that outlive their driver, `damages` for stores that read each page from where `Subject`
+    writes it. Raises AssertionError with the shortest failing walk, or with the first one if not `shortest`.
     """
     class Walk(StorageMachine):
         def __init__(self) -> None:
-            super().__init__(open_store, reopens=reopens)
+            super().__init__(open_store, reopens=reopens, damages=damages)
 
     factor = int(os.environ.get("SOAK_FACTOR", "1"))
     run_state_machine_as_test(Walk, settings=settings(
         max_examples=examples * factor, stateful_step_count=_STEPS, derandomize=factor == 1, database=None,
         deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, *([Phase.shrink] if shortest else [])],
     ))  # fmt: skip

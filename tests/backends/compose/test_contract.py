@@ -1,4 +1,4 @@
-"""Compositions pass the contract of all backends: with memory parts, with file parts, and nested."""
+"""Levels and shards of memory pass the whole contract; with files, and nested, its sample."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hicache.backends.compose import Levels, Part, Shards
 from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.testing import (
-    DriverContract,
     OpenStore,
+    SampleContract,
     SoleDriverContract,
     StoreContract,
     Subject,
@@ -28,8 +28,6 @@ pytestmark = pytest.mark.long
 
 # Room for a few pages of the largest size in the contract.
 ROOM = 8 << 20
-# Opening a file store takes some time, and walks open it again and again.
-FILE_WALKS = 15
 
 
 def memory(codec: FrameCodec) -> Subject:
@@ -59,16 +57,8 @@ class TestMemoryLevels(SoleDriverContract):
         return lambda codec: levels(codec, memory(codec), memory(codec))
 
 
-class TestFileOverMemory(SoleDriverContract):
-    machine_examples = FILE_WALKS
-
-    @pytest.fixture
-    def open_store(self, tmp_path: Path) -> OpenStore:
-        return lambda codec: levels(codec, open_file(tmp_path / "s", codec), memory(codec))
-
-
-class TestThreeLevels(SoleDriverContract):
-    machine_examples = FILE_WALKS
+class TestThreeLevels(SampleContract):
+    reopens = False
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
@@ -83,21 +73,23 @@ class TestMemoryShards(SoleDriverContract):
         return lambda codec: sharded(codec, lambda codec, _: memory(codec), 3)
 
 
-class TestFileShards(DriverContract):
-    machine_examples = FILE_WALKS
-
+class TestFileShards(SampleContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: sharded(codec, lambda codec, number: open_file(tmp_path / str(number), codec), 2)
 
 
-class TestShardsUnderMemory(SoleDriverContract):
+class TestShardsUnderMemory(SampleContract):
+    reopens = False
+
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return lambda codec: levels(codec, memory(codec), sharded(codec, lambda codec, _: memory(codec), 2))
 
 
-class TestShardsOfShards(SoleDriverContract):
+class TestShardsOfShards(SampleContract):
+    reopens = False
+
     @pytest.fixture
     def open_store(self) -> OpenStore:
         def inner(codec: FrameCodec, _: int) -> Subject:

@@ -1,4 +1,4 @@
-"""Compositions over real servers: the contract, and servers that stop, hang and restart empty."""
+"""Compositions over real servers: the contract's sample, and servers that stop, hang and restart empty."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from hicache.backends.testing import (
     MISS,
     PRESENT,
     STORED,
-    DriverContract,
     OpenStore,
-    SoleDriverContract,
+    SampleContract,
     Subject,
     load,
     make_keys,
@@ -39,8 +38,8 @@ from ._parts import settle, side_door
 ROOM = 8 << 20
 
 
-class TestFileOverValkey(SoleDriverContract):
-    machine_examples = 6
+class TestFileOverValkey(SampleContract):
+    reopens = False
 
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str, tmp_path: Path) -> Iterator[OpenStore]:
@@ -55,10 +54,8 @@ class TestFileOverValkey(SoleDriverContract):
             yield open_it
 
 
-class TestShardsOnValkey(DriverContract):
+class TestShardsOnValkey(SampleContract):
     """Three parts on one server: each has its own prefix, as if it were a separate server."""
-
-    machine_examples = 6
 
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:

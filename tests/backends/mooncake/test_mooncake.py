@@ -8,19 +8,10 @@ import pytest
 
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import DriverContract, OpenStore, Subject, driver_of, make_keys
+from hicache.backends.testing import DriverContract, OpenStore, SampleContract, Subject, driver_of, make_keys
 from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
 
 from .store import SideDoor, open_backend
-
-
-class _MooncakeContract(DriverContract):
-    tells_replaced = False
-
-    def test_the_server_rejects_an_empty_object(self, store: Subject, door: SideDoor) -> None:
-        assert isinstance(store.backend, Store)
-        assert door.client.put(door.name(store.backend, make_keys(1)[0]), b"") != 0
-        assert store.backend.usage().pages == 0
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +28,22 @@ def at_daemon(master: MooncakeMaster, daemon: MooncakeClientDaemon) -> Iterator[
     backend.close()
 
 
-class TestMooncakeInThisProcess(_MooncakeContract):
+class TestMooncakeInThisProcess(DriverContract):
+    tells_replaced = False
+    machine_examples, churn_rounds = 10, 10
+
     @pytest.fixture
     def open_store(self, master: MooncakeMaster, here: Store, door: SideDoor) -> Iterator[OpenStore]:
         yield lambda codec: door.store(open_backend(master, codec))
         door.clear()
 
+    def test_the_server_rejects_an_empty_object(self, store: Subject, door: SideDoor) -> None:
+        assert isinstance(store.backend, Store)
+        assert door.client.put(door.name(store.backend, make_keys(1)[0]), b"") != 0
+        assert store.backend.usage().pages == 0
 
-class TestMooncakeThroughADaemon(_MooncakeContract):
-    machine_examples = 6  # fewer than above, because only the path to the store differs
 
+class TestMooncakeThroughADaemon(SampleContract):
     @pytest.fixture
     def open_store(
         self, master: MooncakeMaster, daemon: MooncakeClientDaemon, at_daemon: Store, door: SideDoor

@@ -1,4 +1,4 @@
-"""The Redis backend against the contract, on each kind of server and connection."""
+"""The Redis backend against the contract, and its sample on each other kind of server and connection."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from hicache.backends.testing import (
     STORED,
     DriverContract,
     OpenStore,
+    SampleContract,
     driver_of,
     empty_frames,
     full_frames,
@@ -44,8 +45,6 @@ from .store import CODEC, PAGE, grow_old, name_of, open_on, opened
 
 # Long timeouts: on a busy machine, a handshake may take longer than a second.
 _PATIENT = {"timeout": 20.0}
-# Fewer random walks where only the connection to the server differs.
-_FEW = 5
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
 
 
@@ -63,16 +62,14 @@ class TestValkey(DriverContract):
             yield from opener(client, unique_prefix, valkey.storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
-class TestUnixSocket(DriverContract):
-    machine_examples = _FEW
-
+class TestUnixSocket(SampleContract):
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
             yield from opener(client, unique_prefix, valkey.unix_storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
-class TestOldRedis(DriverContract):
+class TestOldRedis(SampleContract):
     """With a time to live and one connection, which use different commands and timing."""
 
     @pytest.fixture
@@ -89,7 +86,7 @@ def cluster_client(redis_cluster: RedisCluster) -> Iterator[Any]:
         yield client
 
 
-class TestCluster(DriverContract):
+class TestCluster(SampleContract):
     @pytest.fixture
     def open_store(
         self, redis_cluster: RedisCluster, cluster_client: Any, unique_prefix: str
@@ -98,9 +95,7 @@ class TestCluster(DriverContract):
         yield from opener(cluster_client, unique_prefix, options)
 
 
-class TestSentinel(DriverContract):
-    machine_examples = _FEW
-
+class TestSentinel(SampleContract):
     @pytest.fixture
     def open_store(self, redis_sentinel: RedisSentinel, unique_prefix: str) -> Iterator[OpenStore]:
         with redis_sentinel.primary.client() as client:
@@ -118,10 +113,8 @@ def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) 
         }  # fmt: skip
 
 
-class TestTls(DriverContract):
+class TestTls(SampleContract):
     """With one connection for bodies, because handshakes take most of the time of these tests."""
-
-    machine_examples = 2
 
     @pytest.fixture
     def open_store(

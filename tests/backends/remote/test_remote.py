@@ -98,16 +98,6 @@ class TestRemoteBodies(_RemoteContract):
     def open_store(self, daemon: Daemon) -> OpenStore:
         def open_it(codec: FrameCodec) -> Subject:
             codec = of_one_size(codec)
-            return self.keep(daemon.door(store_of(RemoteDriver, codec, daemon.options()), codec))
-
-        return open_it
-
-
-class TestRemoteTcp(_RemoteContract):
-    @pytest.fixture
-    def open_store(self, daemon: Daemon) -> OpenStore:
-        def open_it(codec: FrameCodec) -> Subject:
-            codec = of_one_size(codec)
             return self.keep(daemon.door(store_of(RemoteDriver, codec, daemon.options(tcp=True)), codec))
 
         return open_it

@@ -16,6 +16,7 @@ from hicache.backends.testing import (
     STORED,
     DriverContract,
     OpenStore,
+    SampleContract,
     Subject,
     load,
     make_keys,
@@ -31,15 +32,15 @@ from tests.waiting import wait_for
 
 
 class TestS3(DriverContract):
+    machine_examples = 10
+
     @pytest.fixture
     def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
         return lambda codec: open_s3(bucket, unique_prefix, codec)
 
 
-class TestWithoutConditions(DriverContract):
+class TestWithoutConditions(SampleContract):
     """Pages are looked up before they are stored."""
-
-    machine_examples = 5  # fewer random walks, because only storing a page differs
 
     @pytest.fixture
     def open_store(self, stub: StubS3) -> OpenStore:
