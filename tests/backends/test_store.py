@@ -79,7 +79,7 @@ class _Failing(MemoryDriver):
         return self.instead[name](own, *arguments) if name in self.instead else own(*arguments)
 
 
-def filled(clock: Clock = SYSTEM_CLOCK, **instead: Callable[..., Any]) -> tuple[_Failing, Store]:
+def filled(clock: Clock = SYSTEM_CLOCK, /, **instead: Callable[..., Any]) -> tuple[_Failing, Store]:
     """Return a driver with the pages of KEYS, and its store; its functions are replaced after these are stored."""
     driver = _Failing()
     OPENED.append(store := Store(driver, CODEC, UNGUARDED, clock=clock))
