@@ -113,15 +113,15 @@ def test_clearing_makes_room_and_clears_the_records(clock: ManualClock) -> None:
 class TestLimitedFile(DriverContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        return lambda codec: limited_file(tmp_path / "store", codec, capacity_bytes=LARGE, interval_s=0.05)
+        return lambda codec: limited_file(tmp_path / "store", codec, capacity_bytes=LARGE)
 
 
 def limited_file(
-    root: Path, codec: FrameCodec = CODEC, *, capacity_bytes: int, interval_s: float = LIST_INTERVAL_S,
+    root: Path, codec: FrameCodec = CODEC, *, capacity_bytes: int, interval_s: float = 0.05,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Subject:  # fmt: skip
-    """Open a file store at `root` limited only by `CapacityLimit`. The first listing is complete: on a busy machine it
-    may take longer than a store waits."""
+    """Open a file store at `root` limited only by `CapacityLimit`. It lists much more often than usual. The first
+    listing is complete: on a busy machine it may take longer than a store waits."""
     make_store(root)
     limit = CapacityLimit(
         codec, pages_of(root), capacity_bytes=capacity_bytes, list_interval_s=interval_s, clock=clock
@@ -139,7 +139,9 @@ class Opened:
     clock: ManualClock
 
     def __call__(self, pages: int, codec: FrameCodec = CODEC) -> Subject:
-        return limited_file(self.root, codec, capacity_bytes=pages * codec.frame_bytes, clock=self.clock)
+        return limited_file(
+            self.root, codec, capacity_bytes=pages * codec.frame_bytes, interval_s=LIST_INTERVAL_S, clock=self.clock
+        )
 
     def pages(self) -> int:
         return len(page_files(self.root))  # files may be removed at the same time
@@ -258,7 +260,7 @@ def test_engines_overshoot_the_limit_by_the_writes_of_others_until_they_list(
 @pytest.mark.parametrize("seed", seeds(3))
 def test_threads_never_exceed_the_limit(tmp_path: Path, seed: int) -> None:
     root, over = tmp_path / "store", []
-    store = limited_file(root, capacity_bytes=16 * PAGE, interval_s=0.05)
+    store = limited_file(root, capacity_bytes=16 * PAGE)
 
     def work(number: int) -> None:
         dice = rng(seed * 10 + number)
