@@ -81,7 +81,7 @@ SYSTEM_TIME = {
     "backends/file/inspection.py": "the lock of a file",
     "backends/file/pages.py": "compares times of files",
     "backends/file/reconcile.py": "compares times of files",
-    "backends/file/store.py": "locks of files; times of use that other processes compare",
+    "backends/file/store.py": "locks of files",
     "backends/http.py": "timeouts of sockets",
     "backends/mooncake/client.py": "a call of the native library",
     "backends/redis/channel.py": "timeouts of sockets",
