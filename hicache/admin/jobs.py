@@ -1,6 +1,6 @@
 """Jobs: long work of an operator, with progress and cancellation.
 
-Invariant: at most `JOBS_MAX` jobs are kept; unfinished jobs are never dropped.
+Invariant: at most `JOBS_MAX` jobs are stored; unfinished jobs are never dropped.
 
 Locking design: one lock guards the table and the fields of its entries, and is held for a few instructions. Threads of
 a SupervisedPool run the steps; a job is cancelled between two steps.
@@ -82,7 +82,7 @@ class Jobs:
             return self._require(job).snapshot()
 
     def all(self) -> list[Job]:
-        """Return all kept jobs, the oldest first."""
+        """Return all stored jobs, the oldest first."""
         with self._lock:
             return [entry.snapshot() for entry in self._entries.values()]
 

@@ -57,7 +57,7 @@ PREFIX = "/v1/admin"
 THREADS = 4
 WAITING_MAX = 32
 
-# The status code of each kind of error; all others are 409: a valid request that does not suit this target.
+# The status code of each kind of error; all other kinds are 409: a valid request that does not suit this target.
 _STATUS = {
     "forbidden": 403, "invalid": 422, "busy": 503, "closed": 503, "scheduler_stopped": 503, "store": 503,
     "internal": 500,

@@ -29,8 +29,8 @@ class PrivateSocket:
     """A listening Unix socket at `path` and its lock. A context manager that removes the socket file at its end.
 
     `lock` is the lock file, by default `path` with the suffix `.lock`. Creates a missing directory. Raises ConfigError,
-    which begins with `what`, for a path that is too long, a directory that others may enter, and a socket that another
-    process serves.
+    which begins with `what`, for a path that is too long, a directory that other users may enter, and a socket that
+    another process serves.
     """
 
     def __init__(self, path: Path, what: str, *, lock: Path | None = None) -> None:
@@ -69,7 +69,7 @@ class PrivateSocket:
 
 def require_private_directory(directory: Path, what: str) -> None:
     """Create `directory` and its parents with mode 0700 if missing. Raises ConfigError if it belongs to another user,
-    is a link or gives others access, and OSError."""
+    is a link or gives other users access, and OSError."""
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -78,8 +78,8 @@ def require_private_directory(directory: Path, what: str) -> None:
         raise ConfigError(f"{what}: {str(directory)!r} is not a directory; use a path in your own directory")
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
         raise ConfigError(
-            f"{what}: the directory {str(directory)!r} must be yours and closed to others; run chmod 700, or use a new "
-            f"directory in it, such as {str(directory / 'private')!r}"
+            f"{what}: the directory {str(directory)!r} must be yours and closed to other users; run chmod 700, or use "
+            f"a new directory in it, such as {str(directory / 'private')!r}"
         )
 
 

@@ -96,7 +96,7 @@ def _clear(target: AdminTarget, request: ClearRequest) -> Steps:
             last = step
             yield last
         for store in target.live_stores():
-            # A memory store; the others only contain pages that were stored since.
+            # A memory store; other stores only contain pages that were stored since.
             if request.store in (None, store.name) and store.namespace.startswith(request.namespace):
                 removed = store.backend.clear(deadline=target.clock() + _CLEAR_TIMEOUT_S)
                 last = last.model_copy(update={"store": store.name, "removed": last.removed + removed})

@@ -125,7 +125,8 @@ class RateEstimator:
     the fixed time. For operations of a single size the fixed time is zero.
 
     `line` is None before `OBSERVATIONS_MIN` operations. It is computed when it is read, because many operations may
-    have ended by then. With a `given` speed, in units per second, operations are ignored and the fixed time is zero.
+    have ended by then. With `given`, a configured speed in units per second, operations are ignored and the fixed time
+    is zero.
     """
 
     def __init__(self, given: int | None = None) -> None:
@@ -201,7 +202,7 @@ class BreakEven:
         self._decisions: Counter[tuple[Route, Decision]] = Counter()
         self._refused = dict.fromkeys(Route, 0)  # since the last fetch
         self._unmeasured = 0  # fetched since the last calibration because a speed was unknown
-        # If all speeds are given, probes are useless.
+        # If all speeds are configured, probes are useless.
         both = host.given and storage.given
         self._given = {Route.LOAD: host.given, Route.PREFETCH: both, Route.STORE: both}
         self._measured: Rates | None = self._estimate()
@@ -222,7 +223,7 @@ class BreakEven:
             self._measured = None
 
     def rates(self) -> Rates:
-        """Return this rank's measured or given rates. Cheap if nothing is new."""
+        """Return this rank's measured or configured rates. Cheap if nothing is new."""
         if self._measured is None:
             self._measured = self._estimate()
         return self._measured

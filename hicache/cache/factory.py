@@ -366,7 +366,7 @@ def _open_now_or_later(
     """
     if opener is None:
         return None
-    if config.storage is None:  # only pages that an earlier process has kept on the host
+    if config.storage is None:  # only pages that a previous process has left on the host
         return opener(epoch)
     backend = None
     try:

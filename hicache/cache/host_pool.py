@@ -79,14 +79,14 @@ def host_codecs(
 
 
 def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
-    """Adopt the pages that an earlier process has sealed for `codec` in an unused pool."""
+    """Adopt the pages that a previous process has sealed for `codec` in an unused pool."""
     kept = KeptFrames(codec, pool.pages, pool.frame)
     pages = pool.allocator.alloc(pool.pages)
     if pages is None:
         raise InvalidInput(f"host: {pool.allocator.used_pages} pages are in use; each cache needs its own pool")
     pool.allocator.free(np.setdiff1d(pages, np.array(kept.pages, np.int32))[::-1].copy())
     if kept.held:
-        logger.info("L2 memory of an earlier process is reused: %d of %d pages can be hits", kept.held, pool.pages)
+        logger.info("L2 memory of a previous process is reused: %d of %d pages can be hits", kept.held, pool.pages)
     return kept
 
 

@@ -53,7 +53,7 @@ TOUCH_BYTES_MAX = 512 << 10
 class HostTier:
     """See the module's docstring.
 
-    `kept` are frames of an earlier process, which are evicted first.
+    `kept` are frames of a previous process, which are evicted first.
 
     Invariants: used pages of the pool = pages held by nodes + `reserved_pages` of operations + pages of `kept`.
     `_stores` has the stores that are not acknowledged, in order of submission, each with the last node of its run

@@ -83,8 +83,8 @@ class TreeCache(Protocol):
         """
 
     def record_fence(self, fence: Fence) -> None:
-        """Order copies after a forward. Once `fence` has passed, the KV given to the cache until the next fence is
-        written, and the pages freed until then are no longer read. The latest fences are kept and waited for later. A
+        """Order copies after a forward. Once `fence` has passed, the KV passed to the cache until the next fence is
+        written, and the pages freed until then are no longer read. The latest fences are stored and waited for later. A
         fence that is recorded again means the later point, so record it on the same stream.
 
         REQUIRES, if a forward returns before it has ended: called after each forward was queued, also after one that
@@ -125,7 +125,7 @@ class TreeCache(Protocol):
         """Forget all pages of L1 and L2. Running requests keep their KV until they end, and share none of it."""
 
     def update_weights(self, epoch: int) -> None:
-        """Switch to new weights: pages of an earlier epoch are no longer served or stored.
+        """Switch to new weights: pages of previous epochs are no longer served or stored.
 
         Clears as `clear`. Raises InvalidInput, changing nothing, for an epoch that is not an integer above the current
         one.
@@ -155,7 +155,7 @@ class TreeCache(Protocol):
     ) -> None:
         """Register the owner of prompts with (`extra_key`, `cache_salt`): events then name the LoRA adapter, and the
         salt if `events.tenants` is set. Call it before the first such prompt. Cheap; may be repeated. Does nothing
-        without events. At most 65,536 pairs are kept; the oldest is forgotten first.
+        without events. At most 65,536 pairs are stored; the oldest is forgotten first.
 
         Raises InvalidInput as `RadixKey.of`, and for a lora_id or a lora_name of another type.
         """

@@ -3,7 +3,7 @@
     mistake                                     result
     a call from a second thread                 WrongThread; nothing was changed
     `poll` is not called                        one warning, after calls for `UNPOLLED_S` and with operations in flight
-    requests never end, so others never begin   a warning, after `STARVED_S`, with the ids of those that hold the room
+    requests never end, so waiting ones stay      a warning, after `STARVED_S`, with the ids of those that hold the room
 
 The owner is the first thread that calls the cache for a request or polls it. So another thread may build the cache.
 When the owner has ended, the next caller becomes the owner; before that, a thread must take the cache over.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 UNPOLLED_S = 10.0
 # The clock is read at every eighth call: a step may check hundreds of waiting requests.
 CALLS_PER_LOOK = 8
-# Under a full load a request waits this long for others to end, but seldom.
+# Under a full load a request rarely waits this long for running ones to end.
 STARVED_S = 30.0
 # At most one line per this time about requests that do not end.
 STARVED_LOG_S = 600.0

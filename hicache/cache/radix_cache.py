@@ -253,7 +253,7 @@ class HiRadixCache(TieredCache):
         return self._prefetcher.ready(rid) and (self._verifier is None or self._verifier.ready(rid))
 
     def abort_prefetch(self, rid: str) -> None:
-        """Stop the prefetch of a request that will not run. Pages that have arrived stay; others are freed later."""
+        """Stop the prefetch of a request that will not run. Arrived pages stay; the remaining ones are freed later."""
         if self._verifier is not None:
             self._verifier.forget(rid)
         self._prefetcher.abort(rid)

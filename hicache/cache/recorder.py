@@ -19,7 +19,7 @@ from ..radix import Node, PrefixTree
 SLICE_S = 0.0005
 # Nodes that a snapshot lists at once.
 BLOCK_NODES = 256
-# Adapters and tenants whose names are kept; the oldest is forgotten first.
+# Adapters and tenants whose names are stored; the oldest is forgotten first.
 ORIGINS_MAX = 65_536
 
 

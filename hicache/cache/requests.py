@@ -25,8 +25,8 @@ class RequestKV:
     """The pages of a request on L1, and its lock on `tree`, the current tree when it began.
 
     `pages` are all its L1 pages in order. The first `shared_pages` belong to the tree and are locked by this request;
-    the others are its own. `key` is its prompt, and later the shared tokens if these are more. The hit counts are the
-    sources of its prefix, in tokens. The cache identifies the object: a copy is not a request.
+    the remaining ones are its own. `key` is its prompt, and later the shared tokens if these are more. The hit counts
+    are the sources of its prefix, in tokens. The cache identifies the object: a copy is not a request.
     """
 
     rid: str
@@ -88,7 +88,7 @@ class RunningRequests:
         if id(request) in self._by_id:
             return
         if instance("request", request, RequestKV).ended:
-            raise InvalidInput(f"request {request.rid!r} has ended; its pages now belong to others")
+            raise InvalidInput(f"request {request.rid!r} has ended; its pages now belong to other requests")
         raise InvalidInput(
             f"request {request.rid!r} belongs to another cache or is a copy; "
             "pass the object that `begin_request` returned to the cache that returned it"

@@ -17,7 +17,8 @@ a session that loses its KV costs at most the tokens of that page, as long as th
   page, the session ends at the whole page before it. If the session has released its KV, it stays empty.
 - Memory pressure: if L1 has no room for a request, sessions without a running turn release their KV, least recently
   used first, until there is room. They stay open.
-- Clearing the cache and new weights: all sessions release their KV and stay open; the KV of running turns is not kept.
+- Clearing the cache and new weights: all sessions release their KV and stay open; the KV of running turns is freed at
+  their end.
 - Closing a session, and `ttl_s` seconds without a turn, release its KV and forget it. `poll` checks the time. A turn
   that runs when its session is closed continues as an ordinary request.
 
@@ -56,7 +57,7 @@ class _Session:
     session_id: str
     ttl_s: float
     used_s: float  # when it was opened, or its last turn joined or ended
-    held: RequestKV | None = None  # the kept pages; its key has the tokens of their KV
+    held: RequestKV | None = None  # the held pages; its key has the tokens of their KV
     turn: str | None = None  # the request that has joined and not ended
     request: RequestKV | None = None  # KV of the turn while it runs
     lent: RadixKey | None = None  # key of `held` before its partial page was moved to the turn

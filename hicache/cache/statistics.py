@@ -31,7 +31,7 @@ SKIP_REASONS: Mapping[str, str] = {
     "prefetch_does_not_pay": "nothing read: computing was faster, or had to be measured",
     "prefetch_failed": "a prefetch failed",
     "prefetch_hit_too_short": "nothing read: storage had too little",
-    "prefetch_host_share": "nothing read: others held the share of prefetches of L2",
+    "prefetch_host_share": "nothing read: other prefetches used their whole share of L2",
     "prefetch_no_host_room": "nothing read: no room on L2",
     "prefetch_paused": "no storage lookup: storage was failing when the request began",
     "prefetch_queued": "no storage lookup: the request began before its turn",
@@ -129,9 +129,9 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SessionStatistics:
-    """Current sessions and pages; the others are totals since the start.
+    """Current sessions and pages; the other fields are totals since the start.
 
-    `held_pages` are kept between turns, including those shared with the tree; `own_pages` are the partial ones among
+    `held_pages` are held between turns, including those shared with the tree; `own_pages` are the partial ones among
     them. `continued_turns` continued the previous turn, and `tail_tokens` are the tokens that this saved in addition to
     the tree. `released` counts by reason how often KV was released.
     """

@@ -60,7 +60,7 @@ class TieredOptions(TypedDict, total=False):
     `position_bytes` is the kind of keys (see `RadixKey`): 8 bytes for an engine with bigram keys. `open_storage` opens
     the store of a weights epoch, for `update_weights`; the controller's backend is that of `weights_epoch`.
     `host_codec` returns the codec that verifies frames on L2 for a weights epoch, for `integrity.verify` and
-    `scrub_rate`. `kept` are frames that an earlier process has kept in `host`; `open_storage` opens a store that reads
+    `scrub_rate`. `kept` are frames that a previous process has left in `host`; `open_storage` opens a store that reads
     them. `release` is called at the end of `close`.
     """
 
@@ -184,7 +184,7 @@ class TieredCache:
             self._events.cleared()
 
     def update_weights(self, epoch: int) -> None:
-        """Switch to new weights: pages of an earlier epoch are no longer served or stored. Does not block.
+        """Switch to new weights: pages of previous epochs are no longer served or stored. Does not block.
 
         Clears as `clear`, and opens storage again under the namespace of `epoch`, where older pages are unreachable;
         until it is open, the cache has no storage. Raises InvalidInput, changing nothing, for an epoch that is not an
@@ -383,7 +383,7 @@ class TieredCache:
 
     def _save_all(self, until_s: float) -> None:
         """Store the pages that storage lacks, in waves that fit on L2, until `until_s` at most. Each rank does this
-        alone: a rank that is slow or gone does not hold up the others, and a prefix that one of them lacks is a miss.
+        alone: a rank that is slow or gone does not delay the others, and a prefix that one of them lacks is a miss.
 
         Stops when nothing more can be started, and after `FRUITLESS_MAX` waves that stored nothing. Waits for a
         store that takes no writes for as long as a back-off may run.

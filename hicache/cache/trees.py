@@ -33,7 +33,7 @@ class Trees:
         return [self.current, *self._retired]
 
     def retire(self) -> None:
-        """Start an empty tree. Free the unused pages of the old one; `sweep` frees the others later.
+        """Start an empty tree. Free the unused pages of the old one; `sweep` frees the used ones later.
         """
         self.current.observer = None
         self._retired.append(self.current)

@@ -31,7 +31,7 @@ from .tiered import TieredCache
 
 logger = logging.getLogger(__name__)
 
-# The time of all caches together. Supervisors kill a process 5 to 10 s after they have asked it to end, and a person
+# The time of all caches together. Supervisors kill a process 5 to 10 s after its SIGTERM, and a person
 # who waits longer for an exit believes that it hangs.
 EXIT_S = 3.0
 _watched: weakref.WeakSet[TieredCache] = weakref.WeakSet()

@@ -30,7 +30,7 @@ from ..radix import UseHistory
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
 # 4 bytes per page: 4 MiB. A page is forgotten when another one takes its slot, so half of the pages are known after
-# 700,000 others (45 million tokens in pages of 64). A forgotten page still counts if pages after it are known.
+# 700,000 other pages (45 million tokens in pages of 64). A forgotten page still counts if pages after it are known.
 SLOTS_LOG2 = 20
 # Requests that are recognised if they begin again: more than an engine has running and waiting.
 REQUESTS_MAX = 8192

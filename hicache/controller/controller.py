@@ -18,6 +18,9 @@ With ranks (see `agreement`), `poll` acknowledges operations that have ended on 
 ranks decide identically. Time, measurements and readiness of storage are also agreed on, and latched once per step.
 `gate` decides whether storage may be used; callers check it before they submit a lookup or a store.
 
+The module is long because it is one thing: all queues have the same rules for bounds, acks and agreement, and `poll`
+and `report` handle all of them. A class for each direction would forward every call.
+
 Locking design: the scheduler thread makes every call of this class and owns its counters, so no lock is needed. Workers
 return finished operations through one queue (`storage`). The scheduler blocks only in `close` and, with ranks, in
 `poll` until the slowest rank has reached the same step, at most until the deadline of the group.
@@ -196,7 +199,7 @@ class HiCacheController:
 
     def launch_loads(self) -> Transfer | None:
         """Start all queued loads as one copy. Return the transfer that the forward waits for, layer by layer: all loads
-        in flight, because pages of an earlier load, even of a failed one, may be allocated again. None without loads.
+        in flight, because pages of a previous load, even of a failed one, may be allocated again. None without loads.
         """
         if self._loads:
             self._launched_loads.append(self._launch(self._loads))

@@ -39,7 +39,7 @@ class Fences:
         self._kept.append((self.latest, fence))
 
     def at(self, number: int) -> Fence | None:
-        """Return fence `number`, or the oldest kept fence, which is later, if `number` is not kept any more. So does
+        """Return fence `number`, or the oldest stored fence, which is later, if `number` was dropped. So does
         number 0, for pages that no request has used: the engine may have filled them with zeros. None if there is no
         fence."""
         return next((fence for found, fence in self._kept if found >= number), None)

@@ -1,7 +1,7 @@
 """Single flight: two calls do not move the same page at the same time.
 
     Flights     the pages that calls are moving now, by key
-    Waiter      one call that waits for pages of others
+    Waiter      one call that waits for pages that other calls move
 
 A call first moves the pages that it leads, and then waits for those that it follows, until its own deadline. So two
 calls never wait for each other.
@@ -36,7 +36,7 @@ class Arrival:
 
 
 class Waiter(Generic[Answer]):
-    """One call that waits for the pages of others, by their positions in its batch. `targets` are its buffers."""
+    """A call that waits for pages that other calls move, by their positions in its batch. `targets` are its buffers."""
 
     def __init__(self, targets: Sequence[PageBuffer], clock: Clock) -> None:
         self._clock = clock

@@ -3,8 +3,8 @@
     Unix socket    this user's processes, as checked by the connection
     loopback       probes, the page, status, history, metrics and the OpenAPI document; data with a token or a client
                    certificate
-    other hosts    probes, and the files of the page, which prompts for the token; all others with a token or a client
-                   certificate
+    other hosts    probes, and the files of the page, which prompts for the token; all other paths with a token or a
+                   client certificate
 
 Engines' memory is available only over the Unix socket: otherwise a token would give another host access to the frames
 of every engine.

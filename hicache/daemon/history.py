@@ -32,7 +32,7 @@ SAMPLES_MAX = int(KEPT_S / SAMPLE_S)
 # As many as fit on a screen. Equal consecutive faults within this time are one entry with a count.
 FAULTS_MAX = 100
 FAULT_GAP_S = 300.0
-# Older faults of an earlier run are not restored: the page shows the time of day.
+# Older faults of a previous run are not restored: the page shows the time of day.
 RESTORED_FAULT_S = 24 * 3600.0
 
 
@@ -121,7 +121,7 @@ class History:
             self._note(kind, ("", "", detail), 1, self._clock.wall_s())
 
     def restore(self, samples: Iterable[Sample], faults: Iterable[Fault]) -> None:
-        """Continue the history of an earlier run. Ignores samples older than an hour and faults older than a day, and
+        """Continue the history of a previous run. Ignores samples older than an hour and faults older than a day, and
         times in the future: the clock was set back. REQUIRES: nothing is recorded yet."""
         with self._lock:
             time_s = self._clock.wall_s()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from .statistics import HotPrefix
 
-# The number of chains whose hits are kept, and of those that are shown.
+# The number of chains whose hits are counted, and of those that are shown.
 _TABLE_MAX = 64
 _HOT_MAX = 16
 # After this many batches a hit counts half: a few minutes of a busy daemon.

@@ -123,7 +123,7 @@ class Memories:
         return mapping
 
     def find(self, name: str, mapping_id: str | None) -> Mapping:
-        """Return the mapping of that name and, if given, of that id. Does not wait. Raises Refused (404)."""
+        """Return the mapping of that name and, unless None, of that id. Does not wait. Raises Refused (404)."""
         with self._changed:
             found = self._mappings.get(name)
             if found is None or found.is_leaving or (mapping_id is not None and found.id != mapping_id):

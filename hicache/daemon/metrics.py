@@ -19,7 +19,7 @@ from .calls import LIMITS
 from .gate import OPERATIONS
 from .statistics import NamespaceStatistics, NodeState, NodeStatistics
 
-# Answers by the first digit of their status; /v1 has no others.
+# Answers by the first digit of their status; /v1 has no other ones.
 _STATUSES = ("2xx", "4xx", "5xx")
 _NEVER = Histogram(BOUNDS_S).latency()
 

@@ -5,7 +5,7 @@ all namespaces share. A namespace opens without its store, which is opened in th
 frames sealed with XXH3-128; MACs, encryption and compression are those of the daemon's configuration.
 
 Locking design: `_changed` guards the table of namespaces and `state`; it is not held for blocking calls. One thread
-opens or closes a namespace, after putting its digest into `_busy`; others wait for it.
+opens or closes a namespace, after putting its digest into `_busy`; other threads wait for it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Node:
                 return found
             self._make_room(deadline)
             made = self._open(bytes.fromhex(digest), request)
-            self._wait_for_store(made, deadline)  # calls of others wait, too
+            self._wait_for_store(made, deadline)  # other calls for it wait, too
             with self._changed:
                 self._namespaces[digest] = made
             logger.info("namespace %s (%s): opened, pages of %s", digest[:8], made.label or "no label",
@@ -123,7 +123,7 @@ class Node:
 
     def release(self, digest: str, engine: str, deadline: float) -> None:
         """End the use of a namespace by an engine. Of the namespaces that no engine uses, only the most recently used
-        ones keep their stores; those of the others are closed in the background, and their pages stay in the pool.
+        ones keep their stores; the other stores are closed in the background, and their pages stay in the pool.
         Raises Refused (404) for a namespace that is not open."""
         with self._turn(digest, deadline), self._changed:
             self.find(digest).release(engine)

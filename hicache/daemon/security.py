@@ -73,7 +73,7 @@ def _server_context(config: TlsConfig) -> ssl.SSLContext:
 
 
 class _Handshake(ssl.SSLObject):
-    """A handshake that tells a client why its certificate is rejected. The event loop would close the connection
+    """A handshake that informs a client why its certificate is rejected. The event loop would close the connection
     before it sends OpenSSL's alert, and the client would not know the reason."""
 
     def do_handshake(self) -> None:

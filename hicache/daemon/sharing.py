@@ -120,7 +120,7 @@ class SharedStore(Verbs):
         return found
 
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Verbs. A page counts if the pool or the store has it. The others are misses."""
+        """See Verbs. A page counts if the pool or the store has it. The other pages are misses."""
         found = self._pool.has(self._space, keys)
         missing = [position for position, there in enumerate(found) if not there]
         with self._using() as attached, self._asking():
@@ -411,7 +411,7 @@ class _Write:
         return found
 
     def _put_in_pool(self, positions: Sequence[int]) -> None:
-        """Put pages into the pool. After a page without room the others are not added, because a lookup would not find
+        """Put pages into the pool. After a page without room the rest is not added, because a lookup would not find
         them."""
         is_full = not self._store.stands_in
         for position in positions:

@@ -65,7 +65,7 @@ class Staging:
         if granted.done():
             return granted.result()
         self._waiting.remove((size_bytes, granted))
-        self._grant()  # the others may have waited only for this call
+        self._grant()  # the next calls may have waited only for this one
         raise Refused(503, ErrorKind.NO_BUFFER, "daemon: no memory for page bodies is free; try again", 1)
 
     def _cut(self, size_bytes: int) -> int | None:

@@ -65,7 +65,7 @@ class SharingStatistics:
 @dataclass(frozen=True, slots=True)
 class NamespaceStatistics:
     """One open namespace. `namespace` is its digest in hexadecimal digits. `backend` counts for its clients, `stores`
-    are those of `Slot.leaves`. `opening` tells why a wanted store is not open; None if it is open, or none is wanted,
+    are those of `Slot.leaves`. `opening` says why a wanted store is not open; None if it is open, or none is wanted,
     or the first attempt has not ended."""
 
     namespace: str

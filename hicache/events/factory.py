@@ -21,7 +21,7 @@ def create_publisher(
     `given_keys`: the engine supplies the page keys.
 
     Raises ConfigError if the extra `events` is not installed, a key cannot be read, or an endpoint cannot be bound or
-    is reachable by others without keys.
+    is reachable by other users or hosts without keys.
     """
     if section.endpoint is None:
         return None

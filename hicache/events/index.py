@@ -127,7 +127,7 @@ class PrefixIndex:
         return len(self._pages)
 
     def prefix_pages(self, keys: Sequence[bytes], medium: Medium) -> int:
-        """Return how many leading pages of a prompt, given by its page keys, are on `medium`."""
+        """Return how many leading pages of a prompt, identified by its page keys, are on `medium`."""
         for number, key in enumerate(keys):
             page = self._pages.get(key)
             if page is None or medium not in page.media:

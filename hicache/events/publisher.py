@@ -43,7 +43,7 @@ POLL_INTERVAL_S = 0.01
 # takes from the stream.
 BATCH_BYTES_MAX = 1 << 18
 DRAIN_EVENTS_MAX = 1024
-# Batches kept for replay, of any size. A client that reads one replay while another arrives loses none of them.
+# Batches stored for replay, of any size. A client that reads one replay while another arrives loses none of them.
 REPLAY_BATCHES_MAX = 10_000
 REPLAYS_QUEUED_MAX = 2
 # The share of the closing time in which events are still sent; the rest is for the sockets.
@@ -76,7 +76,7 @@ class EventPublisher:
     """See the module's docstring. Starts a thread; a context manager that closes.
 
     `given_keys`: the engine supplies the page keys. Raises ConfigError without an endpoint, and for an endpoint that
-    cannot be bound or that others can reach without keys.
+    cannot be bound or that other users or hosts can reach without keys.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EventPublisher:
         # Microseconds since 1970, so that the numbers of a later publisher at this address are larger. A subscriber
         # then sees a gap instead of a continuation.
         self._origin = self._sequence = int(1e6 * clock.wall_s())
-        self._snapshot_asked = False  # a subscriber missed more than is kept
+        self._snapshot_asked = False  # a subscriber missed more batches than are stored
         self._snapshot_due_s = 0.0
         self._counts: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -218,7 +218,7 @@ class EventPublisher:
     def _publish_some(self) -> bool:
         """Publish the events of one poll of the stream. Return False if there were none."""
         if self._sequence == self._origin:
-            # Subscribers may still have the tree of an earlier publisher at this address.
+            # Subscribers may still have the tree of a previous publisher at this address.
             self._send([Cleared()])
         events = self._reader.drain(DRAIN_EVENTS_MAX)
         for part in _parts(events):
@@ -245,7 +245,7 @@ class EventPublisher:
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _replay(self, router: zmq.Socket[bytes]) -> None:
-        """Answer one request: the kept batches from the number in it on, then the end marker."""
+        """Answer one request: the stored batches from the number in it on, then the end marker."""
         frames = router.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != SEQUENCE_BYTES:
             self._counts["malformed"] += 1

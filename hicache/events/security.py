@@ -44,7 +44,8 @@ class CurveKeys:
 def check_events(section: EventsConfig) -> CurveKeys | None:
     """Return the keys in the configured files, or None without files. Binds nothing; needs no extra.
 
-    Raises ConfigError if a key cannot be read or is malformed, or if others can reach an endpoint without keys.
+    Raises ConfigError if a key cannot be read or is malformed, or if other users or hosts can reach an endpoint
+    without keys.
     """
     curve = None
     if section.curve_secret_key_file is not None and section.curve_client_keys_file is not None:
@@ -72,7 +73,7 @@ def require_private(section: EventsConfig, curve: CurveKeys | None) -> None:
             _require_private_directory(place)
         elif curve is None and not is_loopback(place.host):
             raise ConfigError(
-                f"events: endpoint {endpoint[:80]!r} can be reached by others; use 127.0.0.1 or ipc://, "
+                f"events: endpoint {endpoint[:80]!r} can be reached by other users or hosts; use 127.0.0.1 or ipc://, "
                 "or configure CURVE keys"
             )
 
@@ -85,4 +86,4 @@ def _require_private_directory(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{where} cannot be used: {error.strerror}") from error
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise ConfigError(f"{where} must be yours and closed to others; run chmod 700, or use your own directory in it")
+        raise ConfigError(f"{where} must be yours and closed to other users; run chmod 700, or use a directory in it")

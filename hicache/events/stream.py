@@ -44,7 +44,7 @@ class StreamStatistics:
 
 
 class EventStream:
-    """See the module's docstring. `capacity_bytes` limits the size of the kept events. Raises InvalidInput below 1."""
+    """See the module's docstring. `capacity_bytes` limits the size of stored events. Raises InvalidInput below 1."""
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 1:
@@ -105,7 +105,7 @@ class EventStream:
     def check(self) -> None:
         """Raise InvariantError if the invariant of the module does not hold. Scheduler thread."""
         if list(self._events) != list(range(self._oldest, self._next)):
-            raise InvariantError("event stream: the kept events are not the newest, or have a hole")
+            raise InvariantError("event stream: the stored events are not the newest, or have a hole")
         if self._held_bytes != sum(event.size_bytes for event in self._events.values()):
             raise InvariantError("event stream: held_bytes is not the sum over the events")
         if self._held_bytes > self._capacity_bytes and len(self._events) > 1:

@@ -28,7 +28,7 @@ class Medium(enum.Enum):
 
 
 class Origin(NamedTuple):
-    """The owner of pages, as given by the engine: the LoRA adapter, the tenant's salt, and the session whose turn
+    """The owner of pages, as named by the engine: the LoRA adapter, the tenant's salt, and the session whose turn
     stored the pages (other sessions may share them). Its repr hides the salt and the session."""
 
     lora_id: int | None = None

@@ -139,7 +139,7 @@ class MLATokenToKVPool(KVPool):
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, latent: torch.Tensor) -> None:
         """Write latents `[tokens, 1, latent_dim]` of one layer at `slots` `[tokens]` (int64, on the device).
 
-        Does not wait for a load, for the reason given in `MHATokenToKVPool`.
+        Does not wait for a load, for the reason that `MHATokenToKVPool` states.
         """
         self.kv_buffer[layer].flatten(0, 1)[slots] = latent
 

@@ -64,7 +64,7 @@ class HostPool:
         # uint8 [pages, frame_bytes] over the same memory.
         self.buffer: Bytes2D = np.frombuffer(self._mapping, dtype=np.uint8).reshape(pages, self.frame_bytes)
         self.tensor = torch.from_numpy(self.buffer)
-        self._stale = np.zeros(pages, dtype=np.bool_)  # by page: the header is that of an earlier page
+        self._stale = np.zeros(pages, dtype=np.bool_)  # by page: the header is that of a previous page
         self._unsealing = threading.Lock()
         # Number of frames per registration with the driver.
         self.frames_per_chunk = frames_per_chunk(self.frame_bytes)

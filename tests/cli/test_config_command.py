@@ -93,7 +93,7 @@ def test_check_rejects_public_events_without_keys_and_reads_key_files(tmp_path: 
     file.write_text("events: {endpoint: 'tcp://*:5557'}\n")
     result = invoke("check", str(file))
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "  events: endpoint 'tcp://*:5557' can be reached by others" in result.stderr
+    assert "  events: endpoint 'tcp://*:5557' can be reached by other users or hosts" in result.stderr
     keys = (f"events.{name}={tmp_path / 'none'}" for name in ("curve_secret_key_file", "curve_client_keys_file"))
     result = invoke("check", str(file), *(word for key in keys for word in ("--set", key)))
     assert result.exit_code == 1 and "events: CURVE secret key file" in result.stderr

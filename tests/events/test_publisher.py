@@ -330,9 +330,9 @@ def test_an_unexpected_error_is_counted_and_healed_by_a_snapshot() -> None:
     ["tcp://*:5557", "tcp://192.0.2.1:5557", "tcp://[::]:5557", "tcp://example.org:5557", "tcp://eth0:5557"],
 )
 def test_an_open_address_needs_keys(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="can be reached by other users or hosts"):
         published(EventStream(1), endpoint=endpoint)
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="can be reached by other users or hosts"):
         published(EventStream(1), replay_endpoint=endpoint)
     require_private(EventsConfig(endpoint=endpoint), CurveKeys("x" * 40, frozenset(["y" * 40])))
 

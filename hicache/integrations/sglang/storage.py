@@ -24,7 +24,7 @@ from .pages import HostPages
 
 logger = logging.getLogger(__name__)
 
-# The most calls whose figures are kept for SGLang, which fetches them in each step; the oldest are dropped.
+# The most calls whose figures are stored for SGLang, which fetches them in each step; the oldest are dropped.
 _CALLS_MAX = 1024
 
 

@@ -33,7 +33,7 @@ from .jobs import Report, Step
 from .scheduler import SchedulerSide
 from .worker import Collected, WorkerSide
 
-# The most events that vLLM gets in one step; the others follow in the next one.
+# The most events that vLLM gets in one step; the rest follows in the next one.
 _EVENTS_MAX = 10_000
 # The names of vLLM's own tiers in its events.
 _MEDIUMS = {Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"}
@@ -112,7 +112,8 @@ class HiCacheConnector(KVConnectorBase_V1):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         names = self._engine.layer_names
-        if self._step.layerwise and self._step.loads and layer_name in names:  # others share the KV of an earlier layer
+        # A layer that is not in `names` shares the KV of a previous one.
+        if self._step.layerwise and self._step.loads and layer_name in names:
             self._side.wait_layer(names.index(layer_name))
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:

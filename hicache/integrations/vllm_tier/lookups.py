@@ -3,7 +3,7 @@
 vLLM looks up single chunks, in each step until it has an answer, and must not be blocked. So a new lookup is recorded,
 a thread makes the lookups of one step together, and a later step reads the results.
 
-    unknown -> (result of the thread) -> known    a hit or a miss, kept until the last request for it is finished
+    unknown -> (result of the thread) -> known    a hit or a miss, until the last request for it is finished
     unknown -> (timeout)              -> known    a miss: storage does not answer
     known   -> (`mark`)               -> known    a read has failed, or a chunk was stored
 
