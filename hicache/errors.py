@@ -16,7 +16,7 @@
     |   `-- SessionBusy                            has a turn already
     `-- BackendError          (also OSError)       storage
         |-- BackendUnavailable                     the store cannot be opened or used now
-        |   `-- PageUnreadable                     one page cannot be read now; the others may be
+        |   `-- PageUnreadable                     one page cannot be read now; other pages may be readable
         `-- NotOurs                                the store exists but belongs to another user or program
 
 A miss is never an exception: lookups and reads return values. Messages say what to do next. They do not contain tokens,

@@ -33,10 +33,10 @@ A configuration is a YAML file. The names below are paths in it: `host.size` is 
 
 **Sources.** Each entry can also be a variable, in capitals and with two underscores for each dot
 (`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or a flag (`--set host.size=4GiB`). Flags override variables, and variables the
-file. An alternative (`size`, `tokens`, `ratio`) replaces the others of a weaker source; another `storage.type` replaces
-the options of the old one. `null` unsets an entry. An empty variable or flag is empty text, which most entries reject.
-A file has at most 10,000 names and values. If no file is given, `{FILE_VARIABLE}` names it; `hicache demo` and
-`hicache replay` have default files instead.
+file. An alternative (`size`, `tokens`, `ratio`) replaces the alternatives of a weaker source; another `storage.type`
+replaces the options of the old one. `null` unsets an entry. An empty variable or flag is empty text, which most entries
+reject. A file has at most 10,000 names and values. Without a file on the command line, `{FILE_VARIABLE}` names it;
+`hicache demo` and `hicache replay` have default files instead.
 
 **Units.** Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required,
 except for 0; a program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. `~` in a path is the
@@ -204,8 +204,8 @@ def effective_yaml(loaded: HiCacheConfig) -> str:
 
 def markdown() -> str:
     """Return the text of docs/configuration.md."""
-    others = "".join(f"\n## {title}\n\n{_table(entries)}" for title, entries in _other_entries())
-    return _MARKDOWN_HEAD + _table(all_entries()) + _MARKDOWN_TAIL + others
+    variants = "".join(f"\n## {title}\n\n{_table(entries)}" for title, entries in _other_entries())
+    return _MARKDOWN_HEAD + _table(all_entries()) + _MARKDOWN_TAIL + variants
 
 
 def _table(entries: Iterable[EntryInfo]) -> str:

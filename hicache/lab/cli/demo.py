@@ -200,9 +200,9 @@ class Demo:
         command += ["--verify"] if settings.verify else []
         for setting in settings.overrides:
             command += ["--set", setting]
-        asks = [{"label": a.label, "document": a.document, "prompt": a.prompt} for a in answers]
+        requests = [{"label": a.label, "document": a.document, "prompt": a.prompt} for a in answers]
         done = subprocess.run(
-            command, input=json.dumps(asks), capture_output=True, text=True, timeout=RESTART_TIMEOUT_S, check=False
+            command, input=json.dumps(requests), capture_output=True, text=True, timeout=RESTART_TIMEOUT_S, check=False
         )
         if done.returncode != 0:
             raise HiCacheError(
@@ -246,8 +246,7 @@ def settle(engine: Engine) -> None:
 
 def answer_again(settings: Settings) -> None:
     """Run the second process: read requests as JSON from standard input, write answers as JSON to standard output."""
-    given = json.load(sys.stdin)
-    asks = [Ask(**ask) for ask in given]
+    asks = [Ask(**fields) for fields in json.load(sys.stdin)]
     checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)
     with create_engine(settings.config(), checkpoint, device=settings.device) as engine:
         runner = make_runner(engine, settings, reuse=True)

@@ -85,8 +85,8 @@ class Workload:
     def question(self, number: int, question: int) -> Ask:
         """Return question `question` about document `number`."""
         name, tokens = self.documents[number]
-        asked = question % len(self.questions)
-        return Ask(f"{name}, question {asked + 1}", tokens + self.questions[asked], document=name)
+        index = question % len(self.questions)
+        return Ask(f"{name}, question {index + 1}", tokens + self.questions[index], document=name)
 
     def turn(self, conversation: Conversation) -> Ask:
         """Return the user's next line in a conversation; the caller appends the answer later."""

@@ -264,7 +264,7 @@ class Engine:
 
     @contextmanager
     def _alone(self, request: Request) -> Iterator[None]:
-        """Context of the work of one request: if it fails, that request ends as FAILED and the others continue.
+        """Context of the work of one request: if it fails, that request ends as FAILED and all others continue.
 
         Raises InvariantError and RankError, which concern all requests.
         """
