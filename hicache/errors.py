@@ -9,7 +9,7 @@
     |-- SharedMemoryError     (also OSError)       memory that processes share cannot be opened
     |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
     |-- TransferError         (also RuntimeError)  a copy between device and host failed or did not end in time
-    |-- RankError             (also RuntimeError)  another rank is gone, late, or has decided differently
+    |-- RankError             (also RuntimeError)  another rank has ended, is late, or has decided differently
     |-- AdminError                                 an operator's request cannot be carried out
     |-- SessionError                               the session cannot accept the turn
     |   |-- UnknownSession    (also LookupError)   never opened, closed or expired

@@ -43,7 +43,7 @@ from .demo_workload import Ask, Workload
 STORAGES = ("file", *KINDS, "file+s3")
 DEMO_CONFIG = ready_file("demo")
 RESTART_TIMEOUT_S = 600
-SETTLE_TIMEOUT_S = 30
+DRAIN_TIMEOUT_S = 30
 CONVERSATIONS = 3
 DOCUMENT_TOKENS = 1200
 
@@ -175,7 +175,7 @@ class Demo:
             for answer in make_runner(engine, self._settings, reuse=reuse).run(workload):
                 answers.append(answer)
                 table.answered()
-            settle(engine)
+            drain(engine)
             state = engine.cache.statistics()
             self._snapshot, self._engine = state, None
         where = "" if self._settings.device == "cpu" else f" on {self._settings.device}"
@@ -238,10 +238,10 @@ def make_runner(engine: Engine, settings: Settings, *, reuse: bool) -> Runner:
     )
 
 
-def settle(engine: Engine) -> None:
+def drain(engine: Engine) -> None:
     """Step until all copies and stores have ended, so that a new process finds everything."""
-    if not engine.cache.drain(SETTLE_TIMEOUT_S):
-        raise HiCacheError(f"demo: storing all pages took longer than {SETTLE_TIMEOUT_S} s; use a faster store")
+    if not engine.cache.drain(DRAIN_TIMEOUT_S):
+        raise HiCacheError(f"demo: storing all pages took longer than {DRAIN_TIMEOUT_S} s; use a faster store")
 
 
 def answer_again(settings: Settings) -> None:

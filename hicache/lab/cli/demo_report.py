@@ -48,7 +48,7 @@ class LiveTable:
         self._live.stop()
 
     def answered(self) -> None:
-        """Print the progress without a live table and the last line is old."""
+        """Print the progress if there is no live table and the last line is old."""
         if not self._console.is_terminal and time.monotonic() - self._shown_s >= PLAIN_INTERVAL_S:
             self._shown_s = time.monotonic()
             self._console.print(self._heading(self._engine.cache.statistics()), highlight=False)

@@ -108,7 +108,7 @@ def replay(
             follow(_until(stop, engines.run()), "replay", lambda sample: progress_of(sample, job))
             result = engines.result()
         result = replace(result, ideal=ideal_of(job, result))
-        _tell(console, result, json_file, html_file)
+        _report(console, result, json_file, html_file)
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
@@ -157,7 +157,7 @@ def check_reports(*paths: Path | None) -> None:
         raise ConfigError(f"{files[0]}: --json and --report name the same file; choose two files")
 
 
-def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
+def _report(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
     """Write the reports and print the summary, even if some of them fail. Then raise the error for the exit code;
     WrongBytes comes first."""
     problems, written = [], []
