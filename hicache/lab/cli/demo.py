@@ -38,7 +38,7 @@ from ..devservers import KINDS, make_service
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
 from .demo_report import LiveTable, differences, gain_lines, gains, tier_table, time_table
 from .demo_run import Answer, Runner
-from .demo_workload import Ask, Workload
+from .demo_workload import DemoRequest, Workload
 
 STORAGES = ("file", *KINDS, "file+s3")
 DEMO_CONFIG = ready_file("demo")
@@ -246,11 +246,11 @@ def drain(engine: Engine) -> None:
 
 def answer_again(settings: Settings) -> None:
     """Run the second process: read requests as JSON from standard input, write answers as JSON to standard output."""
-    asks = [Ask(**fields) for fields in json.load(sys.stdin)]
+    requests = [DemoRequest(**fields) for fields in json.load(sys.stdin)]
     checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)
     with create_engine(settings.config(), checkpoint, device=settings.device) as engine:
         runner = make_runner(engine, settings, reuse=True)
-        answers = [answer.as_json() for ask in asks for answer in runner.serve([ask])]
+        answers = [answer.as_json() for request in requests for answer in runner.serve([request])]
     json.dump(answers, sys.stdout)
 
 
