@@ -9,14 +9,14 @@
     |-- SharedMemoryError     (also OSError)       memory that processes share cannot be opened
     |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
     |-- TransferError         (also RuntimeError)  a copy between device and host failed or did not end in time
-    |-- RankError             (also RuntimeError)  another rank is gone, late, or has decided differently
+    |-- RankError             (also RuntimeError)  another rank has ended, is late, or has decided differently
     |-- AdminError                                 an operator's request cannot be carried out
     |-- SessionError                               the session cannot accept the turn
     |   |-- UnknownSession    (also LookupError)   never opened, closed or expired
     |   `-- SessionBusy                            has a turn already
     `-- BackendError          (also OSError)       storage
         |-- BackendUnavailable                     the store cannot be opened or used now
-        |   `-- PageUnreadable                     one page cannot be read now; the others may be
+        |   `-- PageUnreadable                     one page cannot be read now; other pages may be readable
         `-- NotOurs                                the store exists but belongs to another user or program
 
 A miss is never an exception: lookups and reads return values. Messages say what to do next. They do not contain tokens,

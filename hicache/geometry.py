@@ -152,7 +152,7 @@ class KVGeometry:
 
 
 def page_shape(page: PageShape | KVGeometry) -> PageShape:
-    """Return the shape of a page, given as PageShape or KVGeometry. Raises InvalidInput for any other type."""
+    """Return the shape of a page from a PageShape or KVGeometry. Raises InvalidInput for any other type."""
     if isinstance(page, KVGeometry):
         return page.shape
     return instance("page shape or KVGeometry", page, PageShape)

@@ -40,8 +40,8 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and rest of each memory cgroup of this process, from its own to the root. In a container the paths
-    may be those of the host, which do not exist here; the root is then the container's own cgroup."""
+    """Yield the limit and the free memory of each cgroup of this process, from its own to the root. In a container the
+    paths may be those of the host, which do not exist here; the root is then the container's own cgroup."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:

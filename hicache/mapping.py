@@ -65,7 +65,7 @@ def in_parts(
     part_bytes: int = PART_BYTES,
     interval_s: float = PROGRESS_S,
 ) -> bool:
-    """Return True if `work` returns True for all parts of a mapping. A part that fails does not stop the others.
+    """Return True if `work` returns True for all parts of a mapping. A part that fails does not stop the other parts.
 
     Parts end at addresses that are multiples of `part_bytes`, and `work` runs on several threads of this call if there
     is more than one part. Blocks; a log line every `interval_s` seconds shows the progress. KeyboardInterrupt ends the

@@ -79,7 +79,7 @@ def _bind(address: int, size_bytes: int, node: int) -> bool:
     mask = (ctypes.c_uint64 * words)()
     mask[-1] = 1 << node % _MASK_WORD_BITS
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than the number of bits that it is given.
+    # The kernel reads one bit less than the number of bits passed to it.
     bits = ctypes.c_ulong(words * _MASK_WORD_BITS + 1)
     where = ctypes.c_void_p(address), ctypes.c_ulong(size_bytes)
     if libc.syscall(ctypes.c_long(number), *where, ctypes.c_long(_MPOL_PREFERRED), mask, bits, ctypes.c_long(0)):

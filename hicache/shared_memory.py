@@ -3,11 +3,11 @@
     hicache.NAME    [ control block, 64 KiB | frame 0 | frame 1 | ... ]     mode 0600
 
     open      for members: engines and their workers. The first member creates the file and allocates all its memory;
-              the others wait for it. A daemon can create the file for a member.
+              all other members wait for it. A daemon can create the file for a member.
     attach    for a storage daemon, which maps the file of a member.
 
 With `processes`, the name is removed once that many members have opened it, and the memory is freed when the last of
-them ends. Without it the file is kept: the name remains until `unlink`, and a daemon can attach it.
+them ends. Without it the file is persistent: the name remains until `unlink`, and a daemon can attach it.
 
 Locking design: no lock guards the bytes of a page; they belong to its holder. `_MAPPED` changes by single operations,
 which are atomic in CPython. Two kernel locks on the file order the opening:
@@ -15,8 +15,8 @@ which are atomic in CPython. Two kernel locks on the file order the opening:
 - A process holds the exclusive `flock` while it creates the file, verifies it, joins it or removes its name.
 - Each member holds a byte-range lock of its open file (`F_OFD_SETLK`) as long as it has the memory mapped (the mapping
   has a duplicate of the descriptor): one byte of `processes` for itself, or byte 0 together with the other members of a
-  kept file. A daemon holds the byte after those. The kernel releases a lock when the process ends in any way, so dead
-  processes are not counted.
+  persistent file. A daemon holds the byte after these. The kernel releases a lock when the process ends in any way, so
+  dead processes are not counted.
   The process that assigns pages to owners can claim the byte after that of the daemons.
 
 Under the flock, a file that no member has joined is a leftover. A leftover that fits is joined; any other is replaced.
@@ -84,7 +84,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a file, as in its control block. `processes` is 0 for a kept file."""
+    """The layout of a file, as in its control block. `processes` is 0 for a persistent file."""
 
     processes: int
     pages: int
@@ -172,7 +172,7 @@ class SharedMemory:
 
         `require_memory` is called before memory is allocated, and raises if the machine has too little. The process
         that creates the file takes its memory from NUMA node `node` (None: any node), like `numa.bind`. To make room,
-        dead memory of other names is removed first (`remove_dead`). REQUIRES: for DAEMON, the layout of a kept file.
+        dead memory of other names is removed first (`remove_dead`). REQUIRES: for DAEMON, a persistent layout.
 
         Raises CapacityError if the memory does not fit (then all of it is freed), SharedMemoryError if the file differs
         from `layout`, is not ready in time, is open in another process and the role forbids that, or if the path holds
@@ -195,11 +195,13 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, name: str, *, identity: tuple[int, int] | None = None, deadline: float) -> SharedMemory:
-        """Map memory that members have open, or a kept file that a member will open. Blocks at most until `deadline`.
+        """Map memory that members have open, or a persistent file that a member will open. Blocks at most until
+        `deadline`.
 
         Does not allocate memory, because the creator of the file may have written any size into it: check `layout`,
-        then call `populate`. Raises SharedMemoryError if the file does not exist, is not `identity`, is not kept,
-        belongs to another user, or if its size differs from its control block; InvalidInput for an invalid name.
+        then call `populate`. Raises SharedMemoryError if the file does not exist, is not `identity`, is not
+        persistent, belongs to another user, or if its size differs from its control block; InvalidInput for an invalid
+        name.
         """
         path = path_of(name)
         try:
@@ -215,7 +217,7 @@ class SharedMemory:
                 if found is None or found.version != _VERSION or not found.pages or state.st_size != found.file_bytes:
                     raise file_error(path, "was not created by HiCache, or its creation was cut short")
                 if found.processes:
-                    what = f"is for {found.processes} processes and not kept; create it without processes"
+                    what = f"is for {found.processes} processes and not persistent; create it without processes"
                     raise file_error(path, what)
                 mapping = _mapped(path, descriptor, found)
                 lock_byte(descriptor, fcntl.F_RDLCK, _ATTACHED)

@@ -119,7 +119,7 @@ def start_beside(name: str) -> None:
     memory.close()
 
 
-@pytest.mark.parametrize("kind", ["kept file", "for three processes", "created by a daemon", "creation cut short"])
+@pytest.mark.parametrize("kind", ["persistent", "for three processes", "created by a daemon", "creation cut short"])
 def test_the_next_engine_that_starts_removes_the_memory_of_a_killed_one(name: str, kind: str) -> None:
     """The controls: nothing is removed while the process lives, and a leftover of its own name is taken over."""
     processes, role = 3 if "three" in kind else 0, Role.DAEMON if "daemon" in kind else Role.OWNER

@@ -332,7 +332,7 @@ def test_hashes_of_another_form_are_refused(hashes: Any, message: str) -> None:
 
 def test_given_page_keys_have_no_tokens() -> None:
     key = RadixKey.of_hashes(HASHES)
-    with pytest.raises(InvalidInput, match="a cache that takes given page keys"):
+    with pytest.raises(InvalidInput, match="a cache of page keys"):
         _ = key.prompt_tokens
     with pytest.raises(InvalidInput, match="all hashes"):
         key.extended([1])
@@ -344,7 +344,7 @@ def test_a_key_shows_lengths_and_neither_tokens_nor_hashes() -> None:
     tokens = list(range(424242, 424242 + 100_000))
     assert repr(RadixKey.of(tokens)) == str(RadixKey.of(tokens)) == "RadixKey(100000 tokens, no seed)"
     assert repr(RadixKey.of(tokens, cache_salt="a", bigram=True)) == "RadixKey(99999 bigrams, with a seed)"
-    assert repr(RadixKey.of_hashes(HASHES)) == "RadixKey(5 given page keys)"
+    assert repr(RadixKey.of_hashes(HASHES)) == "RadixKey(5 page keys)"
     chain = PageChain(token_bytes(tokens), 100, namespace_seed(cache_salt="a"))
     assert repr(chain) == "PageChain(1000 pages, not hashed)"
     chain.keys()

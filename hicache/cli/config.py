@@ -205,8 +205,8 @@ def effective_yaml(loaded: HiCacheConfig) -> str:
 
 def markdown() -> str:
     """Return the text of docs/configuration.md."""
-    others = "".join(f"\n## {title}\n\n{_table(entries)}" for title, entries in _other_entries())
-    return _MARKDOWN_HEAD + _table(all_entries()) + _MARKDOWN_TAIL + others
+    variants = "".join(f"\n## {title}\n\n{_table(entries)}" for title, entries in _other_entries())
+    return _MARKDOWN_HEAD + _table(all_entries()) + _MARKDOWN_TAIL + variants
 
 
 def _table(entries: Iterable[EntryInfo]) -> str:

@@ -181,19 +181,19 @@ def lookup(
 def _lookup(keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float) -> LookupRequest:
     if tokens_file is not None:
         return _checked(LookupRequest, tokens=_tokens(tokens_file), namespace=namespace, timeout_s=timeout)
-    given = _page_keys(keys, digits_min=64 if len(keys) > 1 else 4)
-    if len(given) == 1 and len(given[0]) < 64:
-        return _checked(LookupRequest, prefix=given[0], namespace=namespace, timeout_s=timeout)
-    return _checked(LookupRequest, keys=given, namespace=namespace, timeout_s=timeout)
+    pages = _page_keys(keys, digits_min=64 if len(keys) > 1 else 4)
+    if len(pages) == 1 and len(pages[0]) < 64:
+        return _checked(LookupRequest, prefix=pages[0], namespace=namespace, timeout_s=timeout)
+    return _checked(LookupRequest, keys=pages, namespace=namespace, timeout_s=timeout)
 
 
 def _page_keys(keys: tuple[str, ...], digits_min: int = 64) -> list[str]:
-    given = [key.lower() for key in keys]
-    for key in given:
+    lower = [key.lower() for key in keys]
+    for key in lower:
         if not digits_min <= len(key) <= 64 or key.strip("0123456789abcdef"):
             shorter = "" if digits_min == 64 else f", or at least the first {digits_min}"
             raise InvalidInput(f"{key[:70]!r} is not a page key; use its 64 hexadecimal digits{shorter}")
-    return given
+    return lower
 
 
 # Memory

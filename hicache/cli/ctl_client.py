@@ -76,7 +76,7 @@ class Address:
 
     def endpoint(self) -> Endpoint:
         """Return the endpoint. Raises InvalidInput and ConfigError."""
-        if sum(given is not None for given in (self.socket, self.url)) > 1:
+        if sum(address is not None for address in (self.socket, self.url)) > 1:
             raise InvalidInput("pass one of --socket and --url, not both")
         if self.url is not None:
             return Endpoint(url=self.url, ca_file=self.ca_file, certificate=self.certificate, key=self.key)

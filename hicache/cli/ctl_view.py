@@ -51,11 +51,11 @@ def namespace_lines(status: Status) -> Iterator[str]:
     """Yield one line for each namespace, the one with the most memory first."""
     rows = []
     for one in sorted(status.namespaces, key=lambda one: -one.pool_bytes):
-        asked = one.pool_hits + one.store_hits + one.misses
+        lookups = one.pool_hits + one.store_hits + one.misses
         quota = "-" if one.quota_bytes is None else format_size(one.quota_bytes)
         rows.append((
-            one.namespace[:_SPACE_HEX], format_size(one.pool_bytes), quota, format_share(one.pool_hits, asked),
-            format_share(one.store_hits, asked), str(one.weights_epoch), one.label,
+            one.namespace[:_SPACE_HEX], format_size(one.pool_bytes), quota, format_share(one.pool_hits, lookups),
+            format_share(one.store_hits, lookups), str(one.weights_epoch), one.label,
         ))  # fmt: skip
     if not rows:
         yield "no namespaces are open; engines open them"

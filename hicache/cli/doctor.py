@@ -65,7 +65,7 @@ def doctor(
     with _warnings() as lines, interrupted_by_signals():
         rows = [row for check in (*CHECKS, certificates) for row in _rows(check, subject)]
         if config.storage is None:
-            rows.append(Row("storage", Verdict.INFO, "not configured: pages are not kept beyond host memory"))
+            rows.append(Row("storage", Verdict.INFO, "not configured: pages are not stored beyond host memory"))
         for found, hangs in _stores(subject, prefill):
             rows += found
             hung |= hangs
@@ -113,7 +113,7 @@ def _stores(subject: Subject, prefill: int | None) -> Iterator[tuple[list[Row], 
         finally:
             check.stop.set()
             has_ended = check.ended.wait(_END_S)
-        late = f"did not answer for {_STORE_S + _END_S:.0f} s; its check was given up"
+        late = f"did not answer for {_STORE_S + _END_S:.0f} s; its check was abandoned"
         hang = [] if has_ended else [Row(check.part.name, Verdict.FAIL, late, "see whether the server works")]
         yield [*check.rows, *hang], bool(hang)
 

@@ -42,7 +42,7 @@ _PAGE_BYTES_MAX = 16 << 20
 _MEASURED_BYTES = 25 << 20
 _PAGES_MAX = 16
 _LABEL = "hicache doctor"
-# A prefix of a usual length, and the bus of a GPU (PCIe 4.0 x16), if the configuration does not give its speed.
+# A prefix of a usual length, and the bus of a GPU (PCIe 4.0 x16), if the configuration does not set its speed.
 _PREFIX_TOKENS = 8192
 _BUS_BYTES_PER_S = 20 << 30
 _ADVICE: Mapping[str, str] = {
@@ -156,7 +156,7 @@ class StoreCheck:
     def _write(
         self, backend: Storage, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
     ) -> str:
-        """Store the first page, then the others."""
+        """Store the first page, then the other pages."""
         for start, stop in ((0, 1), (1, len(keys))):
             if start == stop or self.stop.is_set():
                 break
@@ -213,16 +213,16 @@ class StoreCheck:
 
     def _pays(self, model: ModelShape, reads: Sequence[tuple[int, float]]) -> Row:
         """Decide as the cache would for a prefix that no tier of the engine has."""
-        given, page_bytes = self._subject.config.break_even, self._codec.payload_bytes
-        bus, prefill = given.host_bandwidth or _BUS_BYTES_PER_S, given.prefill_tokens_per_second or self._prefill
+        limits, page_bytes = self._subject.config.break_even, self._codec.payload_bytes
+        bus, prefill = limits.host_bandwidth or _BUS_BYTES_PER_S, limits.prefill_tokens_per_second or self._prefill
         settings = {"host_bandwidth": bus, "prefill_tokens_per_second": prefill}
-        rule = BreakEven(given.model_copy(update=settings), page_bytes)
+        rule = BreakEven(limits.model_copy(update=settings), page_bytes)
         for pages, seconds in reads:
             rule.observe_transfer(Route.PREFETCH, pages, seconds)
         rates = rule.rates()
         rule.use_rates(rates)
         token_s = model.token_bytes / rates.storage_bytes_per_s + model.token_bytes / bus
-        most = given.margin / token_s
+        most = limits.margin / token_s
         name = f"{self.part.name} pays"
         finding = f"{model.name}: {format_size(model.token_bytes)} of KV per token, over a bus of {_speed(bus)}"
         figures: Figures = {"token_bytes": model.token_bytes, "prefill_max": most}

@@ -101,7 +101,7 @@ def file_system(path: Path) -> str:
 
 
 def credentials(part: StorePart) -> Iterator[Row]:
-    """Show the source of a store's credentials, and until when they are valid if that is known. For S3, this may ask a
+    """Show the source of a store's credentials, and until when they are valid if that is known. For S3, this may call a
     metadata service; it also compares the clocks."""
     options, name = part.spec.options, f"{part.name} access"
     if isinstance(options, RedisStorageOptions):

@@ -12,7 +12,7 @@ from ..logs import set_up_logging
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# The parameters that `log_options` gives a command.
+# The parameters that `log_options` adds to a command.
 LOG_OPTIONS = ("verbose", "log_level", "log_format")
 LEVELS = ("debug", "info", "warning", "error")
 _OPTIONS = (

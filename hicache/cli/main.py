@@ -147,8 +147,8 @@ def _escape_what_cannot_be_written() -> None:
 def failure(error: Exception) -> Failure:
     """Return the failure for `error`: the only place that decides between exit codes 2 and 3.
 
-    Users can fix errors that HiCache raises deliberately, errors of the system and missing memory. All others, and
-    broken invariants, are bugs: their traceback is written to a private file, or to stderr if that fails.
+    Users can fix errors that HiCache raises deliberately, errors of the system and missing memory. All other errors,
+    and broken invariants, are bugs: their traceback is written to a private file, or to stderr if that fails.
     """
     if isinstance(error, HiCacheError) and not isinstance(error, InvariantError):
         return Failure(str(error))

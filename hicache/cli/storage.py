@@ -91,7 +91,7 @@ def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @JSON
 def trim(store: Path, part: str | None, target_bytes: int, namespace: str, **how: bool) -> None:
-    """Remove pages from STORE until it has at most a given size: tails of the least recently used chains first.
+    """Remove pages from STORE until it has at most the size --to: tails of the least recently used chains first.
 
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
     may use it at the same time; removed pages are misses for them.
@@ -187,7 +187,7 @@ def _copy_lines(last: CopyProgress, dry_run: bool) -> list[str]:
 
 
 class Removal:
-    """A command that removes pages: it asks for confirmation unless --yes is given, and prints the removed pages."""
+    """A command that removes pages: it asks for confirmation without --yes, and prints the removed pages."""
 
     def __init__(self, *, dry_run: bool, yes: bool, as_json: bool, shows_left: bool = False) -> None:
         self._dry_run = dry_run

@@ -76,7 +76,7 @@ def _show_parts(
 ) -> None:
     """Let `show` print each part of a store, with a heading if there are several, or print its results as JSON.
 
-    Reports a part that cannot be listed and continues with the others; for a store of one part the command ends.
+    Reports a part that cannot be listed and continues with the next part; for a store of one part the command ends.
     """
     parts = parts_of(store, part)
     documents: list[dict[str, Any]] = []

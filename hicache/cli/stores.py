@@ -79,7 +79,7 @@ class StorePart:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of a file store; None for others."""
+        """The directory of a file store; None for other stores."""
         return self.spec.options.path if isinstance(self.spec.options, FileStorageOptions) else None
 
     def opened(self) -> contextlib.closing[StoredPages]:
@@ -157,7 +157,7 @@ def key_options(command: Command) -> Command:
 
 
 def page_keys(mac: tuple[Path, ...], encryption: tuple[Path, ...]) -> PageKeys:
-    """Return the keys in the given files. Raises ConfigError."""
+    """Return the keys in these files. Raises ConfigError."""
     return PageKeys(
         tuple(read_key_file(path, "MAC key file") for path in mac),
         tuple(read_key_file(path, "encryption key file") for path in encryption),

@@ -24,9 +24,9 @@ from .stores import JSON, NAMED_STORE, PART, StorePart, amount, key_options, pag
 _NAMED_MAX = 20
 # Results of a check with a key that do not mean damage: other engines may use these pages.
 _UNSUPPORTED = {
-    "mac_key": "sealed with another MAC key than the given ones",
-    "encryption_key": "encrypted with another key than the given ones",
-    "tag_kind": "sealed with another kind of tag, which the given keys cannot verify",
+    "mac_key": "sealed with another MAC key than those passed",
+    "encryption_key": "encrypted with another key than those passed",
+    "tag_kind": "sealed with another kind of tag, which these keys cannot verify",
 }
 
 
@@ -37,7 +37,7 @@ _UNSUPPORTED = {
 def inspect(path: Path, as_json: bool, **key_files: tuple[Path, ...]) -> None:
     """Show the header of the stored page PATH, and whether the page is sound.
 
-    Exit code 1 if it is damaged, is not a page, or does not match the given keys.
+    Exit code 1 if it is damaged, is not a page, or does not match the keys.
     """
     if path.is_dir() and not path.is_symlink():
         raise InvalidInput(f"{path} is a directory; pass a page file in it")
@@ -65,7 +65,7 @@ def verify(
 
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; the
     default is the value of HICACHE_CONFIG_FILE. Changes nothing without --remove. Exit code 1 if damage was found, even
-    if it was removed, or if pages do not match the given keys; those are never removed. Ctrl-C prints the results so
+    if it was removed, or if pages do not match the keys; such pages are never removed. Ctrl-C prints the results so
     far.
     """
     keys = page_keys(**key_files)

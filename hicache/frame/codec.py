@@ -69,7 +69,7 @@ class TagStream:
 
     def add(self, piece: memoryview) -> None:
         """Add the next bytes of the page, of any number."""
-        # The header is compared later. A wrong length makes a wrong tag, but never reads beyond the bytes given.
+        # The header is compared later. A wrong length makes a wrong tag, but never reads beyond these bytes.
         if self._left is None and not self._header and len(piece) >= HEADER_BYTES:
             # One update for header and payload: each update releases the interpreter's lock, which costs more than the
             # hash of a small page.
@@ -161,7 +161,7 @@ class FrameCodec:
         Raises InvalidInput if the page is its own parent.
         """
         if parent == key:
-            raise InvalidInput(f"frame: the page {key.hex()} is its own parent; give the key of the page before it")
+            raise InvalidInput(f"frame: the page {key.hex()} is its own parent; pass the key of the page before it")
         plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
         if not self._encrypts and frame[:8] == MAGIC and frame[FIXED] == plain:
             return frame
@@ -181,7 +181,7 @@ class FrameCodec:
         if self.transforms:
             return [self.seal(key, self._joined(page), parent=parent)]
         if parent == key:
-            raise InvalidInput(f"frame: the page {key.hex()} is its own parent; give the key of the page before it")
+            raise InvalidInput(f"frame: the page {key.hex()} is its own parent; pass the key of the page before it")
         plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
         if page.header[:8] != MAGIC or page.header[FIXED] != plain:
             self._write_header(page.header, plain, [page.header[COVERED_FROM:], *page.parts])
@@ -302,7 +302,7 @@ class FrameCodec:
         After None, the frame holds the page as it was passed to `seal`. After damage, its header is the one read, and
         its payload is undefined. Damage that `is_unsupported` is a miss and a counted error; any other damage is
         corruption, and the caller removes the object. A decoded page that was compressed or encrypted does not have a
-        tag: the next `seal` makes one. `arrived`, if given, is a result of `stream` to which exactly these bytes were
+        tag: the next `seal` makes one. `arrived`, if any, is a result of `stream` to which exactly these bytes were
         added. REQUIRES: no other thread uses `page` during the call.
         """
         if isinstance(page, PageView):
@@ -466,7 +466,7 @@ def _tag_and_keys(
 ) -> tuple[TagKind, dict[bytes, bytes]]:
     """Return the kind of tag, and its keys by their ids."""
     if mac_keys and encryption_keys:
-        raise InvalidInput("frame: give MAC keys or encryption keys, not both; encryption also authenticates the page")
+        raise InvalidInput("frame: pass MAC keys or encryption keys, not both; encryption also authenticates the page")
     if encryption_keys:
         return TagKind.AES_256_GCM, dict(key_table(TagKind.AES_256_GCM, encryption_keys))
     if mac_keys:

@@ -68,7 +68,7 @@ class Namespace:
     latent of MLA, or one page that all of them fill) and have one namespace for any number of ranks.
 
     `label` names the model for people: on pages, in tables, logs and stores. It may be the path of its folder, of which
-    only the last part is kept (`model_label`), and may differ between engines. Raises InvalidInput for a field of
+    only the last part is used (`model_label`), and may differ between engines. Raises InvalidInput for a field of
     another type or range.
     """
 

@@ -43,7 +43,7 @@ class RadixKey:
                 "32 bytes for the seed, and 4, 8 or 32 for a position"
             )
         if self.seed and self.is_given:
-            raise InvalidInput("radix key: given page keys have no seed; pass extra_key and cache_salt to `of_hashes`")
+            raise InvalidInput("radix key: page keys have no seed; pass extra_key and cache_salt to `of_hashes`")
         if len(self.tokens) % self.position_bytes:
             raise InvalidInput(f"radix key: {len(self.tokens)} bytes are not whole positions of {self.position_bytes}")
 
@@ -99,12 +99,11 @@ class RadixKey:
     def prompt_tokens(self) -> int:
         """The number of tokens of the prompt: the positions, plus one for bigrams, whose last token starts no pair.
 
-        Raises InvalidInput for given page keys.
+        Raises InvalidInput for a key of page keys.
         """
         if self.is_given:
             raise InvalidInput(
-                "key: the tokens of a prompt with given page keys are unknown; "
-                "use a cache that takes given page keys, or `RadixKey.of`"
+                "key: it has the page keys of a prompt, but not its tokens; use a cache of page keys, or `RadixKey.of`"
             )
         return len(self) + (self.position_bytes == BIGRAM_BYTES)
 
@@ -113,10 +112,8 @@ class RadixKey:
         return len(self.tokens) // key_page_bytes(page_size, self.position_bytes)
 
     def page_keys(self, page_size: int, prior: bytes, start_page: int, end_page: int) -> list[bytes]:
-        """Return the keys of the whole pages from `start_page` up to `end_page`: the given ones, or hashed from
-        `prior`.
-
-        `prior` is as in `page_keys`.
+        """Return the keys of the whole pages from `start_page` up to `end_page`: those of the engine, or hashed
+        from `prior`, which is as in `page_keys`.
         """
         size = key_page_bytes(page_size, self.position_bytes)
         run = self.tokens[start_page * size : end_page * size]
@@ -135,11 +132,11 @@ class RadixKey:
     def extended(self, tokens: TokenInput) -> RadixKey:
         """Return the key of this prompt followed by more tokens, under the same seed.
 
-        Raises InvalidInput for a bigram key of one token, which does not contain its token, and for given page keys:
-        make a new key instead.
+        Raises InvalidInput for a bigram key of one token, which does not contain its token, and for page keys: make a
+        new key instead.
         """
         if self.is_given:
-            raise InvalidInput("radix key: given page keys cannot be extended by tokens; make a key of all hashes")
+            raise InvalidInput("radix key: page keys cannot be extended by tokens; make a key of all hashes")
         more = token_bytes(tokens)
         if self.position_bytes == BIGRAM_BYTES:
             if not self.tokens:
@@ -149,7 +146,7 @@ class RadixKey:
 
 
 # The name of a position of each kind of key.
-_KINDS = {TOKEN_BYTES: "tokens", BIGRAM_BYTES: "bigrams", PAGE_KEY_BYTES: "given page keys"}
+_KINDS = {TOKEN_BYTES: "tokens", BIGRAM_BYTES: "bigrams", PAGE_KEY_BYTES: "page keys"}
 
 
 def _pairs(path: bytes) -> bytes:

@@ -97,8 +97,8 @@ def _check_node(tree: RadixTree, node: Node) -> None:
     closed = node.device is None or parent.parent is None or parent.device is not None
     _require(closed, "{!r} is on L1 but its parent is not", node)
     _require(node.page_keys is None or len(node.page_keys) == pages * PAGE_KEY_BYTES, "{!r}: wrong page keys", node)
-    given = tree.position_bytes == PAGE_KEY_BYTES
-    _require(not given or node.page_keys == node.key, "{!r}: its page keys differ from the given keys", node)
+    hashed = tree.position_bytes != PAGE_KEY_BYTES
+    _require(hashed or node.page_keys == node.key, "{!r}: its page keys differ from those of the engine", node)
     _require(node.lock_ref >= 0 and node.host_ref >= node.pin_ref >= 0, "{!r}: impossible reference counts", node)
     _require(node.created <= node.last_access, "{!r} was used before it was made", node)
 

@@ -5,8 +5,8 @@ has exactly one valid entry. An entry is valid if the node carries its number. O
 are dropped when they reach the top, or all at once when they outnumber the valid ones.
 
 Entries are updated lazily. When the entry of a locked node reaches the top, it is dropped; the entry of a node that was
-used since is put back with the new rank. This is too late for a rank that falls with use (mru), so there each use gives
-the node a new entry. Each use causes at most one such update, so one victim costs O(log n).
+used since is put back with the new rank. This is too late for a rank that falls with use (mru), so there each use makes
+a new entry. Each use causes at most one such update, so one victim costs O(log n).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EvictionQueue:
         self._stale = 0
 
     def push(self, node: Node) -> None:
-        """Add a candidate. Its earlier entry, if any, becomes stale."""
+        """Add a candidate. Its previous entry, if any, becomes stale."""
         if self._entry_of(node):
             self.forget(node)
         if self._stale > max(_STALE_MIN, len(self._heap) // 2):
@@ -152,7 +152,7 @@ class EvictionQueues:
             self.host.forget(node)
 
     def reorder(self, path: list[Node]) -> None:
-        """Give the candidates among just used nodes new entries with their new rank. Call it if ranks `fall_on_use`."""
+        """Make new entries, with new ranks, of candidates among just used nodes. Call it if ranks `fall_on_use`."""
         for node in path:
             if node.device_entry:
                 self.device.push(node)

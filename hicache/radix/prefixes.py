@@ -130,13 +130,13 @@ class PrefixTree:
         return prior
 
     def require_fitting(self, key: RadixKey) -> None:
-        """Raise InvalidInput unless `key` is of this tree's kind: plain, bigram or given."""
+        """Raise InvalidInput unless `key` is of this tree's kind: tokens, bigrams or page keys."""
         if instance("key", key, RadixKey).position_bytes == self.position_bytes:
             return
         if key.is_given:
-            hint = "this cache hashes tokens: use a cache that takes given page keys, or `RadixKey.of`"
+            hint = "this cache hashes tokens: use a cache of page keys, or `RadixKey.of`"
         elif self.position_bytes == PAGE_KEY_BYTES:
-            hint = "this cache takes given page keys: use `RadixKey.of_hashes`"
+            hint = "this cache takes page keys: use `RadixKey.of_hashes`"
         else:
             hint = "bigram and plain keys do not mix"
         raise InvalidInput(
@@ -156,7 +156,7 @@ class PrefixTree:
     def _walk(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
         """Return the root and the matched nodes. If the match ends inside a node, split that node there.
 
-        The walk begins at `node`, if given, after the first `offset` bytes of `key`. All nodes of the path and above
+        The walk begins at `node`, if any, after the first `offset` bytes of `key`. All nodes of the path and above
         `node` are marked as used.
         """
         self.require_fitting(key)
@@ -164,7 +164,7 @@ class PrefixTree:
         tokens, page_bytes = key.tokens, self.page_bytes
         end = len(tokens) - len(tokens) % page_bytes
         if node is None or node.parent is None:
-            node = self._root(key.seed)  # a given root that was empty may have been replaced since
+            node = self._root(key.seed)  # the caller's root, if it was empty, may have been replaced since
         above: Node | None = node
         while above is not None:
             above.last_access = now
@@ -251,7 +251,7 @@ class PrefixTree:
         del parent.children[tail.key[: self.page_bytes]]
         tail.move_head(head, pages)
         if tail.chain is not None:
-            # The chain may begin above `head`, in an earlier head of the same run.
+            # The chain may begin above `head`, in a previous head of the same run.
             head.chain = tail.chain.head(tail.chain.pages - self.pages(tail))
         self._file(parent, head)
         self._file(head, tail)

@@ -27,7 +27,7 @@ class Peek(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """Result of an insert. The first `present_pages` given pages were on L1 already: they are duplicates."""
+    """Result of an insert. The first `present_pages` pages were on L1 already: they are duplicates."""
 
     node: Node
     present_pages: int

@@ -43,7 +43,7 @@ class StoredPrefixes:
         return chain
 
     def end(self, node: Node, chain: PageChain, *, stored: bool) -> None:
-        """Record that the store of the run that ends at `node` has ended. Its keys are kept if they were hashed."""
+        """Record that the store of the run that ends at `node` has ended, and its keys if they are hashed."""
         keys, end = chain.hashed, chain.pages
         for part in self._tree.span(node, chain.pages):
             begin = end - self._tree.pages(part)

@@ -124,11 +124,11 @@ class RadixTree(PrefixTree):
     ) -> Inserted:
         """Add the whole pages of `key` from `start_page` on, with the L1 pages that hold them.
 
-        Runs on L2 only return to L1 in the given pages; runs on L1 keep their pages. The tree takes over
+        Runs on L2 only return to L1 in these pages; runs on L1 keep their pages. The tree takes over
         `device_pages[present_pages:]`. A present run counts one more request, unless `uses` says that this request was
         counted before, and gets at least `priority`. A new run counts its `uses`. If the path ends at a node that
         `may_grow` allows, with equal priority and uses, the new pages are appended to that node.
-        REQUIRES: the path to `below`, if given, is the first `start_page` pages of `key`, on L1, and locked by the
+        REQUIRES: the path to `below`, if any, is the first `start_page` pages of `key`, on L1, and locked by the
         caller; else `start_page` is 0. Raises InvalidInput, and changes nothing, if the page counts differ.
         """
         self.require_fitting(key)
@@ -166,7 +166,7 @@ class RadixTree(PrefixTree):
 
         With `keys`, the page keys, the pages were read from storage, which still has them if `stored`; a new run counts
         no request yet. Without `keys`, a request has just computed the pages, and is one of their `uses`. REQUIRES: the
-        pages are complete and verified; the path to `below`, if given, is the first `start_page` pages of `key`.
+        pages are complete and verified; the path to `below`, if any, is the first `start_page` pages of `key`.
         """
         tokens = key.tokens[: (start_page + len(host_pages)) * self.page_bytes]
         first = 0 if below is None else start_page
@@ -220,7 +220,7 @@ class RadixTree(PrefixTree):
     def use(self, node: Node, priority: int = 0, new_pages: float = math.inf) -> None:
         """Count a request that reuses the path to `node`, and raise the path's priority to at least `priority`.
 
-        The request is counted only for runs within the last `new_pages` pages: the others have counted it before.
+        The request is counted only for runs within the last `new_pages` pages: the runs above have counted it before.
         """
         while node.parent is not None:
             new_pages -= len(node.key) // self.page_bytes
@@ -395,7 +395,7 @@ class RadixTree(PrefixTree):
         """
         freed: list[PageIds] = []
         host_freed: list[PageIds] = []
-        kept: list[Node] = []
+        spared: list[Node] = []
         last: list[Node] = []  # dropped only if the other victims are too few
         missing, writeback_pages, lost_pages = pages, 0, 0
         # Member access on an enum is slow.
@@ -405,7 +405,7 @@ class RadixTree(PrefixTree):
             if node.host is None:
                 choice = EvictionChoice.DROP if write_back is None else write_back(node)
                 if choice is keep or (node.host_ref and choice is not writing_back):
-                    kept.append(node)
+                    spared.append(node)
                     continue
                 if choice is lose and len(last) < SPARED_MAX:
                     last.append(node)
@@ -426,7 +426,7 @@ class RadixTree(PrefixTree):
                 freed.append(self.leave_device(node))
                 missing -= len(freed[-1])
                 lost_pages += len(freed[-1])
-        for node in (*kept, *last):
+        for node in (*spared, *last):
             self.queues.offer(node)
         return Evicted(concat(freed), writeback_pages, concat(host_freed), lost_pages)
 

@@ -45,7 +45,7 @@ class _Killer:
 
 def _open(root: Path, killer: _Killer, form: str, **options: Any) -> Any:
     store = open_file(root, FORMS[form], system=Faulty(killer.step), **options)
-    index = file_driver(store)._store._index
+    index = file_driver(store)._store._index_file.opened
     assert index is not None and index._db is not None
     index._db.set_trace_callback(killer.step)
     return store

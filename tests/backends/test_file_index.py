@@ -447,7 +447,7 @@ def test_the_index_never_holds_a_cycle(tmp_path: Path, seed: int) -> None:
 
 
 def is_open(store: FileStore) -> bool:
-    return store.root_fd >= 0 and store._index is not None
+    return store.root_fd >= 0 and store._index_file.opened is not None
 
 
 def test_closing_a_store_leaves_a_transaction_in_flight_its_index(tmp_path: Path) -> None:

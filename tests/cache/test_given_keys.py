@@ -58,7 +58,7 @@ def test_a_cache_that_hashes_tokens_rejects_given_keys_and_names_the_alternative
     kind = SessionCache if sessions else HiRadixCache
     engine = World(backend=open_file(tmp_path / "s", codec()).backend, kind=kind)
     cache = engine.cache
-    with pytest.raises(InvalidInput, match="a cache that takes given page keys"):
+    with pytest.raises(InvalidInput, match="a cache of page keys"):
         CALLS[call](cache)
     cache.check()
     assert engine.cache.tree.node_count == 0
@@ -67,6 +67,6 @@ def test_a_cache_that_hashes_tokens_rejects_given_keys_and_names_the_alternative
 
 def test_a_cache_without_a_tree_rejects_given_keys() -> None:
     with ChunkCache(create_device_pool(GEOMETRY, 4)) as cache:
-        with pytest.raises(InvalidInput, match="a cache that takes given page keys"):
+        with pytest.raises(InvalidInput, match="a cache of page keys"):
             cache.begin_request("r", KEY)
         cache.check()

@@ -301,7 +301,7 @@ def test_an_unexpected_exception_is_a_failed_row(tmp_path: Path) -> None:
 def test_a_store_that_never_opens_is_a_failed_row_and_the_command_ends(repository: Path, tmp_path: Path) -> None:
     path = configured(tmp_path, {"type": f"{STRANGE}:HangingStore"})
     code, output = finish(start(repository, "doctor", "-c", str(path), *SMALL))
-    assert code == 1 and "its check was given up" in output
+    assert code == 1 and "its check was abandoned" in output
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_check_finds_a_node_whose_page_keys_differ_from_the_given_keys() -> None
     tree = given_tree()
     node = tree.insert(given(RadixKey.of(list(range(8)))), ids(1, 2)).node
     node.page_keys = bytes(64)
-    with pytest.raises(InvariantError, match="differ from the given keys"):
+    with pytest.raises(InvariantError, match="differ from those of the engine"):
         check_tree(tree)
 
 
@@ -60,6 +60,6 @@ def test_keys_of_tokens_and_given_keys_do_not_mix(position_bytes: int) -> None:
     with pytest.raises(InvalidInput, match="of_hashes"):
         given_tree().match(key)
     tree = RadixTree(PAGE_SIZE, make_policy("lru"), position_bytes=position_bytes)
-    with pytest.raises(InvalidInput, match="a cache that takes given page keys"):
+    with pytest.raises(InvalidInput, match="a cache of page keys"):
         tree.insert(given(key), ids(1, 2))
     assert tree.node_count == 0

@@ -70,6 +70,15 @@ def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     check_tree(t)
 
 
+def test_the_check_finds_a_run_above_the_limit() -> None:
+    t = RadixTree(1, POLICIES["lru"], run_pages_max=30)
+    t.insert(RadixKey.of(list(range(30))), np.arange(1, 31, dtype=np.int32))
+    check_tree(t)
+    t.run_pages_max = 29
+    with pytest.raises(InvariantError, match="has more than 29 pages"):
+        check_tree(t)
+
+
 def test_new_pages_keep_their_earlier_uses_and_are_split_where_these_change() -> None:
     for host in (False, True):
         t, key = tree(page_size=1), RadixKey.of(list(range(6)))

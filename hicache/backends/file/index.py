@@ -40,8 +40,6 @@ from ...errors import InvariantError
 from ...keys import PAGE_KEY_BYTES
 from .schema import HEADER_BYTES, SCHEMA, SCHEMA_ROWS, SCHEMA_VERSION, expected_schema, has_our_header
 
-_NAME = re.compile(r"index-[0-9a-f]{8}\.sqlite")
-_FILE = re.compile(r"index-[0-9a-f]{8}\.sqlite(-wal|-shm|-journal)?")
 _WRITER = re.compile(r"[0-9a-f]{16}\.[0-9]+")
 JOURNAL = "-journal"
 # Other processes wait for the store's lock, not for SQLite; only a user with a shell on the file can block SQLite.
@@ -442,16 +440,6 @@ SELECT p.id, coalesce(c.number, 0) FROM pages p LEFT JOIN
     ON c.namespace = p.namespace AND c.parent = p.key
 WHERE p.children != coalesce(c.number, 0)
 """
-
-
-def index_names(names: Iterable[str]) -> list[str]:
-    """Return the indices among the names in a root: normally one, but not after a loss or during a rebuild."""
-    return [name for name in names if _NAME.fullmatch(name)]
-
-
-def index_files(names: Iterable[str]) -> list[str]:
-    """Return all files of indices; for each index, its main file comes last."""
-    return sorted((name for name in names if _FILE.fullmatch(name)), reverse=True)
 
 
 def code_of(error: BaseException) -> int:

@@ -29,10 +29,11 @@ from ..base import PageId, StoredPage
 from ..pages import PageWrites
 from .driver import FileDriver
 from .index import JOURNAL, Index, IndexDamaged, PageRow
+from .index_file import usable_index
 from .pages import FULL_ERRNOS, LOCK_FILE, READ_FLAGS, Identity, System, look, page_name, read_start
 from .reconcile import rows_of, stored_pages
 from .root import open_root
-from .store import FileStore, usable_index, wait_for_flock
+from .store import FileStore, wait_for_flock
 
 _log = logging.getLogger(__name__)
 

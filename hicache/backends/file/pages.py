@@ -32,6 +32,7 @@ DIR_MODE = 0o700
 FILE_MODE = 0o600
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 READ_FLAGS = os.O_RDONLY | _SAFE
+OPEN_OR_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | _SAFE  # created if it is missing
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # Opens a directory for lookups of names. A link gives ENOTDIR.
@@ -431,6 +432,17 @@ def look_for_file(system: System, root_fd: int, name: str) -> os.stat_result | N
     """As `look`, but None if it is not a regular file."""
     found = look(system, root_fd, name)
     return found if found is not None and stat.S_ISREG(found.st_mode) else None
+
+
+def file_id(found: os.stat_result) -> tuple[int, int]:
+    """Return the device and the number of a file: two names with the same are one file."""
+    return (found.st_dev, found.st_ino)
+
+
+def find_id(system: System, root_fd: int, name: str) -> tuple[int, int] | None:
+    """Return the `file_id` of the file of any kind with this name, or None. Raises OSError."""
+    found = look(system, root_fd, name)
+    return None if found is None else file_id(found)
 
 
 def remove_page(system: System, root_fd: int, name: str) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from ...errors import BackendUnavailable, NotOurs
 from ...frame import HEADER_BYTES, FrameHeader
-from .index import index_files
+from .index_file import index_files
 from .pages import (
     DIR_MODE,
     LIST_FLAGS,

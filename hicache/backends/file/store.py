@@ -42,7 +42,6 @@ import math
 import os
 import secrets
 import sqlite3
-import stat
 import threading
 import time
 import weakref
@@ -54,8 +53,19 @@ from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import BackendUnavailable
 from ...logs import LimitedLog
 from ..base import PageId
-from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file, index_files, index_names
-from .pages import FULL_ERRNOS, LOCK_FILE, TMP_DIR, System, look, look_for_file, make_folder, remove_page
+from .index import Index, IndexDamaged
+from .index_file import IndexFile
+from .pages import (
+    FULL_ERRNOS,
+    LOCK_FILE,
+    OPEN_OR_CREATE_FLAGS,
+    TMP_DIR,
+    System,
+    file_id,
+    find_id,
+    make_folder,
+    remove_page,
+)
 from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
 from .root import MARKER, open_root, write_marker
 
@@ -67,7 +77,6 @@ _limited_log = LimitedLog(_log, 60.0)
 OPEN_TIMEOUT_S = 60.0
 _POLL_S_FIRST = 0.0002
 _POLL_S_MAX = 0.005
-_LOCKABLE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # SQLite opens no file whose name, with the journal's, is longer than 512 bytes.
 _PATH_BYTES_MAX = 480
 # Building an index scans the store. After a long build that found no room, transactions fail without another build for
@@ -92,24 +101,6 @@ def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> 
             if time.monotonic() >= deadline:
                 raise TimeoutError(errno.ETIMEDOUT, "the store was locked until the deadline") from None
         time.sleep(min(backoff.next_s(), max(0.0, deadline - time.monotonic())))
-
-
-def usable_index(system: System, root_fd: int) -> str | None:
-    """Return the name of the index in a root, None unless exactly one regular file has such a name.
-
-    Raises OSError, and IndexDamaged if it or its journal is not a file that only this user reads and writes.
-    """
-    names = [name for name in index_names(system.listdir(root_fd)) if look_for_file(system, root_fd, name) is not None]
-    if len(names) != 1:
-        return None
-    for name in (names[0], names[0] + JOURNAL):
-        try:
-            found = system.lstat(name, dir_fd=root_fd)
-        except FileNotFoundError:
-            continue
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o600 != 0o600:
-            raise IndexDamaged(f"{name} is not a file that this user may read and write")
-    return names[0]
 
 
 @dataclass(slots=True)
@@ -150,9 +141,6 @@ class FileStore:
         self._owner_id: tuple[int, int] | None = None
         self._ended: tuple[int, str] | None = None
         self._is_closed = False
-        self._index: Index | None = None
-        self._index_id: tuple[int, int] | None = None
-        self._stale = False
         self._doubtful = True
         self._clock = clock
         self._pause_until = -math.inf
@@ -160,9 +148,10 @@ class FileStore:
         if len(os.fsencode(os.path.abspath(path))) > _PATH_BYTES_MAX:
             raise BackendUnavailable(f"file store: the path is longer than {_PATH_BYTES_MAX} bytes; use a shorter one")
         self.path, self.root_fd = self._open_root(path, create)
+        self._index_file = IndexFile(self.system, self.path, self.root_fd)
         _stores.add(self)
         try:
-            self._root_id = _file_id(self.system.fstat(self.root_fd))
+            self._root_id = file_id(self.system.fstat(self.root_fd))
             self._open()
         except BackendUnavailable:
             self.close()
@@ -263,9 +252,9 @@ class FileStore:
         while True:
             if self._lock_fd is None:
                 self._check_root()
-                self._lock_fd = self.system.open(LOCK_FILE, _LOCKABLE, dir_fd=self.root_fd)
+                self._lock_fd = self.system.open(LOCK_FILE, OPEN_OR_CREATE_FLAGS, dir_fd=self.root_fd)
             wait_for_flock(self.system, self._lock_fd, fcntl.LOCK_EX, until)
-            if self._find(LOCK_FILE) == _file_id(self.system.fstat(self._lock_fd)):
+            if self._find(LOCK_FILE) == file_id(self.system.fstat(self._lock_fd)):
                 return
             fd, self._lock_fd = self._lock_fd, None
             self.system.flock(fd, fcntl.LOCK_UN)  # closing is not enough: see `raw`
@@ -274,7 +263,7 @@ class FileStore:
     def _check_root(self) -> None:
         """Raise ESTALE unless the path still refers to the open directory."""
         try:
-            moved = _file_id(self.system.lstat(self.path)) != self._root_id
+            moved = file_id(self.system.lstat(self.path)) != self._root_id
         except (FileNotFoundError, NotADirectoryError):
             moved = True
         if moved:
@@ -294,7 +283,7 @@ class FileStore:
         except BaseException as error:
             # The rows are as before, but files may have changed.
             self._doubtful = index.follows_files or not isinstance(error, sqlite3.Error)
-            self._undo(index, error)
+            self._index_file.undo(error)
             raise
 
     def _begin(self) -> Index:
@@ -316,7 +305,8 @@ class FileStore:
             raise
 
     def _started(self) -> Index:
-        index = self._current()
+        index, is_new = self._index_file.current()
+        self._doubtful |= is_new
         try:
             if self._doubtful:
                 index.begin()
@@ -327,22 +317,9 @@ class FileStore:
                 self._doubtful = False
             index.begin()
         except BaseException as error:
-            self._undo(index, error)
+            self._index_file.undo(error)
             raise
         return index
-
-    def _undo(self, index: Index, error: BaseException) -> None:
-        """Roll back, and close an index that may be the cause: the next opening verifies it."""
-        if isinstance(error, IndexDamaged):
-            _log.warning("file store %s: its index is damaged: %s", self.path, error)
-            self._stale = True
-        suspect = blames_file(error)
-        try:
-            index.rollback()
-        except sqlite3.Error:
-            suspect = True
-        if suspect:
-            self._close_index()
 
     def _claim(self) -> None:
         """Create and lock the owner file, under the store's lock, so that other processes do not consider its owner
@@ -358,10 +335,10 @@ class FileStore:
             return
         self._disown()
         make_folder(self.system, self.root_fd, TMP_DIR)
-        self._owner_fd = self.system.open(self._owner_name, _LOCKABLE, dir_fd=self.root_fd)
+        self._owner_fd = self.system.open(self._owner_name, OPEN_OR_CREATE_FLAGS, dir_fd=self.root_fd)
         try:
             self.system.flock(self._owner_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._owner_id = _file_id(self.system.fstat(self._owner_fd))
+            self._owner_id = file_id(self.system.fstat(self._owner_fd))
         except OSError:
             self._disown()
             raise
@@ -378,70 +355,8 @@ class FileStore:
             with contextlib.suppress(OSError):
                 self.system.close(fd)
 
-    def _current(self) -> Index:
-        """Return the index; opened again if it was replaced, and created again, empty, if it is lost or damaged."""
-        if self._index is not None:
-            if not self._stale and self._index_id == self._find(os.path.basename(self._index.path)):
-                return self._index
-            self._close_index()
-        if not self._stale:
-            try:
-                name = usable_index(self.system, self.root_fd)
-                if name is not None:
-                    return self._keep(name, Index(os.path.join(self.path, name)))
-            except IndexDamaged as damage:
-                _log.warning("file store %s: rebuilding its index: %s", self.path, damage)
-        # Old indices are removed first, to make room. The name is new, because other processes have the old one open.
-        self._remove_indices()
-        name = f"index-{secrets.token_hex(4)}.sqlite"
-        self.system.close(self.system.open(name, _LOCKABLE | os.O_EXCL, dir_fd=self.root_fd))
-        try:
-            index = self._keep(name, Index.create(os.path.join(self.path, name)))
-        except (OSError, sqlite3.Error):
-            with contextlib.suppress(OSError):
-                self._remove_indices()
-            raise
-        self._stale, self._doubtful = False, True
-        return index
-
-    def _keep(self, name: str, index: Index) -> Index:
-        self._index, self._index_id = index, None
-        self._index_id = self._find(name)
-        with contextlib.suppress(OSError):
-            self._allocate(name + JOURNAL)
-        return index
-
-    def _allocate(self, name: str) -> None:
-        """Allocate the journal, unless the disk would be full then. SQLite ignores a journal of zeros."""
-        space = self.system.statvfs(self.root_fd)
-        fd = self.system.open(name, _LOCKABLE, dir_fd=self.root_fd)
-        try:
-            there = self.system.fstat(fd).st_size
-            missing = JOURNAL_BYTES - there
-            if 0 < missing <= space.f_bavail * space.f_frsize // 2:
-                self.system.pwritev(fd, [memoryview(bytes(missing))], there)
-        finally:
-            self.system.close(fd)
-
     def _find(self, name: str) -> tuple[int, int] | None:
-        found = look(self.system, self.root_fd, name)
-        return None if found is None else _file_id(found)
-
-    def _remove_indices(self) -> None:
-        for name in index_files(self.system.listdir(self.root_fd)):
-            try:
-                self.system.unlink(name, dir_fd=self.root_fd)
-            except FileNotFoundError:
-                continue
-            except IsADirectoryError:  # not created by a store; removed only if it is empty
-                with contextlib.suppress(OSError):
-                    self.system.rmdir(name, dir_fd=self.root_fd)
-
-    def _close_index(self) -> None:
-        index, self._index = self._index, None
-        if index is not None:
-            with contextlib.suppress(sqlite3.Error):
-                index.close()
+        return find_id(self.system, self.root_fd, name)
 
     def close(self) -> None:
         """Close the index and all descriptors, and remove the owner file; if a transaction is in flight, at its end.
@@ -463,7 +378,7 @@ class FileStore:
                 thread_lock.release()
 
     def _free_locked(self) -> None:
-        self._close_index()
+        self._index_file.close()
         self._disown()
         fds, self._lock_fd, self.root_fd = (self._lock_fd, self.root_fd), None, -1
         for fd in fds:
@@ -479,13 +394,7 @@ class FileStore:
             if fd is not None:
                 os.close(fd)
         self._lock_fd = self._owner_fd = None
-        if self._index is not None:
-            self._index.abandon()
-            self._index = None
-
-
-def _file_id(found: os.stat_result) -> tuple[int, int]:
-    return (found.st_dev, found.st_ino)
+        self._index_file.abandon()
 
 
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()

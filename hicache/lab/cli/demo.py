@@ -38,12 +38,12 @@ from ..devservers import KINDS, make_service
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
 from .demo_report import LiveTable, differences, gain_lines, gains, tier_table, time_table
 from .demo_run import Answer, Runner
-from .demo_workload import Ask, Workload
+from .demo_workload import DemoRequest, Workload
 
 STORAGES = ("file", *KINDS, "file+s3")
 DEMO_CONFIG = ready_file("demo")
 RESTART_TIMEOUT_S = 600
-SETTLE_TIMEOUT_S = 30
+DRAIN_TIMEOUT_S = 30
 CONVERSATIONS = 3
 DOCUMENT_TOKENS = 1200
 
@@ -175,7 +175,7 @@ class Demo:
             for answer in make_runner(engine, self._settings, reuse=reuse).run(workload):
                 answers.append(answer)
                 table.answered()
-            settle(engine)
+            drain(engine)
             state = engine.cache.statistics()
             self._snapshot, self._engine = state, None
         where = "" if self._settings.device == "cpu" else f" on {self._settings.device}"
@@ -200,9 +200,9 @@ class Demo:
         command += ["--verify"] if settings.verify else []
         for setting in settings.overrides:
             command += ["--set", setting]
-        asks = [{"label": a.label, "document": a.document, "prompt": a.prompt} for a in answers]
+        requests = [{"label": a.label, "document": a.document, "prompt": a.prompt} for a in answers]
         done = subprocess.run(
-            command, input=json.dumps(asks), capture_output=True, text=True, timeout=RESTART_TIMEOUT_S, check=False
+            command, input=json.dumps(requests), capture_output=True, text=True, timeout=RESTART_TIMEOUT_S, check=False
         )
         if done.returncode != 0:
             raise HiCacheError(
@@ -238,20 +238,19 @@ def make_runner(engine: Engine, settings: Settings, *, reuse: bool) -> Runner:
     )
 
 
-def settle(engine: Engine) -> None:
+def drain(engine: Engine) -> None:
     """Step until all copies and stores have ended, so that a new process finds everything."""
-    if not engine.cache.drain(SETTLE_TIMEOUT_S):
-        raise HiCacheError(f"demo: storing all pages took longer than {SETTLE_TIMEOUT_S} s; use a faster store")
+    if not engine.cache.drain(DRAIN_TIMEOUT_S):
+        raise HiCacheError(f"demo: storing all pages took longer than {DRAIN_TIMEOUT_S} s; use a faster store")
 
 
 def answer_again(settings: Settings) -> None:
     """Run the second process: read requests as JSON from standard input, write answers as JSON to standard output."""
-    given = json.load(sys.stdin)
-    asks = [Ask(**ask) for ask in given]
+    requests = [DemoRequest(**fields) for fields in json.load(sys.stdin)]
     checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)
     with create_engine(settings.config(), checkpoint, device=settings.device) as engine:
         runner = make_runner(engine, settings, reuse=True)
-        answers = [answer.as_json() for ask in asks for answer in runner.serve([ask])]
+        answers = [answer.as_json() for request in requests for answer in runner.serve([request])]
     json.dump(answers, sys.stdout)
 
 

@@ -48,7 +48,7 @@ class LiveTable:
         self._live.stop()
 
     def answered(self) -> None:
-        """Print the progress without a live table and the last line is old."""
+        """Print the progress if there is no live table and the last line is old."""
         if not self._console.is_terminal and time.monotonic() - self._shown_s >= PLAIN_INTERVAL_S:
             self._shown_s = time.monotonic()
             self._console.print(self._heading(self._engine.cache.statistics()), highlight=False)
@@ -127,7 +127,7 @@ def time_table(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequ
             f"{1000 * median:.1f} ms",
             f"{reference / median:.1f} x",
         ))  # fmt: skip
-    columns = ["prefix from", "asked>", "tokens>", "reused>", "ttft>", "speed>"]
+    columns = ["prefix from", "questions>", "tokens>", "reused>", "ttft>", "speed>"]
     return "\n".join(["time to first token, questions about documents", *table(columns, rows)])
 
 
@@ -147,8 +147,8 @@ def gain_lines(found: Mapping[str, Any]) -> Iterator[str]:
     tiers = ", ".join(f"{count:,} from {TIER_NAMES[tier]}" for tier, count in tokens.items())
     total = sum(tokens.values())
     yield f"gained: {total:,} of {prompt:,} prompt tokens ({format_share(total, prompt)}) were not computed: {tiers}"
-    (_, computed_s), *others = found["time_to_first_token_s"].items()
-    times = ", ".join(f"{1000 * s:.0f} ms from {name} ({computed_s / s:.1f} x)" for name, s in others if s)
+    (_, computed_s), *reused = found["time_to_first_token_s"].items()
+    times = ", ".join(f"{1000 * s:.0f} ms from {name} ({computed_s / s:.1f} x)" for name, s in reused if s)
     yield f"gained: time to first token {1000 * computed_s:.0f} ms computed, {times or 'no other'}"
 
 
@@ -157,7 +157,7 @@ def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str
     lines = []
     for one, other in zip(expected, found, strict=True):
         if one.prompt != other.prompt:
-            lines.append(f"{one.label}: the prompts differ, because an earlier answer did")
+            lines.append(f"{one.label}: the prompts differ, because a previous answer differs")
         elif one.tokens != other.tokens:
             position = next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b)
             lines.append(

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import HiCacheError
 from ...keys import RadixKey
 from ..engine import Engine, RequestRecord, Sampling
-from .demo_workload import Ask, Workload
+from .demo_workload import DemoRequest, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +50,20 @@ class Runner:
     def run(self, workload: Workload) -> Iterator[Answer]:
         """Serve the waves of `workload`, one after the other; conversations grow by their answers."""
         for wave in workload.waves():
-            for ask, answer in zip(wave, self.serve(wave), strict=True):
-                if ask.conversation is not None:
-                    ask.conversation.tokens = ask.conversation.tokens + answer.tokens
+            for request, answer in zip(wave, self.serve(wave), strict=True):
+                if request.conversation is not None:
+                    request.conversation.tokens = request.conversation.tokens + answer.tokens
                 yield answer
 
-    def serve(self, wave: list[Ask]) -> list[Answer]:
+    def serve(self, wave: list[DemoRequest]) -> list[Answer]:
         """Serve some requests together. Raises the error of the first that failed."""
         salts = [None if self._reuse else f"alone-{self._served + i}" for i in range(len(wave))]
         self._served += len(wave)
         rids = [
             self._engine.submit(
-                ask.prompt, self._max_new_tokens, cache_salt=salt, ignore_eos=True, sampling=self._sampling
+                request.prompt, self._max_new_tokens, cache_salt=salt, ignore_eos=True, sampling=self._sampling
             )
-            for ask, salt in zip(wave, salts, strict=True)
+            for request, salt in zip(wave, salts, strict=True)
         ]
         records: dict[str, RequestRecord] = {}
         while len(records) < len(wave):
@@ -73,17 +73,17 @@ class Runner:
             if self._verify:
                 self._engine.check()
             self._engine.rest()
-        return [self._answer(ask, records[rid], salt) for ask, rid, salt in zip(wave, rids, salts, strict=True)]
+        return [self._answer(request, records[rid], salt) for request, rid, salt in zip(wave, rids, salts, strict=True)]
 
-    def _answer(self, ask: Ask, record: RequestRecord, salt: str | None) -> Answer:
+    def _answer(self, request: DemoRequest, record: RequestRecord, salt: str | None) -> Answer:
         if record.error is not None:
             raise record.error
         if record.time_to_first_token_s is None:
-            raise HiCacheError(f"demo: {ask.label} ended without a token")
+            raise HiCacheError(f"demo: {request.label} ended without a token")
         return Answer(
-            label=ask.label,
-            document=ask.document,
-            prompt=ask.prompt,
+            label=request.label,
+            document=request.document,
+            prompt=request.prompt,
             tokens=list(record.output_tokens),
             hit_tokens={
                 "device": record.device_hit_tokens,
@@ -91,7 +91,7 @@ class Runner:
                 "storage": record.storage_hit_tokens,
             },
             time_to_first_token_s=record.time_to_first_token_s,
-            kv_digest=kv_digest(self._engine, RadixKey.of(ask.prompt, cache_salt=salt)) if self._verify else None,
+            kv_digest=kv_digest(self._engine, RadixKey.of(request.prompt, cache_salt=salt)) if self._verify else None,
         )
 
 

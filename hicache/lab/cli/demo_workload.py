@@ -39,7 +39,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DemoRequest:
     """One request of the demo: a question about `document`, or a turn of `conversation`. `label` is for output."""
 
     label: str
@@ -70,7 +70,7 @@ class Workload:
 
         return cls(documents * rounds, [encode(q) for q in QUESTIONS], [encode(t) for t in TURNS], talks)
 
-    def waves(self) -> Iterator[list[Ask]]:
+    def waves(self) -> Iterator[list[DemoRequest]]:
         """Yield the requests that are submitted together: one question about a document, or one turn of every
         conversation."""
         for number in range(len(self.documents)):
@@ -82,17 +82,17 @@ class Workload:
             if number % 3 == 2:
                 yield [self.turn(conversation) for conversation in self.conversations]
 
-    def question(self, number: int, question: int) -> Ask:
+    def question(self, number: int, question: int) -> DemoRequest:
         """Return question `question` about document `number`."""
         name, tokens = self.documents[number]
-        asked = question % len(self.questions)
-        return Ask(f"{name}, question {asked + 1}", tokens + self.questions[asked], document=name)
+        index = question % len(self.questions)
+        return DemoRequest(f"{name}, question {index + 1}", tokens + self.questions[index], document=name)
 
-    def turn(self, conversation: Conversation) -> Ask:
+    def turn(self, conversation: Conversation) -> DemoRequest:
         """Return the user's next line in a conversation; the caller appends the answer later."""
         conversation.tokens = conversation.tokens + self.turns[conversation.turns % len(self.turns)]
         conversation.turns += 1
-        return Ask(
+        return DemoRequest(
             f"{conversation.name}, turn {conversation.turns}", list(conversation.tokens), conversation=conversation
         )
 

@@ -36,7 +36,7 @@ def dev_up(kind: str, port: int | None, data: Path | None) -> None:
         click.echo(f"starting {kind} ...", err=True)
         with service:
             try:
-                _tell(kind, service)
+                _print_hints(kind, service)
                 while service.running:
                     time.sleep(_LOOK_S)
             except KeyboardInterrupt:
@@ -46,7 +46,7 @@ def dev_up(kind: str, port: int | None, data: Path | None) -> None:
                 raise BackendUnavailable(f"{kind}: the server has ended; start it again")
 
 
-def _tell(kind: str, service: DevService) -> None:
+def _print_hints(kind: str, service: DevService) -> None:
     click.echo(section(service), nl=False)
     for name, value in service.environ().items():
         click.echo(f"export {name}={shlex.quote(value)}", err=True)

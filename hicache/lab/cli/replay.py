@@ -78,7 +78,7 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
 @log_options
 def replay(
     *, json_file: Path | None, html_file: Path | None, prefill_rate: float, settings: tuple[str, ...],
-    device_tokens: int | None, host_tokens: int | None, config_file: Path | None, store: Path | None, **given: Any,
+    device_tokens: int | None, host_tokens: int | None, config_file: Path | None, store: Path | None, **options: Any,
 ) -> None:  # fmt: skip
     """Replay a request trace through the cache, and check every byte that comes back.
 
@@ -88,7 +88,7 @@ def replay(
 
     Ctrl-C ends the replay and prints the report so far. Exit code 1 if a byte was wrong, 2 if no request ran.
     """
-    start_log(LoggingConfig(level="warning"), **{name: given.pop(name) for name in LOG_OPTIONS})
+    start_log(LoggingConfig(level="warning"), **{name: options.pop(name) for name in LOG_OPTIONS})
     check_reports(json_file, html_file)
     # The report uses standard output.
     console = OutputConsole(stderr=any(file is not None and is_dash(file) for file in (json_file, html_file)))
@@ -96,10 +96,10 @@ def replay(
     for name, value in (("device.tokens", device_tokens), ("host.tokens", host_tokens)):
         if value is not None:
             overrides[name] = str(value)
-    with noted_signals() as stop, _temporary_directory(console) as temporary, read_dash(given["trace"]) as trace:
+    with noted_signals() as stop, _temporary_directory(console) as temporary, read_dash(options["trace"]) as trace:
         config = replay_config(overrides, os.environ, temporary, config_file, store)
-        given |= {"trace": trace, "requests": given["requests"] or _lines_in(trace)}
-        job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **given)
+        options |= {"trace": trace, "requests": options["requests"] or _lines_in(trace)}
+        job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **options)
         console.print(f"replaying {job.trace.name if job.trace else 'a synthetic trace'} ...", highlight=False)
         with needs_of("replay"):  # torch, which takes seconds: the help and the checks above do without it
             from ..replay.ideal import ideal_of  # noqa: PLC0415
@@ -108,7 +108,7 @@ def replay(
             follow(_until(stop, engines.run()), "replay", lambda sample: progress_of(sample, job))
             result = engines.result()
         result = replace(result, ideal=ideal_of(job, result))
-        _tell(console, result, json_file, html_file)
+        _report(console, result, json_file, html_file)
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
@@ -139,10 +139,10 @@ def replay_config(
 ) -> HiCacheConfig:
     """Return the effective configuration, with storage in `temporary` unless the user sets it. Raises ConfigError."""
     overrides = dict(overrides)
-    given = {*overrides, *(".".join(entry_of_variable(variable) or ()) for variable in environ)}
+    entries = {*overrides, *(".".join(entry_of_variable(variable) or ()) for variable in environ)}
     if store is not None:
         overrides |= {"storage.type": "file", "storage.options.path": os.path.realpath(store)}
-    elif config_file is None and not given & _STORE_ENTRIES:
+    elif config_file is None and not entries & _STORE_ENTRIES:
         overrides["storage.options.path"] = str(temporary / "pages")
     return load_config(config_file or REPLAY_CONFIG, environ=environ, overrides=overrides)
 
@@ -157,7 +157,7 @@ def check_reports(*paths: Path | None) -> None:
         raise ConfigError(f"{files[0]}: --json and --report name the same file; choose two files")
 
 
-def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
+def _report(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
     """Write the reports and print the summary, even if some of them fail. Then raise the error for the exit code;
     WrongBytes comes first."""
     problems, written = [], []

@@ -96,7 +96,7 @@ def trace_facts(requests: Iterable[TraceRequest]) -> dict[str, Any]:
         blocks.update(request.hash_ids)
         end_ms = max(end_ms, request.timestamp_ms)
     if not prompts:
-        raise InvalidInput("trace: is empty; give a trace with at least one request")
+        raise InvalidInput("trace: is empty; use a trace with at least one request")
     return {
         "requests": len(prompts),
         "duration_s": end_ms / 1000,

@@ -37,7 +37,7 @@ KINDS = ("redis", "valkey", "s3", "mooncake")
 
 
 def make_service(kind: str, *, port: int | None = None, data: Path | None = None) -> DevService:
-    """Return a service of one of the `KINDS`, not started, on `port` and with permanent files in `data` if given.
+    """Return a service of one of the `KINDS`, not started, on `port` and with permanent files in `data`, if any.
 
     Raises ConfigError for an unknown kind, and for `data` if the service does not use a disk.
     """

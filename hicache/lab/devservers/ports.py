@@ -37,7 +37,7 @@ def free_ports(count: int) -> list[int]:
 def is_free(port: int) -> bool:
     """Return True if a server can listen on `port` of the loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers set it: connections of an earlier server in TIME_WAIT do not count.
+        # As servers set it: connections of a previous server in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))

@@ -40,7 +40,7 @@ class GroupMember(ValkeyServer):
 
 
 class ClusterNode(GroupMember):
-    """A node of a cluster, not yet connected to the others. Its bus port is also chosen here."""
+    """A node of a cluster, not yet connected to the other nodes. Its bus port is also chosen here."""
 
     name: ClassVar[str] = "valkey cluster node"
     port_names: ClassVar[tuple[str, ...]] = ("port", "bus_port")

@@ -36,7 +36,7 @@ from ...tiers import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from ...tiers.upload import upload
 
 # Rows of one product: queries times the query heads that share a KV head. The mask has rows times keys entries, 256 MiB
-# with 128 Ki keys, and is made again for each layer: kept masks of a long prefill would take many times as much memory.
+# with 128 Ki keys, and is made again for each layer: all masks of a long prefill would take many times as much memory.
 ROWS_MAX = 2048
 # Keys gathered for one product, unless a single block has more: requests that share a prefix get separate copies of it.
 # With 8 heads of 128 in bfloat16, K and V of this many keys take 256 MiB.

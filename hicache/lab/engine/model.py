@@ -202,7 +202,7 @@ class LlamaModel:
         table = self.requests.table
         rows = {request.rid: self._rows.get(request.rid) for request in running}
         if rows != self._rows or table.shape[0] - self.requests.free_rows != len(set(rows.values())):
-            raise InvariantError(f"engine: {len(rows)} requests run, but the rows in use are others")
+            raise InvariantError(f"engine: {len(rows)} requests run, but other rows are in use")
         for request in running:
             slots = torch.from_numpy(token_slots(request.held_kv().pages, self._page_size))[: table.shape[1]]
             if not torch.equal(table[self._rows[request.rid], : len(slots)].cpu().long(), slots):

@@ -13,8 +13,8 @@ class EngineOptions:
     """Bounds of the reference engine. They are not in the configuration, which serves all kinds of engines.
 
     A larger `running_max` shares each read of the weights among more requests on a GPU, and needs more L1.
-    `prefill_tokens_max` bounds the prompt tokens of one step: larger values end prefills sooner, smaller ones give
-    running requests their next token sooner. `waiting_max` bounds the queue; `submit` rejects requests above it.
+    `prefill_tokens_max` bounds the prompt tokens of one step: with larger values prefills end sooner, with smaller ones
+    running requests get their next token sooner. `waiting_max` bounds the queue; `submit` rejects requests above it.
     `schedule` is the order in which requests begin; None means the configured order, or `fcfs` by default.
     `check_when_idle` verifies all invariants after a step without work, at most once per `CHECK_EVERY_S`. This walks
     over the whole tree.

@@ -69,8 +69,8 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """`waiting` and `running` are current numbers of requests. The others are totals since start, counted at each
-    admission.
+    """`waiting` and `running` are current numbers of requests. All other counts are totals since start, counted at
+    each admission.
 
     `finished` is by reason, `hit_tokens` by tier (device, host, storage). `computed_tokens` counts the tokens of
     prefills. Each output token except the last of a request is computed too, and not counted here.
@@ -129,9 +129,8 @@ class Request:
         return self.kv
 
     def key(self, tokens: int) -> RadixKey:
-        """Return the cache key of the first `tokens` tokens. The key of all tokens is kept, because every step needs
-        it.
-        """
+        """Return the cache key of the first `tokens` tokens. The key of all tokens is cached, because every step
+        needs it."""
         if self._key is None or len(self._key) != len(self.tokens):
             self._key = RadixKey(token_bytes(self.tokens), self.seed)
         return self._key if tokens == len(self._key) else self._key.head(tokens)

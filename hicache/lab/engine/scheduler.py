@@ -27,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from ...arguments import WHOLE_MAX, instance, number, whole
 from ...cache import (
@@ -264,7 +263,7 @@ class Engine:
 
     @contextmanager
     def _alone(self, request: Request) -> Iterator[None]:
-        """Context of the work of one request: if it fails, that request ends as FAILED and the others continue.
+        """Context of the work of one request: if it fails, that request ends as FAILED and all others continue.
 
         Raises InvariantError and RankError, which concern all requests.
         """
@@ -494,7 +493,5 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -28,7 +28,7 @@ from .tokens import TokenSource
 @dataclass(frozen=True, slots=True)
 class Uses:
     """All pages of one request, root first, by their seeds; equal seeds mean equal pages. The first `reusable` pages
-    are hits if they are cached; the others are always computed."""
+    are hits if they are cached; the other pages are always computed."""
 
     pages: Seeds
     reusable: int
@@ -68,28 +68,28 @@ def optimal_hits(requests: Sequence[Uses], pages: int | None) -> list[int]:
     with the furthest next use, which may be a new page (MIN: Belady, IBM Systems Journal 5(2), 1966).
 
     Keeping a page from one use to the next is an interval worth one hit, and up to `pages` intervals may overlap.
-    Dropping the longest interval of each excess keeps the most (Carlisle and Lloyd, Discrete Applied Mathematics 59,
+    Removing the longest interval of each excess leaves the most (Carlisle and Lloyd, Discrete Applied Mathematics 59,
     1995). It is an upper bound for a prefix tree. A tree reaches it, because a page is never used later than the pages
     below it, so the longest interval is that of a leaf. There is one exception: the last page of a prompt is always
     computed; a tree must keep it while it keeps pages below it, and this cache does not have to.
     """
-    kept = [0] * len(requests)  # kept intervals, by the request that ends them
+    counts = [0] * len(requests)  # of the intervals in the cache, by the request that ends them
     total, latest = 0, list[int]()  # the ends of these, the furthest first, as a heap of negative numbers
     hits = []
     for number, uses in enumerate(_next_uses(requests)):
-        hits.append(kept[number])
-        total, kept[number] = total - kept[number], 0
+        hits.append(counts[number])
+        total, counts[number] = total - counts[number], 0
         for end, count in uses:
-            if kept[end] == 0:
+            if counts[end] == 0:
                 heappush(latest, -end)
-            kept[end] += count
+            counts[end] += count
             total += count
         while pages is not None and total > pages:
             end = -latest[0]
-            dropped = min(kept[end], total - pages)
-            kept[end] -= dropped
+            dropped = min(counts[end], total - pages)
+            counts[end] -= dropped
             total -= dropped
-            if kept[end] == 0:
+            if counts[end] == 0:
                 heappop(latest)
     return hits
 

@@ -65,7 +65,7 @@ class ReplayJob:
         return (self.requests or SYNTHETIC_REQUESTS) if self.trace is None else self.requests
 
     def is_mine(self, request: TraceRequest) -> bool:
-        """True if this process replays `request`. It only records the others."""
+        """True if this process replays `request`. It only records all other requests."""
         return self.whole_trace_each or request.index % self.processes == self.process
 
     def requests_of_trace(self) -> Iterator[TraceRequest]:

@@ -63,9 +63,9 @@ class _Child:
                 [sys.executable, "-m", __name__, str(theirs.fileno())], stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        self.tell(job)
+        self.send(job)
 
-    def tell(self, job: ReplayJob | None) -> None:
+    def send(self, job: ReplayJob | None) -> None:
         """Send the child its job, or with None request the result now."""
         with suppress(ConnectionError):  # it has already ended; `read` reports that
             self.pipe.send(job)
@@ -113,7 +113,7 @@ class Children:
     def result(self) -> ReplayResult:
         deadline_s = time.monotonic() + ANSWER_S_MAX
         for child in self._children:
-            child.tell(None)
+            child.send(None)
         while self._read():
             if time.monotonic() > deadline_s:
                 raise HiCacheError(f"replay: not all processes answered within {ANSWER_S_MAX:.0f} s")

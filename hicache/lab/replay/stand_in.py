@@ -1,8 +1,8 @@
 """StandIn: the model of a replay. It does not compute; it stamps pages and compares every byte that comes back.
 
 A page consists of 8-byte words. Word j of the page with key k is the first 8 bytes of k, xor a constant of j. Keys are
-SHA-256 digests and all constants differ. So a word of another page, at another offset, of another layer, or of an
-earlier use is equal by chance only once in 2**64. A page that is swapped, shifted, stale, torn or partly copied shows
+SHA-256 digests and all constants differ. So a word of another page, at another offset, of another layer, or of a
+previous use is equal by chance only once in 2**64. A page that is swapped, shifted, stale, torn or partly copied shows
 in each of its words, for the cost of one xor per word.
 
 Pages are written where a model would compute KV, and compared where it would read KV: the shared prefix when a request

@@ -7,8 +7,8 @@ previous prompt *and its output*, so the block after the last whole one has a ne
 known.
 
 The following rule finds these tokens. If the first new block of a prompt follows directly after the last whole block of
-an earlier prompt, which introduced that block, and the new prompt is long enough for the earlier prompt and its output,
-then the new prompt continues the earlier one: it has the tokens of the earlier partial block and output there. In the
+a previous prompt, which introduced that block, and the new prompt is long enough for the previous prompt and its
+output, then the new prompt continues the previous one: it has the tokens of its partial block and output there. In the
 public conversation trace this holds for 3,541 of 12,031 requests, and 92 % of the candidates are long enough.
 """
 
@@ -56,9 +56,9 @@ class TokenSource:
 
     def __init__(self) -> None:
         self._known: set[int] = set()
-        # The partial block and the output of an earlier prompt, by its last whole block.
+        # The partial block and the output of a previous prompt, by its last whole block.
         self._tails: dict[int, Tokens] = {}
-        # The first tokens of a block that continues an earlier output, by block.
+        # The first tokens of a block that continues a previous output, by block.
         self._inherited: dict[int, Tokens] = {}
 
     def take(self, request: TraceRequest) -> Prompt:
@@ -76,7 +76,7 @@ class TokenSource:
         return Prompt(prompt, output, seen_tokens)
 
     def _continue(self, request: TraceRequest, new: int) -> int:
-        """If the blocks from `new` on continue an earlier output, let them begin with it. Return the number of these
+        """If the blocks from `new` on continue a previous output, let them begin with it. Return the number of these
         tokens."""
         ids = request.hash_ids
         tail = self._tails.get(ids[new - 1]) if 0 < new < len(ids) else None

@@ -77,7 +77,7 @@ def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceReq
     except OSError as error:
         raise InvalidInput(f"trace {path}: cannot be read: {error.strerror}; check the path") from error
     if index == 0:
-        raise InvalidInput(f"trace {path}: is empty; give a file with at least one request")
+        raise InvalidInput(f"trace {path}: is empty; use a file with at least one request")
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
@@ -85,7 +85,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
 
     Raises InvalidInput if it cannot be written. After any error the file is unchanged, and a partial trace is removed.
     """
-    # Resolve links, so that a link is kept and its target is replaced.
+    # Resolve links, so that a link stays and its target is replaced.
     target = Path(os.path.realpath(path))
     # A path that is still a link is part of a loop.
     if target.is_symlink() or (target.exists() and not target.is_file()):
@@ -158,7 +158,7 @@ def _request(line: bytes, index: int, where: str) -> TraceRequest:
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a field is given twice")
+        raise ValueError("a field appears twice")
     return fields
 
 

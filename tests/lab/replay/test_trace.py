@@ -103,7 +103,7 @@ def test_an_endless_line_is_rejected_before_it_is_in_memory(tmp_path: Path) -> N
 
 
 def test_a_file_without_requests_is_rejected(tmp_path: Path) -> None:
-    assert "is empty; give a file" in wrong(tmp_path / "some.jsonl", "\n\n")
+    assert "is empty; use a file" in wrong(tmp_path / "some.jsonl", "\n\n")
 
 
 def test_a_file_that_cannot_be_read_or_written_is_an_error_with_its_name(tmp_path: Path) -> None:
@@ -191,4 +191,4 @@ def read_or_refused(path: Path, *, line: int) -> None:
 
 
 def test_a_repeated_field_is_rejected(tmp_path: Path) -> None:
-    assert "given twice" in wrong(tmp_path / "some.jsonl", json.dumps(GOOD)[:-1] + ', "timestamp": 1}')
+    assert "appears twice" in wrong(tmp_path / "some.jsonl", json.dumps(GOOD)[:-1] + ', "timestamp": 1}')
