@@ -61,15 +61,13 @@ here. A line needs no action unless the table names one. For a line marked *bug*
 # Entries by the beginning of their messages.
 _SECTIONS: dict[str, dict[str, str]] = {
     "Start and end": {
-        "cache started": "Tiers with their sizes, stores with their limits, write policy, namespace and label. Engines "
-        "that should share pages need the same namespace.",
-        "host memory: ": "Several threads reserve host memory; this took more than 5 s so far.",
-        "host memory is not bound": "The kernel refused to place L2 on the device's node. Copies may be slower. In a "
-        "container, grant the capability `SYS_NICE`; or use `numactl --preferred`.",
+        "cache started": "Engines that should share pages need the same namespace.",
+        "host memory: ": "Reserving host memory has taken more than 5 s so far.",
+        "host memory is not bound": "Copies may be slower. In a container, grant the capability `SYS_NICE`; or use "
+        "`numactl --preferred`.",
         "memory ...: its processes have ended": "Dead processes of this user had left this memory in `/dev/shm`.",
-        "L2 memory of an earlier": "With `host.shared.keep`: pages of this engine's namespace. Each is verified before "
-        "use.",
-        "new weights": "The engine called `update_weights`.",
+        "L2 memory of an earlier": "With `host.shared.keep`. Each is verified before use.",
+        "new weights": "",
         "cache closed after ... s; all": "",
         "cache closed after ... s; ... pages are lost": "Only this process had these pages. Raise "
         "`transfer.shutdown_deadline`, or look at the store.",
@@ -81,23 +79,22 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "cache was not closed": "Pages are lost: the program ended or forgot its cache, with at most three seconds to "
         "store pages; or another thread owned the cache and did not poll. End that thread first, and close the cache, "
         "also after an exception.",
-        "daemon: serving": "The addresses; in brackets its pool, staging memory and stores.",
+        "daemon: serving": "In brackets: pool, staging memory and stores.",
         "daemon: ... cannot be used": "The history of the daemon's page is damaged, too large, or of another version; "
         "the daemon replaces it.",
         "daemon: ... cannot be written": "Once, until it can be saved. Free space in the directory of the socket.",
-        "daemon: draining": "After SIGTERM. Requests in flight may end.",
-        "daemon: stopping": "*Bug*. The daemon drains and exits with status 1; the service manager restarts it.",
-        "daemon: ... requests did not": "The drain took longer than `daemon.drain_timeout`; engines count misses. "
-        "Raise it, or look at the store that hangs.",
+        "daemon: draining": "After SIGTERM.",
+        "daemon: stopping": "*Bug*. The daemon drains and exits with status 1.",
+        "daemon: ... requests did not": "Raise `daemon.drain_timeout`, or look at the store that hangs.",
         "daemon: ended": "",
         "...: read again": "A replaced secret or certificate is in use "
         "([rotating](deploy.md#rotating-passwords-tokens-and-certificates)).",
         "...: a changed file": "The line ends with the reason: missing, empty, readable by others, or no match for its "
         "key. Correct the file; HiCache then uses it.",
-        "daemon: reloaded": "After SIGHUP: these entries are in force now.",
-        "daemon: restart it": "These entries cannot change while the daemon runs.",
-        "daemon: reload refused": "The new configuration has an error. Correct it, and send SIGHUP again.",
-        "namespace ... (": "The first engine of this namespace connected to the daemon.",
+        "daemon: reloaded": "After SIGHUP.",
+        "daemon: restart it": "",
+        "daemon: reload refused": "Correct the configuration, and send SIGHUP again.",
+        "namespace ... (": "Its first engine connected to the daemon.",
         "memory ...: its engine died": "An engine of this host ended without detaching, for example by kill -9.",
         "environment variables": "Correct the names. Ignore the line if Kubernetes created them for a service.",
         "admin.socket is ignored": "Remove `admin.socket`.",
@@ -109,11 +106,11 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "pages failed), `lookup`, `raised` (an exception), `overdue` (a call hangs), `probe` (the probe after one "
         "failure failed), `damage` (several pages in a row). See [HiCacheBreakerOpen]"
         "(runbooks.md#hicachebreakeropen).",
-        "storage ...: ... have been off": "The same outage continues.",
-        "storage ...: ... are on again": "Calls succeed again.",
-        "storage ...: ... (this began": "The store keeps nothing or cannot be read: the line has the reason and an "
-        "advice. See [HiCacheKeepsNothing](runbooks.md#hicachekeepsnothing).",
-        "storage ...: keeps pages": "The end of that.",
+        "storage ...: ... have been off": "",
+        "storage ...: ... are on again": "",
+        "storage ...: ... (this began": "It keeps nothing or cannot be read. See "
+        "[HiCacheKeepsNothing](runbooks.md#hicachekeepsnothing).",
+        "storage ...: keeps pages": "",
         "storage ...: the operator": "By `hicache ctl`, an override, or `guard.read` / `guard.write`. Switch back to "
         "`auto` when the work is done.",
         "storage ...: page": "The page was not served. The line ends with `removed`, or why it was not. See "
@@ -122,11 +119,11 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "storage ...: host memory": "No RDMA for this memory: see [Mooncake](backends/mooncake.md).",
         "... cannot be opened": "A cache's storage, at the start or for new weights; or the store of a daemon's "
         "namespace, whose engines then use the pool only, or without a pool fail. Once a minute. Look at the store.",
-        "storage is open": "The cache uses storage from now on.",
+        "storage is open": "",
         "storage is not open yet; the cache": "A part of a composition, or the daemon, cannot be reached at the start. "
         "Look at the store that the line names.",
         "... failed to close": "Stored pages are complete.",
-        "storage part": "As above, for a part of a composition.",
+        "storage part": "",
         "file store ...: its directory": "The path does not lead to the directory that was opened. Move it back, "
         "restart, or use `hicache ctl detach` and `attach`. Once a minute.",
         "file store ...: open without": "SQLite cannot open or create the index; pages are still read. Check free "
@@ -140,7 +137,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "file store ...: its files": "A program emptied the directory. Removed pages are misses. `hicache purge` does "
         "it without this line.",
         "file store ...: its index": "HiCache rebuilds it from the files. If it repeats, check the disk.",
-        "file store ...: rebuilding": "As above, with the damage.",
+        "file store ...: rebuilding": "",
         "file store ...: the last use": "A command read the files without the index, and uses their ages.",
         "limit: the store": "The store's `capacity` cannot be enforced. Check the permissions to list and remove.",
         "limit: a request": "While a store closes.",
@@ -157,11 +154,11 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "worker ...: unexpected": "*Bug* of HiCache or your backend; once per class of exception.",
         "worker ...: the system": "Raise `ulimit -u`, or `pids.max` of the container.",
         "an abandoned call": "It ended with this error after its deadline. Look at the store.",
-        "copy between": "The content of the device is unknown, so the cache refuses requests. Restart the engine.",
+        "copy between": "The cache refuses requests. Restart the engine.",
         "copies on": "At the start, on a CUDA device: `direct` or `staged`, and the measurement (`transfer.path`).",
         "copies of short": "At the start, on a CUDA device with small pages: Triton cannot compile its kernel, so "
         "copies are `direct`. Install a C compiler and the headers of Python, then restart.",
-        "waiting for the copies": "After a failed copy the device failed too. Restart the engine.",
+        "waiting for the copies": "Restart the engine.",
         "the streams": "While an engine closes; the end of the process releases them.",
         "host memory could": "While a pool closes; the end of the process unpins it.",
         "engine: the work": "*Bug* of the reference engine: a request failed.",
@@ -175,25 +172,23 @@ _SECTIONS: dict[str, dict[str, str]] = {
     },
     "Under vLLM and SGLang": {
         "kv_load_failure_policy": "vLLM's own default fails such requests.",
-        "layers of this model": "The model mixes sliding windows with full attention. "
-        "[Use the tier](engines.md#models-with-windows-or-state), or accept the cost.",
-        "adapter ...: its pages": "HiCache cannot read the adapter's weights, so it cannot tell them from others of "
-        "that name.",
-        "adapter ...: its files": "vLLM may use the old or the new weights. Restart vLLM.",
+        "layers of this model": "[Use the tier](engines.md#models-with-windows-or-state), or accept the cost.",
+        "adapter ...: its pages": "HiCache cannot read the adapter's weights.",
+        "adapter ...: its files": "Restart vLLM.",
         "a load of": "A layer-wise load failed; the request gets no more pages. Often: look at the device and its "
         "driver.",
         "a copy of": "A load is computed again, a save is discarded. As above.",
         "a worker reports": "*Bug*: the scheduler's process and a worker disagree.",
         "storage is not open yet; the ...": "Misses until the server is up. Start it.",
-        "vllm tier: ... chunks": "vLLM computes faster than storage writes. Raise `transfer.store_host_share` or "
+        "vllm tier: ... chunks": "Raise `transfer.store_host_share` or "
         "`transfer.backup_workers`, or use faster storage.",
-        "vllm tier: storage hangs": "A call is past its deadline. Look at the store.",
+        "vllm tier: storage hangs": "Look at the store.",
         "vllm tier: the reset": "With `in_place`, calls still write to vLLM's memory. Look at the store.",
         "vllm tier: a call": "While the engine ends.",
         "vllm tier: none": "As the line says; `blocks_per_chunk` is 1 then.",
-        "HiCache stores pages": "SGLang registered its host pool, and storage is open.",
+        "HiCache stores pages": "Storage is open.",
         "HiCache removed": "SGLang cleared its storage.",
-        "pages have": "Small pages are slow in every store.",
+        "pages have": "",
         "SGLang does not pass": "Add `\"hicache_storage_pass_prefix_keys\": true` to "
         "`--hicache-storage-backend-extra-config`.",
         "SGLang changed": "SGLang announces new weights only by a flush. See [SGLang](engines.md#sglang).",

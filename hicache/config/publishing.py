@@ -87,7 +87,7 @@ class EventsConfig(Section):
     )
     replay_buffer: PositiveSize = Field(
         default=64 * MIB,
-        description="Bytes of published batches kept for replay. A subscriber that missed more than this waits for a "
+        description="Bytes of published batches stored for replay. A subscriber that missed more than this waits for a "
         "snapshot.",
     )
     queued_batches_max: Count = Field(

@@ -91,7 +91,7 @@ STORE_METRICS: tuple[MetricSpec[StoreStatistics], ...] = (
                lambda b: outcomes(GetOutcome, b.statistics.gets),
                "hit divided by all is the store's hit rate. Many misses after successful lookups: the store evicts "
                "pages before they are read."),
-    MetricSpec("backend_set_pages_total", "Pages given to the backend, by outcome.", ("outcome",),
+    MetricSpec("backend_set_pages_total", "Pages to be stored, by outcome.", ("outcome",),
                lambda b: outcomes(SetOutcome, b.statistics.sets),
                "rejected: no room; the log says why. present: already stored."),
     MetricSpec("backend_corrupt_pages_total", "Stored pages rejected as damaged, by reason.",
