@@ -1,36 +1,42 @@
-"""All benchmarks: `python -m benchmarks [--peer DIR]`."""
+"""Run all benchmarks that need neither an engine nor a trace, or one of them.
+
+    python -m benchmarks [--peer DIR]
+    python -m benchmarks NAME [OPTION ...] [--write docs/benchmarks/NAME.md]
+
+NAME is a module of this package, such as tree or engines.ttft. `--write` also writes its tables as a page, with the
+date and the machine.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+from ._table import PAGE_VARIABLE, page_head, this_machine
+
+ALL = ("tree", "poll", "file_backend", "redis_backend", "s3_backend", "mooncake_backend", "levels", "daemon", "tags",
+       "guard", "outage", "copies", "events", "allocators", "break_even", "ranks")  # fmt: skip
 
 
 def main() -> None:
     """Run each benchmark in a separate process, so that it does not inherit the memory of another."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a single benchmark; further options are its own")
     parser.add_argument("--peer", help="directory with SGLang's unpacked wheel, for the tree")
-    peer = parser.parse_args().peer
-    for module, arguments in (
-        ("tree", ["--peer", peer] if peer else []),
-        ("poll", []),
-        ("file_backend", []),
-        ("redis_backend", []),
-        ("s3_backend", []),
-        ("mooncake_backend", []),
-        ("levels", []),
-        ("daemon", []),
-        ("tags", []),
-        ("guard", []),
-        ("outage", []),
-        ("copies", []),
-        ("events", []),
-        ("allocators", []),
-        ("break_even", []),
-        ("ranks", []),
-    ):
-        subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *arguments], check=True)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the tables of NAME to this page")
+    options, rest = parser.parse_known_args()
+    if options.name is None and (options.write is not None or rest):
+        parser.error(f"{rest[0] if rest else '--write'} needs the NAME of a benchmark")
+    environ = dict(os.environ)
+    if options.write is not None:
+        options.write.write_text(page_head(options.name, this_machine()), encoding="utf-8")
+        environ[PAGE_VARIABLE] = str(options.write.resolve())
+    for name in ALL if options.name is None else (options.name,):
+        peer = ["--peer", options.peer] if options.peer and name in ("tree", options.name) else []
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *rest, *peer], env=environ, check=True)
 
 
 if __name__ == "__main__":

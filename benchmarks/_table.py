@@ -1,16 +1,23 @@
-"""Alternating runs of benchmarks, their results as rows, and plain tables of rows."""
+"""Alternating runs of benchmarks, their results as rows, and tables of rows: printed, and as a page of Markdown."""
 
 from __future__ import annotations
 
 import gc
+import os
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TextIO, TypeAlias
 
 Sides: TypeAlias = "list[Callable[[], object]]"
+COLUMNS = ("what", "ours", "reference", "ratio", "goal")
+# The page that all processes of a benchmark append their tables to. A variable, because some start others.
+PAGE_VARIABLE = "HICACHE_BENCHMARK_PAGE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +90,46 @@ def rate_rows(
 
 
 def print_table(title: str, rows: Iterable[Row], *, file: TextIO | None = None) -> None:
-    """Write `rows` as aligned columns to `file` (standard output)."""
+    """Write `rows` as aligned columns to `file` (standard output), and to the page of `--write` if there is one."""
     out = sys.stdout if file is None else file
-    cells = [("what", "ours", "reference", "ratio", "goal")]
-    cells += [(r.what, r.ours, r.reference or "-", _number(r.ratio), _number(r.goal)) for r in rows]
+    cells = [COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     print(f"\n{title}", file=out)
     for row in cells:
         first = row[0].ljust(widths[0])
         rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
         print("  ".join((first, *rest)), file=out)
+    if page := os.environ.get(PAGE_VARIABLE):
+        with Path(page).open("a", encoding="utf-8") as written:
+            written.write(page_table(title, cells[1:]))
+
+
+def page_head(name: str, measured: str) -> str:
+    """Return the beginning of the page of the benchmark `name`; `measured` is the date and the machine."""
+    return f"# {name}\n\nPrinted by `python -m benchmarks {name}`: {measured}.\n"
+
+
+def page_table(title: str, cells: Iterable[Sequence[str]]) -> str:
+    """Return a table of a page in Markdown. `cells` are the rows as text."""
+    lines = ["|".join(("", *row, "")) for row in ([f" {cell} " for cell in row] for row in (COLUMNS, *cells))]
+    return "\n".join(("", f"**{title}**", "", lines[0], "|---" + "|---:" * (len(COLUMNS) - 1) + "|", *lines[1:], ""))
+
+
+def this_machine() -> str:
+    """Return the date and the machine as text: cores, memory, GPU and load."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    gpus = [re.search(r"Model:\s*(.*)", path.read_text(encoding="utf-8"))
+            for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]  # fmt: skip
+    gpu = ", ".join(found[1] for found in gpus if found) or "no GPU"
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}, {len(os.sched_getaffinity(0))} cores of {cpu[1] if cpu else 'an unknown CPU'}, "
+        f"{memory_gib:.0f} GiB of memory, {gpu}, load {os.getloadavg()[0]:.1f} at the start"
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return row.what, row.ours, row.reference or "-", _number(row.ratio), _number(row.goal)
 
 
 def _number(value: float | None) -> str:

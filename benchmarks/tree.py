@@ -214,11 +214,11 @@ def main() -> None:
     if arguments.numpy:
         token_ids.pack_token_ids = chain.hash_pages = device.fill_slots = None
     use_memory()
-    print("reference:", "SGLang's native core" if arguments.peer else "none (give --peer)")
-    helper = "no" if token_ids.pack_token_ids is None else "yes"
-    print("ratio = time of ours : time of the reference; native helper:", helper)
+    peer = "reference: SGLang's native core; ratio = our time : its time"
+    notes = [peer if arguments.peer else "no reference without --peer"]
+    notes += ["without the native helper"] if token_ids.pack_token_ids is None else []
     for title, rows in run(arguments.peer):
-        print_table(title, rows)
+        print_table(f"{title} ({'; '.join(notes)})", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """`hicache demo`: a real transformer that reuses its KV through three tiers, compared with itself without a cache.
 
-It serves the same requests three times: without reuse; with reuse; and, for every document and the last turns, in a
-second process that starts empty and finds the pages in storage. Output tokens must be equal in all runs.
+Each request is computed by an engine without reuse and served by an engine with the cache, directly after each other,
+so that other load on the machine slows both times of a pair. Then a second process, which starts empty and finds the
+pages in storage, does the same for every document and the last turns. Output tokens must be equal in all runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,13 @@ from ...errors import ConfigError, HiCacheError
 from ...metrics import serve_configured
 from ..devservers import KINDS, make_service
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
-from .demo_report import LiveTable, differences, gain_lines, gains, tier_table, time_table
-from .demo_run import Answer, Runner
+from .demo_report import LiveTable, differences, gain_line, gains, tier_table, time_table
+from .demo_run import Answer, Pair, Runner
 from .demo_workload import DemoRequest, Workload
 
 STORAGES = ("file", *KINDS, "file+s3")
 DEMO_CONFIG = ready_file("demo")
 RESTART_TIMEOUT_S = 600
-DRAIN_TIMEOUT_S = 30
 CONVERSATIONS = 3
 DOCUMENT_TOKENS = 1200
 
@@ -112,8 +112,7 @@ def run(settings: Settings, metrics_port: int | None, as_json: bool) -> None:
     found = demo.run()
     if as_json:
         print_json({**demo.gains, "differences": found})
-    for line in gain_lines(demo.gains):
-        console.print(line, highlight=False)
+    console.print(gain_line(demo.gains), highlight=False)
     if found:
         for line in found[:20]:
             console.print(line, style="red", highlight=False)
@@ -126,7 +125,7 @@ def run(settings: Settings, metrics_port: int | None, as_json: bool) -> None:
 
 
 class Demo:
-    """The three runs. Owns the current engine, whose metrics the server shows."""
+    """All runs. Owns the engine with the cache, whose metrics the server shows."""
 
     def __init__(self, settings: Settings, console: Console, metrics_port: int | None) -> None:
         self._settings = settings
@@ -142,47 +141,47 @@ class Demo:
         self._engine: Engine | None = None
 
     def run(self) -> list[str]:
-        """Run all three; return the differences in words."""
-        # Opens the store before the first run, so that an unusable store is found early.
-        create_engine(self._config, self._checkpoint, device=self._settings.device).close()
+        """Run in this process, then in a second one; return the differences in words."""
         with self._metrics():
-            cold = self._serve("without reuse", self._config.model_copy(update={"storage": None}), reuse=False)
-            cached = self._serve("with the cache", self._config, reuse=True)
+            computed, cached = self._serve()
         self._show_answers(cached)
         again = [i for i, answer in enumerate(cached) if answer.document or i >= len(cached) - CONVERSATIONS]
         # One question per document: a second one would find its pages on L1.
         firsts = {cached[i].document or cached[i].label: i for i in again}
         restarted = self._restart([cached[i] for i in firsts.values()])
-        self._console.print(time_table(cold, cached, restarted), highlight=False)
+        self._console.print(time_table(cached, restarted), highlight=False)
         if not any(answer.document and answer.tier == "storage" for answer in restarted):
             self._console.print(
                 "no prefix came from storage after the restart: the store did not keep any page; check that the disk "
                 "is not full, that the daemon or server runs, and that this backend outlives its process",
                 style="yellow",
             )
-        self.gains = gains(cold, cached, restarted)
-        return differences(cold, cached) + differences([cold[i] for i in firsts.values()], restarted)
+        self.gains = gains(cached, restarted)
+        return differences(computed, cached) + differences([computed[i] for i in firsts.values()], restarted)
 
-    def _serve(self, title: str, config: HiCacheConfig, *, reuse: bool) -> list[Answer]:
-        workload = load_workload(self._tokenizer, self._settings.rounds)
+    def _serve(self) -> tuple[list[Answer], list[Answer]]:
+        """Return the answers of the engine without reuse, and of the engine with the cache."""
         requests = sum(len(wave) for wave in load_workload(self._tokenizer, self._settings.rounds).waves())
+        computed: list[Answer] = []
+        cached: list[Answer] = []
         with (
-            create_engine(config, self._checkpoint, device=self._settings.device) as engine,
-            LiveTable(self._console, title, engine, requests) as table,
+            pair_of_engines(self._config, self._checkpoint, self._settings) as pair,
+            LiveTable(self._console, "each computed and cached", pair.cached.engine, requests) as table,
         ):
-            self._engine = engine
-            answers = []
-            for answer in make_runner(engine, self._settings, reuse=reuse).run(workload):
-                answers.append(answer)
+            self._engine = pair.cached.engine
+            for wave in load_workload(self._tokenizer, self._settings.rounds).waves():
+                for one, other in pair.serve(wave):
+                    computed.append(one)
+                    cached.append(other)
                 table.answered()
-            drain(engine)
-            state = engine.cache.statistics()
+            state = self._engine.cache.statistics()
             self._snapshot, self._engine = state, None
         where = "" if self._settings.device == "cpu" else f" on {self._settings.device}"
-        self._console.print(f"{title}{where}: {len(answers)} requests, {state.prompt_tokens:,} prompt tokens")
-        if reuse:
-            self._console.print(tier_table(state), highlight=False)
-        return answers
+        self._console.print(
+            f"{len(cached)} requests{where}, {state.prompt_tokens:,} prompt tokens, each computed and cached in turns"
+        )
+        self._console.print(tier_table(state), highlight=False)
+        return computed, cached
 
     def _show_answers(self, answers: list[Answer]) -> None:
         answer = max((a for a in answers if a.document), key=lambda a: sum(a.hit_tokens.values()))
@@ -230,27 +229,29 @@ def load_workload(tokenizer: Tokenizer, rounds: int) -> Workload:
     return Workload.load(tokenizer, document_tokens=DOCUMENT_TOKENS, conversations=CONVERSATIONS, rounds=rounds)
 
 
-def make_runner(engine: Engine, settings: Settings, *, reuse: bool) -> Runner:
-    """Return a runner with the options of the command line."""
+@contextmanager
+def pair_of_engines(
+    config: HiCacheConfig, checkpoint: Checkpoint, settings: Settings, *, first_token_only: bool = False
+) -> Iterator[Pair]:
+    """Open an engine with the cache and one without reuse. With `first_token_only`, the latter computes one token."""
     sampling = Sampling(settings.temperature, top_k=40)
-    return Runner(
-        engine, reuse=reuse, verify=settings.verify, max_new_tokens=settings.max_new_tokens, sampling=sampling
-    )
+    with ExitStack() as stack:
 
+        def runner(config: HiCacheConfig, tokens: int, *, reuse: bool) -> Runner:
+            engine = stack.enter_context(create_engine(config, checkpoint, device=settings.device))
+            return Runner(engine, reuse=reuse, verify=settings.verify, max_new_tokens=tokens, sampling=sampling)
 
-def drain(engine: Engine) -> None:
-    """Step until all copies and stores have ended, so that a new process finds everything."""
-    if not engine.cache.drain(DRAIN_TIMEOUT_S):
-        raise HiCacheError(f"demo: storing all pages took longer than {DRAIN_TIMEOUT_S} s; use a faster store")
+        cached = runner(config, settings.max_new_tokens, reuse=True)
+        tokens = 1 if first_token_only else settings.max_new_tokens
+        yield Pair(runner(config.model_copy(update={"storage": None}), tokens, reuse=False), cached)
 
 
 def answer_again(settings: Settings) -> None:
     """Run the second process: read requests as JSON from standard input, write answers as JSON to standard output."""
-    requests = [DemoRequest(**fields) for fields in json.load(sys.stdin)]
+    requests = [DemoRequest(**request) for request in json.load(sys.stdin)]
     checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)
-    with create_engine(settings.config(), checkpoint, device=settings.device) as engine:
-        runner = make_runner(engine, settings, reuse=True)
-        answers = [answer.as_json() for request in requests for answer in runner.serve([request])]
+    with pair_of_engines(settings.config(), checkpoint, settings, first_token_only=True) as pair:
+        answers = [cached.as_json() for request in requests for _, cached in pair.serve([request])]
     json.dump(answers, sys.stdout)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -48,7 +48,7 @@ class LiveTable:
         self._live.stop()
 
     def answered(self) -> None:
-        """Print the progress if there is no live table and the last line is old."""
+        """Print the progress without a live table and the last line is old."""
         if not self._console.is_terminal and time.monotonic() - self._shown_s >= PLAIN_INTERVAL_S:
             self._shown_s = time.monotonic()
             self._console.print(self._heading(self._engine.cache.statistics()), highlight=False)
@@ -95,70 +95,71 @@ def queue_table(state: CacheStatistics) -> str:
     return "in flight: " + ", ".join(f"{way} {depth:,}" for way, depth in ways.items())
 
 
-def by_source(
-    cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]
-) -> list[tuple[str, list[Answer]]]:
-    """Return answers to questions about documents, by the source of the prefix; computed ones come first."""
-    groups = [("computed, no reuse", [a for a in cold if a.document])]
-    groups += [(name, [a for a in cached if a.document and a.tier == tier]) for tier, name in TIER_NAMES.items()]
-    return [*groups, ("L3, after a restart", [a for a in restarted if a.document and a.tier == "storage"])]
+def by_source(cached: Sequence[Answer], restarted: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """Return answers of the cache to questions about documents, by the source of the prefix."""
+    sources = {"computed": "none (a miss)", **TIER_NAMES}
+    groups = {name: [a for a in cached if a.document and a.tier == tier] for tier, name in sources.items()}
+    return groups | {"L3, restarted": [a for a in restarted if a.document and a.tier == "storage"]}
 
 
-def median_ttft_s(answers: Sequence[Answer]) -> float:
-    """Return the median time to first token. REQUIRES: at least one answer."""
-    return statistics.median(answer.time_to_first_token_s for answer in answers)
-
-
-def time_table(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]) -> str:
+def time_table(cached: Sequence[Answer], restarted: Sequence[Answer]) -> str:
     """Return the time to first token of document questions, by the source of the prefix. Values are medians."""
-    groups = by_source(cold, cached, restarted)
-    reference = median_ttft_s(groups[0][1])
     rows = []
-    for name, answers in groups:
-        if not answers:
+    for name, answers in by_source(cached, restarted).items():
+        times = median_times(answers)
+        if times is None:
             rows.append((name, "0", "-", "-", "-", "-"))
             continue
-        median = median_ttft_s(answers)
         rows.append((
             name,
             str(len(answers)),
-            f"{statistics.median(len(a.prompt) for a in answers):.0f}",
             f"{statistics.median(sum(a.hit_tokens.values()) for a in answers):.0f}",
-            f"{1000 * median:.1f} ms",
-            f"{reference / median:.1f} x",
+            f"{1000 * times['computed_s']:.0f} ms",
+            f"{1000 * times['cached_s']:.0f} ms",
+            f"{times['speed_up']:.1f} x",
         ))  # fmt: skip
-    columns = ["prefix from", "questions>", "tokens>", "reused>", "ttft>", "speed>"]
-    return "\n".join(["time to first token, questions about documents", *table(columns, rows)])
+    length = statistics.median(len(a.prompt) for a in cached if a.document)
+    columns = ["prefix from", "pairs>", "reused>", "computed>", "cached>", "speed>"]
+    return "\n".join([
+        f"time to first token, prompts of {length:.0f} tokens: medians of",
+        "pairs of a computed and a cached request",
+        *table(columns, rows),
+    ])  # fmt: skip
 
 
-def gains(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]) -> dict[str, Any]:
-    """Return the gains of reuse. Times are medians over questions about documents."""
-    groups = by_source(cold, cached, restarted)
+def median_times(answers: Sequence[Answer]) -> dict[str, float] | None:
+    """Return the median times to first token and the median of their ratios in pairs, or None without answers."""
+    if not answers:
+        return None
     return {
-        "prompt_tokens": sum(len(answer.prompt) for answer in cached),
-        "tokens_not_computed": {tier: sum(answer.hit_tokens[tier] for answer in cached) for tier in TIER_NAMES},
-        "time_to_first_token_s": {name: median_ttft_s(answers) if answers else None for name, answers in groups},
+        "computed_s": statistics.median(a.computed_s for a in answers),
+        "cached_s": statistics.median(a.time_to_first_token_s for a in answers),
+        "speed_up": statistics.median(a.computed_s / a.time_to_first_token_s for a in answers),
     }
 
 
-def gain_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the gains as two lines of text."""
+def gains(cached: Sequence[Answer], restarted: Sequence[Answer]) -> dict[str, Any]:
+    """Return the gains of reuse. Times are of questions about documents."""
+    return {
+        "prompt_tokens": sum(len(answer.prompt) for answer in cached),
+        "tokens_not_computed": {tier: sum(answer.hit_tokens[tier] for answer in cached) for tier in TIER_NAMES},
+        "time_to_first_token": {name: median_times(found) for name, found in by_source(cached, restarted).items()},
+    }
+
+
+def gain_line(found: Mapping[str, Any]) -> str:
+    """Return the tokens that were not computed as a line of text."""
     tokens, prompt = found["tokens_not_computed"], found["prompt_tokens"]
     tiers = ", ".join(f"{count:,} from {TIER_NAMES[tier]}" for tier, count in tokens.items())
     total = sum(tokens.values())
-    yield f"gained: {total:,} of {prompt:,} prompt tokens ({format_share(total, prompt)}) were not computed: {tiers}"
-    (_, computed_s), *reused = found["time_to_first_token_s"].items()
-    times = ", ".join(f"{1000 * s:.0f} ms from {name} ({computed_s / s:.1f} x)" for name, s in reused if s)
-    yield f"gained: time to first token {1000 * computed_s:.0f} ms computed, {times or 'no other'}"
+    return f"gained: {total:,} of {prompt:,} prompt tokens ({format_share(total, prompt)}) were not computed: {tiers}"
 
 
 def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
     """Return the differences between two runs of the same requests, in words."""
     lines = []
     for one, other in zip(expected, found, strict=True):
-        if one.prompt != other.prompt:
-            lines.append(f"{one.label}: the prompts differ, because a previous answer differs")
-        elif one.tokens != other.tokens:
+        if one.tokens != other.tokens:
             position = next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b)
             lines.append(
                 f"{one.label}: output token {position} is {other.tokens[position]}, not {one.tokens[position]}"

@@ -50,7 +50,7 @@ class DemoRequest:
 
 @dataclass(slots=True)
 class Workload:
-    """All requests in order. Each run needs its own workload, because conversations grow by the answers."""
+    """All requests in order. A workload serves one run, because conversations grow by the answers."""
 
     documents: list[tuple[str, list[int]]]
     questions: list[list[int]]
