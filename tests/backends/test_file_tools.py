@@ -214,22 +214,6 @@ def test_a_page_that_the_disk_cannot_read_is_reported_and_stays(tmp_path: Path) 
     assert verify(root).damaged == {}
 
 
-@pytest.mark.parametrize("remove", [False, True])
-def test_a_scrub_reports_a_link_in_place_of_a_directory_and_does_not_follow_it(tmp_path: Path, remove: bool) -> None:
-    root, outside = tmp_path / "s", tmp_path / "outside"
-    store = open_file(root)
-    (key,) = make_keys(1)
-    store_chain(store, [key])
-    store.backend.close()
-    folder = page_path(root, CODEC, key).parent
-    folder.rename(outside)
-    folder.symlink_to(outside)
-    last = verify(root, remove=remove)
-    assert (last.pages, last.damaged, last.removed) == (1, {"not_regular": 1}, int(remove))
-    assert os.path.lexists(folder) is not remove
-    assert len(list(outside.iterdir())) == 1
-
-
 @pytest.mark.parametrize("age_s", [None, 0.0, 3600.0])
 def test_a_dry_run_changes_nothing_and_predicts_the_purge(tmp_path: Path, age_s: float | None) -> None:
     root = tmp_path / "s"

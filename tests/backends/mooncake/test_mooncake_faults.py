@@ -74,30 +74,31 @@ def stores_again(backend: Store, keys: list[bytes] | None = None) -> bool:
 
 
 @pytest.fixture
-def master() -> Iterator[MooncakeMaster]:
+def own_master() -> Iterator[MooncakeMaster]:
+    """A master that a test may harm."""
     # The master places pages on a dead owner until it notices, after 10 s by default.
     with MooncakeMaster(lease_ms=LEASE_MS, flags=("--client_ttl=2",)) as server:
         yield server
 
 
 @pytest.fixture
-def owner(master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
+def owner(own_master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
     """A process that owns all memory of the store."""
-    with MooncakeClientDaemon(master, segment_bytes=64 * MIB) as daemon:
+    with MooncakeClientDaemon(own_master, segment_bytes=64 * MIB) as daemon:
         yield daemon
 
 
 @pytest.fixture
-def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[Store]:
+def backend(own_master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[Store]:
     """A backend without a segment, which moves its pages itself."""
-    backend = open_backend(master, segment=0)
+    backend = open_backend(own_master, segment=0)
     yield backend
     backend.close()
 
 
 @pytest.fixture
-def through_daemon(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[Store]:
-    backend = open_backend(master, daemon=owner.address)
+def through_daemon(own_master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[Store]:
+    backend = open_backend(own_master, daemon=owner.address)
     yield backend
     backend.close()
 
@@ -112,10 +113,10 @@ def open_backend_at(address: str, daemon: str | None = None) -> None:
     store_of(MooncakeDriver, CODEC, MooncakeStorageOptions(master=address, daemon=daemon, segment=0, timeout=1.0))
 
 
-def test_a_master_that_hangs_is_refused_at_start(master: MooncakeMaster) -> None:
-    master.pause()
+def test_a_master_that_hangs_is_refused_at_start(own_master: MooncakeMaster) -> None:
+    own_master.pause()
     with pytest.raises(BackendUnavailable, match="could not be joined"):
-        promptly(lambda: open_backend_at(master.address))
+        promptly(lambda: open_backend_at(own_master.address))
 
 
 def test_without_its_daemon_opening_is_refused(master: MooncakeMaster) -> None:
@@ -131,11 +132,11 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
-    master: MooncakeMaster, backend: Store
+    own_master: MooncakeMaster, backend: Store
 ) -> None:
     keys = make_keys(3)
     assert store(backend, keys) == [STORED] * 3
-    master.kill()
+    own_master.kill()
     assert promptly(lambda: backend.batch_exists(keys, deadline=shortly())) == 0
     assert promptly(lambda: load(backend, keys, shortly())) == [GET_ERROR] * 3
     assert promptly(lambda: store(backend, make_keys(2, "new"), shortly())) == [SET_ERROR] * 2
@@ -150,25 +151,25 @@ def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
 
 
 def test_a_master_restarted_empty_is_used_again(
-    master: MooncakeMaster, backend: Store
+    own_master: MooncakeMaster, backend: Store
 ) -> None:
     keys = make_keys(3)
     store(backend, keys)
-    master.restart()
+    own_master.restart()
     wait_for(lambda: stores_again(backend, keys), timeout_s=60.0)
     assert load(backend, keys) == [HIT] * 3
 
 
 def test_a_master_that_hangs_costs_errors_and_heals(
-    master: MooncakeMaster, backend: Store
+    own_master: MooncakeMaster, backend: Store
 ) -> None:
     keys = make_keys(2)
     store(backend, keys)
-    master.pause()
+    own_master.pause()
     assert promptly(lambda: backend.batch_exists(keys, deadline=shortly())) == 0
     assert promptly(lambda: load(backend, keys, shortly())) == [GET_ERROR] * 2
     assert set(backend.statistics().errors) <= SLOW_CLASSES
-    master.resume()
+    own_master.resume()
     wait_for(lambda: backend.batch_exists(keys, deadline=soon()) == 2)
     assert load(backend, keys) == [HIT] * 2
 
@@ -239,9 +240,9 @@ def test_a_restarted_daemon_is_used_again(
     wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
 
 
-def test_an_operator_is_told_of_a_missing_master(master: MooncakeMaster) -> None:
-    raw = StoredPages(MooncakeDriver(None, MooncakeStorageOptions(**options_for(master))), "mooncake")
-    master.kill()
+def test_an_operator_is_told_of_a_missing_master(own_master: MooncakeMaster) -> None:
+    raw = StoredPages(MooncakeDriver(None, MooncakeStorageOptions(**options_for(own_master))), "mooncake")
+    own_master.kill()
     with pytest.raises(BackendUnavailable, match="HTTP server"):
         list(raw.pages())
     raw.close()

@@ -21,7 +21,7 @@ from hicache.backends.testing import (
 )
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
-from hicache.frame import Compression, FrameCodec, FrameHeader, TagKind
+from hicache.frame import Compression, FrameCodec, FrameHeader
 from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
 
 KEY = b"k" * 32
@@ -73,16 +73,6 @@ def test_pages_are_stored_as_the_daemon_defines_and_read_without_a_key(
         assert store_chain(door, keys[0])[1] is STORED
     for door in doors:
         door.backend.close()
-
-
-def test_an_engine_with_its_own_encoding_settings_is_rejected(daemon: Daemon) -> None:
-    for codec in (
-        FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[KEY]),
-        FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE),
-        FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()),
-    ):
-        with pytest.raises(ConfigError, match="belong to the daemon; move integrity and storage_format"):
-            store_of(RemoteDriver, codec, daemon.options())
 
 
 @pytest.mark.parametrize(
