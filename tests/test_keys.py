@@ -68,8 +68,8 @@ def test_only_values_outside_the_range_are_rejected(tokens: list[int]) -> None:
         assert token_bytes(array.array("q", tokens)) == np.array(tokens, dtype="<u4").tobytes()
 
 
-@pytest.mark.parametrize("bit", range(31, 64))
-@pytest.mark.parametrize("position", [0, 7, 63, 64, 1000])
+@pytest.mark.parametrize("bit", [31, 32, 63])
+@pytest.mark.parametrize("position", [0, 63, 1000])
 def test_high_bits_beyond_the_range_are_not_lost(bit: int, position: int) -> None:
     tokens = np.zeros(1001, dtype=np.uint64)
     tokens[position] = 1 << bit

@@ -17,7 +17,7 @@ from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, s
 
 pytestmark = pytest.mark.long
 
-DEMO = ("demo", "--max-new-tokens", "8")
+DEMO = ("demo", "--max-new-tokens", "2")
 
 
 def hits(output: str, tier: str) -> int:

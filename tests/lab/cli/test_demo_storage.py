@@ -18,13 +18,14 @@ pytestmark = [pytest.mark.servers, pytest.mark.long]
 
 
 @demo_timeout
-@pytest.mark.parametrize("storage", ["valkey", "mooncake", "file+s3"])
-def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
-    repository: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+def test_a_demo_on_a_real_server_has_equal_tokens_and_leaves_nothing(
+    repository: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On two levels. tests/lab/engine/test_shared_storage.py has engines on the other servers."""
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.chdir(tmp_path)
-    code, output = hicache(repository, "demo", "--max-new-tokens", "2", "--storage", storage, timeout_s=DEMO_TIMEOUT_S)
+    command = ("demo", "--max-new-tokens", "2", "--storage", "file+s3")
+    code, output = hicache(repository, *command, timeout_s=DEMO_TIMEOUT_S)
     assert code == 0, output
     assert output.rstrip().endswith("identical with and without the cache, and after the restart")
     assert "no prefix came from storage" not in output

@@ -148,10 +148,8 @@ def close(result: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("page_size", "cap", "window"), [(1, None, 20), (4, 1.5, 7), (16, None, None), (4, None, 1)])
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 7, 20])
 def test_a_mixed_batch_over_scattered_pages_equals_dense_attention(
     kind: str, page_size: int, cap: float | None, window: int | None
 ) -> None:
