@@ -305,7 +305,10 @@ def test_an_unexpected_exception_is_a_failed_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_store_that_never_opens_is_a_failed_row_and_the_command_ends(tmp_path: Path) -> None:
+def test_a_store_that_never_opens_is_a_failed_row_and_the_command_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     path = configured(tmp_path, {"type": f"{STRANGE}:HangingStore"})
     code = "from hicache.cli import doctor, main\ndoctor._STORE_S = doctor._END_S = 0.2\nmain.main()"
     command = [sys.executable, "-c", code, "doctor", "-c", str(path), *SMALL]
