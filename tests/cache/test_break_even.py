@@ -580,6 +580,7 @@ class MeasuredStore:
         return self.world.cache.statistics().skipped["store_does_not_pay"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("probe_every", [4, 1 << 30])
 def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe_every: int) -> None:
     """The control, without probes, does not notice that the store is fast again."""
@@ -598,6 +599,7 @@ def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe
     assert s.stores(8) == (8 if probes else 0)
 
 
+@pytest.mark.long
 def test_with_writes_always_a_store_that_is_slow_here_is_written_to_for_others() -> None:
     s = MeasuredStore(writes="always")
     s.faults.options = SLOW_CALLS

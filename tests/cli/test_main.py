@@ -43,6 +43,7 @@ def test_version_and_help_import_nothing_heavy(argument: str) -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", ["config check", "purge . --yes", "doctor -c none.yaml"])
 def test_a_command_for_operators_imports_no_engine_no_server_and_no_laboratory(line: str, tmp_path: Path) -> None:
     code = (
@@ -83,6 +84,7 @@ def test_a_mistyped_command_gets_the_nearest_one_as_suggestion() -> None:
     assert run("zzzzzz").stderr.endswith("No such command 'zzzzzz'.\n")
 
 
+@pytest.mark.long
 def test_a_command_without_its_packages_names_the_extra(tmp_path: Path) -> None:
     code = "import sys; sys.modules['tokenizers'] = None\nfrom hicache.cli.main import main; main()"
     command = [sys.executable, "-c", code, "demo"]
@@ -91,6 +93,7 @@ def test_a_command_without_its_packages_names_the_extra(tmp_path: Path) -> None:
     assert result.stderr.startswith("hicache: ") and "pip install -e '.[lab]'" in result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("args", [("--version",), ("config", "schema")])
 def test_a_full_disk_behind_the_output_is_one_line_and_exit_code_2(args: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:

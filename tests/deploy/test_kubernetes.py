@@ -127,6 +127,7 @@ def test_a_misspelled_entry_does_not_pass_the_schemas() -> None:
         validate(wrong, VERSIONS[0])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_kustomize_renders_all_files() -> None:
     result = subprocess.run(

@@ -15,6 +15,8 @@ from .test_vllm_connector import IgnoresFailures, NeverFlushes
 from .vllm_driver import Engine, engine_on
 from .vllm_parts import Request, Worker
 
+pytestmark = pytest.mark.long
+
 STEPS = 120
 
 

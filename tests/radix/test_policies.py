@@ -137,6 +137,7 @@ class Walk:
         assert (ranks[tuple(freed)] if freed else None) == best
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_victim_equals_the_result_of_a_search_of_the_whole_tree(policy: str, seed: int) -> None:

@@ -34,6 +34,8 @@ from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import Indices
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.long
+
 CONTEXT = 64
 # Cached tokens and new ones of each request: prefills with and without a prefix, decodes, several new tokens.
 MIXED = [(0, 7), (5, 1), (21, 1), (20, 1), (33, 6), (0, 1), (16, 16), (47, 1)]

@@ -36,6 +36,8 @@ from tests.lab.engine.world import (
 )
 from tests.passing import Passing
 
+pytestmark = pytest.mark.long
+
 CHECKPOINT = random_checkpoint()
 
 

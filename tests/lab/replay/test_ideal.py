@@ -122,6 +122,7 @@ def test_whole_pages_are_reused_and_the_last_token_of_a_prompt_never(tmp_path: P
     assert optimal_hits(found, None) == lru_hits(found, None) == [0, 15, 0, (612 + 199) // 64]
 
 
+@pytest.mark.long
 def test_without_a_limit_both_find_all_repeated_pages(tmp_path: Path) -> None:
     one = job(tmp_path, synthetic_trace(100, 5), small_config())
     found = list(uses_of(one, 1, 1 << 30))
