@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from hicache.cli.main import main
 from hicache.config import load_config
 from hicache.errors import ConfigError
 from hicache.lab.cli.demo import DEMO_CONFIG, STORAGES, demo_storage
@@ -93,6 +95,6 @@ def test_an_invalid_configuration_is_rejected(tmp_path: Path, text: str) -> None
         pass
 
 
-def test_every_storage_has_a_name_on_the_command_line(repository: Path) -> None:
-    code, output = hicache(repository, "demo", "--storage", "nonsense")
-    assert code == 2 and all(f"'{name}'" in output for name in STORAGES)
+def test_every_storage_has_a_name_on_the_command_line() -> None:
+    result = CliRunner().invoke(main, ["demo", "--storage", "nonsense"])
+    assert result.exit_code == 2 and all(f"'{name}'" in result.output for name in STORAGES)

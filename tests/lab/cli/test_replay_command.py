@@ -89,18 +89,6 @@ def test_ctrl_c_prints_the_report_so_far_and_ends_everything(
     assert (result["complete"], result["ideal"]) == (False, None)
 
 
-def test_two_processes_replay_a_trace_on_one_store(repository: Path, tmp_path: Path, trace: Path) -> None:
-    json_file = tmp_path / "report.json"
-    code, output = hicache(
-        repository, "replay", str(trace), *SMALL, "--processes", "2", "--whole-trace-each", "--json", str(json_file)
-    )
-    assert code == 0, output
-    result = json.loads(json_file.read_text())
-    assert result["requests"]["ended"] == 48
-    assert result["setup"]["whole_trace_each"]
-    assert result["ideal"]["lru_tokens"] == 5 * 8 * 15 * 64
-
-
 def test_an_invalid_trace_is_rejected_with_the_line_number(tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text('{"prompt": "hello"}\n')
