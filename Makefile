@@ -44,11 +44,11 @@ demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
 
 test: check
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) --durations=30 $(PYTEST_ARGS)
 
 # A file of tests has its engines one after another.
 test-engines: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/engines $(PYTEST_ARGS)
+	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist loadfile --durations=30 tests/engines $(PYTEST_ARGS)
 
 quick: $(VENV)/.test-stamp
 	$(BIN)/ruff check .

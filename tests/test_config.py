@@ -587,6 +587,7 @@ _trees = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(text=st.text() | st.binary() | st.text(alphabet="{}[]:,-&*!|>'\"%@`#?<\n a1.~", max_size=40))
 def test_any_text_is_a_configuration_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str | bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
@@ -597,6 +598,7 @@ def test_any_text_is_a_configuration_or_refused(tmp_path_factory: pytest.TempPat
         assert str(error).encode()  # can be printed
 
 
+@pytest.mark.long
 @given(tree=st.dictionaries(_names, _trees, max_size=4))
 def test_any_yaml_document_is_a_configuration_or_refused(
     tmp_path_factory: pytest.TempPathFactory, tree: dict[str, object]
@@ -612,6 +614,7 @@ def test_any_yaml_document_is_a_configuration_or_refused(
         assert load_config(file, environ={}, overrides={}) == config
 
 
+@pytest.mark.long
 @given(
     environ=st.dictionaries(st.text(max_size=12).map("HICACHE_{}".format) | st.text(max_size=4), st.text(max_size=8)),
     overrides=st.dictionaries(st.sampled_from(entry_names()) | st.text(max_size=8), st.text(max_size=8)),

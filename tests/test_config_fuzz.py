@@ -27,7 +27,7 @@ from tests.seeds import rng, seeds
 pytestmark = pytest.mark.long
 
 # Of a configuration, for one seed.
-ENTRIES = 15
+ENTRIES = 6
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").iterdir())
 TEXTS = [
     "", " ", ".", "/", "a\nb", "\x1b[31m", "\x7f", "é" * 200, "\u202e", "٤", "x" * 300, "x" * 70_000, "/" * 5000,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,20 +76,16 @@ def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
     assert load_config(tmp_path / "link.yaml", environ={}, overrides={}).page_size == 16
 
 
-def path_entries() -> Iterator[tuple[str, str]]:
-    """The type of storage and the name of each entry that is a path."""
-    for kind in STORAGE_SECTIONS:
-        yield from ((kind, entry.name) for entry in all_entries(kind) if entry.accepts == "path")
-
-
-@pytest.mark.parametrize(("kind", "name"), sorted(set(path_entries())))
 @pytest.mark.parametrize("path", ["", "  ", "\0"])
-def test_an_empty_path_is_refused_in_every_entry(tmp_path: Path, kind: str, name: str, path: str) -> None:
+@pytest.mark.parametrize("kind", STORAGE_SECTIONS)
+def test_an_empty_path_is_refused_in_every_entry(tmp_path: Path, kind: str, path: str) -> None:
     file = tmp_path / "test.yaml"
     file.write_text(f"storage: {{type: {kind}, options: {{}}}}\n")
+    names = [entry.name for entry in all_entries(kind) if entry.accepts == "path"]
     with pytest.raises(ConfigError) as caught:
-        load_config(file, environ={}, overrides={name: path})
-    assert f"{name}: the path is empty; write . for" in str(caught.value) or "null byte" in str(caught.value)
+        load_config(file, environ={}, overrides=dict.fromkeys(names, path))
+    for name in names:
+        assert re.search(rf"{name}: (the path is empty; write \. for|.*null byte)", str(caught.value))
 
 
 def test_the_working_directory_is_a_path_if_it_is_written_as_one() -> None:

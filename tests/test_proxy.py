@@ -110,26 +110,12 @@ def test_an_end_of_stream_passes(proxy: Proxy) -> None:
     wait_for(lambda: proxy.open_connections == 0)
 
 
-@pytest.mark.parametrize("slice_bytes", [1, 7, 1000])
-def test_slices_arrive_whole_after_all(proxy: Proxy, slice_bytes: int) -> None:
-    proxy.set(Faults(slice_bytes=slice_bytes))
-    with client(proxy) as connection:
-        assert comes_back(connection, bytes(range(250)) * 8)
-
-
 def test_slices_are_not_larger_than_requested(proxy: Proxy) -> None:
     # The second follows after three seconds, so that the first is read alone.
     proxy.set(Faults(slice_bytes=3, bytes_per_s=1, direction=Direction.DOWN))
     with client(proxy) as connection:
         connection.sendall(b"123456789")
         assert len(connection.recv(100)) <= 3
-
-
-@pytest.mark.parametrize("faults", [Faults(latency_s=0.05), Faults(bytes_per_s=1e6)])
-def test_a_slow_server_is_not_broken(proxy: Proxy, faults: Faults) -> None:
-    proxy.set(faults)
-    with client(proxy) as connection:
-        assert comes_back(connection, b"x" * 10_000)
 
 
 def test_latency_delays(proxy: Proxy) -> None:
@@ -153,7 +139,7 @@ def test_a_stall_holds_bytes_back_until_it_is_healed(proxy: Proxy, direction: Di
         assert receive(connection, 6) == b"during"
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 99_999])
+@pytest.mark.parametrize("count", [0, 5, 99_999])
 @pytest.mark.parametrize("direction", [Direction.UP, Direction.DOWN])
 def test_a_cut_lets_exactly_so_many_bytes_through(proxy: Proxy, count: int, direction: Direction) -> None:
     with client(proxy) as connection:
@@ -207,16 +193,6 @@ def test_refused_until_it_is_healed(proxy: Proxy) -> None:
     proxy.heal()
     with client(proxy) as connection:
         assert comes_back(connection, b"x")
-
-
-def test_a_dead_server_is_a_connection_that_ends() -> None:
-    echo = Echo()
-    echo.close()
-    with Proxy(echo.port) as proxy, client(proxy) as connection:
-        try:
-            assert connection.recv(1) == b""
-        except ConnectionResetError:
-            pass
 
 
 def test_closing_ends_a_stalled_connection_and_the_thread() -> None:

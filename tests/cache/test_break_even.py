@@ -233,8 +233,8 @@ def test_the_line_through_undisturbed_operations_is_not_slower_than_the_slowest(
     assert line.per_unit_s <= max(seen) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("fixed_s", [0.0, 0.001, 0.03])
-@pytest.mark.parametrize("sizes", [(1, 2, 4, 8, 16, 32, 64), (64, 3, 1, 9, 30), (1, 1, 1, 64, 64, 64, 64)])
+@pytest.mark.parametrize("fixed_s", [0.0, 0.03])
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 8, 16, 32, 64), (1, 1, 1, 64, 64, 64, 64)])
 def test_operations_of_several_sizes_separate_the_fixed_time_from_the_speed(
     fixed_s: float, sizes: tuple[int, ...]
 ) -> None:
@@ -264,7 +264,7 @@ def test_the_estimated_speed_of_a_much_larger_hit_is_bounded() -> None:
     assert line is not None and line.fixed_s + 10**6 * line.per_unit_s > 10**6 / 32
 
 
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_three_stalls_of_thirty_seconds_among_seven_operations_do_not_change_a_decision(seed: int) -> None:
     random = rng(seed)
     sizes = [random.choice((8, 16, 32, 64, 128)) * MIB for _ in range(WINDOW)]
@@ -354,7 +354,7 @@ def requests_until_used_again(
             break_even.observe_transfer(Route.PREFETCH, bytes_, bytes_ / fast)
 
 
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_a_store_that_becomes_fast_is_used_again_after_at_most_seven_probes(seed: int) -> None:
     random = rng(seed)
     decisions: list[Decision] = []
@@ -580,6 +580,7 @@ class MeasuredStore:
         return self.world.cache.statistics().skipped["store_does_not_pay"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("probe_every", [4, 1 << 30])
 def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe_every: int) -> None:
     """The control, without probes, does not notice that the store is fast again."""
@@ -598,6 +599,7 @@ def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe
     assert s.stores(8) == (8 if probes else 0)
 
 
+@pytest.mark.long
 def test_with_writes_always_a_store_that_is_slow_here_is_written_to_for_others() -> None:
     s = MeasuredStore(writes="always")
     s.faults.options = SLOW_CALLS

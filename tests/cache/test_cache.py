@@ -58,13 +58,6 @@ def test_the_last_token_is_always_computed(world: World) -> None:
     assert again.device_hit_tokens == 4
 
 
-def test_prompts_with_different_salts_share_no_pages(world: World) -> None:
-    world.serve("a", prompt(1, 2, 3, salt="tenant a"))
-    world.settle()
-    assert world.serve("b", prompt(1, 2, 3, salt="tenant b")).cached_tokens == 0
-    assert world.serve("c", prompt(1, 2, 3)).cached_tokens == 0
-
-
 def test_a_request_shares_its_pages_while_it_runs(world: World) -> None:
     running = world.begin("a", prompt(1, 2, 3))
     world.cache.cache_unfinished_req(running, prompt(1, 2, 3))

@@ -27,6 +27,8 @@ from tests.cache.world import GatedBackend, LastingBackend, World, codec, every_
 from tests.ranks import gloo_ranks
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [prompt(*range(first, first + 5)) for first in (10, 20, 30, 40)]
 PAGES = 20  # of all prompts
 BACK = every_hit(write_policy="write_back")

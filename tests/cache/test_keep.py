@@ -135,50 +135,45 @@ def test_without_keep_an_engine_finds_no_pages_and_removes_its_memory(kind: str,
     assert not path_of(name).exists()
 
 
-@both
 @pytest.mark.parametrize("at", [60, 130, 190, 256, 256 + GEOMETRY.payload_bytes - 1])
-def test_a_changed_page_is_computed_again(kind: str, name: str, at: int) -> None:
-    killed(kind, name)
+def test_a_changed_page_is_computed_again(name: str, at: int) -> None:
+    killed("radix", name)
     flip(name, PROMPTS[1], 2, at)
-    with started(kind, name) as engine:
+    with started("radix", name) as engine:
         assert served(engine) == [5, 2, 5]
         # A frame with another page or namespace in its header is not read.
         assert kept_statistics(engine).corrupt == ({} if at in (60, 130) else {"tag": 1})
 
 
-@both
 @pytest.mark.parametrize("field", [{"model": "another"}, {"weights_epoch": 1}, {"tp_size": 2}])
-def test_the_pages_of_another_namespace_are_free(kind: str, name: str, field: dict[str, Any]) -> None:
-    killed(kind, name)
-    with started(kind, name, dataclasses.replace(NAMESPACE, **field)) as engine:
+def test_the_pages_of_another_namespace_are_free(name: str, field: dict[str, Any]) -> None:
+    killed("radix", name)
+    with started("radix", name, dataclasses.replace(NAMESPACE, **field)) as engine:
         assert engine.cache.host.allocator.used_pages == 0
         assert served(engine) == [0, 0, 0]
 
 
-@both
-def test_only_pages_with_the_tag_of_a_configured_mac_key_are_used(kind: str, name: str) -> None:
+def test_only_pages_with_the_tag_of_a_configured_mac_key_are_used(name: str) -> None:
     for section, hits in (
         ({}, 0),
         ({"mac_key_env": "OTHER_MAC"}, 0),
         ({"mac_key_env": "OTHER_MAC", "previous_mac_key_env": "TEST_MAC"}, 5),
         ({"mac_key_env": "TEST_MAC"}, 5),
     ):
-        killed(kind, name, integrity={"mac_key_env": "TEST_MAC"})
-        with started(kind, name, integrity=section) as engine:
+        killed("radix", name, integrity={"mac_key_env": "TEST_MAC"})
+        with started("radix", name, integrity=section) as engine:
             assert served(engine) == [hits] * 3, section
 
 
-@both
-def test_with_a_mac_key_pages_without_a_mac_are_not_used(kind: str, name: str) -> None:
-    killed(kind, name)
-    with started(kind, name, integrity={"mac_key_env": "TEST_MAC"}) as engine:
+def test_with_a_mac_key_pages_without_a_mac_are_not_used(name: str) -> None:
+    killed("radix", name)
+    with started("radix", name, integrity={"mac_key_env": "TEST_MAC"}) as engine:
         assert served(engine) == [0, 0, 0]
 
 
-@both
-def test_new_pages_replace_kept_ones_oldest_first(kind: str, name: str) -> None:
-    killed(kind, name, host_pages=16)
-    with started(kind, name, host_pages=16) as engine:
+def test_new_pages_replace_kept_ones_oldest_first(name: str) -> None:
+    killed("radix", name, host_pages=16)
+    with started("radix", name, host_pages=16) as engine:
         assert engine.cache.host.allocator.used_pages == PAGES
         assert engine.serve(PROMPTS[1]) == 5  # its copies need the room of four other pages
         engine.settle()
@@ -191,19 +186,17 @@ def test_new_pages_replace_kept_ones_oldest_first(kind: str, name: str) -> None:
         assert engine.serve(PROMPTS[0]) < 5
 
 
-@both
-def test_a_prompt_that_does_not_fit_on_l2_frees_no_kept_page(kind: str, name: str) -> None:
-    killed(kind, name, host_pages=16)
-    with started(kind, name, host_pages=16) as engine:
+def test_a_prompt_that_does_not_fit_on_l2_frees_no_kept_page(name: str) -> None:
+    killed("radix", name, host_pages=16)
+    with started("radix", name, host_pages=16) as engine:
         assert engine.cache._l2.reserve(17) is None
         assert engine.cache.host.allocator.used_pages == PAGES
         assert engine.serve(PROMPTS[2]) == 5
 
 
-@both
-def test_an_incomplete_write_counts_as_free(kind: str, name: str) -> None:
-    killed(kind, name)
-    with started(kind, name) as engine:
+def test_an_incomplete_write_counts_as_free(name: str) -> None:
+    killed("radix", name)
+    with started("radix", name) as engine:
         assert engine.cache.host.allocator.used_pages == PAGES
 
 
@@ -229,13 +222,12 @@ def remove(engine: Engine, *, removes_all: bool) -> int:
     return backend.clear(deadline=deadline) if removes_all else backend.delete(keys, deadline=deadline)
 
 
-@both
 @pytest.mark.parametrize("removes_all", [False, True])
-def test_pages_that_were_removed_are_not_found_by_the_next_process(kind: str, name: str, removes_all: bool) -> None:
-    killed(kind, name)
-    with started(kind, name) as engine:
+def test_pages_that_were_removed_are_not_found_by_the_next_process(name: str, removes_all: bool) -> None:
+    killed("radix", name)
+    with started("radix", name) as engine:
         assert remove(engine, removes_all=removes_all) == (PAGES if removes_all else 5)
-    with started(kind, name) as engine:
+    with started("radix", name) as engine:
         assert served(engine) == ([0, 0, 0] if removes_all else [0, 5, 5])
 
 

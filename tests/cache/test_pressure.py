@@ -20,6 +20,7 @@ def write_back(**entries: Any) -> HiCacheConfig:
     return HiCacheConfig(write_policy="write_back", load_back_threshold_tokens=4, break_even=ALWAYS, **entries)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["lru", "filo", "mru"])
 def test_eviction_queues_do_not_grow_with_the_number_of_evicted_runs(policy: str) -> None:
     world = World(device_pages=8, host_pages=8, config=write_back(eviction_policy=policy))

@@ -43,7 +43,7 @@ def bigram_talks() -> Talks:
     return Talks(position_bytes=BIGRAM_BYTES)
 
 
-@pytest.mark.parametrize("held", range(1, 3 * PAGE + 1))
+@pytest.mark.parametrize("held", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE])
 def test_a_turn_continues_at_the_token_where_the_last_turn_ended(held: int) -> None:
     talks = opened("s")
     first = talks.turn("s", tokens(held))
@@ -55,7 +55,7 @@ def test_a_turn_continues_at_the_token_where_the_last_turn_ended(held: int) -> N
     assert talks.cache.session_statistics().continued_turns == 2
 
 
-@pytest.mark.parametrize("held", range(1, 3 * PAGE + 1))
+@pytest.mark.parametrize("held", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE])
 def test_with_bigrams_a_turn_computes_the_last_token_again(held: int) -> None:
     talks = opened("s", talks=bigram_talks())
     assert talks.turn("s", tokens(held)).kv.cached_tokens == 0
@@ -422,8 +422,7 @@ def test_after_clearing_an_idle_session_is_open_and_empty(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("aborted", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("aborted", "shared"), [(True, False), (False, True)])
 def test_after_clearing_a_session_gets_no_pages_of_its_running_turn(how: str, aborted: bool, shared: bool) -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))

@@ -6,6 +6,8 @@ import datetime
 import json
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from hicache.backends.registry import BackendSpec, open_stored
+from hicache.cli import doctor_probe, doctor_stores
 from hicache.cli.doctor_machine import Verdict, gpu
 from hicache.cli.doctor_stores import file_system, volume
 from hicache.cli.main import main
@@ -26,7 +29,7 @@ from hicache.config import FileStorageOptions
 from hicache.lab.devservers import DevService, SeaweedServer, ValkeyServer
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.certificates import make_certificates
-from tests.cli.processes import finish, start
+from tests.cli.processes import TIMEOUT_S, finish, start
 from tests.daemon.daemons import Daemon
 from tests.waiting import wait_for
 
@@ -269,7 +272,11 @@ def test_a_daemon_and_its_engine_are_checked(tmp_path: Path) -> None:
     {"type": "s3", "options": {"bucket": "bucket", "endpoint_url": "http://HERE", "access_key_env": "HOME",
                                "secret_key_env": "HOME", "timeout": "2s"}},
 ], ids=lambda storage: storage["type"])  # fmt: skip
-def test_a_dead_and_a_silent_server_are_failed_rows(tmp_path: Path, storage: dict[str, Any]) -> None:
+def test_a_dead_and_a_silent_server_are_failed_rows(
+    tmp_path: Path, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (doctor_probe, doctor_stores):
+        monkeypatch.setattr(module, "CALL_S", 0.5)
     with socket.create_server((LOOPBACK, 0)) as silent:
         for port in (free_ports(1)[0], silent.getsockname()[1]):
             text = json.dumps(storage).replace("HERE", f"{LOOPBACK}:{port}")
@@ -298,10 +305,15 @@ def test_an_unexpected_exception_is_a_failed_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_store_that_never_opens_is_a_failed_row_and_the_command_ends(repository: Path, tmp_path: Path) -> None:
+def test_a_store_that_never_opens_is_a_failed_row_and_the_command_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     path = configured(tmp_path, {"type": f"{STRANGE}:HangingStore"})
-    code, output = finish(start(repository, "doctor", "-c", str(path), *SMALL))
-    assert code == 1 and "its check was abandoned" in output
+    code = "from hicache.cli import doctor, main\ndoctor._STORE_S = doctor._END_S = 0.2\nmain.main()"
+    command = [sys.executable, "-c", code, "doctor", "-c", str(path), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 1 and "its check was abandoned" in done.stdout
 
 
 @pytest.fixture

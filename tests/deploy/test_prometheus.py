@@ -20,6 +20,8 @@ from hicache.metrics.families import CACHE_METRICS
 from hicache.metrics.stores import STORE_METRICS
 from tests.prometheus import program
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 PROMETHEUS = ROOT / "deploy/prometheus"
 DASHBOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))

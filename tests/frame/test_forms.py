@@ -219,6 +219,7 @@ def _address(view: memoryview) -> int:
 # Pages that are rejected
 
 
+@pytest.mark.long
 @MODES
 def test_the_tag_covers_every_bit_of_header_and_stored_payload(name: str) -> None:
     codec = CODECS[name]
@@ -377,6 +378,7 @@ def test_no_page_makes_a_reader_allocate_memory() -> None:
     assert int(control) > 200
 
 
+@pytest.mark.long
 @MODES
 @given(data=st.data())
 def test_any_bytes_are_a_page_or_damage(name: str, data: st.DataObject) -> None:

@@ -76,13 +76,6 @@ def test_pages_of_one_engine_are_hits_of_the_next_one(opened: Open, tmp_path: Pa
     assert second.lookup(KEYS) == 0
 
 
-def test_pages_of_other_weights_are_misses(opened: Open, tmp_path: Path) -> None:
-    opened(files(tmp_path)).write(KEYS[:1], frames(1), None)
-    other = opened(files(tmp_path), epoch=1)
-    assert other.lookup(KEYS) == 0
-    assert other.read(KEYS[:1], frames(0)) == [GetOutcome.MISS]
-
-
 def test_a_damaged_page_is_a_miss(opened: Open, tmp_path: Path) -> None:
     storage = opened(files(tmp_path))
     storage.write(KEYS[:2], frames(1, 2), None)
@@ -227,5 +220,3 @@ def test_processes_of_one_engine_use_consecutive_ports(opened: Open, tmp_path: P
     assert "hicache_build_info" in scrape(first)
     with pytest.raises(ConfigError, match=f"port {first}"):
         opened(files(tmp_path), metrics={"port": first})
-
-

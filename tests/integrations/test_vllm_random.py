@@ -15,6 +15,8 @@ from .test_vllm_connector import IgnoresFailures, NeverFlushes
 from .vllm_driver import Engine, engine_on
 from .vllm_parts import Request, Worker
 
+pytestmark = pytest.mark.long
+
 STEPS = 120
 
 
@@ -93,7 +95,7 @@ class Walk:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_random_run_uses_no_wrong_byte_and_leaks_nothing(seed: int, tmp_path: Path) -> None:
     Walk(seed, tmp_path).run()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from hicache.clock import ManualClock
-from hicache.errors import BackendUnavailable, ConfigError
+from hicache.errors import ConfigError
 from hicache.integrations.vllm_tier.identity import ChunkGroup, ChunkLayout, chunk_keys
 from hicache.integrations.vllm_tier.lookups import LookupTable
 from tests.waiting import wait_for
@@ -67,17 +66,6 @@ def test_a_damaged_chunk_is_a_miss_and_is_not_offered_again(in_place: bool) -> N
         assert engine.fetch(names) == names
 
 
-def test_two_swapped_chunks_are_misses() -> None:
-    names, store = names_of("a", 2), Store()
-    with engine_on(store) as engine:
-        engine.save(names)
-        keys = list(map(chunk_keys(ROOT), names))
-        pages = [store.driver.peek(NAMESPACE.digest, key) or b"" for key in keys]
-        for key, page in zip(keys, reversed(pages), strict=True):
-            store.driver.poke(NAMESPACE.digest, key, page)
-        assert engine.fetch(names) == []
-
-
 def test_lookups_are_kept_until_their_last_request_ends() -> None:
     table = LookupTable(60.0, ManualClock())
     for request in ("r", "s"):
@@ -133,28 +121,6 @@ def test_waiting_chunks_are_stored_before_the_tier_closes() -> None:
         for name in names:
             engine.begin([name], load=False)
     assert store.driver.measure().pages == 8
-
-
-def test_a_store_that_is_down_at_the_start_is_opened_later() -> None:
-    names, store = names_of("a", 2), Store()
-    store.refuses = BackendUnavailable("no server")
-    with engine_on(store) as engine:
-        assert engine.find(names) == [False] * 2 and engine.save(names) == [] and engine.fetch(names) == []
-        store.refuses = None
-        wait_for(lambda: engine.save(names) == names)
-        assert engine.find(names, "s") == [True] * 2
-
-
-def test_metrics_count_skipped_calls() -> None:
-    names, store = names_of("a", 3), Store()
-    store.refuses = BackendUnavailable("no server")
-    with engine_on(store, metrics={"port": 0}) as engine:
-        assert engine.tier._gate.metrics is not None
-        assert engine.fetch(names) == [] and engine.save(names) == []
-        with urllib.request.urlopen(f"http://127.0.0.1:{engine.tier._gate.metrics.port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        for reason in ("prefetch_paused", "store_paused"):
-            assert f'hicache_skipped_total{{reason="{reason}"}} 1.0' in lines
 
 
 def test_a_configuration_error_of_the_store_fails_the_start() -> None:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from hicache.cli.main import main
 from hicache.config import load_config
 from hicache.lab.cli.demo import DEMO_CONFIG
 from hicache.lab.cli.demo_report import differences, gain_line, gains, time_table
@@ -21,7 +23,7 @@ from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, s
 
 pytestmark = pytest.mark.long
 
-DEMO = ("demo", "--max-new-tokens", "8")
+DEMO = ("demo", "--max-new-tokens", "2")
 
 
 def hits(output: str, tier: str) -> int:
@@ -77,12 +79,11 @@ def test_differences_name_the_first_token_and_the_bytes() -> None:
     assert "KV bytes differ" in differences([one], [replace(one, kv_digest="other")])[0]
 
 
-def test_a_demo_without_storage_is_rejected(repository: Path, tmp_path: Path) -> None:
+def test_a_demo_without_storage_is_rejected(tmp_path: Path) -> None:
     config = tmp_path / "no-storage.yaml"
     config.write_text("device: {tokens: 4096}\n", encoding="utf-8")
-    code, output = hicache(repository, *DEMO, "-c", str(config))
-    assert code == 2
-    assert "storage" in output
+    result = CliRunner().invoke(main, [*DEMO, "-c", str(config)])
+    assert result.exit_code == 2 and "storage" in result.output
 
 
 def test_the_tables_fit_into_60_columns_and_no_figure_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from hicache.cli.main import main
 from hicache.config import load_config
 from hicache.errors import ConfigError
 from hicache.lab.cli.demo import DEMO_CONFIG, STORAGES, demo_storage
@@ -18,13 +20,14 @@ pytestmark = [pytest.mark.servers, pytest.mark.long]
 
 
 @demo_timeout
-@pytest.mark.parametrize("storage", ["valkey", "mooncake", "file+s3"])
-def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
-    repository: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+def test_a_demo_on_a_real_server_has_equal_tokens_and_leaves_nothing(
+    repository: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On two levels. tests/lab/engine/test_shared_storage.py has engines on the other servers."""
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.chdir(tmp_path)
-    code, output = hicache(repository, "demo", "--max-new-tokens", "2", "--storage", storage, timeout_s=DEMO_TIMEOUT_S)
+    command = ("demo", "--max-new-tokens", "2", "--storage", "file+s3")
+    code, output = hicache(repository, *command, timeout_s=DEMO_TIMEOUT_S)
     assert code == 0, output
     assert output.rstrip().endswith("identical with and without the cache, and after the restart")
     assert "no prefix came from storage" not in output
@@ -92,6 +95,6 @@ def test_an_invalid_configuration_is_rejected(tmp_path: Path, text: str) -> None
         pass
 
 
-def test_every_storage_has_a_name_on_the_command_line(repository: Path) -> None:
-    code, output = hicache(repository, "demo", "--storage", "nonsense")
-    assert code == 2 and all(f"'{name}'" in output for name in STORAGES)
+def test_every_storage_has_a_name_on_the_command_line() -> None:
+    result = CliRunner().invoke(main, ["demo", "--storage", "nonsense"])
+    assert result.exit_code == 2 and all(f"'{name}'" in result.output for name in STORAGES)

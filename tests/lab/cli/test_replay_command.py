@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from hicache.cli.main import main
 from hicache.lab.cli.replay import REPLAY_CONFIG, replay_config
 from hicache.lab.replay.synthetic import synthetic_trace
 from hicache.lab.replay.trace import read_trace, write_trace
@@ -25,6 +27,12 @@ SMALL = ("--device-tokens", "2048", "--host-tokens", "4096", "--running-max", "1
          "--prefill-rate", "100000", "--set", "storage.options.free_space_floor=0")  # fmt: skip
 
 
+def invoke(*arguments: str) -> tuple[int, str]:
+    """Run the command in this process. Return its exit code and its output."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(main, arguments)
+    return result.exit_code, result.output
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
@@ -32,10 +40,10 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_is_replayed_with_all_tiers_and_both_reports(repository: Path, tmp_path: Path, trace: Path) -> None:
+def test_a_trace_is_replayed_with_all_tiers_and_both_reports(tmp_path: Path, trace: Path) -> None:
     json_file, html_file = tmp_path / "report.json", tmp_path / "report.html"
-    code, output = hicache(
-        repository, "replay", str(trace), *SMALL, "--json", str(json_file), "--report", str(html_file)
+    code, output = invoke(
+        "replay", str(trace), *SMALL, "--json", str(json_file), "--report", str(html_file)
     )
     assert code == 0, output
     assert "0 wrong bytes" in output.splitlines()[-1]
@@ -81,42 +89,30 @@ def test_ctrl_c_prints_the_report_so_far_and_ends_everything(
     assert (result["complete"], result["ideal"]) == (False, None)
 
 
-def test_two_processes_replay_a_trace_on_one_store(repository: Path, tmp_path: Path, trace: Path) -> None:
-    json_file = tmp_path / "report.json"
-    code, output = hicache(
-        repository, "replay", str(trace), *SMALL, "--processes", "2", "--whole-trace-each", "--json", str(json_file)
-    )
-    assert code == 0, output
-    result = json.loads(json_file.read_text())
-    assert result["requests"]["ended"] == 48
-    assert result["setup"]["whole_trace_each"]
-    assert result["ideal"]["lru_tokens"] == 5 * 8 * 15 * 64
-
-
-def test_an_invalid_trace_is_rejected_with_the_line_number(repository: Path, tmp_path: Path) -> None:
+def test_an_invalid_trace_is_rejected_with_the_line_number(tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text('{"prompt": "hello"}\n')
-    code, output = hicache(repository, "replay", str(path))
+    code, output = invoke("replay", str(path))
     assert code == 2
     assert "line 1: timestamp is missing" in output
     assert "Traceback" not in output
 
 
-def test_one_file_for_both_reports_is_rejected_before_the_replay(repository: Path, tmp_path: Path) -> None:
-    code, output = hicache(
-        repository, "replay", "--report", str(tmp_path / "a"), "--json", str(tmp_path / "x" / ".." / "a")
+def test_one_file_for_both_reports_is_rejected_before_the_replay(tmp_path: Path) -> None:
+    code, output = invoke(
+        "replay", "--report", str(tmp_path / "a"), "--json", str(tmp_path / "x" / ".." / "a")
     )
     assert code == 2 and "does not exist" in output and "replaying" not in output
-    code, output = hicache(repository, "replay", "--report", str(tmp_path / "a"), "--json", f"{tmp_path}/./a")
+    code, output = invoke("replay", "--report", str(tmp_path / "a"), "--json", f"{tmp_path}/./a")
     assert code == 2 and "same file" in output and "replaying" not in output
 
 
 @pytest.mark.parametrize("option", ["--json", "--report"])
 def test_a_report_is_written_even_if_the_other_one_cannot_be(
-    repository: Path, tmp_path: Path, trace: Path, option: str
+    tmp_path: Path, trace: Path, option: str
 ) -> None:
     other, file = "--report" if option == "--json" else "--json", tmp_path / "other"
-    code, output = hicache(repository, "replay", str(trace), *SMALL, option, "/dev/full", other, str(file))
+    code, output = invoke("replay", str(trace), *SMALL, option, "/dev/full", other, str(file))
     assert code == 2, output
     assert "hicache: /dev/full: cannot be written: No space left on device" in output
     assert file.stat().st_size > 0
@@ -150,8 +146,8 @@ def test_a_closed_pipe_ends_a_replay_silently(repository: Path, trace: Path) -> 
     assert without_reader(repository, "replay", str(trace), *options) == (141, "")
 
 
-def test_a_replay_in_which_no_request_ran_fails(repository: Path, trace: Path) -> None:
-    code, output = hicache(repository, "replay", str(trace), "--device-tokens", "512", "--set", "storage.type=memory")
+def test_a_replay_in_which_no_request_ran_fails(trace: Path) -> None:
+    code, output = invoke("replay", str(trace), "--device-tokens", "512", "--set", "storage.type=memory")
     assert code == 2, output
     last = output.splitlines()[-1]
     assert last.startswith("hicache: replay: no request ran: all 24 are longer than L1 (512 tokens)")
@@ -163,35 +159,35 @@ def test_a_replay_in_which_no_request_ran_fails(repository: Path, trace: Path) -
                             (("--set", "prefix_cache=false"), "a replay needs the prefix cache")],
 )  # fmt: skip
 def test_an_unsupported_replay_is_one_line_and_exit_code_2(
-    repository: Path, arguments: tuple[str, ...], said: str
+    arguments: tuple[str, ...], said: str
 ) -> None:
-    code, output = hicache(repository, "replay", *arguments)
+    code, output = invoke("replay", *arguments)
     assert code == 2 and said in output and output.count("\n") == 1
 
 
-def test_help_names_the_models_and_the_meaning_of_exit_codes(repository: Path) -> None:
-    code, output = hicache(repository, "replay", "--help")
+def test_help_names_the_models_and_the_meaning_of_exit_codes() -> None:
+    code, output = invoke("replay", "--help")
     assert code == 0
     for word in ("llama-3.1-8b", "deepseek-v3", "Exit code 1", "--speed-up", "--json", "--report", "Mooncake"):
         assert word in output
 
 
-def test_a_synthetic_trace_is_written_and_described(repository: Path, tmp_path: Path) -> None:
+def test_a_synthetic_trace_is_written_and_described(tmp_path: Path) -> None:
     path = tmp_path / "made.jsonl"
-    code, output = hicache(repository, "trace", "generate", str(path), "--requests", "50", "--seed", "7")
+    code, output = invoke("trace", "generate", str(path), "--requests", "50", "--seed", "7")
     assert code == 0 and "50 requests" in output
     assert list(read_trace(path)) == list(synthetic_trace(50, 7))
-    code, output = hicache(repository, "trace", "show", str(path))
+    code, output = invoke("trace", "show", str(path))
     assert code == 0
     assert "50 within" in output and "seen before" in output
 
 
-def test_a_trace_is_not_replaced_without_force(repository: Path, tmp_path: Path) -> None:
+def test_a_trace_is_not_replaced_without_force(tmp_path: Path) -> None:
     path = tmp_path / "mine"
     path.write_text("precious")
-    code, output = hicache(repository, "trace", "generate", str(path), "--requests", "1")
+    code, output = invoke("trace", "generate", str(path), "--requests", "1")
     assert code == 2 and "--force" in output and path.read_text() == "precious"
-    code, output = hicache(repository, "trace", "generate", str(path), "--requests", "1", "--force")
+    code, output = invoke("trace", "generate", str(path), "--requests", "1", "--force")
     assert (code, output) == (0, f"1 request written to {path}\n")
 
 
@@ -226,11 +222,11 @@ def test_another_backend_gets_no_options_of_the_default_one(tmp_path: Path) -> N
     assert config.storage is not None and config.storage.options == {}
 
 
-def test_sizes_on_the_command_line_override_the_file(repository: Path, trace: Path) -> None:
+def test_sizes_on_the_command_line_override_the_file(trace: Path) -> None:
     given = ("replay", str(trace), "-c", str(REPLAY_CONFIG), "--set", "storage=null")
-    code, output = hicache(repository, *given, "--device-tokens", "640")
+    code, output = invoke(*given, "--device-tokens", "640")
     assert code == 2 and "longer than L1 (640 tokens)" in output
-    code, output = hicache(repository, *given, "--device-tokens", "1")
+    code, output = invoke(*given, "--device-tokens", "1")
     assert code == 2 and "device.tokens" in output
 
 

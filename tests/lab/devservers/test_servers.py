@@ -59,14 +59,6 @@ def test_it_listens_only_on_loopback(make: Callable[[], DevServer]) -> None:
         assert {port for _, port in listening(server.pid)} == set(server.ports.values())
 
 
-def test_a_paused_server_answers_once_it_goes_on() -> None:
-    with ValkeyServer() as server:
-        server.pause()
-        assert not server.serves()
-        server.resume()
-        wait_for(server.serves)
-
-
 def test_a_paused_server_is_stopped_as_well() -> None:
     with ValkeyServer() as server:
         server.pause()
@@ -110,36 +102,6 @@ def import_redis() -> Any:
     import redis  # noqa: PLC0415  optional
 
     return redis
-
-
-def test_an_access_list_limits_a_user() -> None:
-    server = ValkeyServer(user="reader", password="x", acl="~* +@read +ping")
-    with server, server.client() as client, pytest.raises(import_redis().exceptions.NoPermissionError):
-        client.set("key", "1")
-
-
-def test_a_full_server_follows_its_eviction_policy() -> None:
-    refused = pytest.raises(import_redis().OutOfMemoryError)
-    with ValkeyServer(maxmemory_bytes=4 << 20) as server, server.client() as client, refused:
-        for number in range(100):
-            client.set(str(number), b"x" * (1 << 18))
-
-
-def test_a_started_replica_has_its_copy() -> None:
-    with ValkeyServer(password="x") as primary, primary.client() as client:
-        client.set("key", "1")
-        with ValkeyServer(password="x", replica_of=primary) as replica, replica.client() as reader:
-            assert reader.get("key") == b"1"
-            with pytest.raises(import_redis().ReadOnlyError):
-                reader.set("key", "2")
-
-
-def test_a_unix_socket_serves_the_same_keys() -> None:
-    with ValkeyServer() as server, server.client() as client:
-        client.set("key", "1")
-        path = server.unix_storage()[1]["unix_socket"]
-        with import_redis().Redis(unix_socket_path=path) as other:
-            assert other.get("key") == b"1"
 
 
 class Unlucky(ValkeyServer):

@@ -34,6 +34,8 @@ from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import Indices
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.long
+
 CONTEXT = 64
 # Cached tokens and new ones of each request: prefills with and without a prefix, decodes, several new tokens.
 MIXED = [(0, 7), (5, 1), (21, 1), (20, 1), (33, 6), (0, 1), (16, 16), (47, 1)]
@@ -148,10 +150,8 @@ def close(result: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("page_size", "cap", "window"), [(1, None, 20), (4, 1.5, 7), (16, None, None), (4, None, 1)])
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 7, 20])
 def test_a_mixed_batch_over_scattered_pages_equals_dense_attention(
     kind: str, page_size: int, cap: float | None, window: int | None
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_mixed_batch_over_scattered_pages_equals_dense_attention(
     close(world.run(logit_cap=cap), world.expected(logit_cap=cap))
 
 
-@pytest.mark.parametrize("seed", seeds(15))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_random_batches_equal_dense_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = rng(seed)
     monkeypatch.setattr(attention, "ROWS_MAX", numbers.choice([1, 6, 16, 2048]))  # cuts prefills and splits groups
@@ -192,19 +192,17 @@ def test_each_option_changes_the_result(change: str) -> None:
         ("float8_e5m2", torch.float16, 2e-3), ("float32", torch.float64, 1e-6),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("kind", ["gqa", "wide-k", "mla"])
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_kv_of_the_pool_is_read_in_the_dtype_of_the_queries(
-    kind: str, dtype: str, compute: torch.dtype, tolerance: float, cap: float | None
+    kind: str, dtype: str, compute: torch.dtype, tolerance: float
 ) -> None:
     world = Forward(SHAPES[kind], dtype=dtype, compute=compute)
-    result = world.run(logit_cap=cap)
+    result = world.run(logit_cap=1.5)
     assert result.dtype is compute
-    close(result, world.expected(logit_cap=cap), tolerance)
+    close(result, world.expected(logit_cap=1.5), tolerance)
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("kind", "window"), [("gqa", None), ("wide-k", 7), ("mla", 7)])
 def test_without_saving_the_result_is_the_same_and_the_pool_is_unchanged(kind: str, window: int | None) -> None:
     world = Forward(SHAPES[kind], dtype="bfloat16", window=window)
     world.new_k, world.new_v = world.new_k * 1.001, world.new_v * 1.001  # values that the pool would round

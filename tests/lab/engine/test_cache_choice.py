@@ -11,7 +11,7 @@ from hicache.backends.testing import memory_store
 from hicache.cache import ChunkCache, SessionCache
 from hicache.config import HiCacheConfig, ScheduleConfig
 from hicache.errors import ConfigError, InvalidInput, SessionBusy, UnknownSession
-from hicache.lab.engine import Engine, EngineOptions, FinishReason, RequestRecord, create_engine
+from hicache.lab.engine import Engine, EngineOptions, RequestRecord, create_engine
 from tests.lab.engine.world import (
     assert_nothing_leaked,
     drive,
@@ -72,14 +72,6 @@ def test_an_engine_without_a_cache_preempts_and_aborts() -> None:
         assert engine.statistics().preemptions > 0 and engine.cache.device.allocator.used_pages == 0
 
 
-def test_without_a_cache_the_schedule_is_by_arrival() -> None:
-    options = EngineOptions(schedule=ScheduleConfig(policy="longest_prefix"), running_max=5)
-    with off_engine(options=options) as engine:
-        rids = [engine.submit([*PROMPTS[3], *PROMPTS[3]], 2) for _ in range(3)]
-        engine.step()
-        assert engine.running + engine.statistics().finished.get(FinishReason.LENGTH, 0) == len(rids)
-
-
 # Sessions
 
 
@@ -92,7 +84,7 @@ def sessions(engine: Engine) -> SessionCache:
     return engine.cache
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_each_turn_computes_its_new_tokens_only(page_size: int) -> None:
     """The last token of an answer has no KV, so it is computed with the next turn."""
     with session_engine(page_size, device_pages=512 // page_size) as engine, make_engine(CHECKPOINT) as plain:
@@ -123,40 +115,7 @@ def test_a_turn_of_an_unknown_session_is_rejected() -> None:
         drive(engine)
 
 
-def test_an_aborted_turn_frees_its_session_for_the_next() -> None:
-    with session_engine(options=EngineOptions(prefill_tokens_max=16)) as engine:
-        sessions(engine).open_session("s")
-        for steps in (0, 1, 2, 4, 6):
-            rid = engine.submit(PROMPTS[3], 12, ignore_eos=True, session_id="s")
-            for _ in range(steps):
-                engine.step()
-                engine.check()
-            assert engine.abort(rid)
-            assert drive(engine)[rid].reason is FinishReason.ABORTED
-        rid = engine.submit(PROMPTS[3], 6, ignore_eos=True, session_id="s")
-        with make_engine(CHECKPOINT) as plain:
-            assert drive(engine)[rid].output_tokens == generate(plain, PROMPTS[3], 6).output_tokens
-
-
-def test_preempted_turns_continue_in_their_sessions() -> None:
-    with session_engine(device_pages=14) as engine, make_engine(CHECKPOINT) as plain:
-        rids = []
-        for number, prompt in enumerate(PROMPTS[:3]):
-            sessions(engine).open_session(f"s{number}")
-            rids.append(engine.submit(prompt, 40, ignore_eos=True, session_id=f"s{number}"))
-        closed = False
-        while engine.waiting + engine.running:
-            records = drive(engine, until=lambda: engine.statistics().preemptions > 0 or not engine.running)
-            if not closed:
-                closed = sessions(engine).close_session("s2")
-            records |= drive(engine)
-        assert engine.statistics().preemptions > 0
-        for rid, prompt in zip(rids, PROMPTS[:3], strict=True):
-            assert records[rid].output_tokens == generate(plain, prompt, 40).output_tokens
-        assert sessions(engine).session_statistics().running == 0
-
-
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_random_conversations_get_equal_tokens_with_every_cache_and_schedule(seed: int) -> None:
     numbers = rng(seed)
     options = EngineOptions(
@@ -206,14 +165,6 @@ def _wave(numbers: random.Random, said: dict[str, list[int]]) -> dict[str, tuple
 # Longest prefix first
 
 
-def prefix_engine(**bounds: float) -> Engine:
-    schedule = ScheduleConfig(policy="longest_prefix", defer_tokens=8, **bounds)
-    return make_engine(
-        CHECKPOINT,
-        options=EngineOptions(running_max=1, schedule=schedule),
-    )
-
-
 def order_of(engine: Engine, prompts: Sequence[list[int]]) -> list[int]:
     """Return the order in which prompts end. With one running at a time, they begin in the same order."""
     rids = [engine.submit(prompt, 2, ignore_eos=True) for prompt in prompts]
@@ -231,14 +182,6 @@ def test_the_order_is_as_configured_unless_overridden(policy: str, order: list[i
     other = ScheduleConfig(policy="fcfs")
     with create_engine(config, CHECKPOINT, options=EngineOptions(running_max=1, schedule=other)) as engine:
         assert engine.options.schedule == other
-
-
-@pytest.mark.parametrize("bounds", [{"queue_max": 0}, {"age_max": 0}])
-def test_above_the_limits_requests_run_in_the_order_of_arrival(bounds: dict[str, float]) -> None:
-    prompts = [random_tokens(20, seed=7), PROMPTS[1], PROMPTS[4]]
-    with prefix_engine(**bounds) as engine:
-        generate(engine, PROMPTS[3])
-        assert order_of(engine, prompts) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("schedule", "computed"), [("longest_prefix", 72 + 3 * 8), ("fcfs", 4 * 72)])

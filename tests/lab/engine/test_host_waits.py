@@ -77,6 +77,7 @@ def request(rid: str, tokens: int, computed: int, temperature: float = 0.0) -> R
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_batch_is_computed_without_a_wait_until_its_tokens_are_read(temperature: float) -> None:
     model = model_on_meta()

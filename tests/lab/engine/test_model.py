@@ -58,7 +58,7 @@ def test_the_page_size_does_not_change_a_bit(page_size: int, whole: tuple[torch.
     assert same_bits(device.kv(row, LENGTH), whole[0]) and same_bits(logits, whole[1])
 
 
-@pytest.mark.parametrize("cut", range(1, LENGTH))
+@pytest.mark.parametrize("cut", [1, TILE - 1, TILE, TILE + 1, 3 * TILE + 1, LENGTH - 1])
 def test_a_cached_prefix_does_not_change_a_bit(cut: int, whole: tuple[torch.Tensor, torch.Tensor]) -> None:
     device = Device(page_size=1, pages=LENGTH)
     row = device.row(LENGTH)

@@ -16,7 +16,6 @@ from hicache.backends.testing import memory_store
 from hicache.cache import HiRadixCache, SessionCache
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
-from hicache.keys import RadixKey
 from hicache.lab.engine import Engine, EngineOptions, FinishReason, LlamaModel, Sampling, Span
 from hicache.tiers import EngineBlocks, FailedTransfer, Fence, HostWindow, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
@@ -36,6 +35,8 @@ from tests.lab.engine.world import (
     tiers,
 )
 from tests.passing import Passing
+
+pytestmark = pytest.mark.long
 
 CHECKPOINT = random_checkpoint()
 
@@ -83,14 +84,6 @@ def test_a_request_gets_the_tokens_of_plain_greedy_decoding() -> None:
         assert_nothing_leaked(engine)
 
 
-def test_a_repeated_prompt_hits_all_but_its_last_page() -> None:
-    prompt = random_tokens(40, seed=4)
-    with make_engine(CHECKPOINT, page_size=8) as engine:
-        first, second = generate(engine, prompt), generate(engine, prompt)
-        assert second.output_tokens == first.output_tokens
-        assert (second.device_hit_tokens, second.computed_tokens) == (32, 8)
-
-
 def test_the_next_turn_hits_all_generated_tokens_except_the_last() -> None:
     prompt = random_tokens(20, seed=5)
     with make_engine(CHECKPOINT, page_size=4) as engine:
@@ -111,15 +104,6 @@ def test_the_end_of_text_ends_a_request_unless_it_is_ignored() -> None:
         assert record.reason is FinishReason.EOS
         assert record.output_tokens == tokens[: tokens.index(tokens[3]) + 1]
         assert generate(engine, prompt, 8).output_tokens == tokens
-
-
-def test_tenants_and_adapters_share_nothing() -> None:
-    prompt = random_tokens(40, seed=9)
-    with make_engine(CHECKPOINT) as engine:
-        records = [generate(engine, prompt, cache_salt=salt) for salt in (None, "a", "b", "a")]
-        assert [record.hit_tokens for record in records] == [0, 0, 0, 32]
-        rid = engine.submit(prompt, 8, extra_key="a", ignore_eos=True)
-        assert drive(engine)[rid].hit_tokens == 0
 
 
 def test_a_full_l1_preempts_the_youngest_request_and_changes_no_token() -> None:
@@ -208,14 +192,6 @@ def test_a_bad_field_of_a_request_is_rejected_and_stops_no_other_request(session
             engine.check()
         assert drive(engine)[running].output_tokens == plain_greedy(prompt, 6)
         assert_nothing_leaked(engine)
-
-
-def test_numbers_of_numpy_and_tensors_are_accepted() -> None:
-    prompt = random_tokens(20, seed=34)
-    with make_engine(CHECKPOINT) as engine:
-        for tokens in (np.array(prompt), torch.tensor(prompt), tuple(prompt)):
-            rid = engine.submit(tokens, np.int64(4), priority=np.int32(1), ignore_eos=True)  # type: ignore[arg-type]
-            assert drive(engine)[rid].output_tokens == plain_greedy(prompt, 4)
 
 
 def test_other_invalid_arguments_of_an_engine_are_rejected() -> None:
@@ -512,17 +488,3 @@ def test_an_idle_engine_checks_its_invariants_if_configured() -> None:
             except InvariantError:
                 assert found
             tree.node_count -= 1
-
-
-def test_pages_of_a_high_priority_request_stay_longer() -> None:
-    with make_engine(CHECKPOINT, eviction_policy="priority") as engine:
-        important, other = random_tokens(40, seed=32), random_tokens(40, seed=33)
-        engine.submit(important, 1, priority=3)
-        engine.run_until_done()
-        engine.submit(other, 1)
-        engine.run_until_done()
-        settle(engine)
-        pages = len(tiers(engine).match_prefix(RadixKey.of(other)).device_pages)
-        engine.cache.evict(pages)
-        assert engine.cache.peek(RadixKey.of(important)).device_pages > 0
-        assert engine.cache.peek(RadixKey.of(other)).device_pages == 0

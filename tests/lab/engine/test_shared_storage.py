@@ -43,7 +43,7 @@ def tokens(answers: list[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("config_file", ["file", "valkey", "s3", "mooncake"], indirect=True)
+@pytest.mark.parametrize("config_file", ["valkey", "mooncake"], indirect=True)
 def test_two_engines_that_store_at_once_find_the_pages_of_both(
     repository: Path, config_file: Path, computed: dict[tuple[int, ...], list[int]]
 ) -> None:

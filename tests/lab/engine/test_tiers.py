@@ -49,9 +49,7 @@ def texts() -> list[list[int]]:
     return [tokenizer.encode(path.read_text()).ids for path in sorted(TEXTS.glob("*.txt"))]
 
 
-def open_storage(kind: str, path: Path, codec: FrameCodec) -> Storage:
-    if kind == "memory":
-        return memory_store(codec)
+def open_store(path: Path, codec: FrameCodec) -> Storage:
     return store_of(FileDriver, codec, FileStorageOptions(path=path, capacity=None))
 
 
@@ -76,10 +74,7 @@ def outputs(engine: Engine, prompts: Sequence[Sequence[int]], *, salted: bool) -
     return found
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
-def test_tokens_are_the_same_from_every_tier(
-    kind: str, tmp_path: Path, bundled: Checkpoint, texts: list[list[int]]
-) -> None:
+def test_tokens_are_the_same_from_every_tier(tmp_path: Path, bundled: Checkpoint, texts: list[list[int]]) -> None:
     prompts = conversations(texts)
     with make_engine(bundled, page_size=PAGE_SIZE, device_pages=100, host_pages=4) as engine:
         expected = outputs(engine, prompts, salted=True)
@@ -91,7 +86,7 @@ def test_tokens_are_the_same_from_every_tier(
         page_size=PAGE_SIZE,
         device_pages=72,
         host_pages=48,
-        backend=lambda codec: open_storage(kind, tmp_path / "store", codec),
+        backend=lambda codec: open_store(tmp_path / "store", codec),
     ) as engine:
         assert outputs(engine, prompts, salted=False) == expected
         settle(engine)
@@ -105,7 +100,7 @@ def test_a_restarted_engine_finds_its_pages_in_the_file_store(tmp_path: Path) ->
     checkpoint, prompt = random_checkpoint(), random_tokens(100, seed=1)
 
     def file_store(codec: FrameCodec) -> Storage:
-        return open_storage("file", tmp_path / "store", codec)
+        return open_store(tmp_path / "store", codec)
 
     with make_engine(checkpoint, backend=file_store) as engine:
         expected = generate(engine, prompt)

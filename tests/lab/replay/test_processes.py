@@ -71,19 +71,6 @@ def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -
     assert result.scheduler.request_cpu.count == 36
 
 
-def test_an_engine_finds_pages_of_another_process(tmp_path: Path) -> None:
-    """Two processes replay the whole trace one after the other. The second computes less than half of it."""
-    one = file_job(tmp_path, times=1)
-    with closing(start_engines(one)) as engines:
-        list(engines.run())
-        assert engines.result().tokens.hits["storage"] == 0
-    with closing(Children(one)) as engines:
-        list(engines.run())
-        result = engines.result()
-    assert result.tokens.hits["storage"] > 4 * 960
-    assert result.wrong_bytes == 0
-
-
 def test_an_interrupted_replay_has_a_result_of_all_processes(tmp_path: Path) -> None:
     one = file_job(tmp_path, times=1000, processes=2, whole_trace_each=True)
     with closing(Children(one)) as engines:

@@ -106,8 +106,8 @@ def test_different_models_have_different_namespaces() -> None:
     assert len({namespace_of(name, 64).digest for name in PRESETS}) == len(PRESETS)
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
-def test_every_model_is_replayed_without_wrong_bytes(tmp_path: Path, preset: str) -> None:
+@pytest.mark.parametrize("preset", ["llama-3.1-8b", "deepseek-v3"])
+def test_a_model_of_each_layout_is_replayed_without_wrong_bytes(tmp_path: Path, preset: str) -> None:
     small = small_config(storage="memory", device=512, host=1024, page_size="16", prefetch__threshold_tokens="64")
     trace = [replace(one, input_length=100, hash_ids=one.hash_ids[:1]) for one in rounds(12, 2, output=3)]
     with started(replace(job(tmp_path, trace, small, **ONE_AT_A_TIME), preset=preset)) as replay:

@@ -168,18 +168,18 @@ def test_any_bytes_are_a_request_or_rejected_with_their_line(
     read_or_refused(path, line=2)
 
 
-@pytest.mark.parametrize("name", list(GOOD))
 @pytest.mark.parametrize(
     "value",
     ["9" * 5000, "1e400", "-1e400", "NaN", "Infinity", "[" * 500 + "]" * 500, "[" * 200_000,
      '{"a":' * 500 + "1" + "}" * 500, '"\\ud800"', "-0", "-5", "1" + "0" * 400],
     ids=lambda value: value[:12],
 )  # fmt: skip
-def test_a_hostile_value_is_rejected_with_its_line(tmp_path: Path, name: str, value: str) -> None:
+def test_a_hostile_value_is_rejected_with_its_line(tmp_path: Path, value: str) -> None:
     path = tmp_path / "some.jsonl"
-    others = {other: field for other, field in GOOD.items() if other != name}
-    path.write_text(f'{json.dumps(GOOD)}\n{json.dumps(others)[:-1]}, "{name}": {value}}}\n')
-    read_or_refused(path, line=2)
+    for name in GOOD:
+        others = {other: field for other, field in GOOD.items() if other != name}
+        path.write_text(f'{json.dumps(GOOD)}\n{json.dumps(others)[:-1]}, "{name}": {value}}}\n')
+        read_or_refused(path, line=2)
 
 
 def read_or_refused(path: Path, *, line: int) -> None:
