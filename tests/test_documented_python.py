@@ -116,7 +116,7 @@ server = SimpleNamespace(port=free_ports(1)[0])
 """
 # The setup of each block, in the order of the page.
 SETUPS = {
-    "README.md": ['prompt_tokens, rid = list(range(300)), "r1"'],
+    "README.md": ["prompt_tokens = list(range(300))"],
     "docs/backends/redis.md": [""],
     "docs/backends/s3.md": [""],
     "docs/backends/writing.md": [BACKEND],

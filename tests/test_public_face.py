@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hicache
+from hicache.cli.model_shapes import PRESETS
 
 
 @pytest.mark.parametrize("name", hicache.__all__)
@@ -34,3 +35,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     code = "import hicache, sys; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_the_sizes_of_models_in_the_readme_are_those_of_the_geometry(repository: Path) -> None:
+    lines = (repository / "README.md").read_text().splitlines()
+    llama, deepseek = (PRESETS[name].geometry(64) for name in ("llama-3.1-8b", "deepseek-v3"))
+    token = f"| KV of a token | {llama.token_bytes // 1024} KiB | {deepseek.token_bytes:,} B | |"
+    page = f"| KV of a page | {llama.payload_bytes / 2**20:.1f} MiB | {deepseek.payload_bytes / 2**20:.1f} MiB | |"
+    assert token in lines and page in lines

@@ -73,7 +73,7 @@ class Settings:
               help="Configuration.  [default: configs/demo.yaml]")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="ENTRY=VALUE", help="Such as host.tokens=4096.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=1, show_default=True, help="Times through all documents.")
-@click.option("--max-new-tokens", type=click.IntRange(1, 256), default=32, show_default=True, help="Per answer.")
+@click.option("--max-new-tokens", type=click.IntRange(1, 256), default=24, show_default=True, help="Per answer.")
 @click.option("--temperature", type=Number(0.0, 5.0), default=0.7, show_default=True,
               help="0 is greedy. Sampling depends only on the position, so texts must always be equal.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="Device of the model and L1: cpu, cuda, cuda:1, ...")

@@ -108,21 +108,21 @@ def time_table(cached: Sequence[Answer], restarted: Sequence[Answer]) -> str:
     for name, answers in by_source(cached, restarted).items():
         times = median_times(answers)
         if times is None:
-            rows.append((name, "0", "-", "-", "-", "-"))
+            rows.append((name, "-", "-", "-", "-", "0"))
             continue
         rows.append((
             name,
-            str(len(answers)),
-            f"{statistics.median(sum(a.hit_tokens.values()) for a in answers):.0f}",
-            f"{1000 * times['computed_s']:.0f} ms",
-            f"{1000 * times['cached_s']:.0f} ms",
             f"{times['speed_up']:.1f} x",
+            f"{1000 * times['cached_s']:.0f} ms",
+            f"{1000 * times['computed_s']:.0f} ms",
+            f"{statistics.median(sum(a.hit_tokens.values()) for a in answers):.0f}",
+            str(len(answers)),
         ))  # fmt: skip
     length = statistics.median(len(a.prompt) for a in cached if a.document)
-    columns = ["prefix from", "pairs>", "reused>", "computed>", "cached>", "speed>"]
+    columns = ["prefix from", "speed>", "cached>", "computed>", "reused>", "pairs>"]
     return "\n".join([
-        f"time to first token, prompts of {length:.0f} tokens: medians of",
-        "pairs of a computed and a cached request",
+        f"time to first token, {length:.0f}-token prompts,",
+        "computed and cached in turns: medians",
         *table(columns, rows),
     ])  # fmt: skip
 
