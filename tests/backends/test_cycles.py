@@ -156,7 +156,8 @@ def test_a_limit_evicts_forged_pages_like_others(tmp_path: Path) -> None:
     raw = open_stored(path=root)
     write_forged(raw)
     raw.close()
-    store, chains = limited_file(root, capacity_bytes=20 * PAGE), [make_keys(6, f"chain {number}") for number in range(4)]
+    store = limited_file(root, capacity_bytes=20 * PAGE)
+    chains = [make_keys(6, f"chain {number}") for number in range(4)]
     for keys in chains:
         wait_for(partial(_is_stored, store, keys))
     assert exists(store, CYCLE[:1]) == exists(store, CYCLE[1:]) == 0, "the oldest pages were not evicted"
