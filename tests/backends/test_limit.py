@@ -193,6 +193,7 @@ def test_stored_pages_are_present_in_a_full_store(opened: Opened) -> None:
 def test_the_sweep_removes_the_tail_of_the_least_recently_used_chain(opened: Opened, clock: ManualClock) -> None:
     store, old, used = opened(20), make_keys(10, "old"), make_keys(10, "used")
     store_chain(store, old)
+    clock.advance(1.0)
     store_chain(store, used)
     sweep(store, clock)
     assert evicted(store) == 2
