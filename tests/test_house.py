@@ -65,7 +65,7 @@ SYSTEM_TIME = {
     "backends/file/inspection.py": "the lock of a file",
     "backends/file/pages.py": "compares times of files",
     "backends/file/reconcile.py": "compares times of files",
-    "backends/file/store.py": "locks of files; times of use that other processes compare",
+    "backends/file/store.py": "locks of files",
     "backends/http.py": "timeouts of sockets",
     "backends/mooncake/client.py": "a call of the native library",
     "backends/redis/channel.py": "timeouts of sockets",
@@ -118,8 +118,9 @@ def uses_of_the_system_time(source: str) -> list[str]:
             return False
         if any(keyword.arg == "timeout" for keyword in call.keywords):
             return function.attr in {*_WAITS, "acquire", "get"}
-        joins = function.attr == "join" and "thread" in receiver
-        return (receiver in waitable or joins or function.attr == "result") and len(call.args) > _WAITS.get(function.attr, len(call.args))
+        if receiver in waitable or function.attr == "result" or (function.attr == "join" and "thread" in receiver):
+            return len(call.args) > _WAITS.get(function.attr, len(call.args))
+        return False
 
     return [
         ast.unparse(node)
@@ -158,6 +159,7 @@ def test_time_comes_from_a_clock_except_for_system_calls() -> None:
 )
 def test_the_search_for_system_time_finds_it(source: str, found: bool) -> None:
     assert bool(uses_of_the_system_time(source)) is found
+
 
 @pytest.mark.parametrize("name", ["backends", "controller", "tiers"])
 def test_a_root_link_leads_to_the_package_of_its_name(name: str) -> None:

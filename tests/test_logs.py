@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
 import shutil
 import threading
@@ -30,7 +31,7 @@ from hicache.backends.testing.pages import NAMESPACE, PAYLOAD_BYTES, empty_frame
 from hicache.cache import create_cache
 from hicache.cache.report import LIMITS, DropLog, dropped
 from hicache.cache.statistics import CacheStatistics
-from hicache.clock import SYSTEM_CLOCK
+from hicache.clock import ManualClock
 from hicache.config.guard import GuardConfig
 from hicache.config.storage import FileStorageOptions
 from hicache.controller.gate import StorageGate
@@ -39,7 +40,7 @@ from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
 from hicache.supervised import Beat, SupervisedPool
 from tests.logcalls import log_calls
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 
 
 @pytest.fixture
@@ -54,10 +55,15 @@ def lines() -> Iterator[io.StringIO]:
     logger.propagate, logger.handlers = state[1], state[2]
 
 
-def make_guard(failures: int = 2) -> tuple[Store, Faults]:
-    faults, codec = Faults(), FrameCodec(NAMESPACE, PAYLOAD_BYTES)
-    options = GuardConfig(failures=failures, backoff_min="10ms", backoff_max="20ms", retry_share=0)
-    return Store(MemoryDriver(), codec, options, name="disk", faults=faults), faults
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def make_guard(clock: ManualClock) -> tuple[Store, Faults]:
+    faults, codec = Faults(clock=clock), FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+    options = GuardConfig(failures=2, backoff_min="10s", backoff_max="10s", retry_share=0)
+    return Store(MemoryDriver(), codec, options, name="disk", faults=faults, clock=clock), faults
 
 
 def test_a_line_says_when_where_and_what(lines: io.StringIO) -> None:
@@ -98,20 +104,19 @@ def test_setting_up_twice_writes_each_line_once(lines: io.StringIO) -> None:
     assert lines.getvalue().count("once") == 1
 
 
-def test_a_limited_log_counts_the_lines_that_it_leaves_out(lines: io.StringIO) -> None:
-    now_s = 100.0
-    limited = LimitedLog(logging.getLogger("hicache"), 10.0, clock=lambda: now_s)
+def test_a_limited_log_counts_the_lines_that_it_leaves_out(lines: io.StringIO, clock: ManualClock) -> None:
+    limited = LimitedLog(logging.getLogger("hicache"), 10.0, clock)
     for _ in range(5):
         limited.warn("a", "damage %s", "tag")
     limited.warn("b", "other")
-    now_s += 10.0
+    clock.advance(10.0)
     limited.warn("a", "damage %s", "size")
     messages = [line.partition(": ")[2] for line in lines.getvalue().splitlines()]
     assert messages == ["damage tag", "other", "damage size (and 4 more since the last line)"]
 
 
-def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO) -> None:
-    guard, store = make_guard()
+def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO, clock: ManualClock) -> None:
+    guard, store = make_guard(clock)
     keys = make_keys(2)
     with_pages = empty_frames(guard.codec, 2)
     store.fail()
@@ -120,7 +125,9 @@ def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO) -> None:
             guard.batch_get(keys, with_pages, deadline=soon())
         wait_for(lambda: "the breaker for reads opened" in lines.getvalue())
         store.fail(False)
-        wait_for(lambda: guard.may_pass(Direction.READ) and not guard.batch_exists(keys, deadline=soon()))
+        clock.advance(10.0)
+        wait_for(lambda: guard.may_pass(Direction.READ))
+        guard.batch_exists(keys, deadline=math.inf)
         wait_for(lambda: "are on again" in lines.getvalue())
     finally:
         guard.close()
@@ -128,11 +135,11 @@ def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO) -> None:
     assert "WARNING" in off
     assert "storage disk: the breaker for reads opened" in off
     assert "injected" in off
-    assert re.search(r"INFO .*storage disk: reads are on again after \d+\.\d s; \d+ calls were rejected", on)
+    assert re.search(r"INFO .*storage disk: reads are on again after 10\.0 s; \d+ calls were rejected", on)
 
 
-def test_an_override_is_one_log_line(lines: io.StringIO) -> None:
-    guard, _ = make_guard()
+def test_an_override_is_one_log_line(lines: io.StringIO, clock: ManualClock) -> None:
+    guard, _ = make_guard(clock)
     try:
         guard.override(Direction.WRITE, Override.OFF)
         wait_for(lambda: "the operator switched writes off" in lines.getvalue())
@@ -229,7 +236,9 @@ def test_new_weights_and_the_end_are_one_log_line_each(lines: io.StringIO, tmp_p
     assert re.search(r"INFO .*cache closed after \d+\.\d s", text)
 
 
-def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: io.StringIO) -> None:
+def test_storage_that_does_not_open_is_one_line_and_its_opening_another(
+    lines: io.StringIO, clock: ManualClock
+) -> None:
     tries: list[int] = []
     opened: list[bool] = []
 
@@ -239,12 +248,15 @@ def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: i
             raise BackendUnavailable("redis: 127.0.0.1 port 1: connection refused")
         return memory_store(FrameCodec(NAMESPACE, PAYLOAD_BYTES))
 
-    gate = StorageGate(None, SupervisedPool, SYSTEM_CLOCK)
+    gate = StorageGate(None, SupervisedPool, clock)
     gate.replace(open_backend)
     try:
-        wait_for(lambda: len(tries) > 2, gate.slot.advance)
-        opened.append(True)
-        wait_for(lambda: gate.storage is not None, gate.slot.advance)
+        for attempts in (1, 2, 3):
+            wait_for(lambda n=attempts: gate.slot.open_failures == n)  # type: ignore[misc]
+            opened += [True] * (attempts == 3)
+            clock.advance(1.0)
+            gate.slot.advance()
+        wait_for(lambda: gate.storage is not None)
     finally:
         assert gate.slot.end(5.0) and gate.slot.close()
     first, second = lines.getvalue().splitlines()
@@ -254,7 +266,7 @@ def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: i
 
 
 def test_reminders_of_a_long_outage_become_rarer(lines: io.StringIO) -> None:
-    log = GuardLog("disk")
+    log = GuardLog("disk", ManualClock())
     state = BreakerStatistics(BreakerState.OPEN, Override.AUTO, "error", 1, 0, 0)
     log.changed([BreakerChange(Direction.READ, state, 0.5, 0.0, 0)], {"timeout": 3})
     for second in range(0, 3600, 5):
@@ -299,20 +311,27 @@ def test_limits_that_the_volume_cannot_satisfy_are_a_warning_when_the_store_is_o
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is to die
-def test_threads_that_hang_or_die_are_logged_by_their_replacements(lines: io.StringIO) -> None:
-    go = threading.Event()
+def test_threads_that_hang_or_die_are_logged_by_their_replacements(lines: io.StringIO, clock: ManualClock) -> None:
+    go, hangs, died = threading.Event(), threading.Event(), threading.Event()
 
     def handle(job: str, beat: Beat) -> None:
         if job == "hang":
+            hangs.set()
             go.wait()
         raise SystemExit
 
-    pool = SupervisedPool("io", 1, handle=handle, patience_s=0.01)
+    pool = SupervisedPool("io", 1, handle=handle, acknowledge=lambda job: died.set(), patience_s=1.0, clock=clock)
     try:
         pool.submit("hang")
-        wait_for(lambda: "started another thread, because one hangs in a call" in lines.getvalue(), pool.supervise)
+        assert hangs.wait(WAIT_S)
+        clock.advance(2.0)
+        pool.supervise()
+        wait_for(lambda: "started another thread, because one hangs in a call" in lines.getvalue())
         pool.submit("die")
-        wait_for(lambda: "because one died" in lines.getvalue(), pool.supervise)
+        assert died.wait(WAIT_S)
+        clock.advance(1.0)
+        pool.supervise()
+        wait_for(lambda: "because one died" in lines.getvalue())
         assert "ERROR   hicache.supervised: worker io: a thread died; its job counts as failed" in lines.getvalue()
     finally:
         go.set()

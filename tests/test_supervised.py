@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from hicache.supervised import SUBSTITUTES_MAX, NoThread, SupervisedPool
+from hicache.clock import ManualClock
+from hicache.supervised import RESTART_S_MAX, RESTART_S_MIN, SUBSTITUTES_MAX, NoThread, SupervisedPool
 from tests.waiting import wait_for
 
 WAIT_S = 20.0
@@ -27,14 +28,15 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class Harness:
-    """A pool whose jobs are functions, and what became of them."""
+    """A pool whose jobs are functions, its clock, and the results of the jobs."""
 
     def __init__(self, count: int = 1, patience_s: float = 7.0, linger_s: float | None = None) -> None:
+        self.clock = ManualClock()
         self.done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.failed: list[Callable[[], None]] = []
         self.pool = SupervisedPool[Callable[[], None]](
             "test", count, handle=lambda job, beat: job(), fail=self.failed.append, acknowledge=self.done.put,
-            patience_s=patience_s, linger_s=linger_s,
+            patience_s=patience_s, linger_s=linger_s, clock=self.clock,
         )  # fmt: skip
 
     def supervise_until(self, condition: Callable[[], bool]) -> None:
@@ -77,10 +79,15 @@ def test_a_failing_handler_fails_its_job_and_is_logged_once_per_kind(caplog: pyt
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_thread_is_replaced_with_back_off_and_its_job_fails() -> None:
     harness = Harness()
-    for round_number in (1, 2):
+    for restarts, delay_s in ((1, RESTART_S_MIN), (2, 2 * RESTART_S_MIN)):
         harness.pool.submit(die)
-        harness.supervise_until(lambda n=round_number: harness.pool.restarts == n)  # type: ignore[misc]
         assert harness.done.get(timeout=WAIT_S) is die
+        harness.clock.advance(0.9 * delay_s)
+        harness.pool.supervise()
+        assert harness.pool.restarts == restarts - 1
+        harness.clock.advance(0.2 * delay_s)
+        harness.pool.supervise()
+        assert harness.pool.restarts == restarts
     harness.pool.submit(work)
     assert harness.done.get(timeout=WAIT_S) is work
     assert harness.failed == [die, die]
@@ -89,14 +96,16 @@ def test_a_dead_thread_is_replaced_with_back_off_and_its_job_fails() -> None:
 
 
 def test_a_stuck_thread_gets_a_substitute_and_its_job_stays_open_until_it_ends() -> None:
-    harness = Harness(patience_s=0.1)
-    gate = threading.Event()
-
-    def hang() -> None:
-        gate.wait(WAIT_S)
-
+    harness = Harness(patience_s=1.0)
+    gate, entered = threading.Event(), threading.Semaphore(0)
+    hang = hanging(gate, entered)
     harness.pool.submit(hang)
-    harness.supervise_until(lambda: harness.pool.stuck_threads == 1)
+    assert entered.acquire(timeout=WAIT_S)
+    harness.pool.supervise()
+    assert harness.pool.stuck_threads == 0, "the control"
+    harness.clock.advance(2.0)
+    harness.pool.supervise()
+    assert harness.pool.stuck_threads == 1
     harness.pool.submit(work)
     assert harness.done.get(timeout=WAIT_S) is work
     gate.set()
@@ -107,18 +116,22 @@ def test_a_stuck_thread_gets_a_substitute_and_its_job_stays_open_until_it_ends()
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_stuck_thread_that_dies_still_acknowledges_its_job() -> None:
-    harness = Harness(patience_s=0.1)
-    gate = threading.Event()
+    harness = Harness(patience_s=1.0)
+    gate, entered = threading.Event(), threading.Event()
 
     def hang_and_die() -> None:
+        entered.set()
         gate.wait(WAIT_S)
         raise SystemExit
 
     harness.pool.submit(hang_and_die)
-    harness.supervise_until(lambda: harness.pool.stuck_threads == 1)
+    assert entered.wait(WAIT_S)
+    harness.clock.advance(2.0)
+    harness.pool.supervise()
+    assert harness.pool.stuck_threads == 1
     gate.set()
-    harness.supervise_until(lambda: harness.failed == [hang_and_die])
     assert harness.done.get(timeout=WAIT_S) is hang_and_die
+    assert harness.failed == [hang_and_die]
     assert harness.pool.close(WAIT_S)
 
 
@@ -153,7 +166,7 @@ def test_closing_leaves_a_hanging_thread_behind_and_says_so() -> None:
 
     harness.pool.submit(hang)
     assert entered.wait(WAIT_S)
-    assert not harness.pool.close(0.05)
+    assert not harness.pool.close(0.0)
     gate.set()
     assert harness.done.get(timeout=WAIT_S) is hang
 
@@ -222,7 +235,9 @@ def test_a_pool_that_got_no_threads_gets_them_later_and_does_its_jobs() -> None:
         harness.pool.submit(work)
         harness.pool.supervise()
         assert harness.pool.alive == 0 and harness.pool.errors["NoThread"] > 0
-    harness.supervise_until(lambda: harness.pool.alive == 2)
+    harness.clock.advance(RESTART_S_MAX)
+    harness.pool.supervise()
+    assert harness.pool.alive == 2
     assert harness.done.get(timeout=WAIT_S) is work and not harness.failed
     assert harness.pool.close(WAIT_S)
 
@@ -378,7 +393,8 @@ def test_a_batch_that_is_done_is_not_held_by_threads_that_were_busy_all_the_time
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_in_a_batch_is_replaced_by_a_later_batch() -> None:
-    pool, caller = SupervisedPool[Any]("test", 1), threading.current_thread()
+    clock = ManualClock()
+    pool, caller = SupervisedPool[Any]("test", 1, clock=clock), threading.current_thread()
     both = threading.Barrier(2)
 
     def page(number: int) -> None:
@@ -387,9 +403,12 @@ def test_a_thread_that_dies_in_a_batch_is_replaced_by_a_later_batch() -> None:
             raise SystemExit
 
     pool.run(2, page)
-    wait_for(lambda: pool.alive == 0)
-
-    wait_for(lambda: pool.alive == 1, lambda: pool.run(2, lambda number: None), timeout_s=WAIT_S)
+    wait_for(lambda: bool(pool.errors))
+    pool.run(2, lambda number: None)
+    assert pool.alive == 0, "the control"
+    clock.advance(RESTART_S_MIN)
+    pool.run(2, lambda number: None)
+    assert pool.alive == 1
     assert pool.restarts == 1 and pool.errors == {"ThreadDied": 1}
     assert pool.close(WAIT_S)
 

@@ -21,6 +21,7 @@ from hicache.backends.stored import StoredPages
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, soon
 from hicache.backends.tools.removal import RemovalProgress, purge_stored
 from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_stored
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import FileStorageOptions
 from hicache.frame import Compression, FrameCodec
 
@@ -41,11 +42,11 @@ SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_"))
 
 def open_file(
     root: Path, codec: FrameCodec = CODEC, *, system: System | None = None, limit: CapacityLimit | None = None,
-    **options: Any,
+    clock: Clock = SYSTEM_CLOCK, **options: Any,
 ) -> Subject:  # fmt: skip
     """Open a file store at `root`, with direct access to its page files. A test need not close it."""
-    driver = FileDriver(codec, file_options(root, **options), system=system)
-    backend = Store(driver, codec, UNGUARDED, name="file", limit=limit)
+    driver = FileDriver(codec, file_options(root, **options), system=system, clock=clock)
+    backend = Store(driver, codec, UNGUARDED, name="file", limit=limit, clock=clock)
     OPENED.append(backend)
 
     def read(key: bytes) -> bytes | None:

@@ -38,12 +38,13 @@ from hicache.backends.tools.copying import copy_stored
 from hicache.backends.tools.removal import trim_stored
 from hicache.backends.tools.survey import survey
 from hicache.backends.tools.verify import NO_KEYS
+from hicache.clock import ManualClock
 from tests.waiting import wait_for
 
 from ._files import CODEC, PAGE, open_file, open_stored
 from ._troubled import Troubled
 from .compose._parts import COPIES, named, settle
-from .test_limit import end_sweeps, limited_file
+from .test_limit import limited_file
 
 SELVES = make_keys(8, "self")
 CYCLE = make_keys(2, "cycle")
@@ -140,10 +141,6 @@ def test_a_share_of_a_batch_does_not_follow_one_of_its_own_pages() -> None:
     backend.close()
 
 
-def limited(root: Path, pages: int) -> Subject:
-    return limited_file(root, capacity_bytes=pages * PAGE)
-
-
 def write_forged(raw: StoredPages, used_s: float = 1.0) -> None:
     for key, data in FORGED.items():
         assert raw.write(StoredPage(NAMESPACE, key, PAGE, used_s), data, None)
@@ -159,7 +156,8 @@ def test_a_limit_evicts_forged_pages_like_others(tmp_path: Path) -> None:
     raw = open_stored(path=root)
     write_forged(raw)
     raw.close()
-    store, chains = limited(root, 20), [make_keys(6, f"chain {number}") for number in range(4)]
+    store = limited_file(root, capacity_bytes=20 * PAGE)
+    chains = [make_keys(6, f"chain {number}") for number in range(4)]
     for keys in chains:
         wait_for(partial(_is_stored, store, keys))
     assert exists(store, CYCLE[:1]) == exists(store, CYCLE[1:]) == 0, "the oldest pages were not evicted"
@@ -168,8 +166,8 @@ def test_a_limit_evicts_forged_pages_like_others(tmp_path: Path) -> None:
 
 
 def test_a_limit_stores_a_batch_with_a_repeated_key_in_parts(tmp_path: Path) -> None:
-    store, (one, two, three) = limited(tmp_path / "s", 2), make_keys(3)
-    end_sweeps(store)
+    clock, (one, two, three) = ManualClock(), make_keys(3)  # it stands still, so no sweep makes room
+    store = limited_file(tmp_path / "s", capacity_bytes=2 * PAGE, clock=clock)
     assert store_chain(store, [one, two, one, three]) == [STORED, STORED, PRESENT, SetOutcome.REJECTED]
     store.backend.close()
 

@@ -26,9 +26,11 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig, InjectConfig
 from hicache.errors import ConfigError
 from hicache.frame import FrameCodec, TagKind
+from tests.clocks import PassingClock
 from tests.waiting import wait_for
 
 from ._files import OPENED
@@ -37,10 +39,12 @@ CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 KEYS = make_keys(20)
 
 
-def faulty(options: InjectConfig | None = None, codec: FrameCodec = CODEC) -> tuple[Faults, Store]:
+def faulty(
+    options: InjectConfig | None = None, codec: FrameCodec = CODEC, clock: Clock = SYSTEM_CLOCK
+) -> tuple[Faults, Store]:
     """Return an empty store in memory, and its faults. `test_contract.py` of the guard has the contract."""
-    faults = Faults(options)
-    OPENED.append(store := Store(MemoryDriver(), codec, UNGUARDED, faults=faults))
+    faults = Faults(options, clock)
+    OPENED.append(store := Store(MemoryDriver(), codec, UNGUARDED, faults=faults, clock=clock))
     return faults, store
 
 
@@ -119,19 +123,21 @@ def test_without_a_tag_the_same_damage_goes_through() -> None:
 
 
 def test_a_delay_longer_than_the_deadline_is_an_error_by_the_deadline() -> None:
-    _, store = faulty(InjectConfig(latency=1000.0))
-    assert get(store, deadline=soon(0.02)) == [GetOutcome.ERROR] * 20
+    clock = PassingClock()
+    _, store = faulty(InjectConfig(latency=1000.0), clock=clock)
+    deadline = clock() + 1.0
+    assert get(store, deadline=deadline) == [GetOutcome.ERROR] * 20
+    assert clock() == deadline
 
 
 def test_bandwidth_limits_the_pages_moved_in_time() -> None:
-    """One batch takes a millisecond: the first one is in time, the last of a thousand at once is not."""
-    batch_bytes = 20 * CODEC.frame_bytes
-    _, store = faulty(InjectConfig(bandwidth=1000 * batch_bytes))
-    assert put(store) == [STORED] * 20
-    _, narrow = faulty(InjectConfig(bandwidth=batch_bytes / 1000))
-    assert put(narrow, deadline=soon(0.02)) == [SetOutcome.ERROR] * 20
-    assert narrow.batch_exists(KEYS, deadline=soon(0.02)) == 0, "a small call did not wait behind a large one"
-    assert narrow.statistics().errors == {INJECTED: 21}
+    """One batch takes a second: the first one is in time, the next one is not."""
+    clock = PassingClock()
+    _, store = faulty(InjectConfig(bandwidth=20 * CODEC.frame_bytes), clock=clock)
+    assert put(store, deadline=clock() + 2.0) == [STORED] * 20
+    assert put(store, deadline=clock() + 0.5) == [SetOutcome.ERROR] * 20
+    assert store.batch_exists(KEYS, deadline=clock() + 0.1) == 0, "a small call did not wait behind a large one"
+    assert store.statistics().errors == {INJECTED: 21}
 
 
 def test_a_hanging_call_waits_until_it_is_released(full: tuple[Faults, Store]) -> None:

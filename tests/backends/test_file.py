@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import math
 import os
 import subprocess
@@ -32,6 +31,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.clock import ManualClock
 from hicache.frame import FrameCodec
 from tests.seeds import rng, seeds
 
@@ -412,18 +412,20 @@ def test_processes_share_one_store_within_its_capacity(tmp_path: Path) -> None:
 
 def test_while_the_store_is_locked_few_reads_wait_to_note_uses(tmp_path: Path) -> None:
     taken: list[str] = []
-    one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s", system=Faulty(lambda name, *_: taken.append(name)))
+    clock = ManualClock()
+    one = open_file(tmp_path / "s")
+    two = open_file(tmp_path / "s", system=Faulty(lambda name, *_: taken.append(name)), clock=clock)
     keys = make_keys(2)
     store_chain(one, keys)
     file_driver(two)._uses_since = -math.inf  # the use of some page waits to be written
-    waited = 0
     with file_driver(one)._store.transaction(soon()):
-        begin = time.monotonic()
-        for _ in range(20):
+        waited = []
+        for number in range(6):
             taken.clear()
             assert load(two, keys) == [HIT] * 2
-            waited += "flock" in taken
-        assert 1 <= waited <= 1 + (time.monotonic() - begin) / USES_FLUSH_S
+            waited.append("flock" in taken)
+            clock.advance(USES_FLUSH_S if number == 2 else 0.0)
+        assert waited == [True, False, False, True, False, False]
     file_driver(two)._flush_uses(soon())
     assert file_driver(two)._uses == {}
 
@@ -490,20 +492,20 @@ def test_a_key_that_cannot_be_looked_up_counts_as_not_stored_and_as_an_error(tmp
 
 
 def test_a_page_used_again_outlives_newer_unused_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path
 ) -> None:
-    ticks = itertools.count(time.time_ns() // 1000, 1000)  # each call advances the time
-    for module in ("driver", "writes"):
-        monkeypatch.setattr(f"hicache.backends.file.{module}.now_us", lambda: next(ticks))
-    store = open_file(tmp_path / "s", capacity=40 * PAGE)
+    clock = ManualClock()
+    store = open_file(tmp_path / "s", capacity=40 * PAGE, clock=clock)
     used, fresh = make_keys(3, "used"), [make_keys(1, f"fresh {number}") for number in range(120)]
     store_chain(store, used)
     for number, keys in enumerate(fresh):
+        clock.advance(0.001)
         assert store_chain(store, keys) == [STORED]
         if number == 30:
             assert load(store, used) == [HIT] * 3
     assert held(store, used) == 3, "the used chain was evicted, though it was used again"
     for number in range(400):
+        clock.advance(0.001)
         store_chain(store, make_keys(1, f"fresher {number}"))
     assert held(store, used) == 0, "the used chain is kept forever"
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.chains import Chains
 from hicache.backends.file.inspection import FileInspection, make_store
-from hicache.backends.limit import CapacityLimit
+from hicache.backends.limit import FIRST_LISTING_WAIT_S, LIST_INTERVAL_S, PAUSE_S, CapacityLimit
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import store_statistics
 from hicache.backends.store import UNGUARDED, Store
@@ -32,6 +35,7 @@ from hicache.backends.testing import (
     OpenStore,
     Subject,
     exists,
+    full_frames,
     in_threads,
     load,
     make_keys,
@@ -40,6 +44,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.background import BackgroundTask
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.errors import BackendUnavailable, InvalidInput
 from hicache.frame import FrameCodec
 from tests.seeds import rng, seeds
@@ -59,10 +64,15 @@ def pages_of(root: Path) -> StoredPages:
     return stored
 
 
-def limited_memory(capacity_bytes: int) -> Subject:
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def limited_memory(capacity_bytes: int, clock: Clock) -> Subject:
     driver = MemoryDriver()
-    limit = CapacityLimit(CODEC, StoredPages(driver, "memory"), capacity_bytes=capacity_bytes)
-    backend = Store(driver, CODEC, UNGUARDED, limit=limit)
+    limit = CapacityLimit(CODEC, StoredPages(driver, "memory"), capacity_bytes=capacity_bytes, clock=clock)
+    backend = Store(driver, CODEC, UNGUARDED, limit=limit, clock=clock)
     OPENED.append(backend)
     wait_for(lambda: limit._ledger.is_listed)
     return memory_subject(backend, driver)
@@ -74,15 +84,27 @@ def limit_of(store: Subject) -> CapacityLimit:
     return store.backend._limit
 
 
-def test_clearing_makes_room_and_clears_the_records() -> None:
-    store, keys, more = limited_memory(6 * PAGE), make_keys(6), make_keys(6, "more")
+def settle(store: Subject, clock: ManualClock) -> None:
+    """Wait until the sweep in progress, and the one that is due now, have ended."""
+    sweeps = limit_of(store)._sweeps
+    wait_for(lambda: clock() < sweeps._next_at < math.inf)
+
+
+def sweep(store: Subject, clock: ManualClock) -> None:
+    """Move to the sweep that the store has requested, and wait until it has ended."""
+    clock.advance(PAUSE_S)
+    settle(store, clock)
+
+
+def test_clearing_makes_room_and_clears_the_records(clock: ManualClock) -> None:
+    store, keys, more = limited_memory(6 * PAGE, clock), make_keys(6), make_keys(6, "more")
     backend, limit = store.backend, limit_of(store)
     assert store_chain(store, keys) == [STORED] * 6
     assert limit._fresh and limit._uses
     assert backend.clear(deadline=soon()) == 6
     assert not limit._fresh and not limit._uses
-    # The interval is a minute: this ends only if `clear` requests a listing.
-    wait_for(lambda: limit._ledger.used_bytes == 0)
+    sweep(store, clock)
+    assert limit._ledger.used_bytes == 0
     assert store_chain(store, more) == [STORED] * 6
     assert load(store, more) == [HIT] * 6 and load(store, keys) == [MISS] * 6
     backend.close()
@@ -95,15 +117,16 @@ class TestLimitedFile(DriverContract):
 
 
 def limited_file(
-    root: Path, codec: FrameCodec = CODEC, *, capacity_bytes: int, interval_s: float = 0.05
-) -> Subject:
+    root: Path, codec: FrameCodec = CODEC, *, capacity_bytes: int, interval_s: float = 0.05,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Subject:  # fmt: skip
     """Open a file store at `root` limited only by `CapacityLimit`. It lists much more often than usual. The first
     listing is complete: on a busy machine it may take longer than a store waits."""
     make_store(root)
     limit = CapacityLimit(
-        codec, pages_of(root), capacity_bytes=capacity_bytes, list_interval_s=interval_s
+        codec, pages_of(root), capacity_bytes=capacity_bytes, list_interval_s=interval_s, clock=clock
     )
-    store = open_file(root, codec, limit=limit)
+    store = open_file(root, codec, limit=limit, clock=clock)
     wait_for(lambda: limit._ledger.is_listed)
     return store
 
@@ -113,22 +136,20 @@ class Opened:
     """Limited stores on one directory."""
 
     root: Path
+    clock: ManualClock
 
-    def __call__(self, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Subject:
-        return limited_file(self.root, codec, capacity_bytes=pages * codec.frame_bytes, interval_s=interval_s)
+    def __call__(self, pages: int, codec: FrameCodec = CODEC) -> Subject:
+        return limited_file(
+            self.root, codec, capacity_bytes=pages * codec.frame_bytes, interval_s=LIST_INTERVAL_S, clock=self.clock
+        )
 
     def pages(self) -> int:
         return len(page_files(self.root))  # files may be removed at the same time
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Opened:
-    return Opened(tmp_path / "store")
-
-
-def end_sweeps(store: Subject) -> None:
-    """From now on the limit makes no room."""
-    assert limit_of(store)._sweeps.close(10.0)
+def opened(tmp_path: Path, clock: ManualClock) -> Opened:
+    return Opened(tmp_path / "store", clock)
 
 
 def evicted(store: Subject) -> int:
@@ -137,7 +158,6 @@ def evicted(store: Subject) -> int:
 
 def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened) -> None:
     store, keys = opened(5), make_keys(8)
-    end_sweeps(store)
     assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
     assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
     assert store.backend.statistics().sets == {STORED: 5, REJECTED: 3}
@@ -148,10 +168,12 @@ def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened) -> N
     assert shown.usage is not None and shown.usage.capacity_bytes == 5 * PAGE
 
 
-def test_a_store_with_room_for_a_few_pages_and_a_fraction_makes_room_too() -> None:
-    store, more = limited_memory(6 * PAGE - 1), make_keys(1, "more")
+def test_a_store_with_room_for_a_few_pages_and_a_fraction_makes_room_too(clock: ManualClock) -> None:
+    store, more = limited_memory(6 * PAGE - 1, clock), make_keys(1, "more")
     assert store_chain(store, make_keys(5)) == [STORED] * 5
-    wait_for(lambda: store_chain(store, more) == [STORED])
+    assert store_chain(store, more) == [REJECTED]
+    sweep(store, clock)
+    assert store_chain(store, more) == [STORED]
     store.backend.close()
 
 
@@ -164,20 +186,22 @@ def test_without_the_limit_all_pages_are_stored(tmp_path: Path) -> None:
 
 def test_stored_pages_are_present_in_a_full_store(opened: Opened) -> None:
     store, keys = opened(3), make_keys(4)
-    end_sweeps(store)
     store_chain(store, keys[:3])
     assert store_chain(store, keys) == [PRESENT] * 3 + [REJECTED]
 
 
-def test_the_sweep_removes_the_tail_of_the_least_recently_used_chain(opened: Opened) -> None:
+def test_the_sweep_removes_the_tail_of_the_least_recently_used_chain(opened: Opened, clock: ManualClock) -> None:
     store, old, used = opened(20), make_keys(10, "old"), make_keys(10, "used")
     store_chain(store, old)
+    clock.advance(1.0)
     store_chain(store, used)
-    wait_for(lambda: evicted(store) == 2)
+    sweep(store, clock)
+    assert evicted(store) == 2
     assert (exists(store, old), exists(store, used)) == (8, 10)
     assert load(store, old[:8]) == [HIT] * 8
-    wait_for(lambda: store_chain(store, make_keys(2, "more")) != [REJECTED] * 2)
-    wait_for(lambda: evicted(store) == 4)
+    assert store_chain(store, make_keys(2, "more")) == [STORED] * 2
+    sweep(store, clock)
+    assert evicted(store) == 4
     assert (exists(store, old), exists(store, used)) == (8, 8)
 
 
@@ -187,9 +211,8 @@ def test_earlier_pages_count_and_their_chains_are_read_from_headers(tmp_path: Pa
     store_chain(first, keys)
     first.backend.close()
     store = opened(10)
-    assert store_chain(store, make_keys(1, "new")) in ([REJECTED], [STORED])
-    wait_for(lambda: evicted(store) > 0)
-    assert opened.pages() <= 10
+    settle(store, opened.clock)
+    assert evicted(store) == 1 and opened.pages() == 9
     assert load(store, keys[: exists(store, keys)]) == [HIT] * exists(store, keys)
     assert exists(store, keys) == 9
 
@@ -201,7 +224,8 @@ def test_a_page_with_a_damaged_header_can_be_removed(tmp_path: Path, opened: Ope
     first.write(keys[9], bytes(PAGE))
     first.backend.close()
     store = opened(10)
-    wait_for(lambda: evicted(store) == 1)
+    settle(store, opened.clock)
+    assert evicted(store) == 1
     assert opened.pages() == 9 and exists(store, keys) >= 8
 
 
@@ -212,7 +236,10 @@ def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> No
     store, ours = opened(10), make_keys(4, "ours")
     outcomes = store_chain(store, ours)
     assert outcomes == [STORED] + [REJECTED] * 3
-    wait_for(lambda: store_chain(store, ours)[3] is not REJECTED)
+    for _ in range(3):  # each makes room for a page
+        sweep(store, opened.clock)
+        outcomes = store_chain(store, ours)
+    assert outcomes == [PRESENT] * 3 + [STORED]
     assert exists(store, ours) == 4 and exists(other, theirs) < 9
     assert opened.pages() <= 10
 
@@ -220,29 +247,29 @@ def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> No
 def test_engines_overshoot_the_limit_by_the_writes_of_others_until_they_list(
     opened: Opened,
 ) -> None:
-    never_s = 3600.0
-    ours, theirs = opened(10, interval_s=never_s), opened(10, interval_s=never_s)
+    ours, theirs = opened(10), opened(10)
     first, second = make_keys(9, "first"), make_keys(8, "second")
     assert store_chain(theirs, first[:1]) == store_chain(ours, second[:1]) == [STORED]
     store_chain(ours, second[1:], second[0])
     store_chain(theirs, first[1:], first[0])
     assert opened.pages() == 17
-    opened(10)
-    wait_for(lambda: opened.pages() <= 10)
+    settle(opened(10), opened.clock)
+    assert opened.pages() <= 10
     assert opened.pages() == exists(ours, second) + exists(theirs, first) > 0
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-def test_threads_never_exceed_the_limit(opened: Opened, seed: int) -> None:
-    store, over = opened(16), []
+def test_threads_never_exceed_the_limit(tmp_path: Path, seed: int) -> None:
+    root, over = tmp_path / "store", []
+    store = limited_file(root, capacity_bytes=16 * PAGE)
 
     def work(number: int) -> None:
         dice = rng(seed * 10 + number)
         for turn in range(15):
             keys = make_keys(dice.randrange(1, 8), f"{number} {turn}")
             assert set(store_chain(store, keys)) <= {STORED, REJECTED}
-            if opened.pages() > 16:
-                over.append(opened.pages())
+            if (found := len(page_files(root))) > 16:
+                over.append(found)
 
     in_threads(4, work)
     assert over == [] and store.backend.statistics().errors == {}
@@ -267,7 +294,7 @@ class Troubled(StoredPages):
 
 @contextlib.contextmanager
 def troubled(
-    root: Path, *trouble: Exception, gate: bool = True
+    root: Path, *trouble: Exception, clock: Clock, gate: bool = True
 ) -> Iterator[tuple[Subject, list[Exception], threading.Event]]:
     """Return a limited store, the list of errors that its sweep raises until it is empty, and the gate of its listings.
     """
@@ -275,10 +302,8 @@ def troubled(
     if gate:
         opens.set()
     make_store(root)
-    limit = CapacityLimit(
-        CODEC, Troubled(root, troubles, opens), capacity_bytes=5 * PAGE, list_interval_s=0.05
-    )
-    store = open_file(root, limit=limit)
+    limit = CapacityLimit(CODEC, Troubled(root, troubles, opens), capacity_bytes=5 * PAGE, clock=clock)
+    store = open_file(root, limit=limit, clock=clock)
     yield store, troubles, opens
     opens.set()
     store.backend.close()
@@ -286,42 +311,51 @@ def troubled(
 
 @pytest.mark.parametrize("trouble", [BackendUnavailable("it is away"), RuntimeError("a bug")])
 def test_a_store_that_cannot_be_listed_takes_no_pages_until_it_can(
-    tmp_path: Path, trouble: Exception, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, trouble: Exception, caplog: pytest.LogCaptureFixture, clock: ManualClock
 ) -> None:
     kind = "listing" if isinstance(trouble, OSError) else "internal"
-    with caplog.at_level(logging.CRITICAL), troubled(tmp_path / "store", trouble) as (store, troubles, _):
+    with (
+        caplog.at_level(logging.CRITICAL),
+        troubled(tmp_path / "store", trouble, clock=clock) as (store, troubles, _),
+        ThreadPoolExecutor(1) as threads,
+    ):
         keys = make_keys(2)
-        frames = [memoryview(bytearray(PAGE)) for _ in keys]
-        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * 2
+        put = partial(store.backend.batch_set, keys, full_frames(CODEC, keys), parent=None, deadline=math.inf)
+        waiting = threads.submit(put)
+        wait_for(waiting.done, lambda: clock.advance(FIRST_LISTING_WAIT_S))
+        assert waiting.result() == [SET_ERROR] * 2
         assert store.backend.statistics().errors["unlisted"] == 2
         wait_for(lambda: store.backend.statistics().errors.get(kind, 0) > 0)
-        assert load(store, keys) == [MISS] * 2
+        assert store.backend.batch_exists(keys, deadline=math.inf) == 0
         troubles.clear()
-        wait_for(lambda: store_chain(store, keys) == [STORED] * 2)
+        wait_for(lambda: limit_of(store)._ledger.is_listed, lambda: clock.advance(PAUSE_S))
+        assert put() == [STORED] * 2
 
 
-def test_after_a_failed_listing_verbs_do_not_cause_an_earlier_one(tmp_path: Path) -> None:
-    with troubled(tmp_path / "store", BackendUnavailable("it is away")) as (store, _, _):
+def test_after_a_failed_listing_verbs_do_not_cause_an_earlier_one(tmp_path: Path, clock: ManualClock) -> None:
+    with troubled(tmp_path / "store", BackendUnavailable("it is away"), clock=clock) as (store, _, _):
         limit = limit_of(store)
         limit._sweeps.close(10.0)
         assert limit._sweep_once() == limit._not_before
 
 
-def test_a_sweep_without_a_thread_runs_once_a_thread_can_start(tmp_path: Path) -> None:
-    limit = CapacityLimit(CODEC, pages_of(tmp_path / "store"), capacity_bytes=5 * PAGE, list_interval_s=0.05)
+def test_a_sweep_without_a_thread_runs_once_a_thread_can_start(tmp_path: Path, clock: ManualClock) -> None:
+    limit = CapacityLimit(CODEC, pages_of(tmp_path / "store"), capacity_bytes=5 * PAGE, clock=clock)
     with no_threads():
-        store = open_file(tmp_path / "store", limit=limit)
+        store = open_file(tmp_path / "store", limit=limit, clock=clock)
     assert store_chain(store, make_keys(5)) == [STORED] * 5
     with no_threads():  # as if the sweep's thread died
         limit._sweeps.close(10.0)
-        limit._sweeps = BackgroundTask("limit", limit._sweep_once)
+        limit._sweeps = BackgroundTask("limit", limit._sweep_once, clock=clock)
         limit._sweeps.wake()
-    wait_for(lambda: any(outcome is STORED for outcome in store_chain(store, make_keys(9)[5:])))
+    assert store_chain(store, make_keys(9)[5:]) == [REJECTED] * 4
+    sweep(store, clock)
+    assert STORED in store_chain(store, make_keys(9)[5:])
     store.backend.close()
 
 
-def test_closing_does_not_wait_for_a_first_listing(tmp_path: Path) -> None:
-    with troubled(tmp_path / "store", gate=False) as (store, _, gate):
+def test_closing_does_not_wait_for_a_first_listing(tmp_path: Path, clock: ManualClock) -> None:
+    with troubled(tmp_path / "store", clock=clock, gate=False) as (store, _, gate):
         started = threading.Event()
 
         def close() -> None:
@@ -371,10 +405,14 @@ def test_recently_read_or_stored_pages_stay_longer(opened: Opened) -> None:
     store, read, again, idle = opened(20), make_keys(6, "read"), make_keys(6, "again"), make_keys(6, "idle")
     for keys in (read, again, idle):
         assert store_chain(store, keys) == [STORED] * 6
+    opened.clock.advance(1.0)
     assert load(store, read) == [HIT] * 6
     assert store_chain(store, again) == [PRESENT] * 6
     more = make_keys(5, "more")
-    wait_for(lambda: store_chain(store, more) == [PRESENT] * 5)
+    for _ in range(3):
+        store_chain(store, more)
+        sweep(store, opened.clock)
+    assert store_chain(store, more) == [PRESENT] * 5
     assert (exists(store, read), exists(store, again)) == (6, 6) and exists(store, idle) <= 3
 
 
@@ -386,17 +424,19 @@ class Blind(Troubled):
 
 
 @pytest.mark.parametrize("kind", [Troubled, Blind])
-def test_a_sweep_leaves_holes_only_without_headers(tmp_path: Path, kind: type[Troubled]) -> None:
+def test_a_sweep_leaves_holes_only_without_headers(
+    tmp_path: Path, clock: ManualClock, kind: type[Troubled]
+) -> None:
     root, keys, opens = tmp_path / "store", make_keys(40), threading.Event()
     opens.set()
     first = open_file(root)
     assert store_chain(first, keys) == [STORED] * 40
     first.backend.close()
-    limit = CapacityLimit(
-        CODEC, kind(root, [], opens), capacity_bytes=20 * PAGE, list_interval_s=0.05
-    )
-    backend = open_file(root, limit=limit).backend
-    wait_for(lambda: backend.statistics().evicted_pages == 22)  # down to 90 %
+    limit = CapacityLimit(CODEC, kind(root, [], opens), capacity_bytes=20 * PAGE, clock=clock)
+    store = open_file(root, limit=limit, clock=clock)
+    backend = store.backend
+    settle(store, clock)
+    assert evicted(store) == 22  # down to 90 %
     found = backend.batch_exists(keys, deadline=soon())
     assert disk_usage(root)[0] == 18 and (found == 18) == (kind is Troubled)
     backend.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,29 +16,19 @@ import pytest
 from hicache.backends.base import Direction, GetOutcome
 from hicache.backends.guard import CONFIRM_S, Override
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.slot import OPEN_DEADLINE_S, REOPEN_S_MIN, Entry, OpenBackend, Overrides, Slot, Waiting
+from hicache.backends.slot import OPEN_DEADLINE_S, REOPEN_S_MIN, Entry, OpenBackend, Overrides, Slot
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.backends.testing import in_threads, memory_store, soon
+from hicache.clock import SYSTEM_CLOCK, ManualClock
 from hicache.errors import BackendError, InvariantError
 from hicache.frame import PageBuffer
-from hicache.supervised import SupervisedPool
 from tests.backends._troubled import CODEC
 from tests.passing import Passing
 from tests.seeds import seeds
 from tests.waiting import WAIT_S, wait_for
 
 READ = Direction.READ
-
-
-class Clock:
-    """Time that moves when the test says so."""
-
-    def __init__(self) -> None:
-        self.time_s = 100.0
-
-    def __call__(self) -> float:
-        return self.time_s
 
 
 class Backend(Passing):
@@ -60,24 +51,24 @@ class Backend(Passing):
             raise self._trouble
 
 
-def impatient(*arguments: Any, **options: Any) -> SupervisedPool[Any]:
-    """Workers that count as stuck after 0.1 s."""
-    return SupervisedPool[Any](*arguments, **{**options, "patience_s": 0.1})
-
-
 Made = Slot[Entry]
 Make = Callable[..., Made]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def make(clock: ManualClock) -> Iterator[Make]:
     """A function that makes a slot, with an open store or none."""
     with contextlib.ExitStack() as ends:
 
         def begin(
             backend: Storage | None = None, *, attach: Callable[[Storage], Entry] = Entry, **options: Any
         ) -> Made:
-            slot = Slot(attach, **{"name": "storage", "user": "the cache", "workers": impatient, **options})
+            slot = Slot(attach, **{"name": "storage", "user": "the cache", "clock": clock, **options})
             if backend is not None:
                 slot.start(backend)
             ends.callback(slot.end, WAIT_S)
@@ -87,10 +78,14 @@ def make() -> Iterator[Make]:
         yield begin
 
 
-def opener(backend: Storage, go: threading.Event | None = None) -> OpenBackend:
-    """Opens `backend` once `go` is set."""
+def opener(
+    backend: Storage, go: threading.Event | None = None, begun: threading.Event | None = None
+) -> OpenBackend:
+    """Opens `backend` once `go` is set. Sets `begun`."""
 
     def open_backend() -> Storage:
+        if begun is not None:
+            begun.set()
         if go is not None:
             go.wait(WAIT_S)
         return backend
@@ -122,11 +117,16 @@ def backend_of(slot: Made) -> Storage | None:
 # Opening
 
 
-def test_a_hanging_open_does_not_block_the_next_open(make: Make) -> None:
+def test_a_hanging_open_does_not_block_the_next_open(make: Make, clock: ManualClock) -> None:
     first, hanging, wanted = Backend(), Backend(), Backend()
     slot, go = make(first), threading.Event()
-    slot.replace(opener(hanging, go))
+    begun = threading.Event()
+    slot.replace(opener(hanging, go, begun))
+    assert begun.wait(WAIT_S)
     slot.replace(opener(wanted))
+    slot.advance()
+    assert slot.is_awaited, "the control"
+    clock.advance(2 * OPEN_DEADLINE_S)
     wait_for(lambda: backend_of(slot) is wanted, slot.advance)
     assert slot.opened == slot.wanted == 3
     go.set()
@@ -135,87 +135,87 @@ def test_a_hanging_open_does_not_block_the_next_open(make: Make) -> None:
     assert slot.end(WAIT_S) and slot.close() and (wanted.closes, first.closes) == (1, 1)
 
 
-def test_the_failure_of_an_earlier_open_does_not_delay_the_wanted_one(make: Make) -> None:
-    go = threading.Event()
+def test_the_failure_of_an_earlier_open_does_not_delay_the_wanted_one(make: Make, clock: ManualClock) -> None:
+    go, begun = threading.Event(), threading.Event()
 
     def fails_late() -> Storage:
+        begun.set()
         go.wait(WAIT_S)
         raise OSError("the directory is gone")
 
-    clock = Clock()  # time stands still, so no attempt is repeated
-    slot = make(clock=clock)
+    slot = make()
     slot.replace(fails_late)
+    assert begun.wait(WAIT_S)
     slot.replace(failing(OSError("not yet")))
-    wait_for(lambda: slot.open_failures == 1, slot.advance)
+    clock.advance(2 * OPEN_DEADLINE_S)
+    wait_for(lambda: slot.open_failures == 1, slot.advance)  # from now on no attempt is repeated
     go.set()
     wait_for(lambda: slot.open_failures == 2, slot.advance)
     wait_for(lambda: slot.advance() == clock() + REOPEN_S_MIN)
 
 
-def test_attempts_are_repeated_with_growing_delays(make: Make) -> None:
-    clock, delays = Clock(), []
-    slot = make(clock=clock)
+def test_attempts_are_repeated_with_growing_delays(make: Make, clock: ManualClock) -> None:
+    slot, delays = make(), []
     slot.replace(failing(BackendError("down")))
     for attempt in range(1, 12):
         wait_for(partial(failed, slot, attempt))
         wait_for(lambda: slot.advance() < clock() + OPEN_DEADLINE_S)
         delays.append(round((slot.advance() - clock()) / REOPEN_S_MIN))
         assert slot.open_failures == attempt, "an attempt before its time"
-        clock.time_s = slot.advance()
+        clock.advance(slot.advance() - clock() + 1e-6)
         slot.advance()
     assert delays == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
 
 
-def test_the_owner_is_told_when_there_is_something_to_do(make: Make) -> None:
+def test_the_owner_is_notified_when_there_is_something_to_do(make: Make, clock: ManualClock) -> None:
     """As in a daemon, whose thread does not look at a slot that has nothing to do."""
-    told = threading.Event()
+    notified = threading.Event()
     store = Backend()
-    slot = make(changed=told.set)
-
-    def advance_if_told() -> None:
-        if told.is_set():
-            told.clear()
-            next_s[0] = slot.advance()
-        elif time.monotonic() >= next_s[0]:
-            next_s[0] = slot.advance()
-
-    next_s = [slot.advance()]
+    slot = make(changed=notified.set)
     slot.replace(failing(BackendError("down"), BackendError("down"), then=store))
-    wait_for(lambda: backend_of(slot) is store, advance_if_told)
-    assert slot.open_failures == 2
+    while slot.is_awaited:
+        assert notified.wait(WAIT_S)
+        notified.clear()
+        if slot.advance() < clock() + OPEN_DEADLINE_S:
+            clock.advance(slot.advance() - clock() + 1e-6)
+            slot.advance()
+    assert backend_of(slot) is store and slot.open_failures == 2
 
 
-def test_a_store_that_is_not_open_tells_why_until_it_is(make: Make) -> None:
-    clock = Clock()
-    slot = make(clock=clock)
+def test_a_store_that_is_not_open_tells_why_until_it_is(make: Make, clock: ManualClock) -> None:
+    slot = make()
     slot.replace(failing(OSError("a bug"), BackendError("the server\n does not answer"), then=memory_store(CODEC)))
     assert slot.leaves() == (), "a moment without a store is not a problem"
     wait_for(lambda: slot.open_failures == 1, slot.advance)
     (first,) = slot.leaves()
     assert "which is in the log" in first.health.what
-    clock.time_s += REOPEN_S_MIN
+    clock.advance(REOPEN_S_MIN)
     wait_for(lambda: slot.open_failures == 2, slot.advance)
     (second,) = slot.leaves()
     assert (second.health.what, second.health.since_s) == ("the server does not answer", first.health.since_s)
-    clock.time_s += 2 * REOPEN_S_MIN
+    clock.advance(2 * REOPEN_S_MIN)
     wait_for(lambda: slot.store is not None, slot.advance)
     assert [leaf.health.is_problem for leaf in slot.leaves()] == [False] and not slot.is_awaited
     slot.replace(None)
     assert slot.leaves() == () and not slot.is_awaited
 
 
-def test_a_store_that_does_not_answer_while_it_is_opened_is_a_problem_after_some_time(make: Make) -> None:
+def test_a_store_that_does_not_answer_while_it_is_opened_is_a_problem_after_some_time(
+    make: Make, clock: ManualClock
+) -> None:
     slot, go = make(), threading.Event()
     slot.replace(opener(Backend(), go))
     assert slot.leaves() == ()
-    slot.waiting = Waiting(0, time.time() - CONFIRM_S, "")
+    clock.advance(CONFIRM_S)
     (leaf,) = slot.leaves()
     assert leaf.health.what == "it does not answer while it is opened"
     go.set()
 
 
 @pytest.mark.parametrize("error", [BackendError("no registered memory"), OSError("a bug")])
-def test_a_store_that_cannot_be_attached_is_closed_and_opened_again(make: Make, error: Exception) -> None:
+def test_a_store_that_cannot_be_attached_is_closed_and_opened_again(
+    make: Make, clock: ManualClock, error: Exception
+) -> None:
     stores = [Backend(), Backend()]
     attached: list[Storage] = []
 
@@ -227,21 +227,25 @@ def test_a_store_that_cannot_be_attached_is_closed_and_opened_again(make: Make, 
 
     slot = make(attach=attach)
     slot.replace(lambda: stores[len(attached)])
+    wait_for(lambda: slot.open_failures == 1)
+    clock.advance(REOPEN_S_MIN)
     wait_for(lambda: backend_of(slot) is stores[1], slot.advance)
     assert [store.closes for store in stores] == [1, 0]
 
 
-def test_a_wait_ends_with_the_store_with_a_failure_or_at_its_deadline(make: Make) -> None:
+def test_a_wait_ends_with_the_store_with_a_failure_or_at_its_deadline(make: Make, clock: ManualClock) -> None:
     slot, go = make(), threading.Event()
-    slot.wait(soon())  # no store is wanted
+    slot.wait(math.inf)  # no store is wanted
     slot.replace(opener(Backend(), go))
-    slot.wait(soon(0.01))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(slot.wait, clock() + 1.0)
+        wait_for(waiting.done, lambda: clock.advance(1.0))
     assert slot.is_awaited
     go.set()
-    slot.wait(soon())
+    slot.wait(math.inf)
     assert slot.store is not None
     slot.replace(failing(BackendError("down")))
-    slot.wait(soon())
+    slot.wait(math.inf)
     assert slot.open_failures
 
 
@@ -265,9 +269,9 @@ def test_a_store_of_a_hanging_call_stays_open(make: Make) -> None:
     store = Backend()
     slot = make(store)
     entry = slot.enter()
-    assert entry is not None and not slot.wait_idle(0.01)
+    assert entry is not None and not slot.wait_idle(0.0)
     slot.replace(None)
-    assert not slot.wait_idle(0.01)
+    assert not slot.wait_idle(0.0)
     assert slot.end(WAIT_S)
     slot.leave(entry)
     assert slot.wait_idle(0.0) and not store.closed.is_set(), "the owner has ended and closes it itself"
@@ -327,7 +331,7 @@ def test_check_finds_a_store_in_use_that_is_retired(make: Make) -> None:
 @pytest.mark.usefixtures("threads_switch_often")
 def test_calls_of_many_threads_never_meet_a_closed_store(make: Make, seed: int) -> None:
     """Threads call stores while others replace them."""
-    slot, made = make(), [Backend()]
+    slot, made = make(clock=SYSTEM_CLOCK), [Backend()]
     ended = threading.Event()
 
     def open_backend() -> Storage:

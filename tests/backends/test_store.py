@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.errors import StoreError
 from hicache.backends.faults import Faults
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.pages import PageReads, PageWrites
+from hicache.backends.pages import SETTLE_S, PageReads, PageWrites
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.testing import (
     CORRUPT,
@@ -34,6 +33,7 @@ from hicache.backends.testing import (
     memory_store,
     soon,
 )
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config.guard import InjectConfig
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageView, unseal
@@ -79,10 +79,10 @@ class _Failing(MemoryDriver):
         return self.instead[name](own, *arguments) if name in self.instead else own(*arguments)
 
 
-def filled(**instead: Callable[..., Any]) -> tuple[_Failing, Store]:
+def filled(clock: Clock = SYSTEM_CLOCK, /, **instead: Callable[..., Any]) -> tuple[_Failing, Store]:
     """Return a driver with the pages of KEYS, and its store; its functions are replaced after these are stored."""
     driver = _Failing()
-    OPENED.append(store := bare(driver, CODEC))
+    OPENED.append(store := Store(driver, CODEC, UNGUARDED, clock=clock))
     assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [STORED] * 4
     driver.instead = instead
     return driver, store
@@ -178,16 +178,17 @@ def test_damage_is_removed_even_after_the_deadline() -> None:
 
     def read(own: Callable[..., None], pages: PageReads[bytes]) -> None:
         own(pages)
-        pages.deadline = 0.0  # as if reading had taken all the time
+        clock.advance(1.0)  # as if reading had taken all the time
 
     def remove(own: Callable[..., Any], space: bytes, keys: Sequence[bytes], deadline: float, found: Any) -> Any:
-        left_s.append(deadline - soon(0.0))
+        left_s.append(deadline - clock())
         return own(space, keys, deadline, found)
 
-    driver, store = filled(read=read, remove=remove)
+    clock = ManualClock()
+    driver, store = filled(clock, read=read, remove=remove)
     driver.poke(CODEC.namespace, KEYS[1], bytes(CODEC.frame_bytes))
-    store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon(0.05))
-    assert len(left_s) == 1 and 0.1 < left_s[0] < 1.0
+    store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=clock() + 1.0)
+    assert left_s == [pytest.approx(SETTLE_S)]
     assert driver.peek(CODEC.namespace, KEYS[1]) is None
 
 
@@ -235,7 +236,7 @@ def test_close_waits_for_each_verb() -> None:
     reading.start()
     assert entered.wait(10)
     closing.start()
-    closing.join(0.05)
+    wait_for(lambda: store._calls._closed)
     assert closing.is_alive()
     go_on.set()
     closing.join(10)
@@ -310,17 +311,18 @@ def test_bytes_read_behind_a_payload_are_never_written() -> None:
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_no_page_is_started_after_the_deadline(kind: str) -> None:
-    deadline = soon(0.5)
+    clock = ManualClock()
+    deadline = clock() + 1.0
     pages = (
-        PageReads[bytes](CODEC, KEYS, empty_frames(CODEC, 4), deadline)
+        PageReads[bytes](CODEC, KEYS, empty_frames(CODEC, 4), deadline, clock)
         if kind == "read"
-        else PageWrites(CODEC, KEYS, full_frames(CODEC, KEYS), None, deadline)
+        else PageWrites(CODEC, KEYS, full_frames(CODEC, KEYS), None, deadline, clock)
     )
     started = []
     for position in pages:
         started.append(position)
         if position == 1:
-            wait_for(lambda: pages.is_late)  # as if the page had taken all the time
+            clock.advance(1.0)  # as if the page had taken all the time
     assert started == [0, 1]
 
 
@@ -343,11 +345,11 @@ def test_a_store_that_is_closed_twice_closes_its_driver_once() -> None:
 
 def test_pages_not_cleared_by_the_deadline_stay_and_count_one_error() -> None:
     def pages(own: Callable[..., Iterator[StoredPage]], namespace: str, deadline: float) -> Iterator[StoredPage]:
-        while soon(0.0) < deadline:
-            time.sleep(0.001)
+        clock.advance(1.0)
         yield from own(namespace, deadline)
 
-    _, store = filled(pages=pages)
-    assert store.clear(deadline=soon(0.05)) == 0
+    clock = ManualClock()
+    _, store = filled(clock, pages=pages)
+    assert store.clear(deadline=clock() + 1.0) == 0
     assert store.statistics().errors == {"deadline": 1}
     assert store.batch_has(KEYS, deadline=soon()) == [True] * 4

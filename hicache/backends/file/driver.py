@@ -224,7 +224,7 @@ class FileDriver:
             return
         now = self._clock()
         with self._state:
-            self._uses.update(dict.fromkeys([(namespace, key) for key in keys], now_us()))
+            self._uses.update(dict.fromkeys([(namespace, key) for key in keys], now_us(self._clock)))
             self._uses_since = min(self._uses_since, now)
             due = len(self._uses) >= _USES_FLUSH or now - self._uses_since >= USES_FLUSH_S
             due = due and now >= self._flush_after
@@ -258,7 +258,7 @@ class FileDriver:
     def write(self, pages: PageWrites) -> None:
         """See Driver. Two transactions per batch; pages become visible at its end, head first."""
         writes = Writes(self._store, self._files, self._capacity, self._pool, pages)
-        used_us = None if pages.used_s is None else min(int(pages.used_s * 1e6), now_us())
+        used_us = None if pages.used_s is None else min(int(pages.used_s * 1e6), now_us(self._clock))
         writes.run(self._write_uses, used_us)
         if len(writes.present) < len(pages):
             self._rejection = writes.rejection

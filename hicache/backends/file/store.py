@@ -77,9 +77,9 @@ _PAUSE_FACTOR = 10.0
 _PAUSE_S_MAX = 10.0
 
 
-def now_us() -> int:
+def now_us(clock: Clock) -> int:
     """Return the wall clock in microseconds, the unit of recency, which must stay valid after a restart."""
-    return time.time_ns() // 1000
+    return int(clock.wall_s() * 1e6)
 
 
 def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> None:

@@ -178,7 +178,7 @@ class CapacityManager:
             except OSError as error:
                 errors.append(error_name(error))
                 failures += 1
-                index.touch(page.namespace, {page.key: now_us()})  # at the end of the order
+                index.touch(page.namespace, {page.key: now_us(self.clock)})  # at the end of the order
                 continue
             index.drop(page.namespace, page.key)
             self.evicted_pages += 1
@@ -217,7 +217,7 @@ class Writes:
         Blocks; does not raise storage errors.
         """
         self._look()
-        if self._todo and self._reserve(before_reserving, now_us() if used_us is None else used_us):
+        if self._todo and self._reserve(before_reserving, now_us(self._capacity.clock) if used_us is None else used_us):
             try:
                 self._pool.run(len(self._todo), self._write)
             finally:

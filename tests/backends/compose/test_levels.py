@@ -28,6 +28,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.errors import InvalidInput
 from hicache.frame import FrameHeader
 from tests.seeds import rng, seeds
@@ -43,12 +44,13 @@ class World:
     """Memory levels; `first_pages` limits the size of the first."""
 
     def __init__(
-        self, levels: int = 2, *, first_pages: int | None = None, promote: bool = True, copies: int = COPIES
-    ) -> None:
+        self, levels: int = 2, *, first_pages: int | None = None, promote: bool = True, copies: int = COPIES,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
         capacity = None if first_pages is None else first_pages * PAGE
         self.levels = [Troubled(capacity_bytes=capacity), *(Troubled() for _ in range(levels - 1))]
         self.stores = stores_of(self.levels)
-        self.backend = Levels(CODEC, named(*self.stores), promote=promote, cascade_bytes_max=copies)
+        self.backend = Levels(CODEC, named(*self.stores), promote=promote, cascade_bytes_max=copies, clock=clock)
         OPENED.append(self.backend)
         self.store = memory_subject(self.backend, self.levels[0])
 
@@ -286,7 +288,8 @@ def test_a_deleted_page_does_not_come_back_from_the_queue() -> None:
 
 
 def test_a_deletion_waits_for_the_copy_in_flight() -> None:
-    world, keys = World(), make_keys(2)
+    clock, keys = ManualClock(), make_keys(2)
+    world = World(clock=clock)
     world.levels[1].gate.clear()
     store_chain(world.store, keys)
     wait_for(lambda: world.levels[1].at_gate == 1)
@@ -298,7 +301,8 @@ def test_a_deletion_waits_for_the_copy_in_flight() -> None:
 
     thread = threading.Thread(target=delete)
     thread.start()
-    assert not deleted.wait(0.02)
+    wait_for(lambda: bool(clock._waiting))
+    assert not deleted.is_set()
     world.levels[1].gate.set()
     thread.join(30.0)
     assert world.on(0, keys) == world.on(1, keys) == [False, False]

@@ -1,8 +1,7 @@
-"""Stores with guards, which do not probe on their own."""
+"""Stores with guards, whose time a test moves."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from hicache.backends.base import Direction
@@ -10,30 +9,32 @@ from hicache.backends.driver import Driver
 from hicache.backends.faults import Faults
 from hicache.backends.guard.calls import Refusal
 from hicache.backends.store import Store
+from hicache.clock import Clock, ManualClock
 from hicache.config.guard import GuardConfig
 from tests.backends._troubled import CODEC
+from tests.clocks import PassingClock
 from tests.waiting import wait_for
 
-# Longer than a test: a breaker stays open, because no probe follows.
+# The back-off between the probes of an open breaker, at most.
 LONG_S = 1000.0
+# A deadline that has passed on every clock.
+PAST = 0.0
 # Closed after each test.
 GUARDS: list[Store] = []
 
 
-def guard_of(driver: Driver[Any], options: GuardConfig | None = None, faults: Faults | None = None) -> Store:
+def guard_of(
+    driver: Driver[Any], options: GuardConfig | None = None, faults: Faults | None = None, clock: Clock | None = None
+) -> Store:
     """Return the guarded store of `driver`, with the `patient` options by default. Closed after the test."""
-    GUARDS.append(Store(driver, CODEC, options or patient(), name="test", faults=faults))
+    clock = PassingClock() if clock is None else clock
+    GUARDS.append(Store(driver, CODEC, options or patient(), name="test", faults=faults, clock=clock))
     return GUARDS[-1]
 
 
 def patient(**options: Any) -> GuardConfig:
-    """Return options of a guard that opens at the third failure and then does not probe; without retries."""
+    """Return options of a guard that opens at the third failure and probes after LONG_S; without retries."""
     return GuardConfig(**{"backoff_min": LONG_S, "backoff_max": LONG_S, "retry_share": 0.0, **options})
-
-
-def quick(**options: Any) -> GuardConfig:
-    """Return options of a guard that heals fast; without retries."""
-    return GuardConfig(**{"backoff_min": 0.02, "backoff_max": 0.05, "retry_share": 0.0, **options})
 
 
 def refused(guard: Store, direction: Direction, why: Refusal) -> int:
@@ -41,11 +42,25 @@ def refused(guard: Store, direction: Direction, why: Refusal) -> int:
     return guard.guard_statistics().refused.get((direction, why), 0)
 
 
-def until_passing(guard: Store, direction: Direction, passes: bool = True) -> None:
-    """Wait until calls of a direction pass, or no longer pass."""
-    wait_for(lambda: guard.may_pass(direction) is passes)
+def probes(guard: Store, direction: Direction) -> int:
+    """Return how many probes have ended."""
+    breaker = guard.guard_statistics().breakers[direction]
+    return breaker.good_probes + breaker.failed_probes
 
 
-def past() -> float:
-    """Return a deadline in the past."""
-    return time.monotonic() - 1.0
+def probe(guard: Store, direction: Direction, clock: ManualClock) -> None:
+    """Move to the next probe, and wait until it has ended. The time stands still during the probe."""
+    before = probes(guard, direction)
+    clock.advance(LONG_S)
+    wait_for(lambda: probes(guard, direction) > before)
+
+
+def until_passing(guard: Store, direction: Direction, clock: ManualClock) -> None:
+    """Make probes until calls of a direction pass."""
+    while not guard.may_pass(direction):
+        probe(guard, direction, clock)
+
+
+def until_stopped(guard: Store, direction: Direction) -> None:
+    """Wait until calls of a direction no longer pass."""
+    wait_for(lambda: not guard.may_pass(direction))

@@ -4,9 +4,8 @@ every page damaged."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,7 +37,8 @@ from hicache.config.guard import GuardConfig, InjectConfig
 from hicache.errors import BackendError
 from hicache.frame import FrameCodec
 from tests.backends._troubled import CODEC, Troubled
-from tests.backends.guard.stores import LONG_S, guard_of, past, patient, refused
+from tests.backends.guard.stores import LONG_S, PAST, guard_of, patient, refused
+from tests.clocks import PassingClock
 
 READ, WRITE = Direction.READ, Direction.WRITE
 GET_ERROR, SET_ERROR = GetOutcome.ERROR, SetOutcome.ERROR
@@ -74,9 +74,9 @@ def break_reads(guard: Store, store: Troubled) -> None:
 def test_a_call_after_its_deadline_is_not_made_and_not_a_failure(store: Troubled) -> None:
     guard, keys = guard_of(store), make_keys(2)
     for _ in range(10):
-        assert guard.batch_get(keys, empty_frames(CODEC, 2), deadline=past()) == [GET_ERROR] * 2
-        assert guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=past()) == [SET_ERROR] * 2
-        assert guard.batch_exists(keys, deadline=past()) == guard.delete(keys, deadline=past()) == 0
+        assert guard.batch_get(keys, empty_frames(CODEC, 2), deadline=PAST) == [GET_ERROR] * 2
+        assert guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=PAST) == [SET_ERROR] * 2
+        assert guard.batch_exists(keys, deadline=PAST) == guard.delete(keys, deadline=PAST) == 0
     assert store.calls == []
     assert guard.may_pass(READ) and guard.may_pass(WRITE)
     assert guard.statistics().errors == {"deadline": 60}
@@ -222,28 +222,26 @@ def test_retries_add_at_most_a_tenth_of_load_on_a_store_that_is_down(store: Trou
 
 
 def test_a_call_is_not_retried_if_too_little_time_is_left(store: Troubled) -> None:
-    guard, keys = guard_of(store, patient(retry_share=1.0)), make_keys(2)
+    """Control: with more time it is."""
+    clock, keys = PassingClock(), make_keys(2)
+    guard = guard_of(store, patient(retry_share=1.0, read="on"), clock=clock)
     store.down = True
-    time_left_s = 0.02  # less than the pause before a retry
-    guard.batch_get(keys, empty_frames(CODEC, 2), deadline=soon(time_left_s))
-    assert guard.guard_statistics().retried_calls == {}
+    for left_s, retried in ((0.02, 0), (1.0, 1)):  # the first is less than the pause before a retry
+        guard.batch_get(keys, empty_frames(CODEC, 2), deadline=clock() + left_s)
+        assert guard.guard_statistics().retried_calls.get(READ, 0) == retried
 
 
 def test_a_call_that_hung_is_not_retried() -> None:
-    """With a simulated clock, on which each call takes half a second."""
-    passed_s = [0.0]
+    clock = PassingClock()
 
     class Slow(Troubled):
         def read(self, pages: PageReads[bytes]) -> None:
-            passed_s[0] += 0.5
+            clock.advance(0.5)
             raise StoreError("down")
 
-    def clock() -> float:
-        return time.monotonic() + passed_s[0]
-
-    with closing(Store(Slow(), CODEC, GuardConfig(read="on", retry_share=1.0), clock=clock)) as guard:
-        guard.batch_get(make_keys(2), empty_frames(CODEC, 2), deadline=soon())
-        assert guard.guard_statistics().retried_calls == {}
+    guard = guard_of(Slow(), GuardConfig(read="on", retry_share=1.0), clock=clock)
+    guard.batch_get(make_keys(2), empty_frames(CODEC, 2), deadline=soon())
+    assert guard.guard_statistics().retried_calls == {}
 
 
 # Containment

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,27 +20,18 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageWrites
 from hicache.backends.storage import store_statistics
 from hicache.backends.store import Store
-from hicache.backends.testing import empty_frames, full_frames, make_keys, soon
+from hicache.backends.testing import empty_frames, full_frames, make_keys
+from hicache.clock import ManualClock
 from hicache.config.guard import GuardConfig
 from hicache.config.storage import FileStorageOptions
 from hicache.frame import FrameCodec
 from tests.backends._troubled import CODEC, Troubled
-from tests.backends.guard.stores import GUARDS, LONG_S, patient, quick
+from tests.backends.guard.stores import GUARDS, LONG_S, patient, probe, until_stopped
 from tests.waiting import wait_for
 
 READ, WRITE = Direction.READ, Direction.WRITE
 DAY_S = 86400.0
 KEPT = {HealthState.WORKING, HealthState.IDLE}
-
-
-class Clock:
-    """The clock of a guard, which tests move forwards."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +41,12 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def guard_of(clock: Clock) -> Callable[..., Store]:
+def guard_of(clock: ManualClock) -> Callable[..., Store]:
     """A function that returns a guard with this clock, which is closed after the test."""
 
     def make(driver: MemoryDriver | FileDriver, options: GuardConfig | None = None) -> Store:
@@ -69,15 +59,14 @@ def guard_of(clock: Clock) -> Callable[..., Store]:
 chains = itertools.count()
 
 
-def put(guard: Store, pages: int = 2, clock: Clock | None = None) -> set[SetOutcome]:
+def put(guard: Store, pages: int = 2) -> set[SetOutcome]:
     """Store new pages; return the outcomes."""
     keys = make_keys(pages, f"chain {next(chains)}")
-    deadline = soon() + (0.0 if clock is None else clock.ahead_s)
-    return set(guard.batch_set(keys, full_frames(guard.codec, keys), parent=None, deadline=deadline))
+    return set(guard.batch_set(keys, full_frames(guard.codec, keys), parent=None, deadline=math.inf))
 
 
 def look_up(guard: Store) -> None:
-    guard.batch_exists(make_keys(1), deadline=soon())
+    guard.batch_exists(make_keys(1), deadline=math.inf)
 
 
 class Rejecting(Troubled):
@@ -97,17 +86,16 @@ class Rejecting(Troubled):
 
 
 def test_a_store_that_rejects_every_page_keeps_nothing_since_the_first_of_them(
-    guard_of: Callable[..., Store], clock: Clock
+    guard_of: Callable[..., Store], clock: ManualClock
 ) -> None:
-    guard, before_s = guard_of(Rejecting()), time.time()
+    guard, since_s = guard_of(Rejecting()), clock.wall_s()
     put(guard, 3)
     assert guard.health().state in KEPT, "a moment without room is not a problem"
-    clock.ahead_s += CONFIRM_S
-    put(guard, 4, clock)
+    clock.advance(CONFIRM_S)
+    put(guard, 4)
     found = guard.health()
     assert (found.state, found.cause, found.pages) == (HealthState.KEEPS_NOTHING, REJECTED, 7)
-    # The wall clock has not moved with the clock of the guard.
-    assert found.since_s is not None and before_s <= found.since_s + CONFIRM_S <= time.time()
+    assert found.since_s == since_s
     assert found.what == "the test lets it keep 0 pages (none of 7 pages was kept)"
     assert found.advice == "End the test"
     assert guard.may_pass(WRITE), "a full store is not a failure"
@@ -122,57 +110,54 @@ class Speechless(Rejecting):
 
 
 def test_a_store_that_cannot_say_why_it_rejects_pages_still_only_rejects_them(
-    guard_of: Callable[..., Store], clock: Clock
+    guard_of: Callable[..., Store], clock: ManualClock
 ) -> None:
     guard = guard_of(Speechless())
     assert put(guard) == {SetOutcome.REJECTED}
-    clock.ahead_s += CONFIRM_S
+    clock.advance(CONFIRM_S)
     found = guard.health()
     assert (found.state, found.cause) == (HealthState.KEEPS_NOTHING, REJECTED)
     assert guard.statistics().errors == {"raised_KeyError": 1}
 
 
 def test_silence_changes_nothing_and_one_kept_page_ends_it(
-    guard_of: Callable[..., Store], clock: Clock
+    guard_of: Callable[..., Store], clock: ManualClock
 ) -> None:
     store = Rejecting()
     guard = guard_of(store)
     put(guard)
-    clock.ahead_s += CONFIRM_S
-    since_s = guard.health().since_s
-    clock.ahead_s += DAY_S
-    later = guard.health()
-    assert later.state is HealthState.KEEPS_NOTHING and since_s is not None
-    assert later.since_s == pytest.approx(since_s - DAY_S, abs=1.0), "the wall clock of the test stands still"
+    clock.advance(CONFIRM_S)
+    found = guard.health()
+    clock.advance(DAY_S)
+    assert found.state is HealthState.KEEPS_NOTHING and guard.health() == found
     store.is_full = False
-    put(guard, 1, clock)
+    put(guard, 1)
     assert guard.health() == StoreHealth(HealthState.WORKING)
 
 
-def test_a_store_that_keeps_some_pages_works(guard_of: Callable[..., Store], clock: Clock) -> None:
+def test_a_store_that_keeps_some_pages_works(guard_of: Callable[..., Store], clock: ManualClock) -> None:
     guard = guard_of(MemoryDriver(2 * CODEC.frame_bytes))
     for _ in range(5):
-        assert put(guard, 4, clock) == {SetOutcome.STORED, SetOutcome.REJECTED}
-        clock.ahead_s += CONFIRM_S
+        assert put(guard, 4) == {SetOutcome.STORED, SetOutcome.REJECTED}
+        clock.advance(CONFIRM_S)
         assert guard.health().state is HealthState.WORKING
     keys = make_keys(1)
     guard = guard_of(Troubled())
     for _ in range(3):  # pages that are already stored are kept
-        guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon() + clock.ahead_s)
-        clock.ahead_s += CONFIRM_S
+        guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=math.inf)
+        clock.advance(CONFIRM_S)
         assert guard.health().state is HealthState.WORKING
 
 
 def test_a_store_without_calls_is_idle_and_an_empty_one_that_answers_works(
-    guard_of: Callable[..., Store], clock: Clock
+    guard_of: Callable[..., Store], clock: ManualClock
 ) -> None:
     guard = guard_of(Troubled())
-    clock.ahead_s += DAY_S
+    clock.advance(DAY_S)
     assert guard.health() == StoreHealth(HealthState.IDLE)
-    clock.ahead_s = 0.0
     look_up(guard)
-    guard.batch_get(make_keys(2), empty_frames(CODEC, 2), deadline=soon())
-    clock.ahead_s += DAY_S
+    guard.batch_get(make_keys(2), empty_frames(CODEC, 2), deadline=math.inf)
+    clock.advance(DAY_S)
     assert guard.health() == StoreHealth(HealthState.WORKING)
 
 
@@ -194,41 +179,48 @@ def test_a_store_whose_writes_fail_keeps_nothing_once_its_breaker_is_open(
 
 
 def test_a_store_that_only_reads_need_cannot_be_read_while_their_breaker_is_open(
-    guard_of: Callable[..., Store],
+    guard_of: Callable[..., Store], clock: ManualClock
 ) -> None:
     store = Troubled()
-    guard = guard_of(store, patient(backoff_min=0.02, backoff_max=0.05))
+    guard = guard_of(store)
     store.down = True
-    wait_for(lambda: not guard.may_pass(READ), lambda: look_up(guard))
+    look_up(guard)
+    until_stopped(guard, READ)  # by the probe after the failure
     found = guard.health()
     assert (found.state, found.cause) == (HealthState.FAILING, "down")
     store.down = False
-    wait_for(lambda: not guard.health().is_problem)  # probes find out; no call is needed
-
-
-def test_a_single_failure_before_a_good_probe_is_not_a_problem(
-    guard_of: Callable[..., Store], clock: Clock
-) -> None:
-    store = Troubled()
-    guard = guard_of(store, quick())
-    store.fail_calls = 1
-    assert put(guard) == {SetOutcome.ERROR}
-    wait_for(lambda: guard.guard_statistics().breakers[WRITE].good_probes > 0)
-    clock.ahead_s += DAY_S
+    for _ in range(2):  # no call is needed
+        probe(guard, READ, clock)
     assert not guard.health().is_problem
 
 
-def test_a_store_that_heals_is_healthy_without_a_call(guard_of: Callable[..., Store]) -> None:
+def test_a_single_failure_before_a_good_probe_is_not_a_problem(
+    guard_of: Callable[..., Store], clock: ManualClock
+) -> None:
     store = Troubled()
-    guard = guard_of(store, quick())
+    guard = guard_of(store)
+    store.fail_calls = 1
+    assert put(guard) == {SetOutcome.ERROR}
+    wait_for(lambda: guard.guard_statistics().breakers[WRITE].good_probes > 0)
+    clock.advance(DAY_S)
+    assert not guard.health().is_problem
+
+
+def test_a_store_that_heals_is_healthy_without_a_call(guard_of: Callable[..., Store], clock: ManualClock) -> None:
+    store = Troubled()
+    guard = guard_of(store)
     store.down = True
-    wait_for(lambda: guard.health().state is HealthState.KEEPS_NOTHING, lambda: put(guard))
+    put(guard)
+    until_stopped(guard, WRITE)
+    assert guard.health().state is HealthState.KEEPS_NOTHING
     store.down = False
-    wait_for(lambda: not guard.health().is_problem)
+    for _ in range(2):
+        probe(guard, WRITE, clock)
+    assert not guard.health().is_problem
 
 
 def test_the_operator_s_switch_is_a_problem_and_that_of_the_configuration_is_not(
-    guard_of: Callable[..., Store], clock: Clock
+    guard_of: Callable[..., Store], clock: ManualClock
 ) -> None:
     guard = guard_of(Troubled())
     guard.override(WRITE, Override.OFF)
@@ -238,7 +230,7 @@ def test_the_operator_s_switch_is_a_problem_and_that_of_the_configuration_is_not
     guard = guard_of(Troubled(), patient(write=Override.OFF))
     assert put(guard) == {SetOutcome.ERROR}
     guard.override(READ, Override.ON)  # so that the guard looks at its breakers
-    clock.ahead_s += CONFIRM_S
+    clock.advance(CONFIRM_S)
     assert not guard.health().is_problem
 
 
@@ -252,12 +244,12 @@ def test_a_bug_of_a_backend_is_a_cause(guard_of: Callable[..., Store]) -> None:
 
 
 def test_pages_that_wait_for_room_in_flight_until_their_deadline_are_not_kept() -> None:
-    time_s = [100.0]
-    admission = AdmissionControl(GuardConfig(in_flight=1 << 20), lambda: time_s[0], lambda at_s: None)
-    with admission.enter(Verb.SET, 8, 1 << 20, deadline=1000.0) as call:
+    clock = ManualClock()
+    admission = AdmissionControl(GuardConfig(in_flight=1 << 20), clock, lambda at_s: None)
+    with admission.enter(Verb.SET, 8, 1 << 20, deadline=math.inf) as call:
         with pytest.raises(StoreError, match="guard_busy"):
-            admission.enter(Verb.SET, 3, 1 << 20, deadline=99.0)
-        time_s[0] += CONFIRM_S
+            admission.enter(Verb.SET, 3, 1 << 20, deadline=clock() - 1.0)
+        clock.advance(CONFIRM_S)
         found = admission.health()
         assert (found.state, found.cause, found.pages) == (HealthState.KEEPS_NOTHING, BUSY, 3)
         call.result, call.kept = CallResult.GOOD, True
@@ -270,7 +262,7 @@ def test_pages_that_all_fail_verification_stop_reads_and_writes(guard_of: Callab
     for key, frame in zip(keys, full_frames(other, keys), strict=True):
         store.poke(CODEC.namespace, key, bytes(other.seal(key, frame)))
     guard = guard_of(store, patient(damage_pages=2, damage_backoff=LONG_S))
-    guard.batch_get(keys, empty_frames(CODEC, 4), deadline=soon())
+    guard.batch_get(keys, empty_frames(CODEC, 4), deadline=math.inf)
     found = guard.health()
     assert (found.state, found.cause) == (HealthState.KEEPS_NOTHING, "damage") and "integrity" in found.advice
 
@@ -282,12 +274,12 @@ def test_every_cause_has_words_and_an_advice(kind: str) -> None:
 
 
 def test_a_file_store_names_its_floor_and_the_free_space(
-    guard_of: Callable[..., Store], clock: Clock, tmp_path: Path
+    guard_of: Callable[..., Store], clock: ManualClock, tmp_path: Path
 ) -> None:
     options = FileStorageOptions(path=tmp_path / "store", free_space_floor=900 << 40)
     guard = guard_of(FileDriver(CODEC, options))
     assert put(guard) == {SetOutcome.REJECTED}
-    clock.ahead_s += CONFIRM_S
+    clock.advance(CONFIRM_S)
     (leaf,) = store_statistics(guard)
     assert "free_space_floor is 900.0 TiB" in leaf.health.what and "GiB free" in leaf.health.what
 
@@ -297,7 +289,7 @@ def test_a_file_store_names_its_floor_and_the_free_space(
 
 def test_the_log_hears_of_a_problem_once_and_of_its_end_once() -> None:
     woken: list[float] = []
-    watch = HealthWatch(woken.append)
+    watch = HealthWatch(woken.append, ManualClock())
     watch.kept_nothing(2, REJECTED, "", 100.0)
     assert woken == [100.0 + CONFIRM_S]
     assert watch.news({}, 101.0) == (None, 100.0 + CONFIRM_S)
@@ -312,7 +304,7 @@ def test_the_log_hears_of_a_problem_once_and_of_its_end_once() -> None:
 
 
 def test_the_log_does_not_hear_of_a_moment() -> None:
-    watch = HealthWatch(lambda at_s: None)
+    watch = HealthWatch(lambda at_s: None, ManualClock())
     watch.kept_nothing(2, REJECTED, "", 100.0)
     watch.kept(101.0)
     assert watch.news({}, 101.0) == (None, math.inf)

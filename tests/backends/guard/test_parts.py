@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -22,6 +23,7 @@ from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.backends.testing import make_keys, soon
 from hicache.cache import HiRadixCache, create_cache
+from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
 from hicache.config.guard import GuardConfig, InjectConfig
 from hicache.errors import ConfigError
@@ -99,31 +101,32 @@ def test_after_an_undamaged_head_the_rest_is_read_unless_after_an_alarm() -> Non
 def test_the_first_probe_is_short_and_later_ones_have_the_configured_time(
     verb: Verb, first_s: float
 ) -> None:
-    time_s = [0.0]
-    admission = AdmissionControl(GuardConfig(probe_timeout=2.0), lambda: time_s[0], lambda at_s: None)
-    with admission.enter(verb, 1, 0, deadline=1.0) as call:
+    clock = ManualClock()
+    admission = AdmissionControl(GuardConfig(probe_timeout=2.0), clock, lambda at_s: None)
+    with admission.enter(verb, 1, 0, deadline=math.inf) as call:
         call.result = CallResult.ERROR
     first = admission.begin_probe(verb.direction)
-    assert first is not None and first[1] == first_s
+    assert first is not None and first[1] == clock() + first_s
     admission.probed(verb.direction, first[0], ok=False)
-    time_s[0] = 10.0
+    clock.advance(10.0)
     later = admission.begin_probe(verb.direction)
-    assert later is not None and later[1] == 12.0
+    assert later is not None and later[1] == clock() + 2.0
 
 
 @given(st.lists(st.floats(0, 1000, allow_nan=False), max_size=50))
 def test_each_call_is_counted_in_the_bucket_of_its_latency(seconds: list[float]) -> None:
-    time_s = [0.0]
-    admission = AdmissionControl(GuardConfig(), lambda: time_s[0], lambda at_s: None)
+    clock, taken = ManualClock(), []
+    admission = AdmissionControl(GuardConfig(), clock, lambda at_s: None)
     for value in seconds:
-        time_s[0] = 0.0
-        with admission.enter(Verb.GET, 1, 0, deadline=2000.0):
-            time_s[0] = value
+        began_s = clock()
+        with admission.enter(Verb.GET, 1, 0, deadline=math.inf):
+            clock.advance(value)
+        taken.append(clock() - began_s)  # the value, rounded
     found = admission.statistics().latency[Verb.GET]
     assert found.calls == len(seconds)
-    assert found.seconds == pytest.approx(sum(seconds))
+    assert found.seconds == pytest.approx(sum(taken))
     for number, bound in enumerate(BOUNDS_S):
-        assert sum(found.counts[: number + 1]) == sum(value <= bound for value in seconds)
+        assert sum(found.counts[: number + 1]) == sum(value <= bound for value in taken)
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,25 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageReads
 from hicache.backends.store import Store
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
+from hicache.clock import SYSTEM_CLOCK
 from hicache.config.guard import GuardConfig
 from tests.backends._troubled import CODEC, Troubled
-from tests.backends.guard.stores import guard_of, past, patient, quick, refused, until_passing
+from tests.backends.guard.stores import (
+    LONG_S,
+    PAST,
+    guard_of,
+    patient,
+    probe,
+    refused,
+    until_passing,
+    until_stopped,
+)
+from tests.clocks import PassingClock
 from tests.waiting import wait_for
 
 READ, WRITE = Direction.READ, Direction.WRITE
 GET_ERROR, SET_ERROR = GetOutcome.ERROR, SetOutcome.ERROR
-# Long enough for a call to be made, short enough to wait for.
-SHORT_S = 0.15
+SECOND = 1.0
 
 
 @pytest.fixture
@@ -35,22 +45,27 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def faulty() -> Faults:
-    return Faults()
+def clock() -> PassingClock:
+    return PassingClock()
 
 
-def over(faults: Faults, options: GuardConfig) -> Store:
+@pytest.fixture
+def faulty(clock: PassingClock) -> Faults:
+    return Faults(clock=clock)
+
+
+def over(faults: Faults, options: GuardConfig, clock: PassingClock) -> Store:
     """Return the guarded store of an empty memory driver with these faults."""
-    return guard_of(MemoryDriver(), options, faults)
+    return guard_of(MemoryDriver(), options, faults, clock)
 
 
-def get(guard: Store, count: int = 1, *, seconds: float = 60.0) -> list[GetOutcome]:
-    return guard.batch_get(make_keys(count), empty_frames(CODEC, count), deadline=soon(seconds))
+def get(guard: Store, count: int = 1, *, deadline: float = math.inf) -> list[GetOutcome]:
+    return guard.batch_get(make_keys(count), empty_frames(CODEC, count), deadline=deadline)
 
 
-def put(guard: Store, count: int = 1, *, name: str = "page", seconds: float = 60.0) -> list[SetOutcome]:
+def put(guard: Store, count: int = 1, *, name: str = "page", deadline: float = math.inf) -> list[SetOutcome]:
     keys = make_keys(count, name)
-    return guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon(seconds))
+    return guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=deadline)
 
 
 # Calls that hang
@@ -58,17 +73,19 @@ def put(guard: Store, count: int = 1, *, name: str = "page", seconds: float = 60
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
 def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
-    threads: ThreadPoolExecutor, faulty: Faults, mode: str
+    threads: ThreadPoolExecutor, faulty: Faults, clock: PassingClock, mode: str
 ) -> None:
     """Control: if the operator forces it on, it stays closed and calls still reach the store."""
-    guard = over(faulty, patient(grace=0.05, read=mode))
+    guard = over(faulty, patient(grace=SECOND, read=mode), clock)
     faulty.hang()
-    hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(3)]
-    wait_for(lambda: guard.guard_statistics().overdue_calls == 3)
+    hanging = [threads.submit(get, guard, deadline=clock() + SECOND) for _ in range(3)]
+    wait_for(lambda: faulty.hung_calls == 3)
+    clock.advance(2 * SECOND)
+    assert guard.guard_statistics().overdue_calls == 3
     assert not any(call.done() for call in hanging), "the guard has not abandoned them"
     assert guard.guard_statistics().in_flight_calls == 3
     if mode == "auto":
-        until_passing(guard, READ, passes=False)
+        assert not guard.may_pass(READ)
         assert guard.guard_statistics().breakers[READ].reason == "overdue"
         assert get(guard) == [GET_ERROR], "at once"
     else:
@@ -80,23 +97,43 @@ def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
     guard.check()
 
 
-def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, faulty: Faults) -> None:
-    guard = over(faulty, patient(grace=0.02, failures=2))
+def test_a_call_that_returns_late_is_counted_once(
+    threads: ThreadPoolExecutor, faulty: Faults, clock: PassingClock
+) -> None:
+    guard = over(faulty, patient(grace=SECOND, failures=2), clock)
     faulty.hang()
-    hanging = threads.submit(put, guard, seconds=SHORT_S)
-    wait_for(lambda: guard.guard_statistics().overdue_calls == 1)
+    hanging = threads.submit(put, guard, deadline=clock() + SECOND)
+    wait_for(lambda: faulty.hung_calls == 1)
+    clock.advance(2 * SECOND)
+    assert guard.guard_statistics().overdue_calls == 1
     faulty.release()
     assert hanging.result() == [SET_ERROR]
     assert guard.guard_statistics().failures == {(WRITE, "overdue"): 1}
 
 
-def test_closing_does_not_wait_for_a_call_that_hangs(threads: ThreadPoolExecutor, faulty: Faults) -> None:
-    guard = over(faulty, patient(grace=0.02))
+def test_closing_ends_the_calls_that_injected_faults_hold(
+    threads: ThreadPoolExecutor, faulty: Faults, clock: PassingClock
+) -> None:
+    guard = over(faulty, patient(), clock)
     faulty.hang()
     hanging = threads.submit(get, guard)
     wait_for(lambda: faulty.hung_calls == 1)
-    guard.close()  # releases the faults, which ends the hanging calls
+    guard.close()
     assert hanging.result() in ([MISS], [GET_ERROR])
+
+
+def test_closing_waits_for_a_call_that_hangs_at_most_the_grace(
+    threads: ThreadPoolExecutor, clock: PassingClock
+) -> None:
+    gate = Gate()
+    guard = guard_of(gate, patient(grace=SECOND), clock=clock)
+    (hanging,) = submit_in_order(threads, guard, [1])
+    wait_for(lambda: gate.frames == 1)
+    closing = threads.submit(guard.close)
+    wait_for(closing.done, lambda: clock.advance(SECOND))
+    assert not hanging.done()
+    gate.open.set()
+    assert hanging.result() == [MISS]
 
 
 # Room
@@ -162,11 +199,15 @@ def test_without_a_limit_all_frames_are_in_flight_at_once(threads: ThreadPoolExe
     assert all(call.result() for call in calls)
 
 
-def test_a_call_without_room_by_its_deadline_is_busy_and_not_a_failure(threads: ThreadPoolExecutor) -> None:
+def test_a_call_without_room_by_its_deadline_is_busy_and_not_a_failure(
+    threads: ThreadPoolExecutor, clock: PassingClock
+) -> None:
     gate = Gate()
-    guard = guard_of(gate, patient(in_flight=1))
+    guard = guard_of(gate, patient(in_flight=1), clock=clock)
     (first,) = submit_in_order(threads, guard, [1])
-    late = [threads.submit(get, guard, 1, seconds=SHORT_S) for _ in range(4)]
+    late = [threads.submit(get, guard, 1, deadline=clock() + SECOND) for _ in range(4)]
+    wait_for(lambda: len(guard._admission._waiting) == 4)
+    clock.advance(SECOND)
     assert [call.result() for call in late] == [[GET_ERROR]] * 4
     assert refused(guard, READ, Refusal.BUSY) == 4
     assert guard.batch_exists(make_keys(1), deadline=soon()) == 0, "a lookup does not wait for room"
@@ -178,7 +219,7 @@ def test_a_call_without_room_by_its_deadline_is_busy_and_not_a_failure(threads: 
 def test_a_call_with_an_infinite_deadline_waits_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
     guard = guard_of(gate, patient(in_flight=1))
-    calls = [threads.submit(get, guard, seconds=math.inf) for _ in range(3)]
+    calls = [threads.submit(get, guard) for _ in range(3)]
     wait_for(lambda: len(guard._admission._waiting) == 2 or any(call.done() for call in calls))
     gate.open.set()
     assert [call.result() for call in calls] == [[MISS]] * 3
@@ -208,19 +249,21 @@ def test_switching_off_rejects_calls_that_wait_for_room(threads: ThreadPoolExecu
 # Probes
 
 
-def test_a_store_that_heals_is_used_again_by_itself() -> None:
+def test_a_store_that_heals_is_used_again_by_itself(clock: PassingClock) -> None:
     store = Troubled()
-    guard = guard_of(store, quick())
+    guard = guard_of(store, clock=clock)
     put(guard, 3)
     store.down = True
     for _ in range(3):
         get(guard, 3)
         put(guard, 3)
     assert not guard.may_pass(READ) and not guard.may_pass(WRITE)
-    wait_for(lambda: guard.guard_statistics().breakers[WRITE].failed_probes > 2)
+    for _ in range(3):
+        probe(guard, WRITE, clock)
+    assert not guard.may_pass(READ) and not guard.may_pass(WRITE)
     store.down = False
-    until_passing(guard, READ)
-    until_passing(guard, WRITE)
+    until_passing(guard, READ, clock)
+    until_passing(guard, WRITE, clock)
     assert get(guard, 3) == [HIT] * 3
     assert put(guard, 2, name="new") == [STORED] * 2
     guard.check()
@@ -230,10 +273,12 @@ def test_a_store_that_heals_is_used_again_by_itself() -> None:
 def test_a_closed_breaker_over_a_good_store_makes_no_probes() -> None:
     """The control: only failures trigger probes."""
     store = Troubled()
-    guard = guard_of(store, quick())
+    clock = PassingClock()
+    guard = guard_of(store, clock=clock)
     for _ in range(20):
         put(guard, 2)
         get(guard, 2)
+        clock.advance(LONG_S)
     assert all(not b.good_probes + b.failed_probes for b in guard.guard_statistics().breakers.values())
     assert not guard._probes._pool.alive
 
@@ -243,7 +288,7 @@ def test_an_outage_is_known_after_one_failed_call() -> None:
     guard = guard_of(store, patient())
     store.down = True
     assert get(guard) == [GET_ERROR]
-    until_passing(guard, READ, passes=False)
+    until_stopped(guard, READ)
     assert guard.guard_statistics().failures == {(READ, "error"): 1}
 
 
@@ -253,28 +298,35 @@ class HalfDeaf(Troubled):
     def __init__(self) -> None:
         super().__init__()
         self.heard = threading.Event()
+        self.reads = 0
 
     def read(self, pages: PageReads[bytes]) -> None:
+        self.reads += 1
         self.heard.wait(60.0)
         super().read(pages)
 
 
 @pytest.mark.parametrize(("failures", "reason"), [(1, "overdue"), (3, "probe")])
 def test_a_hanging_probe_opens_the_breaker_but_does_not_keep_it_open(
-    threads: ThreadPoolExecutor, failures: int, reason: str
+    threads: ThreadPoolExecutor, clock: PassingClock, failures: int, reason: str
 ) -> None:
     store = HalfDeaf()
-    guard = guard_of(store, quick(probe_timeout=0.02, grace=0.02, failures=failures))
-    threads.submit(get, guard, seconds=SHORT_S)
-    until_passing(guard, READ, passes=False)
-    assert guard.guard_statistics().breakers[READ].reason == reason
-    wait_for(lambda: guard._probes._pool.stuck_threads > 0, lambda: guard.may_pass(READ))  # another thread tries
+    guard = guard_of(store, patient(probe_timeout=SECOND, grace=SECOND, failures=failures), clock=clock)
+    threads.submit(get, guard, deadline=clock() + SECOND)
+    wait_for(lambda: store.reads == 1)
+    clock.advance(2 * SECOND)
+    assert guard.may_pass(READ) is (failures > 1), "the call counts as failed"
+    clock.advance(LONG_S if failures == 1 else 0.0)
+    wait_for(lambda: store.reads == 2)  # by the probe
+    clock.advance(LONG_S)
+    assert not guard.may_pass(READ) and guard.guard_statistics().breakers[READ].reason == reason
+    assert guard._probes._pool.stuck_threads == 1, "another thread tries"
     store.heard.set()
-    until_passing(guard, READ)
+    until_passing(guard, READ, clock)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_probe_thread_is_replaced() -> None:
+def test_a_dead_probe_thread_is_replaced(clock: PassingClock) -> None:
     class Deadly(Troubled):
         deaths = 0
 
@@ -285,28 +337,27 @@ def test_a_dead_probe_thread_is_replaced() -> None:
             super().read(pages)
 
     store = Deadly()
-    guard = guard_of(store, quick(failures=1))
+    guard = guard_of(store, patient(failures=1, probe_timeout=LONG_S), clock=clock)
     store.down = True
     get(guard)
-    until_passing(guard, READ, passes=False)
+    assert not guard.may_pass(READ)
     store.down = False
-    until_passing(guard, READ)
+    wait_for(lambda: guard.may_pass(READ), lambda: clock.advance(LONG_S / 10))
     assert store.deaths == 3
 
 
-def test_probes_of_a_full_store_are_good() -> None:
-    faulty = Faults()
-    guard = guard_of(MemoryDriver(CODEC.frame_bytes), quick(), faulty)
+def test_probes_of_a_full_store_are_good(faulty: Faults, clock: PassingClock) -> None:
+    guard = guard_of(MemoryDriver(CODEC.frame_bytes), faults=faulty, clock=clock)
     put(guard)
     faulty.fail()
     for _ in range(3):
         put(guard)
     assert not guard.may_pass(WRITE)
     faulty.fail(False)
-    until_passing(guard, WRITE)
+    until_passing(guard, WRITE, clock)
 
 
-def test_a_later_probe_removes_the_leftover_pages_of_earlier_probes() -> None:
+def test_a_later_probe_removes_the_leftover_pages_of_earlier_probes(clock: PassingClock) -> None:
     class Sticky(Troubled):
         sticks = 2
 
@@ -317,13 +368,13 @@ def test_a_later_probe_removes_the_leftover_pages_of_earlier_probes() -> None:
             return (0, ()) if self.sticks >= 0 else super().remove(namespace, keys, deadline, found)
 
     store = Sticky()
-    guard = guard_of(store, quick())
+    guard = guard_of(store, clock=clock)
     for _ in range(4):
         store.down = True
         for _ in range(3):
             put(guard, name="some")
         store.down = False
-        until_passing(guard, WRITE)
+        until_passing(guard, WRITE, clock)
         assert put(guard, name="some")[0].is_stored
     wait_for(lambda: store.count == 1)
 
@@ -349,7 +400,7 @@ def test_a_usage_sample_does_not_wait_for_a_hanging_store() -> None:
     assert usage is not None and usage.pages == 3
 
 
-def test_a_store_with_an_open_breaker_is_not_asked_for_its_usage() -> None:
+def test_a_store_with_an_open_breaker_is_not_asked_for_its_usage(clock: PassingClock) -> None:
     class Counting(Troubled):
         asked = 0
 
@@ -358,7 +409,7 @@ def test_a_store_with_an_open_breaker_is_not_asked_for_its_usage() -> None:
             return super().measure()
 
     store = Counting()
-    guard = guard_of(store, patient())
+    guard = guard_of(store, clock=clock)
     put(guard, 2)
     assert guard.usage().pages == 2
     put(guard, 1, name="more")
@@ -367,6 +418,7 @@ def test_a_store_with_an_open_breaker_is_not_asked_for_its_usage() -> None:
     wait_for(lambda: guard._usage_due_s > 0.0, guard.usage_sample)
     assert (guard.usage_sample(), store.asked) == (guard.usage(), 1)
     guard.override(READ, Override.AUTO)
+    clock.advance(SECOND)
     wait_for(lambda: (sample := guard.usage_sample()) is not None and sample.pages == 3)
     guard.override(READ, Override.OFF)
     assert guard.usage().pages == 3, "the latest usage, from a sample or a call"
@@ -380,7 +432,8 @@ def test_random_traffic_over_an_unstable_store_leaves_nothing_in_flight(
 ) -> None:
     store = Troubled()
     guard = guard_of(
-        store, GuardConfig(backoff_min=0.005, backoff_max=0.01, in_flight=4 * CODEC.frame_bytes)
+        store, GuardConfig(backoff_min=0.005, backoff_max=0.01, in_flight=4 * CODEC.frame_bytes),
+        clock=SYSTEM_CLOCK,
     )
     stop = threading.Event()
     done: list[int] = []
@@ -392,7 +445,7 @@ def test_random_traffic_over_an_unstable_store_leaves_nothing_in_flight(
             name = f"{number} {rounds % 7}"
             stored = put(guard, 3, name=name)
             keys = make_keys(3, name)
-            found = guard.batch_get(keys, empty_frames(CODEC, 3), deadline=soon() if rounds % 5 else past())
+            found = guard.batch_get(keys, empty_frames(CODEC, 3), deadline=soon() if rounds % 5 else PAST)
             assert set(stored) <= set(SetOutcome) and set(found) <= set(GetOutcome)
             guard.batch_exists(keys, deadline=soon())
             guard.check()
@@ -403,7 +456,7 @@ def test_random_traffic_over_an_unstable_store_leaves_nothing_in_flight(
         store.down = True
         wait_for(lambda opens=opens: guard.guard_statistics().breakers[WRITE].opens >= opens)  # type: ignore[misc]
         store.down = False
-        until_passing(guard, WRITE)
+        wait_for(lambda: guard.may_pass(WRITE))
     stop.set()
     for user in users:
         user.result()

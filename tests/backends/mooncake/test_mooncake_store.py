@@ -15,7 +15,7 @@ from hicache.backends.errors import StoreError
 from hicache.backends.mooncake import MooncakeDriver, codes
 from hicache.backends.mooncake.admin import admin_address
 from hicache.backends.mooncake.buffers import address_of
-from hicache.backends.mooncake.session import ClientSession, SessionManager
+from hicache.backends.mooncake.session import RENEW_EVERY_S, ClientSession, SessionManager
 from hicache.backends.store import Store
 from hicache.backends.testing import (
     CORRUPT,
@@ -33,6 +33,7 @@ from hicache.backends.testing import (
     payload_of,
     soon,
 )
+from hicache.clock import ManualClock
 from hicache.config import MooncakeStorageOptions, load_config
 from hicache.config.mooncake_storage import MooncakeStorage
 from hicache.errors import BackendError, ConfigError, InvalidInput
@@ -336,8 +337,8 @@ class Leavable:
         self.left += 1
 
 
-def test_a_bug_while_a_new_session_is_made_does_not_end_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache.backends.mooncake.session.RENEW_EVERY_S", 0.0)
+def test_a_bug_while_a_new_session_is_made_does_not_end_the_attempts() -> None:
+    clock = ManualClock()
     first: Any = Leavable()
     second: Any = Leavable()
     to_make = [second, None, first]
@@ -348,8 +349,14 @@ def test_a_bug_while_a_new_session_is_made_does_not_end_the_attempts(monkeypatch
             raise RuntimeError("a bug")
         return session
 
-    sessions = SessionManager(make)
-    wait_for(lambda: sessions.current is second, lambda: sessions.renew(first))
+    sessions = SessionManager(make, clock)
+    sessions.renew(first)
+    wait_for(lambda: sessions._workers.errors == {"RuntimeError": 1})
+    sessions.renew(first)
+    assert to_make == [second], "the next attempt is not due yet"
+    clock.advance(RENEW_EVERY_S)
+    sessions.renew(first)
+    wait_for(lambda: sessions.current is second)
     wait_for(lambda: first.left == 1)
     sessions._replace(first)  # requested twice while the first replacement was in progress
     assert sessions.close(timeout_s=30.0) and first.left == second.left == 1

@@ -10,6 +10,7 @@ from typing import Any
 from hicache.backends.redis import RedisDriver
 from hicache.backends.store import Store
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, store_of
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import RedisCluster
@@ -30,9 +31,11 @@ def name_of(backend: Store, key: bytes) -> str:
     return f"{driver_of(backend, RedisDriver).options.key_prefix}{backend.codec.namespace.hex()}:{key.hex()}"
 
 
-def open_on(client: Any, options: dict[str, Any], codec: FrameCodec = CODEC) -> Subject:
+def open_on(
+    client: Any, options: dict[str, Any], codec: FrameCodec = CODEC, clock: Clock = SYSTEM_CLOCK
+) -> Subject:
     """Open a store with `options`; `client`, of the `redis` package, is its side door."""
-    backend = store_of(RedisDriver, codec, RedisStorageOptions(**options))
+    backend = store_of(RedisDriver, codec, RedisStorageOptions(**options), clock)
 
     def write(key: bytes, value: bytes) -> None:
         client.set(name_of(backend, key), value)

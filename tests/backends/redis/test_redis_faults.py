@@ -30,6 +30,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.clock import ManualClock
 from hicache.config.guard import GuardConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import Damage, FrameCodec
@@ -266,7 +267,8 @@ def test_reads_avoid_a_dead_replica() -> None:
     with RedisSentinel() as group, group.primary.client() as client:
         replicas = [f"{LOOPBACK}:{group.replica.port}"]
         _, options = group.primary.storage(key_prefix=fresh_prefix(), read_from="replica", replicas=replicas)
-        store = open_on(client, options)
+        clock = ManualClock()
+        store = open_on(client, options, clock=clock)
         try:
             store_chain(store, keys)
             wait_for(lambda: store.backend.batch_exists(keys, deadline=soon()) == 6)
@@ -274,6 +276,8 @@ def test_reads_avoid_a_dead_replica() -> None:
             assert load(store, keys) == [GET_ERROR] * 6
             assert load(store, keys) == [HIT] * 6  # from the primary
             assert errors_of(store) == {"connection_refused": 6}
+            clock.advance(60.0)
+            assert load(store, keys) == [GET_ERROR] * 6, "the replica gets its share again"
         finally:
             store.backend.close()
 

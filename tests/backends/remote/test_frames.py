@@ -14,6 +14,7 @@ from typing import Any, cast
 from hicache.backends.remote.access import Access
 from hicache.backends.remote.client import DaemonClient
 from hicache.backends.remote.frames import SharedFrames
+from hicache.clock import SYSTEM_CLOCK
 from hicache.shared_memory import Layout, SharedMemory
 
 
@@ -23,6 +24,7 @@ class _Restarting:
     def __init__(self, lock: Path) -> None:
         self.access = Access(cast(Any, None), "", cast(Any, None), lock, "")
         self.held = -1
+        self.clock = SYSTEM_CLOCK
 
     def call(self, *_: object, **__: object) -> Mapping[str, Any]:
         """Answer as the new daemon."""

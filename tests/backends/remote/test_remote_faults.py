@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -287,9 +286,7 @@ def test_the_outcomes_of_a_late_call_are_errors(
     slow: Daemon, frames: Frames, opened: list[Store]
 ) -> None:
     backend, keys = open_it(slow, frames, opened), make_keys(2, "late")
-    begun = time.monotonic()
     views = poison(frames, 2)
     assert backend.batch_get(keys, views, deadline=soon(0.1)) == [GET_ERROR] * 2
     assert backend.batch_set(keys, views, parent=None, deadline=soon(0.1)) == [SetOutcome.ERROR] * 2
-    assert time.monotonic() - begun < 20.0
     assert sum(backend.statistics().errors.values()) >= 4

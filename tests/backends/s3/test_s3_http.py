@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from hicache.backends.http import Connection, parse_head
 from hicache.backends.refreshed import Refreshed
 from hicache.backends.s3.replies import failed_reply
 from hicache.backends.testing import soon
+from hicache.clock import ManualClock
 from tests.backends.s3.bucket import Bucket
 from tests.waiting import wait_for
 
@@ -96,12 +99,30 @@ def test_a_status_with_non_ascii_digits_is_refused(line: str) -> None:
             parse_head(line.encode(encoding, "replace") + b"\r\ncontent-length: 0\r\n\r\n")
 
 
-def test_a_value_is_loaded_once_and_kept_while_it_is_fresh() -> None:
-    value = Refreshed("test", iter(range(100)).__next__, 3600.0)
-    assert [value.get(deadline=soon()) for _ in range(5)] == [0] * 5
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
-def test_an_old_value_is_used_while_a_new_one_is_loaded() -> None:
+def test_a_value_is_loaded_again_when_it_is_old_or_expired(clock: ManualClock) -> None:
+    value = Refreshed("test", iter(range(100)).__next__, 3600.0, clock=clock)
+    assert value.get(deadline=math.inf) == 0
+    clock.advance(3600.0)
+    assert [value.get(deadline=math.inf) for _ in range(5)] == [0] * 5
+    clock.advance(1.0)
+    wait_for(lambda: value.get(deadline=math.inf) == 1)
+    value.expire()
+    wait_for(lambda: value.get(deadline=math.inf) == 2)
+
+
+def test_a_value_that_is_too_old_is_not_used_while_a_new_one_is_loaded(clock: ManualClock) -> None:
+    value = Refreshed("test", iter(range(100)).__next__, 60.0, 600.0, clock=clock)
+    assert value.get(deadline=math.inf) == 0
+    clock.advance(601.0)
+    assert value.get(deadline=math.inf) == 1
+
+
+def test_an_old_value_is_used_while_a_new_one_is_loaded(clock: ManualClock) -> None:
     gate, loads = threading.Event(), iter(range(100))
 
     def load() -> str:
@@ -110,22 +131,25 @@ def test_an_old_value_is_used_while_a_new_one_is_loaded() -> None:
             gate.wait(30)
         return f"value {number}"
 
-    value = Refreshed("test", load, 3600.0)
-    assert value.get(deadline=soon()) == "value 0"
-    value.expire()
-    assert value.get(deadline=soon(0.0)) == "value 0"
+    value = Refreshed("test", load, 3600.0, clock=clock)
+    assert value.get(deadline=math.inf) == "value 0"
+    clock.advance(3601.0)
+    assert value.get(deadline=clock()) == "value 0"
     gate.set()
-    wait_for(lambda: value.get(deadline=soon()) == "value 1")
+    wait_for(lambda: value.get(deadline=math.inf) == "value 1")
 
 
-def test_the_first_value_is_waited_for_until_the_deadline() -> None:
+def test_the_first_value_is_waited_for_until_the_deadline(clock: ManualClock) -> None:
     gate = threading.Event()
-    value = Refreshed("test", lambda: gate.wait(30), 3600.0)
+    value = Refreshed("test", lambda: gate.wait(30), 3600.0, clock=clock)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(value.get, deadline=clock() + 1.0)
+        wait_for(waiting.done, lambda: clock.advance(1.0))
     with pytest.raises(StoreError) as caught:
-        value.get(deadline=soon(0.05))
+        waiting.result()
     assert caught.value.kind is ErrorKind.TIMEOUT
     gate.set()
-    assert value.get(deadline=soon()) is True
+    assert value.get(deadline=math.inf) is True
 
 
 def test_a_failure_is_raised_and_the_next_request_tries_again() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from hicache.backends.s3.driver import EXACT_KEYS_MAX, stored_prefix
 from hicache.backends.s3.objects import object_name
 from hicache.backends.s3.throttle import Throttle
 from hicache.backends.testing import GET_ERROR, HIT, Subject, load, make_keys, soon, store_chain
+from hicache.clock import ManualClock
 from tests.backends.s3.bucket import errors, name, open_on
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 from tests.waiting import wait_for
@@ -134,18 +137,42 @@ def ended(throttle: Throttle, kind: str | None) -> int:
 
 
 def test_slow_down_halves_the_limit_and_answers_raise_it_again() -> None:
-    throttle = Throttle(8)
+    clock = ManualClock()
+    throttle = Throttle(8, clock)
     assert ended(throttle, ErrorKind.ACCESS_DENIED) == 8, "the control"
     assert ended(throttle, ErrorKind.THROTTLED) == 4
     assert ended(throttle, ErrorKind.THROTTLED) == 4, "that request was already in flight before the cut"
     limits = [ended(throttle, None) for _ in range(40)]
     assert limits == sorted(limits) and limits[0] == 4 and limits[-1] == 8
+    clock.advance(1.0)
+    assert ended(throttle, ErrorKind.THROTTLED) == 4
+
+
+def test_no_request_is_sent_in_a_pause_that_the_server_requested() -> None:
+    clock = ManualClock()
+    throttle = Throttle(8, clock)
+    with contextlib.suppress(StoreError), throttle.turn(soon()):
+        raise StoreError(ErrorKind.THROTTLED, retry_after_s=5.0)
+    clock.advance(4.9)
+    with pytest.raises(StoreError, match="requested a pause"), throttle.turn(soon()):
+        pass
+    clock.advance(0.2)
+    with throttle.turn(soon()):
+        pass
 
 
 def test_a_request_that_waits_for_a_turn_ends_at_the_deadline() -> None:
-    throttle = Throttle(1)
-    with throttle.turn(soon()), pytest.raises(StoreError) as caught, throttle.turn(soon(0.05)):
-        pass
+    clock = ManualClock()
+    throttle = Throttle(1, clock)
+
+    def take_turn(deadline: float) -> None:
+        with throttle.turn(deadline):
+            pass
+
+    with ThreadPoolExecutor(1) as threads, throttle.turn(math.inf):
+        waiting = threads.submit(take_turn, clock() + 1.0)
+        wait_for(waiting.done, lambda: clock.advance(1.0))
+    with pytest.raises(StoreError) as caught:
+        waiting.result()
     assert caught.value.kind is ErrorKind.DEADLINE
-    with throttle.turn(soon()):
-        pass
+    take_turn(math.inf)
