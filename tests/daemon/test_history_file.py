@@ -149,19 +149,6 @@ def test_the_history_is_saved_once_per_interval(path: Path) -> None:
     asyncio.run(keep())
 
 
-def test_the_history_is_saved_at_the_end(path: Path) -> None:
-    async def keep() -> None:
-        ending = asyncio.Event()
-        keeping = asyncio.create_task(HistoryFile(path, recorded(), 3600).keep(ending))
-        await asyncio.sleep(0)  # let it begin
-        assert not path.exists()
-        ending.set()
-        await keeping
-
-    asyncio.run(keep())
-    assert loaded(path)["rows"]
-
-
 def rows(daemon: Daemon) -> list[dict[str, Any]]:
     history = daemon.ask("GET", "/history")[1]
     return [dict(zip(history["columns"], row, strict=True)) for row in history["rows"]]

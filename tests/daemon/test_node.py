@@ -15,7 +15,18 @@ from hicache.backends.calls import collected_errors
 from hicache.backends.opening import StorageOpener
 from hicache.backends.registry import BackendSpec
 from hicache.backends.storage import Storage
-from hicache.backends.testing import HIT, STORED, Subject, exists, load, make_keys, memory_store, store_chain
+from hicache.backends.testing import (
+    GET_ERROR,
+    HIT,
+    SET_ERROR,
+    STORED,
+    Subject,
+    exists,
+    load,
+    make_keys,
+    memory_store,
+    store_chain,
+)
 from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
 from hicache.daemon.namespace import Namespace
@@ -137,8 +148,9 @@ def test_without_a_pool_calls_fail_until_the_store_is_open(make: Callable[..., t
     opener.is_down = True
     store, keys = as_store(opened(node)), make_keys(2)
     with collected_errors() as errors:
-        assert exists(store, keys) == 0
-    assert errors == ["unavailable"]
+        assert (exists(store, keys), store_chain(store, keys)) == (0, [SET_ERROR] * 2)
+        assert load(store, keys) == [GET_ERROR] * 2
+    assert set(errors) == {"unavailable"}
     node.storage.detach()
     assert not node.namespaces()[0].store.slot.is_awaited
     with collected_errors() as errors:

@@ -56,12 +56,15 @@ def test_the_token_gives_access_to_pages_and_a_wrong_one_does_not(start: Callabl
         for wrong in (None, "", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "\xe9"):
             answer, _ = client.call_with_headers("PUT", NAMESPACE_PATH, OPEN, wrong)
             assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
+            for verb in ("exists", "has", "get", "set", "read", "write", "delete", "clear", "touch"):
+                assert client.call("POST", f"{NAMESPACE_PATH}/{verb}", {}, wrong)[0] == 401
+            assert client.call("GET", f"{NAMESPACE_PATH}/usage", token=wrong)[0] == 401
         assert client.call("PUT", NAMESPACE_PATH, OPEN, TOKEN)[0] == 200
         assert write(client, keys, TOKEN)[1]["outcomes"] == ["stored"] * 2
         assert write(client, keys)[0] == 401
         assert read(client, keys, TOKEN)[1][:2] == b"HH"
         assert client.call("GET", "/v1/admin/status", token=TOKEN)[0] == 403
-        assert daemon.status()["refused"]["token"] == 7
+        assert daemon.status()["refused"]["token"] == 6 * 11 + 1
     assert TOKEN not in daemon.log
 
 

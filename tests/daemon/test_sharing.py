@@ -478,14 +478,6 @@ def test_without_a_store_the_pool_is_the_store() -> None:
     assert store.stores == () and store.statistics().errors == {}
 
 
-def test_without_a_store_a_batch_evicts_neither_its_head_nor_its_parents() -> None:
-    store, keys = shared(None, 4), make_keys(8)
-    store_chain(as_store(store), make_keys(4, "old"))
-    assert store_chain(as_store(store), keys[:2]) == [STORED] * 2
-    assert store_chain(as_store(store), keys[2:], keys[1]) == [STORED] * 2 + [REJECTED] * 4
-    assert exists(as_store(store), keys) == 4
-
-
 def test_without_a_store_a_damaged_page_is_an_error() -> None:
     store, (key,) = shared(None), make_keys(1)
     (frame,) = full_frames(CODEC, [key])

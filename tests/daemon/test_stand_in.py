@@ -38,7 +38,6 @@ from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config.guard import GuardConfig
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
-from hicache.errors import BackendUnavailable
 from hicache.frame import HEADER_BYTES
 from tests.backends._troubled import CODEC, Troubled
 from tests.seeds import seeds
@@ -74,11 +73,6 @@ def switched_off() -> Store:
         store_chain(memory_subject(guard, driver), make_keys(1, "probe"))
     wait_for(lambda: not any(guard.may_pass(direction) for direction in guard.guard_statistics().breakers))
     return guard
-
-
-def unavailable() -> Storage:
-    """Fail to open a store."""
-    raise BackendUnavailable("down")
 
 
 BAD_STORES: dict[str, Callable[[], Store]] = {"full": full, "down": down, "switched-off": switched_off}
@@ -248,20 +242,6 @@ def test_a_store_that_uses_up_the_time_of_a_call_costs_no_page_and_no_error(
         read = store.backend.batch_get(asked, empty_frames(CODEC, 4), deadline=clock() + 1)
         assert read == [HIT] * 3 + [MISS]
     assert errors == []
-
-
-def test_while_a_wanted_store_is_not_open_calls_fail_without_a_pool_and_work_with_one(
-    shared: Callable[..., Subject],
-) -> None:
-    keys = make_keys(2)
-    for pool_pages, outcomes, kinds in ((0, [SET_ERROR] * 2, {"unavailable"}), (64, [STORED] * 2, set())):
-        store = shared(None, pool_pages)
-        assert isinstance(store.backend, SharedStore)
-        store.backend.slot.replace(unavailable)
-        with collected_errors() as errors:
-            assert (exists(store, keys), store_chain(store, keys)) == (0, outcomes)
-            assert load(store, keys) == ([HIT] * 2 if pool_pages else [GET_ERROR] * 2)
-        assert set(errors) == kinds
 
 
 @pytest.mark.parametrize("seed", seeds(2))

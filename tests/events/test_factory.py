@@ -58,7 +58,6 @@ def test_keys_are_read_from_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [({"endpoint": "tcp://0.0.0.0:1"}, "can be reached by other users or hosts"),
-     ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://*:2"}, "can be reached by other users or hosts"),
      ({"endpoint": "tcp://127.0.0.1:1", "curve_secret_key_file": "/no/s", "curve_client_keys_file": "/no/c"},
       "No such file")],
 )  # fmt: skip
