@@ -30,7 +30,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from tests.seeds import rng, seeds
+from tests.seeds import IS_SOAK, rng, seeds
 
 from ._crash_child import CAPACITY_PAGES, HALF_PAGES, MARK_US
 from ._files import (
@@ -137,7 +137,7 @@ def verify(
 
 # In parts, so that each test stays far below its time limit on a busy machine. A soak has all of them.
 PARTS = 4
-SOME = range(PARTS) if "SOAK_FACTOR" in os.environ else (0, 2)
+SOME = range(PARTS) if IS_SOAK else (0, 2)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.errors import BackendError
+from tests.seeds import IS_SOAK
 
 from ._files import (
     FORMS,
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.long
 REJECTED = SetOutcome.REJECTED
 ERRNOS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 # One of each class; a soak has all of them in every call.
-CLASSES = ERRNOS if "SOAK_FACTOR" in os.environ else [errno.ENOSPC, errno.EIO]
+CLASSES = ERRNOS if IS_SOAK else [errno.ENOSPC, errno.EIO]
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 OPTIONS: dict[str, Any] = {"capacity": 10 * PAGE, "free_space_floor": 1, "sync": True}
 

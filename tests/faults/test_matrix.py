@@ -10,7 +10,6 @@ fault. S3 and the older Redis meet one fault of each kind, and every fault with 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from hicache.backends.testing import empty_frames, full_frames, holds, make_keys
 from hicache.lab.devservers import DevService
 from tests.faults.stores import CODEC, KINDS, PATIENCE_S, QUICK, TIMEOUT_S, Hurt, Kind
 from tests.proxy import Direction, Faults, Proxy
+from tests.seeds import IS_SOAK
 from tests.waiting import wait_for
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
@@ -98,7 +98,7 @@ SAMPLES = {
 ALL_PAIRS = [(kind, row) for kind in KINDS for row in ROWS]
 PAIRS = [
     (kind, row) for kind, row in ALL_PAIRS
-    if "SOAK_FACTOR" in os.environ or row.name in SAMPLES.get(kind.name, {row.name})
+    if IS_SOAK or row.name in SAMPLES.get(kind.name, {row.name})
 ]  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from tests.hostile.redis_server import (
     texts_of,
 )
 from tests.proxy import Proxy
-from tests.seeds import seeds
+from tests.seeds import IS_SOAK, seeds
 from tests.waiting import wait_for
 
 from .store import CODEC
@@ -324,9 +324,7 @@ ENDLESS = {
 
 VERBS = ("open", "sentinel", "usage", "exists", "list")
 # Each reply to one verb; a soak sends each to all of them.
-ENDLESS_TO = list(itertools.product(ENDLESS, VERBS)) if "SOAK_FACTOR" in os.environ else [
-    *zip(ENDLESS, itertools.cycle(VERBS))
-]  # fmt: skip
+ENDLESS_TO = [*(itertools.product(ENDLESS, VERBS) if IS_SOAK else zip(ENDLESS, itertools.cycle(VERBS)))]
 
 
 @pytest.mark.parametrize(("kind", "verb"), ENDLESS_TO)
