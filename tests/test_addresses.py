@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hicache.config import EventsConfig, HiCacheConfig, MooncakeStorageOptions
-from hicache.config.addresses import HTTP_PORTS, check_host, check_port, split_address, split_endpoint, split_url
+from hicache.config.addresses import (
+    HTTP_PORTS,
+    Address,
+    Url,
+    check_host,
+    check_port,
+    split_address,
+    split_endpoint,
+    split_url,
+)
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream
@@ -69,6 +79,13 @@ def test_common_ways_to_write_an_address_are_accepted() -> None:
         HiCacheConfig.model_validate({"storage": {"type": "s3", "options": {"bucket": "pages", "endpoint_url": url}}})
     for metadata in ("P2PHANDSHAKE", "http://10.0.0.1:8080/metadata", "etcd://10.0.0.1:2379;10.0.0.2:2379", "h:2379"):
         HiCacheConfig.model_validate({"storage": {"type": "mooncake", "options": {"metadata": metadata}}})
+
+
+def test_an_address_has_its_parts() -> None:
+    assert split_url("https://[::1]/base", HTTP_PORTS) == Url("https", "::1", 443, "/base")
+    assert split_endpoint("tcp://*:*", listens=True) == Address("*", 0)
+    assert split_endpoint("tcp://*:5557", listens=True) == Address("*", 5557)
+    assert split_endpoint("ipc:///run/kv", listens=False) == Path("/run/kv")
 
 
 @pytest.mark.parametrize("port", ["99999", "65536", "65616", "-1", "1e3", "٨٠"])

@@ -22,7 +22,7 @@ from hicache.units import (
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
     [("512B", 512), ("0", 0), ("0.0", 0),("200GiB", 200 << 30), ("64MB", 64_000_000), ("1.5KiB", 1536), (" 7 b ", 7),
-     (12, 12)],
+     (12, 12), ("2TiB", 2 << 40)],
 )
 def test_a_size_is_read_in_binary_and_decimal_units(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes

@@ -76,7 +76,7 @@ def test_without_the_option_a_damaged_frame_is_loaded() -> None:
     world.wrong_pages = 0
 
 
-@pytest.mark.parametrize("at", [0, 8, 60, 100, 200, PAYLOAD + 8])
+@pytest.mark.parametrize("at", [0, 60, 200, PAYLOAD + 8])
 def test_a_damaged_header_is_found_too(at: int) -> None:
     world = on_host()
     flip(world, KEY, 0, at)
@@ -89,13 +89,6 @@ def overwrite(world: World, page: int) -> None:
     (node,) = [node for node in world.cache.tree.nodes() if node.host is not None]
     assert node.host is not None
     world.host.frame(int(node.host[page]))[:] = bytes(codec().frame_bytes)
-
-
-def test_a_page_whose_header_was_overwritten_too_is_damaged() -> None:
-    world = on_host()
-    overwrite(world, 1)
-    assert world.serve("again", KEY).host_hit_tokens == 4
-    assert verified(world) == {"sound": 1, "damaged": 1} and world.wrong_pages == 0
 
 
 @pytest.mark.parametrize("compression", [None, Compression()])
@@ -287,17 +280,6 @@ def test_a_host_cache_rejects_a_load_that_was_not_verified() -> None:
     assert world.cache.begin_load("a", key, 0, 2) is None
     assert world.cache.statistics().skipped["load_not_verified"] == 1
     world.cache.abort("a")
-
-
-def test_frames_on_l2_with_a_mac_are_verified_too() -> None:
-    def keyed(epoch: int) -> FrameCodec:
-        return FrameCodec(NAMESPACE.digest, GEOMETRY.payload_bytes, mac_keys=[bytes(32)])
-
-    world = World(config=every_hit(integrity=VERIFIES), backend=type(memory_backend())(keyed(0)), host_codec=keyed)
-    leave(world, KEY)
-    flip(world, KEY, 1)
-    assert world.serve("again", KEY).host_hit_tokens == 4
-    assert verified(world) == {"sound": 1, "damaged": 1}
 
 
 def scrubbed(rate: int, **parts: Any) -> World:

@@ -28,7 +28,7 @@ from hicache.frame import (
     TagStream,
     frame_bytes,
 )
-from hicache.frame.buffers import IDLE_MAX, BufferPool
+from hicache.frame.buffers import IDLE_MAX, BufferPool, fill
 from tests.seeds import rng, seeds
 
 from .modes import CIPHER, CODECS, KEY, MAC, NAMESPACE, PAYLOAD, arrived, filled, payload_in, smooth_payload
@@ -197,6 +197,12 @@ def test_a_buffer_is_reused_only_when_no_part_of_it_is_held() -> None:
     assert address % FRAME_ALIGN == 0 and _address(other) != address
     del part
     assert _address(pool.take()) == address
+
+
+def test_bytes_fill_several_buffers_and_the_rest_stays_free() -> None:
+    first, second, last = (memoryview(bytearray(size)) for size in (3, 4, 2))
+    rest = fill([first, second, last], b"abcde")
+    assert (bytes(first), bytes(second)) == (b"abc", b"de\0\0") and [len(one) for one in rest] == [2, 2]
 
 
 def test_buffers_beyond_the_limit_of_the_pool_are_freed() -> None:
