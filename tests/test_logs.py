@@ -336,6 +336,8 @@ def test_threads_that_hang_or_die_are_logged_by_their_replacements(lines: io.Str
     finally:
         go.set()
         pool.close()
+        # The report of a dying thread belongs to this test.
+        wait_for(lambda: not [one for one in threading.enumerate() if one.name.startswith("hicache-io-")])
 
 
 def test_every_line_of_the_log_is_on_the_page(repository: Path) -> None:

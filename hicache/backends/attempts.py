@@ -242,7 +242,7 @@ class Attempts:
         return outcomes, reads.errors
 
     def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
-        """Remove damaged objects unless others have replaced them since."""
+        """Remove damaged objects, but not objects that have replaced them since."""
         until = max(deadline, self._clock() + SETTLE_S)
         keys, found = [one.key for one in damaged], [one.found for one in damaged]
         _, errors = self._removed(lambda: self.driver.remove(self._namespace, keys, until, found))

@@ -91,7 +91,7 @@ class Head:
 
     @property
     def length(self) -> int | None:
-        """Bytes of the body, None if not given. Raises StoreError for an invalid length."""
+        """Bytes of the body, None if the head does not say. Raises StoreError for an invalid length."""
         text = self.headers.get("content-length")
         if text is not None and not _LENGTH.fullmatch(text):
             raise StoreError(ErrorKind.PROTOCOL, "content-length is not a number")
@@ -466,7 +466,7 @@ class ConnectionPool:
             raise StoreError(ErrorKind.UNREACHABLE, f"the proxy answered with status {status}")
 
     def give(self, connection: Connection) -> None:
-        """Take a connection back: it is kept if its reply was read to the end, otherwise closed."""
+        """Return a connection to the pool. It is closed unless its reply was read to the end."""
         if connection.is_reusable:
             with self._lock:
                 self._idle.append(connection)

@@ -77,9 +77,9 @@ class KeptFrames:
         with self._lock:
             while len(self._unused) < count and (oldest := self._order.oldest()) is not None:
                 self._discard(oldest[0])
-            given, self._unused = self._unused[:count], self._unused[count:]
-            self.held -= len(given)
-            return given
+            freed, self._unused = self._unused[:count], self._unused[count:]
+            self.held -= len(freed)
+            return freed
 
     def drop(self) -> None:
         """Forget all pages; `give_way` frees them. A page that is being read stays with its reader."""

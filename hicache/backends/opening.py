@@ -40,8 +40,7 @@ class StorageOpener:
             self._compression = Compression(chosen.compression_level, byte_planes=planes)
 
     def codec(self, namespace: bytes, payload_bytes: int, *, weights_epoch: int, label: str) -> FrameCodec:
-        """Return the codec that seals and verifies the pages of a namespace, given by its digest. Raises as FrameCodec.
-        """
+        """Return the codec that seals and verifies pages of the namespace with this digest. Raises as FrameCodec."""
         return FrameCodec(
             namespace,
             payload_bytes,

@@ -65,7 +65,7 @@ class EvictionOrder:
                 if not next(visited) % PAGES_AT_ONCE:
                     yield
             walks.append(walk)
-        # A walk ends at a page without a parent, or at one of an earlier walk, which is then later in the order.
+        # A walk ends at a page without a parent, or at a page that a previous walk has visited.
         for walk in reversed(walks):
             for key in walk:
                 if key in self._links:  # not discarded in between

@@ -1,8 +1,8 @@
 """The storage contract: the operations of every L3 backend on batches of pages.
 
 A batch is a run of consecutive pages of one chain, head first. Keys are 32 raw bytes. A page is a frame, a writable
-memoryview of exactly `codec.frame_bytes` bytes of host memory, or a `PageView` of memory that others own; tensors are
-not passed. A backend belongs to one namespace and has no access to others. Backends seal pages before they store them
+memoryview of exactly `codec.frame_bytes` bytes of host memory, or a `PageView` of memory that the caller owns; tensors
+are not passed. A backend belongs to one namespace and cannot access another. Backends seal pages before they store them
 and verify pages that they read, page by page through their codec while the bytes are in the processor's cache, and
 remove pages that fail.
 

@@ -421,8 +421,7 @@ class Store:
         return call.deadline - call.began_s < _SHORT_S and self._clock() >= call.deadline
 
     def _explain(self, call: Call, outcomes: Sequence[SetOutcome]) -> None:
-        """Record in `call` why it kept none of its pages; a call that proves nothing about the store does not tell it.
-        """
+        """Record in `call` why it stored none of its pages, unless the call proves nothing about the store."""
         if call.result is CallResult.UNKNOWN:
             call.kept = None
         elif SetOutcome.REJECTED in outcomes:

@@ -28,7 +28,6 @@ from hicache.backends.testing import (
 )
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig, InjectConfig
-from hicache.errors import ConfigError
 from hicache.frame import FrameCodec, TagKind
 from tests.clocks import PassingClock
 from tests.waiting import wait_for
@@ -186,17 +185,3 @@ def test_a_store_has_a_guard_unless_it_is_disabled() -> None:
 
 def put_one(store: Store) -> list[SetOutcome]:
     return store.batch_set(KEYS[:1], full_frames(CODEC, KEYS[:1]), parent=None, deadline=soon())
-
-
-@pytest.mark.parametrize(
-    ("guard", "message"),
-    [
-        ({"failures": 0}, "failures"),
-        ({"failurs": 3}, "failurs"),
-        ({"inject": {"error_share": 2}}, "error_share"),
-        ({"inject": {"chaos": True}}, "chaos"),
-    ],
-)
-def test_wrong_options_of_a_guard_are_rejected(guard: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GuardConfig(**guard)

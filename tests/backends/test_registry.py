@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from hicache.backends.file import FileDriver
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.mooncake.driver import MooncakeDriver
 from hicache.backends.redis import RedisDriver
-from hicache.backends.registry import backend_names, check_backend
+from hicache.backends.registry import BackendSpec, backend_names, check_backend, open_spec
 from hicache.backends.s3 import S3Driver
 from hicache.backends.storage import Storage
 from hicache.backends.testing import driver_of, open_backend
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config import HiCacheConfig, Section
 from hicache.errors import ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
@@ -201,6 +203,27 @@ def by_keyword(codec: FrameCodec, name: str = "shelf", *, chosen: ShelfOptions |
 def needs_more(codec: FrameCodec, options: ShelfOptions, more: int) -> Storage:
     """A factory with a required parameter that no configuration can give."""
     raise NotImplementedError
+
+
+class Timed(MemoryDriver):
+    """A driver that takes a clock."""
+
+    def __init__(self, codec: FrameCodec, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        super().__init__()
+        self.clock = clock
+
+
+def test_a_factory_with_a_clock_gets_that_of_its_store_also_as_a_part() -> None:
+    clock, timed = ManualClock(), f"{__name__}:Timed"
+    parts = {"levels": [{"type": "memory"}, {"type": timed}]}
+    with closing(open_spec(BackendSpec("levels", parts), CODEC, clock)) as pair:
+        assert driver_of(pair.stores[1], Timed).clock is clock
+        assert [store._clock for store in pair.stores] == [clock, clock]
+    with closing(open_spec(BackendSpec(timed), CODEC)) as store:
+        assert driver_of(store, Timed).clock is SYSTEM_CLOCK
+    with pytest.raises(ConfigError, match="it takes none"):
+        check_backend(timed, {"clok": 1})
+
 
 
 def test_a_section_goes_to_the_parameter_that_is_annotated_with_it() -> None:

@@ -12,7 +12,7 @@ the first hole of the prefix is the earliest of these. The result is exact and t
 A part that evicts can drop tails before heads only if it knows each page's parent. The parent in the chain is usually
 on another part. Therefore each part gets the previous page on that same part as parent, while the header of the stored
 page names the parent in the chain (see ShardCodec). For the first page of a batch, the part's previous page is known if
-this object stored the preceding batch and not too many others since. Otherwise the chain's parent is passed on, which
+this object stored the preceding batch and not too many batches since. Otherwise the chain's parent is passed on, which
 the part treats as none.
 
 If a part is down, its pages are ERROR and a prefix ends before the first of them; the other parts still work.

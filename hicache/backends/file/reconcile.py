@@ -172,9 +172,10 @@ def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
 
 
 def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool = False) -> None:
-    """Compare every page file with its row: forget rows without files, adopt whole files without rows, remove others.
+    """Compare every page file with its row: forget rows without files, adopt whole files without rows, remove
+    damaged files.
 
-    With `keep_damaged` the others only lose their rows: a tool that counts damage removes them itself, one by one.
+    With `keep_damaged` damaged files only lose their rows: a tool that counts damage removes them itself, one by one.
     Directories and files with other names are ignored.
     """
     on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}

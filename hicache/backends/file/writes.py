@@ -59,7 +59,7 @@ class _Full:
     free_bytes: int
 
     def ended(self, now_s: float, free: int, reserved: int) -> bool:
-        """Return True if the store may grow again: others made room, or it is time to try."""
+        """Return True if the store may grow again: other programs have freed room, or it is time to try."""
         is_over = now_s >= self.until_s and free >= reserved
         return is_over or free >= self.free_bytes + reserved + _FLOOR_SLACK_BYTES
 
@@ -232,7 +232,7 @@ class Writes:
             _limited_log.warn(path, "file store %s: rejects pages: %s", path, self.rejection)
 
     def _look(self) -> None:
-        """Settle the pages that are already stored, and collect the others."""
+        """Report the pages that are already stored, and collect the missing ones."""
         is_present = self._files.lookup(self._namespace_hex)
         for position, key in enumerate(self._pages.keys):
             try:

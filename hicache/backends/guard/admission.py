@@ -1,5 +1,10 @@
 """Admission control of a guard: which calls it makes, which wait, which it rejects. Judges results, budgets retries.
 
+The rules are in modules of their own: `breaker`, `budget` (retries, damage) and `health`. This one has their common
+lock and the order of events: the end of a call, or its delay, is a result; a result moves a breaker; a moved breaker
+plans a probe, ends the wait of calls and queues a line for the log. Each step reads and changes the state of the step
+before it, so it is one class.
+
 Locking design: one condition guards everything in this module, including breakers, budget, damage watch and latencies.
 It is held for a few instructions, also by an engine's scheduler thread (`may_pass`), and never during a backend call.
 Lock order: this condition, then the lock of the probe task.

@@ -41,7 +41,7 @@ class HealthState(enum.StrEnum):
 
     WORKING = "working"
     IDLE = "idle"  # nothing is known: no call has ended yet
-    KEEPS_NOTHING = "keeps_nothing"  # pages that are given to it are lost
+    KEEPS_NOTHING = "keeps_nothing"  # it does not store the pages that are written to it
     FAILING = "failing"  # its pages cannot be read
 
 
@@ -102,7 +102,7 @@ def problem(state: HealthState, since_s: float, cause: str, pages: int = 0, deta
 
 
 def grouped(found: Iterable[tuple[str, str, StoreHealth]]) -> list[StoreProblem]:
-    """Return the problems among stores, given as (store, label of its namespace, health). One problem for all
+    """Return the problems among stores. `found` has (store, label of its namespace, health). One problem for all
     namespaces of a store that have the same cause, from its earliest time."""
     groups: dict[tuple[str, str, str], StoreProblem] = {}
     for store, label, health in found:
@@ -119,7 +119,7 @@ def grouped(found: Iterable[tuple[str, str, StoreHealth]]) -> list[StoreProblem]
 
 @dataclass(slots=True, eq=False)
 class _InVain:
-    """Pages that were offered and not kept, since the last page that was kept."""
+    """Pages that were written and not stored, since the last page that was stored."""
 
     since_s: float
     pages: int = 0
@@ -141,7 +141,7 @@ class HealthWatch:
         self._has_worked = False
         self._in_vain: _InVain | None = None
         self._causes: dict[Direction, str] = {}  # of the last failure
-        self._told: HealthState | None = None  # the problem that the log knows
+        self._logged: HealthState | None = None  # the problem that was logged last
 
     def worked(self) -> None:
         """Record a good call."""
@@ -158,7 +158,7 @@ class HealthWatch:
             self._wake(time_s)
 
     def kept_nothing(self, pages: int, cause: str, detail: str, time_s: float) -> None:
-        """Record a store of pages none of which was kept. `detail` are the store's own words for `cause`."""
+        """Record a write that stored none of its pages. `detail` is the store's explanation of `cause`."""
         if self._in_vain is None:
             self._in_vain = _InVain(time_s)
             self._wake(time_s + CONFIRM_S)
@@ -197,18 +197,18 @@ class HealthWatch:
         return known or self._causes.get(direction, reason)
 
     def news(self, off: Off, time_s: float) -> tuple[StoreHealth | None, float]:
-        """Return the health if the log must tell it now: a problem that is not just a moment, or its end. Also return
-        the time of the next call, infinity if `wake` tells it."""
+        """Return the health if it must be logged now: a problem that has lasted for CONFIRM_S, or its end. Also return
+        the time of the next call, infinity if only `wake` is to cause it."""
         starts = [since_s for since_s, _ in off.values()]
         if self._in_vain is not None:
             starts.append(self._in_vain.since_s)
         due = min((start + CONFIRM_S for start in starts if start + CONFIRM_S > time_s), default=math.inf)
-        found, told = self.verdict(off, time_s), self._told
+        found, logged = self.verdict(off, time_s), self._logged
         if not found.is_problem:
-            self._told = None
+            self._logged = None
         elif any(start + CONFIRM_S <= time_s for start in starts):
-            self._told = found.state
-        return found if self._told is not told else None, due
+            self._logged = found.state
+        return found if self._logged is not logged else None, due
 
 
 class _Cause(NamedTuple):

@@ -207,7 +207,7 @@ class Router:
         raise failure
 
 
-def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
+def parse_slots(reply: Reply, source: Endpoint, access: Access) -> Routes:
     """Return the routes in the reply to CLUSTER SLOTS. Raises StoreError if it is malformed, names no node or too many
     nodes, or names a node that is not allowed."""
     slots = [NO_SHARD] * SLOTS
@@ -217,7 +217,7 @@ def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
     for entry in reply if isinstance(reply, list) else []:
         match entry:
             case [int(first), int(last), *nodes] if nodes and 0 <= first <= last < SLOTS:
-                addresses = [_node(node, asked, access) for node in nodes]
+                addresses = [_node(node, source, access) for node in nodes]
                 # One shard per primary, although its ranges may name the replicas in different orders.
                 number = numbers.setdefault(addresses[0], len(shards))
                 if number == len(shards):
@@ -233,21 +233,21 @@ def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
     return Routes(tuple(shards), slots)
 
 
-def _node(node: Reply, asked: Endpoint, access: Access) -> Address:
+def _node(node: Reply, source: Endpoint, access: Access) -> Address:
     match node:
         case [bytes(host), int(port), *_] if host not in (b"", b"?"):
             return named_node(access, host, port)
-        case [bytes() | None, int(port), *_] if isinstance(asked, Address):
-            return named_node(access, asked.host.encode(), port)  # the node does not know its own address
+        case [bytes() | None, int(port), *_] if isinstance(source, Address):
+            return named_node(access, source.host.encode(), port)  # the node does not know its own address
     raise StoreError(ErrorKind.PROTOCOL, "a node in the reply to CLUSTER SLOTS is not valid")
 
 
-def redirect(error: ErrorReply, asked: Endpoint) -> Address | None:
+def redirect(error: ErrorReply, source: Endpoint) -> Address | None:
     """Return the target of `MOVED slot host:port` or `ASK slot host:port`; None if it is not valid."""
     words = error.text.split(b" ")
     host, _, port = words[-1].rpartition(b":")
     if len(words) != 3:
         return None
-    if not host and isinstance(asked, Address):
-        host = asked.host.encode()
+    if not host and isinstance(source, Address):
+        host = source.host.encode()
     return named_address(host.removeprefix(b"[").removesuffix(b"]"), port)

@@ -82,13 +82,13 @@ class SharedFrames:
             if self._clock() < self._retry_at_s:
                 return None
             memory, layout = self.memory, self.memory.layout
-            asked = {
+            fields = {
                 "frame_bytes": layout.frame_bytes, "pages": layout.pages,
                 "device": memory.identity[0], "inode": memory.identity[1],
             }  # fmt: skip
             try:
                 limit = min(deadline, self._clock() + _ATTACH_S)
-                answer = self._client.call("PUT", self._path, asked, deadline=limit)
+                answer = self._client.call("PUT", self._path, fields, deadline=limit)
             except StoreError:
                 self._retry_at_s = self._clock() + _REFUSED_S
                 raise

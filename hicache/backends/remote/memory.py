@@ -18,10 +18,10 @@ def create_memory(options: RemoteStorageOptions, name: str, shape: bytes, payloa
     caller opens it next. Blocks while the daemon zeroes the memory. Raises BackendUnavailable without a reply,
     BackendError if the daemon rejects it."""
     client = DaemonClient(open_access(options))
-    asked = {"frame_bytes": frame_bytes(payload_bytes), "pages": pages, "shape": shape.hex()}
+    fields = {"frame_bytes": frame_bytes(payload_bytes), "pages": pages, "shape": shape.hex()}
     try:
         client.call("GET", "/livez", deadline=client.clock() + options.open_timeout)  # it does not hang
-        client.call("PUT", f"/v1/memory/{name}", asked, deadline=client.clock() + _CREATE_S)
+        client.call("PUT", f"/v1/memory/{name}", fields, deadline=client.clock() + _CREATE_S)
     except StoreError as error:
         kind = BackendError if isinstance(error, Refused) else BackendUnavailable
         where = f"host.shared: the daemon at {client.access.where} does not create the memory {name!r}"

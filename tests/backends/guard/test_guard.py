@@ -13,7 +13,6 @@ import pytest
 from hicache.backends.base import Direction, GetOutcome, SetOutcome, Usage
 from hicache.backends.compose import Levels, Part
 from hicache.backends.errors import ErrorKind, StoreError
-from hicache.backends.faults import Faults
 from hicache.backends.guard import Override, Verb
 from hicache.backends.guard.breaker import BreakerState
 from hicache.backends.guard.calls import Refusal
@@ -33,7 +32,7 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
-from hicache.config.guard import GuardConfig, InjectConfig
+from hicache.config.guard import GuardConfig
 from hicache.errors import BackendError
 from hicache.frame import FrameCodec
 from tests.backends._troubled import CODEC, Troubled
@@ -401,11 +400,3 @@ def test_each_store_shows_its_own_counts_under_its_own_name(store: Troubled) -> 
     found = store_statistics(pair)
     assert [one.name for one in found] == ["test", "test-2"]
     assert [dict(one.statistics.sets) for one in found] == [{}, {STORED: 2}]
-
-
-def test_injected_faults_are_counts_of_their_store(store: Troubled) -> None:
-    guard = guard_of(store, faults=Faults(InjectConfig(error_share=1.0)))
-    assert put(guard, make_keys(2)) == [SET_ERROR] * 2
-    (found,) = store_statistics(guard)
-    assert (found.name, dict(found.statistics.sets)) == ("test", {SetOutcome.ERROR: 2})
-    assert store.calls == []

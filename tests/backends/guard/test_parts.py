@@ -135,6 +135,7 @@ def test_each_call_is_counted_in_the_bucket_of_its_latency(seconds: list[float])
         {"failures": 0}, {"failures": True}, {"in_flight": 0}, {"damage_pages": -1}, {"failure_share": 0.0},
         {"failure_share": 1.1}, {"retry_share": -0.1}, {"backoff_min": 0}, {"backoff_min": 6.0}, {"grace": "soon"},
         {"read": "maybe"}, {"write": 1}, {"probe_timeout": float("nan")},
+        {"failurs": 3},
     ],
 )  # fmt: skip
 def test_options_that_cannot_work_are_rejected(options: dict[str, Any]) -> None:

@@ -111,17 +111,6 @@ def test_a_call_that_returns_late_is_counted_once(
     assert guard.guard_statistics().failures == {(WRITE, "overdue"): 1}
 
 
-def test_closing_ends_the_calls_that_injected_faults_hold(
-    threads: ThreadPoolExecutor, faulty: Faults, clock: PassingClock
-) -> None:
-    guard = over(faulty, patient(), clock)
-    faulty.hang()
-    hanging = threads.submit(get, guard)
-    wait_for(lambda: faulty.hung_calls == 1)
-    guard.close()
-    assert hanging.result() in ([MISS], [GET_ERROR])
-
-
 def test_closing_waits_for_a_call_that_hangs_at_most_the_grace(
     threads: ThreadPoolExecutor, clock: PassingClock
 ) -> None:
