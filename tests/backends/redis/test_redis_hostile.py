@@ -260,7 +260,7 @@ FORMS = ["-ERR unknown command 'AUTH {}'", "-{}", "-WRONGPASS {} is wrong", "-NO
     [*(("single", form) for form in FORMS), *itertools.product(["sentinel", "cluster"], [FORMS[0], FORMS[6]])],
 )
 def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
-    for secret in sorted(encodings(PASSWORD)):
+    for secret in (*sorted(encodings(PASSWORD)), "letters-only"):
         answer = form.format(secret).encode() + b"\r\n"
         with hostile(lambda request, answer=answer: answer, mode) as (server, options):  # type: ignore[misc]
             if mode == "sentinel":
