@@ -1,4 +1,4 @@
-"""Frames that an earlier process has kept in host memory (`host.shared.keep`): read like a very fast store.
+"""Frames that a previous process has left in host memory (`host.shared.keep`): a read-only level above storage.
 
 An engine that ends or dies keeps its frames in a shared mapping. The next engine indexes them by the page keys in their
 headers. They stay in place until a prompt needs them, or until the cache needs their memory.

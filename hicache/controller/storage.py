@@ -209,13 +209,13 @@ class StorageExecutor:
 
     def _store_or_touch(self, operation: Store | Touch, beat: _Beat) -> None:
         if isinstance(operation, Touch):
-            self.tell_uses(operation, beat)
+            self.report_uses(operation, beat)
         else:
             self.store(operation, beat)
 
-    def tell_uses(self, told: Touch, beat: _Beat) -> None:
+    def report_uses(self, touch: Touch, beat: _Beat) -> None:
         """Touch batch by batch. If storage lacks a page, this page and the rest of its run are lost."""
-        storage, runs = told.storage, [split_keys(run) for run in told.runs]
+        storage, runs = touch.storage, [split_keys(run) for run in touch.runs]
         keys = [key for run in runs for key in run]
         missing: set[bytes] = set()
         for start in range(0, len(keys), _TOUCHED_AT_ONCE):
@@ -225,7 +225,7 @@ class StorageExecutor:
             beat()
             some = keys[start : start + _TOUCHED_AT_ONCE]
             missing.update(storage.backend.batch_touch(some, deadline=deadline))
-            told.pages += len(some)
+            touch.pages += len(some)
         for run in runs if missing else ():
             first = next((number for number, key in enumerate(run) if key in missing), len(run))
             self._note_lost(run[first:])

@@ -68,7 +68,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _LookupCall:
     """The lookups of a step, and their store."""
 
     batch: Batch
@@ -106,13 +106,13 @@ class ChunkTier:
         self._jobs: dict[int, Job] = {}  # in flight for the engine
         self._stores_queued = 0  # chunks of the stores among them
         self._ended: list[Ended] = []  # not reported yet
-        self._finished: queue.SimpleQueue[Job | _Asked] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Job | _LookupCall] = queue.SimpleQueue()
         self._supervise_at = 0.0
         self._gate = EngineGate(
             config, functools.partial(open_namespace, namespace), "tier", processes=processes, clock=clock
         )
         deadline_s = transfer.storage_deadline
-        self._askers: SupervisedPool[_Asked] = SupervisedPool(
+        self._lookup_workers: SupervisedPool[_LookupCall] = SupervisedPool(
             "tier-lookup", transfer.lookup_workers, handle=self._answer, acknowledge=self._finished.put,
             patience_s=patience_s + _STUCK_GRACE_S, clock=clock,
         )  # fmt: skip
@@ -181,13 +181,13 @@ class ChunkTier:
         batch = self._lookups.take_new()
         if batch is not None:
             if self._gate.may(Direction.READ):
-                self._askers.submit(_Asked(batch, self._gate.enter()))
+                self._lookup_workers.submit(_LookupCall(batch, self._gate.enter()))
             else:
                 self._lookups.settle(batch)
         if self._clock() >= self._supervise_at:
             self._supervise_at = self._clock() + _SUPERVISE_EVERY_S
             self._gate.slot.advance()
-            self._askers.supervise()
+            self._lookup_workers.supervise()
             for pool in self._pools.values():
                 pool.supervise()
 
@@ -199,9 +199,9 @@ class ChunkTier:
         for _ in range(self._finished.qsize()):
             self._take(self._finished.get_nowait())
 
-    def _take(self, finished: Job | _Asked) -> None:
+    def _take(self, finished: Job | _LookupCall) -> None:
         self._gate.slot.leave(finished.store)
-        if isinstance(finished, _Asked):
+        if isinstance(finished, _LookupCall):
             self._lookups.settle(finished.batch)
             return
         if finished.is_left:
@@ -274,7 +274,7 @@ class ChunkTier:
 
         ended = self._pools[Direction.WRITE].close(left_s())
         self._cancel(self._jobs.values())
-        ended = all([self._pools[Direction.READ].close(left_s()), self._askers.close(left_s()), ended])
+        ended = all([self._pools[Direction.READ].close(left_s()), self._lookup_workers.close(left_s()), ended])
         ended = self._gate.close(left_s(), calls_ended=ended)
         if ended:
             self._rows.release()
@@ -288,14 +288,14 @@ class ChunkTier:
 
     # On the threads
 
-    def _answer(self, asked: _Asked, beat: _Beat) -> None:
-        batch = asked.batch
+    def _answer(self, call: _LookupCall, beat: _Beat) -> None:
+        batch = call.batch
         for part in batches(len(batch.questions), self._batch_pages):
             if self._clock() >= batch.deadline_s:
                 return
             beat()
             keys = [self._key_of(batch.questions[position][0]) for position in part]
-            found = asked.store.backend.batch_has(keys, deadline=batch.deadline_s)
+            found = call.store.backend.batch_has(keys, deadline=batch.deadline_s)
             _require_answers(found, bool, len(keys))
             batch.answers += found
 
