@@ -62,46 +62,6 @@ class TestValkey(DriverContract):
             yield from opener(client, unique_prefix, valkey.storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
-class TestUnixSocket(SampleContract):
-    @pytest.fixture
-    def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
-        with valkey.client() as client:
-            yield from opener(client, unique_prefix, valkey.unix_storage(key_prefix=unique_prefix, **_PATIENT)[1])
-
-
-class TestOldRedis(SampleContract):
-    """With a time to live and one connection, which use different commands and timing."""
-
-    @pytest.fixture
-    def open_store(self, old_redis: RedisServer, unique_prefix: str) -> Iterator[OpenStore]:
-        options = old_redis.storage(key_prefix=unique_prefix, **_PATIENT, ttl=600.0, connections=1)[1]
-        with old_redis.client() as client:
-            yield from opener(client, unique_prefix, options)
-
-
-@pytest.fixture(scope="module")
-def cluster_client(redis_cluster: RedisCluster) -> Iterator[Any]:
-    """A side door to the shared cluster. Shared, because opening it takes as long as a contract test."""
-    with redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as client:
-        yield client
-
-
-class TestCluster(SampleContract):
-    @pytest.fixture
-    def open_store(
-        self, redis_cluster: RedisCluster, cluster_client: Any, unique_prefix: str
-    ) -> Iterator[OpenStore]:
-        options = redis_cluster.storage(key_prefix=unique_prefix, **_PATIENT)[1]
-        yield from opener(cluster_client, unique_prefix, options)
-
-
-class TestSentinel(SampleContract):
-    @pytest.fixture
-    def open_store(self, redis_sentinel: RedisSentinel, unique_prefix: str) -> Iterator[OpenStore]:
-        with redis_sentinel.primary.client() as client:
-            yield from opener(client, unique_prefix, redis_sentinel.storage(key_prefix=unique_prefix, **_PATIENT)[1])
-
-
 @pytest.fixture(scope="module")
 def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Options for the shared server over mutual TLS: a proxy ends TLS and forwards plain text to the server."""
@@ -113,28 +73,37 @@ def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) 
         }  # fmt: skip
 
 
-class TestTls(SampleContract):
-    """With one connection for bodies, because handshakes take most of the time of these tests."""
+@pytest.fixture(scope="module")
+def places(
+    valkey: ValkeyServer, old_redis: RedisServer, redis_cluster: RedisCluster, redis_sentinel: RedisSentinel,
+    tls_options: dict[str, Any],
+) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:  # fmt: skip
+    """Side doors and options. Shared, because opening a cluster's door takes as long as a contract test."""
+    with (
+        valkey.client() as client, old_redis.client() as old, redis_sentinel.primary.client() as primary,
+        redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as cluster,
+    ):  # fmt: skip
+        yield {
+            "unix socket": (client, valkey.unix_storage()[1]),
+            # A time to live and one connection use different commands and timing.
+            "old server": (old, old_redis.storage(ttl=600.0, connections=1)[1]),
+            "cluster": (cluster, redis_cluster.storage()[1]),
+            "sentinel": (primary, redis_sentinel.storage()[1]),
+            # One connection for bodies, because handshakes take most of the time of these tests.
+            "tls": (client, {**tls_options, "connections": 1}),
+        }
+
+
+@pytest.mark.parametrize("place", ["unix socket", "old server", "cluster", "sentinel", "tls"])
+class TestOtherPlaces(SampleContract):
+    """Other connections, versions and topologies."""
 
     @pytest.fixture
     def open_store(
-        self, valkey: ValkeyServer, tls_options: dict[str, Any], unique_prefix: str
+        self, places: dict[str, tuple[Any, dict[str, Any]]], place: str, unique_prefix: str
     ) -> Iterator[OpenStore]:
-        options = {**_PATIENT, **tls_options, "key_prefix": unique_prefix, "connections": 1}
-        with valkey.client() as client:
-            yield from opener(client, unique_prefix, options)
-
-
-def test_a_password_opens_a_server_that_asks_for_one(login: Callable[[DevService], None], tmp_path: Path) -> None:
-    with ValkeyServer(password="pass word") as server:
-        login(server)
-        with opened(server) as (_, store):
-            assert store_chain(store, make_keys(3)) == [STORED] * 3
-        file = tmp_path / "password"
-        file.write_text("pass word\n")
-        file.chmod(0o600)
-        with opened(server, password_env=None, password_file=file) as (_, store):
-            assert store_chain(store, make_keys(3)) == [STORED] * 3
+        client, options = places[place]
+        yield from opener(client, unique_prefix, {**options, **_PATIENT, "key_prefix": unique_prefix})
 
 
 @pytest.mark.parametrize(("kind", "ttl_s"), [(ValkeyServer, None), (ValkeyServer, 60.0), (RedisServer, 60.0)])
@@ -274,10 +243,10 @@ def test_replicas_serve_reads_and_the_primary_takes_writes(redis_sentinel: Redis
 
 
 def test_usage_has_the_capacity_of_the_server(valkey: ValkeyServer) -> None:
-    with opened(valkey) as (_, store):
-        assert store.backend.usage().capacity_bytes is None
-    with ValkeyServer(maxmemory_bytes=64 << 20) as limited, opened(limited) as (_, store):
-        assert store.backend.usage().capacity_bytes == 64 << 20
+    with opened(valkey) as (backend, _):
+        assert backend.usage().capacity_bytes is None
+    with ValkeyServer(maxmemory_bytes=64 << 20) as limited, opened(limited) as (backend, _):
+        assert backend.usage().capacity_bytes == 64 << 20
 
 
 def test_usage_of_a_large_server_is_estimated(valkey: ValkeyServer) -> None:

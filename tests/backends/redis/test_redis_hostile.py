@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -86,6 +87,17 @@ def opened_hostile(
     with hostile(lie, mode) as (server, options), contextlib.closing(open_on(options | more)) as backend:
         server.hostile = True
         yield server, backend
+
+
+def refused(
+    lie: Callable[[list[bytes]], bytes | None], mode: str = "single", match: str | None = None, **more: Any
+) -> BackendUnavailable:
+    """Return the error of opening a store on a server that sends false replies."""
+    with hostile(lie, mode) as (server, options):
+        server.hostile = True
+        with pytest.raises(BackendUnavailable, match=match) as raised:
+            open_on(options | more)
+    return raised.value
 
 
 def open_on(options: dict[str, Any]) -> Store:
@@ -179,18 +191,16 @@ def test_a_topology_outside_the_allowed_nodes_is_not_used(trap: Trap, mode: str)
     facts = array(*map(bulk, (b"ip", ELSEWHERE.encode(), b"port", b"%d" % trap.port, b"flags", b"master")))
     node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % trap.port)
     lies = {b"CLUSTER": array(array(b":0\r\n", b":16383\r\n", node)), b"SENTINEL": facts}
-    with hostile(lambda request: lies.get(request[0]), mode) as (server, options):
-        server.hostile = True
-        with pytest.raises(BackendUnavailable, match=r"foreign_address.*allowed_nodes"):
-            store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=[LOOPBACK, ".cache.example"]))
+    allowed = [LOOPBACK, ".cache.example"]
+    refused(lambda request: lies.get(request[0]), mode, r"foreign_address.*allowed_nodes", allowed_nodes=allowed)
 
 
 def test_a_sentinel_that_names_itself_does_not_get_the_password_of_the_nodes() -> None:
     with hostile(lambda request: None, "sentinel") as (server, options):
         with pytest.raises(BackendUnavailable, match="foreign_address"):
-            store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=["10.1.0.0/16"]))
+            open_on(options | {"allowed_nodes": ["10.1.0.0/16"]})
         assert server.requests[b"SENTINEL"] == 1 and server.requests[b"AUTH"] == 0
-        store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=[LOOPBACK])).close()  # the control
+        open_on(options | {"allowed_nodes": [LOOPBACK]}).close()  # the control
         assert server.requests[b"AUTH"]
 
 
@@ -203,12 +213,9 @@ def test_sentinels_and_nodes_name_addresses_on_the_network_only(trap: Trap, host
     name = host.format(path=trap.path).encode()
     facts = array(*map(bulk, (b"ip", name, b"port", port.encode(), b"flags", b"master")))
     slots = array(array(b":0\r\n", b":16383\r\n", array(bulk(name or b"/"), b":%b\r\n" % port.encode())))
-    for mode, word, lie in (("sentinel", b"SENTINEL", facts), ("cluster", b"CLUSTER", slots)):
-        lies = {word: lie}
-        with hostile(lambda request, lies=lies: lies.get(request[0]), mode) as (server, options):  # type: ignore[misc]
-            server.hostile = True
-            with pytest.raises(BackendUnavailable, match="protocol"):
-                open_on(options)
+    lies = {b"SENTINEL": facts, b"CLUSTER": slots}
+    for mode in ("sentinel", "cluster"):
+        refused(lambda request: lies.get(request[0]), mode, "protocol")
 
 
 def test_nodes_named_by_a_cluster_are_reached_only_over_tls(tmp_path: Path) -> None:
@@ -224,14 +231,13 @@ def test_nodes_named_by_a_cluster_are_reached_only_over_tls(tmp_path: Path) -> N
         thread.start()
         node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % listener.getsockname()[1])
         slots = array(array(b":0\r\n", b":16383\r\n", node))
-        with hostile(lambda request: slots if request[0] == b"CLUSTER" else None, "cluster") as (server, options):
+        with (
+            hostile(lambda request: slots if request[0] == b"CLUSTER" else None, "cluster") as (server, options),
+            Proxy(server.port, tls=made.server_context()) as proxy, pytest.raises(BackendUnavailable),
+        ):  # fmt: skip
             server.hostile = True
-            with Proxy(server.port, tls=made.server_context()) as proxy:
-                options.update({
-                    "cluster": [f"{LOOPBACK}:{proxy.port}"], "tls": True, "tls_ca_file": made.ca_file, "timeout": 5.0,
-                })  # fmt: skip
-                with pytest.raises(BackendUnavailable):
-                    open_on(options)
+            place = [f"{LOOPBACK}:{proxy.port}"]
+            open_on({**options, "cluster": place, "tls": True, "tls_ca_file": made.ca_file, "timeout": 5.0})
         thread.join(30.0)
     assert heard[0][:1] == bytes([0x16])  # a TLS handshake
     assert PASSWORD.encode() not in heard[0]
@@ -262,13 +268,11 @@ FORMS = ["-ERR unknown command 'AUTH {}'", "-{}", "-WRONGPASS {} is wrong", "-NO
 def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
     for secret in (*sorted(encodings(PASSWORD)), "letters-only"):
         answer = form.format(secret).encode() + b"\r\n"
-        with hostile(lambda request, answer=answer: answer, mode) as (server, options):  # type: ignore[misc]
-            if mode == "sentinel":
-                options["sentinel_password_env"] = options.pop("password_env")
-            server.hostile = True
-            with pytest.raises(BackendUnavailable) as raised:
-                open_on(options)
-        assert not any(secret in text for text in texts_of(raised.value))
+        login: dict[str, Any] = {} if mode != "sentinel" else {
+            "sentinel_password_env": PASSWORD_ENV, "password_env": None,
+        }  # fmt: skip
+        error = refused(functools.partial(lambda answer, request: answer, answer), mode, **login)
+        assert not any(secret in text for text in texts_of(error))
 
 
 def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Path) -> None:
@@ -284,7 +288,7 @@ def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Pa
         thread.start()
         url = f"rediss://{ELSEWHERE}:{listener.getsockname()[1]}"
         with pytest.raises(BackendUnavailable, match="IP address mismatch") as raised:
-            store_of(RedisDriver, CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file, timeout=5.0))
+            open_on({"url": url, "tls_ca_file": made.ca_file, "timeout": 5.0})
         thread.join(30.0)
     assert not any("not valid for" in text for text in texts_of(raised.value))
 
@@ -305,10 +309,7 @@ def test_a_text_that_cannot_be_sent_is_refused_without_the_password(wrong: dict[
 @pytest.mark.parametrize("version", [b"\xc2\xb2.\xc2\xb3", b"9" * 5000, b"", PASSWORD.encode()])
 def test_an_invalid_version_is_not_shown(version: bytes) -> None:
     hello = array(*map(bulk, (b"version", version, b"mode", b"standalone")))
-    with hostile(lambda request: hello if request[0] == b"HELLO" else None) as (server, options):
-        server.hostile = True
-        with pytest.raises(BackendUnavailable, match=r"no version; use Redis 6\.2"):
-            open_on(options)
+    refused(lambda request: hello if request[0] == b"HELLO" else None, match=r"no version; use Redis 6\.2")
 
 
 ENDLESS = {
