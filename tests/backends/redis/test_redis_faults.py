@@ -15,7 +15,6 @@ from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
-    MISS,
     NAMESPACE,
     PRESENT,
     SET_ERROR,
@@ -122,9 +121,10 @@ def test_dead_idle_connections_are_replaced_silently(valkey: ValkeyServer, end: 
 
 @contextlib.contextmanager
 def proxied(server: ValkeyServer, timeout_s: float = PATIENT_S) -> Iterator[tuple[Subject, Proxy]]:
-    with Proxy(server.port) as proxy:
-        with opened(server, url=f"redis://127.0.0.1:{proxy.port}", timeout=timeout_s) as (_, store):
-            yield store, proxy
+    with contextlib.ExitStack() as ending:
+        proxy = ending.enter_context(Proxy(server.port))
+        url = f"redis://127.0.0.1:{proxy.port}"
+        yield ending.enter_context(opened(server, url=url, timeout=timeout_s))[1], proxy
 
 
 # In the header of the reply, after it, in the body, before its end, and within the next reply.

@@ -31,6 +31,7 @@ from hicache.lab.devservers.redis import RedisLike
 
 from .store import PAGE, fresh_prefix, grow_old, name_of, open_on, opened
 
+
 @pytest.fixture(params=["server", "cluster"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     server = request.getfixturevalue("valkey" if request.param == "server" else "redis_cluster")
