@@ -255,7 +255,7 @@ def texts_of(error: BaseException) -> list[str]:
     return texts
 
 
-class _Texts(logging.Handler):
+class Texts(logging.Handler):
     """A log handler that collects all records, and the texts of caught exceptions."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ def run_round(seed: int) -> Counter[str]:
     connection to another address. The error names the seed.
     """
     dice = random.Random(seed)
-    texts, counts = _Texts(), Counter[str]()
+    texts, counts = Texts(), Counter[str]()
     log = logging.getLogger("hicache")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as cleanup:
         trap = Trap(Path(folder))
@@ -316,7 +316,7 @@ def _options(mode: str, port: int) -> dict[str, Any]:
 
 def _round(
     open_store: Callable[..., Any], use: Callable[..., None], options: dict[str, Any], server: HostileServer,
-    counts: Counter[str], texts: _Texts,
+    counts: Counter[str], texts: Texts,
 ) -> None:  # fmt: skip
     try:
         store = open_store(RedisStorageOptions(**options))
@@ -333,7 +333,7 @@ def _round(
         counts["close"] += 1
 
 
-def _use_backend(backend: Any, counts: Counter[str], texts: _Texts) -> None:
+def _use_backend(backend: Any, counts: Counter[str], texts: Texts) -> None:
     keys = make_keys(_PAGES)
     frames = full_frames(CODEC, keys)
     for _ in range(2):
@@ -359,7 +359,7 @@ def _open_stored(options: RedisStorageOptions) -> StoredPages:
     return StoredPages(RedisDriver(None, options), "redis")
 
 
-def _use_raw(store: Any, counts: Counter[str], texts: _Texts) -> None:
+def _use_raw(store: Any, counts: Counter[str], texts: Texts) -> None:
     page = StoredPage(NAMESPACE, make_keys(1)[0], 5, None)
     verbs: dict[str, Callable[[], object]] = {
         "list": lambda: list(itertools.islice(store.pages(), 100)),

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from hicache.backends.base import GetOutcome, SetOutcome, StoredPage
 from hicache.backends.s3 import S3Driver
@@ -29,9 +28,8 @@ from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, 
 from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
-from tests.waiting import wait_for
-
-T = TypeVar("T")
+from tests.hostile.redis_server import Texts
+from tests.waiting import wait_for, wait_until_made
 
 # Each request contains the first two, and the server may send them back.
 _SECRETS = {
@@ -242,31 +240,8 @@ class HostileS3:
         return Answer(bytes(data), "close")
 
 
-class _Lines(logging.Handler):
-    """A log handler that collects lines of the level WARNING and above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
-
-
 def _assert_without_secrets(text: str) -> None:
     assert not any(secret in text for secret in _SECRETS.values()), f"a text contains a secret: {text}"
-
-
-def _open(attempt: Callable[[], T]) -> T:
-    """Open a store with `attempt`, with retries: on a busy machine even a correct server may not answer in time."""
-    found: list[T] = []
-
-    def open_it() -> None:
-        with contextlib.suppress(BackendUnavailable):
-            found.append(attempt())
-
-    wait_for(lambda: bool(found), open_it)
-    return found[0]
 
 
 class _Verbs:
@@ -284,8 +259,12 @@ class _Verbs:
             for key, frame, parent in zip(_KEYS, self._frames, parents, strict=True)
         }
         self._page = StoredPage(NAMESPACE, _KEYS[0], PAGE, None)
-        self.backend: Store = _open(lambda: store_of(S3Driver, CODEC, self._options))
-        self._raw: StoredPages = _open(lambda: StoredPages(S3Driver(None, self._options), "s3"))
+        self.backend: Store = wait_until_made(
+            lambda: store_of(S3Driver, CODEC, self._options), BackendUnavailable
+        )
+        self._raw: StoredPages = wait_until_made(
+            lambda: StoredPages(S3Driver(None, self._options), "s3"), BackendUnavailable
+        )
         self.verbs: dict[str, Callable[[], object]] = {
             "get": self.get, "set": self._set, "exists": self._exists, "delete": self._delete, "usage": self._usage,
             "list": lambda: list(itertools.islice(self._raw.pages(), 5000)),
@@ -330,11 +309,11 @@ class _Verbs:
 @contextlib.contextmanager
 def _secrets() -> Iterator[list[str]]:
     """Set the credentials in the environment. Yields the list of logged lines."""
-    lines = _Lines()
+    lines = Texts()
     os.environ.update(_SECRETS)
     logging.getLogger().addHandler(lines)
     try:
-        yield lines.lines
+        yield lines.texts
     finally:
         logging.getLogger().removeHandler(lines)
         for name in _SECRETS:

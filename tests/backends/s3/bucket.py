@@ -69,10 +69,13 @@ def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: A
     )
 
 
-def open_on(stub: StubS3, **changes: Any) -> Subject:
+def open_on(stub: StubS3, codec: FrameCodec = CODEC, **changes: Any) -> Subject:
     """Open a store on the stub, with the stub's dictionary as the side door. Closed after the test."""
-    backend = store_of(S3Driver, CODEC, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
+    backend = store_of(S3Driver, codec, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
     OPENED.append(backend)
+
+    def name(key: bytes) -> str:
+        return object_name("test/", codec.namespace, key)
 
     def write(key: bytes, data: bytes) -> None:
         stub.objects[name(key)] = data
