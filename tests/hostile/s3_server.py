@@ -359,5 +359,6 @@ def run_round(seed: int) -> Counter[str]:
         assert not select.select([trap], [], [], 0)[0], "a redirection was followed"
         assert not any("x-injected" in request.headers for request in stub.requests)
     assert "internal" not in errors
+    assert sum(counts[f"reply: {kind}"] for kind in server.kinds) > 10, "the server was hardly hostile"
     _assert_without_secrets("\n".join([*lines, *errors]))
     return counts

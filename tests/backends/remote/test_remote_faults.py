@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,7 @@ def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frame
         if verb == "get":
             assert store_chain(slow.door(backend), keys) == [STORED] * 4
         views = poison(frames, 4)
+        call: Future[Any]
         if verb == "get":
             call = ThreadPoolExecutor(1).submit(lambda: backend.batch_get(keys, views, deadline=soon()))
         else:
@@ -253,3 +254,11 @@ def test_a_child_of_a_fork_uses_no_connection_of_its_parent(
         os._exit(0 if is_refused else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert exists(daemon.door(backend), keys) == 2
+
+
+def test_the_outcomes_of_a_late_call_are_errors(slow: Daemon, frames: Frames, opened: list[Store]) -> None:
+    backend, keys = open_it(slow, frames, opened), make_keys(2, "late")
+    views = poison(frames, 2)
+    assert backend.batch_get(keys, views, deadline=soon(0.1)) == [GET_ERROR] * 2
+    assert backend.batch_set(keys, views, parent=None, deadline=soon(0.1)) == [SET_ERROR] * 2
+    assert sum(backend.statistics().errors.values()) >= 4

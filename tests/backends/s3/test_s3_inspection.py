@@ -97,5 +97,6 @@ def test_names_are_parsed_back_to_pages_and_spread_over_prefixes() -> None:
     assert all(name.startswith(f"a/{NAMESPACE.hex()}/") for name in names)
     assert len({name.rpartition("/")[0] for name in names}) > 100
     good = object_name("a/", NAMESPACE, keys[0])
-    for bad in (good[2:], good.upper(), good + "0", good.replace("/" + keys[0].hex()[:2] + "/", "/zz/"), "a/", ""):
+    wrong_place = good.replace(f"/{keys[0].hex()[:2]}/", "/00/")
+    for bad in (good[2:], good.upper(), good + "0", wrong_place, "a/notes.txt", "a/", ""):
         assert parse_name("a/", bad) is None
