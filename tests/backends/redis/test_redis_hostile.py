@@ -38,6 +38,7 @@ from tests.hostile.redis_server import (
     encodings,
     texts_of,
 )
+from tests.listening import Listener
 from tests.proxy import Proxy
 from tests.seeds import IS_SOAK
 
@@ -184,15 +185,8 @@ def test_sentinels_and_nodes_name_addresses_on_the_network_only(trap: Trap, host
 def test_nodes_named_by_a_cluster_are_reached_only_over_tls(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     heard: list[bytes] = []
-    with socket.create_server((ELSEWHERE, 0)) as listener:
-
-        def listen() -> None:
-            with contextlib.suppress(OSError), listener.accept()[0] as sock:
-                heard.append(sock.recv(4096))
-
-        thread = threading.Thread(target=listen, daemon=True)
-        thread.start()
-        node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % listener.getsockname()[1])
+    with Listener(lambda sock, number: heard.append(sock.recv(4096)), ELSEWHERE) as listener:
+        node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % listener.port)
         slots = array(array(b":0\r\n", b":16383\r\n", node))
         with (
             hostile(lambda request: slots if request[0] == b"CLUSTER" else None, "cluster") as (server, options),
@@ -201,7 +195,6 @@ def test_nodes_named_by_a_cluster_are_reached_only_over_tls(tmp_path: Path) -> N
             server.hostile = True
             place = [f"{LOOPBACK}:{proxy.port}"]
             open_on({**options, "cluster": place, "tls": True, "tls_ca_file": made.ca_file, "timeout": 5.0})
-        thread.join(30.0)
     assert heard[0][:1] == bytes([0x16])  # a TLS handshake
     assert PASSWORD.encode() not in heard[0]
 
@@ -241,18 +234,12 @@ def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
 def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Path) -> None:
     """The text quotes the host name, which a server may have chosen. The certificate is for 127.0.0.1."""
     made = make_certificates(tmp_path)
-    with socket.create_server((ELSEWHERE, 0)) as listener:
 
-        def serve() -> None:
-            with contextlib.suppress(OSError), listener.accept()[0] as sock:
-                made.server_context().wrap_socket(sock, server_side=True).close()
+    def serve(sock: socket.socket, number: int) -> None:
+        made.server_context().wrap_socket(sock, server_side=True)
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        url = f"rediss://{ELSEWHERE}:{listener.getsockname()[1]}"
-        with pytest.raises(BackendUnavailable, match="IP address mismatch") as raised:
-            open_on({"url": url, "tls_ca_file": made.ca_file, "timeout": 5.0})
-        thread.join(30.0)
+    with Listener(serve, ELSEWHERE) as listener, pytest.raises(BackendUnavailable, match="mismatch") as raised:
+        open_on({"url": f"rediss://{ELSEWHERE}:{listener.port}", "tls_ca_file": made.ca_file, "timeout": 5.0})
     assert not any("not valid for" in text for text in texts_of(raised.value))
 
 
