@@ -1,4 +1,4 @@
-"""A listener on a free port of a loopback address that serves each connection on its own thread, for simulated servers."""
+"""A listener on a free port of a loopback address that serves each connection on its own thread: a simulated server."""
 
 from __future__ import annotations
 

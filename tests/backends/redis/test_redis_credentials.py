@@ -23,7 +23,8 @@ from hicache.errors import BackendUnavailable, ConfigError
 from hicache.lab.devservers import ValkeyServer
 from hicache.lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates
-from tests.hostile.redis_server import HostileServer, texts_of
+from tests.hostile.redis_server import HostileServer
+from tests.hostile.verbs import texts_of
 from tests.proxy import Proxy
 from tests.waiting import wait_for
 

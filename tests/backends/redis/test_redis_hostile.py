@@ -36,8 +36,8 @@ from tests.hostile.redis_server import (
     array,
     bulk,
     encodings,
-    texts_of,
 )
+from tests.hostile.verbs import texts_of
 from tests.listening import Listener
 from tests.proxy import Proxy
 from tests.seeds import IS_SOAK
