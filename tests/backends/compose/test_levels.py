@@ -354,35 +354,29 @@ def use(backend: Levels, parts: list[Troubled], dice: random.Random) -> None:
     """Call random verbs, and overwrite each frame as soon as its call has returned. Sometimes a part damages a page or
     is down for a moment."""
     for _ in range(ROUNDS):
-        chain = dice.choice(CHAINS)
+        chain, part = dice.choice(CHAINS), dice.choice(parts)
         first = dice.randrange(12)
         keys = chain[first : first + dice.randrange(1, 8)]
-        action = dice.randrange(20)
-        if action < 8:
+        frames: list[memoryview] = []
+        (action,) = dice.choices(["set", "get", "exists", "delete", "damage", "outage"], [8, 8, 1, 1, 1, 1])
+        if action == "set":
             frames = full_frames(CODEC, keys)
             parent = chain[first - 1] if first else None
             outcomes = backend.batch_set(keys, frames, parent=parent, deadline=soon())
             assert all(type(outcome) is SetOutcome for outcome in outcomes)
-        elif action < 16:
+        elif action == "get":
             frames = empty_frames(CODEC, len(keys))
             found = backend.batch_get(keys, frames, deadline=soon())
             for key, frame, outcome in zip(keys, frames, found, strict=True):
                 assert outcome is not GetOutcome.HIT or holds(CODEC, key, frame), "a wrong page was served"
-        elif action == 16:
+        elif action == "exists":
             assert 0 <= backend.batch_exists(keys, deadline=soon()) <= len(keys)
-            continue
-        elif action == 17:
+        elif action == "delete":
             assert 0 <= backend.delete(keys, deadline=soon()) <= len(keys)
-            continue
-        elif action == 18:
-            part = dice.choice(parts)
-            if part.peek(CODEC.namespace, keys[0]) is not None:
-                part.poke(CODEC.namespace, keys[0], bytes(PAGE))
-            continue
-        else:
-            part = dice.choice(parts)
+        elif action == "outage":
             part.down = not part.down
-            continue
+        elif part.peek(CODEC.namespace, keys[0]) is not None:
+            part.poke(CODEC.namespace, keys[0], bytes(PAGE))
         for frame in frames:
             frame[:] = b"\xee" * PAGE
 
