@@ -1,4 +1,4 @@
-"""A listener on a free loopback port that serves each connection on its own thread, for simulated servers."""
+"""A listener on a free port of a loopback address that serves each connection on its own thread: a simulated server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Listener:
     Locking design: `_lock` guards the sockets, the threads and the counters; no other lock is taken under it.
     """
 
-    def __init__(self, serve: Callable[[socket.socket, int], None]) -> None:
+    def __init__(self, serve: Callable[[socket.socket, int], None], host: str = LOOPBACK) -> None:
         self._serve = serve
         self._lock = threading.Lock()
-        self._listener = socket.create_server((LOOPBACK, 0))
+        self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
         self.connections = 0  # accepted so far
         self.ended = 0  # connections that have ended

@@ -24,7 +24,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
@@ -100,9 +99,7 @@ class Proxy:
         self._await(self._listen())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._await(self._close())
         self._await(self._end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)

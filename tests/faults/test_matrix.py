@@ -21,7 +21,7 @@ from hicache.backends.guard import Override
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.backends.testing import empty_frames, full_frames, holds, make_keys, soon
-from hicache.lab.devservers import DevService
+from hicache.lab.devservers import DevServer, DevService
 from tests.faults.stores import CODEC, KINDS, PATIENCE_S, QUICK, TIMEOUT_S, Hurt, Kind
 from tests.proxy import Direction, Faults, Proxy
 from tests.seeds import IS_SOAK
@@ -46,25 +46,9 @@ class Row:
     faults: Faults
     bears: bool = False
     closes: tuple[Way, ...] = (Way.READ, Way.WRITE)
-    to_server: Callable[[Hurt], None] | None = None
-    heals_server: Callable[[Hurt], None] | None = None
+    begin: Callable[[DevServer], object] = lambda server: None
+    end: Callable[[DevServer], object] = lambda server: None
     ends_server: bool = False
-
-
-def _pause(hurt: Hurt) -> None:
-    hurt.server.pause()
-
-
-def _resume(hurt: Hurt) -> None:
-    hurt.server.resume()
-
-
-def _kill(hurt: Hurt) -> None:
-    hurt.server.kill()
-
-
-def _restart(hurt: Hurt) -> None:
-    hurt.server.restart()
 
 
 def _reset(after_bytes: int, direction: Direction) -> Faults:
@@ -87,8 +71,8 @@ ROWS = (
     Row("reset in the body read", _reset(HALF_A_PAGE, DOWN), closes=(Way.READ,)),
     Row("reset in the body written", _reset(HALF_A_PAGE, UP), closes=(Way.WRITE,)),
     Row("refused", Faults(refuse=True)),
-    Row("stopped", Faults(), to_server=_pause, heals_server=_resume),
-    Row("killed", Faults(), to_server=_kill, heals_server=_restart, ends_server=True),
+    Row("stopped", Faults(), begin=DevServer.pause, end=DevServer.resume),
+    Row("killed", Faults(), begin=DevServer.kill, end=DevServer.restart, ends_server=True),
 )
 # The rows of a store whose client or reaction another one shares: one of each kind of fault.
 SAMPLES = {
@@ -114,18 +98,6 @@ def hurt(request: pytest.FixtureRequest) -> Iterator[Hurt]:
 def logged_in(hurt: Hurt, login: Callable[[DevService], None]) -> None:
     """Put the server's credentials into the environment."""
     login(hurt.server)
-
-
-def _apply(hurt: Hurt, row: Row) -> None:
-    if row.to_server is not None:
-        row.to_server(hurt)
-    hurt.proxy.set(row.faults)
-
-
-def _heal(hurt: Hurt, row: Row) -> None:
-    if row.heals_server is not None:
-        row.heals_server(hurt)
-    hurt.proxy.heal()
 
 
 class Cells:
@@ -195,14 +167,16 @@ def test_a_fault_costs_pages_and_nothing_else(hurt: Hurt, row: Row) -> None:
         # Its connections are open when the fault begins.
         wait_for(lambda: far.batch_exists(cells.stored, deadline=soon()) == 3)
         assert isinstance(guarded, Store)
-        _apply(hurt, row)
+        row.begin(hurt.server)
+        hurt.proxy.set(row.faults)
         try:
             for verb in VERBS:
                 cells.run(verb)
             if not row.bears:
                 _hold_off(guarded, row, cells.stored[:2])
         finally:
-            _heal(hurt, row)
+            row.end(hurt.server)
+            hurt.proxy.heal()
         cells.check_after(keeps_pages=hurt.kind.keeps_data or not row.ends_server)
         _works_again(cells, guarded)
 

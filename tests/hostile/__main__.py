@@ -22,7 +22,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from . import redis_server, s3_server
@@ -32,47 +32,21 @@ ARENAS = "MALLOC_ARENA_MAX"
 GROWTH_MAX = 1.1
 WARM_UP = 0.2
 REPORT_S = 30.0
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """The resources of the process after a round."""
+def measured() -> dict[str, int]:
+    """Collect garbage. Return the resources of the process."""
+    gc.collect()
+    return {
+        "bytes resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "bytes of Python": tracemalloc.get_traced_memory()[0],
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
 
-    resident_bytes: int
-    python_bytes: int
-    descriptors: int
-    threads: int
 
-    @classmethod
-    def now(cls) -> Resources:
-        """Collect garbage, then measure."""
-        gc.collect()
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-        python_bytes, _ = tracemalloc.get_traced_memory()
-        descriptors = len(os.listdir("/proc/self/fd"))
-        return cls(resident_pages * _PAGE_BYTES, python_bytes, descriptors, threading.active_count())
-
-    def most(self, other: Resources) -> Resources:
-        """Return the maximum of each value."""
-        pairs = zip(self.values(), other.values(), strict=True)
-        return Resources(*(max(pair) for pair in pairs))
-
-    def values(self) -> tuple[int, int, int, int]:
-        return (self.resident_bytes, self.python_bytes, self.descriptors, self.threads)
-
-    def exceeds(self, limit: Resources) -> list[str]:
-        """Return the names of the values that exceed those of `limit` by more than is allowed."""
-        allowed = (limit.resident_bytes * GROWTH_MAX, limit.python_bytes * GROWTH_MAX, limit.descriptors, limit.threads)
-        names = ("resident memory", "Python memory", "descriptors", "threads")
-        return [name for name, value, most in zip(names, self.values(), allowed, strict=True) if value > most]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.resident_bytes / _MIB:.1f} MiB resident, {self.python_bytes / _MIB:.2f} MiB of Python,"
-            f" {self.descriptors} descriptors, {self.threads} threads"
-        )
+def maximum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: max(value, other[name]) for name, value in one.items()}
 
 
 def run(minutes: float, first_seed: int) -> list[str]:
@@ -81,7 +55,7 @@ def run(minutes: float, first_seed: int) -> list[str]:
     counts: Counter[str] = Counter()
     began = time.monotonic()
     end_s, warm_s = 60 * minutes, 60 * minutes * WARM_UP
-    warm = most = Resources.now()
+    warm = most = measured()
     report_s = 0.0
     for seed in itertools.count(first_seed):
         elapsed_s = time.monotonic() - began
@@ -91,18 +65,18 @@ def run(minutes: float, first_seed: int) -> list[str]:
         results = run_round(seed)
         counts["rounds"] += 1
         counts["results"] += results.total()
-        resources = Resources.now()
+        resources = measured()
         warming = elapsed_s < warm_s
         if warming:
-            warm = warm.most(resources)
-        most = resources if warming else most.most(resources)
+            warm = maximum(warm, resources)
+        most = resources if warming else maximum(most, resources)
         if elapsed_s >= report_s:
             report_s += REPORT_S
             note = "warm-up" if warming else f"most {most}"
             print(f"{elapsed_s:5.0f} s, {counts['rounds']} rounds: {resources} ({note})", flush=True)
     print(f"{counts['rounds']} rounds, {counts['results']} results, seeds {first_seed} to {seed - 1}")
     print(f"most in the warm-up: {warm}\nmost after it:       {most}")
-    return most.exceeds(warm)
+    return [name for name, value in most.items() if value > warm[name] * (GROWTH_MAX if "bytes" in name else 1)]
 
 
 def main() -> int:

@@ -11,28 +11,27 @@ import base64
 import contextlib
 import functools
 import io
-import itertools
 import logging
 import os
 import random
 import socket
 import tempfile
 import time
-import traceback
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.base import GetOutcome, SetOutcome, StoredPage, Usage
+from hicache.backends.base import StoredPage
 from hicache.backends.redis import RedisDriver
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, driver_of, full_frames, make_keys, store_of
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, driver_of, make_keys, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 from hicache.lab.devservers.ports import LOOPBACK
+from tests.hostile.verbs import Texts, engine_verbs, operator_verbs, run_verb
 from tests.listening import Listener
 
 # Another address of the loopback network: a client that connects to it has followed the hostile server.
@@ -245,30 +244,6 @@ def _requests(lines: io.BufferedReader) -> Iterator[list[bytes]]:
         yield request
 
 
-def texts_of(error: BaseException) -> list[str]:
-    """Return the texts of an exception, its whole chain, also suppressed parts, and all their attributes."""
-    texts = traceback.format_exception(error)
-    link: BaseException | None = error
-    while link is not None:
-        texts.append(repr((link, vars(link))))
-        link = link.__cause__ or link.__context__
-    return texts
-
-
-class _Texts(logging.Handler):
-    """A log handler that collects all records, and the texts of caught exceptions."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(self.format(record))
-
-    def note(self, error: BaseException) -> None:
-        self.texts += texts_of(error)
-
-
 def run_round(seed: int) -> Counter[str]:
     """Run every verb of an engine and of an operator on one server. Return the results, counted by verb.
 
@@ -276,7 +251,7 @@ def run_round(seed: int) -> Counter[str]:
     connection to another address. The error names the seed.
     """
     dice = random.Random(seed)
-    texts, counts = _Texts(), Counter[str]()
+    texts, counts = Texts(), Counter[str]()
     log = logging.getLogger("hicache")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as cleanup:
         trap = Trap(Path(folder))
@@ -316,7 +291,7 @@ def _options(mode: str, port: int) -> dict[str, Any]:
 
 def _round(
     open_store: Callable[..., Any], use: Callable[..., None], options: dict[str, Any], server: HostileServer,
-    counts: Counter[str], texts: _Texts,
+    counts: Counter[str], texts: Texts,
 ) -> None:  # fmt: skip
     try:
         store = open_store(RedisStorageOptions(**options))
@@ -333,23 +308,10 @@ def _round(
         counts["close"] += 1
 
 
-def _use_backend(backend: Any, counts: Counter[str], texts: _Texts) -> None:
-    keys = make_keys(_PAGES)
-    frames = full_frames(CODEC, keys)
-    for _ in range(2):
-        found = backend.batch_exists(keys, deadline=_soon())
-        assert type(found) is int and 0 <= found <= _PAGES
-        read = backend.batch_get(keys, frames, deadline=_soon())
-        assert len(read) == _PAGES and all(type(one) is GetOutcome and one is not GetOutcome.HIT for one in read)
-        stored = backend.batch_set(keys, frames, parent=None, deadline=_soon())
-        assert len(stored) == _PAGES and all(type(one) is SetOutcome for one in stored)
-        removed = backend.delete(keys, deadline=_soon())
-        assert type(removed) is int and 0 <= removed <= _PAGES
-        assert type(backend.usage()) is Usage
-        assert all(type(one) is bool for one in backend.batch_has(keys, deadline=_soon()))
-        cleared = backend.clear(deadline=_soon())
-        assert type(cleared) is int and cleared >= 0
-        counts.update(["exists", "delete", "usage", *(f"get {one}" for one in read), *(f"set {one}" for one in stored)])
+def _use_backend(backend: Any, counts: Counter[str], texts: Texts) -> None:
+    verbs = engine_verbs(backend, make_keys(_PAGES), DEADLINE_S)
+    for name, verb in [*verbs.items(), *verbs.items()]:
+        run_verb(name, verb, counts, texts)
     statistics = backend.statistics()
     texts.texts.append(repr((statistics, driver_of(backend, RedisDriver).options)).replace(f"username='{USER}'", ""))
     counts.update({f"error {name}": times for name, times in statistics.errors.items()})
@@ -359,22 +321,6 @@ def _open_stored(options: RedisStorageOptions) -> StoredPages:
     return StoredPages(RedisDriver(None, options), "redis")
 
 
-def _use_raw(store: Any, counts: Counter[str], texts: _Texts) -> None:
-    page = StoredPage(NAMESPACE, make_keys(1)[0], 5, None)
-    verbs: dict[str, Callable[[], object]] = {
-        "list": lambda: list(itertools.islice(store.pages(), 100)),
-        "read": lambda: store.read(page, 100),
-        "write": lambda: store.write(page, b"bytes", None),
-        "remove": lambda: store.remove([page]),
-    }
-    for name, verb in verbs.items():
-        try:
-            verb()
-            counts[f"raw {name}"] += 1
-        except BackendUnavailable as error:
-            texts.note(error)
-            counts[f"raw {name} BackendUnavailable"] += 1
-
-
-def _soon() -> float:
-    return time.monotonic() + DEADLINE_S
+def _use_raw(raw: Any, counts: Counter[str], texts: Texts) -> None:
+    for name, verb in operator_verbs(raw, StoredPage(NAMESPACE, make_keys(1)[0], 5, None)).items():
+        run_verb(f"raw {name}", verb, counts, texts)

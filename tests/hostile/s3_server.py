@@ -14,24 +14,19 @@ import os
 import random
 import select
 import socket
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
-from hicache.backends.base import GetOutcome, SetOutcome, StoredPage
+from hicache.backends.base import StoredPage
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name
-from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, holds, make_keys, store_of
+from hicache.backends.testing import HIT, NAMESPACE, full_frames, make_keys, store_of
 from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
-from tests.waiting import wait_for
-
-T = TypeVar("T")
+from tests.hostile.verbs import Texts, Verbs, engine_verbs, operator_verbs, run_verb
+from tests.waiting import wait_for, wait_until_made
 
 # Each request contains the first two, and the server may send them back.
 _SECRETS = {
@@ -242,117 +237,46 @@ class HostileS3:
         return Answer(bytes(data), "close")
 
 
-class _Lines(logging.Handler):
-    """A log handler that collects lines of the level WARNING and above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
-
-
-def _assert_without_secrets(text: str) -> None:
-    assert not any(secret in text for secret in _SECRETS.values()), f"a text contains a secret: {text}"
-
-
-def _open(attempt: Callable[[], T]) -> T:
-    """Open a store with `attempt`, with retries: on a busy machine even a correct server may not answer in time."""
-    found: list[T] = []
-
-    def open_it() -> None:
-        with contextlib.suppress(BackendUnavailable):
-            found.append(attempt())
-
-    wait_for(lambda: bool(found), open_it)
-    return found[0]
-
-
-class _Verbs:
-    """The verbs of an engine and of an operator. Each checks its result, and may raise BackendUnavailable only."""
+class _Stores:
+    """The stores of an engine and of an operator, and their verbs."""
 
     def __init__(self, url: str) -> None:
-        self._options = options(
+        chosen = options(
             url, connections=3, timeout=_TIMEOUT_S, connect_timeout=1.0,
             access_key_env="HOSTILE_S3_ID", secret_key_env="HOSTILE_S3_KEY", session_token_env="HOSTILE_S3_TOKEN",
         )  # fmt: skip
-        self._frames = full_frames(CODEC, _KEYS)
         parents = [None, *_KEYS[:-1]]
         self.pages = {
             object_name("test/", NAMESPACE, key): bytes(CODEC.seal(key, frame, parent=parent))
-            for key, frame, parent in zip(_KEYS, self._frames, parents, strict=True)
+            for key, frame, parent in zip(_KEYS, full_frames(CODEC, _KEYS), parents, strict=True)
         }
-        self._page = StoredPage(NAMESPACE, _KEYS[0], PAGE, None)
-        self.backend: Store = _open(lambda: store_of(S3Driver, CODEC, self._options))
-        self._raw: StoredPages = _open(lambda: StoredPages(S3Driver(None, self._options), "s3"))
-        self.verbs: dict[str, Callable[[], object]] = {
-            "get": self.get, "set": self._set, "exists": self._exists, "delete": self._delete, "usage": self._usage,
-            "list": lambda: list(itertools.islice(self._raw.pages(), 5000)),
-            "read": lambda: self._raw.read(self._page, 1 << 30),
-            "write": lambda: self._raw.write(self._page, b"x" * PAGE, None),
-            "remove": lambda: self._raw.remove([self._page]),
-            "open": lambda: store_of(S3Driver, CODEC, self._options).close(),
-            "open raw": lambda: StoredPages(S3Driver(None, self._options), "s3").close(),
+        # On a busy machine even a correct server may not answer in time.
+        self.backend = wait_until_made(lambda: store_of(S3Driver, CODEC, chosen), BackendUnavailable)
+        self._raw = wait_until_made(lambda: StoredPages(S3Driver(None, chosen), "s3"), BackendUnavailable)
+        self.verbs: Verbs = {
+            **engine_verbs(self.backend, _KEYS, _VERB_S),
+            **operator_verbs(self._raw, StoredPage(NAMESPACE, _KEYS[0], PAGE, None)),
+            "open": lambda: store_of(S3Driver, CODEC, chosen).close(),
+            "open raw": lambda: StoredPages(S3Driver(None, chosen), "s3").close(),
         }  # fmt: skip
 
-    def get(self) -> list[GetOutcome]:
-        """Read all pages. Fails if a hit has wrong bytes."""
-        frames = empty_frames(CODEC, len(_KEYS))
-        outcomes = self.backend.batch_get(_KEYS, frames, deadline=time.monotonic() + _VERB_S)
-        assert len(outcomes) == len(_KEYS)
-        for key, frame, outcome in zip(_KEYS, frames, outcomes, strict=True):
-            assert isinstance(outcome, GetOutcome)
-            assert outcome is not HIT or holds(CODEC, key, frame)
-        return outcomes
-
-    def _set(self) -> list[SetOutcome]:
-        outcomes = self.backend.batch_set(_KEYS, self._frames, parent=None, deadline=time.monotonic() + _VERB_S)
-        assert len(outcomes) == len(_KEYS) and all(isinstance(outcome, SetOutcome) for outcome in outcomes)
-        return outcomes
-
-    def _exists(self) -> None:
-        assert 0 <= self.backend.batch_exists(_KEYS, deadline=time.monotonic() + _VERB_S) <= len(_KEYS)
-
-    def _delete(self) -> None:
-        assert 0 <= self.backend.delete(_KEYS, deadline=time.monotonic() + _VERB_S) <= len(_KEYS)
-
-    def _usage(self) -> None:
-        usage = self.backend.usage()
-        assert usage.pages >= 0 and usage.bytes >= 0
-
     def close(self) -> None:
-        """Close both stores."""
         self.backend.close()
         self._raw.close()
 
 
 @contextlib.contextmanager
-def _secrets() -> Iterator[list[str]]:
-    """Set the credentials in the environment. Yields the list of logged lines."""
-    lines = _Lines()
+def _secrets() -> Iterator[Texts]:
+    """Set the credentials in the environment. Yields the collector of logged lines."""
+    lines = Texts()
     os.environ.update(_SECRETS)
     logging.getLogger().addHandler(lines)
     try:
-        yield lines.lines
+        yield lines
     finally:
         logging.getLogger().removeHandler(lines)
         for name in _SECRETS:
             del os.environ[name]
-
-
-def _run_verb(verbs: _Verbs, name: str, kind: str, counts: Counter[str]) -> None:
-    try:
-        result = verbs.verbs[name]()
-    except BackendUnavailable as error:
-        counts[f"{name}: refused"] += 1
-        _assert_without_secrets("".join(traceback.format_exception(error)))
-    except BaseException as error:
-        error.add_note(f"by {name}, against {kind}")
-        raise
-    else:
-        outcomes = result if isinstance(result, list) and name in ("get", "set") else ["answered"]
-        counts.update(f"{name}: {outcome}" for outcome in outcomes)
 
 
 def run_round(seed: int) -> Counter[str]:
@@ -362,23 +286,30 @@ def run_round(seed: int) -> Counter[str]:
     """
     dice = random.Random(seed)
     counts: Counter[str] = Counter()
-    with _secrets() as lines, socket.create_server(("127.0.0.1", 0)) as trap, StubS3("pages") as stub:
+    with _secrets() as texts, socket.create_server(("127.0.0.1", 0)) as trap, StubS3("pages") as stub:
         server = HostileS3(stub, dice, trap.getsockname()[1])
-        verbs = _Verbs(stub.url)
+        stores = _Stores(stub.url)
         for _ in range(_STEPS):
-            stub.objects = dict(verbs.pages)
+            stub.objects = dict(stores.pages)
             server.kind = dice.choice(server.kinds)
             before = server.replies
             # These verbs have no deadline and would wait for a minute.
             lasting = {"usage", "list", "read", "write", "remove"} if server.kind in ("slow", "interim") else set()
-            _run_verb(verbs, dice.choice([name for name in verbs.verbs if name not in lasting]), server.kind, counts)
+            verb = dice.choice([name for name in stores.verbs if name not in lasting])
+            try:
+                run_verb(verb, stores.verbs[verb], counts, texts)
+            except BaseException as error:
+                error.add_note(f"by {verb}, against {server.kind}")
+                raise
             counts[f"reply: {server.kind}"] += server.replies - before
-        server.kind, stub.objects = None, dict(verbs.pages)
-        wait_for(lambda: verbs.get() == [HIT] * len(_KEYS))
-        errors = dict(verbs.backend.statistics().errors)
-        verbs.close()
+        server.kind, stub.objects = None, dict(stores.pages)
+        wait_for(lambda: stores.verbs["get"]() == [HIT] * len(_KEYS))
+        errors = dict(stores.backend.statistics().errors)
+        stores.close()
         assert not select.select([trap], [], [], 0)[0], "a redirection was followed"
         assert not any("x-injected" in request.headers for request in stub.requests)
     assert "internal" not in errors
-    _assert_without_secrets("\n".join([*lines, *errors]))
+    assert sum(counts[f"reply: {kind}"] for kind in server.kinds) > 10, "the server was hardly hostile"
+    shown = [text for text in [*texts.texts, *errors] for secret in _SECRETS.values() if secret in text]
+    assert not shown, f"a secret is in {shown[:3]}"
     return counts

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from hicache.backends.compose import Levels, Part
+from hicache.backends.compose import Levels, Part, Shards
 from hicache.backends.compose.composed import Composed
+from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
-from hicache.backends.testing import Subject, bare
+from hicache.backends.testing import Subject, bare, memory_subject
 from hicache.frame import FrameCodec
 from tests.waiting import wait_for
 
@@ -17,6 +18,8 @@ from .._troubled import CODEC
 
 PAGE = CODEC.frame_bytes
 COPIES = 64 * PAGE
+# Room for a few pages of the largest size in the contract.
+ROOM = 8 << 20
 # Backends that the worlds of the tests opened; closed after each test.
 OPENED: list[Composed] = []
 
@@ -54,3 +57,18 @@ def side_door(composed: Composed, stores: Sequence[Subject]) -> Subject:
                 store.write(key, data)
 
     return Subject(composed, read, write)
+
+
+def memory(codec: FrameCodec) -> Subject:
+    driver = MemoryDriver()
+    return memory_subject(bare(driver, codec), driver)
+
+
+def levels(codec: FrameCodec, *stores: Subject) -> Subject:
+    return side_door(Levels(codec, named(*(store.backend for store in stores)), cascade_bytes_max=ROOM), stores)
+
+
+def sharded(codec: FrameCodec, open_part: Callable[[FrameCodec, int], Subject], count: int) -> Subject:
+    shard_codec = ShardCodec(codec)
+    stores = [open_part(shard_codec, number) for number in range(count)]
+    return side_door(Shards(shard_codec, named(*(store.backend for store in stores))), stores)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome
-from hicache.backends.compose import Levels, Part, Shards
-from hicache.backends.compose.sharded import ShardCodec
+from hicache.backends.compose import Levels
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -33,9 +32,7 @@ from tests.waiting import wait_for, wait_until_made
 
 from .._files import open_file
 from .._troubled import CODEC
-from ._parts import settle, side_door
-
-ROOM = 8 << 20
+from ._parts import levels, settle, sharded
 
 
 class TestFileOverValkey(SampleContract):
@@ -43,15 +40,9 @@ class TestFileOverValkey(SampleContract):
 
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str, tmp_path: Path) -> Iterator[OpenStore]:
+        options = valkey.storage(key_prefix=unique_prefix)[1]
         with valkey.client() as client:
-
-            def open_it(codec: FrameCodec) -> Subject:
-                server = open_on(client, valkey.storage(key_prefix=unique_prefix)[1], codec)
-                stores = [open_file(tmp_path / "s", codec), server]
-                parts = [Part("file", stores[0].backend), Part("valkey", stores[1].backend)]
-                return side_door(Levels(codec, parts, cascade_bytes_max=ROOM), stores)
-
-            yield open_it
+            yield lambda codec: levels(codec, open_file(tmp_path / "s", codec), open_on(client, options, codec))
 
 
 class TestShardsOnValkey(SampleContract):
@@ -61,14 +52,10 @@ class TestShardsOnValkey(SampleContract):
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
 
-            def open_it(codec: FrameCodec) -> Subject:
-                shard_codec = ShardCodec(codec)
-                names = [f"{unique_prefix}{number}/" for number in range(3)]
-                stores = [open_on(client, valkey.storage(key_prefix=name)[1], shard_codec) for name in names]
-                parts = [Part(name, store.backend) for name, store in zip(names, stores, strict=True)]
-                return side_door(Shards(shard_codec, parts), stores)
+            def open_part(codec: FrameCodec, number: int) -> Subject:
+                return open_on(client, valkey.storage(key_prefix=f"{unique_prefix}{number}/")[1], codec)
 
-            yield open_it
+            yield lambda codec: sharded(codec, open_part, 3)
 
 
 def part(service: tuple[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -82,8 +69,8 @@ def file_part(path: Path) -> dict[str, Any]:
 
 
 def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[Levels, Subject]:
-    levels = {"levels": list(parts), **options}
-    backend = wait_until_made(lambda: open_backend("levels", CODEC, levels), BackendUnavailable)
+    chosen = {"levels": list(parts), **options}
+    backend = wait_until_made(lambda: open_backend("levels", CODEC, chosen), BackendUnavailable)
     assert isinstance(backend, Levels)
     return backend, Subject(backend, lambda key: None, lambda key, data: None)
 

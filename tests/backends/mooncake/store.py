@@ -5,10 +5,11 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
+from hicache.backends.base import SetOutcome
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.client import load_library
 from hicache.backends.store import Store
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, store_of
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, full_frames, soon, store_of
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import MooncakeMaster
@@ -33,6 +34,14 @@ def options_for(master: MooncakeMaster, **changes: Any) -> dict[str, Any]:
 def open_backend(master: MooncakeMaster, codec: FrameCodec = CODEC, **changes: Any) -> Store:
     """Open a backend with `options_for(master, **changes)`."""
     return store_of(MooncakeDriver, codec, MooncakeStorageOptions(**options_for(master, **changes)))
+
+
+def store(
+    backend: Store, keys: list[bytes], parent: bytes | None = None, deadline: float | None = None
+) -> list[SetOutcome]:
+    """Store pages as one chain behind `parent`."""
+    frames = full_frames(backend.codec, keys)
+    return backend.batch_set(keys, frames, parent=parent, deadline=soon() if deadline is None else deadline)
 
 
 class SideDoor:

@@ -17,10 +17,9 @@ from typing import TypeVar
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.base import GetOutcome
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.store import Store
-from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -28,7 +27,6 @@ from hicache.backends.testing import (
     SET_ERROR,
     STORED,
     empty_frames,
-    full_frames,
     make_keys,
     soon,
     store_of,
@@ -41,7 +39,7 @@ from hicache.units import MIB
 from tests.test_supervised import no_threads
 from tests.waiting import wait_for
 
-from .store import CODEC, LEASE_MS, SEGMENT_BYTES, Memory, open_backend, options_for
+from .store import CODEC, LEASE_MS, SEGMENT_BYTES, Memory, open_backend, store
 
 T = TypeVar("T")
 # The library waits 30 s for a hanging daemon; a verb with a deadline of half a second does not.
@@ -60,17 +58,13 @@ def shortly() -> float:
     return time.monotonic() + SHORT_S
 
 
-def store(backend: Store, keys: list[bytes], deadline: float | None = None) -> list[SetOutcome]:
-    return backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=deadline or soon())
-
-
 def load(backend: Store, keys: list[bytes], deadline: float | None = None) -> list[GetOutcome]:
     return backend.batch_get(keys, empty_frames(CODEC, len(keys)), deadline=deadline or soon())
 
 
 def stores_again(backend: Store, keys: list[bytes] | None = None) -> bool:
     """Return whether pages can be stored; a failed attempt may have stored some of them."""
-    return all(outcome.is_stored for outcome in store(backend, keys or make_keys(2, "later"), shortly()))
+    return all(outcome.is_stored for outcome in store(backend, keys or make_keys(2, "later"), deadline=shortly()))
 
 
 @pytest.fixture
@@ -103,26 +97,20 @@ def through_daemon(own_master: MooncakeMaster, owner: MooncakeClientDaemon) -> I
     backend.close()
 
 
-def test_without_a_master_opening_is_refused_with_advice() -> None:
+def open_backend_at(address: str, daemon: str | None = None) -> None:
+    options = MooncakeStorageOptions(master=address, daemon=daemon, segment=0, timeout=1.0)
+    promptly(lambda: store_of(MooncakeDriver, CODEC, options))
+
+
+def test_without_its_master_or_daemon_opening_is_refused_with_advice(own_master: MooncakeMaster) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(BackendUnavailable, match=f"master {address} .* check that it runs"):
-        promptly(lambda: open_backend_at(address))
-
-
-def open_backend_at(address: str, daemon: str | None = None) -> None:
-    store_of(MooncakeDriver, CODEC, MooncakeStorageOptions(master=address, daemon=daemon, segment=0, timeout=1.0))
-
-
-def test_a_master_that_hangs_is_refused_at_start(own_master: MooncakeMaster) -> None:
+        open_backend_at(address)
+    with pytest.raises(BackendUnavailable, match=f"daemon {address}"):
+        open_backend_at(own_master.address, address)
     own_master.pause()
     with pytest.raises(BackendUnavailable, match="could not be joined"):
-        promptly(lambda: open_backend_at(own_master.address))
-
-
-def test_without_its_daemon_opening_is_refused(master: MooncakeMaster) -> None:
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    with pytest.raises(BackendUnavailable, match=f"daemon {address}"):
-        promptly(lambda: open_backend_at(master.address, address))
+        open_backend_at(own_master.address)
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +127,7 @@ def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
     own_master.kill()
     assert promptly(lambda: backend.batch_exists(keys, deadline=shortly())) == 0
     assert promptly(lambda: load(backend, keys, shortly())) == [GET_ERROR] * 3
-    assert promptly(lambda: store(backend, make_keys(2, "new"), shortly())) == [SET_ERROR] * 2
+    assert promptly(lambda: store(backend, make_keys(2, "new"), deadline=shortly())) == [SET_ERROR] * 2
     assert promptly(lambda: backend.delete(keys, deadline=shortly())) == 0
     before = backend.usage()
     found = backend.statistics().errors
@@ -150,9 +138,7 @@ def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
     assert load(backend, keys) == [GET_ERROR] * 3
 
 
-def test_a_master_restarted_empty_is_used_again(
-    own_master: MooncakeMaster, backend: Store
-) -> None:
+def test_a_master_restarted_empty_is_used_again(own_master: MooncakeMaster, backend: Store) -> None:
     keys = make_keys(3)
     store(backend, keys)
     own_master.restart()
@@ -160,9 +146,7 @@ def test_a_master_restarted_empty_is_used_again(
     assert load(backend, keys) == [HIT] * 3
 
 
-def test_a_master_that_hangs_costs_errors_and_heals(
-    own_master: MooncakeMaster, backend: Store
-) -> None:
+def test_a_master_that_hangs_costs_errors_and_heals(own_master: MooncakeMaster, backend: Store) -> None:
     keys = make_keys(2)
     store(backend, keys)
     own_master.pause()
@@ -218,7 +202,7 @@ def test_a_hanging_daemon_is_abandoned_at_the_deadline_and_writes_no_frame(
     memory.poison()
     assert promptly(lambda: through_daemon.batch_get(keys, memory.frames, deadline=shortly())) == [GET_ERROR] * 3
     assert promptly(lambda: through_daemon.batch_exists(keys, deadline=shortly())) == 0
-    assert promptly(lambda: store(through_daemon, make_keys(2, "new"), shortly())) == [SET_ERROR] * 2
+    assert promptly(lambda: store(through_daemon, make_keys(2, "new"), deadline=shortly())) == [SET_ERROR] * 2
     assert through_daemon.statistics().errors["timeout"] >= 3
     owner.resume()
     wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
@@ -228,9 +212,7 @@ def test_a_hanging_daemon_is_abandoned_at_the_deadline_and_writes_no_frame(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hicache-mooncake-")]
 
 
-def test_a_restarted_daemon_is_used_again(
-    owner: MooncakeClientDaemon, through_daemon: Store
-) -> None:
+def test_a_restarted_daemon_is_used_again(owner: MooncakeClientDaemon, through_daemon: Store) -> None:
     keys = make_keys(3)
     store(through_daemon, keys)
     owner.kill()
@@ -238,14 +220,6 @@ def test_a_restarted_daemon_is_used_again(
     assert set(through_daemon.statistics().errors) <= SLOW_CLASSES
     owner.start()
     wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
-
-
-def test_an_operator_is_told_of_a_missing_master(own_master: MooncakeMaster) -> None:
-    raw = StoredPages(MooncakeDriver(None, MooncakeStorageOptions(**options_for(own_master))), "mooncake")
-    own_master.kill()
-    with pytest.raises(BackendUnavailable, match="HTTP server"):
-        list(raw.pages())
-    raw.close()
 
 
 def test_a_process_that_has_closed_its_backend_listens_on_nothing(master: MooncakeMaster, repository: Path) -> None:

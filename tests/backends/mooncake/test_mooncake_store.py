@@ -27,7 +27,6 @@ from hicache.backends.testing import (
     STORED,
     driver_of,
     empty_frames,
-    full_frames,
     holds,
     make_keys,
     payload_of,
@@ -42,7 +41,7 @@ from hicache.lab.devservers import MooncakeMaster
 from hicache.units import MIB
 from tests.waiting import wait_for
 
-from .store import CODEC, LEASE_MS, Memory, SideDoor, open_backend, options_for
+from .store import CODEC, LEASE_MS, Memory, SideDoor, open_backend, options_for, store
 
 REJECTED = SetOutcome.REJECTED
 LARGE = FrameCodec(NAMESPACE, MIB - HEADER_BYTES)
@@ -59,8 +58,14 @@ def backend(
     door.clear()
 
 
-def store(backend: Store, keys: list[bytes], parent: bytes | None = None) -> list[SetOutcome]:
-    return backend.batch_set(keys, full_frames(backend.codec, keys), parent=parent, deadline=soon())
+@contextlib.contextmanager
+def session_on(master: MooncakeMaster, **changes: Any) -> Iterator[ClientSession]:
+    """A session of a client with pages of `CODEC`."""
+    session = ClientSession(CODEC.frame_bytes, MooncakeStorageOptions(**options_for(master, **changes)))
+    try:
+        yield session
+    finally:
+        session.leave()
 
 
 def test_registered_frames_are_filled_without_a_copy(backend: Store) -> None:
@@ -161,11 +166,10 @@ def test_a_closed_backend_registers_no_memory(master: MooncakeMaster, here: Stor
 
 
 def test_frames_take_the_direct_path_only_if_they_are_registered_and_nothing_hangs(master: MooncakeMaster) -> None:
-    options = MooncakeStorageOptions(**options_for(master, staging=3 * CODEC.frame_bytes))
-    session = ClientSession(CODEC.frame_bytes, options)
-    paths, memory = session.paths, Memory(CODEC, 5)
-    try:
-        pages = [[frame] for frame in memory.frames]
+    memory = Memory(CODEC, 5)
+    pages = [[frame] for frame in memory.frames]
+    with session_on(master, staging=3 * CODEC.frame_bytes) as session:
+        paths = session.paths
         with paths.path(pages, soon()) as path:
             assert path.is_staged and len(path) == 3
             with pytest.raises(StoreError, match="no_buffer"), paths.path(pages, time.monotonic() + 0.05):
@@ -182,13 +186,10 @@ def test_frames_take_the_direct_path_only_if_they_are_registered_and_nothing_han
         paths.slow = True
         with paths.path(pages[:3], soon()) as path:
             assert path.is_staged
-    finally:
-        session.leave()
 
 
 def test_after_a_slow_failure_frames_are_copied_until_pages_have_moved(master: MooncakeMaster) -> None:
-    session = ClientSession(CODEC.frame_bytes, MooncakeStorageOptions(**options_for(master)))
-    try:
+    with session_on(master) as session:
         for result, is_slow in (
             ([0], False), ([-704], False), ([4096, -800], True), ([-704], True), ([4096], False), (None, True),
             ([0], False), ([-901], True),
@@ -201,23 +202,18 @@ def test_after_a_slow_failure_frames_are_copied_until_pages_have_moved(master: M
         session.moved([0])
         assert session.ask(lambda: [-901], soon()) == [-901]
         assert session.paths.slow
-    finally:
-        session.leave()
 
 
 def test_a_bounce_buffer_is_waited_for_until_the_deadline(master: MooncakeMaster) -> None:
-    options = MooncakeStorageOptions(**options_for(master, staging=1))
-    session = ClientSession(CODEC.frame_bytes, options)
-    try:
-        assert session.paths.take(9, soon()) == [0]
-        waiting = threading.Thread(target=lambda: session.paths.give_back(session.paths.take(1, soon())))
+    with session_on(master, staging=1) as session:
+        paths = session.paths
+        assert paths.take(9, soon()) == [0]
+        waiting = threading.Thread(target=lambda: paths.give_back(paths.take(1, soon())))
         waiting.start()
-        assert session.paths.take(1, time.monotonic() + 0.01) == []
-        session.paths.give_back([0])
+        assert paths.take(1, time.monotonic() + 0.01) == []
+        paths.give_back([0])
         waiting.join()
-        session.paths.check()
-    finally:
-        session.leave()
+        paths.check()
 
 
 @pytest.fixture
@@ -391,16 +387,9 @@ def test_invalid_options_are_rejected(option: str, value: object) -> None:
 
 
 def test_the_configuration_passes_its_options_to_the_backend() -> None:
-    config = load_config(
-        None,
-        environ={},
-        overrides={
-            "storage.type": "mooncake",
-            "storage.options.master": "kv-master:50051",
-            "storage.options.segment": "2GiB",
-            "storage.options.timeout": "500ms",
-        },
-    )
+    chosen = {"master": "kv-master:50051", "segment": "2GiB", "timeout": "500ms"}
+    overrides = {"storage.type": "mooncake", **{f"storage.options.{name}": value for name, value in chosen.items()}}
+    config = load_config(None, environ={}, overrides=overrides)
     assert isinstance(config.storage, MooncakeStorage)
     options = config.storage.options
     assert (options.master, options.segment, options.timeout) == ("kv-master:50051", 2048 * MIB, 0.5)

@@ -62,46 +62,6 @@ class TestValkey(DriverContract):
             yield from opener(client, unique_prefix, valkey.storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
-class TestUnixSocket(SampleContract):
-    @pytest.fixture
-    def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
-        with valkey.client() as client:
-            yield from opener(client, unique_prefix, valkey.unix_storage(key_prefix=unique_prefix, **_PATIENT)[1])
-
-
-class TestOldRedis(SampleContract):
-    """With a time to live and one connection, which use different commands and timing."""
-
-    @pytest.fixture
-    def open_store(self, old_redis: RedisServer, unique_prefix: str) -> Iterator[OpenStore]:
-        options = old_redis.storage(key_prefix=unique_prefix, **_PATIENT, ttl=600.0, connections=1)[1]
-        with old_redis.client() as client:
-            yield from opener(client, unique_prefix, options)
-
-
-@pytest.fixture(scope="module")
-def cluster_client(redis_cluster: RedisCluster) -> Iterator[Any]:
-    """A side door to the shared cluster. Shared, because opening it takes as long as a contract test."""
-    with redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as client:
-        yield client
-
-
-class TestCluster(SampleContract):
-    @pytest.fixture
-    def open_store(
-        self, redis_cluster: RedisCluster, cluster_client: Any, unique_prefix: str
-    ) -> Iterator[OpenStore]:
-        options = redis_cluster.storage(key_prefix=unique_prefix, **_PATIENT)[1]
-        yield from opener(cluster_client, unique_prefix, options)
-
-
-class TestSentinel(SampleContract):
-    @pytest.fixture
-    def open_store(self, redis_sentinel: RedisSentinel, unique_prefix: str) -> Iterator[OpenStore]:
-        with redis_sentinel.primary.client() as client:
-            yield from opener(client, unique_prefix, redis_sentinel.storage(key_prefix=unique_prefix, **_PATIENT)[1])
-
-
 @pytest.fixture(scope="module")
 def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Options for the shared server over mutual TLS: a proxy ends TLS and forwards plain text to the server."""
@@ -113,28 +73,37 @@ def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) 
         }  # fmt: skip
 
 
-class TestTls(SampleContract):
-    """With one connection for bodies, because handshakes take most of the time of these tests."""
+@pytest.fixture(scope="module")
+def places(
+    valkey: ValkeyServer, old_redis: RedisServer, redis_cluster: RedisCluster, redis_sentinel: RedisSentinel,
+    tls_options: dict[str, Any],
+) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:  # fmt: skip
+    """Side doors and options. Shared, because opening a cluster's door takes as long as a contract test."""
+    with (
+        valkey.client() as client, old_redis.client() as old, redis_sentinel.primary.client() as primary,
+        redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as cluster,
+    ):  # fmt: skip
+        yield {
+            "unix socket": (client, valkey.unix_storage()[1]),
+            # A time to live and one connection use different commands and timing.
+            "old server": (old, old_redis.storage(ttl=600.0, connections=1)[1]),
+            "cluster": (cluster, redis_cluster.storage()[1]),
+            "sentinel": (primary, redis_sentinel.storage()[1]),
+            # One connection for bodies, because handshakes take most of the time of these tests.
+            "tls": (client, {**tls_options, "connections": 1}),
+        }
+
+
+@pytest.mark.parametrize("place", ["unix socket", "old server", "cluster", "sentinel", "tls"])
+class TestOtherPlaces(SampleContract):
+    """Other connections, versions and topologies."""
 
     @pytest.fixture
     def open_store(
-        self, valkey: ValkeyServer, tls_options: dict[str, Any], unique_prefix: str
+        self, places: dict[str, tuple[Any, dict[str, Any]]], place: str, unique_prefix: str
     ) -> Iterator[OpenStore]:
-        options = {**_PATIENT, **tls_options, "key_prefix": unique_prefix, "connections": 1}
-        with valkey.client() as client:
-            yield from opener(client, unique_prefix, options)
-
-
-def test_a_password_opens_a_server_that_asks_for_one(login: Callable[[DevService], None], tmp_path: Path) -> None:
-    with ValkeyServer(password="pass word") as server:
-        login(server)
-        with opened(server) as (_, store):
-            assert store_chain(store, make_keys(3)) == [STORED] * 3
-        file = tmp_path / "password"
-        file.write_text("pass word\n")
-        file.chmod(0o600)
-        with opened(server, password_env=None, password_file=file) as (_, store):
-            assert store_chain(store, make_keys(3)) == [STORED] * 3
+        client, options = places[place]
+        yield from opener(client, unique_prefix, {**options, **_PATIENT, "key_prefix": unique_prefix})
 
 
 @pytest.mark.parametrize(("kind", "ttl_s"), [(ValkeyServer, None), (ValkeyServer, 60.0), (RedisServer, 60.0)])
@@ -209,33 +178,23 @@ def test_another_prefix_or_database_of_a_server_is_another_store(
         assert (one.backend.usage().pages, other.backend.usage().pages) == (3, 0)
 
 
-def test_pages_expire_after_their_time_to_live_since_the_last_use(valkey: ValkeyServer) -> None:
+@pytest.mark.parametrize("ttl_s", [None, 900.0])
+def test_reads_and_repeated_stores_are_uses_and_lookups_are_not(valkey: ValkeyServer, ttl_s: float | None) -> None:
+    """A use renews the recency of a page, and its time to live."""
     keys = make_keys(3)
-    with opened(valkey, ttl=900.0) as (backend, store), valkey.client() as client:
-
-        def left_s(key: bytes) -> int:
-            return int(client.ttl(name_of(backend, key)))
-
+    with opened(valkey, ttl=ttl_s) as (backend, store), valkey.client() as client:
+        names = [name_of(backend, key) for key in keys]
         store_chain(store, keys)
-        assert all(800 < left_s(key) <= 900 for key in keys)
-        for key in keys:
-            client.expire(name_of(backend, key), 50)
-        assert load(store, keys[:1]) == [HIT]
-        assert store_chain(store, keys[1:2]) == [PRESENT]
-        assert store.backend.batch_exists(keys, deadline=soon()) == 3
-        assert [left_s(key) > 800 for key in keys] == [True, True, False]  # a lookup is not a use
-
-
-def test_reads_and_repeated_stores_refresh_recency_and_lookups_do_not(valkey: ValkeyServer) -> None:
-    keys = make_keys(3)
-    with opened(valkey) as (backend, store), valkey.client() as client:
-        store_chain(store, keys)
-        grow_old(client, [name_of(backend, key) for key in keys])
+        if ttl_s is None:
+            grow_old(client, names)
+        for name in names if ttl_s is not None else ():
+            assert 800 < client.ttl(name) <= 900
+            client.expire(name, 50)
         assert load(store, keys[:1]) == [HIT]
         assert store_chain(store, keys[1:2]) == [PRESENT]
         assert backend.batch_exists(keys, deadline=soon()) == 3
-        idle = [client.object("idletime", name_of(backend, key)) >= 1000 for key in keys]
-        assert idle == [False, False, True]
+        used = [client.object("idletime", name) < 1000 if ttl_s is None else client.ttl(name) > 800 for name in names]
+        assert used == [True, True, False]
 
 
 def test_a_lookup_is_one_round_trip(valkey: ValkeyServer) -> None:
@@ -274,10 +233,10 @@ def test_replicas_serve_reads_and_the_primary_takes_writes(redis_sentinel: Redis
 
 
 def test_usage_has_the_capacity_of_the_server(valkey: ValkeyServer) -> None:
-    with opened(valkey) as (_, store):
-        assert store.backend.usage().capacity_bytes is None
-    with ValkeyServer(maxmemory_bytes=64 << 20) as limited, opened(limited) as (_, store):
-        assert store.backend.usage().capacity_bytes == 64 << 20
+    with opened(valkey) as (backend, _):
+        assert backend.usage().capacity_bytes is None
+    with ValkeyServer(maxmemory_bytes=64 << 20) as limited, opened(limited) as (backend, _):
+        assert backend.usage().capacity_bytes == 64 << 20
 
 
 def test_usage_of_a_large_server_is_estimated(valkey: ValkeyServer) -> None:

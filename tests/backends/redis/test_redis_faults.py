@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from hicache.backends.guard import HealthState
 from hicache.backends.redis import RedisDriver
-from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
-    MISS,
     NAMESPACE,
     PRESENT,
     SET_ERROR,
@@ -31,7 +27,6 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.clock import ManualClock
-from hicache.config.guard import GuardConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import Damage, FrameCodec
 from hicache.lab.devservers import RedisCluster, RedisSentinel, ValkeyServer
@@ -86,56 +81,9 @@ def test_calls_on_a_stopped_server_end_in_time(limit: str) -> None:
             assert load(store, keys) == [HIT] * 12
 
 
-def test_a_killed_server_is_an_error_and_an_empty_one_after_it_is_a_miss() -> None:
-    keys = make_keys(6)
-    with ValkeyServer() as server, opened(server) as (_, store):
-        store_chain(store, keys)
-        server.kill()
-        all_verbs(store, keys, 10.0)
-        assert errors_of(store) == {"connection_refused": 3 * len(keys) + 2}
-        server.start()
-        assert load(store, keys) == [MISS] * 6
-        assert store_chain(store, keys) == [STORED] * 6
-        assert load(store, keys) == [HIT] * 6
-        assert errors_of(store) == {"connection_refused": 3 * len(keys) + 2}
-
-
-def test_a_guard_says_that_a_dead_server_keeps_nothing_until_the_server_is_back() -> None:
-    options = GuardConfig(backoff_min=0.05, backoff_max=0.2)
-    with ValkeyServer() as server, opened(server) as (backend, _):
-        guard = Store(backend.driver, CODEC, options, name="redis")
-        numbers = itertools.count()
-
-        def put() -> None:
-            keys = make_keys(2, f"chain {next(numbers)}")
-            guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon())
-
-        put()
-        assert guard.health().state is HealthState.WORKING
-        server.kill()
-        wait_for(lambda: guard.health().state is HealthState.KEEPS_NOTHING, put)
-        assert guard.health().cause == "connection_refused" and "Start the server" in guard.health().advice
-        server.start()
-        wait_for(lambda: guard.health().state is HealthState.WORKING)  # probes find out; no page is needed
-        guard.close()
-
-
-def test_idle_connections_closed_by_the_server_are_replaced_silently() -> None:
-    keys = make_keys(6)
-    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
-        store_chain(store, keys)
-        for _ in range(3):
-            load(store, keys)
-            assert backend.batch_exists(keys, deadline=soon()) == 6
-            client.client_kill_filter(_type="normal", skipme=True)
-            assert load(store, keys) == [HIT] * 6
-            client.client_kill_filter(_type="normal", skipme=True)
-            assert backend.batch_exists(keys, deadline=soon()) == 6
-        assert errors_of(store) == {}
-
-
-def test_idle_connections_dropped_by_the_network_are_replaced_silently(valkey: ValkeyServer) -> None:
-    """Only a request shows that the connections are dead, for any number of idle connections."""
+@pytest.mark.parametrize("end", [Proxy.drop, Proxy.forget], ids=["closed", "forgotten"])
+def test_dead_idle_connections_are_replaced_silently(valkey: ValkeyServer, end: Callable[[Proxy], None]) -> None:
+    """For any number of them. If the network forgot them, only a request shows that they are dead."""
     keys = make_keys(40)
     with Proxy(valkey.port) as relay, valkey.client() as client:
         options = {"url": f"redis://{LOOPBACK}:{relay.port}", "key_prefix": fresh_prefix(), "connections": 8}
@@ -148,7 +96,7 @@ def test_idle_connections_dropped_by_the_network_are_replaced_silently(valkey: V
             for thread in threads:
                 thread.join()
             before = relay.connections
-            relay.forget()
+            end(relay)
             verb()
             assert relay.connections > before
             assert errors_of(store) == {}
@@ -157,78 +105,58 @@ def test_idle_connections_dropped_by_the_network_are_replaced_silently(valkey: V
         with contextlib.closing(StoredPages(RedisDriver(None, RedisStorageOptions(**options)), "redis")) as raw:
             for _ in range(2):
                 pages = list(raw.pages())
-                relay.forget()
+                end(relay)
                 assert len(list(raw.pages())) == 40
-                relay.forget()
+                end(relay)
                 assert raw.read(pages[0], PAGE) == store.read(pages[0].key)
-                relay.forget()
+                end(relay)
                 assert not raw.write(pages[0], b"x", None)
-                relay.forget()
+                end(relay)
                 assert store.backend.usage().pages == 40
-            relay.forget()
+            end(relay)
             assert raw.remove(pages) == 40
         assert errors_of(store) == {}
         store.backend.close()
 
 
-@pytest.fixture
-def timeout_s() -> float:
-    """The timeout of `proxied`, which tests may override."""
-    return PATIENT_S
-
-
-_impatient = pytest.mark.parametrize("timeout_s", [TIMEOUT_S])
-
-
-@pytest.fixture
-def proxied(valkey: ValkeyServer, timeout_s: float) -> Iterator[tuple[Subject, Proxy]]:
-    with valkey.client() as client, Proxy(valkey.port) as proxy:
-        options = {"url": f"redis://127.0.0.1:{proxy.port}", "key_prefix": fresh_prefix(), "timeout": timeout_s}
-        store = open_on(client, options)
-        yield store, proxy
-        store.backend.close()
+@contextlib.contextmanager
+def proxied(server: ValkeyServer, timeout_s: float = PATIENT_S) -> Iterator[tuple[Subject, Proxy]]:
+    with contextlib.ExitStack() as ending:
+        proxy = ending.enter_context(Proxy(server.port))
+        url = f"redis://127.0.0.1:{proxy.port}"
+        yield ending.enter_context(opened(server, url=url, timeout=timeout_s))[1], proxy
 
 
 # In the header of the reply, after it, in the body, before its end, and within the next reply.
 @pytest.mark.parametrize("after", [0, 2, 6, 7, 300, PAGE, PAGE + 7, PAGE + 8, PAGE + 10, 3 * PAGE])
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_cut_reply_is_an_error_and_its_connection_is_not_reused(
-    proxied: tuple[Subject, Proxy], after: int, reset: bool
+    valkey: ValkeyServer, after: int, reset: bool
 ) -> None:
-    store, proxy = proxied
     keys = make_keys(6)
-    store_chain(store, keys)
-    proxy.set(Faults(cut_after_bytes=after, reset=reset, direction=Direction.DOWN))
-    outcomes = load(store, keys)  # asserts that each hit is the right page
-    proxy.heal()
-    assert set(outcomes) <= {HIT, GET_ERROR} and GET_ERROR in outcomes
-    assert set(errors_of(store)) <= {"connection_lost"}
-    assert sum(errors_of(store).values()) == outcomes.count(GET_ERROR)
-    assert load(store, keys) == [HIT] * 6
+    with proxied(valkey) as (store, proxy):
+        store_chain(store, keys)
+        proxy.set(Faults(cut_after_bytes=after, reset=reset, direction=Direction.DOWN))
+        outcomes = load(store, keys)  # asserts that each hit is the right page
+        proxy.heal()
+        assert set(outcomes) <= {HIT, GET_ERROR} and GET_ERROR in outcomes
+        assert errors_of(store) == {"connection_lost": outcomes.count(GET_ERROR)}
+        assert load(store, keys) == [HIT] * 6
 
 
-@_impatient
-def test_a_slow_network_with_progress_is_waited_for(proxied: tuple[Subject, Proxy]) -> None:
-    """The whole transfer takes twice as long as the timeout, but each wait is shorter."""
-    store, proxy = proxied
+def test_a_slow_network_with_progress_is_waited_for(valkey: ValkeyServer) -> None:
+    """The whole transfer takes twice as long as the timeout, but each wait is shorter. The control: no progress."""
     keys = make_keys(4)
-    store_chain(store, keys)
-    proxy.set(Faults(bytes_per_s=4 * PAGE / (2 * TIMEOUT_S), slice_bytes=512, direction=Direction.DOWN))
-    assert load(store, keys) == [HIT] * 4
-    assert errors_of(store) == {}
-
-
-@_impatient
-def test_a_network_without_progress_is_not_waited_for(proxied: tuple[Subject, Proxy]) -> None:
-    """The control of the test above."""
-    store, proxy = proxied
-    keys = make_keys(4)
-    store_chain(store, keys)
-    proxy.set(Faults(stall=Direction.DOWN))
-    assert load(store, keys) == [GET_ERROR] * 4
-    assert errors_of(store) == {"timeout": 4}
-    proxy.heal()
-    assert load(store, keys) == [HIT] * 4
+    with proxied(valkey, TIMEOUT_S) as (store, proxy):
+        store_chain(store, keys)
+        proxy.set(Faults(bytes_per_s=4 * PAGE / (2 * TIMEOUT_S), slice_bytes=512, direction=Direction.DOWN))
+        assert load(store, keys) == [HIT] * 4
+        assert errors_of(store) == {}
+        proxy.set(Faults(stall=Direction.DOWN))
+        assert load(store, keys) == [GET_ERROR] * 4
+        assert errors_of(store) == {"timeout": 4}
+        proxy.heal()
+        assert load(store, keys) == [HIT] * 4
 
 
 def test_a_hanging_cluster_node_costs_only_its_pages(own_cluster: RedisCluster) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import itertools
-import os
 import socket
 import threading
 import tracemalloc
@@ -37,12 +36,11 @@ from tests.hostile.redis_server import (
     array,
     bulk,
     encodings,
-    run_round,
-    texts_of,
 )
+from tests.hostile.verbs import texts_of
+from tests.listening import Listener
 from tests.proxy import Proxy
-from tests.seeds import IS_SOAK, seeds
-from tests.waiting import wait_for
+from tests.seeds import IS_SOAK
 
 from .store import CODEC
 
@@ -88,6 +86,17 @@ def opened_hostile(
         yield server, backend
 
 
+def refused(
+    lie: Callable[[list[bytes]], bytes | None], mode: str = "single", match: str | None = None, **more: Any
+) -> BackendUnavailable:
+    """Return the error of opening a store on a server that sends false replies."""
+    with hostile(lie, mode) as (server, options):
+        server.hostile = True
+        with pytest.raises(BackendUnavailable, match=match) as raised:
+            open_on(options | more)
+    return raised.value
+
+
 def open_on(options: dict[str, Any]) -> Store:
     return store_of(RedisDriver, CODEC, RedisStorageOptions(**options))
 
@@ -102,45 +111,11 @@ def use_all(backend: Any, keys: list[bytes]) -> None:
     assert backend.delete(keys, deadline=soon()) == 0
 
 
-@pytest.mark.parametrize("seed", seeds(6))
-def test_each_verb_ends_with_outcomes_or_typed_errors(seed: int) -> None:
-    assert run_round(seed)
-
-
-def test_hostile_rounds_leave_no_descriptor_and_no_memory_behind() -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    run_round(1000)
-    before = descriptors()
-    tracemalloc.start()
-    try:
-        for seed in range(1001, 1003):
-            run_round(seed)
-        gc.collect()
-        held_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    wait_for(lambda: descriptors() <= before)
-    assert held_bytes < 4 << 20
-
-
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
-@pytest.mark.parametrize("mode", ["single", "sentinel"])
-@pytest.mark.parametrize("target", ["port", "unix socket", "not a name"])
-def test_redirections_are_followed_only_in_a_cluster(trap: Trap, mode: str, word: bytes, target: str) -> None:
-    """400 redirections cause no connection to another address, and no new one to the server."""
-    where = {"port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000"}[target]
-    keys = make_keys(100)
-    with opened_hostile(lambda request: b"-%b 1 %b\r\n" % (word, where.encode()), mode) as (server, backend):
-        use_all(backend, keys)
-        assert backend.statistics().errors[word.decode().lower()] >= 301
-        assert server.connections < 10
-
-
-@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+@pytest.mark.parametrize("mode", ["single", "sentinel", "cluster"])
 @pytest.mark.parametrize("target", ["port", "unix socket", "not a name", "a long name"])
-def test_redirections_are_followed_only_to_nodes_of_the_cluster(trap: Trap, word: bytes, target: str) -> None:
+def test_redirections_are_followed_only_to_nodes_of_a_cluster(trap: Trap, mode: str, word: bytes, target: str) -> None:
+    """400 redirections cause no connection to another address, no new one to the server, and no request for routes."""
     where = {
         "port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000",
         "a long name": f"{'x' * 64}.example:7000",
@@ -151,12 +126,13 @@ def test_redirections_are_followed_only_to_nodes_of_the_cluster(trap: Trap, word
             return None
         return b"-%b 1 %b\r\n" % (word, where.encode())
 
-    with opened_hostile(lie, "cluster") as (server, backend):
+    with opened_hostile(lie, mode) as (server, backend):
         use_all(backend, make_keys(100))
-        expected = "foreign_address" if target == "port" else word.decode().lower()
+        expected = "foreign_address" if (mode, target) == ("cluster", "port") else word.decode().lower()
         assert set(backend.statistics().errors) == {expected}
+        assert backend.statistics().errors[expected] >= 301
         assert server.connections < 10
-        assert server.requests[b"CLUSTER"] < 10  # routes are requested once per call, not once per redirection
+        assert server.requests[b"CLUSTER"] < 10  # once per call
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -179,18 +155,16 @@ def test_a_topology_outside_the_allowed_nodes_is_not_used(trap: Trap, mode: str)
     facts = array(*map(bulk, (b"ip", ELSEWHERE.encode(), b"port", b"%d" % trap.port, b"flags", b"master")))
     node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % trap.port)
     lies = {b"CLUSTER": array(array(b":0\r\n", b":16383\r\n", node)), b"SENTINEL": facts}
-    with hostile(lambda request: lies.get(request[0]), mode) as (server, options):
-        server.hostile = True
-        with pytest.raises(BackendUnavailable, match=r"foreign_address.*allowed_nodes"):
-            store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=[LOOPBACK, ".cache.example"]))
+    allowed = [LOOPBACK, ".cache.example"]
+    refused(lambda request: lies.get(request[0]), mode, r"foreign_address.*allowed_nodes", allowed_nodes=allowed)
 
 
 def test_a_sentinel_that_names_itself_does_not_get_the_password_of_the_nodes() -> None:
     with hostile(lambda request: None, "sentinel") as (server, options):
         with pytest.raises(BackendUnavailable, match="foreign_address"):
-            store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=["10.1.0.0/16"]))
+            open_on(options | {"allowed_nodes": ["10.1.0.0/16"]})
         assert server.requests[b"SENTINEL"] == 1 and server.requests[b"AUTH"] == 0
-        store_of(RedisDriver, CODEC, RedisStorageOptions(**options, allowed_nodes=[LOOPBACK])).close()  # the control
+        open_on(options | {"allowed_nodes": [LOOPBACK]}).close()  # the control
         assert server.requests[b"AUTH"]
 
 
@@ -203,36 +177,24 @@ def test_sentinels_and_nodes_name_addresses_on_the_network_only(trap: Trap, host
     name = host.format(path=trap.path).encode()
     facts = array(*map(bulk, (b"ip", name, b"port", port.encode(), b"flags", b"master")))
     slots = array(array(b":0\r\n", b":16383\r\n", array(bulk(name or b"/"), b":%b\r\n" % port.encode())))
-    for mode, word, lie in (("sentinel", b"SENTINEL", facts), ("cluster", b"CLUSTER", slots)):
-        lies = {word: lie}
-        with hostile(lambda request, lies=lies: lies.get(request[0]), mode) as (server, options):  # type: ignore[misc]
-            server.hostile = True
-            with pytest.raises(BackendUnavailable, match="protocol"):
-                open_on(options)
+    lies = {b"SENTINEL": facts, b"CLUSTER": slots}
+    for mode in ("sentinel", "cluster"):
+        refused(lambda request: lies.get(request[0]), mode, "protocol")
 
 
 def test_nodes_named_by_a_cluster_are_reached_only_over_tls(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     heard: list[bytes] = []
-    with socket.create_server((ELSEWHERE, 0)) as listener:
-
-        def listen() -> None:
-            with contextlib.suppress(OSError), listener.accept()[0] as sock:
-                heard.append(sock.recv(4096))
-
-        thread = threading.Thread(target=listen, daemon=True)
-        thread.start()
-        node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % listener.getsockname()[1])
+    with Listener(lambda sock, number: heard.append(sock.recv(4096)), ELSEWHERE) as listener:
+        node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % listener.port)
         slots = array(array(b":0\r\n", b":16383\r\n", node))
-        with hostile(lambda request: slots if request[0] == b"CLUSTER" else None, "cluster") as (server, options):
+        with (
+            hostile(lambda request: slots if request[0] == b"CLUSTER" else None, "cluster") as (server, options),
+            Proxy(server.port, tls=made.server_context()) as proxy, pytest.raises(BackendUnavailable),
+        ):  # fmt: skip
             server.hostile = True
-            with Proxy(server.port, tls=made.server_context()) as proxy:
-                options.update({
-                    "cluster": [f"{LOOPBACK}:{proxy.port}"], "tls": True, "tls_ca_file": made.ca_file, "timeout": 5.0,
-                })  # fmt: skip
-                with pytest.raises(BackendUnavailable):
-                    open_on(options)
-        thread.join(30.0)
+            place = [f"{LOOPBACK}:{proxy.port}"]
+            open_on({**options, "cluster": place, "tls": True, "tls_ca_file": made.ca_file, "timeout": 5.0})
     assert heard[0][:1] == bytes([0x16])  # a TLS handshake
     assert PASSWORD.encode() not in heard[0]
 
@@ -262,30 +224,22 @@ FORMS = ["-ERR unknown command 'AUTH {}'", "-{}", "-WRONGPASS {} is wrong", "-NO
 def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
     for secret in (*sorted(encodings(PASSWORD)), "letters-only"):
         answer = form.format(secret).encode() + b"\r\n"
-        with hostile(lambda request, answer=answer: answer, mode) as (server, options):  # type: ignore[misc]
-            if mode == "sentinel":
-                options["sentinel_password_env"] = options.pop("password_env")
-            server.hostile = True
-            with pytest.raises(BackendUnavailable) as raised:
-                open_on(options)
-        assert not any(secret in text for text in texts_of(raised.value))
+        login: dict[str, Any] = {} if mode != "sentinel" else {
+            "sentinel_password_env": PASSWORD_ENV, "password_env": None,
+        }  # fmt: skip
+        error = refused(functools.partial(lambda answer, request: answer, answer), mode, **login)
+        assert not any(secret in text for text in texts_of(error))
 
 
 def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Path) -> None:
     """The text quotes the host name, which a server may have chosen. The certificate is for 127.0.0.1."""
     made = make_certificates(tmp_path)
-    with socket.create_server((ELSEWHERE, 0)) as listener:
 
-        def serve() -> None:
-            with contextlib.suppress(OSError), listener.accept()[0] as sock:
-                made.server_context().wrap_socket(sock, server_side=True).close()
+    def serve(sock: socket.socket, number: int) -> None:
+        made.server_context().wrap_socket(sock, server_side=True)
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        url = f"rediss://{ELSEWHERE}:{listener.getsockname()[1]}"
-        with pytest.raises(BackendUnavailable, match="IP address mismatch") as raised:
-            store_of(RedisDriver, CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file, timeout=5.0))
-        thread.join(30.0)
+    with Listener(serve, ELSEWHERE) as listener, pytest.raises(BackendUnavailable, match="mismatch") as raised:
+        open_on({"url": f"rediss://{ELSEWHERE}:{listener.port}", "tls_ca_file": made.ca_file, "timeout": 5.0})
     assert not any("not valid for" in text for text in texts_of(raised.value))
 
 
@@ -305,10 +259,7 @@ def test_a_text_that_cannot_be_sent_is_refused_without_the_password(wrong: dict[
 @pytest.mark.parametrize("version", [b"\xc2\xb2.\xc2\xb3", b"9" * 5000, b"", PASSWORD.encode()])
 def test_an_invalid_version_is_not_shown(version: bytes) -> None:
     hello = array(*map(bulk, (b"version", version, b"mode", b"standalone")))
-    with hostile(lambda request: hello if request[0] == b"HELLO" else None) as (server, options):
-        server.hostile = True
-        with pytest.raises(BackendUnavailable, match=r"no version; use Redis 6\.2"):
-            open_on(options)
+    refused(lambda request: hello if request[0] == b"HELLO" else None, match=r"no version; use Redis 6\.2")
 
 
 ENDLESS = {

@@ -14,11 +14,10 @@ import redis
 from hicache.backends.base import StoredPage, Usage
 from hicache.backends.redis import RedisDriver
 from hicache.backends.registry import BackendSpec, open_stored
+from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     NAMESPACE,
-    OTHER_NAMESPACE,
-    PAYLOAD_BYTES,
     InspectionContract,
     OpenStore,
     OpenStored,
@@ -27,12 +26,10 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.errors import BackendUnavailable, ConfigError
-from hicache.frame import FrameCodec
 from hicache.lab.devservers import RedisCluster, RedisServer, ValkeyServer
+from hicache.lab.devservers.redis import RedisLike
 
-from .store import CODEC, PAGE, fresh_prefix, grow_old, name_of, open_on, opened
-
-OTHER = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
+from .store import PAGE, fresh_prefix, grow_old, name_of, open_on, opened
 
 
 @pytest.fixture(params=["server", "cluster"])
@@ -43,18 +40,11 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def raw_on(options: dict[str, Any]) -> Iterator[StoredPages]:
-    store = open_stored(BackendSpec("redis", options))
-    try:
-        yield store
-    finally:
-        store.close()
-        store.close()
-
-
-@pytest.fixture
-def raw(options: dict[str, Any]) -> Iterator[StoredPages]:
-    with raw_on(options) as store:
+def raw_on(server: RedisLike, backend: Store | None = None, prefix: str | None = None) -> Iterator[StoredPages]:
+    """The pages of a server as an operator sees them, those of `backend` or below `prefix`."""
+    key_prefix = prefix if backend is None else driver_of(backend, RedisDriver).options.key_prefix
+    options = server.storage(**({} if key_prefix is None else {"key_prefix": key_prefix}))[1]
+    with contextlib.closing(open_stored(BackendSpec("redis", options))) as store:
         yield store
 
 
@@ -73,31 +63,10 @@ class TestRaw(InspectionContract):
         return lambda: open_stored(BackendSpec("redis", options))
 
 
-def fill(options: dict[str, Any], codec: FrameCodec, keys: list[bytes]) -> None:
-    store = open_on(None, options, codec)
-    store_chain(store, keys)
-    store.backend.close()
-
-
-def test_all_pages_of_all_namespaces_are_listed_once(raw: StoredPages, options: dict[str, Any]) -> None:
-    keys = make_keys(2500)
-    fill(options, CODEC, keys)
-    fill(options, OTHER, keys[:7])
-    found = list(raw.pages())
-    assert len(found) == 2507
-    assert {(page.namespace, page.key) for page in found} == {
-        *((NAMESPACE, key) for key in keys), *((OTHER_NAMESPACE, key) for key in keys[:7])
-    }  # fmt: skip
-    assert {page.bytes for page in found} == {PAGE}
-    assert all(page.used_s is not None and abs(page.used_s - time.time()) < 600 for page in found)
-    assert len(list(raw.pages(OTHER_NAMESPACE.hex()[:10]))) == 7
-    assert not list(raw.pages("ffff"))
-
-
 def test_foreign_keys_are_not_listed_and_a_list_under_a_page_key_is(valkey: ValkeyServer) -> None:
     (key,) = make_keys(1)
     prefix = fresh_prefix()
-    with raw_on(valkey.storage(key_prefix=prefix)[1]) as raw, valkey.client() as client:
+    with raw_on(valkey, prefix=prefix) as raw, valkey.client() as client:
         for name in ("", "short:name", f"{NAMESPACE.hex()}:{key.hex()}x", f"{NAMESPACE.hex().upper()}:{key.hex()}"):
             client.set(prefix + name, b"somebody else's")
         assert not list(raw.pages())
@@ -114,7 +83,7 @@ def test_inspection_does_not_count_as_a_use(valkey: ValkeyServer) -> None:
         store_chain(store, keys)
         names = [name_of(backend, key) for key in keys]
         grow_old(client, names)
-        with raw_on(valkey.storage(key_prefix=driver_of(backend, RedisDriver).options.key_prefix)[1]) as raw:
+        with raw_on(valkey, backend) as raw:
             for page in [*raw.pages(), *raw.pages()]:
                 assert page.used_s is not None and 900 < time.time() - page.used_s < 1100
                 assert raw.read(page, PAGE) is not None
@@ -128,7 +97,7 @@ def test_an_old_server_reports_the_last_use_only_once(old_redis: RedisServer) ->
     with opened(old_redis) as (backend, store), old_redis.client() as client:
         store_chain(store, keys)
         grow_old(client, [name_of(backend, key) for key in keys])
-        with raw_on(old_redis.storage(key_prefix=driver_of(backend, RedisDriver).options.key_prefix)[1]) as raw:
+        with raw_on(old_redis, backend) as raw:
             ages_s = [[time.time() - (page.used_s or 0.0) for page in raw.pages()] for _ in range(2)]
         assert [age_s > 900 for age_s in ages_s[0] + ages_s[1]] == [True] * 5 + [False] * 5
 
@@ -137,7 +106,7 @@ def test_an_old_server_reports_the_last_use_only_once(old_redis: RedisServer) ->
 def test_a_user_without_rights_gets_an_error_and_not_an_empty_list(command: str) -> None:
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
         store_chain(store, make_keys(3))
-        with raw_on(server.storage(key_prefix=driver_of(backend, RedisDriver).options.key_prefix)[1]) as raw:
+        with raw_on(server, backend) as raw:
             assert len(list(raw.pages())) == 3
             before = backend.usage()
             client.execute_command("ACL", "SETUSER", "default", f"-{command}")
@@ -150,13 +119,12 @@ def test_a_user_without_rights_gets_an_error_and_not_an_empty_list(command: str)
 def test_a_server_that_evicts_by_frequency_reports_no_times() -> None:
     with ValkeyServer(maxmemory_bytes=64 << 20, policy="allkeys-lfu") as server, opened(server) as (backend, store):
         store_chain(store, make_keys(3))
-        options = server.storage(key_prefix=driver_of(backend, RedisDriver).options.key_prefix)[1]
-        with raw_on(options) as raw:
+        with raw_on(server, backend) as raw:
             assert [page.used_s for page in raw.pages()] == [None] * 3
 
 
 def test_a_full_server_accepts_no_more_pages() -> None:
-    with ValkeyServer(maxmemory_bytes=1) as server, raw_on(server.storage()[1]) as raw:
+    with ValkeyServer(maxmemory_bytes=1) as server, raw_on(server) as raw:
         assert not raw.write(StoredPage(NAMESPACE, make_keys(1)[0], PAGE, None), b"x" * PAGE, None)
 
 

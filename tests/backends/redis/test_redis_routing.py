@@ -41,14 +41,9 @@ from .store import fresh_prefix, name_of, open_on, opened
 
 
 @pytest.fixture
-def cluster(own_cluster: RedisCluster) -> RedisCluster:
-    return own_cluster
-
-
-@pytest.fixture
-def store(cluster: RedisCluster) -> Iterator[Subject]:
-    with redis.RedisCluster("127.0.0.1", cluster.nodes[0].port) as client:
-        store = open_on(client, cluster.storage(key_prefix=fresh_prefix())[1])
+def store(own_cluster: RedisCluster) -> Iterator[Subject]:
+    with redis.RedisCluster("127.0.0.1", own_cluster.nodes[0].port) as client:
+        store = open_on(client, own_cluster.storage(key_prefix=fresh_prefix())[1])
         yield store
         store.backend.close()
 
@@ -107,10 +102,10 @@ class Slot:
 
 
 @pytest.mark.parametrize("verb", ["exists", "get", "set", "delete"])
-def test_each_verb_follows_a_slot_that_moved(cluster: RedisCluster, store: Subject, verb: str) -> None:
+def test_each_verb_follows_a_slot_that_moved(own_cluster: RedisCluster, store: Subject, verb: str) -> None:
     keys = make_keys(20, verb)
     store_chain(store, keys)
-    slot = Slot(cluster, store, keys[3])
+    slot = Slot(own_cluster, store, keys[3])
     slot.open()
     slot.carry()
     slot.end()
@@ -126,10 +121,10 @@ def test_each_verb_follows_a_slot_that_moved(cluster: RedisCluster, store: Subje
     assert dict(backend.statistics().errors) == {}
 
 
-def test_pages_of_a_migrating_slot_are_found_on_both_nodes(cluster: RedisCluster, store: Subject) -> None:
+def test_pages_of_a_migrating_slot_are_found_on_both_nodes(own_cluster: RedisCluster, store: Subject) -> None:
     keys = make_keys(20, "moving")
     store_chain(store, keys[:19])
-    slot = Slot(cluster, store, keys[5])
+    slot = Slot(own_cluster, store, keys[5])
     slot.open()
     slot.carry()
     backend = store.backend
@@ -142,10 +137,10 @@ def test_pages_of_a_migrating_slot_are_found_on_both_nodes(cluster: RedisCluster
     slot.end()
 
 
-def test_an_unassigned_slot_costs_its_pages(cluster: RedisCluster, store: Subject) -> None:
+def test_an_unassigned_slot_costs_its_pages(own_cluster: RedisCluster, store: Subject) -> None:
     keys = make_keys(20, "gone")
     store_chain(store, keys)
-    slot = Slot(cluster, store, keys[4])
+    slot = Slot(own_cluster, store, keys[4])
     backend = store.backend
     slot.unassign()
     try:
@@ -158,10 +153,10 @@ def test_an_unassigned_slot_costs_its_pages(cluster: RedisCluster, store: Subjec
         slot.end()
 
 
-def test_routes_are_requested_from_nodes_that_have_not_failed_recently(cluster: RedisCluster) -> None:
+def test_routes_are_requested_from_nodes_that_have_not_failed_recently(own_cluster: RedisCluster) -> None:
     """A hanging node would cost a timeout each time."""
-    failed = cluster.nodes[1]
-    with opened(cluster) as (backend, _), failed.client() as client:
+    failed = own_cluster.nodes[1]
+    with opened(own_cluster) as (backend, _), failed.client() as client:
         router = driver_of(backend, RedisDriver)._context.router
 
         def asked() -> int:

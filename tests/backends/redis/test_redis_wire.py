@@ -237,31 +237,18 @@ def test_a_send_to_a_peer_that_does_not_read_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
+    ("failure", "kind"),
     [
-        (socket.gaierror(-2, "x"), ErrorKind.DNS),
-        (ConnectionRefusedError(), ErrorKind.CONNECTION_REFUSED),
-        (ConnectionResetError(), ErrorKind.CONNECTION_LOST),
-        (BrokenPipeError(), ErrorKind.CONNECTION_LOST),
-        (TimeoutError(), ErrorKind.TIMEOUT),
-        (OSError(113, "no route"), ErrorKind.UNREACHABLE),
-    ],
-)
-def test_exceptions_have_an_error_kind(error: OSError, kind: ErrorKind) -> None:
-    assert failure_of(error).kind is kind
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
+        (socket.gaierror(-2, "x"), ErrorKind.DNS), (ConnectionRefusedError(), ErrorKind.CONNECTION_REFUSED),
+        (ConnectionResetError(), ErrorKind.CONNECTION_LOST), (BrokenPipeError(), ErrorKind.CONNECTION_LOST),
+        (TimeoutError(), ErrorKind.TIMEOUT), (OSError(113, "no route"), ErrorKind.UNREACHABLE),
         (b"OOM command not allowed", ErrorKind.NO_SPACE), (b"MISCONF x", ErrorKind.CANNOT_PERSIST),
         (b"LOADING x", ErrorKind.LOADING), (b"NOAUTH x", ErrorKind.WRONG_CREDENTIALS),
-        (b"WRONGPASS x", ErrorKind.WRONG_CREDENTIALS),
-        (b"BUSY x", ErrorKind.BUSY), (b"MASTERDOWN x", ErrorKind.PRIMARY_DOWN),
-        (b"CLUSTERDOWN x", ErrorKind.CLUSTER_DOWN),
+        (b"WRONGPASS x", ErrorKind.WRONG_CREDENTIALS), (b"BUSY x", ErrorKind.BUSY),
+        (b"MASTERDOWN x", ErrorKind.PRIMARY_DOWN), (b"CLUSTERDOWN x", ErrorKind.CLUSTER_DOWN),
         (b"TRYAGAIN x", ErrorKind.CLUSTER_DOWN), (b"ERR whatever", ErrorKind.SERVER_ERROR),
         (b"", ErrorKind.SERVER_ERROR),
     ],
 )  # fmt: skip
-def test_error_replies_have_an_error_kind(text: bytes, kind: ErrorKind) -> None:
-    assert ErrorReply(text).kind is kind
+def test_exceptions_and_error_replies_have_an_error_kind(failure: OSError | bytes, kind: ErrorKind) -> None:
+    assert (ErrorReply(failure) if isinstance(failure, bytes) else failure_of(failure)).kind is kind

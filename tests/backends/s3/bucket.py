@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name
 from hicache.backends.store import Store
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, store_of
+from hicache.backends.testing import HIT, NAMESPACE, PAYLOAD_BYTES, STORED, Subject, load, store_chain, store_of
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import FrameCodec
 from tests.backends.s3.stub import StubS3
@@ -67,15 +69,32 @@ def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: A
     )
 
 
-def open_on(stub: StubS3, **changes: Any) -> Subject:
+def open_on(stub: StubS3, codec: FrameCodec = CODEC, **changes: Any) -> Subject:
     """Open a store on the stub, with the stub's dictionary as the side door. Closed after the test."""
-    backend = store_of(S3Driver, CODEC, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
+    backend = store_of(S3Driver, codec, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
     OPENED.append(backend)
+
+    def name(key: bytes) -> str:
+        return object_name("test/", codec.namespace, key)
 
     def write(key: bytes, data: bytes) -> None:
         stub.objects[name(key)] = data
 
     return Subject(backend, lambda key: stub.objects.get(name(key)), write)
+
+
+@contextlib.contextmanager
+def opened(chosen: S3StorageOptions, codec: FrameCodec = CODEC) -> Iterator[Subject]:
+    """Open a store without a side door, and close it."""
+    with contextlib.closing(store_of(S3Driver, codec, chosen)) as backend:
+        yield Subject(backend, lambda key: None, lambda key, data: None)
+
+
+def moves_pages(store: Subject, keys: list[bytes]) -> None:
+    """Store pages and read them back, without an error."""
+    assert store_chain(store, keys) == [STORED] * len(keys)
+    assert load(store, keys) == [HIT] * len(keys)
+    assert errors(store) == {}
 
 
 def name(key: bytes) -> str:

@@ -13,7 +13,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -62,13 +62,6 @@ def etag_of(data: bytes) -> str:
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
-@dataclass(slots=True)
-class _Counts:
-    requests: list[Request] = field(default_factory=list)
-    running: int = 0
-    running_max: int = 0
-
-
 class StubS3(Listener):
     """See the module's docstring. A context manager; ends all its threads and connections."""
 
@@ -79,7 +72,9 @@ class StubS3(Listener):
         self.fault: Callable[[Request], Answer | None] = lambda request: None
         self.released = threading.Event()  # set: hanging connections continue
         self._tls = tls
-        self._counts = _Counts()
+        self._requests: list[Request] = []
+        self.running = 0
+        self._running_max = 0
         super().__init__(self._answer_all)
         self.url = f"{'http' if tls is None else 'https'}://{LOOPBACK}:{self.port}"
 
@@ -91,37 +86,33 @@ class StubS3(Listener):
     def received(self) -> list[Request]:
         """All requests."""
         with self._lock:
-            return list(self._counts.requests)
+            return list(self._requests)
 
     @property
     def requests(self) -> list[Request]:
         """All requests except those made by opening a store."""
         with self._lock:
-            return [request for request in self._counts.requests if not request.is_list]
+            return [request for request in self._requests if not request.is_list]
 
     @property
     def listings(self) -> int:
         """The number of requests for a page of a listing so far."""
         with self._lock:
-            return sum(request.is_list for request in self._counts.requests)
+            return sum(request.is_list for request in self._requests)
 
     def methods(self) -> list[str]:
         return [request.method for request in self.requests]
 
     def forget_requests(self) -> None:
         with self._lock:
-            self._counts.requests.clear()
-            self._counts.running_max = 0
-
-    @property
-    def running(self) -> int:
-        return self._counts.running
+            self._requests.clear()
+            self._running_max = 0
 
     @property
     def running_max(self) -> int:
         """The maximum number of requests answered at the same time."""
         with self._lock:
-            return self._counts.running_max
+            return self._running_max
 
     @property
     def open_connections(self) -> int:
@@ -149,14 +140,14 @@ class StubS3(Listener):
     @contextlib.contextmanager
     def _running(self, request: Request) -> Iterator[None]:
         with self._lock:
-            self._counts.requests.append(request)
-            self._counts.running += 1
-            self._counts.running_max = max(self._counts.running_max, self._counts.running)
+            self._requests.append(request)
+            self.running += 1
+            self._running_max = max(self._running_max, self.running)
         try:
             yield
         finally:
             with self._lock:
-                self._counts.running -= 1
+                self.running -= 1
 
     def _read(self, readline: Callable[[], bytes], read: Callable[[int], bytes]) -> Iterator[Request]:
         while first := readline():

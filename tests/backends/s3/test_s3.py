@@ -8,8 +8,6 @@ import pytest
 
 from hicache.backends.base import SetOutcome, Usage
 from hicache.backends.limit import CapacityLimit
-from hicache.backends.s3 import S3Driver
-from hicache.backends.s3.objects import object_name
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -22,11 +20,9 @@ from hicache.backends.testing import (
     make_keys,
     open_backend,
     store_chain,
-    store_of,
 )
-from hicache.frame import FrameCodec
 from hicache.lab.devservers import SeaweedServer
-from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_s3, options
+from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_on, open_s3
 from tests.backends.s3.stub import StubS3, error
 from tests.waiting import wait_for
 
@@ -45,18 +41,7 @@ class TestWithoutConditions(SampleContract):
     @pytest.fixture
     def open_store(self, stub: StubS3) -> OpenStore:
         stub.fault = lambda request: error(501, "NotImplemented") if "if-none-match" in request.headers else None
-
-        def open_it(codec: FrameCodec) -> Subject:
-            def name(key: bytes) -> str:
-                return object_name("test/", codec.namespace, key)
-
-            return Subject(
-                store_of(S3Driver, codec, options(stub.url)),
-                lambda key: stub.objects.get(name(key)),
-                lambda key, data: stub.objects.update({name(key): data}),
-            )
-
-        return open_it
+        return lambda codec: open_on(stub, codec)
 
 
 PAGES = 40

@@ -14,9 +14,9 @@ from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
 from hicache.backends.s3.client import S3Client
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import HIT, NAMESPACE, STORED, Subject, load, make_keys, soon, store_chain, store_of
+from hicache.backends.testing import NAMESPACE, make_keys, soon, store_of
 from hicache.errors import BackendUnavailable
-from tests.backends.s3.bucket import CODEC, PAGE, errors, options
+from tests.backends.s3.bucket import CODEC, PAGE, errors, moves_pages, opened, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 from tests.backends.s3.test_s3_signer import SESSION
 from tests.waiting import wait_for
@@ -56,16 +56,13 @@ def rules(session: Callable[[], Answer]) -> Callable[[Request], Answer | None]:
 
 
 def test_every_verb_works_in_a_directory_bucket(place: StubS3) -> None:
-    backend = store_of(S3Driver, CODEC, options(place.url, bucket=place.bucket))
-    store = Subject(backend, lambda key: None, lambda key, data: None)
-    assert store_chain(store, KEYS) == [STORED] * 3
-    assert load(store, KEYS) == [HIT] * 3
-    assert backend.usage().pages == backend.batch_exists(KEYS, deadline=soon()) == 3
-    assert backend.delete(KEYS[:1], deadline=soon()) == 1
-    assert backend.clear(deadline=soon()) == 2
-    assert errors(store) == {} and place.objects == {}
+    with opened(options(place.url, bucket=place.bucket)) as store:
+        moves_pages(store, KEYS)
+        assert store.backend.usage().pages == store.backend.batch_exists(KEYS, deadline=soon()) == 3
+        assert store.backend.delete(KEYS[:1], deadline=soon()) == 1
+        assert store.backend.clear(deadline=soon()) == 2
+        assert errors(store) == {} and place.objects == {}
     assert sum("session" in request.query for request in place.received) == 1
-    backend.close()
 
 
 def test_an_operator_lists_namespaces_by_their_first_digits(place: StubS3) -> None:

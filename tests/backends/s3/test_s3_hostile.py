@@ -43,28 +43,22 @@ def damaged(etag: str) -> Callable[[Request], Answer | None]:
     return lambda request: Answer(head + b"x" * PAGE) if request.method == "GET" and not request.is_list else None
 
 
-@pytest.mark.parametrize("split", ["\n", "\r", "\x00", "\x0b", "\x7f", "\n "])
-def test_a_control_character_in_an_etag_reaches_no_request(store: Subject, stub: StubS3, split: str) -> None:
-    store_chain(store, KEYS[:1])
-    stub.forget_requests()
-    stub.fault = damaged(f'"a{split}x-injected: 1"')
-    assert load(store, KEYS[:1])[0] in (GET_ERROR, CORRUPT)
-    stub.fault = lambda request: None
-    assert not any("x-injected" in request.headers for request in stub.requests)
-    assert not any("a" in request.headers.get("if-match", "") for request in stub.requests)
-
-
 @pytest.mark.parametrize(
     ("etag", "sent"),
-    [('"abc"', True), ('W/"abc"', True), ("abc", False), ('"a"b"', False), ('"\xe9"', False)],
+    [('"abc"', True), ('W/"abc"', True), ("abc", False), ('"a"b"', False), ('"\xe9"', False),
+     *((f'"a{split}x-injected: 1"', False) for split in ("\n", "\r", "\x00", "\x0b", "\x7f", "\n "))],
 )  # fmt: skip
 def test_an_etag_is_sent_only_if_it_is_an_entity_tag(store: Subject, stub: StubS3, etag: str, sent: bool) -> None:
-    """An invalid tag is compared with the current one, so that a page stored in between stays."""
+    """An invalid tag is compared with the current one, so that a page stored in between stays. A tag that ends its
+    header also makes the reply invalid."""
     store_chain(store, KEYS[:1])
     stub.forget_requests()
     stub.fault = damaged(etag)
-    assert load(store, KEYS[:1]) == [CORRUPT]
-    assert [request.headers.get("if-match") for request in stub.requests if request.method == "DELETE"] == [etag] * sent
+    (outcome,) = load(store, KEYS[:1])
+    assert outcome is CORRUPT or (outcome is GET_ERROR and "injected" in etag)
+    tags = [request.headers.get("if-match", "") for request in stub.requests if request.method == "DELETE"]
+    assert tags == [etag] * sent
+    assert not any("x-injected" in request.headers for request in stub.requests)
     assert name(KEYS[0]) in stub.objects, "the page has a new etag"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,7 +18,7 @@ from hicache.backends.s3.throttle import Throttle
 from hicache.backends.testing import GET_ERROR, HIT, Subject, load, make_keys, soon, store_chain
 from hicache.clock import ManualClock
 from tests.backends.s3.bucket import errors, name, open_on
-from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
+from tests.backends.s3.stub import StubS3, error, reply
 from tests.waiting import wait_for
 
 
@@ -72,11 +71,10 @@ def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(store: Subje
 def test_pages_that_the_server_does_not_remove_are_errors(store: Subject, stub: StubS3, verb: str) -> None:
     keys = make_keys(3)
     store_chain(store, keys)
-    verbs: dict[str, Callable[[], int]] = {
-        "delete": lambda: store.backend.delete(keys, deadline=soon()),
-        "clear": lambda: store.backend.clear(deadline=soon()),
-    }
-    remove = verbs[verb]
+
+    def remove() -> int:
+        return store.backend.clear(deadline=soon()) if verb == "clear" else store.backend.delete(keys, deadline=soon())
+
     refused = b"<DeleteResult><Error><Key>x</Key><Code>AccessDenied</Code></Error></DeleteResult>"
     stub.fault = lambda request: reply(200, refused) if request.method == "POST" else None
     assert remove() == 2
@@ -88,13 +86,6 @@ def test_pages_that_the_server_does_not_remove_are_errors(store: Subject, stub: 
     assert remove() == 3
 
 
-def _in_threads(work: list[Callable[[], object]]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=one, daemon=True) for one in work]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
 @pytest.mark.parametrize("connections", [1, 3, 8])
 def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: int) -> None:
     """Control of the limits 1 and 3: with the limit 8, 8 requests are in flight."""
@@ -102,19 +93,14 @@ def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: 
     store_chain(store, keys)
     stub.forget_requests()
     gate = threading.Event()
-
-    def fault(request: Request) -> Answer | None:
-        gate.wait(30)
-        return None
-
-    stub.fault = fault
-    results: list[list[object]] = []
-    threads = _in_threads([lambda: results.append(list(load(store, keys))) for _ in range(3)])
-    wait_for(lambda: stub.running == connections)
-    gate.set()
-    for thread in threads:
-        thread.join()
-    assert results == [[HIT] * 24] * 3
+    stub.fault = lambda request: None if gate.wait(30) else error(503, "SlowDown")
+    with ThreadPoolExecutor(3) as threads:
+        results = [threads.submit(load, store, keys) for _ in range(3)]
+        try:
+            wait_for(lambda: stub.running == connections)
+        finally:
+            gate.set()
+        assert [result.result() for result in results] == [[HIT] * 24] * 3
     assert stub.running_max == connections
 
 

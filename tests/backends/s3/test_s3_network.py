@@ -17,20 +17,18 @@ from hicache.backends.testing import (
     HIT,
     NAMESPACE,
     STORED,
-    Subject,
     empty_frames,
-    full_frames,
-    load,
     make_keys,
     soon,
     store_chain,
     store_of,
 )
+from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import SeaweedServer
 from hicache.lab.devservers.ports import LOOPBACK
-from tests.backends.s3.bucket import CODEC, Bucket, errors, open_s3, options
+from tests.backends.s3.bucket import CODEC, Bucket, errors, moves_pages, opened, options
 from tests.backends.s3.stub import StubS3, reply
 from tests.certificates import Certificates, make_certificates
 from tests.listening import Listener
@@ -44,47 +42,25 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.fixture
-def tls_proxy(seaweed: SeaweedServer, certificates: Certificates) -> Iterator[Proxy]:
-    """TLS in front of the shared server."""
-    with Proxy(seaweed.port, tls=certificates.server_context()) as proxy:
-        yield proxy
-
-
-def through(bucket: Bucket, url: str) -> Bucket:
-    """Return the bucket with a different address for the backend; the side door does not change."""
-    return Bucket(url, bucket.name, bucket.client)
-
-
-def test_pages_move_over_tls(
-    bucket: Bucket, unique_prefix: str, tls_proxy: Proxy, certificates: Certificates
-) -> None:
-    url = f"https://127.0.0.1:{tls_proxy.port}"
-    store = open_s3(through(bucket, url), unique_prefix, ca_file=certificates.ca_file)
-    assert store_chain(store, KEYS) == [STORED] * 6
-    assert load(store, KEYS) == [HIT] * 6
-    assert store.backend.batch_exists(KEYS, deadline=soon()) == 6
-    assert errors(store) == {}
-    store.backend.close()
-
-
-@pytest.mark.parametrize("ca", ["none", "another"])
 def test_an_untrusted_certificate_is_reported_at_start(
-    bucket: Bucket, tls_proxy: Proxy, tmp_path: Path, ca: str
+    bucket: Bucket, seaweed: SeaweedServer, certificates: Certificates, unique_prefix: str, tmp_path: Path
 ) -> None:
-    """Also the control of the test above."""
-    ca_file = None if ca == "none" else make_certificates(tmp_path).ca_file
-    url = f"https://127.0.0.1:{tls_proxy.port}"
-    with pytest.raises(BackendUnavailable, match=r"tls: .*ca_file"):
-        store_of(S3Driver, CODEC, options(url, bucket=bucket.name, ca_file=ca_file))
+    """Its authority and the name in it must be right. The control: then pages move over TLS."""
+    ours, context = certificates.ca_file, certificates.server_context()
 
+    def serve(sock: socket.socket, number: int) -> None:
+        context.wrap_socket(sock, server_side=True)
 
-def test_the_name_in_a_certificate_must_match(
-    bucket: Bucket, tls_proxy: Proxy, certificates: Certificates
-) -> None:
-    url = f"https://127.0.0.2:{tls_proxy.port}"
-    with pytest.raises(BackendUnavailable, match=r"tls|refused"):
-        store_of(S3Driver, CODEC, options(url, bucket=bucket.name, ca_file=certificates.ca_file))
+    with Proxy(seaweed.port, tls=context) as proxy, Listener(serve, "127.0.0.2") as elsewhere:
+        for place, ca_file in (
+            (f"127.0.0.1:{proxy.port}", None), (f"127.0.0.1:{proxy.port}", make_certificates(tmp_path).ca_file),
+            (f"127.0.0.2:{elsewhere.port}", ours),
+        ):  # fmt: skip
+            with pytest.raises(BackendUnavailable, match=r"tls: .*ca_file"):
+                store_of(S3Driver, CODEC, options(f"https://{place}", bucket=bucket.name, ca_file=ca_file))
+        chosen = options(f"https://127.0.0.1:{proxy.port}", unique_prefix, bucket=bucket.name, ca_file=ours)
+        with opened(chosen) as store:
+            moves_pages(store, KEYS)
 
 
 def test_a_file_without_certificates_is_refused(bucket: Bucket, tmp_path: Path) -> None:
@@ -94,38 +70,23 @@ def test_a_file_without_certificates_is_refused(bucket: Bucket, tmp_path: Path) 
         store_of(S3Driver, CODEC, options("https://127.0.0.1:9", bucket=bucket.name, ca_file=empty))
 
 
-@pytest.fixture
-def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
-    with Proxy(seaweed.port) as proxy:
-        yield proxy
-
-
 def test_a_page_that_arrives_slowly_ends_at_the_deadline(
-    bucket: Bucket, proxy: Proxy, unique_prefix: str
+    bucket: Bucket, seaweed: SeaweedServer, unique_prefix: str
 ) -> None:
     """Bytes keep arriving, and all would have arrived after six seconds. Control: they do at full speed."""
     codec = FrameCodec(NAMESPACE, 600_000)
-    place = through(bucket, f"http://127.0.0.1:{proxy.port}")
-    store = open_s3(place, unique_prefix, codec, timeout=30.0)
+
+    def place(proxy: Proxy) -> S3StorageOptions:
+        return options(f"http://127.0.0.1:{proxy.port}", unique_prefix, bucket=bucket.name, timeout=30.0)
+
     key, frames = make_keys(1), empty_frames(codec, 1)
-    assert store.backend.batch_set(key, full_frames(codec, key), parent=None, deadline=soon()) == [STORED]
-    proxy.set(Faults(bytes_per_s=100_000, slice_bytes=1000, direction=Direction.DOWN))
-    assert store.backend.batch_get(key, frames, deadline=soon(0.5)) == [GET_ERROR]
-    assert errors(store) == {"timeout": 1}
-    proxy.heal()
-    assert store.backend.batch_get(key, frames, deadline=soon()) == [HIT]
-    store.backend.close()
-
-
-def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certificates) -> None:
-    """Connections over TLS are reused, and one that the server has closed is detected."""
-    with StubS3("pages", certificates.server_context()) as server:
-        store = store_of(S3Driver, CODEC, options(server.url, ca_file=certificates.ca_file, connections=1))
-        for _ in range(5):
-            assert store.batch_exists(KEYS, deadline=soon()) == 0
-        assert server.connections <= 2
-        assert dict(store.statistics().errors) == {}
-        store.close()
+    with Proxy(seaweed.port) as proxy, opened(place(proxy), codec) as store:
+        assert store_chain(store, key) == [STORED]
+        proxy.set(Faults(bytes_per_s=100_000, slice_bytes=1000, direction=Direction.DOWN))
+        assert store.backend.batch_get(key, frames, deadline=soon(0.5)) == [GET_ERROR]
+        assert errors(store) == {"timeout": 1}
+        proxy.heal()
+        assert store.backend.batch_get(key, frames, deadline=soon()) == [HIT]
 
 
 # "me" with the password "pass word:@".
@@ -166,12 +127,10 @@ def tunnels(answer: bytes, login: str | None = None) -> Iterator[tuple[int, list
 
 def test_tls_passes_through_a_proxy_that_cannot_read_it(stub: StubS3, certificates: Certificates) -> None:
     with StubS3("pages", certificates.server_context()) as server, tunnels(b"HTTP/1.0 200 x\r\n\r\n") as (port, asked):
-        chosen = options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file, connections=1)
-        store = Subject(store_of(S3Driver, CODEC, chosen), lambda key: None, lambda key, data: None)
-        assert store_chain(store, KEYS) == [STORED] * 6
-        assert load(store, KEYS) == [HIT] * 6
+        url = f"http://127.0.0.1:{port}"
+        with opened(options(server.url, proxy=url, ca_file=certificates.ca_file, connections=1)) as store:
+            moves_pages(store, KEYS)
         assert asked == [f"CONNECT 127.0.0.1:{server.port} HTTP/1.1".encode()]
-        store.backend.close()
 
 
 @pytest.mark.parametrize(
@@ -195,12 +154,9 @@ def test_a_proxy_that_does_not_connect_is_reported_at_start(
 def test_a_proxy_resolves_the_name_of_the_store(stub: StubS3) -> None:
     """For a store without TLS, the proxy gets whole URLs. Control: the store's host name has no address here."""
     stub.origin = "http://store.invalid:9000"
-    backend = store_of(S3Driver, CODEC, options(stub.origin, proxy=stub.url))
-    store = Subject(backend, lambda key: None, lambda key, data: None)
-    assert store_chain(store, KEYS) == [STORED] * 6
-    assert load(store, KEYS) == [HIT] * 6
+    with opened(options(stub.origin, proxy=stub.url)) as store:
+        moves_pages(store, KEYS)
     assert {request.headers["host"] for request in stub.requests} == {"store.invalid:9000"}
-    store.backend.close()
     with pytest.raises(BackendUnavailable, match="dns"):
         store_of(S3Driver, CODEC, options(stub.origin))
 
@@ -213,10 +169,8 @@ def test_a_tunnel_is_requested_with_the_password_of_the_proxy(
     with StubS3("pages", certificates.server_context()) as server, tunnels(connected, LOGIN) as (port, asked):
         monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{port}")
         chosen = options(server.url, proxy_env="THE_PROXY", ca_file=certificates.ca_file, connections=1)
-        store = Subject(store_of(S3Driver, CODEC, chosen), lambda key: None, lambda key, data: None)
-        assert store_chain(store, KEYS) == [STORED] * 6
-        assert load(store, KEYS) == [HIT] * 6
-        store.backend.close()
+        with opened(chosen) as store:
+            moves_pages(store, KEYS)
         assert len(asked) == server.connections
         assert not any("proxy-authorization" in request.headers for request in server.received)
         with pytest.raises(BackendUnavailable, match="status 407; check endpoint_url, proxy"):
@@ -230,12 +184,8 @@ def test_a_proxy_without_tls_gets_its_password_in_each_request(stub: StubS3, mon
     refused = reply(407, proxy_authenticate="Basic realm=x")
     stub.fault = lambda request: None if request.headers.get("proxy-authorization") == LOGIN else refused
     monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{stub.port}/")
-    backend = store_of(S3Driver, CODEC, options(stub.origin, proxy_env="THE_PROXY"))
-    store = Subject(backend, lambda key: None, lambda key, _: None)
-    assert store_chain(store, KEYS) == [STORED] * 6
-    assert load(store, KEYS) == [HIT] * 6
-    assert errors(store) == {}
-    store.backend.close()
+    with opened(options(stub.origin, proxy_env="THE_PROXY")) as store:
+        moves_pages(store, KEYS)
     monkeypatch.setenv("THE_PROXY", f"http://me:wrong@127.0.0.1:{stub.port}")
     with pytest.raises(BackendUnavailable, match="status 407; check endpoint_url, proxy"):
         store_of(S3Driver, CODEC, options(stub.origin, proxy_env="THE_PROXY"))

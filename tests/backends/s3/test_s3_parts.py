@@ -14,7 +14,6 @@ import pytest
 
 from hicache.backends.http import Connection
 from hicache.backends.s3 import S3Driver
-from hicache.backends.store import Store
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,
@@ -24,12 +23,13 @@ from hicache.backends.testing import (
     full_frames,
     holds,
     in_parts,
+    load,
     make_keys,
     soon,
     store_of,
 )
-from hicache.frame import FrameCodec, PageBuffer, first_bytes
-from tests.backends.s3.bucket import options
+from hicache.frame import FrameCodec, first_bytes
+from tests.backends.s3.bucket import errors, opened, options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
 from tests.certificates import make_certificates
 
@@ -144,32 +144,24 @@ def test_a_reply_may_be_split_at_every_byte() -> None:
         server.close()
 
 
-def _round_trip(backend: Store, codec: FrameCodec) -> None:
-    """Store pages in parts and read them back into parts and frames."""
-    keys = make_keys(2)
-    views = [in_parts(codec, frame, PARTS) for frame in full_frames(codec, keys)]
-    assert backend.batch_set(keys, views, parent=None, deadline=soon()) == [STORED] * 2
-    read = [in_parts(codec, frame, PARTS - 1) for frame in empty_frames(codec, 2)]
-    assert backend.batch_get(keys, read, deadline=soon()) == [HIT] * 2
-    frames = empty_frames(codec, 2)
-    assert backend.batch_get(keys, frames, deadline=soon()) == [HIT] * 2
-    everything: list[Sequence[PageBuffer]] = [views, read, frames]
-    for pages in everything:
-        assert all(holds(codec, key, page) for key, page in zip(keys, pages, strict=True))
-    assert backend.batch_set(keys, read, parent=None, deadline=soon()) == [PRESENT] * 2
-    assert dict(backend.statistics().errors) == {}
-    backend.close()
-
-
 @pytest.mark.parametrize("codec", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_a_page_in_thousands_of_parts_is_one_object(
     stub: StubS3, tmp_path: Path, codec: FrameCodec, tls: bool
 ) -> None:
-    certificates = make_certificates(tmp_path)
+    """It is stored from parts, and read into parts and into frames."""
+    certificates, keys = make_certificates(tmp_path), make_keys(2)
     with StubS3("pages", certificates.server_context() if tls else None) as server:
         ca_file = certificates.ca_file if tls else None
-        _round_trip(store_of(S3Driver, codec, options(server.url, ca_file=ca_file, timeout=30.0)), codec)
+        with opened(options(server.url, ca_file=ca_file, timeout=30.0), codec) as store:
+            views = [in_parts(codec, frame, PARTS) for frame in full_frames(codec, keys)]
+            assert store.backend.batch_set(keys, views, parent=None, deadline=soon()) == [STORED] * 2
+            read = [in_parts(codec, frame, PARTS - 1) for frame in empty_frames(codec, 2)]
+            assert store.backend.batch_get(keys, read, deadline=soon()) == [HIT] * 2
+            assert all(holds(codec, key, page) for key, page in zip([*keys, *keys], [*views, *read], strict=True))
+            assert load(store, keys) == [HIT] * 2
+            assert store.backend.batch_set(keys, read, parent=None, deadline=soon()) == [PRESENT] * 2
+            assert errors(store) == {}
         assert [len(data) for data in server.objects.values()] == [codec.frame_bytes] * 2
 
 

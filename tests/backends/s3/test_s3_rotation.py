@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.s3 import S3Driver
-from hicache.backends.testing import Subject, load, make_keys, store_chain, store_of
+from hicache.backends.testing import load, make_keys, store_chain
 from hicache.lab.devservers import SeaweedServer
-from tests.backends.s3.bucket import CODEC, PATIENCE_S, errors, open_on, options
+from tests.backends.s3.bucket import PATIENCE_S, errors, open_on, opened, options
 from tests.backends.s3.stub import StubS3
 from tests.certificates import make_certificates
 from tests.mounted import MountedSecret
@@ -48,14 +47,6 @@ def ini(access_key: str, secret_key: str) -> str:
     return f"[default]\naws_access_key_id = {access_key}\naws_secret_access_key = {secret_key}\n"
 
 
-def opened(server: OwnSeaweed, **changes: Any) -> Subject:
-    backend = store_of(S3Driver, CODEC, options(
-        server.endpoint_url, bucket=server.bucket, access_key_env=None, secret_key_env=None, timeout=PATIENCE_S,
-        **changes,
-    ))  # fmt: skip
-    return Subject(backend, lambda _: None, lambda _, __: None)
-
-
 @pytest.mark.parametrize("source", ["credentials_file", "the files of boto3"])
 def test_replaced_keys_sign_the_next_request(
     server: OwnSeaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
@@ -72,8 +63,8 @@ def test_replaced_keys_sign_the_next_request(
                 monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(mounted["credentials"]))
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    store = opened(server, **changes)
-    try:
+    changes |= {"bucket": server.bucket, "access_key_env": None, "secret_key_env": None, "timeout": PATIENCE_S}
+    with opened(options(server.endpoint_url, **changes)) as store:
         assert store_chain(store, KEYS) == STORED
         server.change_account("second", "second-secret")
         assert load(store, KEYS) == ERRORS
@@ -81,8 +72,6 @@ def test_replaced_keys_sign_the_next_request(
         mounted.replace({"credentials": ini("second", "second-secret")})
         assert load(store, KEYS) == HITS
         assert store_chain(store, MORE) == STORED
-    finally:
-        store.backend.close()
 
 
 def test_a_replaced_authority_is_trusted_by_new_connections(
