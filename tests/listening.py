@@ -13,15 +13,16 @@ from hicache.lab.devservers.ports import LOOPBACK
 
 
 class Listener:
-    """Listens until `close`. `serve` gets each connection and its number, from 1 on; it may end with an OSError.
+    """Listens at `host` until `close`. `serve` gets each connection and its number, from 1 on; it may end with an
+    OSError.
 
     Locking design: `_lock` guards the sockets, the threads and the counters; no other lock is taken under it.
     """
 
-    def __init__(self, serve: Callable[[socket.socket, int], None]) -> None:
+    def __init__(self, serve: Callable[[socket.socket, int], None], host: str = LOOPBACK) -> None:
         self._serve = serve
         self._lock = threading.Lock()
-        self._listener = socket.create_server((LOOPBACK, 0))
+        self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
         self.connections = 0  # accepted so far
         self.ended = 0  # connections that have ended

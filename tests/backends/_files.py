@@ -18,7 +18,7 @@ from hicache.backends.limit import CapacityLimit
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, soon
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of
 from hicache.backends.tools.removal import RemovalProgress, purge_stored
 from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_stored
 from hicache.clock import SYSTEM_CLOCK, Clock
@@ -167,10 +167,6 @@ def check(store: Subject, root: Path) -> None:
     usage = store.backend.usage()
     assert (usage.pages, usage.bytes) == disk_usage(root)
     assert [name for name in temporary_files(root) if not name.endswith(".alive")] == []
-
-
-def exists(store: Subject, keys: list[bytes]) -> int:
-    return store.backend.batch_exists(keys, deadline=soon())
 
 
 class Faulty(System):

@@ -26,6 +26,7 @@ from hicache.backends.testing import (
     OpenStore,
     SampleContract,
     Subject,
+    exists,
     full_frames,
     load,
     make_keys,
@@ -45,7 +46,6 @@ from ._files import (
     Leftovers,
     check,
     disk_usage,
-    exists,
     file_driver,
     open_file,
     page_path,
@@ -83,45 +83,6 @@ class TestFileBackendDirect(SampleContract):
 
 
 # Limits
-
-
-def test_a_full_store_drops_the_tail_of_the_oldest_chain(tmp_path: Path) -> None:
-    store = open_file(tmp_path / "s", capacity=8 * PAGE)
-    old, new = make_keys(5, "old"), make_keys(5, "new")
-    store_chain(store, old)
-    assert store_chain(store, new) == [STORED] * 5
-    assert (exists(store, old), exists(store, new)) == (3, 5)
-    assert load(store, old) == [HIT, HIT, HIT, MISS, MISS]
-    assert store.backend.statistics().evicted_pages == 2
-    check(store, tmp_path / "s")
-
-
-def test_without_parents_the_head_goes_first(tmp_path: Path) -> None:
-    """The control of the test above: the chain protects the head."""
-    store = open_file(tmp_path / "s", capacity=8 * PAGE)
-    old, new = make_keys(5, "old"), make_keys(5, "new")
-    for key in old:
-        store_chain(store, [key])
-    store_chain(store, new)
-    assert load(store, old) == [MISS, MISS, HIT, HIT, HIT]
-
-
-def test_a_growing_chain_never_evicts_its_own_head(tmp_path: Path) -> None:
-    store = open_file(tmp_path / "s", capacity=4 * PAGE)
-    keys = make_keys(6)
-    store_chain(store, keys[:3])
-    assert store_chain(store, keys[3:], parent=keys[2]) == [STORED, REJECTED, REJECTED]
-    assert exists(store, keys) == 4
-    check(store, tmp_path / "s")
-
-
-def test_a_batch_larger_than_the_store_keeps_its_head(tmp_path: Path) -> None:
-    store = open_file(tmp_path / "s", capacity=3 * PAGE + PAGE // 2)
-    keys = make_keys(5)
-    store_chain(store, make_keys(2, "older"))
-    assert store_chain(store, keys) == [STORED] * 3 + [REJECTED] * 2
-    assert exists(store, keys) == 3
-    check(store, tmp_path / "s")
 
 
 def test_pages_of_an_older_epoch_make_room(tmp_path: Path) -> None:
@@ -495,9 +456,7 @@ def test_a_key_that_cannot_be_looked_up_counts_as_not_stored_and_as_an_error(tmp
     assert store.backend.statistics().errors == {"EIO": 2}
 
 
-def test_a_page_used_again_outlives_newer_unused_pages(
-    tmp_path: Path
-) -> None:
+def test_a_page_used_again_outlives_newer_unused_pages(tmp_path: Path) -> None:
     clock = ManualClock()
     store = open_file(tmp_path / "s", capacity=40 * PAGE, clock=clock)
     used, fresh = make_keys(3, "used"), [make_keys(1, f"fresh {number}") for number in range(120)]
@@ -507,12 +466,8 @@ def test_a_page_used_again_outlives_newer_unused_pages(
         assert store_chain(store, keys) == [STORED]
         if number == 30:
             assert load(store, used) == [HIT] * 3
-    assert held(store, used) == 3, "the used chain was evicted, though it was used again"
+    assert exists(store, used) == 3, "the used chain was evicted, though it was used again"
     for number in range(400):
         clock.advance(0.001)
         store_chain(store, make_keys(1, f"fresher {number}"))
-    assert held(store, used) == 0, "the used chain is kept forever"
-
-
-def held(store: Subject, keys: list[bytes]) -> int:
-    return store.backend.batch_exists(keys, deadline=soon())
+    assert exists(store, used) == 0, "the used chain is kept forever"

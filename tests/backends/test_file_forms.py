@@ -51,21 +51,6 @@ def evicted(store: Subject) -> int:
     return store.backend.statistics().evicted_pages
 
 
-def test_as_many_pages_fit_as_their_real_lengths_allow(tmp_path: Path) -> None:
-    root, capacity = tmp_path / "s", 10 * PAGE
-    for form, fit in (("plain", 10), ("gcm", 10), ("zstd", 19), ("zstd+gcm", 19)):
-        store = open_file(root / form, FORMS[form], capacity=capacity)
-        keys = make_keys(30)
-        for number in range(0, 30):
-            store_chain(store, keys[number : number + 1])
-        pages, size = disk_usage(root / form)
-        # A page reserves room for its whole frame while it is written, so the last block stays free.
-        assert (pages, size) == (fit, fit * (SHORT if "zstd" in form else PAGE))
-        assert evicted(store) == 30 - fit
-        check(store, root / form)
-        store.backend.close()
-
-
 def test_room_reserved_beyond_a_pages_length_is_released(tmp_path: Path) -> None:
     root = tmp_path / "s"
     store = open_file(root, FORMS["zstd"], capacity=6 * PAGE)

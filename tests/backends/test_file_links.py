@@ -17,6 +17,7 @@ from hicache.backends.testing import (
     MISS,
     NAMESPACE,
     STORED,
+    exists,
     load,
     make_keys,
     soon,
@@ -25,7 +26,7 @@ from hicache.backends.testing import (
 from hicache.errors import BackendError
 from tests.waiting import wait_for
 
-from ._files import CODEC, PAGE, check, exists, file_driver, open_file, open_stored, page_path, temporary_files, verify
+from ._files import CODEC, PAGE, check, file_driver, open_file, open_stored, page_path, temporary_files, verify
 
 T = TypeVar("T")
 LEVELS = {"namespace": 1, "fan": 0}

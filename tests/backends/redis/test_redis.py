@@ -125,18 +125,6 @@ class TestTls(SampleContract):
             yield from opener(client, unique_prefix, options)
 
 
-def test_a_password_opens_a_server_that_asks_for_one(login: Callable[[DevService], None], tmp_path: Path) -> None:
-    with ValkeyServer(password="pass word") as server:
-        login(server)
-        with opened(server) as (_, store):
-            assert store_chain(store, make_keys(3)) == [STORED] * 3
-        file = tmp_path / "password"
-        file.write_text("pass word\n")
-        file.chmod(0o600)
-        with opened(server, password_env=None, password_file=file) as (_, store):
-            assert store_chain(store, make_keys(3)) == [STORED] * 3
-
-
 @pytest.mark.parametrize(("kind", "ttl_s"), [(ValkeyServer, None), (ValkeyServer, 60.0), (RedisServer, 60.0)])
 def test_a_user_with_the_documented_rights_can_do_everything(
     login: Callable[[DevService], None], kind: type[RedisLike], ttl_s: float | None

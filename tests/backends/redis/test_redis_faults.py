@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -11,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.guard import HealthState
 from hicache.backends.redis import RedisDriver
-from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
@@ -31,7 +28,6 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.clock import ManualClock
-from hicache.config.guard import GuardConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import Damage, FrameCodec
 from hicache.lab.devservers import RedisCluster, RedisSentinel, ValkeyServer
@@ -98,26 +94,6 @@ def test_a_killed_server_is_an_error_and_an_empty_one_after_it_is_a_miss() -> No
         assert store_chain(store, keys) == [STORED] * 6
         assert load(store, keys) == [HIT] * 6
         assert errors_of(store) == {"connection_refused": 3 * len(keys) + 2}
-
-
-def test_a_guard_says_that_a_dead_server_keeps_nothing_until_the_server_is_back() -> None:
-    options = GuardConfig(backoff_min=0.05, backoff_max=0.2)
-    with ValkeyServer() as server, opened(server) as (backend, _):
-        guard = Store(backend.driver, CODEC, options, name="redis")
-        numbers = itertools.count()
-
-        def put() -> None:
-            keys = make_keys(2, f"chain {next(numbers)}")
-            guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon())
-
-        put()
-        assert guard.health().state is HealthState.WORKING
-        server.kill()
-        wait_for(lambda: guard.health().state is HealthState.KEEPS_NOTHING, put)
-        assert guard.health().cause == "connection_refused" and "Start the server" in guard.health().advice
-        server.start()
-        wait_for(lambda: guard.health().state is HealthState.WORKING)  # probes find out; no page is needed
-        guard.close()
 
 
 def test_idle_connections_closed_by_the_server_are_replaced_silently() -> None:

@@ -17,8 +17,6 @@ from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     NAMESPACE,
-    OTHER_NAMESPACE,
-    PAYLOAD_BYTES,
     InspectionContract,
     OpenStore,
     OpenStored,
@@ -27,12 +25,9 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.errors import BackendUnavailable, ConfigError
-from hicache.frame import FrameCodec
 from hicache.lab.devservers import RedisCluster, RedisServer, ValkeyServer
 
-from .store import CODEC, PAGE, fresh_prefix, grow_old, name_of, open_on, opened
-
-OTHER = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
+from .store import PAGE, fresh_prefix, grow_old, name_of, open_on, opened
 
 
 @pytest.fixture(params=["server", "cluster"])
@@ -52,12 +47,6 @@ def raw_on(options: dict[str, Any]) -> Iterator[StoredPages]:
         store.close()
 
 
-@pytest.fixture
-def raw(options: dict[str, Any]) -> Iterator[StoredPages]:
-    with raw_on(options) as store:
-        yield store
-
-
 class TestRaw(InspectionContract):
     @pytest.fixture
     def open_store(self, options: dict[str, Any]) -> Iterator[OpenStore]:
@@ -71,27 +60,6 @@ class TestRaw(InspectionContract):
     @pytest.fixture
     def open_stored(self, options: dict[str, Any]) -> OpenStored:
         return lambda: open_stored(BackendSpec("redis", options))
-
-
-def fill(options: dict[str, Any], codec: FrameCodec, keys: list[bytes]) -> None:
-    store = open_on(None, options, codec)
-    store_chain(store, keys)
-    store.backend.close()
-
-
-def test_all_pages_of_all_namespaces_are_listed_once(raw: StoredPages, options: dict[str, Any]) -> None:
-    keys = make_keys(2500)
-    fill(options, CODEC, keys)
-    fill(options, OTHER, keys[:7])
-    found = list(raw.pages())
-    assert len(found) == 2507
-    assert {(page.namespace, page.key) for page in found} == {
-        *((NAMESPACE, key) for key in keys), *((OTHER_NAMESPACE, key) for key in keys[:7])
-    }  # fmt: skip
-    assert {page.bytes for page in found} == {PAGE}
-    assert all(page.used_s is not None and abs(page.used_s - time.time()) < 600 for page in found)
-    assert len(list(raw.pages(OTHER_NAMESPACE.hex()[:10]))) == 7
-    assert not list(raw.pages("ffff"))
 
 
 def test_foreign_keys_are_not_listed_and_a_list_under_a_page_key_is(valkey: ValkeyServer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.redis import RedisDriver
-from hicache.backends.testing import HIT, SET_ERROR, STORED, load, make_keys, store_chain, store_of
+from hicache.backends.testing import HIT, STORED, load, make_keys, store_chain, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import FrameCodec
@@ -24,7 +24,7 @@ from tests.listening import Listener
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import wait_for
 
-from .store import CODEC, fresh_prefix, open_on, opened
+from .store import CODEC, fresh_prefix, open_on
 
 
 def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: FrameCodec = CODEC, **options: Any) -> str:
@@ -34,18 +34,12 @@ def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: Frame
     return str(raised.value)
 
 
-def test_an_address_without_a_listener_is_refused() -> None:
+def test_an_address_without_a_server_is_refused(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     assert f"127.0.0.1:{port}" in refused("connection_refused.*start the server", url=f"redis://127.0.0.1:{port}")
-
-
-def test_an_unknown_host_is_refused() -> None:
+    refused("unreachable.*path and permissions", unix_socket=tmp_path / "socket")
     # On a machine without a name service, the lookup fails in the same way.
     refused("dns.*host name|timeout", url="redis://no-such-host.invalid", timeout=5.0)
-
-
-def test_a_missing_unix_socket_is_refused(tmp_path: Path) -> None:
-    refused("unreachable.*path and permissions", unix_socket=tmp_path / "socket")
 
 
 @pytest.mark.parametrize("password", [None, "wrong-secret"])
@@ -198,14 +192,3 @@ except ConfigError as error:
 """
     ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     assert "install the extra redis" in ran.stdout
-
-
-def test_a_password_that_changed_later_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = make_keys(2)
-    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
-        client.config_set("requirepass", "new")
-        client.auth("new")
-        client.client_kill_filter(_type="normal", skipme=True)
-        assert store_chain(store, keys) == [SET_ERROR] * 2
-        assert dict(backend.statistics().errors) == {"wrong_credentials": 2}
-        client.config_set("requirepass", "")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome, StoredPage
+from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.s3 import S3Driver
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
@@ -351,10 +350,3 @@ def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, body: st
         memory.append(0)  # raises BufferError while a view of it exists
     finally:
         gc.enable()
-
-
-def test_an_infinite_deadline_still_has_the_timeout(stub: StubS3) -> None:
-    store, keys = open_on(stub, timeout=_TIMEOUT_S), make_keys(2)
-    stub.fault = always(Answer(b"", "hang"))
-    assert store.backend.batch_get(keys, empty_frames(CODEC, 2), deadline=math.inf) == [GetOutcome.ERROR] * 2
-    assert errors(store) == {"timeout": 2}

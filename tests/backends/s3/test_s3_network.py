@@ -87,13 +87,6 @@ def test_the_name_in_a_certificate_must_match(
         store_of(S3Driver, CODEC, options(url, bucket=bucket.name, ca_file=certificates.ca_file))
 
 
-def test_a_file_without_certificates_is_refused(bucket: Bucket, tmp_path: Path) -> None:
-    empty = tmp_path / "ca.pem"
-    empty.write_text("none")
-    with pytest.raises(ConfigError, match="ca_file"):
-        store_of(S3Driver, CODEC, options("https://127.0.0.1:9", bucket=bucket.name, ca_file=empty))
-
-
 @pytest.fixture
 def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
     with Proxy(seaweed.port) as proxy:
@@ -115,17 +108,6 @@ def test_a_page_that_arrives_slowly_ends_at_the_deadline(
     proxy.heal()
     assert store.backend.batch_get(key, frames, deadline=soon()) == [HIT]
     store.backend.close()
-
-
-def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certificates) -> None:
-    """Connections over TLS are reused, and one that the server has closed is detected."""
-    with StubS3("pages", certificates.server_context()) as server:
-        store = store_of(S3Driver, CODEC, options(server.url, ca_file=certificates.ca_file, connections=1))
-        for _ in range(5):
-            assert store.batch_exists(KEYS, deadline=soon()) == 0
-        assert server.connections <= 2
-        assert dict(store.statistics().errors) == {}
-        store.close()
 
 
 # "me" with the password "pass word:@".

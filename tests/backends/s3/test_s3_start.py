@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from hicache.backends.s3.access import open_access
 from hicache.backends.testing import driver_of, store_of
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache.lab.devservers.ports import free_ports
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
 from tests.backends.s3.stub import Answer, Request, StubS3
 from tests.certificates import make_certificates
@@ -50,28 +50,16 @@ def test_wrong_credentials_are_reported_at_start(
     assert "credentials" in message
 
 
-def test_a_host_without_an_address_is_reported_at_start(stub: StubS3) -> None:
+def test_an_address_without_a_store_is_reported_at_start(stub: StubS3) -> None:
+    (port,) = free_ports(1)
     message = refused(BackendUnavailable, options("http://no-such-host.invalid:9"))
     assert "dns" in message and "endpoint_url" in message
-
-
-def test_a_port_without_a_listener_is_reported_at_start(stub: StubS3) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-        message = refused(BackendUnavailable, options(f"http://127.0.0.1:{port}"))
+    message = refused(BackendUnavailable, options(f"http://127.0.0.1:{port}"))
     assert "connection_refused" in message and "nothing listens" in message
-
-
-def test_a_server_of_another_protocol_is_reported_at_start(stub: StubS3) -> None:
     stub.fault = lambda request: Answer(b"SSH-2.0-x\r\n\r\n", "close")
     assert "not from an S3 store" in refused(BackendUnavailable, options(stub.url))
-
-
-def test_a_silent_server_is_reported_at_start(stub: StubS3) -> None:
     stub.fault = lambda request: Answer(b"", "hang")
-    chosen = options(stub.url, timeout=0.1, connect_timeout=0.1)
-    assert "timeout" in refused(BackendUnavailable, chosen)
+    assert "timeout" in refused(BackendUnavailable, options(stub.url, timeout=0.1, connect_timeout=0.1))
 
 
 def test_a_wrong_scheme_certificate_or_path_is_named(stub: StubS3, tmp_path: Path) -> None:
