@@ -204,16 +204,6 @@ def test_a_store_is_detached_and_attached_while_the_engine_runs(served: RunningE
     assert served.serve("c", PROMPT) == 16
 
 
-def test_one_store_of_several_is_attached_alone(levels: RunningEngine) -> None:
-    refusal = levels.ask("POST", "/detach", {"store": "disk"}, 409)
-    assert "bypass" in refusal["detail"]
-    levels.ask("POST", "/attach", {"store": "disk"}, 204)
-    wait_for(lambda: [one["name"] for one in levels.ask("GET", "/status")["stores"]] == ["disk"])
-    levels.ask("POST", "/attach", {}, 204)
-    wait_for(lambda: [one["name"] for one in levels.ask("GET", "/status")["stores"]] == ["ram", "disk"])
-    assert "ram, disk" in levels.ask("POST", "/attach", {"store": "tape"}, 404)["detail"]
-
-
 def overrides(engine: RunningEngine) -> list[tuple[str, str, str]]:
     """Return the overrides of the breakers of each store."""
     found = engine.ask("GET", "/status")["stores"]

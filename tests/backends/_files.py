@@ -134,6 +134,21 @@ def index_files(root: Path) -> list[Path]:
     return sorted(root.glob("index-*"))
 
 
+def obstruct(path: Path, kind: str, outside: Path) -> None:
+    """Put something that is not a regular file at a path, in place of a file. Links lead to `outside`, or nowhere."""
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind.startswith("link"):
+        path.symlink_to(outside if kind == "link" else outside / "missing")
+    elif kind == "socket":
+        os.mknod(path, 0o140600)
+    else:
+        path.mkdir()
+        if kind == "full directory":
+            (path / "mine").write_text("keep me")
+
+
 def reserved_bytes(root: Path) -> int:
     """Return the bytes that the index reserves for pages being written."""
     (path,) = root.glob("index-*.sqlite")

@@ -51,8 +51,7 @@ def evicted(store: Subject) -> int:
     return store.backend.statistics().evicted_pages
 
 
-def test_room_reserved_beyond_a_pages_length_is_released(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_room_reserved_beyond_a_pages_length_is_released(root: Path) -> None:
     store = open_file(root, FORMS["zstd"], capacity=6 * PAGE)
     for number in range(3):
         assert store_chain(store, make_keys(3, f"chain {number}")) == [STORED] * 3
@@ -63,8 +62,7 @@ def test_room_reserved_beyond_a_pages_length_is_released(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_store_of_all_encodings_is_unchanged_after_reopening(tmp_path: Path, lost: bool) -> None:
-    root = tmp_path / "s"
+def test_a_store_of_all_encodings_is_unchanged_after_reopening(root: Path, lost: bool) -> None:
     for form, codec in FORMS.items():
         store = open_file(root, codec)
         store_chain(store, make_keys(3, form))
@@ -98,8 +96,7 @@ def test_a_page_truncated_or_extended_by_a_block_is_dropped_at_opening(
     assert disk_usage(root) == (1, SHORT)
 
 
-def test_pages_of_an_older_version_stay_until_their_room_is_needed(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_pages_of_an_older_version_stay_until_their_room_is_needed(root: Path) -> None:
     older = FrameCodec(b"o" * 32, PAYLOAD_BYTES)
     store = open_file(root, older)
     (key,) = make_keys(1)
@@ -118,9 +115,8 @@ def test_pages_of_an_older_version_stay_until_their_room_is_needed(tmp_path: Pat
     assert not path.exists()
 
 
-def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(root: Path) -> None:
     """An engine without the extra `compression` must not remove compressed pages of other engines."""
-    root = tmp_path / "s"
     store = open_file(root, FORMS["zstd"])
     store_chain(store, make_keys(2))
     store.backend.close()
@@ -177,8 +173,7 @@ def _address(view: memoryview) -> int:
 # Tools
 
 
-def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(root: Path) -> None:
     codec = FrameCodec(
         NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=FORMS["zstd"]._compression,
         weights_epoch=7, label="llama",
@@ -207,8 +202,7 @@ def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(tmp_path: Path) -
     assert inspect_page(path).damage == "size"
 
 
-def test_a_scrub_proves_all_encodings_and_removes_only_damaged_pages(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_a_scrub_proves_all_encodings_and_removes_only_damaged_pages(root: Path) -> None:
     for form, codec in FORMS.items():
         store = open_file(root, codec)
         store_chain(store, make_keys(3, form))
@@ -223,8 +217,7 @@ def test_a_scrub_proves_all_encodings_and_removes_only_damaged_pages(tmp_path: P
     assert purge(root).bytes == 6 * PAGE + 5 * SHORT
 
 
-def test_a_page_found_by_its_file_alone_is_counted_by_its_length(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_a_page_found_by_its_file_alone_is_counted_by_its_length(root: Path) -> None:
     store = open_file(root)
     (key,) = make_keys(1)
     (frame,) = full_frames(CODEC, [key])

@@ -49,6 +49,7 @@ from hicache.daemon.shared_slot import Attached
 from hicache.daemon.sharing import SharedStore
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageBuffer
+from tests.backends._subjects import doorless
 from tests.backends._troubled import CODEC, Troubled
 from tests.passing import Passing
 from tests.seeds import seeds
@@ -112,11 +113,6 @@ def in_front_of(
     return store
 
 
-def as_store(store: SharedStore) -> Subject:
-    """Return the store for the helpers of the contract, without direct access to pages."""
-    return Subject(store, lambda key: None, lambda key, data: None)
-
-
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(5) as pool:
@@ -133,16 +129,16 @@ def sources(store: SharedStore) -> tuple[int, int, int]:
 def test_each_requested_page_counts_once_also_if_only_a_lookup_has_missed_it(has_store: bool) -> None:
     store = in_front_of(memory_store(CODEC, 1 << 20) if has_store else None)
     keys = make_keys(10)
-    assert exists(as_store(store), keys) == 0
+    assert exists(doorless(store), keys) == 0
     assert sources(store) == (0, 0, 10)
-    store_chain(as_store(store), keys[:4])
-    assert exists(as_store(store), keys) == 4
-    assert load(as_store(store), keys[:4]) == [HIT] * 4
+    store_chain(doorless(store), keys[:4])
+    assert exists(doorless(store), keys) == 4
+    assert load(doorless(store), keys[:4]) == [HIT] * 4
     assert sources(store) == (4, 0, 16)
     assert store.batch_has(keys[3:6], deadline=soon()) == [True, False, False]
     assert sources(store) == (4, 0, 18)
     store.delete(keys[3:4], deadline=soon())
-    assert load(as_store(store), keys[:4]) == [HIT] * 3 + [MISS], "removed between its lookup and its read"
+    assert load(doorless(store), keys[:4]) == [HIT] * 3 + [MISS], "removed between its lookup and its read"
     assert sources(store) == (7, 0, 19)
 
 
@@ -156,9 +152,9 @@ def read_at_once(store: SharedStore, inner: Gated, keys: list[bytes], readers: i
     """Let all readers read the same pages while the read of the first one blocks at the gate."""
     inner.read_gate.clear()
     with ThreadPoolExecutor(readers) as threads:
-        calls = [threads.submit(load, as_store(store), keys)]
+        calls = [threads.submit(load, doorless(store), keys)]
         wait_for(lambda: inner.gets == 1)
-        calls += [threads.submit(load, as_store(store), keys) for _ in range(readers - 1)]
+        calls += [threads.submit(load, doorless(store), keys) for _ in range(readers - 1)]
         wait_for(lambda: waiting_pages(store) + len(keys) * (inner.gets - 1) == (readers - 1) * len(keys))
         inner.read_gate.set()
         return [call.result(30.0) for call in calls]
@@ -200,11 +196,11 @@ def test_overlapping_batches_wait_for_each_other_without_a_deadlock(threads: Thr
     store, keys = shared(inner), make_keys(6)
     store_chain(inner.subject, keys)
     inner.read_gate.clear()
-    calls = [threads.submit(load, as_store(store), keys[:4])]
+    calls = [threads.submit(load, doorless(store), keys[:4])]
     wait_for(lambda: inner.gets == 1)
-    calls.append(threads.submit(load, as_store(store), keys[2:]))
+    calls.append(threads.submit(load, doorless(store), keys[2:]))
     wait_for(lambda: inner.gets == 2)
-    calls.append(threads.submit(load, as_store(store), [keys[5], keys[0]]))
+    calls.append(threads.submit(load, doorless(store), [keys[5], keys[0]]))
     wait_for(lambda: waiting_pages(store) == 4)
     inner.read_gate.set()
     assert [call.result(30.0) for call in calls] == [[HIT] * 4, [HIT] * 4, [HIT] * 2]
@@ -219,7 +215,7 @@ def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_wri
     store, keys = shared(inner, 0, clock=clock), make_keys(2)
     store_chain(inner.subject, keys)
     inner.read_gate.clear()
-    first = threads.submit(load, as_store(store), keys)
+    first = threads.submit(load, doorless(store), keys)
     wait_for(lambda: inner.gets == 1)
     frames = empty_frames(CODEC, 2)
     waiting = threads.submit(store.batch_get, keys, frames, deadline=clock() + 1)
@@ -240,7 +236,7 @@ def test_a_waiting_reader_with_a_later_deadline_than_the_first_one_reads_itself(
     inner.read_gate.clear()
     first = threads.submit(store.batch_get, keys, empty_frames(CODEC, 2), deadline=clock() + 1)
     wait_for(lambda: inner.gets == 1)
-    waiting = threads.submit(load, as_store(store), keys)
+    waiting = threads.submit(load, doorless(store), keys)
     wait_for(lambda: waiting_pages(store) == 2)
     clock.advance(1)
     inner.read_gate.set()
@@ -265,9 +261,9 @@ def test_an_exception_in_the_first_reader_wakes_the_waiting_ones(threads: Thread
     store, keys = in_front_of(Dying(inner.store)), make_keys(2)
     store_chain(inner.subject, keys)
     inner.read_gate.clear()
-    first = threads.submit(load, as_store(store), keys)
+    first = threads.submit(load, doorless(store), keys)
     wait_for(lambda: inner.gets == 1)
-    waiting = threads.submit(load, as_store(store), keys)
+    waiting = threads.submit(load, doorless(store), keys)
     wait_for(lambda: waiting_pages(store) == 2)
     inner.read_gate.set()
     with pytest.raises(RuntimeError, match="planned"):
@@ -288,8 +284,8 @@ def test_a_damaged_page_is_corrupt_for_one_reader_and_a_miss_for_the_others() ->
 def test_a_key_that_occurs_twice_in_a_batch_does_not_wait_for_itself() -> None:
     inner = Gated()
     store, (one, two) = shared(inner, 0), make_keys(2)
-    store_chain(as_store(store), [one, two])
-    assert load(as_store(store), [one, one, two, one]) == [HIT] * 4
+    store_chain(doorless(store), [one, two])
+    assert load(doorless(store), [one, one, two, one]) == [HIT] * 4
     assert inner.called("get") == [(one, two)]
 
 
@@ -299,9 +295,9 @@ def test_a_key_that_occurs_twice_in_a_batch_does_not_wait_for_itself() -> None:
 def test_a_page_in_the_pool_is_a_hit_even_if_the_store_has_lost_it() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(5)
-    store_chain(as_store(store), keys)
+    store_chain(doorless(store), keys)
     inner.store.delete(keys[:4], deadline=soon())
-    assert (exists(as_store(store), keys), load(as_store(store), keys)) == (5, [HIT] * 5)
+    assert (exists(doorless(store), keys), load(doorless(store), keys)) == (5, [HIT] * 5)
     assert store.batch_has(keys[::-1], deadline=soon()) == [True] * 5
     assert inner.called("get") == []
     assert store.sharing().pool_hits == 5
@@ -310,22 +306,22 @@ def test_a_page_in_the_pool_is_a_hit_even_if_the_store_has_lost_it() -> None:
 def test_a_lookup_finds_a_chain_whose_pages_are_partly_in_the_pool_and_partly_in_the_store() -> None:
     inner = Gated()
     store, keys = shared(inner, 6), make_keys(6)
-    store_chain(as_store(store), keys)
+    store_chain(doorless(store), keys)
     pages = store.pages
     with pages.pool.deleting(pages.space, [keys[1], keys[2], keys[5]]):
         inner.store.delete([keys[0], keys[3]], deadline=soon())
-    assert exists(as_store(store), keys) == 6
+    assert exists(doorless(store), keys) == 6
     inner.store.delete([keys[5]], deadline=soon())
-    assert exists(as_store(store), keys) == 5
+    assert exists(doorless(store), keys) == 5
 
 
 def test_a_full_pool_admits_a_page_at_its_second_read() -> None:
     inner = Gated()
     store, keys, more = shared(inner, 4), make_keys(4), make_keys(2, "more")
-    store_chain(as_store(store), keys)
+    store_chain(doorless(store), keys)
     store_chain(inner.subject, more)
     for expected in (1, 2, 2):
-        assert load(as_store(store), more) == [HIT] * 2
+        assert load(doorless(store), more) == [HIT] * 2
         assert len(inner.called("get")) == expected
     assert store.pages.pool.statistics().evicted == 2
 
@@ -340,7 +336,7 @@ def test_a_page_that_does_not_match_its_checksum_is_not_added_to_the_pool() -> N
     frames[0][HEADER_BYTES] ^= 1
     assert store.batch_set([key, other], frames, parent=None, deadline=soon()) == [STORED] * 2
     assert store.pages.pool.has(store.pages.space, [key, other]) == [False, True]
-    assert load(as_store(store), [key, other]) == [CORRUPT, HIT]
+    assert load(doorless(store), [key, other]) == [CORRUPT, HIT]
 
 
 @pytest.mark.parametrize("form", ["plain", "zstd", "gcm", "gmac"])
@@ -355,10 +351,10 @@ def test_pages_from_the_pool_are_plain_with_every_format_of_the_store(form: str,
     }[form]
     inner = Gated(codec)
     store, keys = shared(inner, 64, codec), make_keys(3)
-    assert store_chain(as_store(store), keys) == [STORED] * 3
+    assert store_chain(doorless(store), keys) == [STORED] * 3
     if not pooled:
         store.pages.pool.clear(store.pages.space)
-        assert load(as_store(store), keys) == [HIT] * 3
+        assert load(doorless(store), keys) == [HIT] * 3
     pages: list[PageBuffer] = [*empty_frames(codec, 2), in_parts(codec, empty_frames(codec, 1)[0])]
     assert store.batch_get(keys, pages, deadline=soon()) == [HIT] * 3
     assert store.sharing().pool_hits == 3
@@ -374,9 +370,9 @@ def set_at_once(store: SharedStore, inner: Gated, keys: list[bytes]) -> list[lis
     """Let a second client store the same pages while the write of the first one blocks at the gate."""
     inner.gate.clear()
     with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(store_chain, as_store(store), keys)]
+        calls = [threads.submit(store_chain, doorless(store), keys)]
         wait_for(lambda: inner.at_gate == 1)
-        calls.append(threads.submit(store_chain, as_store(store), keys))
+        calls.append(threads.submit(store_chain, doorless(store), keys))
         wait_for(lambda: waiting_pages(store, "writes") == len(keys))
         inner.gate.set()
         return [call.result(30.0) for call in calls]
@@ -404,7 +400,7 @@ def test_a_waiting_writer_returns_at_its_own_deadline(threads: ThreadPoolExecuto
     inner = Gated(clock=clock)
     store, keys = shared(inner, 0, clock=clock), make_keys(2)
     inner.gate.clear()
-    threads.submit(store_chain, as_store(store), keys)
+    threads.submit(store_chain, doorless(store), keys)
     wait_for(lambda: inner.at_gate == 1)
     frames = full_frames(CODEC, keys)
     waiting = threads.submit(store.batch_set, keys, frames, parent=None, deadline=clock() + 1)
@@ -418,9 +414,9 @@ def test_a_waiting_writer_returns_at_its_own_deadline(threads: ThreadPoolExecuto
 def test_a_page_that_only_the_pool_has_is_stored_again() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
-    store_chain(as_store(store), keys)
+    store_chain(doorless(store), keys)
     inner.store.delete(keys, deadline=soon())
-    assert store_chain(as_store(store), keys) == [STORED] * 2
+    assert store_chain(doorless(store), keys) == [STORED] * 2
     assert inner.count == 2
 
 
@@ -429,12 +425,12 @@ def test_a_page_that_only_the_pool_has_is_stored_again() -> None:
 
 def test_without_a_store_the_pool_is_the_store() -> None:
     store, keys = shared(None, 8), make_keys(4)
-    assert store_chain(as_store(store), keys) == [STORED] * 4
-    assert store_chain(as_store(store), [keys[0], keys[0]]) == [PRESENT] * 2
-    assert (exists(as_store(store), keys), load(as_store(store), keys)) == (4, [HIT] * 4)
+    assert store_chain(doorless(store), keys) == [STORED] * 4
+    assert store_chain(doorless(store), [keys[0], keys[0]]) == [PRESENT] * 2
+    assert (exists(doorless(store), keys), load(doorless(store), keys)) == (4, [HIT] * 4)
     assert (store.usage().pages, store.usage().bytes) == (4, 4 * CODEC.frame_bytes)
-    assert delete(as_store(store), keys[2:]) == 2
-    assert load(as_store(store), keys) == [HIT, HIT, MISS, MISS]
+    assert delete(doorless(store), keys[2:]) == 2
+    assert load(doorless(store), keys) == [HIT, HIT, MISS, MISS]
     assert store.clear(deadline=soon()) == 2
     assert store.usage().pages == 0
     assert store.stores == () and store.statistics().errors == {}
@@ -446,7 +442,7 @@ def test_without_a_store_a_damaged_page_is_an_error() -> None:
     CODEC.seal(key, frame)
     frame[HEADER_BYTES] ^= 1
     assert store.batch_set([key], [frame], parent=None, deadline=soon()) == [SET_ERROR]
-    assert (store.statistics().errors, exists(as_store(store), [key])) == ({"checksum": 1}, 0)
+    assert (store.statistics().errors, exists(doorless(store), [key])) == ({"checksum": 1}, 0)
 
 
 # Removals
@@ -463,27 +459,27 @@ def test_a_read_in_flight_does_not_restore_a_deleted_page(threads: ThreadPoolExe
         may_return.wait(30.0)
 
     inner.after_read = wait
-    reading = threads.submit(load, as_store(store), keys)
+    reading = threads.submit(load, doorless(store), keys)
     wait_for(has_read.is_set)
-    assert delete(as_store(store), keys) == 2
+    assert delete(doorless(store), keys) == 2
     inner.after_read = lambda: None
-    assert load(as_store(store), keys) == [MISS] * 2, "a call waited for a read that began before the deletion"
+    assert load(doorless(store), keys) == [MISS] * 2, "a call waited for a read that began before the deletion"
     may_return.set()
     reading.result(30.0)
-    assert (exists(as_store(store), keys), load(as_store(store), keys)) == (0, [MISS] * 2)
+    assert (exists(doorless(store), keys), load(doorless(store), keys)) == (0, [MISS] * 2)
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
 def test_a_removal_covers_pool_and_store_and_does_not_count_a_page_twice(verb: str) -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(5)
-    store_chain(as_store(store), keys[:3])
+    store_chain(doorless(store), keys[:3])
     inner.store.delete(keys[:1], deadline=soon())
     store_chain(inner.subject, keys[3:])
-    removed = delete(as_store(store), keys) if verb == "delete" else store.clear(deadline=soon())
+    removed = delete(doorless(store), keys) if verb == "delete" else store.clear(deadline=soon())
     # A clear gets a number from the pool and one from the store, and does not know how many pages are in both.
     assert removed == (5 if verb == "delete" else 4)
-    assert (inner.count, load(as_store(store), keys)) == (0, [MISS] * 5)
+    assert (inner.count, load(doorless(store), keys)) == (0, [MISS] * 5)
 
 
 # Stores that are detached and attached
@@ -492,22 +488,22 @@ def test_a_removal_covers_pool_and_store_and_does_not_count_a_page_twice(verb: s
 def test_calls_in_flight_end_with_the_store_they_began_with_when_it_is_replaced(threads: ThreadPoolExecutor) -> None:
     old, new = Gated(), Gated()
     store, keys, more = shared(old, 2), make_keys(3), make_keys(3, "more")
-    store_chain(as_store(store), keys)
+    store_chain(doorless(store), keys)
     store_chain(old.subject, more)
     old.fail_pages = set(more[2:])
     old.read_gate.clear()
-    reading = threads.submit(load, as_store(store), more)
+    reading = threads.submit(load, doorless(store), more)
     wait_for(lambda: old.gets == 1)
     store.slot.replace(lambda: new.store)
     wait_for(lambda: store.stores == (new.store,))
-    assert load(as_store(store), more) == [MISS] * 3, "a call of the new store waited for one of the old store"
+    assert load(doorless(store), more) == [MISS] * 3, "a call of the new store waited for one of the old store"
     assert old.closes == 0
     before = store.statistics().errors
     old.store.batch_exists(more, deadline=soon(-1))
     assert store.statistics().errors != before, "errors of the old store do not count while its calls are in flight"
     old.read_gate.set()
     assert reading.result(30.0) == [HIT, HIT, MISS]
-    assert load(as_store(store), keys) == [HIT, HIT, MISS], "the pool has lost its pages"
+    assert load(doorless(store), keys) == [HIT, HIT, MISS], "the pool has lost its pages"
     wait_for(lambda: old.closes == 1)
 
 
@@ -515,20 +511,20 @@ def test_the_errors_of_replaced_stores_stay_in_the_totals() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     inner.down = True
-    assert exists(as_store(store), keys) == 0
+    assert exists(doorless(store), keys) == 0
     totals = store.statistics().errors
     assert totals == {"down": 1}
     store.slot.replace(None)
     assert store.statistics().errors == totals and store.stores == ()
-    assert (exists(as_store(store), keys), store_chain(as_store(store), keys)) == (0, [STORED] * 2)
+    assert (exists(doorless(store), keys), store_chain(doorless(store), keys)) == (0, [STORED] * 2)
     second = Gated()
     store.slot.replace(lambda: second.store)
     wait_for(lambda: store.stores == (second.store,))
     assert store.statistics().errors == totals
     second.down = True
-    assert store_chain(as_store(store), keys) == [PRESENT] * 2
+    assert store_chain(doorless(store), keys) == [PRESENT] * 2
     assert store.statistics().errors == {"down": 3}
-    assert load(as_store(store), keys) == [HIT] * 2
+    assert load(doorless(store), keys) == [HIT] * 2
 
 
 def test_a_store_of_another_namespace_is_rejected() -> None:
@@ -571,7 +567,7 @@ def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pag
                     store.slot.start(bare(inner, CODEC))
             return
         try:
-            churn_all(as_store(store), chains[number % 2], dice)
+            churn_all(doorless(store), chains[number % 2], dice)
         finally:
             if number == 1:
                 ended.set()
@@ -580,8 +576,8 @@ def test_threads_that_share_a_store_read_whole_pages_or_none(seed: int, pool_pag
     if not store.stores:
         store.slot.start(bare(inner, CODEC))
     for keys in chains:
-        delete(as_store(store), keys)
-        assert load(as_store(store), keys) == [MISS] * 8
+        delete(doorless(store), keys)
+        assert load(doorless(store), keys) == [MISS] * 8
     assert inner.count == 0 and store.statistics().corrupt == {}
 
 
@@ -605,6 +601,6 @@ def churn_all(store: Subject, keys: list[bytes], dice: random.Random, rounds: in
 def test_many_readers_and_writers_of_few_pages_lose_nothing(seed: int) -> None:
     store = in_front_of(bare(Troubled(), CODEC), 4)
     keys = make_keys(12)
-    in_threads(8, lambda number: churn(as_store(store), keys, random.Random(seed + number), rounds=100))
-    delete(as_store(store), keys)
+    in_threads(8, lambda number: churn(doorless(store), keys, random.Random(seed + number), rounds=100))
+    delete(doorless(store), keys)
     assert store.usage().pages == 0

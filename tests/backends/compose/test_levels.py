@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -18,7 +19,9 @@ from hicache.backends.testing import (
     STORED,
     Subject,
     empty_frames,
+    empty_views,
     full_frames,
+    full_views,
     holds,
     in_threads,
     load,
@@ -30,7 +33,7 @@ from hicache.backends.testing import (
 )
 from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.errors import InvalidInput
-from hicache.frame import FrameHeader
+from hicache.frame import FrameHeader, PageBuffer
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
@@ -64,6 +67,10 @@ class World:
     def put_on(self, level: int, keys: list[bytes], parent: bytes | None = None) -> None:
         """Store pages only on one level, not through the composition."""
         store_chain(self.subject(level), keys, parent)
+
+    def put(self, keys: list[bytes], pages: Sequence[PageBuffer]) -> list[SetOutcome]:
+        """Store these pages as a chain."""
+        return self.backend.batch_set(keys, pages, parent=None, deadline=soon())
 
     def subject(self, level: int) -> Subject:
         """Return one level alone."""
@@ -101,6 +108,7 @@ def test_a_page_found_below_is_read_and_promoted() -> None:
     assert load(world.store, keys) == [HIT] * 4
     world.settle()
     assert world.on(0, keys) == world.on(1, keys) == [True] * 4
+    assert world.levels[2].called("get") == [tuple(keys)], "for both levels above"
     asked = len(world.levels[1].called("get"))
     assert load(world.store, keys) == [HIT] * 4
     assert len(world.levels[1].called("get")) == asked, "the second read ends at the first level"
@@ -247,16 +255,6 @@ def test_a_stored_page_is_read_back_from_its_level_when_its_copy_is_written() ->
     assert load(world.subject(2), keys) == [HIT] * 4
 
 
-def test_a_promoted_page_is_read_from_a_lower_level_once() -> None:
-    """The control of the test above."""
-    world, keys = World(), make_keys(4)
-    world.put_on(1, keys)
-    load(world.store, keys)
-    world.settle()
-    assert world.on(0, keys) == [True] * 4
-    assert world.levels[1].called("get") == [tuple(keys)]
-
-
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
 def test_a_page_lost_by_its_level_and_the_tail_after_it_are_not_copied(harm: str) -> None:
     world, keys = World(), make_keys(5)
@@ -367,6 +365,81 @@ def test_a_limit_below_one_page_and_a_single_level_are_refused() -> None:
         World(copies=PAGE - 1)
     with pytest.raises(InvalidInput, match="two or more"):
         Levels(CODEC, named(memory_store(CODEC)))
+
+
+# Pages in parts, lookups of single pages, and clearing
+
+
+def test_cascade_and_promotion_copy_a_page_in_parts_exactly() -> None:
+    world, keys = World(), make_keys(5)
+    fast, slow = world.levels
+    assert world.put(keys, full_views(CODEC, keys)) == [STORED] * 5
+    world.settle()
+    stored = [fast.peek(CODEC.namespace, key) for key in keys]
+    assert None not in stored and [slow.peek(CODEC.namespace, key) for key in keys] == stored
+    fast.remove(CODEC.namespace, keys, soon())
+    pages = empty_views(CODEC, 5)
+    assert world.backend.batch_get(keys, pages, deadline=soon()) == [HIT] * 5
+    assert all(holds(CODEC, key, page) for key, page in zip(keys, pages, strict=True))
+    world.settle()
+    assert [fast.peek(CODEC.namespace, key) for key in keys] == stored
+
+
+def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
+    """The copier reuses its frame: old bytes in the padding must not be stored under another key."""
+    world, (one, two) = World(copies=PAGE), make_keys(2)
+    (frame,) = full_frames(CODEC, [one])
+    frame[-16:] = b"\xff" * 16
+    world.put([one], [frame])
+    world.settle()
+    world.put([two], full_views(CODEC, [two]))
+    world.settle()
+    assert (world.levels[1].peek(CODEC.namespace, one) or b"")[-16:] == b"\xff" * 16
+    assert (world.levels[1].peek(CODEC.namespace, two) or b"\1")[-16:] == bytes(16)
+
+
+def test_a_page_exists_if_any_level_has_it_and_each_is_asked_for_the_rest() -> None:
+    world, keys = World(), make_keys(6)
+    world.put_on(0, [keys[1]])
+    world.put_on(1, [keys[4], keys[1]])
+    there = [False, True, False, False, True, False]
+    assert world.backend.batch_has(keys, deadline=soon()) == there
+    assert world.levels[0].called("find") == [tuple(keys)]
+    assert world.levels[1].called("find") == [tuple(key for key in keys if key != keys[1])]
+    world.levels[0].down = True
+    assert world.backend.batch_has(keys, deadline=soon()) == there
+
+
+def test_clearing_clears_all_levels_and_no_copy_follows() -> None:
+    world, keys = World(), make_keys(6)
+    slow, backend = world.levels[1], world.backend
+    slow.gate.clear()
+    store_chain(world.store, keys)
+    wait_for(lambda: slow.at_gate == 1)
+    assert backend.clear(deadline=soon(0.02)) in (0, 6)  # waits for the copy in flight until the deadline
+    slow.gate.set()
+    world.settle()
+    assert backend.clear(deadline=soon()) <= 6
+    assert backend.batch_has(keys, deadline=soon()) == [False] * 6
+    assert load(world.store, keys) == [MISS] * 6
+    for outcome in (STORED, PRESENT):
+        assert store_chain(world.store, keys) == [outcome] * 6
+        world.settle()
+    assert backend.clear(deadline=soon()) == 6
+    assert [level.count for level in world.levels] == [0, 0]
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_clearing_drops_waiting_copies(waiting: bool) -> None:
+    world, keys = World(), make_keys(4)
+    world.levels[1].gate.clear()
+    store_chain(world.store, keys[:1])
+    wait_for(lambda: world.levels[1].at_gate == 1)
+    store_chain(world.store, keys[2:])  # another chain, which waits for the first
+    with world.backend._without_copies(None if waiting else [], soon(0.01)):
+        world.levels[1].gate.set()
+    world.settle()
+    assert world.on(1, keys) == [True, False, not waiting, not waiting]
 
 
 # Among threads

@@ -71,13 +71,6 @@ def test_a_new_part_takes_its_share_and_moves_no_other_page(parts: int) -> None:
     assert abs(len(moved) / len(keys) - 1 / (parts + 1)) < 0.05
 
 
-def test_division_by_the_number_of_parts_would_move_most_pages() -> None:
-    """The control of the test above."""
-    keys = make_keys(4000)
-    moved = sum(int.from_bytes(key) % 3 != int.from_bytes(key) % 4 for key in keys)
-    assert moved / len(keys) > 0.6
-
-
 def test_a_page_of_another_set_of_parts_is_a_miss_and_can_be_stored_again() -> None:
     world, keys = World(3), make_keys(40)
     store_chain(world.store, keys)
@@ -203,6 +196,20 @@ def test_without_links_across_batches_heads_are_evicted_first() -> None:
         for number, part in enumerate(parts)
     ]
     assert any(part != sorted(part, reverse=True) for part in kept)
+
+
+def test_a_part_is_asked_for_its_own_pages_in_one_call() -> None:
+    world, keys = World(), make_keys(20)
+    store_chain(world.store, keys[::2])
+    assert world.backend.batch_has(keys, deadline=soon()) == [True, False] * 10
+    asked = [part.called("find") for part in world.parts]
+    assert sorted(key for (batch,) in asked for key in batch) == sorted(keys)
+    world.parts[0].down = True
+    theirs = [key in keys[::2] and world.part_of(key) != 0 for key in keys]
+    assert world.backend.batch_has(keys, deadline=soon()) == theirs
+    world.parts[0].down = False
+    assert world.backend.clear(deadline=soon()) == 10
+    assert [part.count for part in world.parts] == [0] * 3
 
 
 def test_usage_is_a_sum_with_a_capacity_if_all_parts_have_one() -> None:

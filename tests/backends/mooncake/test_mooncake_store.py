@@ -34,8 +34,7 @@ from hicache.backends.testing import (
     soon,
 )
 from hicache.clock import ManualClock
-from hicache.config import MooncakeStorageOptions, load_config
-from hicache.config.mooncake_storage import MooncakeStorage
+from hicache.config import MooncakeStorageOptions
 from hicache.errors import BackendError, ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
 from hicache.lab.devservers import MooncakeMaster
@@ -390,18 +389,5 @@ def test_invalid_options_are_rejected(option: str, value: object) -> None:
         MooncakeStorageOptions(**{option: value})
 
 
-def test_the_configuration_passes_its_options_to_the_backend() -> None:
-    config = load_config(
-        None,
-        environ={},
-        overrides={
-            "storage.type": "mooncake",
-            "storage.options.master": "kv-master:50051",
-            "storage.options.segment": "2GiB",
-            "storage.options.timeout": "500ms",
-        },
-    )
-    assert isinstance(config.storage, MooncakeStorage)
-    options = config.storage.options
-    assert (options.master, options.segment, options.timeout) == ("kv-master:50051", 2048 * MIB, 0.5)
-    assert admin_address(options) == ("kv-master", 9003)
+def test_the_admin_address_is_by_default_at_the_host_of_the_master() -> None:
+    assert admin_address(MooncakeStorageOptions(master="kv-master:50051")) == ("kv-master", 9003)

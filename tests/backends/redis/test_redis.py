@@ -197,33 +197,22 @@ def test_another_prefix_or_database_of_a_server_is_another_store(
         assert (one.backend.usage().pages, other.backend.usage().pages) == (3, 0)
 
 
-def test_pages_expire_after_their_time_to_live_since_the_last_use(valkey: ValkeyServer) -> None:
+@pytest.mark.parametrize("ttl_s", [None, 900.0])
+def test_reads_and_repeated_stores_are_uses_and_lookups_are_not(valkey: ValkeyServer, ttl_s: float | None) -> None:
+    """A use refreshes recency and renews the time to live."""
     keys = make_keys(3)
-    with opened(valkey, ttl=900.0) as (backend, store), valkey.client() as client:
-
-        def left_s(key: bytes) -> int:
-            return int(client.ttl(name_of(backend, key)))
-
+    with opened(valkey, ttl=ttl_s) as (backend, store), valkey.client() as client:
+        names = [name_of(backend, key) for key in keys]
         store_chain(store, keys)
-        assert all(800 < left_s(key) <= 900 for key in keys)
-        for key in keys:
-            client.expire(name_of(backend, key), 50)
-        assert load(store, keys[:1]) == [HIT]
-        assert store_chain(store, keys[1:2]) == [PRESENT]
-        assert store.backend.batch_exists(keys, deadline=soon()) == 3
-        assert [left_s(key) > 800 for key in keys] == [True, True, False]  # a lookup is not a use
-
-
-def test_reads_and_repeated_stores_refresh_recency_and_lookups_do_not(valkey: ValkeyServer) -> None:
-    keys = make_keys(3)
-    with opened(valkey) as (backend, store), valkey.client() as client:
-        store_chain(store, keys)
-        grow_old(client, [name_of(backend, key) for key in keys])
+        assert all(client.ttl(name) == -1 if ttl_s is None else 800 < client.ttl(name) <= 900 for name in names)
+        grow_old(client, names)
+        for name in names if ttl_s else ():
+            client.expire(name, 50)
         assert load(store, keys[:1]) == [HIT]
         assert store_chain(store, keys[1:2]) == [PRESENT]
         assert backend.batch_exists(keys, deadline=soon()) == 3
-        idle = [client.object("idletime", name_of(backend, key)) >= 1000 for key in keys]
-        assert idle == [False, False, True]
+        assert [client.object("idletime", name) >= 1000 for name in names] == [False, False, ttl_s is None]
+        assert ttl_s is None or [client.ttl(name) > 800 for name in names] == [True, True, False]
 
 
 def test_a_lookup_is_one_round_trip(valkey: ValkeyServer) -> None:

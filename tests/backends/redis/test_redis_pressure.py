@@ -17,7 +17,6 @@ from hicache.backends.testing import (
     NAMESPACE,
     SET_ERROR,
     STORED,
-    Subject,
     driver_of,
     full_frames,
     load,
@@ -28,6 +27,7 @@ from hicache.backends.testing import (
 )
 from hicache.frame import HEADER_BYTES
 from hicache.lab.devservers import RedisCluster, RedisServer, ValkeyServer
+from tests.backends._subjects import doorless
 from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, fresh_prefix, grow_old, name_of, opened
@@ -77,7 +77,7 @@ def test_a_capacity_is_enforced_on_a_server_without_one(request: pytest.FixtureR
     old, used, more = make_keys(10, "old"), make_keys(10, "used"), make_keys(30, "more")
     options = server.storage(key_prefix=fresh_prefix())[1]
     with contextlib.closing(open_backend("redis", CODEC, {**options, "capacity": 20 * PAGE})) as limited:
-        store = Subject(limited, lambda key: None, lambda key, value: None)
+        store = doorless(limited)
         assert store_chain(store, old) == [STORED] * 10
         for number in range(10):
             for node in server.nodes if isinstance(server, RedisCluster) else [server]:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from hicache.errors import AdminError, BackendError, BackendUnavailable, HiCache
 from hicache.frame import FrameCodec
 from hicache.lab.devservers.ports import LOOPBACK
 from tests.certificates import Certificates, make_certificates
-from tests.daemon.daemons import CODEC, ROOT, TOKEN, Daemon
+from tests.daemon.daemons import CODEC, ROOT, TOKEN, Daemon, secret
+from tests.listening import Listener
 
 NOT_STARTED = "start the daemon with: hicache serve"
 NO_DAEMON = "it is not a HiCache daemon"
@@ -80,13 +80,6 @@ def plain(folder: Path) -> Iterator[Daemon]:
     daemon = started(folder, "plain", connections_max=1)
     yield daemon
     daemon.kill()
-
-
-def secret(folder: Path, name: str, text: str) -> str:
-    path = folder / name
-    path.touch(0o600)
-    path.write_text(text)
-    return str(path)
 
 
 def of_engine(codec: FrameCodec = CODEC, **options: Any) -> HiCacheError:
@@ -176,33 +169,16 @@ def test_the_reason_of_a_daemon_that_rejects_an_engine_is_passed_on(
     assert "conflict: namespace: is open with pages of 12000 bytes" in str(error)
 
 
-class Impostor:
-    """A server that sends these bytes to each client and closes the connection."""
+@contextlib.contextmanager
+def impostor(answer: bytes) -> Iterator[str]:
+    """The URL of a server that sends these bytes to each client and closes the connection."""
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-        self._listener = socket.create_server((LOOPBACK, 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+    def serve(client: socket.socket, _: int) -> None:
+        client.recv(65536)
+        client.sendall(answer)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            with client, contextlib.suppress(OSError):
-                client.recv(65536)
-                client.sendall(self._answer)
-
-    def __enter__(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
+    with Listener(serve) as listener:
+        yield f"http://{LOOPBACK}:{listener.port}"
 
 
 def http_answer(status: int, body: bytes) -> bytes:
@@ -225,7 +201,7 @@ def http_answer(status: int, body: bytes) -> bytes:
     ],
 )
 def test_a_server_that_is_not_a_daemon_is_recognised(answer: bytes, cause: str) -> None:
-    with Impostor(answer) as url:
+    with impostor(answer) as url:
         assert cause in str(of_engine(url=url)) and NOT_STARTED not in str(of_engine(url=url))
         said = str(of_ctl(url=url))
         assert ("is not an admin surface" in said or cause in said or "another version" in said
@@ -235,7 +211,7 @@ def test_a_server_that_is_not_a_daemon_is_recognised(answer: bytes, cause: str) 
 @pytest.mark.parametrize("detail", ["\x1b[31mred\r\nline " + "x" * 100_000, f"you sent {TOKEN}", 5, None])
 def test_the_words_of_a_server_are_limited_and_never_contain_the_token(folder: Path, detail: object) -> None:
     body = json.dumps({"error": "busy", "detail": detail}).encode()
-    with Impostor(http_answer(403, body)) as url:
+    with impostor(http_answer(403, body)) as url:
         said = str(of_engine(url=url, token_file=secret(folder, "token", TOKEN)))
     assert len(said) < 600 and said.isprintable() and TOKEN not in said
 

@@ -3,18 +3,21 @@ misses and use the daemon again as soon as it is back."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.base import GetOutcome
 from hicache.backends.errors import ErrorKind
 from hicache.backends.remote import RemoteDriver
+from hicache.backends.remote.access import Access
+from hicache.backends.remote.client import DaemonClient
 from hicache.backends.remote.frames import SharedFrames
 from hicache.backends.store import Store
 from hicache.backends.testing import (
@@ -29,11 +32,12 @@ from hicache.backends.testing import (
     holds,
     load,
     make_keys,
+    sealed,
     soon,
     store_chain,
     store_of,
 )
-from hicache.errors import BackendError, BackendUnavailable
+from hicache.clock import SYSTEM_CLOCK
 from tests.backends.remote.daemon import CODEC, Daemon, Frames
 from tests.proxy import Proxy
 from tests.waiting import wait_for
@@ -62,6 +66,12 @@ def own(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+@pytest.fixture
 def opened() -> Iterator[list[Store]]:
     found: list[Store] = []
     yield found
@@ -75,23 +85,6 @@ def open_it(daemon: Daemon, frames: Frames, opened: list[Store], socket: Path | 
     opened.append(backend)
     backend.register_memory(frames.memory.frames)
     return backend
-
-
-class Call:
-    """A verb on its own thread."""
-
-    def __init__(self, verb: Callable[[], object]) -> None:
-        self.answer: object = None
-        self._verb = verb
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self.answer = self._verb()
-
-    def has_ended(self, wait_s: float = 0.0) -> bool:
-        self._thread.join(wait_s)
-        return not self._thread.is_alive()
 
 
 def poison(frames: Frames, count: int) -> list[memoryview]:
@@ -139,8 +132,8 @@ def test_one_frame_for_two_pages_of_a_call_is_not_shared(
 @pytest.mark.parametrize("is_fenced", [True, False])
 @pytest.mark.parametrize("verb", ["get", "set"])
 def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frames(
-    slow: Daemon, frames: Frames, opened: list[Store], monkeypatch: pytest.MonkeyPatch, verb: str,
-    is_fenced: bool,
+    slow: Daemon, frames: Frames, opened: list[Store], thread: ThreadPoolExecutor, *, monkeypatch: pytest.MonkeyPatch,
+    verb: str, is_fenced: bool,
 ) -> None:  # fmt: skip
     """Without the fence (the control) the call returns at once, while the daemon still works in reused frames."""
     if not is_fenced:
@@ -148,44 +141,43 @@ def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frame
     with Proxy(slow.socket) as proxy:
         backend = open_it(slow, frames, opened, proxy.path)
         keys = make_keys(4, f"cut {verb} {is_fenced}")
+        call: Future[Any]
         if verb == "get":
             assert store_chain(slow.door(backend), keys) == [STORED] * 4
         views = poison(frames, 4)
         if verb == "get":
-            call = Call(lambda: backend.batch_get(keys, views, deadline=soon()))
+            call = thread.submit(backend.batch_get, keys, views, deadline=soon())
         else:
             for view, page in zip(views, full_frames(CODEC, keys), strict=True):
                 view[:] = page
-            call = Call(lambda: backend.batch_set(keys, views, parent=None, deadline=soon()))
+            call = thread.submit(backend.batch_set, keys, views, parent=None, deadline=soon())
         wait_for(lambda: operations(slow) == 1)
         proxy.drop()
-        assert call.has_ended(30.0)
+        assert call.result(30.0) == [GET_ERROR if verb == "get" else SET_ERROR] * 4
         assert (operations(slow) == 0) is is_fenced
         poison(frames, 4)
         wait_for(lambda: operations(slow) == 0)
         if verb == "get":
-            assert call.answer == [GET_ERROR] * 4
             assert all(bytes(view) == POISON for view in views) is is_fenced
         else:
-            assert call.answer == [SET_ERROR] * 4
             right = [slow.door(backend).read(key) for key in keys]
-            expected = [bytes(CODEC.seal(key, page, parent=above)) for key, page, above in
-                        zip(keys, full_frames(CODEC, keys), [None, *keys], strict=False)]  # fmt: skip
-            assert (right == expected) is is_fenced
+            assert (right == sealed(CODEC, keys)) is is_fenced
         assert backend.statistics().errors[ErrorKind.CONNECTION_LOST] == 4
         assert exists(slow.door(backend), keys) in (0, 4)
 
 
-def test_a_call_waits_for_a_hanging_daemon(own: Daemon, frames: Frames, opened: list[Store]) -> None:
+def test_a_call_waits_for_a_hanging_daemon(
+    own: Daemon, frames: Frames, opened: list[Store], thread: ThreadPoolExecutor
+) -> None:
     """The daemon reads the request when it continues, and rejects it: the memory was detached."""
     backend, keys = open_it(own, frames, opened), make_keys(4)
     assert store_chain(own.door(backend), keys) == [STORED] * 4
     views = poison(frames, 4)
     own.signal(signal.SIGSTOP)
-    call = Call(lambda: backend.batch_get(keys, views, deadline=soon(0.1)))
-    assert not call.has_ended(1.0), "the call has returned while the daemon can still read its request"
+    call = thread.submit(backend.batch_get, keys, views, deadline=soon(0.1))
+    assert not wait([call], 1.0).done, "the call has returned while the daemon can still read its request"
     own.signal(signal.SIGCONT)
-    assert call.has_ended(30.0) and call.answer in ([GET_ERROR] * 4, [HIT] * 4)
+    assert call.result(30.0) in ([GET_ERROR] * 4, [HIT] * 4)
     poison(frames, 4)
     assert load(own.door(backend), keys) == [HIT] * 4
     wait_for(lambda: operations(own) == 0)
@@ -194,16 +186,16 @@ def test_a_call_waits_for_a_hanging_daemon(own: Daemon, frames: Frames, opened: 
 
 
 def test_a_daemon_that_is_killed_costs_misses_until_it_is_back(
-    own: Daemon, frames: Frames, opened: list[Store]
+    own: Daemon, frames: Frames, opened: list[Store], thread: ThreadPoolExecutor
 ) -> None:
     backend, keys = open_it(own, frames, opened), make_keys(4)
     assert store_chain(own.door(backend), keys) == [STORED] * 4
     own.signal(signal.SIGSTOP)
     views = poison(frames, 4)
-    call = Call(lambda: backend.batch_get(keys, views, deadline=soon(0.1)))
-    assert not call.has_ended(0.5)
+    call = thread.submit(backend.batch_get, keys, views, deadline=soon(0.1))
+    assert not wait([call], 0.5).done
     own.kill()
-    assert call.has_ended(30.0) and call.answer == [GET_ERROR] * 4
+    assert call.result(30.0) == [GET_ERROR] * 4
     assert all(bytes(view) == POISON for view in views)
     door = own.door(backend)
     assert (load(door, keys), exists(door, keys), store_chain(door, keys)) == ([GET_ERROR] * 4, 0, [SET_ERROR] * 4)
@@ -271,22 +263,32 @@ def test_a_child_of_a_fork_uses_no_connection_of_its_parent(
     assert exists(daemon.door(backend), keys) == 2
 
 
-def test_errors_at_the_start_are_reported(daemon: Daemon, tmp_path: Path) -> None:
-    with pytest.raises(BackendUnavailable, match="start the daemon with: hicache serve"):
-        store_of(RemoteDriver, CODEC, daemon.options().model_copy(update={"socket": tmp_path / "none.sock"}))
-    wrong = tmp_path / "token"
-    wrong.write_text("x" * 30)
-    wrong.chmod(0o600)
-    with pytest.raises(BackendError, match="wrong_credentials") as refused:
-        store_of(RemoteDriver, CODEC, daemon.options(tcp=True).model_copy(update={"token_file": wrong}))
-    assert "x" * 30 not in str(refused.value)
+class _Restarting:
+    """A client whose daemon restarts, with a new directory for its socket, just before it answers."""
+
+    def __init__(self, lock: Path) -> None:
+        self.access = Access(cast(Any, None), "", cast(Any, None), lock, "")
+        self.held = -1
+        self.clock = SYSTEM_CLOCK
+
+    def call(self, *_: object, **__: object) -> Mapping[str, Any]:
+        """Answer as the new daemon."""
+        lock = self.access.lock
+        assert lock is not None
+        lock.unlink()  # systemd removes the directory of a service that has ended
+        self.held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self.held, fcntl.LOCK_EX)
+        return {"mapping": "m"}
 
 
-def test_the_outcomes_of_a_late_call_are_errors(
-    slow: Daemon, frames: Frames, opened: list[Store]
-) -> None:
-    backend, keys = open_it(slow, frames, opened), make_keys(2, "late")
-    views = poison(frames, 2)
-    assert backend.batch_get(keys, views, deadline=soon(0.1)) == [GET_ERROR] * 2
-    assert backend.batch_set(keys, views, parent=None, deadline=soon(0.1)) == [SetOutcome.ERROR] * 2
-    assert sum(backend.statistics().errors.values()) >= 4
+def test_the_lock_is_the_one_of_the_daemon_that_answered(tmp_path: Path, frames: Frames) -> None:
+    """With the previous daemon's lock, the new daemon would seem dead while it touches frames."""
+    (tmp_path / "lock").touch()
+    client = _Restarting(tmp_path / "lock")
+    shared = SharedFrames(frames.memory, cast(DaemonClient, client))
+    assert shared.attach(soon()) == "m"
+    assert not shared._is_daemon_dead()
+    os.close(client.held)
+    assert shared._is_daemon_dead(), "the control"
+    shared._mapping = None
+    shared.detach()

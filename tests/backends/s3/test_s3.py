@@ -26,6 +26,7 @@ from hicache.backends.testing import (
 )
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import SeaweedServer
+from tests.backends._subjects import doorless
 from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_s3, options
 from tests.backends.s3.stub import StubS3, error
 from tests.waiting import wait_for
@@ -65,7 +66,7 @@ OLD, OTHER, NEW, MORE = make_keys(18, "old"), make_keys(18, "other"), make_keys(
 
 def open_it(seaweed: SeaweedServer, bucket: Bucket, prefix: str, capacity_bytes: int | None) -> Subject:
     type_name, options = seaweed.storage(prefix=prefix, capacity=capacity_bytes)
-    return Subject(open_backend(type_name, CODEC, options), lambda key: None, lambda key, data: None)
+    return doorless(open_backend(type_name, CODEC, options))
 
 
 def test_the_ends_of_unused_chains_are_evicted(seaweed: SeaweedServer, bucket: Bucket, unique_prefix: str) -> None:
@@ -73,7 +74,7 @@ def test_the_ends_of_unused_chains_are_evicted(seaweed: SeaweedServer, bucket: B
     stored, so either may lose its tail."""
     with contextlib.closing(open_it(seaweed, bucket, unique_prefix, None).backend) as unlimited:
         assert not isinstance(unlimited, CapacityLimit)
-        store = Subject(unlimited, lambda key: None, lambda key, data: None)
+        store = doorless(unlimited)
         assert store_chain(store, OLD) + store_chain(store, OTHER) == [STORED] * 36
     store = open_it(seaweed, bucket, unique_prefix, PAGES * PAGE)
     with contextlib.closing(store.backend) as limited:
@@ -92,5 +93,5 @@ def test_the_ends_of_unused_chains_are_evicted(seaweed: SeaweedServer, bucket: B
         assert 0 < head < 10 and stored == [STORED] * head + [SetOutcome.REJECTED] * (10 - head)
         assert dict(limited.statistics().errors) == {}
     with contextlib.closing(open_it(seaweed, bucket, unique_prefix, None).backend) as unlimited:
-        rest = store_chain(Subject(unlimited, lambda key: None, lambda key, data: None), MORE)
+        rest = store_chain(doorless(unlimited), MORE)
         assert all(outcome.is_stored for outcome in rest), "the control: without a capacity there is room"

@@ -14,8 +14,9 @@ from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
 from hicache.backends.s3.client import S3Client
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import HIT, NAMESPACE, STORED, Subject, load, make_keys, soon, store_chain, store_of
+from hicache.backends.testing import HIT, NAMESPACE, STORED, load, make_keys, soon, store_chain, store_of
 from hicache.errors import BackendUnavailable
+from tests.backends._subjects import doorless
 from tests.backends.s3.bucket import CODEC, PAGE, errors, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 from tests.backends.s3.test_s3_signer import SESSION
@@ -57,7 +58,7 @@ def rules(session: Callable[[], Answer]) -> Callable[[Request], Answer | None]:
 
 def test_every_verb_works_in_a_directory_bucket(place: StubS3) -> None:
     backend = store_of(S3Driver, CODEC, options(place.url, bucket=place.bucket))
-    store = Subject(backend, lambda key: None, lambda key, data: None)
+    store = doorless(backend)
     assert store_chain(store, KEYS) == [STORED] * 3
     assert load(store, KEYS) == [HIT] * 3
     assert backend.usage().pages == backend.batch_exists(KEYS, deadline=soon()) == 3

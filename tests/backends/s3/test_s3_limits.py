@@ -88,13 +88,6 @@ def test_pages_that_the_server_does_not_remove_are_errors(store: Subject, stub: 
     assert remove() == 3
 
 
-def _in_threads(work: list[Callable[[], object]]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=one, daemon=True) for one in work]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
 @pytest.mark.parametrize("connections", [1, 3, 8])
 def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: int) -> None:
     """Control of the limits 1 and 3: with the limit 8, 8 requests are in flight."""
@@ -108,13 +101,11 @@ def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: 
         return None
 
     stub.fault = fault
-    results: list[list[object]] = []
-    threads = _in_threads([lambda: results.append(list(load(store, keys))) for _ in range(3)])
-    wait_for(lambda: stub.running == connections)
-    gate.set()
-    for thread in threads:
-        thread.join()
-    assert results == [[HIT] * 24] * 3
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(load, store, keys) for _ in range(3)]
+        wait_for(lambda: stub.running == connections)
+        gate.set()
+        assert [call.result() for call in calls] == [[HIT] * 24] * 3
     assert stub.running_max == connections
 
 

@@ -17,7 +17,6 @@ from hicache.backends.testing import (
     HIT,
     NAMESPACE,
     STORED,
-    Subject,
     empty_frames,
     full_frames,
     load,
@@ -30,6 +29,7 @@ from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import SeaweedServer
 from hicache.lab.devservers.ports import LOOPBACK
+from tests.backends._subjects import doorless
 from tests.backends.s3.bucket import CODEC, Bucket, errors, open_s3, options
 from tests.backends.s3.stub import StubS3, reply
 from tests.certificates import Certificates, make_certificates
@@ -149,7 +149,7 @@ def tunnels(answer: bytes, login: str | None = None) -> Iterator[tuple[int, list
 def test_tls_passes_through_a_proxy_that_cannot_read_it(stub: StubS3, certificates: Certificates) -> None:
     with StubS3("pages", certificates.server_context()) as server, tunnels(b"HTTP/1.0 200 x\r\n\r\n") as (port, asked):
         chosen = options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file, connections=1)
-        store = Subject(store_of(S3Driver, CODEC, chosen), lambda key: None, lambda key, data: None)
+        store = doorless(store_of(S3Driver, CODEC, chosen))
         assert store_chain(store, KEYS) == [STORED] * 6
         assert load(store, KEYS) == [HIT] * 6
         assert asked == [f"CONNECT 127.0.0.1:{server.port} HTTP/1.1".encode()]
@@ -178,7 +178,7 @@ def test_a_proxy_resolves_the_name_of_the_store(stub: StubS3) -> None:
     """For a store without TLS, the proxy gets whole URLs. Control: the store's host name has no address here."""
     stub.origin = "http://store.invalid:9000"
     backend = store_of(S3Driver, CODEC, options(stub.origin, proxy=stub.url))
-    store = Subject(backend, lambda key: None, lambda key, data: None)
+    store = doorless(backend)
     assert store_chain(store, KEYS) == [STORED] * 6
     assert load(store, KEYS) == [HIT] * 6
     assert {request.headers["host"] for request in stub.requests} == {"store.invalid:9000"}
@@ -195,7 +195,7 @@ def test_a_tunnel_is_requested_with_the_password_of_the_proxy(
     with StubS3("pages", certificates.server_context()) as server, tunnels(connected, LOGIN) as (port, asked):
         monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{port}")
         chosen = options(server.url, proxy_env="THE_PROXY", ca_file=certificates.ca_file, connections=1)
-        store = Subject(store_of(S3Driver, CODEC, chosen), lambda key: None, lambda key, data: None)
+        store = doorless(store_of(S3Driver, CODEC, chosen))
         assert store_chain(store, KEYS) == [STORED] * 6
         assert load(store, KEYS) == [HIT] * 6
         store.backend.close()
@@ -213,7 +213,7 @@ def test_a_proxy_without_tls_gets_its_password_in_each_request(stub: StubS3, mon
     stub.fault = lambda request: None if request.headers.get("proxy-authorization") == LOGIN else refused
     monkeypatch.setenv("THE_PROXY", f"http://{PASSWORD}@127.0.0.1:{stub.port}/")
     backend = store_of(S3Driver, CODEC, options(stub.origin, proxy_env="THE_PROXY"))
-    store = Subject(backend, lambda key: None, lambda key, _: None)
+    store = doorless(backend)
     assert store_chain(store, KEYS) == [STORED] * 6
     assert load(store, KEYS) == [HIT] * 6
     assert errors(store) == {}

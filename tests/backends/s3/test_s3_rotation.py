@@ -16,6 +16,7 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.s3 import S3Driver
 from hicache.backends.testing import Subject, load, make_keys, store_chain, store_of
 from hicache.lab.devservers import SeaweedServer
+from tests.backends._subjects import doorless
 from tests.backends.s3.bucket import CODEC, PATIENCE_S, errors, open_on, options
 from tests.backends.s3.stub import StubS3
 from tests.certificates import make_certificates
@@ -53,7 +54,7 @@ def opened(server: OwnSeaweed, **changes: Any) -> Subject:
         server.endpoint_url, bucket=server.bucket, access_key_env=None, secret_key_env=None, timeout=PATIENCE_S,
         **changes,
     ))  # fmt: skip
-    return Subject(backend, lambda _: None, lambda _, __: None)
+    return doorless(backend)
 
 
 @pytest.mark.parametrize("source", ["credentials_file", "the files of boto3"])

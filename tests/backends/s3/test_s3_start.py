@@ -1,4 +1,4 @@
-"""Opening an S3 store reports errors with advice; and the sources of credentials."""
+"""Opening an S3 store reports errors with advice; the sources of credentials; and rejected options."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
 from hicache.backends.testing import driver_of, store_of
+from hicache.config import HiCacheConfig
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.lab.devservers.ports import free_ports
@@ -239,3 +240,31 @@ def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
     store = open_s3(bucket, unique_prefix)
     assert "SECRET_KEY" in repr(driver_of(store.backend, S3Driver).options)
     store.backend.close()
+
+
+def test_a_prefix_always_ends_with_a_slash() -> None:
+    assert S3StorageOptions(bucket="pages", prefix="kv").prefix == "kv/"
+    assert S3StorageOptions(bucket="pages", prefix="").prefix == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"bucket": None}, "bucket"), ({"bucket": ""}, "bucket"), ({"bucket": "a/b"}, "bucket"),
+     ({"prefix": "a b"}, "prefix"), ({"prefix": "../x"}, "prefix"), ({"prefix": "/x"}, "prefix"),
+     ({"endpoint_url": "127.0.0.1:80"}, "endpoint_url"), ({"endpoint_url": "http://me:s3cr3t@host"}, "endpoint_url"),
+     ({"endpoint_url": "http://127.0.0.1:99999"}, "endpoint_url"), ({"endpoint_url": "http://[::1"}, "endpoint_url"),
+     ({"endpoint_url": "http://h/\r\nx: y"}, "endpoint_url"), ({"endpoint_url": "http://h\n"}, "endpoint_url"),
+     ({"proxy": "https://p:1"}, "proxy"), ({"client": "boto3"}, "client"),
+     ({"proxy": "http://me:s3cr3t@p:1"}, "proxy"),
+     ({"region": "a\nb"}, "region"), ({"region": "us-east-1\n"}, "region"), ({"region": ""}, "region"),
+     ({"connections": 0}, "connections"), ({"connections": True}, "connections"), ({"capacity": 0}, "capacity"),
+     ({"timeout": 0}, "timeout"), ({"timeout": "soon"}, "timeout"),
+     ({"access_key_env": "KEY"}, "secret_key_env"), ({"secret_key": "s3cr3t"}, "secret_key"),
+     ({"access_key_env": "s3cr3t/x", "secret_key_env": "B"}, "access_key_env"),
+     ({"access_key_env": "A", "secret_key_env": "B", "credentials_file": "/x"}, "not both"),
+     ({"proxy_env": "http://me:s3cr3t@p:1"}, "proxy_env"), ({"proxy": "http://p", "proxy_env": "P"}, "not both")],
+)  # fmt: skip
+def test_invalid_values_are_refused_by_name_and_without_secrets(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        HiCacheConfig(storage={"type": "s3", "options": {"bucket": "pages", **changes}})
+    assert "s3cr3t" not in str(caught.value)
