@@ -17,7 +17,6 @@ from hicache.backends.testing import (
     PAYLOAD_BYTES,
     STORED,
     Subject,
-    full_frames,
     load,
     make_keys,
     store_chain,
@@ -215,16 +214,3 @@ def test_a_scrub_proves_all_encodings_and_removes_only_damaged_pages(root: Path)
     assert (last.damaged, last.unsupported, last.unverifiable, last.removed) == ({"tag": 1}, {"tag_kind": 5}, 0, 1)
     assert disk_usage(root)[0] == 11
     assert purge(root).bytes == 6 * PAGE + 5 * SHORT
-
-
-def test_a_page_found_by_its_file_alone_is_counted_by_its_length(root: Path) -> None:
-    store = open_file(root)
-    (key,) = make_keys(1)
-    (frame,) = full_frames(CODEC, [key])
-    path = page_path(root, CODEC, key)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(FORMS["zstd"].seal(key, frame))
-    store.backend.close()
-    store = open_file(root)
-    assert (store.backend.usage().pages, store.backend.usage().bytes) == (1, SHORT)
-    assert load(store, [key]) == [HIT]

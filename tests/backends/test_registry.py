@@ -27,17 +27,6 @@ from hicache.units import Count, Duration
 from ._files import CODEC, PAGE
 
 
-def test_the_file_backend_opens_by_name_with_all_options(tmp_path: Path) -> None:
-    options = {
-        "path": tmp_path / "s", "capacity": 9 * PAGE, "free_space_floor": 7, "io_threads": 3,
-        "direct_io": True, "sync": True,
-    }  # fmt: skip
-    backend = open_backend("file", CODEC, options)
-    driver = driver_of(backend, FileDriver)
-    assert {name: getattr(driver.options, name) for name in options} == options
-    backend.close()
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -88,14 +88,8 @@ def test_a_touched_chain_outlives_a_chain_stored_later(full: Subject) -> None:
     assert exists(full, HOT) == 4 and exists(full, OLD) < 4
 
 
-def test_without_a_touch_the_chain_that_was_stored_first_goes(full: Subject) -> None:
-    """The control of the test above."""
-    crowd(full)
-    assert exists(full, HOT) < 4
-
-
 def test_a_lookup_is_not_a_touch(full: Subject) -> None:
-    """The control of the test above: a lookup does not count as a use."""
+    """The control of the test above."""
     assert exists(full, HOT) == 4
     crowd(full)
     assert exists(full, HOT) < 4

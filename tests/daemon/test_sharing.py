@@ -27,7 +27,6 @@ from hicache.backends.testing import (
     STORED,
     Subject,
     bare,
-    churn,
     delete,
     empty_frames,
     exists,
@@ -315,17 +314,6 @@ def test_a_lookup_finds_a_chain_whose_pages_are_partly_in_the_pool_and_partly_in
     assert exists(doorless(store), keys) == 5
 
 
-def test_a_full_pool_admits_a_page_at_its_second_read() -> None:
-    inner = Gated()
-    store, keys, more = shared(inner, 4), make_keys(4), make_keys(2, "more")
-    store_chain(doorless(store), keys)
-    store_chain(inner.subject, more)
-    for expected in (1, 2, 2):
-        assert load(doorless(store), more) == [HIT] * 2
-        assert len(inner.called("get")) == expected
-    assert store.pages.pool.statistics().evicted == 2
-
-
 def test_a_page_that_does_not_match_its_checksum_is_not_added_to_the_pool() -> None:
     """Its owner has changed the page after it was sealed."""
     inner = Gated()
@@ -595,12 +583,3 @@ def churn_all(store: Subject, keys: list[bytes], dice: random.Random, rounds: in
             assert 0 <= exists(store, some) <= len(some)
         else:
             delete(store, some)
-
-
-@pytest.mark.parametrize("seed", seeds(3))
-def test_many_readers_and_writers_of_few_pages_lose_nothing(seed: int) -> None:
-    store = in_front_of(bare(Troubled(), CODEC), 4)
-    keys = make_keys(12)
-    in_threads(8, lambda number: churn(doorless(store), keys, random.Random(seed + number), rounds=100))
-    delete(doorless(store), keys)
-    assert store.usage().pages == 0

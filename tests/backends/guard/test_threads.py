@@ -93,7 +93,7 @@ def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
     faulty.release()
     assert [call.result() for call in hanging] == [[GET_ERROR]] * 3
     assert guard.guard_statistics().overdue_calls == 0
-    assert guard.guard_statistics().failures[READ, "overdue"] == 3, "once for each"
+    assert guard.guard_statistics().failures == {(READ, "overdue"): 3}, "once for each"
     guard.check()
 
 

@@ -112,13 +112,13 @@ def test_a_fault_of_the_server_is_an_outcome_of_every_verb_and_counted_by_its_ki
 
 
 def _fill(stub: StubS3, keys: list[bytes]) -> None:
-    """Subject pages through a separate backend."""
+    """Store pages through a separate backend."""
     store = open_on(stub)
     assert store_chain(store, keys) == [STORED] * len(keys)
 
 
 def _page(store: Subject, stub: StubS3) -> tuple[bytes, bytes]:
-    """Subject a page through `store`; return its key and bytes."""
+    """Store a page through `store`; return its key and bytes."""
     (key,) = make_keys(1)
     assert store_chain(store, [key]) == [STORED]
     return key, stub.objects[name(key)]
