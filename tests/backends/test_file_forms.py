@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,6 @@ from ._files import (
     CODEC,
     FORMS,
     PAGE,
-    Faulty,
     check,
     disk_usage,
     open_file,
@@ -146,27 +144,6 @@ for driver in (file, memory):
     )
     assert ended.stderr == ""
     assert ended.stdout == "miss {'no_zstd': 1}\n{} 2\nmiss {'no_zstd': 1}\n{} 1\n"
-
-
-def test_encoded_pages_are_written_by_direct_io_without_fallback(disk_path: Path) -> None:
-    """The buffers of encoded pages are aligned even if the frames are not."""
-    misaligned: list[int] = []
-
-    def note(name: str, number: int, arguments: tuple[Any, ...]) -> None:
-        if name == "pwritev":
-            misaligned.extend(_address(buffer) % 4096 for buffer in arguments[1])
-
-    store = open_file(disk_path / "s", FORMS["zstd+gcm"], system=Faulty(note), direct_io=True, io_threads=1)
-    misaligned.clear()  # the store's marker is not a page
-    assert store_chain(store, make_keys(6)) == [STORED] * 6
-    assert misaligned == [0] * 6
-    assert load(store, make_keys(6)) == [HIT] * 6
-
-
-def _address(view: memoryview) -> int:
-    import numpy as np  # noqa: PLC0415
-
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
 # Tools

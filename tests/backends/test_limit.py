@@ -156,7 +156,9 @@ def evicted(store: Subject) -> int:
     return store.backend.statistics().evicted_pages
 
 
-def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened) -> None:
+def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened, tmp_path: Path) -> None:
+    """The control: without the limit all are stored."""
+    assert store_chain(open_file(tmp_path / "unlimited"), make_keys(8)) == [STORED] * 8
     store, keys = opened(5), make_keys(8)
     assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
     assert store_chain(store, keys[:6]) == [PRESENT] * 5 + [REJECTED]
@@ -175,13 +177,6 @@ def test_a_store_with_room_for_a_few_pages_and_a_fraction_makes_room_too(clock: 
     assert store_chain(store, more) == [REJECTED]
     sweep(store, clock)
     assert store_chain(store, more) == [STORED]
-    store.backend.close()
-
-
-def test_without_the_limit_all_pages_are_stored(tmp_path: Path) -> None:
-    """The control of the test above: the store itself has no limit."""
-    store = open_file(tmp_path / "store")
-    assert store_chain(store, make_keys(8)) == [STORED] * 8
     store.backend.close()
 
 

@@ -6,6 +6,7 @@ import array
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,29 +56,14 @@ class _Failing(MemoryDriver):
         self.instead: dict[str, Callable[..., Any]] = {}
         self.closes = 0
 
-    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Any:
-        return self._do("find", super().find, namespace, keys, deadline)
-
-    def read(self, pages: PageReads[bytes]) -> None:
-        self._do("read", super().read, pages)
-
-    def write(self, pages: PageWrites) -> None:
-        self._do("write", super().write, pages)
-
-    def remove(
-        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
-    ) -> Any:
-        return self._do("remove", super().remove, namespace, keys, deadline, found)
-
-    def pages(self, namespace: str, deadline: float) -> Any:
-        return self._do("pages", super().pages, namespace, deadline)
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__(name)
+        instead = {} if name in ("instead", "__dict__") else self.__dict__.get("instead", {})
+        return partial(instead[name], own) if name in instead else own
 
     def close(self) -> None:
         self.closes += 1
         super().close()
-
-    def _do(self, name: str, own: Callable[..., Any], *arguments: Any) -> Any:
-        return self.instead[name](own, *arguments) if name in self.instead else own(*arguments)
 
 
 def filled(clock: Clock = SYSTEM_CLOCK, /, **instead: Callable[..., Any]) -> tuple[_Failing, Store]:

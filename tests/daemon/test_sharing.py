@@ -3,10 +3,11 @@ stores fail, are detached and attached."""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -147,6 +148,17 @@ def waiting_pages(store: SharedStore, verb: str = "reads") -> int:
     return sum(len(flight.waiters) for flight in list(flights._flights.values()))
 
 
+def blocked(
+    threads: ThreadPoolExecutor, store: SharedStore, inner: Gated, keys: list[bytes], deadline: float = math.inf
+) -> Future[list[GetOutcome]]:
+    """Store pages behind a shared store, and begin to read them; the read blocks at the gate."""
+    store_chain(inner.subject, keys)
+    inner.read_gate.clear()
+    reading = threads.submit(store.batch_get, keys, empty_frames(CODEC, len(keys)), deadline=deadline)
+    wait_for(lambda: inner.gets == 1)
+    return reading
+
+
 def read_at_once(store: SharedStore, inner: Gated, keys: list[bytes], readers: int) -> list[list[GetOutcome]]:
     """Let all readers read the same pages while the read of the first one blocks at the gate."""
     inner.read_gate.clear()
@@ -212,10 +224,7 @@ def test_a_waiting_reader_returns_at_its_own_deadline_and_its_frames_are_not_wri
     clock = ManualClock()
     inner = Gated(clock=clock)
     store, keys = shared(inner, 0, clock=clock), make_keys(2)
-    store_chain(inner.subject, keys)
-    inner.read_gate.clear()
-    first = threads.submit(load, doorless(store), keys)
-    wait_for(lambda: inner.gets == 1)
+    first = blocked(threads, store, inner, keys)
     frames = empty_frames(CODEC, 2)
     waiting = threads.submit(store.batch_get, keys, frames, deadline=clock() + 1)
     wait_for(lambda: waiting_pages(store) == 2)
@@ -231,10 +240,7 @@ def test_a_waiting_reader_with_a_later_deadline_than_the_first_one_reads_itself(
     clock = ManualClock()
     inner = Gated(clock=clock)
     store, keys = shared(inner, 0, clock=clock), make_keys(2)
-    store_chain(inner.subject, keys)
-    inner.read_gate.clear()
-    first = threads.submit(store.batch_get, keys, empty_frames(CODEC, 2), deadline=clock() + 1)
-    wait_for(lambda: inner.gets == 1)
+    first = blocked(threads, store, inner, keys, clock() + 1)
     waiting = threads.submit(load, doorless(store), keys)
     wait_for(lambda: waiting_pages(store) == 2)
     clock.advance(1)
@@ -258,10 +264,7 @@ class Dying(Passing):
 def test_an_exception_in_the_first_reader_wakes_the_waiting_ones(threads: ThreadPoolExecutor) -> None:
     inner = Gated()
     store, keys = in_front_of(Dying(inner.store)), make_keys(2)
-    store_chain(inner.subject, keys)
-    inner.read_gate.clear()
-    first = threads.submit(load, doorless(store), keys)
-    wait_for(lambda: inner.gets == 1)
+    first = blocked(threads, store, inner, keys)
     waiting = threads.submit(load, doorless(store), keys)
     wait_for(lambda: waiting_pages(store) == 2)
     inner.read_gate.set()

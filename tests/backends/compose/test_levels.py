@@ -102,26 +102,19 @@ def test_a_run_is_copied_in_one_call_and_a_hole_ends_it() -> None:
     assert [parent for verb, _, parent in world.levels[1].calls if verb == "set"][1:] == [None, keys[2]]
 
 
-def test_a_page_found_below_is_read_and_promoted() -> None:
-    world, keys = World(3), make_keys(4)
+@pytest.mark.parametrize("promote", [True, False])
+def test_a_page_found_below_is_read_and_promoted(promote: bool) -> None:
+    """The control: without promotion it stays on its level."""
+    world, keys = World(3, promote=promote), make_keys(4)
     world.put_on(2, keys)
     assert load(world.store, keys) == [HIT] * 4
     world.settle()
-    assert world.on(0, keys) == world.on(1, keys) == [True] * 4
+    assert world.on(0, keys) == world.on(1, keys) == [promote] * 4
     assert world.levels[2].called("get") == [tuple(keys)], "for both levels above"
     asked = len(world.levels[1].called("get"))
     assert load(world.store, keys) == [HIT] * 4
-    assert len(world.levels[1].called("get")) == asked, "the second read ends at the first level"
-    assert world.backend.copies()["part-0"].copied == 4
-
-
-def test_without_promotion_pages_stay_on_their_level() -> None:
-    """The control of the test above."""
-    world, keys = World(promote=False), make_keys(4)
-    world.put_on(1, keys)
-    assert load(world.store, keys) == [HIT] * 4
-    world.settle()
-    assert world.on(0, keys) == [False] * 4
+    assert (len(world.levels[1].called("get")) == asked) is promote, "the second read ends at the first level"
+    assert world.backend.copies()["part-0"].copied == 4 * promote
 
 
 def test_a_promoted_page_keeps_its_parent_so_that_tails_leave_first() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,9 +25,12 @@ from hicache.backends.testing import (
     soon,
 )
 from hicache.config import MooncakeStorageOptions
+from hicache.config.addresses import Address
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.lab.devservers import MooncakeMaster
+from hicache.lab.devservers.ports import LOOPBACK
 from hicache.units import MIB
+from tests.listening import Listener
 
 from .store import CODEC, SideDoor, open_backend, options_for
 
@@ -130,19 +133,27 @@ def test_without_the_masters_http_server_listing_gives_advice(master: MooncakeMa
     raw.close()
 
 
-@pytest.mark.parametrize(("length", "keys"), [(4, ["one"]), (400, None)])
-def test_a_cut_list_is_not_accepted(length: int, keys: list[str] | None) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        found = pool.submit(Admin(server.getsockname()).all_keys)
-        connection, _ = server.accept()
-        with connection:
-            connection.recv(4096)
-            connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\none\n".encode())
-        if keys is None:
-            with pytest.raises(BackendUnavailable, match="4 bytes of a longer answer; try again"):
-                found.result()
-        else:
-            assert found.result() == keys
+@contextlib.contextmanager
+def answering(reply: str) -> Iterator[Admin]:
+    """The client of an HTTP server that sends this and closes the connection."""
+
+    def serve(sock: socket.socket, _: int) -> None:
+        sock.recv(4096)
+        sock.sendall(f"HTTP/1.1 200 OK\r\n{reply}".encode())
+
+    with Listener(serve) as listener:
+        yield Admin(Address(LOOPBACK, listener.port))
+
+
+def test_a_cut_list_is_not_accepted() -> None:
+    """The control: a whole one is."""
+    with answering("Content-Length: 4\r\n\r\none\n") as admin:
+        assert admin.all_keys() == ["one"]
+    with (
+        answering("Content-Length: 400\r\n\r\none\n") as admin,
+        pytest.raises(BackendUnavailable, match="4 bytes of a longer answer; try again"),
+    ):
+        admin.all_keys()
 
 
 @pytest.mark.parametrize("body", [
@@ -150,25 +161,20 @@ def test_a_cut_list_is_not_accepted(length: int, keys: list[str] | None) -> None
     '{"data": {"k": {"ok": true, "values": "x"}}}', '{"data": []}', "\u0665", "",
 ])  # fmt: skip
 def test_an_invalid_answer_about_sizes_is_a_typed_error(body: str) -> None:
-    with pytest.raises(BackendUnavailable, match="unexpected answer"):
-        _asked(f"Content-Length: {len(body.encode())}\r\n\r\n{body}")
+    with (
+        answering(f"Content-Length: {len(body.encode())}\r\n\r\n{body}") as admin,
+        pytest.raises(BackendUnavailable, match="unexpected answer"),
+    ):
+        list(admin.sizes(["k"]))
 
 
 @pytest.mark.parametrize("size", ["xyz", "-5", "\u0665"])
 def test_invalid_http_chunks_are_a_typed_error(size: str) -> None:
-    with pytest.raises(BackendUnavailable, match="does not answer"):
-        _asked(f"Transfer-Encoding: chunked\r\n\r\n{size}\r\n")
-
-
-def _asked(reply: str) -> list[tuple[str, int]]:
-    """Return the sizes in `reply`, after which the connection ends."""
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        found = pool.submit(lambda: list(Admin(server.getsockname()).sizes(["k"])))
-        connection, _ = server.accept()
-        with connection:
-            connection.recv(4096)
-            connection.sendall(f"HTTP/1.1 200 OK\r\n{reply}".encode())
-        return found.result()
+    with (
+        answering(f"Transfer-Encoding: chunked\r\n\r\n{size}\r\n") as admin,
+        pytest.raises(BackendUnavailable, match="does not answer"),
+    ):
+        list(admin.sizes(["k"]))
 
 
 def test_it_opens_by_name_and_refuses_wrong_options(master: MooncakeMaster, opened: StoredPages) -> None:

@@ -263,6 +263,14 @@ def test_a_child_of_a_fork_uses_no_connection_of_its_parent(
     assert exists(daemon.door(backend), keys) == 2
 
 
+def test_the_outcomes_of_a_late_call_are_errors(slow: Daemon, frames: Frames, opened: list[Store]) -> None:
+    backend, keys = open_it(slow, frames, opened), make_keys(2, "late")
+    views = poison(frames, 2)
+    assert backend.batch_get(keys, views, deadline=soon(0.1)) == [GET_ERROR] * 2
+    assert backend.batch_set(keys, views, parent=None, deadline=soon(0.1)) == [SET_ERROR] * 2
+    assert sum(backend.statistics().errors.values()) >= 4
+
+
 class _Restarting:
     """A client whose daemon restarts, with a new directory for its socket, just before it answers."""
 

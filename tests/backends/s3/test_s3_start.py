@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
+import socket
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,8 +21,9 @@ from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.lab.devservers.ports import free_ports
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
-from tests.backends.s3.stub import Answer, Request, StubS3
+from tests.backends.s3.stub import Answer, Request, StubS3, reply
 from tests.certificates import make_certificates
+from tests.listening import Listener
 from tests.waiting import WAIT_S
 
 SECRETS = ("a-secret-key", "another-secret")
@@ -162,30 +162,19 @@ def test_credentials_found_by_boto3_are_used(stub: StubS3, monkeypatch: pytest.M
 
 @pytest.fixture
 def machine_role() -> Iterator[tuple[str, list[str]]]:
-    """A credential server for containers: its URL, and the names that it will return; they expire after 15 minutes."""
+    """A credential server for containers: its URL, and the names that it will return; they expire after 5 minutes."""
     names = ["first", "second"]
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            name = names.pop(0) if len(names) > 1 else names[0]
-            body = json.dumps({
-                "AccessKeyId": name, "SecretAccessKey": "another-secret", "Token": "a-token",
-                "Expiration": (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            }).encode()  # fmt: skip
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def serve(sock: socket.socket, _: int) -> None:
+        sock.recv(1 << 16)
+        body = json.dumps({
+            "AccessKeyId": names.pop(0) if len(names) > 1 else names[0], "SecretAccessKey": "another-secret",
+            "Token": "a-token", "Expiration": (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }).encode()  # fmt: skip
+        sock.sendall(reply(200, body, connection="close").data)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/role", names
-        server.shutdown()
-        thread.join()
+    with Listener(serve) as listener:
+        yield f"http://127.0.0.1:{listener.port}/role", names
 
 
 @pytest.mark.usefixtures("bare_environment")
