@@ -184,3 +184,9 @@ def test_without_a_server_the_error_says_what_to_do(tmp_path: Path) -> None:
         said = Ctl(("--url", url)).quick("status", code=2).err
         assert "--url" in said and "host:" in said and "secret" not in said
     assert "one of --socket and --url" in Ctl(("--url", "http://h:1", "--socket", "x")).quick("status", code=2).err
+
+
+def test_the_address_is_read_from_the_configuration(levels: RunningEngine, tmp_path: Path) -> None:
+    config = tmp_path / "engine.yaml"
+    config.write_text(f"admin: {{socket: {levels.config.admin.socket}}}\n")
+    assert Ctl(("-c", str(config))).quick("--json", "status").json["kind"] == "embedded"

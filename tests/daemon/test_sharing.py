@@ -174,31 +174,26 @@ def read_at_once(store: SharedStore, inner: Gated, keys: list[bytes], readers: i
 # Reads
 
 
-@pytest.mark.parametrize("pool_pages", [64, 0], ids=["pool", "no-pool"])
-def test_readers_of_the_same_pages_cause_one_read(pool_pages: int) -> None:
-    inner = Gated()
-    store, keys = shared(inner, pool_pages), make_keys(4)
-    store_chain(inner.subject, keys)
-    assert read_at_once(store, inner, keys, 5) == [[HIT] * 4] * 5
-    assert inner.gets == 1
-    found = store.sharing()
-    assert (found.store_hits, found.shared_reads, found.misses) == (4, 16, 0)
-
-
-def test_without_single_flight_each_reader_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above."""
+@pytest.mark.parametrize(("pool_pages", "is_single"), [(64, True), (0, True), (0, False)])
+def test_readers_of_the_same_pages_cause_one_read(
+    monkeypatch: pytest.MonkeyPatch, pool_pages: int, is_single: bool
+) -> None:
+    """The control: without single flight each reader reads."""
     join = Flights.join
 
     def alone(self: Flights[object], key: bytes, *waiter: object) -> object:
         self._flights.pop(key, None)
         return join(self, key, *waiter)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Flights, "join", alone)
+    if not is_single:
+        monkeypatch.setattr(Flights, "join", alone)
     inner = Gated()
-    store, keys = shared(inner, 0), make_keys(4)
+    store, keys = shared(inner, pool_pages), make_keys(4)
     store_chain(inner.subject, keys)
     assert read_at_once(store, inner, keys, 5) == [[HIT] * 4] * 5
-    assert inner.gets == 5
+    assert inner.gets == (1 if is_single else 5)
+    found = store.sharing()
+    assert not is_single or (found.store_hits, found.shared_reads, found.misses) == (4, 16, 0)
 
 
 def test_overlapping_batches_wait_for_each_other_without_a_deadlock(threads: ThreadPoolExecutor) -> None:

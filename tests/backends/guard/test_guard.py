@@ -315,6 +315,7 @@ def foreign(store: Troubled, keys: Sequence[bytes]) -> None:
 
 
 def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Troubled) -> None:
+    """The control: without a guard it destroys all."""
     guard, keys = guard_of(store, patient(damage_backoff=LONG_S)), make_keys(300)
     foreign(store, keys)
     assert get(guard, keys) == [CORRUPT] * 16 + [GET_ERROR] * 284
@@ -324,12 +325,6 @@ def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Troubled) -> None
     found = guard.guard_statistics()
     assert {d: b.reason for d, b in found.breakers.items()} == {READ: "damage", WRITE: "damage"}
     assert put(guard, make_keys(1, "new")) == [SET_ERROR], "writes stop too: the pages could not be read back"
-
-
-def test_without_a_guard_the_same_reader_destroys_all_pages(store: Troubled) -> None:
-    """The control of the test above."""
-    keys = make_keys(300)
-    foreign(store, keys)
     bare(store, CODEC).batch_get(keys, empty_frames(CODEC, 300), deadline=soon())
     assert store.count == 0
 
