@@ -13,7 +13,8 @@ from hicache.lab.devservers.ports import LOOPBACK
 
 
 class Listener:
-    """Listens until `close`. `serve` gets each connection and its number, from 1 on; it may end with an OSError.
+    """Listens at `host` until `close`. `serve` gets each connection and its number, from 1 on; it may end with an
+    OSError.
 
     Locking design: `_lock` guards the sockets, the threads and the counters; no other lock is taken under it.
     """

@@ -174,6 +174,7 @@ def test_a_background_job_is_watched_and_cancelled(ctl: Ctl) -> None:
 def test_the_log_level_is_shown_and_set(ctl: Ctl) -> None:
     assert ctl("logs", "error").out == "error\n"
     assert ctl.quick("--json", "logs").json == {"level": "error"}
+    assert not logging.getLogger("hicache.cache").isEnabledFor(logging.WARNING)
 
 
 def test_without_a_server_the_error_says_what_to_do(tmp_path: Path) -> None:

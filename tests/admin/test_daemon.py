@@ -234,10 +234,3 @@ def test_with_an_admin_token_the_socket_needs_it_too_and_actions_are_logged(with
     assert "admin: token: detach the storage: ok" in log
     assert f"admin: uid {os.geteuid()}: POST '/v1/admin/detach': refused (forbidden)" in log
     assert ADMIN_TOKEN not in log and DATA_TOKEN not in log
-
-
-def test_without_an_admin_token_there_is_no_admin_surface_over_tcp(tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon:
-        for token in (None, ADMIN_TOKEN, ""):
-            assert over_tcp(daemon, "GET", "/v1/admin/status", token) == 403
-        daemon.admin("GET", "/status")

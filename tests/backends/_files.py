@@ -18,7 +18,7 @@ from hicache.backends.limit import CapacityLimit
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, soon
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of
 from hicache.backends.tools.removal import RemovalProgress, purge_stored
 from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_stored
 from hicache.clock import SYSTEM_CLOCK, Clock
@@ -134,6 +134,21 @@ def index_files(root: Path) -> list[Path]:
     return sorted(root.glob("index-*"))
 
 
+def obstruct(path: Path, kind: str, outside: Path) -> None:
+    """Put something that is not a regular file at a path, in place of a file. Links lead to `outside`, or nowhere."""
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind.startswith("link"):
+        path.symlink_to(outside if kind == "link" else outside / "missing")
+    elif kind == "socket":
+        os.mknod(path, 0o140600)
+    else:
+        path.mkdir()
+        if kind == "full directory":
+            (path / "mine").write_text("keep me")
+
+
 def reserved_bytes(root: Path) -> int:
     """Return the bytes that the index reserves for pages being written."""
     (path,) = root.glob("index-*.sqlite")
@@ -167,10 +182,6 @@ def check(store: Subject, root: Path) -> None:
     usage = store.backend.usage()
     assert (usage.pages, usage.bytes) == disk_usage(root)
     assert [name for name in temporary_files(root) if not name.endswith(".alive")] == []
-
-
-def exists(store: Subject, keys: list[bytes]) -> int:
-    return store.backend.batch_exists(keys, deadline=soon())
 
 
 class Faulty(System):

@@ -26,6 +26,12 @@ def tmp_path() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The directory of a file store, which does not exist yet."""
+    return tmp_path / "s"
+
+
 @pytest.fixture(autouse=True)
 def stores_end(tmp_path: Path) -> Iterator[None]:
     """Close the stores that a test left open. Depends on `tmp_path` so that the directory still exists then."""

@@ -82,8 +82,3 @@ def test_the_table_counts_cases_and_shows_failures_and_replaced_tests(
 def test_a_dash_prints_the_table(tmp_path: Path, repository: Path) -> None:
     _, _, cells = rows(tmp_path, repository, "test_some.py", "--conformance", "-")
     assert cells["deleting twice counts once"] == ["1", "1"]
-
-
-def test_without_the_option_every_test_runs_and_there_is_no_table(tmp_path: Path, repository: Path) -> None:
-    code, out, cells = rows(tmp_path, repository, "test_some.py")
-    assert code == 1 and "test_something_else" in out and cells == {}

@@ -24,7 +24,6 @@ from hicache.backends.testing import (
     STORED,
     Subject,
     bare,
-    driver_of,
     exists,
     forged,
     load,
@@ -39,6 +38,7 @@ from hicache.backends.tools.removal import trim_stored
 from hicache.backends.tools.survey import survey
 from hicache.backends.tools.verify import NO_KEYS
 from hicache.clock import ManualClock
+from tests.backends._subjects import doorless
 from tests.waiting import wait_for
 
 from ._files import CODEC, PAGE, open_file, open_stored
@@ -114,25 +114,12 @@ def test_the_first_pages_header_gives_the_parent_if_the_batch_does_not() -> None
     backend.close()
 
 
-def test_pages_in_a_cycle_do_not_stay_in_memory_forever() -> None:
-    store = memory(3)
-    one, two, three = make_keys(3)
-    assert store_chain(store, [two], parent=one) == [STORED]
-    assert store_chain(store, [three], parent=two) == [STORED]
-    assert store_chain(store, [one], parent=three) == [STORED]
-    driver = driver_of(store.backend, MemoryDriver)
-    assert load(store, [one, two, three]) == [HIT] * 3
-    driver.check()
-    assert store_chain(store, make_keys(3, "new")) == [STORED] * 3
-    driver.check()
-
-
 def test_a_share_of_a_batch_does_not_follow_one_of_its_own_pages() -> None:
     """The second batch contradicts the first one, from which the set remembers the last page of each part."""
     codec = ShardCodec(CODEC)
     parts = [memory_store(codec) for _ in range(2)]
     backend = Shards(codec, named(*parts))
-    store, keys = Subject(backend, lambda key: None, lambda key, data: None), make_keys(6)
+    store, keys = doorless(backend), make_keys(6)
     assert store_chain(store, keys) == [STORED] * 6
     assert store_chain(store, keys[:5], parent=keys[5]) == [PRESENT] * 5
     assert backend.delete(keys, deadline=soon()) == 6
@@ -150,8 +137,7 @@ def _is_stored(store: Subject, keys: list[bytes]) -> bool:
     return set(store_chain(store, keys)) == {PRESENT}
 
 
-def test_a_limit_evicts_forged_pages_like_others(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_a_limit_evicts_forged_pages_like_others(root: Path) -> None:
     make_store(root)
     raw = open_stored(path=root)
     write_forged(raw)
@@ -162,14 +148,12 @@ def test_a_limit_evicts_forged_pages_like_others(tmp_path: Path) -> None:
         wait_for(partial(_is_stored, store, keys))
     assert exists(store, CYCLE[:1]) == exists(store, CYCLE[1:]) == 0, "the oldest pages were not evicted"
     assert exists(store, chains[-1]) == 6
-    store.backend.close()
 
 
 def test_a_limit_stores_a_batch_with_a_repeated_key_in_parts(tmp_path: Path) -> None:
     clock, (one, two, three) = ManualClock(), make_keys(3)  # it stands still, so no sweep makes room
     store = limited_file(tmp_path / "s", capacity_bytes=2 * PAGE, clock=clock)
     assert store_chain(store, [one, two, one, three]) == [STORED, STORED, PRESENT, SetOutcome.REJECTED]
-    store.backend.close()
 
 
 def test_tools_end_despite_forged_pages(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hicache.backends.testing import (
 )
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig, InjectConfig
-from hicache.frame import FrameCodec, TagKind
+from hicache.frame import FrameCodec
 from tests.clocks import PassingClock
 from tests.waiting import wait_for
 
@@ -113,14 +113,6 @@ def test_a_page_read_into_parts_is_damaged_like_one_in_a_frame() -> None:
         assert holds(CODEC, key, view) is (outcome is HIT)
 
 
-def test_without_a_tag_the_same_damage_goes_through() -> None:
-    """The control of the test above: the tag detects the damage."""
-    plain = FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE)
-    _, store = faulty(InjectConfig(damage_share=0.5, seed=1), plain)
-    put(store)
-    assert get(store) == [HIT] * 20
-
-
 def test_a_delay_longer_than_the_deadline_is_an_error_by_the_deadline() -> None:
     clock = PassingClock()
     _, store = faulty(InjectConfig(latency=1000.0), clock=clock)
@@ -171,17 +163,3 @@ def test_faults_are_injected_between_the_guard_and_the_driver() -> None:
     assert store.statistics().errors.keys() == {INJECTED} and store.usage().pages == 0
     assert store.guard_statistics().failures
     store.close()
-
-
-def test_a_store_has_a_guard_unless_it_is_disabled() -> None:
-    store = open_spec(BackendSpec("memory"), CODEC)
-    assert isinstance(store, Store) and (store.name, store.guard) == ("memory", GuardConfig())
-    bare = open_spec(BackendSpec("memory", guard=None), CODEC)
-    assert isinstance(bare, Store) and bare.guard == UNGUARDED
-    named = open_spec(BackendSpec("memory", name="near"), CODEC)
-    assert isinstance(named, Store) and named.name == "near"
-    assert put_one(store) == [STORED]
-
-
-def put_one(store: Store) -> list[SetOutcome]:
-    return store.batch_set(KEYS[:1], full_frames(CODEC, KEYS[:1]), parent=None, deadline=soon())

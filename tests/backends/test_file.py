@@ -26,6 +26,7 @@ from hicache.backends.testing import (
     OpenStore,
     SampleContract,
     Subject,
+    exists,
     full_frames,
     load,
     make_keys,
@@ -42,10 +43,8 @@ from ._files import (
     FORMS,
     PAGE,
     Faulty,
-    Leftovers,
     check,
     disk_usage,
-    exists,
     file_driver,
     open_file,
     page_path,
@@ -85,45 +84,6 @@ class TestFileBackendDirect(SampleContract):
 # Limits
 
 
-def test_a_full_store_drops_the_tail_of_the_oldest_chain(tmp_path: Path) -> None:
-    store = open_file(tmp_path / "s", capacity=8 * PAGE)
-    old, new = make_keys(5, "old"), make_keys(5, "new")
-    store_chain(store, old)
-    assert store_chain(store, new) == [STORED] * 5
-    assert (exists(store, old), exists(store, new)) == (3, 5)
-    assert load(store, old) == [HIT, HIT, HIT, MISS, MISS]
-    assert store.backend.statistics().evicted_pages == 2
-    check(store, tmp_path / "s")
-
-
-def test_without_parents_the_head_goes_first(tmp_path: Path) -> None:
-    """The control of the test above: the chain protects the head."""
-    store = open_file(tmp_path / "s", capacity=8 * PAGE)
-    old, new = make_keys(5, "old"), make_keys(5, "new")
-    for key in old:
-        store_chain(store, [key])
-    store_chain(store, new)
-    assert load(store, old) == [MISS, MISS, HIT, HIT, HIT]
-
-
-def test_a_growing_chain_never_evicts_its_own_head(tmp_path: Path) -> None:
-    store = open_file(tmp_path / "s", capacity=4 * PAGE)
-    keys = make_keys(6)
-    store_chain(store, keys[:3])
-    assert store_chain(store, keys[3:], parent=keys[2]) == [STORED, REJECTED, REJECTED]
-    assert exists(store, keys) == 4
-    check(store, tmp_path / "s")
-
-
-def test_a_batch_larger_than_the_store_keeps_its_head(tmp_path: Path) -> None:
-    store = open_file(tmp_path / "s", capacity=3 * PAGE + PAGE // 2)
-    keys = make_keys(5)
-    store_chain(store, make_keys(2, "older"))
-    assert store_chain(store, keys) == [STORED] * 3 + [REJECTED] * 2
-    assert exists(store, keys) == 3
-    check(store, tmp_path / "s")
-
-
 def test_pages_of_an_older_epoch_make_room(tmp_path: Path) -> None:
     older = FrameCodec(b"o" * 32, PAYLOAD_BYTES)
     store = open_file(tmp_path / "s", older, capacity=6 * PAGE)
@@ -149,8 +109,7 @@ def test_a_smaller_capacity_applies_right_after_a_restart(tmp_path: Path) -> Non
     assert exists(store, keys) == 4
 
 
-def test_a_page_that_cannot_be_evicted_does_not_block_other_evictions(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_a_page_that_cannot_be_evicted_does_not_block_other_evictions(root: Path) -> None:
     stuck, full = make_keys(1, "stuck")[0], make_keys(1, "full")[0]
 
     def fault(name: str, number: int, args: tuple[object, ...]) -> None:
@@ -271,8 +230,7 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", ["deleted", "emptied", "overwritten", "middle overwritten", "two of them", "version"]
 )
-def test_a_lost_or_damaged_index_is_rebuilt_from_the_pages(tmp_path: Path, damage: str) -> None:
-    root = tmp_path / "s"
+def test_a_lost_or_damaged_index_is_rebuilt_from_the_pages(root: Path, damage: str) -> None:
     store = open_file(root)
     old, new = make_keys(5, "old"), make_keys(3, "new")
     store_chain(store, old)
@@ -303,8 +261,7 @@ def test_a_lost_or_damaged_index_is_rebuilt_from_the_pages(tmp_path: Path, damag
     assert load(store, old + new) == [HIT] * 3 + [MISS] * 2 + [HIT] * 3
 
 
-def test_an_index_that_vanishes_in_use_is_rebuilt(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_an_index_that_vanishes_in_use_is_rebuilt(root: Path) -> None:
     store, other = open_file(root), open_file(root)
     store_chain(store, make_keys(3))
     for path in _files.index_files(root):
@@ -317,26 +274,7 @@ def test_an_index_that_vanishes_in_use_is_rebuilt(tmp_path: Path) -> None:
     check(other, root)
 
 
-def test_an_index_that_is_damaged_in_use_costs_one_batch_at_most(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    store = open_file(root)
-    for number in range(40):
-        store_chain(store, make_keys(5, f"chain {number}"))
-    (path,) = root.glob("index-*.sqlite")
-    with path.open("r+b") as raw:
-        raw.write(b"\xa5" * path.stat().st_size)
-    keys = make_keys(5, "new")
-    store_chain(store, keys)
-    assert load(store, make_keys(5, "chain 7")) == [HIT] * 5, "reading needs no index"
-    assert set(store_chain(store, keys)) <= {STORED, PRESENT}
-    assert store.backend.usage().pages == 205
-    check(store, root)
-    store.backend.close()
-    assert len(list(root.glob("index-*.sqlite"))) == 1
-
-
-def test_rows_without_files_and_files_without_rows_are_reconciled(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_rows_without_files_and_files_without_rows_are_reconciled(root: Path) -> None:
     store = open_file(root)
     keys = make_keys(6)
     store_chain(store, keys)
@@ -354,16 +292,6 @@ def test_rows_without_files_and_files_without_rows_are_reconciled(tmp_path: Path
     assert load(store, [*keys[:4], stray]) == [HIT] * 5
     assert store.backend.usage().pages == 5
     check(store, root)
-
-
-def test_closing_leaves_no_descriptor_thread_or_temporary_file(tmp_path: Path) -> None:
-    leftovers = Leftovers()
-    for _ in range(3):
-        store = open_file(tmp_path / "s", io_threads=3)
-        store_chain(store, make_keys(5))
-        store.backend.close()
-    assert leftovers.found() == (0, [])
-    assert temporary_files(tmp_path / "s") == []
 
 
 # Several processes
@@ -455,8 +383,7 @@ def test_a_locked_store_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", ["sound", "lost", "damaged"])
-def test_clearing_leaves_no_rows_and_no_files_of_the_namespace(tmp_path: Path, index: str) -> None:
-    root = tmp_path / "s"
+def test_clearing_leaves_no_rows_and_no_files_of_the_namespace(root: Path, index: str) -> None:
     ours, theirs = open_file(root), open_file(root, FrameCodec(b"o" * 32, PAYLOAD_BYTES))
     keys = make_keys(1200)  # more than one removal takes
     store_chain(ours, keys)
@@ -495,9 +422,7 @@ def test_a_key_that_cannot_be_looked_up_counts_as_not_stored_and_as_an_error(tmp
     assert store.backend.statistics().errors == {"EIO": 2}
 
 
-def test_a_page_used_again_outlives_newer_unused_pages(
-    tmp_path: Path
-) -> None:
+def test_a_page_used_again_outlives_newer_unused_pages(tmp_path: Path) -> None:
     clock = ManualClock()
     store = open_file(tmp_path / "s", capacity=40 * PAGE, clock=clock)
     used, fresh = make_keys(3, "used"), [make_keys(1, f"fresh {number}") for number in range(120)]
@@ -507,12 +432,8 @@ def test_a_page_used_again_outlives_newer_unused_pages(
         assert store_chain(store, keys) == [STORED]
         if number == 30:
             assert load(store, used) == [HIT] * 3
-    assert held(store, used) == 3, "the used chain was evicted, though it was used again"
+    assert exists(store, used) == 3, "the used chain was evicted, though it was used again"
     for number in range(400):
         clock.advance(0.001)
         store_chain(store, make_keys(1, f"fresher {number}"))
-    assert held(store, used) == 0, "the used chain is kept forever"
-
-
-def held(store: Subject, keys: list[bytes]) -> int:
-    return store.backend.batch_exists(keys, deadline=soon())
+    assert exists(store, used) == 0, "the used chain is kept forever"

@@ -171,10 +171,9 @@ def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_kills_at_random_moments_leave_whole_pages_or_misses(
-    killing: Killing, template: Path, tmp_path: Path, seed: int
+    killing: Killing, template: Path, root: Path, seed: int
 ) -> None:
     dice = rng(seed)
-    root = tmp_path / "s"
     shutil.copytree(template, root)
     survivor = open_file(root, capacity=CAPACITY)
     owner = f"{file_driver(survivor)._store.owner}.alive"
@@ -211,9 +210,8 @@ def test_a_live_process_reclaims_the_room_of_a_dead_one(killing: Killing, tmp_pa
     assert temporary_files(root) == []
 
 
-def test_without_reopening_a_kill_leaves_leftovers(killing: Killing, template: Path, tmp_path: Path) -> None:
+def test_without_reopening_a_kill_leaves_leftovers(killing: Killing, template: Path, root: Path) -> None:
     """The control of the tests above: the kills do interrupt work."""
-    root = tmp_path / "s"
     shutil.copytree(template, root)
     calls = killing.run("write", root)["told"]["calls"]
     leftovers = 0
@@ -226,8 +224,7 @@ def test_without_reopening_a_kill_leaves_leftovers(killing: Killing, template: P
 
 
 @pytest.mark.parametrize("next_one", ["an engine that lives", "an engine that starts", "a command that only looks"])
-def test_a_transaction_interrupted_by_a_kill_is_undone_by(killing: Killing, tmp_path: Path, next_one: str) -> None:
-    root = tmp_path / "s"
+def test_a_transaction_interrupted_by_a_kill_is_undone_by(killing: Killing, root: Path, next_one: str) -> None:
     store = open_file(root)
     assert store_chain(store, make_keys(HALF_PAGES, "half")) == [STORED] * HALF_PAGES
     (path,) = root.glob("index-*.sqlite")
@@ -247,4 +244,3 @@ def test_a_transaction_interrupted_by_a_kill_is_undone_by(killing: Killing, tmp_
         uses = [page.used_s or 0.0 for page in raw.pages()]
     assert len(uses) >= HALF_PAGES and all(1.1e9 < used_s < MARK_US / 1e6 for used_s in uses), "not from the index"
     assert list(root.glob("index-*.sqlite")) == [path]
-    store.backend.close()

@@ -15,7 +15,6 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
-    MISS,
     PRESENT,
     SET_ERROR,
     STORED,
@@ -29,7 +28,6 @@ from hicache.errors import BackendError
 from tests.seeds import IS_SOAK
 
 from ._files import (
-    FORMS,
     PAGE,
     SYSTEM_CALLS,
     Faulty,
@@ -127,9 +125,8 @@ def test_a_failing_call_only_costs_pages(tmp_path: Path, call: str, code: int) -
 
 
 @pytest.mark.parametrize("call", SYSTEM_CALLS)
-def test_a_failing_call_while_opening_is_a_typed_error_and_leaks_nothing(tmp_path: Path, call: str) -> None:
+def test_a_failing_call_while_opening_is_a_typed_error_and_leaks_nothing(root: Path, call: str) -> None:
     leftovers = Leftovers()
-    root = tmp_path / "s"
     store = open_file(root, **OPTIONS)
     store_chain(store, make_keys(6, "old"))
     store.backend.close()
@@ -143,7 +140,6 @@ def test_a_failing_call_while_opening_is_a_typed_error_and_leaks_nothing(tmp_pat
     store = open_file(root, **OPTIONS)
     assert load(store, make_keys(6, "old")) == [HIT] * 6
     assert_sound(store, root)
-    store.backend.close()
 
 
 @pytest.mark.parametrize("code", ERRNOS, ids=lambda code: errno.errorcode[code])
@@ -158,7 +154,6 @@ def test_no_room_is_a_rejection_and_anything_else_an_error(tmp_path: Path, call:
     assert set(store.backend.statistics().errors) == {errno.errorcode[code]}
     system.armed = False
     assert store_chain(store, make_keys(3)) == [STORED] * 3
-    store.backend.close()
 
 
 def test_a_page_that_cannot_be_read_is_an_error_and_stays(tmp_path: Path) -> None:
@@ -172,7 +167,6 @@ def test_a_page_that_cannot_be_read_is_an_error_and_stays(tmp_path: Path) -> Non
     assert store.backend.statistics().errors == {"EIO": 3}
     system.armed = False
     assert load(store, keys) == [HIT] * 3
-    store.backend.close()
 
 
 def test_temporary_files_that_cannot_be_removed_now_are_removed_later(tmp_path: Path) -> None:
@@ -188,7 +182,6 @@ def test_temporary_files_that_cannot_be_removed_now_are_removed_later(tmp_path: 
     assert len(temporary_files(tmp_path / "s")) == 4
     system.armed = False
     assert_sound(store, tmp_path / "s")
-    store.backend.close()
 
 
 def test_a_write_that_moves_nothing_ends_as_an_error(tmp_path: Path) -> None:
@@ -202,7 +195,6 @@ def test_a_write_that_moves_nothing_ends_as_an_error(tmp_path: Path) -> None:
     assert store_chain(store, make_keys(2)) == [SET_ERROR] * 2
     system.armed = False
     assert_sound(store, tmp_path / "s")
-    store.backend.close()
 
 
 def test_refused_direct_io_falls_back_and_is_counted(tmp_path: Path) -> None:
@@ -217,45 +209,6 @@ def test_refused_direct_io_falls_back_and_is_counted(tmp_path: Path) -> None:
     assert store_chain(store, keys) == [STORED] * 3
     assert load(store, keys) == [HIT] * 3
     assert store.backend.statistics().errors == {"direct_io_refused": 1}
-    store.backend.close()
-
-
-@pytest.mark.parametrize("form", ["plain", "zstd+gcm"])
-def test_a_really_full_disk_rejects_and_recovers(small_disk: Path, form: str) -> None:
-    root = small_disk / "s"
-    store = open_file(root, FORMS[form])
-    keys = make_keys(1000)
-    outcomes = store_chain(store, keys)
-    stored = outcomes.count(STORED)
-    assert 100 < stored < 1000
-    assert outcomes == [STORED] * stored + [REJECTED] * (1000 - stored), "the stored pages are not a prefix"
-    assert store.backend.statistics().errors["ENOSPC"] >= 1
-    there = store.backend.batch_exists(keys, deadline=soon())
-    assert there == stored
-    assert store_chain(store, make_keys(50, "more")) == [STORED] * 50, "nothing was evicted for them"
-    assert set(load(store, keys)) == {HIT, MISS}
-    there = store.backend.batch_exists(keys, deadline=soon())
-    assert store.backend.delete(keys[there // 2 :], deadline=soon()) == there - there // 2
-    assert store_chain(store, make_keys(5, "again")) == [STORED] * 5
-    file_driver(store).check()
-    usage = store.backend.usage()
-    assert (usage.pages, usage.bytes) == disk_usage(root)
-    assert len(temporary_files(root)) == 1
-    store.backend.close()
-
-
-def test_the_floor_is_kept_on_a_small_disk(small_disk: Path) -> None:
-    root, floor = small_disk / "s", 1 << 20
-    store = open_file(root, free_space_floor=floor)
-    for number in range(40):
-        assert set(store_chain(store, make_keys(20, f"chain {number}"))) <= {STORED, REJECTED}
-        space = os.statvfs(root)
-        assert space.f_bavail * space.f_frsize >= floor
-    found = store.backend.statistics()
-    assert found.errors == {}
-    assert found.evicted_pages > 100
-    assert file_driver(store).rejection is None
-    store.backend.close()
 
 
 def test_a_disk_smaller_than_the_floor_is_named_with_both_numbers(
@@ -275,4 +228,3 @@ def test_a_batch_above_the_capacity_is_named(tmp_path: Path) -> None:
     assert re.match(r"capacity is 16\.0 KiB, 0 B are stored and", file_driver(store).rejection or "")
     assert store_chain(store, make_keys(2, "small")) == [STORED] * 2
     assert file_driver(store).rejection is None
-    store.backend.close()

@@ -47,8 +47,7 @@ with store.transaction(soon()) as index:
 
 
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
-def test_the_locks_of_a_killed_engine_end_with_it_even_if_its_child_lives(tmp_path: Path, how: str) -> None:
-    root = tmp_path / "s"
+def test_the_locks_of_a_killed_engine_end_with_it_even_if_its_child_lives(root: Path, how: str) -> None:
     store = open_file(root, capacity=8 * PAGE)
     alive, ended = os.pipe()
     command = [sys.executable, "-c", _KILLED, str(root), how, str(alive)]

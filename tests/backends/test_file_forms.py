@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from hicache.backends.testing import (
     PAYLOAD_BYTES,
     STORED,
     Subject,
-    full_frames,
     load,
     make_keys,
     store_chain,
@@ -32,7 +30,6 @@ from ._files import (
     CODEC,
     FORMS,
     PAGE,
-    Faulty,
     check,
     disk_usage,
     open_file,
@@ -51,23 +48,7 @@ def evicted(store: Subject) -> int:
     return store.backend.statistics().evicted_pages
 
 
-def test_as_many_pages_fit_as_their_real_lengths_allow(tmp_path: Path) -> None:
-    root, capacity = tmp_path / "s", 10 * PAGE
-    for form, fit in (("plain", 10), ("gcm", 10), ("zstd", 19), ("zstd+gcm", 19)):
-        store = open_file(root / form, FORMS[form], capacity=capacity)
-        keys = make_keys(30)
-        for number in range(0, 30):
-            store_chain(store, keys[number : number + 1])
-        pages, size = disk_usage(root / form)
-        # A page reserves room for its whole frame while it is written, so the last block stays free.
-        assert (pages, size) == (fit, fit * (SHORT if "zstd" in form else PAGE))
-        assert evicted(store) == 30 - fit
-        check(store, root / form)
-        store.backend.close()
-
-
-def test_room_reserved_beyond_a_pages_length_is_released(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_room_reserved_beyond_a_pages_length_is_released(root: Path) -> None:
     store = open_file(root, FORMS["zstd"], capacity=6 * PAGE)
     for number in range(3):
         assert store_chain(store, make_keys(3, f"chain {number}")) == [STORED] * 3
@@ -78,8 +59,7 @@ def test_room_reserved_beyond_a_pages_length_is_released(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_store_of_all_encodings_is_unchanged_after_reopening(tmp_path: Path, lost: bool) -> None:
-    root = tmp_path / "s"
+def test_a_store_of_all_encodings_is_unchanged_after_reopening(root: Path, lost: bool) -> None:
     for form, codec in FORMS.items():
         store = open_file(root, codec)
         store_chain(store, make_keys(3, form))
@@ -113,8 +93,7 @@ def test_a_page_truncated_or_extended_by_a_block_is_dropped_at_opening(
     assert disk_usage(root) == (1, SHORT)
 
 
-def test_pages_of_an_older_version_stay_until_their_room_is_needed(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_pages_of_an_older_version_stay_until_their_room_is_needed(root: Path) -> None:
     older = FrameCodec(b"o" * 32, PAYLOAD_BYTES)
     store = open_file(root, older)
     (key,) = make_keys(1)
@@ -133,9 +112,8 @@ def test_pages_of_an_older_version_stay_until_their_room_is_needed(tmp_path: Pat
     assert not path.exists()
 
 
-def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(root: Path) -> None:
     """An engine without the extra `compression` must not remove compressed pages of other engines."""
-    root = tmp_path / "s"
     store = open_file(root, FORMS["zstd"])
     store_chain(store, make_keys(2))
     store.backend.close()
@@ -168,32 +146,10 @@ for driver in (file, memory):
     assert ended.stdout == "miss {'no_zstd': 1}\n{} 2\nmiss {'no_zstd': 1}\n{} 1\n"
 
 
-def test_encoded_pages_are_written_by_direct_io_without_fallback(disk_path: Path) -> None:
-    """The buffers of encoded pages are aligned even if the frames are not."""
-    misaligned: list[int] = []
-
-    def note(name: str, number: int, arguments: tuple[Any, ...]) -> None:
-        if name == "pwritev":
-            misaligned.extend(_address(buffer) % 4096 for buffer in arguments[1])
-
-    store = open_file(disk_path / "s", FORMS["zstd+gcm"], system=Faulty(note), direct_io=True, io_threads=1)
-    misaligned.clear()  # the store's marker is not a page
-    assert store_chain(store, make_keys(6)) == [STORED] * 6
-    assert misaligned == [0] * 6
-    assert load(store, make_keys(6)) == [HIT] * 6
-
-
-def _address(view: memoryview) -> int:
-    import numpy as np  # noqa: PLC0415
-
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
-
-
 # Tools
 
 
-def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(root: Path) -> None:
     codec = FrameCodec(
         NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=FORMS["zstd"]._compression,
         weights_epoch=7, label="llama",
@@ -222,8 +178,7 @@ def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(tmp_path: Path) -
     assert inspect_page(path).damage == "size"
 
 
-def test_a_scrub_proves_all_encodings_and_removes_only_damaged_pages(tmp_path: Path) -> None:
-    root = tmp_path / "s"
+def test_a_scrub_proves_all_encodings_and_removes_only_damaged_pages(root: Path) -> None:
     for form, codec in FORMS.items():
         store = open_file(root, codec)
         store_chain(store, make_keys(3, form))
@@ -236,17 +191,3 @@ def test_a_scrub_proves_all_encodings_and_removes_only_damaged_pages(tmp_path: P
     assert (last.damaged, last.unsupported, last.unverifiable, last.removed) == ({"tag": 1}, {"tag_kind": 5}, 0, 1)
     assert disk_usage(root)[0] == 11
     assert purge(root).bytes == 6 * PAGE + 5 * SHORT
-
-
-def test_a_page_found_by_its_file_alone_is_counted_by_its_length(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    store = open_file(root)
-    (key,) = make_keys(1)
-    (frame,) = full_frames(CODEC, [key])
-    path = page_path(root, CODEC, key)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(FORMS["zstd"].seal(key, frame))
-    store.backend.close()
-    store = open_file(root)
-    assert (store.backend.usage().pages, store.backend.usage().bytes) == (1, SHORT)
-    assert load(store, [key]) == [HIT]

@@ -182,22 +182,6 @@ def test_damaged_pages_are_removed_from_a_full_disk(small_disk: Path) -> None:
     engine.backend.close()
 
 
-def test_an_engine_that_started_on_a_full_disk_stores_when_there_is_room(small_disk: Path) -> None:
-    root = small_disk / "s"
-    store = open_file(root)
-    store_chain(store, make_keys(PAGES))
-    store.backend.close()
-    lose_index(root)
-    fill_up(small_disk)
-    engine, capacity = open_file(root, capacity=PAGES * PAGE), PAGES * PAGE
-    assert set(store_chain(engine, make_keys(3, "no room"))) == {REJECTED}
-    (small_disk / "others").unlink()
-    wait_for(lambda: store_chain(engine, make_keys(3, "room")) == [STORED] * 3)
-    assert engine.backend.usage().bytes == capacity == disk_usage(root)[1]
-    check(engine, root)
-    engine.backend.close()
-
-
 def remount(folder: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
 

@@ -13,8 +13,6 @@ import pytest
 
 from hicache.backends.base import StoredPage
 from hicache.backends.file.inspection import FileInspection, make_store
-from hicache.backends.registry import BackendSpec
-from hicache.backends.registry import open_stored as open_by_name
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     HIT,
@@ -22,7 +20,6 @@ from hicache.backends.testing import (
     InspectionContract,
     OpenStore,
     OpenStored,
-    by_key,
     exists,
     load,
     make_keys,
@@ -30,7 +27,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.config import FileStorageOptions
-from hicache.errors import BackendUnavailable, ConfigError, NotOurs
+from hicache.errors import BackendUnavailable, NotOurs
 
 from ._files import CODEC, PAGE, Faulty, check, open_file, open_stored, page_path, reserved_bytes, temporary_files
 
@@ -94,23 +91,6 @@ def test_a_written_page_keeps_the_time_of_its_last_use(tmp_path: Path) -> None:
     assert page.used_s == pytest.approx(then_s, abs=1e-5)
 
 
-def test_a_link_in_place_of_a_page_is_listed_as_damaged_and_not_followed(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    store = open_file(root)
-    store_chain(store, KEYS[:2])
-    (tmp_path / "secret").write_text("secret")
-    page_path(root, CODEC, KEYS[1]).unlink()
-    page_path(root, CODEC, KEYS[1]).symlink_to(tmp_path / "secret")
-    raw = open_stored(path=root)
-    found = by_key(raw.pages())
-    assert {key: (page.bytes, page.damage) for key, page in found.items()} == {
-        KEYS[0]: (PAGE, None), KEYS[1]: (0, "not_regular"),
-    }  # fmt: skip
-    assert raw.read(found[KEYS[1]], 100) == b""
-    assert raw.remove([found[KEYS[1]]]) == 1
-    assert (tmp_path / "secret").read_text() == "secret" and set(by_key(raw.pages())) == {KEYS[0]}
-
-
 def test_a_store_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     root = tmp_path / "store"
     make_store(root)
@@ -129,16 +109,6 @@ def test_a_closed_store_reports_that_it_is_closed(tmp_path: Path, use: Callable[
     raw.close()
     with pytest.raises(BackendUnavailable, match="is closed"):
         use(raw)
-
-
-def test_it_is_opened_with_the_options_of_its_backend(tmp_path: Path) -> None:
-    make_store(tmp_path / "store")
-    options = {"path": tmp_path / "store", "capacity": PAGE, "io_threads": 1}
-    open_by_name(BackendSpec("file", options)).close()
-    with pytest.raises(ConfigError, match="io_threads"):
-        open_by_name(BackendSpec("file", {**options, "io_threads": 0}))
-    with pytest.raises(ConfigError, match="cannot be listed"):
-        open_by_name(BackendSpec("memory", {}))
 
 
 def test_a_directory_that_is_not_a_store_is_rejected_and_not_changed(tmp_path: Path) -> None:

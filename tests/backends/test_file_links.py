@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from hicache.backends.testing import (
     MISS,
     NAMESPACE,
     STORED,
+    exists,
     load,
     make_keys,
     soon,
@@ -25,7 +25,18 @@ from hicache.backends.testing import (
 from hicache.errors import BackendError
 from tests.waiting import wait_for
 
-from ._files import CODEC, PAGE, check, exists, file_driver, open_file, open_stored, page_path, temporary_files, verify
+from ._files import (
+    CODEC,
+    PAGE,
+    check,
+    file_driver,
+    obstruct,
+    open_file,
+    open_stored,
+    page_path,
+    temporary_files,
+    verify,
+)
 
 T = TypeVar("T")
 LEVELS = {"namespace": 1, "fan": 0}
@@ -144,20 +155,6 @@ def test_a_strange_tmp_is_replaced_by_the_next_store(tmp_path: Path, kind: str) 
     assert list(outside.iterdir()) == []
 
 
-def put(path: Path, kind: str, outside: Path) -> None:
-    """Put a file of another kind in place of a file."""
-    if path.exists():
-        path.unlink()
-    if kind == "link":
-        path.symlink_to(outside)
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "socket":
-        os.mknod(path, 0o140600)
-    else:
-        path.mkdir()
-
-
 @pytest.mark.parametrize("kind", ["link", "fifo", "socket", "directory"])
 @pytest.mark.parametrize("name", ["lock", "HICACHE_STORE", "index"])
 def test_a_strange_file_of_the_store_neither_blocks_nor_raises_an_untyped_error(
@@ -167,7 +164,7 @@ def test_a_strange_file_of_the_store_neither_blocks_nor_raises_an_untyped_error(
     outside.write_bytes(b"mine")
     open_file(root).backend.close()
     path = next(root.glob("index-*.sqlite")) if name == "index" else root / name
-    put(path, kind, outside)
+    obstruct(path, kind, outside)
 
     def look() -> None:
         with contextlib.closing(open_stored(root)) as raw:
@@ -190,7 +187,7 @@ def test_a_store_opens_with_strange_files_in_tmp(tmp_path: Path, kind: str, suff
     root, outside = tmp_path / "s", tmp_path / "outside"
     outside.write_bytes(b"mine")
     open_file(root).backend.close()
-    put(root / "tmp" / f"{OWNER}.{suffix}", kind, outside)
+    obstruct(root / "tmp" / f"{OWNER}.{suffix}", kind, outside)
     store = open_file(root)
     assert len(temporary_files(root)) == 1
     check(store, root)

@@ -156,15 +156,18 @@ def evicted(store: Subject) -> int:
     return store.backend.statistics().evicted_pages
 
 
-def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened) -> None:
+def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened, tmp_path: Path) -> None:
+    """The control: without the limit all are stored."""
+    assert store_chain(open_file(tmp_path / "unlimited"), make_keys(8)) == [STORED] * 8
     store, keys = opened(5), make_keys(8)
     assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
+    assert store_chain(store, keys[:6]) == [PRESENT] * 5 + [REJECTED]
     assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
-    assert store.backend.statistics().sets == {STORED: 5, REJECTED: 3}
+    assert store.backend.statistics().sets == {STORED: 5, PRESENT: 5, REJECTED: 4}
     explained = limit_of(store).rejection or ""
     assert re.match(r"capacity_bytes is [\d.]+ KiB, and [\d.]+ KiB are stored or being", explained)
     (shown,) = store_statistics(store.backend)
-    assert (shown.name, dict(shown.statistics.sets)) == ("file", {STORED: 5, REJECTED: 3})
+    assert (shown.name, dict(shown.statistics.sets)) == ("file", {STORED: 5, PRESENT: 5, REJECTED: 4})
     assert shown.usage is not None and shown.usage.capacity_bytes == 5 * PAGE
 
 
@@ -175,19 +178,6 @@ def test_a_store_with_room_for_a_few_pages_and_a_fraction_makes_room_too(clock: 
     sweep(store, clock)
     assert store_chain(store, more) == [STORED]
     store.backend.close()
-
-
-def test_without_the_limit_all_pages_are_stored(tmp_path: Path) -> None:
-    """The control of the test above: the store itself has no limit."""
-    store = open_file(tmp_path / "store")
-    assert store_chain(store, make_keys(8)) == [STORED] * 8
-    store.backend.close()
-
-
-def test_stored_pages_are_present_in_a_full_store(opened: Opened) -> None:
-    store, keys = opened(3), make_keys(4)
-    store_chain(store, keys[:3])
-    assert store_chain(store, keys) == [PRESENT] * 3 + [REJECTED]
 
 
 def test_the_sweep_removes_the_tail_of_the_least_recently_used_chain(opened: Opened, clock: ManualClock) -> None:
@@ -205,28 +195,22 @@ def test_the_sweep_removes_the_tail_of_the_least_recently_used_chain(opened: Ope
     assert (exists(store, old), exists(store, used)) == (8, 8)
 
 
-def test_earlier_pages_count_and_their_chains_are_read_from_headers(tmp_path: Path, opened: Opened) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_earlier_pages_count_and_their_chains_are_read_from_headers(
+    tmp_path: Path, opened: Opened, is_damaged: bool
+) -> None:
+    """A page with a damaged header is removed like others."""
     keys = make_keys(10)
     first = open_file(tmp_path / "store")
     store_chain(first, keys)
+    if is_damaged:
+        first.write(keys[9], bytes(PAGE))
     first.backend.close()
     store = opened(10)
     settle(store, opened.clock)
-    assert evicted(store) == 1 and opened.pages() == 9
-    assert load(store, keys[: exists(store, keys)]) == [HIT] * exists(store, keys)
-    assert exists(store, keys) == 9
-
-
-def test_a_page_with_a_damaged_header_can_be_removed(tmp_path: Path, opened: Opened) -> None:
-    keys = make_keys(10)
-    first = open_file(tmp_path / "store")
-    store_chain(first, keys)
-    first.write(keys[9], bytes(PAGE))
-    first.backend.close()
-    store = opened(10)
-    settle(store, opened.clock)
-    assert evicted(store) == 1
-    assert opened.pages() == 9 and exists(store, keys) >= 8
+    found = exists(store, keys)
+    assert (evicted(store), opened.pages()) == (1, 9) and found >= 8 + (not is_damaged)
+    assert is_damaged or load(store, keys[:found]) == [HIT] * found
 
 
 def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> None:
@@ -244,9 +228,7 @@ def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> No
     assert opened.pages() <= 10
 
 
-def test_engines_overshoot_the_limit_by_the_writes_of_others_until_they_list(
-    opened: Opened,
-) -> None:
+def test_engines_overshoot_the_limit_by_the_writes_of_others_until_they_list(opened: Opened) -> None:
     ours, theirs = opened(10), opened(10)
     first, second = make_keys(9, "first"), make_keys(8, "second")
     assert store_chain(theirs, first[:1]) == store_chain(ours, second[:1]) == [STORED]
@@ -355,29 +337,13 @@ def test_a_sweep_without_a_thread_runs_once_a_thread_can_start(tmp_path: Path, c
 
 
 def test_closing_does_not_wait_for_a_first_listing(tmp_path: Path, clock: ManualClock) -> None:
-    with troubled(tmp_path / "store", clock=clock, gate=False) as (store, _, gate):
-        started = threading.Event()
-
-        def close() -> None:
-            started.wait(30.0)
-            gate.set()
-            store.backend.close()
-
-        closer = threading.Thread(target=close)
-        closer.start()
-        started.set()
-        assert set(store_chain(store, make_keys(2))) <= {STORED, SET_ERROR}
-        closer.join(30.0)
+    with troubled(tmp_path / "store", clock=clock, gate=False) as (store, _, gate), ThreadPoolExecutor(1) as threads:
+        storing = threads.submit(store_chain, store, make_keys(2))
+        gate.set()
+        store.backend.close()
+        assert set(storing.result(30.0)) <= {STORED, SET_ERROR}
         assert store_chain(store, make_keys(2)) == [SET_ERROR] * 2
-
-
-def test_closing_ends_the_sweep(opened: Opened) -> None:
-    before = threading.active_count()
-    store = opened(5)
-    store.backend.close()
-    store.backend.close()
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("hicache-limit")] == []
-    assert threading.active_count() <= before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hicache-limit")]
 
 
 @pytest.mark.parametrize("capacity_bytes", [PAGE - 1, True])

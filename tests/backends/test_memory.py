@@ -9,7 +9,6 @@ import pytest
 
 from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.storage import Storage
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     HIT,
@@ -44,14 +43,6 @@ def open_memory(codec: FrameCodec, capacity_pages: int | None = None) -> Subject
     driver = MemoryDriver(capacity_bytes)
     OPENED.append(backend := bare(driver, codec))
     return memory_subject(backend, driver)
-
-
-PLAIN = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
-
-
-def small(capacity_pages: int, codec: FrameCodec = PLAIN) -> tuple[Storage, MemoryDriver, Subject]:
-    store = open_memory(codec, capacity_pages)
-    return store.backend, driver_of(store.backend, MemoryDriver), store
 
 
 class _Lasting(MemoryDriver):
@@ -119,58 +110,11 @@ class TestStoreOverMemory(StoreContract):
         assert backend.statistics().errors == {"deadline": 2, "closed": 2}
 
 
-def test_a_full_store_drops_the_tail_of_the_oldest_chain() -> None:
-    backend, driver, store = small(8)
-    old, new = make_keys(5, "old"), make_keys(5, "new")
-    store_chain(store, old)
-    assert store_chain(store, new) == [STORED] * 5
-    assert backend.batch_exists(old, deadline=soon()) == 3
-    assert backend.batch_exists(new, deadline=soon()) == 5
-    assert backend.statistics().evicted_pages == 2
-    driver.check()
-
-
-def test_without_parents_the_head_goes_first() -> None:
-    """The control of the test above: the chain protects the head."""
-    backend, _, store = small(8)
-    old, new = make_keys(5, "old"), make_keys(5, "new")
-    for key in old:
-        store_chain(store, [key])
-    store_chain(store, new)
-    assert backend.batch_exists(old, deadline=soon()) == 0
-    assert load(store, old) == [MISS, MISS, HIT, HIT, HIT]
-
-
-def test_recently_read_pages_stay() -> None:
-    backend, _, store = small(8)
-    first, second = make_keys(4, "first"), make_keys(4, "second")
-    store_chain(store, first)
-    store_chain(store, second)
-    assert load(store, first) == [HIT] * 4
-    store_chain(store, make_keys(4, "third"))
-    assert backend.batch_exists(first, deadline=soon()) == 4
-    assert backend.batch_exists(second, deadline=soon()) == 0
-
-
-def test_a_batch_larger_than_the_store_keeps_its_head() -> None:
-    backend, _, store = small(3)
-    keys = make_keys(5)
-    assert store_chain(store, keys) == [STORED] * 3 + [SetOutcome.REJECTED] * 2
-    assert backend.batch_exists(keys, deadline=soon()) == 3
-
-
-def test_a_growing_chain_never_evicts_its_own_head() -> None:
-    backend, _, store = small(4)
-    keys = make_keys(6)
-    store_chain(store, keys[:3])
-    assert store_chain(store, keys[3:], parent=keys[2]) == [STORED] + [SetOutcome.REJECTED] * 2
-    assert backend.batch_exists(keys, deadline=soon()) == 4
-
-
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random_use_keeps_links_and_capacity(seed: int) -> None:
     dice = rng(seed)
-    backend, driver, store = small(10)
+    store = open_memory(FrameCodec(NAMESPACE, PAYLOAD_BYTES), 10)
+    driver = driver_of(store.backend, MemoryDriver)
     chains = [make_keys(6, f"chain {number}") for number in range(5)]
     for _ in range(400):
         chain = dice.choice(chains)
@@ -181,26 +125,14 @@ def test_random_use_keeps_links_and_capacity(seed: int) -> None:
         elif action < 5:
             load(store, chain)
         else:
-            backend.delete([chain[first]], deadline=soon())
+            store.backend.delete([chain[first]], deadline=soon())
         driver.check()
-
-
-def test_as_many_pages_fit_as_their_real_lengths_allow() -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
-    backend, driver, store = small(3, codec)
-    keys = make_keys(10)
-    assert store_chain(store, keys[:6]) == [STORED] * 6, "half a frame each"
-    stored_bytes = sum(len(driver.peek(NAMESPACE, key) or b"") for key in keys[:6])
-    assert backend.usage().bytes == stored_bytes == 3 * codec.frame_bytes
-    assert backend.statistics().evicted_pages == 0
-    assert store_chain(store, make_keys(1, "more")) == [STORED]
-    assert backend.statistics().evicted_pages == 1
-    driver.check()
 
 
 def test_a_page_larger_than_the_capacity_evicts_nothing() -> None:
     keys = make_keys(2)
-    plain, packed = PLAIN.frame_bytes, FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
+    packed = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
+    plain = packed.frame_bytes
     driver = MemoryDriver(plain // 2)
     OPENED.append(backend := bare(driver, packed))
     store = memory_subject(backend, driver)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,29 +56,14 @@ class _Failing(MemoryDriver):
         self.instead: dict[str, Callable[..., Any]] = {}
         self.closes = 0
 
-    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Any:
-        return self._do("find", super().find, namespace, keys, deadline)
-
-    def read(self, pages: PageReads[bytes]) -> None:
-        self._do("read", super().read, pages)
-
-    def write(self, pages: PageWrites) -> None:
-        self._do("write", super().write, pages)
-
-    def remove(
-        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
-    ) -> Any:
-        return self._do("remove", super().remove, namespace, keys, deadline, found)
-
-    def pages(self, namespace: str, deadline: float) -> Any:
-        return self._do("pages", super().pages, namespace, deadline)
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__(name)
+        instead = {} if name in ("instead", "__dict__") else self.__dict__.get("instead", {})
+        return partial(instead[name], own) if name in instead else own
 
     def close(self) -> None:
         self.closes += 1
         super().close()
-
-    def _do(self, name: str, own: Callable[..., Any], *arguments: Any) -> Any:
-        return self.instead[name](own, *arguments) if name in self.instead else own(*arguments)
 
 
 def filled(clock: Clock = SYSTEM_CLOCK, /, **instead: Callable[..., Any]) -> tuple[_Failing, Store]:
@@ -213,10 +200,8 @@ def test_close_returns_after_a_verb_that_raised(verb: str) -> None:
     }
     calls.get(verb, lambda: store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()))()
     assert set(store.statistics().errors) == {"raised_ZeroDivisionError"}
-    closing = threading.Thread(target=store.close, daemon=True)
-    closing.start()
-    closing.join(10)
-    assert not closing.is_alive()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(store.close).result(10)
 
 
 def test_close_waits_for_each_verb() -> None:
@@ -228,20 +213,15 @@ def test_close_waits_for_each_verb() -> None:
         return own(*arguments)
 
     _, store = filled(read=wait)
-    outcomes: list[object] = []
-    reading = threading.Thread(
-        target=lambda: outcomes.extend(store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon())), daemon=True
-    )
-    closing = threading.Thread(target=store.close, daemon=True)
-    reading.start()
-    assert entered.wait(10)
-    closing.start()
-    wait_for(lambda: store._calls._closed)
-    assert closing.is_alive()
-    go_on.set()
-    closing.join(10)
-    reading.join(10)
-    assert not closing.is_alive() and outcomes == [HIT] * 4
+    with ThreadPoolExecutor(2) as threads:
+        reading = threads.submit(store.batch_get, KEYS, empty_frames(CODEC, 4), deadline=soon())
+        assert entered.wait(10)
+        closing = threads.submit(store.close)
+        wait_for(lambda: store._calls._closed)
+        assert not closing.done()
+        go_on.set()
+        closing.result(10)
+        assert reading.result(10) == [HIT] * 4
 
 
 def in_lengths(lengths: Sequence[int]) -> PageView:

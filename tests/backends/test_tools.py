@@ -13,7 +13,7 @@ import pytest
 from hicache.backends.base import StoredPage
 from hicache.backends.file.inspection import make_store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
 from hicache.backends.tools.copying import copy_stored
 from hicache.backends.tools.removal import purge_stored, trim_stored
 from hicache.backends.tools.survey import survey
@@ -57,12 +57,6 @@ def fill(raw: StoredPages, keys: list[bytes], *, used_s: float, codec: FrameCode
         assert raw.write(StoredPage(codec.namespace, key, len(data), used_s), data, parent)
 
 
-def replace(raw: StoredPages, key: bytes, data: bytes) -> None:
-    """Replace the bytes of a page."""
-    raw.remove([StoredPage(NAMESPACE, key, 0, None)])
-    assert raw.write(StoredPage(NAMESPACE, key, len(data), time.time()), data, None)
-
-
 def last(steps: Iterator[Step]) -> Step:
     *_, final = steps
     return final
@@ -78,22 +72,6 @@ def test_a_survey_reads_few_headers_but_all_with_chains(raws: Raws) -> None:
     assert full.namespaces[NAMESPACE].tags == {"XXH3_128": 20}
 
 
-def test_a_scrub_counts_damage_and_removes_it_only_on_request(raws: Raws) -> None:
-    raw, keys = raws("a"), make_keys(6)
-    data = sealed(CODEC, keys)
-    fill(raw, keys, used_s=time.time())
-    replace(raw, keys[1], data[2])
-    replace(raw, keys[2], data[2][:-1])
-    replace(raw, keys[3], b"no page")
-    (foreign,) = sealed(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), keys[4:5])
-    replace(raw, keys[4], foreign)
-    expected = {"page_key": 1, "size": 1, "not_a_frame": 1, "namespace": 1}
-    for remove, removed, left in ((False, 0, 6), (True, 4, 2)):
-        done = last(verify_stored(raw, keys=NO_KEYS, remove=remove))
-        assert (done.pages, done.damaged, done.removed) == (6, expected, removed)
-        assert len(list(raw.pages())) == left
-
-
 def test_a_keyed_page_is_proved_by_its_key_and_kept_without_it(raws: Raws) -> None:
     raw, keys = raws("a"), make_keys(2)
     fill(raw, keys, used_s=time.time(), codec=FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY]))
@@ -102,17 +80,6 @@ def test_a_keyed_page_is_proved_by_its_key_and_kept_without_it(raws: Raws) -> No
     assert [(one.damaged, one.unsupported, one.unverifiable, one.removed) for one in found] == [
         ({}, {}, 0, 0), ({}, {"mac_key": 2}, 0, 0), ({}, {}, 2, 0),
     ]  # fmt: skip
-
-
-def test_a_purge_keeps_to_namespace_and_age(raws: Raws) -> None:
-    raw, keys, now_s = raws("a"), make_keys(4), time.time()
-    fill(raw, keys, used_s=now_s - 1000)
-    fill(raw, keys[:3], used_s=now_s, codec=FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
-    assert last(purge_stored(raw, older_than_s=500, dry_run=True)).pages == 4
-    assert last(purge_stored(raw, namespace=OTHER_NAMESPACE.hex(), older_than_s=500)).pages == 0
-    assert last(purge_stored(raw, older_than_s=500)).pages == 4
-    assert last(purge_stored(raw)).bytes == 3 * PAGE
-    assert list(raw.pages()) == []
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
 from tests.backends._files import CODEC, PAGE, open_file
+from tests.backends._subjects import doorless
 from tests.backends._troubled import Troubled
 from tests.backends.compose._parts import COPIES, named, settle
 from tests.backends.guard.stores import guard_of
@@ -66,15 +67,11 @@ STORES: dict[str, Callable[[Path], Storage]] = {
 }
 
 
-def store_of(backend: Storage) -> Subject:
-    return Subject(backend, lambda key: None, lambda key, value: None)
-
-
 @pytest.fixture(params=sorted(STORES))
 def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
     """A store of eight pages that holds the chain HOT and, used later, the chain OLD."""
     with contextlib.closing(STORES[request.param](tmp_path)) as backend:
-        store = store_of(backend)
+        store = doorless(backend)
         assert store_chain(store, HOT) == [STORED] * 4
         assert store_chain(store, OLD) == [STORED] * 4
         yield store
@@ -85,23 +82,16 @@ def crowd(store: Subject) -> None:
     wait_for(lambda: all(outcome.is_stored for outcome in store_chain(store, MORE)))
 
 
-def test_a_touched_chain_outlives_a_chain_stored_later(full: Subject) -> None:
-    assert full.backend.batch_touch(HOT, deadline=soon()) == []
+@pytest.mark.parametrize("is_touched", [True, False])
+def test_a_touched_chain_outlives_a_chain_stored_later_and_a_looked_up_one_does_not(
+    full: Subject, is_touched: bool
+) -> None:
+    if is_touched:
+        assert full.backend.batch_touch(HOT, deadline=soon()) == []
+    else:
+        assert exists(full, HOT) == 4
     crowd(full)
-    assert exists(full, HOT) == 4 and exists(full, OLD) < 4
-
-
-def test_without_a_touch_the_chain_that_was_stored_first_goes(full: Subject) -> None:
-    """The control of the test above."""
-    crowd(full)
-    assert exists(full, HOT) < 4
-
-
-def test_a_lookup_is_not_a_touch(full: Subject) -> None:
-    """The control of the test above: a lookup does not count as a use."""
-    assert exists(full, HOT) == 4
-    crowd(full)
-    assert exists(full, HOT) < 4
+    assert (exists(full, HOT) == 4) is is_touched and (exists(full, OLD) < 4 or not is_touched)
 
 
 def test_an_evicted_page_is_reported_by_the_notice_and_by_the_next_touch(full: Subject) -> None:
@@ -130,10 +120,10 @@ def test_eviction_notices_do_not_name_other_namespaces(tmp_path: Path) -> None:
     ):
         told: list[bytes] = []
         ours.watch_evictions(told.extend)
-        store_chain(store_of(theirs), OLD)
-        assert store_chain(store_of(ours), HOT) == [STORED] * 4
+        store_chain(doorless(theirs), OLD)
+        assert store_chain(doorless(ours), HOT) == [STORED] * 4
         assert told == []
-        assert store_chain(store_of(ours), MORE) == [STORED] * 4
+        assert store_chain(doorless(ours), MORE) == [STORED] * 4
         assert sorted(told) == sorted(HOT)
 
 
@@ -183,15 +173,15 @@ def test_an_open_breaker_drops_touches_without_an_error() -> None:
 def test_a_touch_reaches_all_levels_and_a_page_on_any_of_them_is_not_missing() -> None:
     upper, lower = memory_store(CODEC, 4 * PAGE), memory_store(CODEC, 8 * PAGE)
     with contextlib.closing(Levels(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
-        store = store_of(levels)
+        store = doorless(levels)
         for chain in (HOT, OLD):
             store_chain(store, chain)
             settle(levels)
-        assert exists(store_of(upper), HOT) == 0
+        assert exists(doorless(upper), HOT) == 0
         assert levels.batch_touch(HOT, deadline=soon()) == []
         store_chain(store, MORE)
         settle(levels)
-        assert exists(store_of(lower), HOT) == 4
+        assert exists(doorless(lower), HOT) == 4
         assert sorted(levels.batch_touch(OLD, deadline=soon())) == sorted(OLD)
         assert Levels(CODEC, named(bare(OnlyMoves(), CODEC), upper)).batch_touch(OLD, deadline=soon()) == []
 
@@ -202,10 +192,10 @@ def test_only_the_last_level_reports_its_evictions() -> None:
         told: list[bytes] = []
         levels.watch_evictions(told.extend)
         for chain in (HOT, OLD):
-            store_chain(store_of(levels), chain)
+            store_chain(doorless(levels), chain)
             settle(levels)
         assert (upper.statistics().evicted_pages, told) == (4, [])
-        store_chain(store_of(levels), MORE)
+        store_chain(doorless(levels), MORE)
         settle(levels)
         assert sorted(told) == sorted(HOT)
 
@@ -217,9 +207,9 @@ def test_each_shard_is_touched_with_its_own_pages() -> None:
     with contextlib.closing(Shards(codec, named(*parts))) as sharded:
         told: list[bytes] = []
         sharded.watch_evictions(told.extend)
-        store_chain(store_of(sharded), keys[:20])
+        store_chain(doorless(sharded), keys[:20])
         assert sorted(sharded.batch_touch(keys, deadline=soon())) == sorted(keys[20:])
-        store_chain(store_of(sharded), make_keys(200, "more"))
+        store_chain(doorless(sharded), make_keys(200, "more"))
         assert told and set(told) <= {*keys, *make_keys(200, "more")}
         assert not any(parts[1].batch_has(told, deadline=soon()))
 
@@ -230,20 +220,20 @@ def test_each_shard_is_touched_with_its_own_pages() -> None:
 def test_a_page_of_the_pool_does_not_age_in_the_store_behind_it() -> None:
     inner = memory_store(CODEC, 8 * PAGE)
     with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), inner)) as shared:
-        store = store_of(shared)
+        store = doorless(shared)
         for chain in (HOT, OLD):
             store_chain(store, chain)
         assert load(store, HOT) == [HIT] * 4  # from the pool, so the store does not see these reads
         assert shared.batch_touch(HOT, deadline=soon()) == []
         store_chain(store, MORE)
-        assert exists(store_of(inner), HOT) == 4
+        assert exists(doorless(inner), HOT) == 4
         inner.delete(HOT, deadline=soon())
         assert shared.batch_touch(HOT, deadline=soon()) == [], "pages in the pool were reported as missing"
         assert sorted(shared.batch_touch(make_keys(2, "none"), deadline=soon())) == sorted(make_keys(2, "none"))
-        assert load(store_of(inner), HOT) == [MISS] * 4
+        assert load(doorless(inner), HOT) == [MISS] * 4
 
 
 def test_without_a_store_the_pool_reports_missing_pages() -> None:
     with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), None)) as shared:
-        store_chain(store_of(shared), HOT)
+        store_chain(doorless(shared), HOT)
         assert shared.batch_touch(HOT + OLD[:1], deadline=soon()) == OLD[:1]

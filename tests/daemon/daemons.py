@@ -108,11 +108,8 @@ class Daemon:
         self.config_file.write_text(yaml.safe_dump(content))
 
     def secret(self, name: str, text: str) -> str:
-        """Write a file that only its owner can read. Return its path."""
-        path = self.folder / name
-        path.write_text(text)
-        path.chmod(0o600)
-        return str(path)
+        """Write a secret into its directory, as `secret` does."""
+        return secret(self.folder, name, text)
 
     @property
     def log(self) -> str:
@@ -210,6 +207,14 @@ class EngineMemory:
         self.shared.unlink()
         with contextlib.suppress(BufferError):
             self.shared.close()
+
+
+def secret(folder: Path, name: str, text: str) -> str:
+    """Write a file that only its owner can read. Return its path."""
+    path = folder / name
+    path.touch(0o600)
+    path.write_text(text)
+    return str(path)
 
 
 def keys_of(count: int, chain: str = "") -> list[bytes]:

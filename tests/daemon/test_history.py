@@ -158,13 +158,6 @@ def test_rejected_pages_are_a_fault(history: History) -> None:
     assert faults(history) == [("rejected", "nvme", "no room", 347)]
 
 
-def test_an_unchanged_snapshot_adds_no_fault(history: History) -> None:
-    damaged = node(namespace(stores=(store(statistics=backend(corrupt={"tag": 4})),)))
-    for _ in range(3):
-        history.record(damaged)
-    assert faults(history) == [("damage", "nvme", "tag", 4)]
-
-
 @pytest.mark.parametrize(("gap_s", "counts"), [(FAULT_GAP_S, [2]), (FAULT_GAP_S + 1, [1, 1])])
 def test_faults_in_short_succession_are_one_entry(
     history: History, clock: WallClock, gap_s: float, counts: list[int]

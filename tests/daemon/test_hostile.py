@@ -17,13 +17,12 @@ from hicache.shared_memory import path_of
 from tests.seeds import fuzz_seed
 from tests.waiting import wait_for
 
-from .attacks import BOUNDS, FRAME_BYTES, OPEN, attach, keys_of, memory, open_namespace, send_raw
+from .attacks import BOUNDS, FRAME_BYTES, OPEN, keys_of, open_namespace, send_raw
 from .daemons import NAMESPACE, ROOT
 from .hostile import GROWTH_MAX, Outcome, run
 from .process import Daemon, Resources, answer_of, request
 
 pytestmark = pytest.mark.long
-
 
 
 @pytest.fixture(scope="module")
@@ -111,24 +110,6 @@ def test_an_engine_that_is_killed_while_its_frames_are_in_use_leaves_no_memory(s
     wait_for(lambda: f"memory {name}: its engine died" in slow.log)
     assert slow.call("POST", f"{OPEN}/{verb}", transfer)[0] == 404
     assert slow.end()[0] == 0
-
-
-def test_memory_stays_mapped_during_a_call_whose_client_has_disconnected(slow: Daemon) -> None:
-    with memory(f"goes-{os.getpid()}") as shared:
-        assert attach(slow, shared)[0] == 200
-        transfer = {
-            "keys": keys_of(8, random.Random(1)),
-            "memory": shared.name,
-            "frames": list(range(8)),
-            "timeout_s": 5,
-        }
-        with slow.connect() as sock:
-            sock.sendall(request("POST", f"{OPEN}/get", json.dumps(transfer).encode()))
-            wait_for(lambda: _operations(slow) == [1])
-        status, answer = slow.call("DELETE", f"/v1/memory/{shared.name}?timeout_s=0.1")
-        assert (status, answer["error"]) == (503, "leased")
-        assert slow.call("DELETE", f"/v1/memory/{shared.name}")[0] == 200
-        assert _operations(slow) == []
 
 
 def _operations(daemon: Daemon) -> list[int]:

@@ -17,7 +17,7 @@ from hicache.lab.devservers.ports import LOOPBACK
 from hicache.metrics.families import cache_collector
 from hicache.metrics.server import serve_collector
 from tests.admin.running import RunningEngine, file_config
-from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon
+from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon, secret
 from tests.daemon.process import request
 from tests.waiting import WAIT_S, wait_for
 
@@ -113,21 +113,14 @@ def test_a_configured_name_is_served_and_a_reload_changes_it(start: Callable[...
 
 def test_a_client_with_a_token_may_use_any_name(start: Callable[..., Daemon], scratch: Path) -> None:
     """Engines use the names of services and proxies. A page of a foreign name does not know the token."""
-    token = scratch / "token"
-    token.touch(0o600)
-    token.write_text(TOKEN)
     daemon = Daemon(scratch)
-    listen = f"0.0.0.0:{daemon.port}"
-    try:
-        daemon.configure({"token_file": str(token), "listen": listen})
-        daemon.start()
+    daemon.configure({"token_file": secret(scratch, "token", TOKEN), "listen": f"0.0.0.0:{daemon.port}"})
+    with daemon:
         for given, statuses in ((TOKEN, [200, 200, 200]), ("wrong", [421, 421, 401]), (None, [421, 421, 401])):
             headers = {} if given is None else {"authorization": f"Bearer {given}"}
             found = [status_of(tcp(daemon.port), path, "service.example", **headers)[0]
                      for path in ("/", "/readyz", "/metrics")]  # fmt: skip
             assert found == statuses
-    finally:
-        daemon.kill()
 
 
 def test_a_page_of_a_foreign_name_cannot_read_the_metrics_of_an_engine() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import HIT, MISS, STORED, Subject, exists, full_frames, load, make_keys, soon, store_of
+from hicache.backends.testing import HIT, MISS, STORED, exists, full_frames, load, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
+from tests.backends._subjects import doorless
 from tests.daemon.process import Daemon
 from tests.waiting import wait_for
 
@@ -57,10 +58,6 @@ def put(backend: Store, keys: list[bytes]) -> None:
     assert backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * len(keys)
 
 
-def as_store(backend: Store) -> Subject:
-    return Subject(backend, lambda key: None, lambda key, data: None)
-
-
 @pytest.mark.long
 def test_many_weight_updates_keep_storage_and_neither_threads_nor_descriptors(
     daemon: Daemon, engine: Callable[[int], Store]
@@ -70,10 +67,10 @@ def test_many_weight_updates_keep_storage_and_neither_threads_nor_descriptors(
     before = daemon.resources()
     for epoch in range(1, UPDATES + 1):  # an engine opens the new store, and closes the old one when its calls ended
         old, backend = backend, engine(epoch)
-        assert load(as_store(backend), keys) == [MISS] * 3
+        assert load(doorless(backend), keys) == [MISS] * 3
         put(backend, keys)
         old.close()
-    assert load(as_store(backend), keys) == [HIT] * 3
+    assert load(doorless(backend), keys) == [HIT] * 3
     wait_for(lambda: daemon.resources().threads <= before.threads + SLACK)
     wait_for(lambda: daemon.resources().descriptors <= before.descriptors + SLACK)
     wait_for(lambda: sum(stores(daemon)) <= 9)
@@ -89,7 +86,7 @@ def test_engines_that_do_not_release_their_namespaces_keep_storage(
         put(backend, keys)
     assert len(daemon.status()["namespaces"]) == 16
     for backend in backends:
-        assert load(as_store(backend), keys) == [HIT] * 2
+        assert load(doorless(backend), keys) == [HIT] * 2
 
 
 @pytest.mark.long
@@ -112,7 +109,7 @@ def test_the_store_of_a_namespace_without_engines_is_closed_when_others_were_use
     assert found["pool_bytes"] > 0 and found["opening"] is None
     third, more = engine(0), make_keys(4)
     assert stores(daemon)[0] == 1, "the store is open when the call returns"
-    assert (exists(as_store(third), more), load(as_store(third), keys)) == (3, [HIT] * 3)
+    assert (exists(doorless(third), more), load(doorless(third), keys)) == (3, [HIT] * 3)
 
 
 def test_an_engine_without_a_name_keeps_the_store_open(daemon: Daemon, engine: Callable[[int], Store]) -> None:

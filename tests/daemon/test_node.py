@@ -35,6 +35,7 @@ from hicache.daemon.refusal import Refused
 from hicache.daemon.statistics import NamespaceStatistics
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from tests.backends._subjects import doorless
 from tests.waiting import WAIT_S, wait_for
 
 DIGEST = b"n" * 32
@@ -94,7 +95,7 @@ def opened_late(node: Node, opener: Opener) -> Namespace:
 
 
 def as_store(namespace: Namespace) -> Subject:
-    return Subject(namespace.store, lambda key: None, lambda key, data: None)
+    return doorless(namespace.store)
 
 
 def status(node: Node) -> NamespaceStatistics:

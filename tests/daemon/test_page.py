@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import DESK, PHONE, chromium, opened
+from tests.daemon.daemons import secret
 from tests.daemon.traffic import MARKUP, BusyDaemon
 from tests.waiting import wait_for
 
@@ -186,15 +187,13 @@ def test_a_daemon_that_does_not_answer_is_shown_with_the_age_of_the_values_until
 
 
 def test_beyond_loopback_the_page_asks_for_the_token(browser: Browser, tmp_path: Path, scratch: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("for-engines-" + "2" * 20)
-    made = BusyDaemon(scratch, token_file=str(token))
+    token = "for-engines-" + "2" * 20
+    made = BusyDaemon(scratch, token_file=secret(tmp_path, "token", token))
     made.listen_everywhere()
     with made, opened(browser, made.url, expected="status of 401") as page:
         expect(page.locator("#banner")).to_contain_text("it requires a token")
         assert not page.locator("#namespaces thead").count()
-        for entered, state in (("wrong", "■ unreachable"), (token.read_text(), "● ready")):
+        for entered, state in (("wrong", "■ unreachable"), (token, "● ready")):
             page.locator("#token").fill(entered)
             page.keyboard.press("Enter")
             expect(page.locator("#state")).to_have_text(state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import signal
 import socket
 import threading
@@ -21,7 +20,7 @@ from hicache.daemon.node import Node
 from hicache.daemon.reload import changed_entries
 from hicache.daemon.server import Server
 from hicache.daemon.statistics import NodeState
-from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon, EngineMemory, keys_of, write
+from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon, EngineMemory, keys_of, secret, write
 from tests.waiting import wait_for
 
 SLOW = {"type": "memory", "guard": {"inject": {"latency": "700ms"}}}
@@ -30,15 +29,6 @@ HANGING = {"type": "memory", "guard": {"inject": {"latency": "1h"}}}
 
 def _file_store(scratch: Path) -> dict[str, Any]:
     return {"type": "file", "options": {"path": str(scratch / "store"), "free_space_floor": "0B"}}
-
-
-def test_a_second_daemon_on_the_same_socket_does_not_start(daemon: Daemon) -> None:
-    other = copy.copy(daemon)
-    other.log_file = daemon.folder / "other-log"
-    other.launch()
-    assert other.wait() == 2
-    assert "another process holds" in other.log
-    assert daemon.is_ready()
 
 
 def test_engines_reconnect_to_a_daemon_that_was_killed_and_restarted(
@@ -105,9 +95,7 @@ def test_a_hanging_store_does_not_keep_the_daemon_from_stopping(start: Callable[
 def test_a_reload_changes_tokens_limits_and_overrides_and_logs_the_other_entries(
     start: Callable[..., Daemon], scratch: Path
 ) -> None:
-    token = scratch / "token"
-    token.touch(0o600)
-    token.write_text(TOKEN)
+    token = Path(secret(scratch, "token", TOKEN))
     daemon = start({"token_file": str(token), "pool": 0})
     target, body = f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000, "label": "tests", "weights_epoch": 3}
     with contextlib.closing(daemon.tcp()) as client, contextlib.closing(daemon.client()) as local:
@@ -205,14 +193,6 @@ def test_an_unusable_configuration_ends_the_daemon_before_it_listens(
     assert daemon.wait() == 2
     assert message in daemon.log and "Traceback" not in daemon.log
     assert not daemon.socket.exists()
-
-
-def test_without_a_store_the_daemon_serves_from_its_pool(start: Callable[..., Daemon]) -> None:
-    daemon = start(storage=None)
-    with contextlib.closing(daemon.client()) as client:
-        client.open()
-        assert write(client, keys_of(2))[1]["outcomes"] == ["stored"] * 2
-        assert client.verb("exists", keys=keys_of(3))[1]["pages"] == 2
 
 
 def test_freeing_large_memory_blocks_neither_the_watchdog_nor_the_shutdown(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from tests.daemon.daemons import ROOT, Client
 from tests.waiting import WAIT_S, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 # The port that every deployment file names.
 PORT = 9321
 CONFIG = "/etc/hicache/daemon.yaml"
@@ -68,15 +66,9 @@ class Place:
 
 def get(server: Path | int, path: str, *, token: str | None = None) -> int:
     """Make a request to a Unix socket or a port. Return its status."""
-    connection = http.client.HTTPConnection(LOOPBACK, server if isinstance(server, int) else 0, timeout=WAIT_S)
-    with contextlib.closing(socket.socket(socket.AF_UNIX)) as unix:
-        if isinstance(server, Path):
-            unix.connect(str(server))
-            connection.sock = unix
-        connection.request("GET", path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
-        status = connection.getresponse().status
-        connection.close()
-        return status
+    client = Client(server) if isinstance(server, Path) else Client(None, server)
+    with contextlib.closing(client):
+        return int(client.call("GET", path, token=token)[0])
 
 
 def is_ready(server: Path) -> bool:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.deploy.served import CONFIG, Place, served
-from tests.waiting import wait_for
 
 UNITS = ("hicache.service", "user/hicache.service")
 ANALYZE = shutil.which("systemd-analyze")
@@ -81,38 +74,9 @@ def test_the_unit_makes_the_directory_of_the_socket(repository: Path, name: str)
     assert "\nRemoveIPC=" not in unit, "the entry would remove the memory of engines when the daemon stops"
 
 
-@contextlib.contextmanager
-def listening(path: Path) -> Iterator[socket.socket]:
-    """Yield a socket that receives notifications in place of systemd."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-        notify.bind(str(path))
-        notify.settimeout(30)
-        yield notify
-
-
-@pytest.mark.servers
 @pytest.mark.parametrize("name", UNITS)
-def test_the_daemon_follows_the_notify_protocol_of_the_unit(repository: Path, tmp_path: Path, name: str) -> None:
-    """The test checks Type=notify, WatchdogSec= and ExecReload=, and receives the notifications in place of systemd."""
+def test_the_unit_expects_the_notifications_and_the_signal_of_the_daemon(repository: Path, name: str) -> None:
+    """tests/daemon/test_process.py receives them in place of systemd; test_contained.py runs ExecStart."""
     unit = (repository / "deploy/systemd" / name).read_text(encoding="utf-8")
     assert entry(unit, "Type") == "notify" and entry(unit, "ExecReload") == "/bin/kill -HUP $MAINPID"
     assert int(entry(unit, "WatchdogSec")) > 0
-    place = Place.make(tmp_path)
-    (tmp_path / "etc/daemon.yaml").write_text(
-        f"daemon: {{socket: {place.socket}, pool: 16MiB}}\n"
-        f"storage: {{type: file, options: {{path: {tmp_path}/lib/pages, free_space_floor: 0B}}}}\n"
-    )
-    arguments = entry(unit, "ExecStart").split()[1:-1]
-    with listening(tmp_path / "notify") as notify:
-        environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
-        received: set[str] = set()
-
-        def receive() -> None:
-            received.update(notify.recv(4096).decode().splitlines())
-
-        with served(place, [*arguments, CONFIG], environ) as process:
-            wait_for(lambda: {"READY=1", "WATCHDOG=1"} <= received, receive)
-            received.clear()
-            process.send_signal(signal.SIGHUP)
-            wait_for(lambda: {"RELOADING=1", "READY=1"} <= received or "WATCHDOG=1" in received, receive)
-        wait_for(lambda: "STOPPING=1" in received, receive)

@@ -17,13 +17,14 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.registry import BackendSpec, check_backend, open_spec, open_stored
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
-from hicache.backends.testing import HIT, STORED, Subject, load, make_keys, open_backend, store_chain
+from hicache.backends.testing import HIT, STORED, load, make_keys, open_backend, store_chain
 from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.config.guard import GuardConfig
 from hicache.controller import TorchRankGroup
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
+from tests.backends._subjects import doorless
 from tests.cache.world import NAMESPACE
 from tests.ranks import gloo_ranks
 from tests.waiting import wait_for
@@ -78,7 +79,7 @@ def test_a_composition_opens_by_name_with_a_guard_in_front_of_each_part(
     assert isinstance(backend, kind) and isinstance(backend, (Levels, Shards))
     assert all(isinstance(part, Store) and isinstance(part.driver, MemoryDriver) for _, part in backend.named_parts)
     assert all(store.guard == GuardConfig() for store in backend.stores)
-    store = Subject(backend, lambda key: None, lambda key, data: None)
+    store = doorless(backend)
     assert store_chain(store, make_keys(3)) == [STORED] * 3
     assert load(store, make_keys(3)) == [HIT] * 3
     backend.close()
@@ -206,7 +207,7 @@ def test_a_closed_composition_leaves_no_thread_and_no_descriptor(name: str, tmp_
     entry = "levels" if name == "levels" else "parts"
     leftovers = Leftovers()
     backend = open_backend(name, CODEC, {entry: parts})
-    store = Subject(backend, lambda key: None, lambda key, data: None)
+    store = doorless(backend)
     assert store_chain(store, make_keys(8)) == [STORED] * 8
     assert load(store, make_keys(8)) == [HIT] * 8
     backend.close()

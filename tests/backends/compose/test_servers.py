@@ -27,6 +27,7 @@ from hicache.backends.testing import (
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import DevService, SeaweedServer, ValkeyServer
+from tests.backends._subjects import doorless
 from tests.backends.redis.store import open_on
 from tests.waiting import wait_for, wait_until_made
 
@@ -72,7 +73,7 @@ def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[Levels, Subject
     chosen = {"levels": list(parts), **options}
     backend = wait_until_made(lambda: open_backend("levels", CODEC, chosen), BackendUnavailable)
     assert isinstance(backend, Levels)
-    return backend, Subject(backend, lambda key: None, lambda key, data: None)
+    return backend, doorless(backend)
 
 
 def test_a_hanging_lower_level_costs_its_own_pages_and_recovers(tmp_path: Path) -> None:

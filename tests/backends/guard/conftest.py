@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.backends.guard.stores import GUARDS
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -16,5 +17,5 @@ def no_thread_is_left() -> Iterator[None]:
     yield
     while GUARDS:
         GUARDS.pop().close()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith(("hicache-probe", "hicache-usage"))]
+    names = ("hicache-probe", "hicache-usage")
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith(names)])

@@ -68,14 +68,10 @@ def test_a_good_call_between_failures_keeps_the_breaker_closed() -> None:
 
 
 def test_a_share_of_failures_opens_the_breaker_although_some_calls_succeed() -> None:
+    """The control: a smaller share does not."""
     world = World()
-    made = [world.call(number % 2 == 0) for number in range(2 * WINDOW_CALLS)]
-    assert sum(made) == WINDOW_CALLS
+    assert sum(world.call(number % 2 == 0) for number in range(2 * WINDOW_CALLS)) == WINDOW_CALLS
     assert world.state is OPEN
-
-
-def test_a_smaller_share_of_failures_keeps_the_breaker_closed() -> None:
-    """The control of the test above."""
     world = World()
     assert all(world.call(number % 3 > 0) for number in range(3 * WINDOW_CALLS))
 
@@ -132,17 +128,6 @@ def test_the_back_off_between_probes_doubles_up_to_its_maximum() -> None:
     assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0]
 
 
-@pytest.mark.parametrize("bad_probes", [0, 1, 4, 20])
-def test_the_breaker_closes_within_ten_seconds_of_healing(bad_probes: int) -> None:
-    world = opened()
-    for _ in range(bad_probes):
-        world.probe(False)
-    healed_s = world.time_s
-    while world.state is not CLOSED:
-        world.probe(True)  # and no call follows
-    assert world.time_s - healed_s <= 5.0 + 0.5
-
-
 def test_after_a_good_probe_the_first_good_call_closes_the_breaker() -> None:
     world = opened()
     world.probe(True)
@@ -173,22 +158,16 @@ def test_a_good_call_resets_the_back_off() -> None:
     assert world.breaker.probe_at - world.time_s == 0.5
 
 
-def test_a_call_that_began_before_the_breaker_opened_is_ignored() -> None:
+def test_a_call_and_a_probe_that_began_before_the_breaker_opened_are_ignored() -> None:
     world = World()
     old = world.breaker.round
     for _ in range(3):
         world.call(False)
     world.probe(True)
-    world.breaker.record(old, False, "error", world.time_s)
-    assert world.state is HALF_OPEN
-    world.breaker.record(old, True, "", world.time_s)
-    assert world.state is HALF_OPEN
-
-
-def test_a_probe_that_began_before_the_breaker_opened_is_ignored() -> None:
-    world = opened()
-    world.probe(True)
     begun = world.breaker.round
+    for ok in (False, True):
+        world.breaker.record(old, ok, "error", world.time_s)
+        assert world.state is HALF_OPEN
     world.call(False)
     world.breaker.probed(begun, True, world.time_s)
     assert world.state is OPEN

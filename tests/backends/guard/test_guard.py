@@ -104,15 +104,6 @@ def test_failed_writes_in_a_row_stop_writes_and_not_reads(store: Troubled) -> No
     assert get(guard, make_keys(2, "others")) == [MISS] * 2
 
 
-def test_a_full_store_is_not_a_failure() -> None:
-    guard = guard_of(MemoryDriver(CODEC.frame_bytes))
-    (first,) = make_keys(1)
-    put(guard, [first])
-    for number in range(10):
-        assert put(guard, make_keys(1, f"more {number}"), parent=first) == [SetOutcome.REJECTED]
-    assert guard.may_pass(WRITE)
-
-
 @pytest.mark.parametrize("verb", ["batch_exists", "batch_has"])
 def test_a_lookup_without_hits_is_a_failure_if_the_store_is_down(store: Troubled, verb: str) -> None:
     guard, keys = guard_of(store), make_keys(4)
@@ -215,7 +206,7 @@ def test_retries_add_at_most_a_tenth_of_load_on_a_store_that_is_down(store: Trou
     for _ in range(calls):
         assert get(guard, keys) == [GET_ERROR] * 4
     retried = guard.guard_statistics().retried_calls[READ]
-    assert 4 <= retried <= 0.1 * calls + 4 + 1
+    assert 0.1 * calls + 2 <= retried <= 0.1 * calls + 4 + 1
     # The head of a batch may be read by a separate call, but no call reads more pages than the batch.
     assert sum(map(len, store.called("get"))) <= 4 * (calls + retried)
 
@@ -324,6 +315,7 @@ def foreign(store: Troubled, keys: Sequence[bytes]) -> None:
 
 
 def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Troubled) -> None:
+    """The control: without a guard it destroys all."""
     guard, keys = guard_of(store, patient(damage_backoff=LONG_S)), make_keys(300)
     foreign(store, keys)
     assert get(guard, keys) == [CORRUPT] * 16 + [GET_ERROR] * 284
@@ -333,22 +325,8 @@ def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Troubled) -> None
     found = guard.guard_statistics()
     assert {d: b.reason for d, b in found.breakers.items()} == {READ: "damage", WRITE: "damage"}
     assert put(guard, make_keys(1, "new")) == [SET_ERROR], "writes stop too: the pages could not be read back"
-
-
-def test_without_a_guard_the_same_reader_destroys_all_pages(store: Troubled) -> None:
-    """The control of the test above."""
-    keys = make_keys(300)
-    foreign(store, keys)
     bare(store, CODEC).batch_get(keys, empty_frames(CODEC, 300), deadline=soon())
     assert store.count == 0
-
-
-def test_after_a_sound_page_a_batch_is_one_call(store: Troubled) -> None:
-    guard, keys = guard_of(store), make_keys(40)
-    put(guard, keys)
-    store.calls.clear()
-    assert get(guard, keys) == get(guard, keys) == [HIT] * 40
-    assert list(map(len, store.called("get"))) == [16, 24, 40]
 
 
 # State
@@ -379,24 +357,14 @@ def test_the_latency_of_calls_is_counted_by_verb(store: Troubled) -> None:
     assert calls == {Verb.EXISTS: 1, Verb.GET: 2, Verb.SET: 1, Verb.DELETE: 1, Verb.TOUCH: 1}
 
 
-def test_storage_may_pass_if_one_of_its_stores_is_usable(store: Troubled) -> None:
+def test_storage_of_two_stores_passes_if_one_is_usable_and_shows_the_counts_of_each(store: Troubled) -> None:
     first, second = guard_of(store), guard_of(MemoryDriver())
-    pair = pair_of(first, second)
+    pair = Levels(CODEC, [Part("test", first), Part("test", second)], cascade_bytes_max=None)
     first.override(READ, Override.OFF)
     assert pair.may_pass(READ)
     second.override(READ, Override.OFF)
     assert not pair.may_pass(READ)
     assert pair.may_pass(WRITE)
-
-
-def pair_of(*stores: Store) -> Levels:
-    """Return storage of stores that are closed after the test."""
-    return Levels(CODEC, [Part("test", store) for store in stores], cascade_bytes_max=None)
-
-
-def test_each_store_shows_its_own_counts_under_its_own_name(store: Troubled) -> None:
-    pair = pair_of(guard_of(store), guard_of(MemoryDriver()))
-    put(pair.stores[1], make_keys(2))
-    found = store_statistics(pair)
-    assert [one.name for one in found] == ["test", "test-2"]
-    assert [dict(one.statistics.sets) for one in found] == [{}, {STORED: 2}]
+    put(second, make_keys(2))
+    shown = [(one.name, dict(one.statistics.sets)) for one in store_statistics(pair)]
+    assert shown == [("test", {}), ("test-2", {STORED: 2})]

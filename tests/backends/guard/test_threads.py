@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -28,7 +28,6 @@ from tests.backends.guard.stores import (
     probe,
     refused,
     until_passing,
-    until_stopped,
 )
 from tests.clocks import PassingClock
 from tests.waiting import wait_for
@@ -94,21 +93,8 @@ def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
     faulty.release()
     assert [call.result() for call in hanging] == [[GET_ERROR]] * 3
     assert guard.guard_statistics().overdue_calls == 0
+    assert guard.guard_statistics().failures == {(READ, "overdue"): 3}, "once for each"
     guard.check()
-
-
-def test_a_call_that_returns_late_is_counted_once(
-    threads: ThreadPoolExecutor, faulty: Faults, clock: PassingClock
-) -> None:
-    guard = over(faulty, patient(grace=SECOND, failures=2), clock)
-    faulty.hang()
-    hanging = threads.submit(put, guard, deadline=clock() + SECOND)
-    wait_for(lambda: faulty.hung_calls == 1)
-    clock.advance(2 * SECOND)
-    assert guard.guard_statistics().overdue_calls == 1
-    faulty.release()
-    assert hanging.result() == [SET_ERROR]
-    assert guard.guard_statistics().failures == {(WRITE, "overdue"): 1}
 
 
 def test_closing_waits_for_a_call_that_hangs_at_most_the_grace(
@@ -205,34 +191,18 @@ def test_a_call_without_room_by_its_deadline_is_busy_and_not_a_failure(
     assert guard.guard_statistics().failures == {}
 
 
-def test_a_call_with_an_infinite_deadline_waits_for_room(threads: ThreadPoolExecutor) -> None:
-    gate = Gate()
-    guard = guard_of(gate, patient(in_flight=1))
-    calls = [threads.submit(get, guard) for _ in range(3)]
-    wait_for(lambda: len(guard._admission._waiting) == 2 or any(call.done() for call in calls))
-    gate.open.set()
-    assert [call.result() for call in calls] == [[MISS]] * 3
-
-
-def test_closing_rejects_calls_that_wait_for_room(threads: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("end", [Store.close, lambda guard: guard.override(READ, Override.OFF)], ids=["close", "off"])
+def test_the_end_of_a_direction_rejects_calls_that_wait_for_room(
+    threads: ThreadPoolExecutor, end: Callable[[Store], object]
+) -> None:
     gate = Gate()
     guard = guard_of(gate, patient(in_flight=1))
     calls = submit_in_order(threads, guard, [1, 1, 1])
-    closing = threads.submit(guard.close)
+    ending = threads.submit(end, guard)
     assert [call.result() for call in calls[1:]] == [[GET_ERROR]] * 2
     gate.open.set()
-    closing.result()
+    ending.result()
     assert calls[0].result() in ([MISS], [GET_ERROR])
-
-
-def test_switching_off_rejects_calls_that_wait_for_room(threads: ThreadPoolExecutor) -> None:
-    gate = Gate()
-    guard = guard_of(gate, patient(in_flight=1))
-    calls = submit_in_order(threads, guard, [1, 1])
-    guard.override(READ, Override.OFF)
-    assert calls[1].result() == [GET_ERROR]
-    gate.open.set()
-    assert calls[0].result() == [MISS]
 
 
 # Probes
@@ -270,15 +240,6 @@ def test_a_closed_breaker_over_a_good_store_makes_no_probes() -> None:
         clock.advance(LONG_S)
     assert all(not b.good_probes + b.failed_probes for b in guard.guard_statistics().breakers.values())
     assert not guard._probes._pool.alive
-
-
-def test_an_outage_is_known_after_one_failed_call() -> None:
-    store = Troubled()
-    guard = guard_of(store, patient())
-    store.down = True
-    assert get(guard) == [GET_ERROR]
-    until_stopped(guard, READ)
-    assert guard.guard_statistics().failures == {(READ, "error"): 1}
 
 
 class HalfDeaf(Troubled):

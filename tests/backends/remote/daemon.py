@@ -72,7 +72,7 @@ class Frames:
 
     def __init__(self, count: int, frame_bytes: int = CODEC.frame_bytes) -> None:
         layout = Layout(0, count, frame_bytes, b"s" * 32)
-        name = f"test-remote-{os.getpid()}-{frame_bytes}"
+        name = f"test-remote-{os.getpid()}-{frame_bytes}-{count}"
         self.memory = SharedMemory.open(name, layout, deadline=time.monotonic() + WAIT_S)
         self._free = list(range(count))
         self._changed = threading.Condition()
