@@ -29,6 +29,8 @@ PAGE_TOKENS = GEOMETRY.page_size
 class HostWorld(AutoClosed):
     """A cache of `host_pages` over `backend`. `kind` is its class, for tests that break one on purpose."""
 
+    cache: HostCache
+
     def __init__(  # noqa: PLR0913 - the parts that tests replace
         self,
         *,

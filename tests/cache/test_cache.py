@@ -98,8 +98,7 @@ def test_a_request_without_room_waits_and_changes_nothing(world: World) -> None:
 def test_short_hits_are_not_loaded_back() -> None:
     world = World(config=HiCacheConfig(load_back_threshold_tokens=10))
     world.serve("a", prompt(1, 2))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     assert world.serve("b", prompt(1, 2)).cached_tokens == 0
     assert world.cache.statistics().skipped["load_too_short"] == 1
 
@@ -124,8 +123,7 @@ def test_pages_that_a_full_write_queue_rejects_are_backed_up_at_their_next_use()
 def test_of_a_prefix_longer_than_the_load_queue_the_pages_that_fit_are_loaded() -> None:
     world = World(transfer=TransferConfig(load_pages_max=2))
     world.serve("a", prompt(1, 2, 3, 4, 5))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     request = world.begin("b", prompt(1, 2, 3, 4, 5))
     assert request.host_hit_tokens == 8
     world.cache.check()
@@ -197,8 +195,7 @@ def test_after_a_copy_that_cannot_start_the_cache_raises_transfer_errors(directi
     backend = memory_backend()
     world = World(copies=_UnstartableCopies, backend=backend)
     world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     copies = world.controller._copies
     assert isinstance(copies, _UnstartableCopies)
     copies.broken = direction
@@ -222,8 +219,7 @@ def test_after_a_copy_that_cannot_start_the_cache_raises_transfer_errors(directi
 def test_a_reservation_without_enough_room_evicts_nothing() -> None:
     world = World(device_pages=16, host_pages=8)
     world.serve("a", prompt(1, 2))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     world.serve("b", prompt(11, 12, 13, 14, 15))
     world.settle()
     assert world.cache.tree.host_pages == 7
@@ -239,8 +235,7 @@ def test_a_reservation_without_enough_room_evicts_nothing() -> None:
 def test_a_closed_cache_rejects_requests_and_closing_drops_loads_that_were_not_started() -> None:
     world = World()
     world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     request = world.admit("b", prompt(1, 2, 3))
     world.cache.cache_finished_req(request, None)
     assert world.cache.close(), "a queued load that was not started must not delay closing"
@@ -264,8 +259,7 @@ def test_a_request_that_shares_pages_in_flight_waits_for_their_load_too() -> Non
     _HeldCopies.gate = threading.Event()
     world = World(copies=_HeldCopies)
     world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     first = world.admit("b", prompt(1, 2, 3))
     load = world.cache.start_loading()
     world.step()

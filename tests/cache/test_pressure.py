@@ -10,7 +10,6 @@ import torch
 
 from hicache.config import BreakEvenConfig, HiCacheConfig
 from hicache.tiers import PagedTokenToKVPoolAllocator
-from tests.cache.test_prefetch_policies import KEY, stored, world_of
 from tests.cache.world import GEOMETRY, LastingBackend, World, codec, prompt
 
 ALWAYS = BreakEvenConfig(mode="always")
@@ -51,32 +50,6 @@ def test_repeated_attempts_during_a_write_back_do_not_evict_more() -> None:
     world.settle()
 
 
-def test_equal_prompts_that_storage_lacks_are_looked_up_once() -> None:
-    backend = stored()
-    world = world_of(backend, "timeout")
-    unknown = prompt(*range(50, 60))
-    for rid in "abcd":
-        world.cache.prefetch_from_storage(rid, unknown)
-    for rid in "abcd":
-        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
-    assert backend.lookups == 1
-
-
-def test_a_request_without_room_keeps_its_prefetch() -> None:
-    backend = stored()
-    world = world_of(backend, "best_effort")
-    blocked = world.cache.page_source.alloc(60)
-    assert blocked is not None
-    backend.reads.clear()
-    world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.controller.read_pages > 0)
-    assert world.cache.begin_request("a", KEY) is None
-    world.cache.page_source.free(blocked)
-    backend.reads.set()
-    world.until(lambda: world.controller.statistics().prefetched_pages == 8)
-    assert world.attempt("a", KEY).storage_hit_tokens == 32
-
-
 def test_an_allocation_inside_a_free_group_evicts_nothing() -> None:
     world = World(device_pages=8)
     world.serve("a", prompt(*range(1, 8)))
@@ -111,8 +84,7 @@ def test_pages_are_not_lost_when_the_device_has_no_memory_for_their_slots() -> N
 def test_a_request_does_not_exchange_its_pages_for_pages_that_are_being_loaded() -> None:
     world = World(device_pages=32, config=HiCacheConfig(load_back_threshold_tokens=12, break_even=ALWAYS))
     world.serve("store", prompt(1, 2, 3))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     own = world.begin("a", prompt(1, 2))  # the hit is too short to be loaded, so it is computed
     assert own.cached_tokens == 0
     pages = own.pages.copy()

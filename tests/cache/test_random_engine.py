@@ -68,8 +68,7 @@ def test_the_comparison_finds_a_changed_byte_on_l2() -> None:
     """The control: with one changed payload byte on L2, the engine counts a wrong page."""
     world = World(backend=None)
     world.serve("a", prompt(1, 2))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     node = world.cache.match_prefix(prompt(1, 2)).node
     assert node.host is not None
     world.host.frame(int(node.host[0]))[HEADER_BYTES] ^= 1

@@ -188,8 +188,7 @@ def test_after_a_failed_device_copy_turns_are_rejected() -> None:
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12, first=50))
     talks.finish(other)
-    talks.settle()
-    talks.cache.evict(100)
+    talks.world.leave_l1()
     request = talks.cache.begin_request("victim", RadixKey.of(tokens(12, first=50)))
     assert request is not None and talks.cache.start_loading() is not None
     talks.cache.cache_finished_req(request, None)

@@ -65,7 +65,7 @@ def forget_l1_and_l2(world: World) -> None:
 def hits_from_storage(world: World, rid: str, key: RadixKey = KEY) -> int:
     """Serve a request; return how many of its tokens come from storage."""
     if world.cache.prefetch_from_storage(rid, key):
-        world.until(lambda: world.cache.check_prefetch_progress(rid))
+        world.arrive(rid)
     request = world.begin(rid, key)
     tokens = request.storage_hit_tokens
     world.cache.cache_finished_req(request, key)

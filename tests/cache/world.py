@@ -10,7 +10,8 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +120,7 @@ class AutoClosed:
     """An object that the fixture `close_worlds` closes after the test, unless the test has closed it."""
 
     alive: ClassVar[list[AutoClosed]] = []
+    cache: Any
 
     def __init__(self) -> None:
         self.alive.append(self)
@@ -131,6 +133,11 @@ class AutoClosed:
     def close(self) -> None:
         raise NotImplementedError
 
+    @property
+    def skipped(self) -> dict[str, int]:
+        """The counts of work that was skipped, by reason."""
+        return {reason: count for reason, count in self.cache.statistics().skipped.items() if count}
+
 
 class World(AutoClosed):
     """A cache of `device_pages` and `host_pages` over `backend`, with an engine that calls it.
@@ -139,6 +146,7 @@ class World(AutoClosed):
     """
 
     shard = b""
+    cache: HiRadixCache
 
     def __init__(  # noqa: PLR0913 - the parts that tests replace
         self,
@@ -238,10 +246,20 @@ class World(AutoClosed):
     def serve(self, rid: str, key: RadixKey) -> RequestKV:
         """Run a whole request with its prefetch. The returned object keeps its hit counts."""
         self.cache.prefetch_from_storage(rid, key)
-        self.until(lambda: self.cache.check_prefetch_progress(rid))
+        self.arrive(rid)
         request = self.begin(rid, key)
         self.cache.cache_finished_req(request, key)
         return request
+
+    def arrive(self, *rids: str) -> None:
+        """Step until requests need not wait for their prefetches."""
+        for rid in rids:
+            self.until(partial(self.cache.check_prefetch_progress, rid))
+
+    def prefetch(self, rid: str, key: RadixKey) -> None:
+        """Start a prefetch, and step until its request need not wait."""
+        assert self.cache.prefetch_from_storage(rid, key)
+        self.arrive(rid)
 
     def attempt(self, rid: str, key: RadixKey) -> RequestKV:
         """Begin a request and abort it. The returned object keeps its hit counts."""
@@ -269,6 +287,17 @@ class World(AutoClosed):
         """Step until no operation is in flight."""
         self.until(lambda: self.controller.idle)
 
+    def leave_l1(self) -> None:
+        """Step until no operation is in flight, and evict all pages from L1."""
+        self.settle()
+        self.cache.evict(self.device.pages)
+
+    def forget(self) -> None:
+        """Evict all pages from L1 and L2. Stored pages stay in storage."""
+        self.leave_l1()
+        while len(freed := self.cache.tree.evict_host(self.host.pages)):
+            self.host.free(freed)
+
     def close(self) -> None:
         """Wait for all operations, close the cache, and assert that no page was wrong."""
         self.leave()
@@ -286,12 +315,29 @@ def configured(config: HiCacheConfig | None, transfer: TransferConfig | None) ->
 
 def every_hit(**entries: Any) -> HiCacheConfig:
     """Return a configuration, with further `entries`, that fetches every hit, even if it is short or slow."""
-    return HiCacheConfig(
-        load_back_threshold_tokens=4,
-        break_even=BreakEvenConfig(mode="always"),
-        prefetch=PrefetchConfig(threshold_tokens=4, timeout_base=WAIT_S),
-        **entries,
-    )
+    usual = {"load_back_threshold_tokens": 4, "break_even": BreakEvenConfig(mode="always"), "prefetch": prefetch()}
+    return HiCacheConfig(**{**usual, **entries})
+
+
+def prefetch(**entries: Any) -> PrefetchConfig:
+    """Return options, with further `entries`, that let a request wait for prefetches of any length."""
+    return PrefetchConfig(**{"threshold_tokens": 4, "timeout_base": WAIT_S, **entries})
+
+
+AnyBackend = TypeVar("AnyBackend", bound=Storage)
+
+
+def filled(backend: AnyBackend, *keys: RadixKey) -> AnyBackend:
+    """Store the pages of `keys` in `backend` with an engine, and return it."""
+    world = World(device_pages=1000, host_pages=1000, backend=backend)
+    for number, key in enumerate(keys):
+        world.serve(f"store {number}", key)
+        world.settle()
+    world.close()
+    if isinstance(backend, GatedBackend):
+        backend.lookups = backend.pages_read = 0
+        backend.entered.clear()
+    return backend
 
 
 def memory_backend(capacity_bytes: int | None = None, epoch: int = 0) -> LastingBackend:
