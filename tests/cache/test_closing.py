@@ -32,6 +32,7 @@ pytestmark = pytest.mark.long
 PROMPTS = [prompt(*range(first, first + 5)) for first in (10, 20, 30, 40)]
 PAGES = 20  # of all prompts
 BACK = every_hit(write_policy="write_back")
+SELECTIVE = "write_through_selective"
 
 
 def stored_pages(backend: LastingBackend, key: RadixKey) -> int:
@@ -71,22 +72,16 @@ class FullBackend(LastingBackend):
         return outcomes + [SetOutcome.REJECTED] * (len(keys) - taken)
 
 
-def test_with_write_back_the_pages_that_are_only_on_l1_are_stored() -> None:
+@pytest.mark.parametrize(
+    ("host_pages", "config", "stored"), [(32, BACK, 5), (6, BACK, 5), (32, every_hit(write_policy=SELECTIVE), 0)],
+    ids=["together", "in waves, because L2 is small", "not worth it, because they were used once"],
+)  # fmt: skip
+def test_the_pages_that_are_only_on_l1_are_stored(host_pages: int, config: HiCacheConfig, stored: int) -> None:
     backend = memory_backend()
-    world = World(device_pages=24, backend=backend, config=BACK)
-    compute(world)
-    world.settle()
-    assert world.cache.statistics().controller.stored_pages == 0
-    assert closed(world) == 0
-    assert [stored_pages(backend, key) for key in PROMPTS] == [5, 5, 5, 5]
-
-
-def test_pages_that_do_not_fit_on_l2_together_are_stored_in_waves() -> None:
-    backend = memory_backend()
-    world = World(device_pages=24, host_pages=6, backend=backend, config=BACK)
+    world = World(device_pages=24, host_pages=host_pages, backend=backend, config=config)
     compute(world)
     assert closed(world) == 0
-    assert [stored_pages(backend, key) for key in PROMPTS] == [5, 5, 5, 5]
+    assert [stored_pages(backend, key) for key in PROMPTS] == [stored] * 4
 
 
 def test_the_most_recently_used_prompts_are_stored_first_and_each_from_its_first_page() -> None:
@@ -136,16 +131,6 @@ def test_a_host_cache_stores_its_pages_whose_store_was_dropped() -> None:
     backend.writes.set()
     assert closed(world) == 0
     assert [stored_pages(backend, key) for key in keys] == [5, 5, 5, 5]
-
-
-def test_with_write_through_selective_pages_that_were_used_once_are_not_worth_storing() -> None:
-    backend = memory_backend()
-    world = World(
-        device_pages=24, backend=backend, config=every_hit(write_policy="write_through_selective", selective_hits=2)
-    )
-    compute(world)
-    assert closed(world) == 0
-    assert [stored_pages(backend, key) for key in PROMPTS] == [0, 0, 0, 0]
 
 
 def test_without_storage_nothing_is_copied_and_nothing_counts_as_lost() -> None:

@@ -15,7 +15,6 @@ from hicache.backends.store import Store
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendError, InvalidInput
-from hicache.keys import RadixKey
 from tests.cache.world import LastingDriver, StepClock, World, codec, prompt
 from tests.ranks import Exchange
 from tests.waiting import wait_for
@@ -62,21 +61,22 @@ def forget_l1_and_l2(world: World) -> None:
     world.cache.clear()
 
 
-def hits_from_storage(world: World, rid: str, key: RadixKey = KEY) -> int:
+def hits_from_storage(world: World, rid: str) -> int:
     """Serve a request; return how many of its tokens come from storage."""
-    if world.cache.prefetch_from_storage(rid, key):
-        world.arrive(rid)
-    request = world.begin(rid, key)
-    tokens = request.storage_hit_tokens
-    world.cache.cache_finished_req(request, key)
-    return tokens
+    return world.serve(rid, KEY).storage_hit_tokens
 
 
-def test_a_cache_with_detached_storage_works_without_reads_and_stores() -> None:
+def served() -> tuple[Server, World]:
+    """Return a server and a world that has stored KEY there."""
     server = Server()
     world = world_of(server)
     world.serve("a", KEY)
     world.settle()
+    return server, world
+
+
+def test_a_cache_with_detached_storage_works_without_reads_and_stores() -> None:
+    server, world = served()
     world.cache.storage.detach()
     assert not world.cache.storage.attached
     assert world.serve("b", KEY).cached_tokens == 12, "L1 has not changed"
@@ -87,10 +87,7 @@ def test_a_cache_with_detached_storage_works_without_reads_and_stores() -> None:
 
 
 def test_storage_that_is_attached_again_is_used_again() -> None:
-    server = Server()
-    world = world_of(server)
-    world.serve("a", KEY)
-    world.settle()
+    server, world = served()
     world.cache.storage.detach()
     world.cache.storage.detach()  # does nothing
     world.serve("b", prompt(4, 5))
@@ -236,11 +233,8 @@ def test_an_invalid_weights_epoch_leaves_the_store_open() -> None:
 
 
 def test_a_prefetch_in_flight_at_a_detach_adds_no_pages_and_holds_none() -> None:
-    server = Server()
-    world = world_of(server)
-    world.serve("a", KEY)
-    forget_l1_and_l2(world)
-    world.until(lambda: server.pages() == 3)
+    server, world = served()
+    world.cache.clear()
     server.faults[0].hang()
     assert world.cache.prefetch_from_storage("b", KEY)
     wait_for(lambda: server.faults[0].hung_calls == 1)
@@ -274,7 +268,7 @@ def test_while_the_breaker_is_open_nothing_is_submitted_and_it_closes_by_itself(
     assert world.cache.prefetch_from_storage("c", KEY) and world.cache.check_prefetch_progress("c")
     assert world.controller._submitted["prefetches"] == submitted
     world.attempt("c", KEY)
-    assert world.cache.statistics().skipped["prefetch_paused"] > 0
+    assert world.skipped["prefetch_paused"] > 0
     server.faults[0].fail(False)
     clock.advance(60.0)
     world.until(lambda: world.controller.gate.may(READ))
@@ -289,7 +283,7 @@ def test_an_override_switches_writes_off_and_on() -> None:
     world.serve("a", KEY)
     world.settle()
     assert server.pages() == 0 and not world.controller.gate.may(WRITE) and world.controller.gate.may(READ)
-    assert world.cache.statistics().skipped["store_paused"] > 0
+    assert world.skipped["store_paused"] > 0
     world.cache.storage.override(WRITE, Override.AUTO)
     world.step()
     world.serve("b", KEY)
@@ -308,10 +302,7 @@ def test_an_override_stays_in_force_after_new_weights() -> None:
 
 
 def test_statistics_have_an_entry_for_each_store_and_do_not_wait_for_it() -> None:
-    server = Server()
-    world = world_of(server)
-    world.serve("a", KEY)
-    world.settle()
+    _, world = served()
     (leaf,) = world.cache.statistics().controller.backends
     assert leaf.name == "storage" and leaf.guard is not None
     assert leaf.statistics.sets[SetOutcome.STORED] == 3
