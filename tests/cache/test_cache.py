@@ -120,33 +120,6 @@ def test_pages_that_a_full_write_queue_rejects_are_backed_up_at_their_next_use()
     assert world.cache.tree.host_pages == 3
 
 
-def test_of_a_prefix_longer_than_the_load_queue_the_pages_that_fit_are_loaded() -> None:
-    world = World(transfer=TransferConfig(load_pages_max=2))
-    world.serve("a", prompt(1, 2, 3, 4, 5))
-    world.leave_l1()
-    request = world.begin("b", prompt(1, 2, 3, 4, 5))
-    assert request.host_hit_tokens == 8
-    world.cache.check()
-    world.cache.cache_finished_req(request, prompt(1, 2, 3, 4, 5))
-    world.settle()
-    assert world.serve("c", prompt(1, 2, 3, 4, 5)).device_hit_tokens == 20
-
-
-def test_a_host_tier_full_of_pages_in_use_rejects_backups() -> None:
-    world = World(device_pages=16, host_pages=3)
-    world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    used = world.cache.match_prefix(prompt(1, 2, 3)).node
-    world.cache.tree.hold_host(used)  # like an operation
-    world.serve("b", prompt(4, 5))
-    world.settle()
-    assert world.cache.statistics().skipped["backup_no_host_room"] == 1
-    world.cache.tree.release_host(used)
-    world.serve("c", prompt(6, 7))
-    world.settle()
-    assert world.cache.statistics().evicted_pages["host"] >= 2
-
-
 def test_a_key_that_differs_from_the_shared_pages_is_rejected(world: World) -> None:
     request = world.begin("a", prompt(1, 2, 3).head(9))
     assert world.cache.extend(request, 16)

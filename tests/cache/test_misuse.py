@@ -116,16 +116,6 @@ def test_a_request_may_begin_again_after_it_was_refused_preempted_or_aborted() -
     world.leave()
 
 
-def test_turns_of_a_session_may_have_the_same_id_one_after_the_other() -> None:
-    world = World(kind=SessionCache)
-    assert isinstance(world.cache, SessionCache)
-    world.cache.open_session("s")
-    for key in (prompt(1, 2), prompt(1, 2, 3)):
-        world.cache.join_session("turn", "s")
-        world.cache.cache_finished_req(world.begin("turn", key), key)
-    world.cache.close_session("s")
-
-
 def test_a_cache_that_is_not_polled_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = StepClock()
     world = World(backend=GatedBackend(), clock=clock)

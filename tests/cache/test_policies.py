@@ -152,17 +152,6 @@ def test_with_write_back_a_victim_is_copied_and_then_freed() -> None:
     assert w.compared_pages == 2
 
 
-def test_a_request_without_room_waits_for_write_back_without_blocking() -> None:
-    w = world("write_back", device_pages=4)
-    w.serve("a", prompt(1, 2, 3))
-    w.settle()
-    assert w.cache.begin_request("b", prompt(4, 5, 6)) is None
-    assert w.cache.writeback_pages > 0
-    w.settle()
-    request = w.begin("b", prompt(4, 5, 6))
-    w.cache.cache_finished_req(request, prompt(4, 5, 6))
-
-
 def test_write_back_drops_a_victim_if_l2_has_no_room() -> None:
     w = full_on_l2(host_pages=2)
     insert(w, prompt(1, 2))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import Direction, EvictionListener, GetOutcome
+from hicache.backends.base import Direction, EvictionListener
 from hicache.backends.file import FileDriver
 from hicache.backends.guard import Override
 from hicache.backends.memory import MemoryDriver
@@ -22,14 +22,12 @@ from hicache.config import TransferConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.config.storage import FileStorageOptions
 from hicache.controller import storage as storage_workers
-from hicache.events import EventStream, Medium, PrefixIndex
-from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
 from hicache.lab.devservers import ValkeyServer
 from hicache.radix import Node
 from tests.backends.redis.store import grow_old
 from tests.cache.host_world import HostWorld
-from tests.cache.world import LastingBackend, StepClock, World, codec, every_hit, prompt
+from tests.cache.world import GatedBackend, LastingBackend, StepClock, World, codec, every_hit, filled, prompt
 from tests.passing import Passing
 from tests.ranks import Exchange
 from tests.waiting import wait_for
@@ -371,34 +369,18 @@ def test_a_page_lost_from_the_middle_of_a_run_marks_the_tail_as_not_stored() -> 
 
 def test_a_page_that_a_read_does_not_find_is_marked_as_not_stored() -> None:
     """The page was computed, and its node added, while the read was in flight."""
-    store = GatedReads()
-    first = World(backend=store)
-    first.serve("a", prompt(1, 2, 3, 4))
-    first.close()
+    key = prompt(1, 2, 3, 4)
+    store = filled(GatedBackend(), key)
     world = World(backend=store)
-    store.may_read.clear()
-    world.cache.prefetch_from_storage("slow", prompt(1, 2, 3, 4))
-    wait_for(store.reading.is_set, world.step)
-    world.cache.cache_finished_req(world.begin("quick", prompt(1, 2, 3, 4)), prompt(1, 2, 3, 4))
-    world.until(lambda: node_of(world, prompt(1, 2, 3, 4)).stored)
-    store.delete(keys_of(prompt(1, 2, 3, 4))[3:], deadline=float("inf"))
-    store.may_read.set()
-    world.until(lambda: not node_of(world, prompt(1, 2, 3, 4)).stored)
+    store.reads.clear()
+    world.cache.prefetch_from_storage("slow", key)
+    wait_for(store.entered.is_set, world.step)
+    world.cache.cache_finished_req(world.begin("quick", key), key)
+    world.until(lambda: node_of(world, key).stored)
+    store.delete(keys_of(key)[3:], deadline=float("inf"))
+    store.reads.set()
+    world.until(lambda: not node_of(world, key).stored)
     world.cache.abort_prefetch("slow")
-
-
-class GatedReads(RecordingStore):
-    """A store whose reads wait while `may_read` is not set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reading, self.may_read = threading.Event(), threading.Event()
-        self.may_read.set()
-
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        self.reading.set()
-        assert self.may_read.wait(20)
-        return super().batch_get(keys, pages, deadline=deadline + 100)
 
 
 def test_each_step_handles_a_few_losses_and_above_a_limit_the_oldest_are_dropped(
@@ -419,24 +401,6 @@ def test_each_step_handles_a_few_losses_and_above_a_limit_the_oldest_are_dropped
     store.listener([bytes(32)] * (2 * storage_workers._LOST_MAX))
     assert len(world.controller._storage._lost) == storage_workers._LOST_MAX
     world.controller._storage._lost.clear()
-
-
-def test_evictions_in_storage_are_published_as_events() -> None:
-    store, stream = RecordingStore(6), EventStream(1 << 20)
-    world = World(backend=store)
-    world.cache.record_events(stream)
-    reader, index = stream.subscribe(), PrefixIndex()
-    world.serve("hot", HOT)
-    world.settle()
-    index.apply(reader.drain(1000))
-    assert index.prefix_pages(keys_of(HOT), Medium.STORAGE) == 3
-    for number in range(2):
-        world.serve(f"other {number}", other(number))
-    world.settle()
-    index.apply(reader.drain(1000))
-    assert index.prefix_pages(keys_of(HOT), Medium.STORAGE) == 0
-    assert index.prefix_pages(keys_of(HOT), Medium.DEVICE) == 3
-    index.check()
 
 
 # Ranks

@@ -79,16 +79,6 @@ def test_with_bigrams_a_turn_diverges_one_token_before_the_first_different_token
     assert talks.turn("s", [*tokens(9), 99, 98, 97, 95]).kv.cached_tokens == 11
 
 
-def test_a_key_of_the_other_kind_is_rejected_and_changes_nothing() -> None:
-    talks = opened("s", talks=bigram_talks())
-    talks.turn("s", tokens(10))
-    talks.cache.join_session("a", "s")
-    with pytest.raises(InvalidInput, match="the tree has 8"):
-        talks.cache.begin_request("a", RadixKey.of(tokens(12)))
-    talks.cache.abort_prefetch("a")
-    talks.cache.check()
-
-
 def test_without_a_session_the_partial_page_is_computed_again() -> None:
     """The control: the same turns as ordinary requests hit only whole pages."""
     talks = opened("s")
@@ -433,14 +423,6 @@ def test_after_clearing_a_session_gets_no_pages_of_its_running_turn(how: str, ab
     (talks.abort if aborted else talks.finish)(talk)
     assert talks.turn("s", [*tokens(15), 60, 61, 62]).kv.cached_tokens == 0
     assert talks.turn("s", [*tokens(15), 60, 61, 62, 63]).kv.cached_tokens == 18
-
-
-def test_sessions_keep_their_kv_if_new_weights_are_rejected() -> None:
-    talks = opened("s")
-    talks.turn("s", tokens(10))
-    with pytest.raises(InvalidInput, match="not above"):
-        talks.cache.update_weights(0)
-    assert talks.turn("s", tokens(12)).kv.cached_tokens == 10
 
 
 class KeepsOldPages(SessionCache):

@@ -50,14 +50,6 @@ def test_unlocking_an_unlocked_node_is_rejected() -> None:
         t.unlock(t.match(RadixKey.of([1, 2])).node)
 
 
-def test_a_large_victim_is_split_to_the_needed_size() -> None:
-    t = tree(page_size=1)
-    t.insert(RadixKey.of(list(range(100))), np.arange(1, 101, dtype=np.int32))
-    assert t.evict_device(20).pages.tolist() == list(range(81, 101))
-    assert len(t.match(RadixKey.of(list(range(100)))).device_pages) == 80
-    check_tree(t)
-
-
 def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     t = RadixTree(1, POLICIES["lru"], run_pages_max=30)
     key = RadixKey.of(list(range(100)))
