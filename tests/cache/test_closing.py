@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,13 @@ def compute(world: World, keys: Sequence[RadixKey] = PROMPTS) -> None:
         world.serve(f"r{number}", key)
 
 
+def computed(backend: LastingBackend, **parts: Any) -> World:
+    """Return a world with write_back that has computed PROMPTS."""
+    world = World(**{"device_pages": 24, "backend": backend, "config": BACK, **parts})
+    compute(world)
+    return world
+
+
 class FullBackend(LastingBackend):
     """A store that takes `pages` pages, and rejects all others."""
 
@@ -78,16 +86,14 @@ class FullBackend(LastingBackend):
 )  # fmt: skip
 def test_the_pages_that_are_only_on_l1_are_stored(host_pages: int, config: HiCacheConfig, stored: int) -> None:
     backend = memory_backend()
-    world = World(device_pages=24, host_pages=host_pages, backend=backend, config=config)
-    compute(world)
+    world = computed(backend, host_pages=host_pages, config=config)
     assert closed(world) == 0
     assert [stored_pages(backend, key) for key in PROMPTS] == [stored] * 4
 
 
 def test_the_most_recently_used_prompts_are_stored_first_and_each_from_its_first_page() -> None:
     backend = FullBackend(8)
-    world = World(device_pages=24, host_pages=5, backend=backend, config=BACK)
-    compute(world)
+    world = computed(backend, host_pages=5)
     world.attempt("again", PROMPTS[1])
     assert closed(world) == PAGES - 5  # a run that is stored in part counts as a whole
     assert [stored_pages(backend, key) for key in PROMPTS] == [0, 5, 0, 3]
@@ -142,8 +148,7 @@ def test_without_storage_nothing_is_copied_and_nothing_counts_as_lost() -> None:
 
 def test_a_store_that_takes_nothing_is_tried_twice_and_all_pages_are_counted() -> None:
     backend = FullBackend(0)
-    world = World(device_pages=24, backend=backend, config=BACK)
-    compute(world)
+    world = computed(backend)
     assert closed(world) == PAGES
     assert 0 < backend.calls <= 2 * len(PROMPTS)
 
@@ -151,8 +156,7 @@ def test_a_store_that_takes_nothing_is_tried_twice_and_all_pages_are_counted() -
 def test_a_store_that_hangs_does_not_delay_the_end_beyond_its_time() -> None:
     backend = GatedBackend()
     backend.writes.clear()
-    world = World(device_pages=24, backend=backend, config=BACK)
-    compute(world)
+    world = computed(backend)
     world.leave()
     assert not world.cache.close(0.3)
     assert world.cache.statistics().unsaved_pages == PAGES

@@ -93,7 +93,7 @@ def test_with_a_storage_format_stored_pages_are_compressed_and_encrypted(tmp_pat
      ({"label": "/srv/llama"}, {"model_label": "our llama"}, "our llama")],
 )  # fmt: skip
 def test_stored_pages_have_the_configured_label_or_that_of_the_engine_or_the_name_of_the_model(
-    names: dict[str, str], sections: dict[str, str], shown: str, tmp_path: Path
+    names: dict[str, Any], sections: dict[str, str], shown: str, tmp_path: Path
 ) -> None:
     namespace, root = replace(NAMESPACE, weights_epoch=5, **names), tmp_path / "pages"
     for header in store_two_pages(config(storage=file_storage(root), **sections), namespace, root):

@@ -44,13 +44,14 @@ def world_of(backend: GatedBackend, clock: Clock = SYSTEM_CLOCK, **changes: obje
     return World(device_pages=32, host_pages=32, backend=backend, config=configuration(**changes), clock=clock)
 
 
-def two_turns(backend: GatedBackend, clock: Clock = SYSTEM_CLOCK, **changes: object) -> World:
-    """Return a world in which the prefetch of "b" waits for its turn behind the one of "a", whose read waits."""
+def two_turns(clock: Clock = SYSTEM_CLOCK, **changes: object) -> tuple[GatedBackend, World]:
+    """Return a store, and a world in which "b" waits for its turn behind the prefetch of "a", whose read waits."""
+    backend = store_of(*PROMPTS[:2])
     world = world_of(backend, clock, operations_max=1, **changes)
     backend.reads.clear()
     world.cache.prefetch_from_storage("a", PROMPTS[0])
     world.cache.prefetch_from_storage("b", PROMPTS[1])
-    return world
+    return backend, world
 
 
 def no_room() -> World:
@@ -157,8 +158,7 @@ def test_requests_take_turns_in_order_of_arrival_even_if_they_were_followers() -
 
 
 def test_a_request_that_begins_before_its_turn_is_computed_and_counted() -> None:
-    backend = store_of(*PROMPTS[:2])
-    world = two_turns(backend)
+    backend, world = two_turns()
     assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 0
     assert world.skipped == {"prefetch_queued": 1}
     backend.reads.set()
@@ -166,8 +166,7 @@ def test_a_request_that_begins_before_its_turn_is_computed_and_counted() -> None
 
 
 def test_an_aborted_request_leaves_the_queue_and_is_not_counted() -> None:
-    backend = store_of(*PROMPTS[:2])
-    world = two_turns(backend)
+    backend, world = two_turns()
     world.cache.abort_prefetch("b")
     assert world.cache.check_prefetch_progress("b")
     assert world.cache.statistics().prefetches_waiting == 0
@@ -194,8 +193,8 @@ def test_the_queue_is_bounded_and_rejected_prefetches_are_counted(monkeypatch: p
 
 
 def test_a_request_waits_from_its_arrival_and_its_prefetch_stays_queued_after_the_timeout() -> None:
-    backend, clock = store_of(*PROMPTS[:2]), ShiftedClock()
-    world = two_turns(backend, clock=clock, policy="timeout", timeout_base=5, timeout_per_1024_tokens=0)
+    clock = ShiftedClock()
+    backend, world = two_turns(clock, policy="timeout", timeout_base=5, timeout_per_1024_tokens=0)
     world.until(backend.entered.is_set)
     clock.shift_s = 6
     world.step()
@@ -207,8 +206,7 @@ def test_a_request_waits_from_its_arrival_and_its_prefetch_stays_queued_after_th
 
 
 def test_with_best_effort_a_request_does_not_wait_for_its_turn_but_uses_it_if_it_comes() -> None:
-    backend = store_of(*PROMPTS[:2])
-    world = two_turns(backend, policy="best_effort")
+    backend, world = two_turns(policy="best_effort")
     assert world.cache.check_prefetch_progress("b")
     backend.reads.set()
     world.until(lambda: world.controller.statistics().prefetched_pages == 16)

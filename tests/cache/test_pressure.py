@@ -8,7 +8,7 @@ import torch
 
 from hicache.cache.recorder import EventRecorder
 from hicache.events import EventStream, Medium
-from hicache.radix import Node, RadixTree
+from hicache.radix import Node, PrefixTree
 from hicache.tiers import PagedTokenToKVPoolAllocator
 from tests.cache.world import GEOMETRY, World, every_hit, filled, memory_backend, prompt
 
@@ -113,6 +113,6 @@ class Observer(EventRecorder):
         super().__init__(EventStream(1 << 20))
         self.stored_nodes: list[int] = []
 
-    def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
+    def stored(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
         if medium is Medium.STORAGE:
             self.stored_nodes.append(node.id)

@@ -156,7 +156,8 @@ def test_a_request_without_a_verification_computes_its_pages() -> None:
 def test_a_verification_is_valid_for_ten_seconds() -> None:
     clock = StepClock()
     world = on_host(clock=clock)
-    world.prefetch("a", KEY)
+    world.cache.prefetch_from_storage("a", KEY)
+    world.arrive("a")
     clock.advance(11)
     assert not world.cache.check_prefetch_progress("a")
     world.arrive("a")
@@ -185,7 +186,8 @@ def test_pages_that_left_l1_after_a_verification_are_verified_too() -> None:
     world.serve("fork", prompt(1, 2, 9))  # the first two pages are on L1 again
     world.settle()
     clock.advance(11)
-    world.prefetch("a", KEY)
+    world.cache.prefetch_from_storage("a", KEY)
+    world.arrive("a")
     world.cache.evict(100)
     world.arrive("a")
     assert world.attempt("a", KEY).host_hit_tokens == 16

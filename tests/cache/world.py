@@ -120,7 +120,6 @@ class AutoClosed:
     """An object that the fixture `close_worlds` closes after the test, unless the test has closed it."""
 
     alive: ClassVar[list[AutoClosed]] = []
-    cache: Any
 
     def __init__(self) -> None:
         self.alive.append(self)
@@ -133,13 +132,30 @@ class AutoClosed:
     def close(self) -> None:
         raise NotImplementedError
 
+
+
+class Stepped(AutoClosed):
+    """An engine that steps its cache."""
+
+    cache: Any
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until `condition` holds."""
+        wait_for(condition, self.step, timeout_s=WAIT_S, pause_s=0)
+
+    def step(self) -> None:
+        """Run one scheduler step."""
+        if not self.cache.poll():
+            time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
+        self.cache.check()
+
     @property
     def skipped(self) -> dict[str, int]:
         """The counts of work that was skipped, by reason."""
         return {reason: count for reason, count in self.cache.statistics().skipped.items() if count}
 
 
-class World(AutoClosed):
+class World(Stepped):
     """A cache of `device_pages` and `host_pages` over `backend`, with an engine that calls it.
 
     `shard` makes the bytes of a page differ between ranks.
@@ -267,21 +283,11 @@ class World(AutoClosed):
         self.cache.cache_finished_req(request, None)
         return request
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Step until `condition` holds."""
-        wait_for(condition, self.step, timeout_s=WAIT_S, pause_s=0)
-
     def prefetch_of(self, rid: str) -> Prefetch:
         """Return the prefetch of a request that has not begun."""
         prefetch = self.cache._prefetcher._table.get(rid)
         assert prefetch is not None
         return prefetch
-
-    def step(self) -> None:
-        """Run one scheduler step."""
-        if not self.cache.poll():
-            time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
-        self.cache.check()
 
     def settle(self) -> None:
         """Step until no operation is in flight."""
