@@ -24,32 +24,17 @@ def world() -> Iterator[World]:
     w.close()
 
 
-def test_a_second_request_hits_l1(world: World) -> None:
+@pytest.mark.parametrize("tier", ["device", "host", "storage"])
+def test_a_second_request_hits_the_pages_of_the_first_one_on_each_tier(world: World, tier: str) -> None:
     world.serve("a", prompt(1, 2, 3))
-    again = world.serve("b", prompt(1, 2, 3))
-    assert again.device_hit_tokens == 12
+    if tier == "host":
+        world.leave_l1()
+    if tier == "storage":
+        world.forget()
+    again = world.serve("b", prompt(1, 2, 3, 4))
+    hits = (again.device_hit_tokens, again.host_hit_tokens, again.storage_hit_tokens)
+    assert hits == tuple(12 * (name == tier) for name in ("device", "host", "storage"))
     assert world.compared_pages == 3
-
-
-def test_an_evicted_prefix_is_loaded_back_from_l2(world: World) -> None:
-    world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    assert world.cache.evict(100).freed_pages == 3
-    again = world.serve("b", prompt(1, 2, 3))
-    assert (again.device_hit_tokens, again.host_hit_tokens, again.storage_hit_tokens) == (0, 12, 0)
-    assert world.compared_pages == 3
-
-
-def test_a_new_engine_finds_the_pages_in_storage() -> None:
-    backend = memory_backend()
-    first = World(backend=backend)
-    first.serve("a", prompt(1, 2, 3, 4))
-    first.settle()
-    second = World(backend=backend)
-    hit = second.serve("b", prompt(1, 2, 3, 4, 5))
-    assert (hit.device_hit_tokens, hit.host_hit_tokens, hit.storage_hit_tokens) == (0, 0, 16)
-    assert second.compared_pages == 4
-    second.settle()
 
 
 def test_the_last_token_is_always_computed(world: World) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.base import Direction
 from hicache.cache import HostCache, HostLoad, HostMatch, create_host_cache
 from hicache.cache.break_even import BreakEven
 from hicache.cache.statistics import NO_TIER
@@ -223,31 +223,6 @@ def test_written_pages_are_read_back_from_a_file_store_after_a_restart(tmp_path:
                 world.write("a", KEY)
             assert cache.drain(20)
             world.audit()
-
-
-def test_a_request_waits_for_the_pages_that_another_one_reads() -> None:
-    store = memory_backend()
-    world = HostWorld(backend=store)
-    world.write("a", KEY)
-    world.settle()
-    world.cache.clear()
-    assert world.cache.prefetch("b", KEY) and world.cache.prefetch("c", KEY)
-    world.until(lambda: world.cache.check_prefetch("b") and world.cache.check_prefetch("c"))
-    assert world.load("c", KEY) == 4 and world.load("b", KEY) == 4
-    assert store.statistics().gets[GetOutcome.HIT] == 4
-
-
-def test_pages_from_storage_are_held_for_their_request_until_it_ends() -> None:
-    world = HostWorld(host_pages=8, backend=memory_backend())
-    world.write("a", KEY)
-    world.settle()
-    world.cache.clear()
-    assert world.prefetch("b", KEY)
-    big = prompt(5, 6, 7, 8, 9, 10, tail=0)
-    assert world.cache.begin_write("c", big) is None
-    world.cache.abort("b")
-    world.write("c", big)
-    world.settle()
 
 
 def test_write_through_selective_stores_pages_that_a_second_request_uses() -> None:

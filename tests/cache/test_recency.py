@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -123,24 +123,23 @@ class Rounds:
             send_uses(world)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
-def test_a_prompt_that_often_hits_on_l1_is_in_the_file_store_after_a_restart(tmp_path: Path, policy: str) -> None:
-    engine = Rounds(file_store(tmp_path, 12), policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "notifies"), [("write_through", True), ("write_through_selective", True), ("write_through", False)]
+)
+def test_a_prompt_that_often_hits_on_l1_is_in_the_file_store_after_a_restart(
+    tmp_path: Path, policy: str, notifies: bool
+) -> None:
+    """The control, a store that is not notified of uses, evicts it."""
+    store = file_store(tmp_path, 12)
+    engine = Rounds(store if notifies else WithoutUsesOrNotices(store), policy=policy)
     engine.run()
-    assert engine.world.controller.statistics().touched_pages >= 3 * (ROUNDS - 2)
+    if notifies:
+        assert engine.world.controller.statistics().touched_pages >= 3 * (ROUNDS - 2)
     engine.world.close()
     again = World(device_pages=20, host_pages=40, backend=file_store(tmp_path, 12))
-    assert again.serve("hot", HOT).storage_hit_tokens == 12
-    assert again.serve("other", other(0)).storage_hit_tokens == 0, "the store is too small for all prompts"
-
-
-def test_a_store_that_is_not_notified_of_uses_evicts_the_hot_prompt(tmp_path: Path) -> None:
-    """The control of the test above."""
-    engine = Rounds(WithoutUsesOrNotices(file_store(tmp_path, 12)))
-    engine.run()
-    engine.world.close()
-    again = World(device_pages=20, host_pages=40, backend=file_store(tmp_path, 12))
-    assert again.serve("hot", HOT).storage_hit_tokens == 0
+    assert again.serve("hot", HOT).storage_hit_tokens == (12 if notifies else 0)
+    if notifies:
+        assert again.serve("other", other(0)).storage_hit_tokens == 0, "the store is too small for all prompts"
 
 
 @pytest.mark.parametrize("uses", [True, False])
@@ -296,49 +295,27 @@ def test_a_cache_without_an_l1_notifies_storage_too() -> None:
 # Pages that storage has lost
 
 
-def test_an_evicted_prompt_is_stored_again_at_its_next_use() -> None:
+@pytest.mark.parametrize(
+    ("seen", "uses"), [(lambda store: store, 1), (WithoutNotices, 2), (WithoutUsesOrNotices, None)],
+    ids=["by a notice", "by the reply to a touch", "not at all: the control"],
+)  # fmt: skip
+def test_an_evicted_prompt_is_stored_again_at_its_next_use_after_the_cache_has_noticed(
+    seen: Callable[[Storage], Storage], uses: int | None
+) -> None:
     store = RecordingStore(6)
-    world = World(backend=store)
-    world.serve("hot", HOT)
-    world.settle()
-    world.serve("other", other(0))
-    world.serve("more", other(1))
-    world.settle()
-    assert has(store, HOT) == 0 and not node_of(world, HOT).stored
-    assert world.cache.statistics().lost_pages == 3
-    world.serve("hot again", HOT)
-    world.settle()
-    assert has(store, HOT) == 3 and node_of(world, HOT).stored
-
-
-def test_without_eviction_notices_the_reply_to_a_touch_shows_that_pages_are_lost() -> None:
-    inner = RecordingStore(6)
-    world = World(backend=WithoutNotices(inner))
-    world.serve("hot", HOT)
-    world.settle()
-    for number in range(2):
-        world.serve(f"other {number}", other(number))
-    world.settle()
-    assert has(inner, HOT) == 0 and node_of(world, HOT).stored
-    world.serve("hot, touched", HOT)
-    world.until(lambda: not node_of(world, HOT).stored)
-    world.serve("hot, stored", HOT)
-    world.settle()
-    assert has(inner, HOT) == 3
-
-
-def test_pages_stay_marked_as_stored_if_the_store_neither_answers_touches_nor_reports_evictions() -> None:
-    """The control of the two tests above."""
-    inner = RecordingStore(6)
-    world = World(backend=WithoutUsesOrNotices(inner))
-    world.serve("hot", HOT)
-    for number in range(2):
-        world.serve(f"other {number}", other(number))
-    world.settle()
-    for rid in "abc":
-        world.serve(rid, HOT)
+    world = World(backend=seen(store))
+    for number, key in enumerate([HOT, other(0), other(1)]):
+        world.serve(f"first {number}", key)
         world.settle()
-    assert node_of(world, HOT).stored and has(inner, HOT) == 0
+    assert has(store, HOT) == 0 and node_of(world, HOT).stored == (uses != 1)
+    assert world.cache.statistics().lost_pages == (3 if uses == 1 else 0)
+    for number in range(uses or 3):
+        assert has(store, HOT) == 0
+        world.serve(f"hot {number}", HOT)
+        world.settle()
+        send_uses(world)
+        world.step()
+    assert has(store, HOT) == (3 if uses else 0) and node_of(world, HOT).stored
 
 
 def test_a_prompt_that_is_only_on_l1_is_copied_to_l2_and_stored_again() -> None:
