@@ -198,15 +198,6 @@ def test_a_request_without_room_on_l1_keeps_the_pages_that_were_read_for_it() ->
     world.cache.cache_finished_req(request, KEY)
 
 
-def test_an_aborted_prefetch_frees_its_pages() -> None:
-    backend, world = held_world()
-    world.cache.abort_prefetch("a")
-    assert world.cache.check_prefetch_progress("a")
-    backend.gate.set()
-    world.close()
-    assert world.host.allocator.used_pages == world.cache.tree.host_pages
-
-
 def test_after_a_back_off_a_request_retries_a_failed_store(long_back_off: float) -> None:
     backend = RejectingBackend(codec())
     backend.rejection, backend.rejections = SetOutcome.REJECTED, math.inf
@@ -308,13 +299,3 @@ def test_invalid_replies_and_hits_without_data_are_misses_or_failed_stores(
     assert world.controller.statistics().worker_errors == {f"{worker}:BackendError": 1}
     assert world.skipped.get("store_incomplete", 0) == (call == "set")
     assert world.host.allocator.used_pages == world.cache.tree.host_pages
-
-
-def test_a_request_that_begins_before_its_prefetch_ends_stops_the_prefetch() -> None:
-    backend, world = held_world()
-    request = world.begin("a", KEY)
-    assert request.cached_tokens == 0
-    backend.gate.set()
-    world.cache.cache_finished_req(request, KEY)
-    world.settle()
-    assert not world.cache._prefetcher._share.arrived_pages
