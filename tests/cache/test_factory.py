@@ -13,7 +13,7 @@ import pytest
 
 from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache
 from hicache.config import HiCacheConfig, HostConfig
-from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
+from hicache.errors import CapacityError, ConfigError, InvalidInput, RankError
 from hicache.frame import Encoding, FrameHeader, TagKind
 from hicache.frame.header import key_id
 from hicache.geometry import DTYPE_BYTES, KVGeometry
@@ -158,15 +158,6 @@ def test_memory_that_is_not_pinned_is_rejected_only_with_a_cuda_device() -> None
     assert host_is_pinned(HostConfig(), "cuda")
     with create_cache(config(host={"pin": "off"}), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache) and not cache.host.pinned
-
-
-def test_the_directory_of_another_program_is_rejected_and_not_changed(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir(mode=0o700)
-    (theirs / "thesis.txt").write_text("important")
-    with pytest.raises(NotOurs):
-        create_cache(config(storage=file_storage(theirs)), NAMESPACE)
-    assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
 
 
 def test_a_store_too_small_for_one_page_is_rejected(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -178,12 +177,3 @@ def test_a_request_that_waits_a_while_and_begins_is_not_a_mistake(caplog: pytest
         world.cache.cache_finished_req(running, None)
         world.cache.cache_finished_req(world.begin("b", prompt(3, 4)), None)
     assert not caplog.records
-
-
-def test_the_owner_is_a_thread_that_calls_and_not_one_that_only_reads() -> None:
-    world = World()
-    world.cache.statistics()
-    world.cache.check()
-    assert world.cache.caller.owner is None
-    world.cache.poll()
-    assert world.cache.caller.owner is threading.current_thread()

@@ -78,15 +78,6 @@ def held_backend(from_call: int = 0) -> TroubledBackend:
     return backend
 
 
-def held_world() -> tuple[TroubledBackend, World]:
-    """Return a backend that hangs in the read of a prefetch for request "a", and the world of the request."""
-    backend = held_backend()
-    world = World(backend=backend)
-    assert world.cache.prefetch_from_storage("a", KEY)
-    world.until(backend.entered.is_set)
-    return backend, world
-
-
 TIMEOUT_S = 60.0
 
 
