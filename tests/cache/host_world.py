@@ -5,7 +5,6 @@ The bytes derive from the page key and the epoch, and all pages from the cache a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from hicache.backends.kept import KeptFrames
@@ -18,16 +17,17 @@ from hicache.frame import FrameCodec
 from hicache.keys import TOKEN_BYTES, RadixKey
 from hicache.radix import RadixTree
 from hicache.tiers import HostPool
-from tests.cache.world import GEOMETRY, NAMESPACE, AutoClosed, configured, every_hit, memory_backend, prompt
+from tests.cache.world import GEOMETRY, NAMESPACE, Stepped, configured, every_hit, memory_backend, prompt
 from tests.stamps import Stamps
-from tests.waiting import wait_for
 
 __all__ = ["GEOMETRY", "NAMESPACE", "HostWorld", "every_hit", "memory_backend", "prompt"]
 PAGE_TOKENS = GEOMETRY.page_size
 
 
-class HostWorld(AutoClosed):
+class HostWorld(Stepped):
     """A cache of `host_pages` over `backend`. `kind` is its class, for tests that break one on purpose."""
+
+    cache: HostCache
 
     def __init__(  # noqa: PLR0913 - the parts that tests replace
         self,
@@ -126,16 +126,6 @@ class HostWorld(AutoClosed):
     @property
     def free_pages(self) -> int:
         return self.host.allocator.free_pages
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Step until `condition` holds."""
-        wait_for(condition, self.step, pause_s=0)
-
-    def step(self) -> None:
-        """Run one scheduler step."""
-        if not self.cache.poll():
-            time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
-        self.cache.check()
 
     def settle(self) -> None:
         """Step until no prefetch or store is in flight."""

@@ -182,12 +182,6 @@ def test_integers_of_numpy_are_accepted(integer: Any) -> None:
     assert type(side.tiered.weights_epoch) is int and side.tiered.weights_epoch == 2
 
 
-def test_a_session_cache_rejects_a_time_beyond_the_range_of_float() -> None:
-    side = Side("session")
-    with pytest.raises(InvalidInput, match="ttl_s"):
-        side.sessions.open_session("t", ttl_s=10**400)
-
-
 def test_a_cache_rejects_an_epoch_that_a_frame_cannot_store() -> None:
     world = World()
     for epoch in (bad for bad in EPOCHS if bad != 0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -25,7 +24,7 @@ from hicache.cache.break_even import (
     Rates,
     Route,
 )
-from hicache.config import BreakEvenConfig, HiCacheConfig
+from hicache.config import BreakEvenConfig
 from hicache.config.guard import InjectConfig
 from hicache.errors import InvalidInput, InvariantError
 from tests.cache.world import GEOMETRY, World, codec, memory_backend, prompt
@@ -80,10 +79,6 @@ def test_a_tier_above_the_break_even_bandwidth_pays_and_one_below_does_not() -> 
 def test_the_cost_of_a_prefetch_includes_the_load_that_follows() -> None:
     assert decide(measured(host=4 * GIB, storage=4 * GIB), Route.LOAD) is Decision.PAYS
     assert decide(measured(host=4 * GIB, storage=4 * GIB), Route.PREFETCH) is Decision.TOO_SLOW
-
-
-def test_the_decision_on_a_load_does_not_depend_on_storage() -> None:
-    assert decide(measured(storage=1), Route.LOAD) is Decision.PAYS
 
 
 @pytest.mark.parametrize("unknown", Rates._fields)
@@ -383,13 +378,6 @@ def test_an_invalid_length_of_a_run_of_refusals_is_rejected() -> None:
         BreakEven(probe_every=0)
 
 
-def test_decisions_use_the_speeds_of_the_configuration() -> None:
-    section = {"prefill_tokens_per_second": 5000, "host_bandwidth": "50GB", "storage_bandwidth": "2GiB"}
-    rates = measured(config=HiCacheConfig.model_validate({"break_even": section}).break_even).rates()
-    assert rates.prefill_tokens_per_s == 5000
-    assert (rates.host_bytes_per_s, rates.storage_bytes_per_s) == (50 * 10**9, 2 * GIB)
-
-
 # A whole cache: the test reports the times of prefills; the times of copies and reads are real
 
 KEY = prompt(*range(1, 9))
@@ -402,23 +390,15 @@ def report_prefill_time(world: World, seconds: float) -> None:
         world.cache.record_prefill(PREFILL_TOKENS_MIN, seconds)
 
 
-def forget(world: World, *, host: bool = True) -> None:
-    """Empty L1, and with `host` also L2. Stored pages stay in storage."""
-    world.settle()
-    world.cache.evict(world.device.pages)
-    while host and len(freed := world.cache.tree.evict_host(world.host.pages)):
-        world.host.free(freed)
-
-
 def measured_world(*, always: bool = False) -> World:
     """Return a cache that has stored KEY and has measured both tiers with it."""
     config = BreakEvenConfig(mode="always" if always else "measure")
     world = World(backend=memory_backend(), break_even=BreakEven(config))
     world.serve("store", KEY)
     for number in range(OBSERVATIONS_MIN):
-        forget(world)
+        world.forget()
         assert world.serve(f"measure-{number}", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
-    forget(world, host=False)
+    world.leave_l1()
     assert all(world.cache.break_even.rates()[1:]), "both tiers are measured"
     return world
 
@@ -426,13 +406,13 @@ def measured_world(*, always: bool = False) -> World:
 def test_a_hit_in_storage_is_read_only_if_it_pays() -> None:
     world = measured_world()
     report_prefill_time(world, INSTANT_S)
-    forget(world)
+    world.forget()
     reads = world.controller.statistics().prefetched_pages
     assert world.serve("a", KEY).cached_tokens == 0
     assert world.controller.statistics().prefetched_pages == reads
     assert world.cache.statistics().skipped["prefetch_does_not_pay"] == 1
     report_prefill_time(world, AGES_S)
-    forget(world)
+    world.forget()
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     assert world.cache.statistics().break_even.decisions["prefetch", "pays"] == 1
 
@@ -443,7 +423,7 @@ def test_a_hit_on_l2_is_loaded_only_if_it_pays() -> None:
     world.step()
     assert world.serve("a", KEY).cached_tokens == 0
     assert world.cache.statistics().skipped["load_does_not_pay"] == 1
-    forget(world, host=False)
+    world.leave_l1()
     report_prefill_time(world, AGES_S)
     world.step()
     assert world.serve("b", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
@@ -456,42 +436,10 @@ def test_in_mode_always_hits_that_do_not_pay_are_fetched() -> None:
     report_prefill_time(world, INSTANT_S)
     world.step()
     assert world.serve("a", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
-    forget(world)
+    world.forget()
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     skipped = world.cache.statistics().skipped
     assert skipped["load_does_not_pay"] == skipped["prefetch_does_not_pay"] == 0
-
-
-class SimulatedStorageSpeed(BreakEven):
-    """A `BreakEven` that measures storage as if it had the speed `storage_bytes_per_s`."""
-
-    storage_bytes_per_s = FAST
-
-    def observe_transfer(self, route: Route, bytes_: int, seconds: float) -> None:
-        if route is Route.PREFETCH:
-            seconds = bytes_ / self.storage_bytes_per_s
-        super().observe_transfer(route, bytes_, seconds)
-
-
-def test_requests_stop_waiting_for_a_store_that_becomes_slow_and_use_it_again_when_it_is_fast() -> None:
-    given_speeds = BreakEvenConfig(prefill_tokens_per_second=10**7, host_bandwidth=1 << 50)
-    break_even = SimulatedStorageSpeed(given_speeds, probe_every=4)
-    world = World(backend=memory_backend(), break_even=break_even)
-    world.serve("store", KEY)
-    rids = itertools.count()
-
-    def used() -> bool:
-        forget(world)
-        return world.serve(f"r{next(rids)}", KEY).storage_hit_tokens > 0
-
-    assert all(used() for _ in range(WINDOW))
-    break_even.storage_bytes_per_s = 1
-    assert [used() for _ in range(WINDOW)].count(True) == USUAL_PROBES, "four slow reads change the decision"
-    assert [used() for _ in range(4 * 4)].count(True) == 4, "only probes"
-    break_even.storage_bytes_per_s = FAST
-    for _ in range(USUAL_PROBES * 4):
-        used()
-    assert all(used() for _ in range(WINDOW))
 
 
 def test_if_an_engine_does_not_report_prefills_every_hit_is_fetched() -> None:
@@ -550,8 +498,8 @@ SLOW_CALLS = InjectConfig(latency="100ms")
 class MeasuredStore:
     """A cache with a prefill of one token per millisecond, which has measured a store that is faster."""
 
-    def __init__(self, *, probe_every: int = 4, writes: Literal["measure", "always"] = "measure") -> None:
-        config = BreakEvenConfig(prefill_tokens_per_second=1000, host_bandwidth=1 << 50, writes=writes)
+    def __init__(self, *, probe_every: int) -> None:
+        config = BreakEvenConfig(prefill_tokens_per_second=1000, host_bandwidth=1 << 50)
         self.driver, self.faults = MemoryDriver(), Faults()
         backend = Store(self.driver, codec(), UNGUARDED, faults=self.faults)
         self.world = World(backend=backend, break_even=BreakEven(config, probe_every=probe_every))
@@ -561,7 +509,7 @@ class MeasuredStore:
             assert self.is_read()
 
     def is_read(self) -> bool:
-        forget(self.world)
+        self.world.forget()
         return self.world.serve(f"r{next(self.prompts)}", KEY).storage_hit_tokens > 0
 
     def stores(self, count: int) -> int:
@@ -597,12 +545,3 @@ def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe
     for _ in range(WINDOW * 4):
         s.is_read()
     assert s.stores(8) == (8 if probes else 0)
-
-
-@pytest.mark.long
-def test_with_writes_always_a_store_that_is_slow_here_is_written_to_for_others() -> None:
-    s = MeasuredStore(writes="always")
-    s.faults.options = SLOW_CALLS
-    for _ in range(USUAL_PROBES):
-        assert s.is_read()
-    assert s.stores(5) == 5 and s.refused == 0

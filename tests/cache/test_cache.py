@@ -24,32 +24,17 @@ def world() -> Iterator[World]:
     w.close()
 
 
-def test_a_second_request_hits_l1(world: World) -> None:
+@pytest.mark.parametrize("tier", ["device", "host", "storage"])
+def test_a_second_request_hits_the_pages_of_the_first_one_on_each_tier(world: World, tier: str) -> None:
     world.serve("a", prompt(1, 2, 3))
-    again = world.serve("b", prompt(1, 2, 3))
-    assert again.device_hit_tokens == 12
+    if tier == "host":
+        world.leave_l1()
+    if tier == "storage":
+        world.forget()
+    again = world.serve("b", prompt(1, 2, 3, 4))
+    hits = (again.device_hit_tokens, again.host_hit_tokens, again.storage_hit_tokens)
+    assert hits == tuple(12 * (name == tier) for name in ("device", "host", "storage"))
     assert world.compared_pages == 3
-
-
-def test_an_evicted_prefix_is_loaded_back_from_l2(world: World) -> None:
-    world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    assert world.cache.evict(100).freed_pages == 3
-    again = world.serve("b", prompt(1, 2, 3))
-    assert (again.device_hit_tokens, again.host_hit_tokens, again.storage_hit_tokens) == (0, 12, 0)
-    assert world.compared_pages == 3
-
-
-def test_a_new_engine_finds_the_pages_in_storage() -> None:
-    backend = memory_backend()
-    first = World(backend=backend)
-    first.serve("a", prompt(1, 2, 3, 4))
-    first.settle()
-    second = World(backend=backend)
-    hit = second.serve("b", prompt(1, 2, 3, 4, 5))
-    assert (hit.device_hit_tokens, hit.host_hit_tokens, hit.storage_hit_tokens) == (0, 0, 16)
-    assert second.compared_pages == 4
-    second.settle()
 
 
 def test_the_last_token_is_always_computed(world: World) -> None:
@@ -98,8 +83,7 @@ def test_a_request_without_room_waits_and_changes_nothing(world: World) -> None:
 def test_short_hits_are_not_loaded_back() -> None:
     world = World(config=HiCacheConfig(load_back_threshold_tokens=10))
     world.serve("a", prompt(1, 2))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     assert world.serve("b", prompt(1, 2)).cached_tokens == 0
     assert world.cache.statistics().skipped["load_too_short"] == 1
 
@@ -119,34 +103,6 @@ def test_pages_that_a_full_write_queue_rejects_are_backed_up_at_their_next_use()
     world.serve("b", prompt(1, 2, 3))
     world.settle()
     assert world.cache.tree.host_pages == 3
-
-
-def test_of_a_prefix_longer_than_the_load_queue_the_pages_that_fit_are_loaded() -> None:
-    world = World(transfer=TransferConfig(load_pages_max=2))
-    world.serve("a", prompt(1, 2, 3, 4, 5))
-    world.settle()
-    world.cache.evict(100)
-    request = world.begin("b", prompt(1, 2, 3, 4, 5))
-    assert request.host_hit_tokens == 8
-    world.cache.check()
-    world.cache.cache_finished_req(request, prompt(1, 2, 3, 4, 5))
-    world.settle()
-    assert world.serve("c", prompt(1, 2, 3, 4, 5)).device_hit_tokens == 20
-
-
-def test_a_host_tier_full_of_pages_in_use_rejects_backups() -> None:
-    world = World(device_pages=16, host_pages=3)
-    world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    used = world.cache.match_prefix(prompt(1, 2, 3)).node
-    world.cache.tree.hold_host(used)  # like an operation
-    world.serve("b", prompt(4, 5))
-    world.settle()
-    assert world.cache.statistics().skipped["backup_no_host_room"] == 1
-    world.cache.tree.release_host(used)
-    world.serve("c", prompt(6, 7))
-    world.settle()
-    assert world.cache.statistics().evicted_pages["host"] >= 2
 
 
 def test_a_key_that_differs_from_the_shared_pages_is_rejected(world: World) -> None:
@@ -197,8 +153,7 @@ def test_after_a_copy_that_cannot_start_the_cache_raises_transfer_errors(directi
     backend = memory_backend()
     world = World(copies=_UnstartableCopies, backend=backend)
     world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     copies = world.controller._copies
     assert isinstance(copies, _UnstartableCopies)
     copies.broken = direction
@@ -222,8 +177,7 @@ def test_after_a_copy_that_cannot_start_the_cache_raises_transfer_errors(directi
 def test_a_reservation_without_enough_room_evicts_nothing() -> None:
     world = World(device_pages=16, host_pages=8)
     world.serve("a", prompt(1, 2))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     world.serve("b", prompt(11, 12, 13, 14, 15))
     world.settle()
     assert world.cache.tree.host_pages == 7
@@ -239,8 +193,7 @@ def test_a_reservation_without_enough_room_evicts_nothing() -> None:
 def test_a_closed_cache_rejects_requests_and_closing_drops_loads_that_were_not_started() -> None:
     world = World()
     world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     request = world.admit("b", prompt(1, 2, 3))
     world.cache.cache_finished_req(request, None)
     assert world.cache.close(), "a queued load that was not started must not delay closing"
@@ -264,8 +217,7 @@ def test_a_request_that_shares_pages_in_flight_waits_for_their_load_too() -> Non
     _HeldCopies.gate = threading.Event()
     world = World(copies=_HeldCopies)
     world.serve("a", prompt(1, 2, 3))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     first = world.admit("b", prompt(1, 2, 3))
     load = world.cache.start_loading()
     world.step()

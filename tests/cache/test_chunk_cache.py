@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.cache import ChunkCache, Eviction, HiRadixCache, RequestKV, create_cache
+from hicache.cache import ChunkCache, Eviction, RequestKV, create_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput, InvariantError
-from hicache.keys import BIGRAM_BYTES, RadixKey
+from hicache.keys import RadixKey
 from hicache.metrics.families import CACHE_METRICS
 from hicache.tiers import create_device_pool
 from tests.cache.world import GEOMETRY, NAMESPACE, prompt
@@ -139,8 +139,5 @@ def test_the_configuration_selects_the_kind_of_cache_and_a_chunk_cache_opens_no_
     with create_cache(HiCacheConfig.model_validate(entries), NAMESPACE) as cache:
         assert isinstance(cache, ChunkCache) and cache.device.pages == 8
         assert not (tmp_path / "pages").exists()
-    tiered = HiCacheConfig.model_validate({"page_size": 4, "device": {"tokens": 32}, "bigram_keys": True})
-    with create_cache(tiered, NAMESPACE) as cache:
-        assert isinstance(cache, HiRadixCache) and cache.tree.position_bytes == BIGRAM_BYTES
     with pytest.raises(ConfigError, match="page_size"):
         create_cache(HiCacheConfig.model_validate({**entries, "page_size": 8}), NAMESPACE)

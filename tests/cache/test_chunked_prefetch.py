@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from hicache.cache import RequestKV
 from hicache.cache.prefetch_states import State
-from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import Load
 from hicache.keys import RadixKey
 from hicache.types import NO_PAGES
-from tests.cache.world import GEOMETRY, GatedBackend, LastingBackend, World, memory_backend, prompt
+from tests.cache.world import (
+    GEOMETRY,
+    GatedBackend,
+    LastingBackend,
+    World,
+    every_hit,
+    filled,
+    memory_backend,
+    prefetch,
+    prompt,
+)
 from tests.seeds import rng, seeds
 
 PAGES = 24
@@ -23,20 +30,18 @@ HOST_PAGES = 8  # of which prefetches may hold four
 @pytest.fixture
 def backend() -> LastingBackend:
     """Return a store that has KEY."""
-    backend = memory_backend()
-    world = World(device_pages=64, host_pages=64, backend=backend)
-    world.serve("store", KEY)
-    world.settle()
-    world.close()
-    return backend
+    return filled(memory_backend(), KEY)
 
 
 def small_l2(backend: LastingBackend, device_pages: int = 64) -> World:
-    prefetch = PrefetchConfig(threshold_tokens=4, policy="wait_complete")
-    config = HiCacheConfig(
-        load_back_threshold_tokens=4, break_even=BreakEvenConfig(mode="always"), prefetch=prefetch
-    )
+    config = every_hit(prefetch=prefetch(policy="wait_complete"))
     return World(device_pages=device_pages, host_pages=HOST_PAGES, backend=backend, config=config)
+
+
+def full_l1(backend: LastingBackend) -> tuple[World, RequestKV]:
+    """Return a world with room for one page on L1, and the request that has the rest."""
+    world = small_l2(backend, device_pages=PAGES + 8)
+    return world, world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
 
 
 def pages_from_storage(world: World, rid: str) -> int:
@@ -58,19 +63,8 @@ def test_a_prompt_three_times_as_long_as_l2_is_read_completely_from_storage(back
     assert world.compared_pages == PAGES and world.wrong_pages == 0
 
 
-def test_if_the_engine_owns_l1_only_the_pages_that_fit_on_l2_are_read(backend: LastingBackend) -> None:
-    world = small_l2(backend)
-    world.cache._prefetcher.chunked.promote = None
-    assert world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
-    for _ in range(20):
-        world.step()
-    assert world.attempt("a", KEY).storage_hit_tokens == HOST_PAGES // 2 * GEOMETRY.page_size
-
-
 def test_arrived_pages_are_loaded_as_soon_as_l1_has_room(backend: LastingBackend) -> None:
-    world = small_l2(backend, device_pages=PAGES + 8)
-    others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
+    world, others = full_l1(backend)
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
     for _ in range(20):
@@ -83,8 +77,7 @@ def test_arrived_pages_are_loaded_as_soon_as_l1_has_room(backend: LastingBackend
 def test_a_request_whose_pages_wait_for_l1_begins_without_their_load_if_another_needs_the_room(
     backend: LastingBackend,
 ) -> None:
-    world = small_l2(backend, device_pages=PAGES + 8)
-    others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
+    world, others = full_l1(backend)
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.prefetch_of("a").state is State.AWAITING_L1)
     assert world.cache._l1._release_arrived()
@@ -123,14 +116,11 @@ def test_a_chunked_prefetch_that_is_stopped_holds_no_pages(backend: LastingBacke
 def test_several_long_prompts_are_loaded_in_turn(backend: LastingBackend) -> None:
     world = small_l2(backend, device_pages=128)
     other = prompt(*range(1, 9), *range(50, 66))
-    helper = World(device_pages=64, host_pages=64, backend=backend)
-    helper.serve("store", other)
-    helper.settle()
-    helper.close()
+    filled(backend, other)
     for rid, key in (("a", KEY), ("b", other)):
         assert world.cache.prefetch_from_storage(rid, key)
     for rid, key in (("a", KEY), ("b", other)):
-        world.until(partial(world.cache.check_prefetch_progress, rid))
+        world.arrive(rid)
         assert world.attempt(rid, key).cached_tokens == PAGES * GEOMETRY.page_size
 
 
@@ -141,7 +131,7 @@ def test_pages_that_other_requests_have_loaded_are_not_loaded_again(backend: Las
     world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
     assert world.attempt("b", KEY.head(17)).cached_tokens == 16
     world.cache.cache_finished_req(others, None)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     assert world.attempt("a", KEY).cached_tokens == PAGES * GEOMETRY.page_size
 
 
@@ -163,13 +153,8 @@ def test_a_full_l1_never_evicts_the_first_parts_to_make_room_for_the_next_one(
 
 
 def test_prompts_that_are_together_larger_than_l1_do_not_read_each_others_parts_again_without_end() -> None:
-    backend, prompts = GatedBackend(), [prompt(*range(first, first + PAGES)) for first in (100, 200, 300, 400)]
-    helper = World(device_pages=256, host_pages=256, backend=backend)
-    for number, key in enumerate(prompts):
-        helper.serve(f"store {number}", key)
-        helper.settle()
-    helper.close()
-    backend.pages_read = 0
+    prompts = [prompt(*range(first, first + PAGES)) for first in (100, 200, 300, 400)]
+    backend = filled(GatedBackend(), *prompts)
     world = small_l2(backend, device_pages=PAGES + 8)
     waiting = {str(number): key for number, key in enumerate(prompts)}
     for rid, key in waiting.items():
@@ -187,21 +172,16 @@ def test_prompts_that_are_together_larger_than_l1_do_not_read_each_others_parts_
 
 
 def test_if_another_request_computes_the_part_that_is_being_read_the_rest_is_fetched() -> None:
-    backend = GatedBackend()
-    helper = World(device_pages=64, host_pages=64, backend=backend)
-    helper.serve("store", KEY)
-    helper.settle()
-    helper.close()
+    backend = filled(GatedBackend(), KEY)
     world = small_l2(backend)
     backend.reads.clear()
-    backend.entered.clear()
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(backend.entered.is_set)
     part = KEY.head(HOST_PAGES // 2 * GEOMETRY.page_size)
     world.cache.cache_finished_req(world.begin("b", part), part)
     world.until(lambda: world.cache.tree.host_pages > 0)
     backend.reads.set()
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     assert world.attempt("a", KEY).cached_tokens == PAGES * GEOMETRY.page_size
 
 
@@ -214,8 +194,7 @@ def test_after_clear_no_pages_count_as_loaded_for_a_request(backend: LastingBack
 
 
 def test_the_load_of_another_request_does_not_end_a_prefetch_without_a_name(backend: LastingBackend) -> None:
-    world = small_l2(backend, device_pages=PAGES + 8)
-    others = world.begin("others", prompt(*range(100, 100 + PAGES + 7)))
+    world, others = full_l1(backend)
     assert world.cache.prefetch_from_storage("", KEY)
     world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
     world.cache._prefetcher.chunked.loaded(Load(NO_PAGES, NO_PAGES, 0))
@@ -228,13 +207,7 @@ def test_the_load_of_another_request_does_not_end_a_prefetch_without_a_name(back
 def test_random_requests_that_are_loaded_in_parts_beside_each_other_get_the_right_pages(seed: int) -> None:
     random = rng(seed)
     prompts = [prompt(*range(first, first + PAGES)) for first in (100, 200, 300)]
-    backend = memory_backend()
-    helper = World(device_pages=128, host_pages=128, backend=backend)
-    for number, key in enumerate(prompts):
-        helper.serve(f"store {number}", key)
-    helper.settle()
-    helper.close()
-    world = small_l2(backend, random.randint(PAGES + 2, PAGES + 16))
+    world = small_l2(filled(memory_backend(), *prompts), random.randint(PAGES + 2, PAGES + 16))
     waiting: dict[str, RadixKey] = {}
     running: dict[str, tuple[RequestKV, RadixKey]] = {}
 

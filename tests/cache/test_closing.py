@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.long
 PROMPTS = [prompt(*range(first, first + 5)) for first in (10, 20, 30, 40)]
 PAGES = 20  # of all prompts
 BACK = every_hit(write_policy="write_back")
+SELECTIVE = "write_through_selective"
 
 
 def stored_pages(backend: LastingBackend, key: RadixKey) -> int:
@@ -54,6 +56,13 @@ def compute(world: World, keys: Sequence[RadixKey] = PROMPTS) -> None:
         world.serve(f"r{number}", key)
 
 
+def computed(backend: LastingBackend, **parts: Any) -> World:
+    """Return a world with write_back that has computed PROMPTS."""
+    world = World(**{"device_pages": 24, "backend": backend, "config": BACK, **parts})
+    compute(world)
+    return world
+
+
 class FullBackend(LastingBackend):
     """A store that takes `pages` pages, and rejects all others."""
 
@@ -71,28 +80,20 @@ class FullBackend(LastingBackend):
         return outcomes + [SetOutcome.REJECTED] * (len(keys) - taken)
 
 
-def test_with_write_back_the_pages_that_are_only_on_l1_are_stored() -> None:
+@pytest.mark.parametrize(
+    ("host_pages", "config", "stored"), [(32, BACK, 5), (6, BACK, 5), (32, every_hit(write_policy=SELECTIVE), 0)],
+    ids=["together", "in waves, because L2 is small", "not worth it, because they were used once"],
+)  # fmt: skip
+def test_the_pages_that_are_only_on_l1_are_stored(host_pages: int, config: HiCacheConfig, stored: int) -> None:
     backend = memory_backend()
-    world = World(device_pages=24, backend=backend, config=BACK)
-    compute(world)
-    world.settle()
-    assert world.cache.statistics().controller.stored_pages == 0
+    world = computed(backend, host_pages=host_pages, config=config)
     assert closed(world) == 0
-    assert [stored_pages(backend, key) for key in PROMPTS] == [5, 5, 5, 5]
-
-
-def test_pages_that_do_not_fit_on_l2_together_are_stored_in_waves() -> None:
-    backend = memory_backend()
-    world = World(device_pages=24, host_pages=6, backend=backend, config=BACK)
-    compute(world)
-    assert closed(world) == 0
-    assert [stored_pages(backend, key) for key in PROMPTS] == [5, 5, 5, 5]
+    assert [stored_pages(backend, key) for key in PROMPTS] == [stored] * 4
 
 
 def test_the_most_recently_used_prompts_are_stored_first_and_each_from_its_first_page() -> None:
     backend = FullBackend(8)
-    world = World(device_pages=24, host_pages=5, backend=backend, config=BACK)
-    compute(world)
+    world = computed(backend, host_pages=5)
     world.attempt("again", PROMPTS[1])
     assert closed(world) == PAGES - 5  # a run that is stored in part counts as a whole
     assert [stored_pages(backend, key) for key in PROMPTS] == [0, 5, 0, 3]
@@ -138,16 +139,6 @@ def test_a_host_cache_stores_its_pages_whose_store_was_dropped() -> None:
     assert [stored_pages(backend, key) for key in keys] == [5, 5, 5, 5]
 
 
-def test_with_write_through_selective_pages_that_were_used_once_are_not_worth_storing() -> None:
-    backend = memory_backend()
-    world = World(
-        device_pages=24, backend=backend, config=every_hit(write_policy="write_through_selective", selective_hits=2)
-    )
-    compute(world)
-    assert closed(world) == 0
-    assert [stored_pages(backend, key) for key in PROMPTS] == [0, 0, 0, 0]
-
-
 def test_without_storage_nothing_is_copied_and_nothing_counts_as_lost() -> None:
     world = World(device_pages=24, config=BACK)
     compute(world)
@@ -157,8 +148,7 @@ def test_without_storage_nothing_is_copied_and_nothing_counts_as_lost() -> None:
 
 def test_a_store_that_takes_nothing_is_tried_twice_and_all_pages_are_counted() -> None:
     backend = FullBackend(0)
-    world = World(device_pages=24, backend=backend, config=BACK)
-    compute(world)
+    world = computed(backend)
     assert closed(world) == PAGES
     assert 0 < backend.calls <= 2 * len(PROMPTS)
 
@@ -166,8 +156,7 @@ def test_a_store_that_takes_nothing_is_tried_twice_and_all_pages_are_counted() -
 def test_a_store_that_hangs_does_not_delay_the_end_beyond_its_time() -> None:
     backend = GatedBackend()
     backend.writes.clear()
-    world = World(device_pages=24, backend=backend, config=BACK)
-    compute(world)
+    world = computed(backend)
     world.leave()
     assert not world.cache.close(0.3)
     assert world.cache.statistics().unsaved_pages == PAGES

@@ -26,8 +26,7 @@ def world() -> World:
     """Return a world whose L2 has a prompt and whose loads fail."""
     world = World(copies=_BrokenLoads, config=OPTIONS)
     world.serve("first", prompt(1, 2, 3, 4))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     return world
 
 

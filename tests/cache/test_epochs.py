@@ -57,39 +57,25 @@ def test_an_update_is_rejected_if_storage_cannot_be_reopened() -> None:
     assert len(world.cache.match_prefix(KEY).device_pages) == 3
 
 
-def test_a_store_that_does_not_open_costs_only_hits_and_is_retried() -> None:
-    stores = Stores()
-    failures = [BackendError("not yet"), BackendError("not yet")]
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("failures", [[BackendError("not yet"), BackendError("not yet")], [SystemExit()]], ids=len)
+def test_a_store_that_does_not_open_costs_only_hits_and_is_retried(failures: list[BaseException]) -> None:
+    """Also if the opening ends its thread."""
+    stores, left = Stores(), failures[:]
 
     def open_storage(epoch: int) -> Storage:
-        if failures:
-            raise failures.pop()
+        if left:
+            raise left.pop()
         return stores.open(epoch)
 
     world = World(backend=stores.open(0), open_storage=open_storage)
     world.cache.update_weights(1)
     assert world.serve("a", KEY).cached_tokens == 0
     until_open(world)
-    assert world.cache.statistics().controller.open_failures == 2
+    assert world.cache.statistics().controller.open_failures == len(failures)
     world.serve("b", KEY)
     world.settle()
     assert stores.pages(1) == 3
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_opening_that_ends_its_thread_is_retried() -> None:
-    stores = Stores()
-    ends: list[BaseException] = [SystemExit()]
-
-    def open_storage(epoch: int) -> Storage:
-        if ends:
-            raise ends.pop()
-        return stores.open(epoch)
-
-    world = World(backend=stores.open(0), open_storage=open_storage)
-    world.cache.update_weights(1)
-    until_open(world)
-    assert world.cache.statistics().controller.open_failures == 1
 
 
 def test_of_several_updates_only_the_newest_counts() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache
 from hicache.config import HiCacheConfig, HostConfig
-from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
+from hicache.errors import CapacityError, ConfigError, InvalidInput, RankError
 from hicache.frame import Encoding, FrameHeader, TagKind
 from hicache.frame.header import key_id
 from hicache.geometry import DTYPE_BYTES, KVGeometry
@@ -87,24 +87,21 @@ def test_with_a_storage_format_stored_pages_are_compressed_and_encrypted(tmp_pat
         assert bool(header.encoding & Encoding.BYTE_PLANES) is (DTYPE_BYTES[wide.dtype] == 2)
 
 
-def test_stored_pages_have_the_metadata_of_their_namespace(tmp_path: Path) -> None:
-    named = replace(NAMESPACE, model="a model", weights_epoch=5)
-    for header in store_two_pages(config(storage=file_storage(tmp_path / "pages")), named, tmp_path / "pages"):
-        assert (header.label, header.weights_epoch) == ("a model", 5)
+@pytest.mark.parametrize(
+    ("names", "sections", "shown"),
+    [({"model": "a model"}, {}, "a model"), ({"label": "a name"}, {}, "a name"),
+     ({"label": "/srv/llama"}, {"model_label": "our llama"}, "our llama")],
+)  # fmt: skip
+def test_stored_pages_have_the_configured_label_or_that_of_the_engine_or_the_name_of_the_model(
+    names: dict[str, Any], sections: dict[str, str], shown: str, tmp_path: Path
+) -> None:
+    namespace, root = replace(NAMESPACE, weights_epoch=5, **names), tmp_path / "pages"
+    for header in store_two_pages(config(storage=file_storage(root), **sections), namespace, root):
+        assert (header.label, header.weights_epoch, header.namespace) == (shown, 5, namespace.digest)
+    assert ("model" in names) == (namespace.digest != replace(NAMESPACE, weights_epoch=5).digest)
 
 
-def test_a_label_changes_only_the_name_of_the_model_in_the_metadata(tmp_path: Path) -> None:
-    named = replace(NAMESPACE, label="a name")
-    assert (named.digest, named) == (NAMESPACE.digest, NAMESPACE)
-    for header in store_two_pages(config(storage=file_storage(tmp_path / "pages")), named, tmp_path / "pages"):
-        assert header.label == "a name"
-
-
-def test_the_configured_model_label_replaces_the_engines(tmp_path: Path) -> None:
-    settings = config(storage=file_storage(tmp_path / "pages"), model_label="our llama")
-    for header in store_two_pages(settings, replace(NAMESPACE, label="/srv/llama"), tmp_path / "pages"):
-        assert header.label == "our llama"
-        assert header.namespace == NAMESPACE.digest
+def test_a_model_label_that_cannot_be_shown_is_rejected() -> None:
     for bad in ("", "a/b", "/srv/llama", "a\nb", "x" * 65, " a"):
         with pytest.raises(ConfigError, match="model_label"):
             HiCacheConfig(model_label=bad)
@@ -161,15 +158,6 @@ def test_memory_that_is_not_pinned_is_rejected_only_with_a_cuda_device() -> None
     assert host_is_pinned(HostConfig(), "cuda")
     with create_cache(config(host={"pin": "off"}), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache) and not cache.host.pinned
-
-
-def test_the_directory_of_another_program_is_rejected_and_not_changed(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir(mode=0o700)
-    (theirs / "thesis.txt").write_text("important")
-    with pytest.raises(NotOurs):
-        create_cache(config(storage=file_storage(theirs)), NAMESPACE)
-    assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
 
 
 def test_a_store_too_small_for_one_page_is_rejected(tmp_path: Path) -> None:

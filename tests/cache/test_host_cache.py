@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.base import Direction
 from hicache.cache import HostCache, HostLoad, HostMatch, create_host_cache
 from hicache.cache.break_even import BreakEven
 from hicache.cache.statistics import NO_TIER
-from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.geometry import PageShape, Piece
@@ -21,13 +21,11 @@ from hicache.keys import PAGE_KEY_BYTES, Namespace, RadixKey
 from hicache.metrics.families import cache_collector
 from hicache.tiers import HostPool
 from tests.cache.host_world import GEOMETRY, NAMESPACE, HostWorld, every_hit, memory_backend, prompt
+from tests.cache.test_factory import file_storage
 
 KEY = prompt(1, 2, 3, 4, tail=0)
 NOTHING = HostMatch(0, loading=False)
-
-
-def skipped(world: HostWorld, reason: str) -> int:
-    return world.cache.statistics().skipped[reason]
+SELECTIVE = every_hit(write_policy="write_through_selective")
 
 
 def decisions(world: HostWorld) -> int:
@@ -63,7 +61,7 @@ def test_a_failed_write_frees_its_pages_and_those_of_writes_that_follow_it() -> 
     assert world.free_pages == 28
     world.cache.end_write(second, complete=True)
     world.cache.end_write(first, complete=False)
-    assert world.free_pages == 32 and skipped(world, "backup_failed") == 1
+    assert world.free_pages == 32 and world.skipped["backup_failed"] == 1
     assert world.cache.lookup("b", KEY) == NOTHING
     world.cache.abort("b")
     assert len(world.write("c", KEY).host_pages) == 4
@@ -116,7 +114,7 @@ def test_the_cost_of_ending_a_write_does_not_grow_with_the_number_of_waiting_wri
 def test_a_write_is_rejected_if_pages_before_its_first_one_are_missing() -> None:
     world = HostWorld()
     assert world.cache.begin_write("a", KEY, 1) is None
-    assert skipped(world, "backup_prefix_not_on_host") == 1 and world.free_pages == 32
+    assert world.skipped["backup_prefix_not_on_host"] == 1 and world.free_pages == 32
     world.write("a", prompt(1, tail=0))
     assert world.write("a", KEY, 1).start_page == 1
 
@@ -135,7 +133,7 @@ def test_a_write_without_room_changes_nothing() -> None:
     world.write("a", prompt(1, 2, tail=0))
     load = world.begin_load("b", prompt(1, 2, tail=0), 0, 2)
     assert world.cache.begin_write("c", prompt(5, 6, 7, tail=0)) is None
-    assert skipped(world, "backup_no_host_room") == 1 and world.free_pages == 2
+    assert world.skipped["backup_no_host_room"] == 1 and world.free_pages == 2
     world.compare(KEY, load)
     world.cache.end_load(load, 0.1)
     world.write("c", prompt(5, 6, 7, tail=0))
@@ -198,7 +196,7 @@ def test_a_load_that_does_not_pay_is_not_offered() -> None:
     for _ in range(20):
         assert world.cache.lookup("b", KEY) == NOTHING
     assert world.cache.lookup("c", KEY, 3) == NOTHING
-    assert skipped(world, "load_does_not_pay") == 1 and skipped(world, "load_too_short") == 1
+    assert world.skipped["load_does_not_pay"] == 1 and world.skipped["load_too_short"] == 1
 
 
 def test_break_even_does_not_decide_while_another_request_loads_the_pages() -> None:
@@ -227,39 +225,9 @@ def test_written_pages_are_read_back_from_a_file_store_after_a_restart(tmp_path:
             world.audit()
 
 
-def test_a_request_waits_for_the_pages_that_another_one_reads() -> None:
-    store = memory_backend()
-    world = HostWorld(backend=store)
-    world.write("a", KEY)
-    world.settle()
-    world.cache.clear()
-    assert world.cache.prefetch("b", KEY) and world.cache.prefetch("c", KEY)
-    world.until(lambda: world.cache.check_prefetch("b") and world.cache.check_prefetch("c"))
-    assert world.load("c", KEY) == 4 and world.load("b", KEY) == 4
-    assert store.statistics().gets[GetOutcome.HIT] == 4
-
-
-def test_pages_from_storage_are_held_for_their_request_until_it_ends() -> None:
-    world = HostWorld(host_pages=8, backend=memory_backend())
-    world.write("a", KEY)
-    world.settle()
-    world.cache.clear()
-    assert world.prefetch("b", KEY)
-    big = prompt(5, 6, 7, 8, 9, 10, tail=0)
-    assert world.cache.begin_write("c", big) is None
-    world.cache.abort("b")
-    world.write("c", big)
-    world.settle()
-
-
 def test_write_through_selective_stores_pages_that_a_second_request_uses() -> None:
     store = memory_backend()
-    options = HiCacheConfig(
-        write_policy="write_through_selective",
-        load_back_threshold_tokens=4,
-        prefetch=PrefetchConfig(threshold_tokens=4, timeout_base=30),
-    )
-    world = HostWorld(backend=store, config=options)
+    world = HostWorld(backend=store, config=SELECTIVE)
     world.write("a", KEY)
     world.load("a", KEY)  # as after a preemption: the request that wrote them counts once
     world.settle()
@@ -275,8 +243,7 @@ def test_write_through_selective_stores_pages_that_a_second_request_uses() -> No
 
 def test_the_second_use_of_a_page_counts_after_it_was_evicted_from_l2() -> None:
     store = memory_backend()
-    options = every_hit(write_policy="write_through_selective")
-    world = HostWorld(backend=store, config=options, host_pages=4)
+    world = HostWorld(backend=store, config=SELECTIVE, host_pages=4)
     world.write("a", KEY)
     world.write("b", prompt(5, 6, 7, 8, tail=0))
     world.settle()
@@ -288,7 +255,7 @@ def test_the_second_use_of_a_page_counts_after_it_was_evicted_from_l2() -> None:
 
 def test_pages_that_two_requests_compute_at_once_count_two_uses() -> None:
     store = memory_backend()
-    world = HostWorld(backend=store, config=every_hit(write_policy="write_through_selective"))
+    world = HostWorld(backend=store, config=SELECTIVE)
     write = world.begin_write("a", KEY)
     assert world.cache.begin_write("b", prompt(1, 2, tail=0)) is None  # the first write adds them
     assert world.cache.begin_write("a", KEY) is None
@@ -300,7 +267,7 @@ def test_pages_that_two_requests_compute_at_once_count_two_uses() -> None:
 
 def test_hits_on_the_device_of_the_engine_count_as_uses() -> None:
     store = memory_backend()
-    world = HostWorld(backend=store, config=every_hit(write_policy="write_through_selective"), host_pages=4)
+    world = HostWorld(backend=store, config=SELECTIVE, host_pages=4)
     world.write("a", KEY)
     world.write("b", prompt(5, 6, 7, 8, tail=0))
     world.cache.lookup("c", KEY, 3)
@@ -469,10 +436,6 @@ def config(**sections: object) -> HiCacheConfig:
                                          "prefetch": {"threshold_tokens": 4, "timeout_base": 30},
                                          "load_back_threshold_tokens": 4, "break_even": {"mode": "always"},
                                          **sections})  # fmt: skip
-
-
-def file_storage(path: Path) -> dict[str, object]:
-    return {"type": "file", "options": {"path": str(path), "capacity": "1MiB", "free_space_floor": 0}}
 
 
 def test_the_pool_and_the_options_of_the_configuration_are_used() -> None:

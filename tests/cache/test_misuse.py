@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -116,16 +115,6 @@ def test_a_request_may_begin_again_after_it_was_refused_preempted_or_aborted() -
     world.leave()
 
 
-def test_turns_of_a_session_may_have_the_same_id_one_after_the_other() -> None:
-    world = World(kind=SessionCache)
-    assert isinstance(world.cache, SessionCache)
-    world.cache.open_session("s")
-    for key in (prompt(1, 2), prompt(1, 2, 3)):
-        world.cache.join_session("turn", "s")
-        world.cache.cache_finished_req(world.begin("turn", key), key)
-    world.cache.close_session("s")
-
-
 def test_a_cache_that_is_not_polled_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = StepClock()
     world = World(backend=GatedBackend(), clock=clock)
@@ -188,12 +177,3 @@ def test_a_request_that_waits_a_while_and_begins_is_not_a_mistake(caplog: pytest
         world.cache.cache_finished_req(running, None)
         world.cache.cache_finished_req(world.begin("b", prompt(3, 4)), None)
     assert not caplog.records
-
-
-def test_the_owner_is_a_thread_that_calls_and_not_one_that_only_reads() -> None:
-    world = World()
-    world.cache.statistics()
-    world.cache.check()
-    assert world.cache.caller.owner is None
-    world.cache.poll()
-    assert world.cache.caller.owner is threading.current_thread()

@@ -73,20 +73,6 @@ def test_a_copy_of_a_running_request_is_rejected_and_changes_nothing(kind: str, 
         assert side.image() == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_does_not_free_the_pages_of_the_request_again(kind: str) -> None:
-    side = Side(kind)
-    duplicate = copy.copy(side.request)
-    side.cache.cache_finished_req(side.request, None)
-    other = side.begin("other", prompt(5, 6, 7))
-    with pytest.raises(InvalidInput, match="is a copy"):
-        side.cache.cache_finished_req(duplicate, None)
-    third = side.begin("third", prompt(8, 9, 10))
-    assert not np.intersect1d(other.pages, third.pages).size
-    side.cache.cache_finished_req(other, None)
-    side.cache.cache_finished_req(third, None)
-
-
 @pytest.mark.parametrize("kind", ["tiered", "chunk"])
 def test_the_check_finds_pages_with_two_owners_if_a_copy_is_accepted(kind: str) -> None:
     """The control: the cache accepts the copy, as without a comparison by identity."""

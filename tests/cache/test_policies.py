@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hicache.backends.storage import Storage
 from hicache.cache import Eviction
-from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.keys import RadixKey
 from tests.cache.world import World, every_hit, memory_backend, prompt
 
 
-def world(
-    write_policy: str,
-    *,
-    device_pages: int = 16,
-    host_pages: int = 32,
-    selective_hits: int = 2,
-    eviction_policy: str = "lru",
-    backend: Storage | None = None,
-) -> World:
-    return World(
-        backend=backend,
-        device_pages=device_pages,
-        host_pages=host_pages,
-        config=HiCacheConfig(
-            write_policy=write_policy, selective_hits=selective_hits, eviction_policy=eviction_policy,
-            load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4),
-        ),
-    )
+def world(write_policy: str, *, backend: Storage | None = None, **options: Any) -> World:
+    """Return a world of 16 pages on L1 and 32 on L2, or as `options` say, which also has entries of a configuration."""
+    pages = {name: options.pop(name) for name in ("device_pages", "host_pages") if name in options}
+    return World(backend=backend, config=every_hit(write_policy=write_policy, **options), **pages)
 
 
 def insert(w: World, key: RadixKey) -> None:
@@ -109,10 +96,7 @@ def test_the_second_use_of_a_page_counts_after_it_was_evicted_from_l1() -> None:
 
 
 def test_a_share_of_new_prompts_is_copied_at_once() -> None:
-    w = World(
-        config=every_hit(write_policy="write_through_selective", selective_first_share=0.5), device_pages=80,
-        host_pages=80,
-    )  # fmt: skip
+    w = world("write_through_selective", selective_first_share=0.5, device_pages=80, host_pages=80)
     for number in range(40):
         w.serve(f"r{number}", prompt(number, 50))
         w.settle()
@@ -168,17 +152,6 @@ def test_with_write_back_a_victim_is_copied_and_then_freed() -> None:
     assert w.compared_pages == 2
 
 
-def test_a_request_without_room_waits_for_write_back_without_blocking() -> None:
-    w = world("write_back", device_pages=4)
-    w.serve("a", prompt(1, 2, 3))
-    w.settle()
-    assert w.cache.begin_request("b", prompt(4, 5, 6)) is None
-    assert w.cache.writeback_pages > 0
-    w.settle()
-    request = w.begin("b", prompt(4, 5, 6))
-    w.cache.cache_finished_req(request, prompt(4, 5, 6))
-
-
 def test_write_back_drops_a_victim_if_l2_has_no_room() -> None:
     w = full_on_l2(host_pages=2)
     insert(w, prompt(1, 2))
@@ -199,22 +172,6 @@ def test_pages_on_l2_behind_a_dropped_victim_are_evicted_too() -> None:
     assert w.cache.statistics().evicted_pages["host"] == 1
 
 
-def test_write_back_stores_victims_in_storage() -> None:
-    backend = memory_backend()
-    w = World(
-        backend=backend,
-        config=HiCacheConfig(
-            write_policy="write_back", load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4)
-        ),
-    )
-    w.serve("a", prompt(1, 2))
-    w.settle()
-    assert backend.usage().pages == 0
-    w.cache.evict(2)
-    w.settle()
-    assert backend.usage().pages == 2
-
-
 def test_eviction_reports_the_pages_that_it_could_not_free() -> None:
     w = world("write_through")
     request = w.begin("a", prompt(1, 2))
@@ -226,9 +183,7 @@ def test_eviction_reports_the_pages_that_it_could_not_free() -> None:
 
 
 def test_a_victim_that_a_full_write_queue_rejects_is_dropped() -> None:
-    w = World(
-        config=HiCacheConfig(write_policy="write_back"), transfer=TransferConfig(write_pages_max=1)
-    )
+    w = world("write_back", transfer={"write_pages_max": 1})
     w.serve("a", prompt(1))
     w.serve("b", prompt(2))
     assert w.cache.evict(2) == Eviction(freed_pages=1, writeback_pages=1, short_pages=0)

@@ -7,14 +7,26 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome, SetOutcome
-from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
+from hicache.config import TransferConfig
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey, page_keys
-from tests.cache.world import GEOMETRY, LastingBackend, ShiftedClock, World, codec, memory_backend, prompt
+from tests.cache.world import (
+    GEOMETRY,
+    LastingBackend,
+    ShiftedClock,
+    World,
+    codec,
+    every_hit,
+    filled,
+    memory_backend,
+    prefetch,
+    prompt,
+)
 
 KEY = prompt(*range(1, 9))
 
@@ -58,29 +70,12 @@ class RejectingBackend(LastingBackend):
         return outcomes
 
 
-def stored(backend: LastingBackend) -> None:
-    """Store KEY in `backend` with an engine."""
-    world = World(backend=backend)
-    world.serve("store", KEY)
-    world.settle()
-    world.close()
-
-
 def held_backend(from_call: int = 0) -> TroubledBackend:
     """Return a backend that has KEY and hangs in each read after the first `from_call`."""
-    backend = TroubledBackend()
-    stored(backend)
+    backend = filled(TroubledBackend(), KEY)
     backend.calls, backend.hold_from_call = 0, from_call
     backend.gate.clear()
     return backend
-
-
-def forget(world: World) -> None:
-    """Evict all pages from L1 and L2."""
-    world.settle()
-    world.cache.evict(100)
-    while len(freed := world.cache.tree.evict_host(100)):
-        world.host.free(freed)
 
 
 TIMEOUT_S = 60.0
@@ -90,14 +85,13 @@ def world_with_a_late_prefetch(backend: TroubledBackend, transfer: TransferConfi
     """Return a world in which request "a" has waited long enough for the read of KEY, in which `backend` hangs. The
     clock moves when the read hangs, so on a slow machine the prefetch is not late before."""
     clock = ShiftedClock()
-    prefetch = PrefetchConfig(threshold_tokens=4, timeout_base=TIMEOUT_S, timeout_per_1024_tokens=0)
-    config = HiCacheConfig(load_back_threshold_tokens=4, prefetch=prefetch)
+    config = every_hit(prefetch=prefetch(timeout_base=TIMEOUT_S, timeout_per_1024_tokens=0))
     world = World(backend=backend, device_pages=32, config=config, transfer=transfer, clock=clock)
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(backend.entered.is_set)
     assert not world.cache.check_prefetch_progress("a")
     clock.shift_s = TIMEOUT_S + 1
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     return world
 
 
@@ -115,8 +109,7 @@ def test_a_late_prefetch_gives_the_arrived_pages_and_keeps_its_buffers_until_the
 
 
 def test_a_hit_ends_at_a_hole_in_the_chain() -> None:
-    backend = memory_backend()
-    stored(backend)
+    backend = filled(memory_backend(), KEY)
     keys = page_keys(KEY.tokens, GEOMETRY.page_size)
     backend.delete([keys[5]], deadline=float("inf"))
     world = World(backend=backend)
@@ -131,9 +124,7 @@ def test_a_hit_ends_at_a_page_that_is_removed_between_lookup_and_read() -> None:
             self.delete([page_keys(KEY.tokens, GEOMETRY.page_size)[3]], deadline=deadline)
             return super().batch_get(keys, pages, deadline=deadline)
 
-    backend = LosesPage(codec())
-    stored(backend)
-    world = World(backend=backend)
+    world = World(backend=filled(LosesPage(codec()), KEY))
     assert world.serve("a", KEY).storage_hit_tokens == 3 * GEOMETRY.page_size
 
 
@@ -146,14 +137,13 @@ def test_a_hit_ends_at_a_page_that_is_removed_between_lookup_and_read() -> None:
 def test_an_exception_in_a_backend_is_a_miss_and_the_next_request_has_a_worker(
     trouble: BaseException, errors: dict[str, int] | None, restarts: int
 ) -> None:
-    backend = TroubledBackend()
-    stored(backend)
+    backend = filled(TroubledBackend(), KEY)
     backend.trouble = trouble
     world = World(backend=backend, transfer=TransferConfig(io_workers=1))
     assert world.serve("a", KEY).storage_hit_tokens == 0
     world.until(lambda: world.controller.statistics().worker_restarts == restarts)
     backend.trouble = None
-    forget(world)
+    world.forget()
     world.until(lambda: world.controller.gate.may(Direction.READ))
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     statistics = world.controller.statistics()
@@ -181,44 +171,22 @@ def test_only_the_first_request_waits_for_a_store_that_hangs() -> None:
     assert world.cache.prefetch_from_storage("b", other)
     assert world.cache.check_prefetch_progress("b"), "the request need not wait"
     world.attempt("b", other)
-    assert world.cache.statistics().skipped["prefetch_paused"] == 1
+    assert world.skipped["prefetch_paused"] == 1
     backend.gate.set()
     world.settle()
     assert world.serve("c", KEY).cached_tokens == 32
 
 
 def test_a_request_without_room_on_l1_keeps_the_pages_that_were_read_for_it() -> None:
-    backend = memory_backend()
-    stored(backend)
+    backend = filled(memory_backend(), KEY)
     world = World(backend=backend, device_pages=16)
     running = world.begin("r", prompt(*range(50, 60)))
-    assert world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.prefetch("a", KEY)
     assert world.cache.begin_request("a", KEY) is None
     world.cache.cache_finished_req(running, None)
     request = world.begin("a", KEY)
     assert request.storage_hit_tokens == 8 * GEOMETRY.page_size
     world.cache.cache_finished_req(request, KEY)
-
-
-def test_an_aborted_prefetch_frees_its_pages() -> None:
-    backend = held_backend()
-    world = World(backend=backend)
-    assert world.cache.prefetch_from_storage("a", KEY)
-    world.until(backend.entered.is_set)
-    world.cache.abort_prefetch("a")
-    assert world.cache.check_prefetch_progress("a")
-    backend.gate.set()
-    world.close()
-    assert world.host.allocator.used_pages == world.cache.tree.host_pages
-
-
-def test_a_prefetch_uses_at_most_its_share_of_the_host_pool() -> None:
-    backend = memory_backend()
-    stored(backend)
-    world = World(backend=backend, host_pages=8, config=HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4)))
-    world.cache._prefetcher.chunked.promote = None
-    assert world.serve("a", KEY).storage_hit_tokens == 4 * GEOMETRY.page_size
 
 
 def test_after_a_back_off_a_request_retries_a_failed_store(long_back_off: float) -> None:
@@ -229,10 +197,10 @@ def test_after_a_back_off_a_request_retries_a_failed_store(long_back_off: float)
     world.serve("a", KEY)
     world.settle()
     assert backend.usage().pages == 0
-    assert world.cache.statistics().skipped["store_incomplete"] == 1
+    assert world.skipped["store_incomplete"] == 1
     world.serve("b", KEY)
     world.settle()
-    assert world.cache.statistics().skipped["store_paused"] > 0
+    assert world.skipped["store_paused"] > 0
     backend.rejections = 0
     clock.shift_s += long_back_off
     rids = itertools.count()
@@ -274,7 +242,7 @@ def test_an_engine_continues_a_chain_whose_head_another_engine_has_stored() -> N
     stored_by_another = World(backend=backend)
     stored_by_another.serve("b", prompt(1, 2))
     stored_by_another.settle()
-    forget(world)
+    world.forget()
     assert world.serve("c", prompt(1, 2, 3)).storage_hit_tokens == 8
     world.until(lambda: world.controller.gate.may(Direction.WRITE))
     world.serve("d", prompt(1, 2, 3))
@@ -282,88 +250,43 @@ def test_an_engine_continues_a_chain_whose_head_another_engine_has_stored() -> N
     assert backend.batch_exists(page_keys(prompt(1, 2, 3).tokens, 4), deadline=time.monotonic() + 10) == 3
 
 
-@pytest.mark.parametrize("reply", [None, 2.5, -1, 10**6, "8", True])
-def test_an_invalid_reply_to_a_lookup_is_a_miss(reply: object) -> None:
-    class InvalidReplies(LastingBackend):
-        def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-            return reply  # type: ignore[return-value]
+class InvalidReplies(LastingBackend):
+    """A store that answers calls with `replies`, by their name."""
 
-    world = World(backend=InvalidReplies(codec()))
-    assert world.serve("a", KEY).cached_tokens == 0
-    assert world.controller.statistics().worker_errors == {"prefetch:BackendError": 1}
+    replies: ClassVar[dict[str, Any]] = {}
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        return cast(int, self.replies.get("exists", super().batch_exists(keys, deadline=deadline)))
+
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+        return cast(list[GetOutcome], self.replies.get("get"))
+
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        outcomes = super().batch_set(keys, pages, parent=parent, deadline=deadline)
+        return cast(list[SetOutcome], self.replies.get("set", outcomes))
 
 
-@pytest.mark.parametrize("reply", [[GetOutcome.HIT] * 20, [GetOutcome.HIT], ["hit"] * 8, None, [GetOutcome.HIT] * 8])
-def test_invalid_replies_and_hits_without_data_are_misses(reply: object) -> None:
-    class InvalidReplies(LastingBackend):
-        def batch_get(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-        ) -> list[GetOutcome]:
-            return reply  # type: ignore[return-value]
-
+@pytest.mark.parametrize(
+    ("call", "reply", "worker"),
+    [
+        *(("exists", reply, "prefetch") for reply in (None, 2.5, -1, 10**6, "8", True)),
+        *(("get", [GetOutcome.HIT] * count, "io") for count in (20, 1, 8)),  # 8: hits without data
+        *(("get", reply, "io") for reply in (["hit"] * 8, None)),
+        *(("set", reply, "backup") for reply in (["stored"] * 8, [SetOutcome.STORED], None)),
+    ],
+)
+def test_invalid_replies_and_hits_without_data_are_misses_or_failed_stores(
+    call: str, reply: object, worker: str
+) -> None:
     backend = InvalidReplies(codec())
-    stored(backend)
+    if call != "set":
+        filled(backend, KEY)
+    backend.replies = {call: reply}  # type: ignore[misc]
     world = World(backend=backend)
     assert world.serve("a", KEY).cached_tokens == 0
     world.settle()
-    assert world.controller.statistics().worker_errors == {"io:BackendError": 1}
+    assert world.controller.statistics().worker_errors == {f"{worker}:BackendError": 1}
+    assert world.skipped.get("store_incomplete", 0) == (call == "set")
     assert world.host.allocator.used_pages == world.cache.tree.host_pages
-
-
-@pytest.mark.parametrize("reply", [["stored"] * 8, [SetOutcome.STORED], None])
-def test_an_invalid_reply_to_a_write_is_a_failed_store(reply: object) -> None:
-    class InvalidReplies(LastingBackend):
-        def batch_set(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-        ) -> list[SetOutcome]:
-            return reply  # type: ignore[return-value]
-
-    world = World(backend=InvalidReplies(codec()))
-    world.serve("a", KEY)
-    world.settle()
-    assert world.cache.statistics().skipped["store_incomplete"] == 1
-    assert world.controller.statistics().worker_errors == {"backup:BackendError": 1}
-
-
-def test_a_request_that_begins_before_its_prefetch_ends_stops_the_prefetch() -> None:
-    backend = held_backend()
-    world = World(backend=backend)
-    assert world.cache.prefetch_from_storage("a", KEY)
-    world.until(backend.entered.is_set)
-    request = world.begin("a", KEY)
-    assert request.cached_tokens == 0
-    backend.gate.set()
-    world.cache.cache_finished_req(request, KEY)
-    world.settle()
-    assert not world.cache._prefetcher._share.arrived_pages
-
-
-def test_a_full_backup_queue_rejects_new_stores() -> None:
-    class Slow(LastingBackend):
-        gate = threading.Event()
-
-        def batch_set(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-        ) -> list[SetOutcome]:
-            self.gate.wait(30)
-            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
-
-    backend = Slow(codec())
-    world = World(backend=backend, transfer=TransferConfig(store_host_share=2 / 32))
-    world.serve("a", prompt(1, 2))
-    world.until(lambda: world.controller.statistics().queues.host_pages_reserved == 2)
-    world.serve("b", prompt(3, 4))
-    world.until(lambda: world.controller.statistics().refused.get("backup") == 1)
-    backend.gate.set()
-    world.settle()
-    assert backend.usage().pages == 2
-
-
-def test_closing_with_a_store_that_hangs_returns_false_at_the_timeout() -> None:
-    backend = held_backend()
-    world = World(backend=backend)
-    assert world.cache.prefetch_from_storage("a", KEY)
-    world.until(backend.entered.is_set)
-    assert not world.cache.close(timeout_s=0.2)
-    backend.gate.set()
-    world.until(lambda: world.controller.idle)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome
 from hicache.cache.prefetch_states import LOOKUPS_MAX, WAITING, State
-from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
-from tests.cache.world import GatedBackend, ShiftedClock, World, prompt
+from tests.cache.world import GatedBackend, ShiftedClock, World, every_hit, filled, prefetch, prompt
 from tests.seeds import rng, seeds
 
 KEY = prompt(*range(1, 9))
@@ -50,41 +48,36 @@ class GatedLookups(GatedBackend):
 
 
 def store_of(*keys: RadixKey) -> GatedLookups:
-    backend = GatedLookups()
-    world = World(device_pages=1000, host_pages=1000, backend=backend)
-    for number, key in enumerate(keys):
-        world.serve(f"store {number}", key)
-        world.settle()
-    world.close()
-    backend.lookups = backend.pages_read = 0
-    return backend
+    return filled(GatedLookups(), *keys)
 
 
 def world_of(
     backend: GatedBackend, *, threshold_pages: int = 3, clock: ShiftedClock | None = None, **changes: object
 ) -> World:
-    entries = {"policy": "wait_complete", "threshold_tokens": 4 * threshold_pages, **changes}
-    options = HiCacheConfig(
-        load_back_threshold_tokens=4,
-        break_even=BreakEvenConfig(mode="always"),
-        prefetch=PrefetchConfig.model_validate(entries),
-    )
-    return World(device_pages=400, host_pages=400, backend=backend, config=options, clock=clock or ShiftedClock())
+    options = prefetch(**{"policy": "wait_complete", "threshold_tokens": 4 * threshold_pages, **changes})
+    return World(
+        device_pages=400, host_pages=400, backend=backend, config=every_hit(prefetch=options),
+        clock=clock or ShiftedClock(),
+    )  # fmt: skip
 
 
-def arrive(world: World, backend: GatedBackend, keys: dict[str, RadixKey]) -> None:
-    """Start the prefetches of all `keys` while the first lookup waits, then let it continue."""
+def start(world: World, backend: GatedBackend, keys: dict[str, RadixKey]) -> None:
+    """Start the prefetches of all `keys`. The first lookup waits."""
     backend.reads.clear()
     for rid, key in keys.items():
         world.cache.prefetch_from_storage(rid, key)
+
+
+def arrive(world: World, backend: GatedBackend, keys: dict[str, RadixKey]) -> None:
+    """As `start`, then let the lookup continue."""
+    start(world, backend, keys)
     assert len(world.cache._prefetcher._operations) == 1, "the other requests follow"
     backend.reads.set()
 
 
 def hits(world: World, keys: dict[str, RadixKey]) -> dict[str, int]:
     """Begin each request when it need not wait any more; return how many pages it finds in the cache."""
-    for rid in keys:
-        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
+    world.arrive(*keys)
     return {rid: world.attempt(rid, key).cached_tokens // 4 for rid, key in keys.items()}
 
 
@@ -96,23 +89,13 @@ def test_a_follower_of_a_fruitless_leader_looks_up_its_other_pages() -> None:
     assert hits(world, keys) == {"leader": 1, "follower": 8}
 
 
-def test_a_follower_that_shares_the_page_that_storage_lacks_makes_no_lookup() -> None:
-    backend = store_of(prompt(1))
-    world = world_of(backend)
-    keys = {"leader": prompt(1, 2, 701, 702), "follower": prompt(1, 2, 801, 802)}
-    arrive(world, backend, keys)
-    assert hits(world, keys) == {"leader": 0, "follower": 0}
-    assert backend.lookups == 1
-    assert world.cache.statistics().skipped["prefetch_hit_too_short"] == 2
-
-
-def test_100_followers_that_agree_with_a_fruitless_leader_make_no_lookup() -> None:
+def test_100_followers_that_share_the_page_that_storage_lacks_make_no_lookup() -> None:
     backend = store_of(prompt(1, 2))
     world = world_of(backend)
-    keys = {str(number): prompt(1, 2, 3, 4, 500 + number) for number in range(101)}
+    keys = {str(number): prompt(1, 2, 3, 500 + number) for number in range(101)}
     arrive(world, backend, keys)
     assert set(hits(world, keys).values()) == {0}
-    assert backend.lookups == 1
+    assert backend.lookups == 1 and world.skipped["prefetch_hit_too_short"] == 101
 
 
 def test_100_followers_that_diverge_from_a_fruitless_leader_at_the_same_page_share_one_read() -> None:
@@ -123,8 +106,7 @@ def test_100_followers_that_diverge_from_a_fruitless_leader_at_the_same_page_sha
     keys = {"leader": prompt(1, 701, 702, 703)}
     keys |= {str(number): prompt(1, *range(2, 30), 500 + number, 501, 502) for number in range(100)}
     arrive(world, backend, keys)
-    for rid in keys:
-        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
+    world.arrive(*keys)
     assert backend.pages_read == 29
     assert backend.lookups == 1 + 1 + 99  # leader; first follower, with the common pages; ends of the others
     assert {world.attempt(rid, key).cached_tokens // 4 for rid, key in list(keys.items())[1:]} == {29}
@@ -134,10 +116,8 @@ def test_followers_that_diverge_from_a_fruitless_leader_at_different_pages_look_
     backend = store_of(prompt(1))
     world = world_of(backend)
     keys = {str(number): prompt(1, 500 + number, 2, 3) for number in range(20)}
-    backend.reads.clear()
     backend.free_lookups = 1
-    for rid, key in keys.items():
-        world.cache.prefetch_from_storage(rid, key)
+    start(world, backend, keys)
     world.until(lambda: len(world.cache._prefetcher._operations) == 19)
     assert world.cache.statistics().prefetches_waiting == 0
     backend.reads.set()
@@ -149,9 +129,9 @@ def test_a_follower_with_a_longer_prompt_than_its_leader_looks_up_the_rest() -> 
     world = world_of(backend, host_share=8 / 400)
     keys = {"leader": prompt(*range(1, 5)), "follower": prompt(*range(1, 9))}
     arrive(world, backend, keys)
-    world.until(lambda: world.cache.check_prefetch_progress("leader"))
+    world.arrive("leader")
     assert world.attempt("leader", keys["leader"]).cached_tokens == 16
-    world.until(lambda: world.cache.check_prefetch_progress("follower"))
+    world.arrive("follower")
     assert world.attempt("follower", keys["follower"]).cached_tokens == 32
 
 
@@ -160,9 +140,7 @@ def test_followers_look_up_themselves_after_their_leader_is_aborted_or_begins(en
     backend = store_of(KEY)
     world = world_of(backend)
     keys = dict.fromkeys(("leader", "one", "two"), KEY)
-    backend.reads.clear()
-    for rid, key in keys.items():
-        world.cache.prefetch_from_storage(rid, key)
+    start(world, backend, keys)
     world.cache.abort_prefetch("leader") if end == "abort" else world.attempt("leader", KEY)
     del keys["leader"]
     assert not any(world.cache.check_prefetch_progress(rid) for rid in keys)
@@ -171,15 +149,19 @@ def test_followers_look_up_themselves_after_their_leader_is_aborted_or_begins(en
     assert backend.pages_read == 8
 
 
-def test_a_follower_with_a_longer_timeout_than_its_late_leader_looks_up_itself() -> None:
+def late_world(keys: dict[str, RadixKey]) -> tuple[World, GatedLookups]:
+    """Return a world in which requests have waited 10 s: 2 s too long for 8 pages, 30 s too short for 89."""
     backend, clock = store_of(prompt(*range(1, 90))), ShiftedClock()
     world = world_of(backend, policy="timeout", timeout_base=5, timeout_per_1024_tokens=100, clock=clock)
-    keys = {"leader": prompt(*range(1, 9)), "follower": prompt(*range(1, 90))}
-    backend.reads.clear()
-    for rid, key in keys.items():
-        world.cache.prefetch_from_storage(rid, key)
-    clock.shift_s = 10  # 8 s for the leader, 40 s for the follower
+    start(world, backend, keys)
+    clock.shift_s = 10
     world.step()
+    return world, backend
+
+
+def test_a_follower_with_a_longer_timeout_than_its_late_leader_looks_up_itself() -> None:
+    keys = {"leader": prompt(*range(1, 9)), "follower": prompt(*range(1, 90))}
+    world, backend = late_world(keys)
     assert world.cache.check_prefetch_progress("leader")
     assert world.prefetch_of("follower").state in WAITING
     backend.reads.set()
@@ -189,19 +171,13 @@ def test_a_follower_with_a_longer_timeout_than_its_late_leader_looks_up_itself()
 
 
 def test_a_follower_does_not_wait_longer_than_its_own_timeout() -> None:
-    backend, clock = store_of(prompt(*range(1, 90))), ShiftedClock()
-    world = world_of(backend, policy="timeout", timeout_base=5, timeout_per_1024_tokens=100, clock=clock)
     keys = {"leader": prompt(*range(1, 90)), "follower": prompt(*range(1, 9))}
-    backend.reads.clear()
-    for rid, key in keys.items():
-        world.cache.prefetch_from_storage(rid, key)
-    clock.shift_s = 10
-    world.step()
+    world, backend = late_world(keys)
     assert world.cache.check_prefetch_progress("follower")
     assert not world.cache.check_prefetch_progress("leader")
     backend.reads.set()
     assert world.attempt("follower", keys["follower"]).cached_tokens == 0
-    world.until(lambda: world.cache.check_prefetch_progress("leader"))
+    world.arrive("leader")
     world.cache.abort_prefetch("leader")
 
 
@@ -247,9 +223,7 @@ def test_followers_stop_waiting_when_the_prefetch_of_their_leader_is_cancelled(e
     backend = store_of(KEY)
     world = world_of(backend)
     keys = dict.fromkeys(("leader", "one", "two"), KEY)
-    backend.reads.clear()
-    for rid, key in keys.items():
-        world.cache.prefetch_from_storage(rid, key)
+    start(world, backend, keys)
     if end == "clear":
         world.cache.clear()
     elif end == "detach":
@@ -265,48 +239,40 @@ def test_followers_stop_waiting_when_the_prefetch_of_their_leader_is_cancelled(e
         assert world.serve("later", KEY).storage_hit_tokens == 32
 
 
-def test_a_prefetch_whose_prefix_is_evicted_each_time_it_waits_for_room_is_dropped() -> None:
-    """Without the limit, a request could repeat its lookup without end."""
+def waiting_for_room() -> tuple[World, GatedLookups]:
+    """Return a world in which "a" waits for room behind "other", and the first pages of "a" have left L1 and L2."""
     backend = store_of(KEY, prompt(*range(11, 15)))
     world = world_of(backend, threshold_pages=1, host_share=4 / 400)
     world.cache._prefetcher.chunked.promote = None
     world.serve("prefix", prompt(*range(1, 6)))
     world.settle()
-    world.cache.prefetch_from_storage("other", prompt(*range(11, 15)))
-    world.until(lambda: world.cache.check_prefetch_progress("other"))
+    world.prefetch("other", prompt(*range(11, 15)))
     world.cache.prefetch_from_storage("a", KEY)
-    table = world.cache._prefetcher._table
-    world.until(lambda: table.count(State.AWAITING_ROOM) > 0)
-    (waiting,) = table.of(State.AWAITING_ROOM)
-    waiting.lookups = LOOKUPS_MAX
+    world.until(lambda: world.prefetch_of("a").state is State.AWAITING_ROOM)
     world.cache.evict(100)
-    freed = world.cache.tree.evict_host(100)
-    world.host.free(freed)
+    world.host.free(world.cache.tree.evict_host(100))
+    return world, backend
+
+
+def test_a_prefetch_whose_prefix_is_evicted_each_time_it_waits_for_room_is_dropped() -> None:
+    """Without the limit, a request could repeat its lookup without end."""
+    world, backend = waiting_for_room()
+    world.prefetch_of("a").lookups = LOOKUPS_MAX
     world.cache.abort_prefetch("other")
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     assert world.cache.statistics().skipped["prefetch_no_host_room"] == 1
     assert backend.lookups == 3  # one each for the prefix, `other`, and `a`
 
 
 def test_a_request_whose_prefix_is_evicted_while_it_waits_for_room_follows_one_that_fetches_the_prefix() -> None:
-    backend = store_of(KEY, prompt(*range(11, 15)))
-    world = world_of(backend, threshold_pages=1, host_share=4 / 400)
-    world.cache._prefetcher.chunked.promote = None
-    world.serve("prefix", prompt(*range(1, 6)))
-    world.settle()
-    world.cache.prefetch_from_storage("other", prompt(*range(11, 15)))
-    world.until(lambda: world.cache.check_prefetch_progress("other"))
-    world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.prefetch_of("a").state is State.AWAITING_ROOM)
-    world.cache.evict(100)
-    world.host.free(world.cache.tree.evict_host(100))
+    world, backend = waiting_for_room()
     backend.reads.clear()
     world.cache.prefetch_from_storage("prefix", prompt(*range(1, 6)))
     world.cache.abort_prefetch("other")
     world.until(lambda: world.prefetch_of("a").state is State.FOLLOWING)
     backend.reads.set()
     for rid, key in (("prefix", prompt(*range(1, 6))), ("a", KEY)):
-        world.until(partial(world.cache.check_prefetch_progress, rid))
+        world.arrive(rid)
         assert world.attempt(rid, key).storage_hit_tokens == 16
 
 

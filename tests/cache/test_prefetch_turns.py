@@ -13,12 +13,13 @@ from hicache.backends.base import Direction
 from hicache.backends.file import FileDriver
 from hicache.backends.store import Store
 from hicache.cache.prefetch_states import State
-from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
+from hicache.clock import SYSTEM_CLOCK, Clock
+from hicache.config import HiCacheConfig
 from hicache.config.storage import FileStorageOptions
 from hicache.errors import BackendError
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
-from tests.cache.world import GatedBackend, ShiftedClock, World, codec, prompt
+from tests.cache.world import GatedBackend, ShiftedClock, World, codec, every_hit, filled, prefetch, prompt
 from tests.waiting import WAIT_S, wait_for
 
 PROMPTS = [prompt(*range(10 * number + 1, 10 * number + 9)) for number in range(100)]
@@ -27,40 +28,38 @@ HOST_PAGES = 40  # prefetches may use half of them: room for two prompts
 
 def configuration(**changes: object) -> HiCacheConfig:
     """Return a configuration that fetches every hit, and lets a request wait for it for a long time."""
-    entries = {"policy": "wait_complete", "threshold_tokens": 4, **changes}
-    return HiCacheConfig(
-        load_back_threshold_tokens=4,
-        break_even=BreakEvenConfig(mode="always"),
-        prefetch=PrefetchConfig.model_validate(entries),
-    )
+    return every_hit(prefetch=prefetch(**{"policy": "wait_complete", **changes}))
 
 
 def store_of(*keys: RadixKey) -> GatedBackend:
     """Return a store that has the pages of `keys`."""
-    backend = GatedBackend()
-    fill(World(device_pages=1000, host_pages=1000, backend=backend), *keys)
-    backend.lookups = 0
-    backend.entered.clear()
-    return backend
-
-
-def fill(world: World, *keys: RadixKey) -> None:
-    for number, key in enumerate(keys):
-        world.serve(f"store {number}", key)
-        world.settle()
-    world.close()
+    return filled(GatedBackend(), *keys)
 
 
 def file_store(path: Path) -> Store:
     return testing.store_of(FileDriver, codec(), FileStorageOptions(path=path, free_space_floor=0))
 
 
-def world_of(backend: GatedBackend, **changes: object) -> World:
-    return World(device_pages=32, host_pages=32, backend=backend, config=configuration(**changes))
+def world_of(backend: GatedBackend, clock: Clock = SYSTEM_CLOCK, **changes: object) -> World:
+    return World(device_pages=32, host_pages=32, backend=backend, config=configuration(**changes), clock=clock)
 
 
-def skipped(world: World | HostWorld) -> dict[str, int]:
-    return {reason: count for reason, count in world.cache.statistics().skipped.items() if count}
+def two_turns(clock: Clock = SYSTEM_CLOCK, **changes: object) -> tuple[GatedBackend, World]:
+    """Return a store, and a world in which "b" waits for its turn behind the prefetch of "a", whose read waits."""
+    backend = store_of(*PROMPTS[:2])
+    world = world_of(backend, clock, operations_max=1, **changes)
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("a", PROMPTS[0])
+    world.cache.prefetch_from_storage("b", PROMPTS[1])
+    return backend, world
+
+
+def no_room() -> World:
+    """Return a world in which the prefetches of "a" and "b" are started, and the share of L2 has room for one."""
+    world = world_of(store_of(*PROMPTS[:2]), host_share=0.25)
+    for rid, key in zip("ab", PROMPTS[:2], strict=True):
+        world.cache.prefetch_from_storage(rid, key)
+    return world
 
 
 # 100 requests at once
@@ -68,7 +67,7 @@ def skipped(world: World | HostWorld) -> dict[str, int]:
 
 def stored_pages_of_radix_cache(path: Path) -> list[int]:
     """Serve all prompts with an engine that embeds the cache; return how many pages of each came from storage."""
-    fill(World(device_pages=1000, host_pages=1000, backend=file_store(path)), *PROMPTS)
+    filled(file_store(path), *PROMPTS)
     world = World(device_pages=32, host_pages=HOST_PAGES, backend=file_store(path), config=configuration())
 
     def serve(rid: str, key: RadixKey) -> int | None:
@@ -97,11 +96,11 @@ def stored_pages_of_host_cache(path: Path) -> list[int]:
 
 
 def all_at_once(
-    world: World | HostWorld, prefetch: Callable[[str, RadixKey], bool], serve: Callable[[str, RadixKey], int | None]
+    world: World | HostWorld, start: Callable[[str, RadixKey], bool], serve: Callable[[str, RadixKey], int | None]
 ) -> list[int]:
     """Start the prefetches of all prompts, and serve each prompt as soon as it need not wait."""
     waiting = {str(number): key for number, key in enumerate(PROMPTS)}
-    assert all(prefetch(rid, key) for rid, key in waiting.items())
+    assert all(start(rid, key) for rid, key in waiting.items())
     pages: list[int] = []
 
     def all_served() -> bool:
@@ -112,7 +111,7 @@ def all_at_once(
         return not waiting
 
     world.until(all_served)
-    assert skipped(world) == {} and world.controller.statistics().refused == {}
+    assert world.skipped == {} and world.controller.statistics().refused == {}
     world.close()
     return pages
 
@@ -138,7 +137,7 @@ def test_a_prefetch_above_the_limit_starts_when_another_one_ends() -> None:
     assert (backend.lookups, world.cache.statistics().prefetches_waiting) == (1, 2)
     backend.reads.set()
     for rid, key in zip("abc", PROMPTS[:3], strict=True):
-        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
+        world.arrive(rid)
         assert world.attempt(rid, key).storage_hit_tokens == 32
     assert world.cache.statistics().prefetches_waiting == 0
 
@@ -153,35 +152,27 @@ def test_requests_take_turns_in_order_of_arrival_even_if_they_were_followers() -
     world.cache.abort_prefetch("leader")
     assert [prefetch.rid for prefetch in world.cache._prefetcher._table.of(State.QUEUED)] == ["follower", "later"]
     backend.reads.set()
-    world.until(lambda: world.cache.check_prefetch_progress("later"))
+    world.arrive("later")
     assert world.attempt("follower", PROMPTS[0]).storage_hit_tokens == 32
     world.cache.abort_prefetch("later")
 
 
 def test_a_request_that_begins_before_its_turn_is_computed_and_counted() -> None:
-    backend = store_of(*PROMPTS[:2])
-    world = world_of(backend, operations_max=1)
-    backend.reads.clear()
-    world.cache.prefetch_from_storage("a", PROMPTS[0])
-    world.cache.prefetch_from_storage("b", PROMPTS[1])
+    backend, world = two_turns()
     assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 0
-    assert skipped(world) == {"prefetch_queued": 1}
+    assert world.skipped == {"prefetch_queued": 1}
     backend.reads.set()
     world.cache.abort_prefetch("a")
 
 
 def test_an_aborted_request_leaves_the_queue_and_is_not_counted() -> None:
-    backend = store_of(*PROMPTS[:2])
-    world = world_of(backend, operations_max=1)
-    backend.reads.clear()
-    world.cache.prefetch_from_storage("a", PROMPTS[0])
-    world.cache.prefetch_from_storage("b", PROMPTS[1])
+    backend, world = two_turns()
     world.cache.abort_prefetch("b")
     assert world.cache.check_prefetch_progress("b")
     assert world.cache.statistics().prefetches_waiting == 0
     backend.reads.set()
     world.settle()
-    assert backend.lookups == 1 and skipped(world) == {}
+    assert backend.lookups == 1 and world.skipped == {}
     world.cache.abort_prefetch("a")
 
 
@@ -196,18 +187,14 @@ def test_the_queue_is_bounded_and_rejected_prefetches_are_counted(monkeypatch: p
     assert world.cache.check_prefetch_progress("c")
     assert world.controller.statistics().refused == {"prefetch": 1}
     backend.reads.set()
-    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    world.arrive("b")
     for rid in "ab":
         world.cache.abort_prefetch(rid)
 
 
 def test_a_request_waits_from_its_arrival_and_its_prefetch_stays_queued_after_the_timeout() -> None:
-    backend, clock = store_of(*PROMPTS[:2]), ShiftedClock()
-    options = configuration(policy="timeout", operations_max=1, timeout_base=5, timeout_per_1024_tokens=0)
-    world = World(device_pages=32, host_pages=32, backend=backend, config=options, clock=clock)
-    backend.reads.clear()
-    world.cache.prefetch_from_storage("a", PROMPTS[0])
-    world.cache.prefetch_from_storage("b", PROMPTS[1])
+    clock = ShiftedClock()
+    backend, world = two_turns(clock, policy="timeout", timeout_base=5, timeout_per_1024_tokens=0)
     world.until(backend.entered.is_set)
     clock.shift_s = 6
     world.step()
@@ -219,11 +206,9 @@ def test_a_request_waits_from_its_arrival_and_its_prefetch_stays_queued_after_th
 
 
 def test_with_best_effort_a_request_does_not_wait_for_its_turn_but_uses_it_if_it_comes() -> None:
-    backend = store_of(*PROMPTS[:2])
-    world = world_of(backend, policy="best_effort", operations_max=1)
-    world.cache.prefetch_from_storage("a", PROMPTS[0])
-    world.cache.prefetch_from_storage("b", PROMPTS[1])
+    backend, world = two_turns(policy="best_effort")
     assert world.cache.check_prefetch_progress("b")
+    backend.reads.set()
     world.until(lambda: world.controller.statistics().prefetched_pages == 16)
     assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 32
     world.cache.abort_prefetch("a")
@@ -249,7 +234,7 @@ def test_a_request_that_finds_no_room_on_l1_keeps_its_turn() -> None:
 
 def test_a_prefetch_waits_until_storage_works_again_but_its_request_does_not(long_back_off: float) -> None:
     backend, clock = store_of(PROMPTS[0]), ShiftedClock()
-    world = World(device_pages=32, host_pages=32, backend=backend, config=configuration(), clock=clock)
+    world = world_of(backend, clock)
     world.controller.gate.failed(Direction.READ)
     world.step()
     assert world.cache.prefetch_from_storage("a", PROMPTS[0])
@@ -257,7 +242,7 @@ def test_a_prefetch_waits_until_storage_works_again_but_its_request_does_not(lon
     clock.shift_s = long_back_off
     world.until(lambda: world.controller.statistics().prefetched_pages == 8)
     assert world.attempt("a", PROMPTS[0]).storage_hit_tokens == 32
-    assert skipped(world) == {}
+    assert world.skipped == {}
 
 
 @pytest.mark.usefixtures("long_back_off")
@@ -267,7 +252,7 @@ def test_a_request_that_begins_while_storage_is_paused_is_computed_and_counted()
     world.step()
     world.cache.prefetch_from_storage("a", PROMPTS[0])
     assert world.attempt("a", PROMPTS[0]).storage_hit_tokens == 0
-    assert skipped(world) == {"prefetch_paused": 1}
+    assert world.skipped == {"prefetch_paused": 1}
 
 
 @pytest.mark.parametrize("end", ["clear", "detach"])
@@ -293,27 +278,23 @@ def for_room(world: World) -> list[str]:
 
 
 def test_found_pages_are_read_when_another_request_uses_its_arrived_pages() -> None:
-    world = world_of(store_of(*PROMPTS[:2]), host_share=0.25)
-    for rid, key in zip("ab", PROMPTS[:2], strict=True):
-        world.cache.prefetch_from_storage(rid, key)
+    world = no_room()
     world.until(lambda: world.cache.check_prefetch_progress("a") and for_room(world) == ["b"])
     for _ in range(5):
         world.step()
     assert not world.cache.check_prefetch_progress("b")
     assert world.attempt("a", PROMPTS[0]).storage_hit_tokens == 32
-    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    world.arrive("b")
     assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 32
-    assert skipped(world) == {}
+    assert world.skipped == {}
 
 
 def test_a_request_that_begins_before_its_prefetch_has_room_is_computed_and_counted() -> None:
-    world = world_of(store_of(*PROMPTS[:2]), host_share=0.25)
-    for rid, key in zip("ab", PROMPTS[:2], strict=True):
-        world.cache.prefetch_from_storage(rid, key)
+    world = no_room()
     world.until(lambda: for_room(world) == ["b"])
     assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 0
-    assert skipped(world) == {"prefetch_host_share": 1}
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.skipped == {"prefetch_host_share": 1}
+    world.arrive("a")
     world.cache.abort_prefetch("a")
 
 
@@ -335,8 +316,7 @@ def test_a_prefetch_that_waits_for_room_holds_no_pages() -> None:
     world = World(device_pages=64, host_pages=32, backend=store_of(*PROMPTS[:6]), config=configuration(host_share=0.5))
     for number, head in enumerate(heads):  # 24 pages of L2 are heads of the prompts
         world.serve(f"head {number}", head)
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     assert world.cache.tree.host_evictable_pages == 24
     for number, key in enumerate(PROMPTS[:6]):
         world.cache.prefetch_from_storage(str(number), key)
@@ -344,7 +324,7 @@ def test_a_prefetch_that_waits_for_room_holds_no_pages() -> None:
     for number, key in enumerate(PROMPTS[:6]):
         world.until(lambda n=number: world.cache.check_prefetch_progress(str(n)))  # type: ignore[misc]
         assert world.attempt(str(number), key).cached_tokens == 32
-    assert skipped(world) == {}
+    assert world.skipped == {}
 
 
 def test_of_a_stored_prefix_longer_than_the_share_the_pages_that_fit_are_read() -> None:
@@ -362,10 +342,9 @@ def test_if_no_other_prefetch_will_free_room_the_pages_that_fit_are_read() -> No
     world.serve("kept", kept)
     world.settle()
     world.cache.tree.hold_host(held := world.cache.tree.match(kept).node)  # as a long load does
-    world.cache.prefetch_from_storage("a", long)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.prefetch("a", long)
     assert world.attempt("a", long).storage_hit_tokens == 12 * 4
-    assert skipped(world).get("prefetch_no_host_room", 0) == 0
+    assert world.skipped.get("prefetch_no_host_room", 0) == 0
     world.cache.tree.release_host(held)
 
 
@@ -374,33 +353,27 @@ def test_if_no_other_prefetch_will_free_room_and_no_page_fits_the_prefetch_is_dr
     held = world.cache.controller.host.alloc(32)
     assert held is not None
     world.cache._l2.reserved_pages += 32
-    world.cache.prefetch_from_storage("a", PROMPTS[0])
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
-    assert skipped(world) == {"prefetch_no_host_room": 1}
+    world.prefetch("a", PROMPTS[0])
+    assert world.skipped == {"prefetch_no_host_room": 1}
     world.cache._l2.release(held)
 
 
 def test_a_prefetch_does_not_wait_for_pages_that_arrived_for_its_own_request() -> None:
     world = world_of(store_of(prompt(*range(1, 17))), host_share=0.25)
-    world.cache.prefetch_from_storage("a", prompt(*range(1, 9)))
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
-    world.cache.prefetch_from_storage("a", prompt(*range(1, 17)))
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
-    assert skipped(world) == {"prefetch_host_share": 1}
+    world.prefetch("a", prompt(*range(1, 9)))
+    world.prefetch("a", prompt(*range(1, 17)))
+    assert world.skipped == {"prefetch_host_share": 1}
     assert world.attempt("a", prompt(*range(1, 17))).storage_hit_tokens == 32
 
 
 def test_pages_that_others_compute_while_a_prefetch_waits_for_room_are_not_read() -> None:
-    backend = store_of(*PROMPTS[:2])
-    world = world_of(backend, host_share=0.25)
-    for rid, key in zip("ab", PROMPTS[:2], strict=True):
-        world.cache.prefetch_from_storage(rid, key)
+    world = no_room()
     world.until(lambda: for_room(world) == ["b"])
     world.cache.cache_finished_req(world.begin("other", prompt(11, 12, 13)), prompt(11, 12, 13))
     world.settle()
     world.cache.abort_prefetch("a")
-    world.until(lambda: world.cache.check_prefetch_progress("b"))
-    assert backend.pages_read == 8 + 5
+    world.arrive("b")
+    assert world.controller.statistics().prefetched_pages == 8 + 5
     assert world.attempt("b", PROMPTS[1]).cached_tokens == 32
 
 
@@ -421,7 +394,7 @@ def test_a_lookup_that_ends_in_the_step_of_a_read_does_not_get_the_room_of_its_p
     world.step()
     assert world.cache._prefetcher._share.free_pages >= 0
     assert world.attempt("a", PROMPTS[0]).storage_hit_tokens == 32
-    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    world.arrive("b")
     assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 32
 
 
@@ -470,17 +443,16 @@ def test_a_request_that_starts_again_does_not_wait_for_one_that_waits_for_its_ro
     key, other = prompt(*range(1, 25)), prompt(*range(101, 109))
     world = World(device_pages=64, host_pages=32, backend=store_of(key, other), config=configuration(host_share=0.25))
     world.cache._prefetcher.chunked.promote = None
-    assert world.cache.prefetch_from_storage("a", key.head(33))
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.prefetch("a", key.head(33))
     assert world.cache._prefetcher._share.free_pages == 0
     key_b = key if turn == "follows" else other
     assert world.cache.prefetch_from_storage("b", key_b)
     if turn == "follows":
         world.until(lambda: for_room(world) == ["b"])
     assert world.cache.prefetch_from_storage("a", key)
-    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    world.arrive("b")
     assert world.attempt("b", key_b).storage_hit_tokens == 32
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     request = world.attempt("a", key)
     # Pages that arrived at the first start are hits in storage too, although they were not held.
     assert (request.storage_hit_tokens, request.host_hit_tokens) == (32 if turn == "follows" else 64, 0)
@@ -501,5 +473,5 @@ def test_a_failure_of_a_store_that_was_replaced_does_not_pause_the_new_one() -> 
     world.cache.storage.attach(lambda epoch: store_of(PROMPTS[0]))
     world.until(lambda: world.controller.gate.may(Direction.READ))
     old.reads.set()
-    world.until(lambda: skipped(world).get("prefetch_too_late") == 1)
+    world.until(lambda: world.skipped.get("prefetch_too_late") == 1)
     assert world.controller.gate.may(Direction.READ)

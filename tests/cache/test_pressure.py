@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from hicache.config import BreakEvenConfig, HiCacheConfig
+from hicache.cache.recorder import EventRecorder
+from hicache.events import EventStream, Medium
+from hicache.radix import Node, PrefixTree
 from hicache.tiers import PagedTokenToKVPoolAllocator
-from tests.cache.test_prefetch_policies import KEY, stored, world_of
-from tests.cache.world import GEOMETRY, LastingBackend, World, codec, prompt
-
-ALWAYS = BreakEvenConfig(mode="always")
-
-
-def write_back(**entries: Any) -> HiCacheConfig:
-    return HiCacheConfig(write_policy="write_back", load_back_threshold_tokens=4, break_even=ALWAYS, **entries)
+from tests.cache.world import GEOMETRY, World, every_hit, filled, memory_backend, prompt
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["lru", "filo", "mru"])
 def test_eviction_queues_do_not_grow_with_the_number_of_evicted_runs(policy: str) -> None:
-    world = World(device_pages=8, host_pages=8, config=write_back(eviction_policy=policy))
+    world = World(device_pages=8, host_pages=8, config=every_hit(write_policy="write_back", eviction_policy=policy))
     for number in range(600):
         world.serve(f"r{number}", prompt(1000 + number))
         world.cache.evict(4)
@@ -42,39 +35,13 @@ def test_released_pins_do_not_use_memory() -> None:
 
 
 def test_repeated_attempts_during_a_write_back_do_not_evict_more() -> None:
-    world = World(device_pages=31, host_pages=64, config=write_back())
+    world = World(device_pages=31, host_pages=64, config=every_hit(write_policy="write_back"))
     for number in range(10):
         world.serve(f"r{number}", prompt(*range(100 * number + 1, 100 * number + 4)))
     for _ in range(9):  # without a poll no copy is acknowledged
         assert world.cache.begin_request("next", prompt(1001, 1002, 1003)) is None
     assert world.cache.writeback_pages == 3
     world.settle()
-
-
-def test_equal_prompts_that_storage_lacks_are_looked_up_once() -> None:
-    backend = stored()
-    world = world_of(backend, "timeout")
-    unknown = prompt(*range(50, 60))
-    for rid in "abcd":
-        world.cache.prefetch_from_storage(rid, unknown)
-    for rid in "abcd":
-        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
-    assert backend.lookups == 1
-
-
-def test_a_request_without_room_keeps_its_prefetch() -> None:
-    backend = stored()
-    world = world_of(backend, "best_effort")
-    blocked = world.cache.page_source.alloc(60)
-    assert blocked is not None
-    backend.reads.clear()
-    world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.controller.read_pages > 0)
-    assert world.cache.begin_request("a", KEY) is None
-    world.cache.page_source.free(blocked)
-    backend.reads.set()
-    world.until(lambda: world.controller.statistics().prefetched_pages == 8)
-    assert world.attempt("a", KEY).storage_hit_tokens == 32
 
 
 def test_an_allocation_inside_a_free_group_evicts_nothing() -> None:
@@ -109,10 +76,9 @@ def test_pages_are_not_lost_when_the_device_has_no_memory_for_their_slots() -> N
 
 
 def test_a_request_does_not_exchange_its_pages_for_pages_that_are_being_loaded() -> None:
-    world = World(device_pages=32, config=HiCacheConfig(load_back_threshold_tokens=12, break_even=ALWAYS))
+    world = World(device_pages=32, config=every_hit(load_back_threshold_tokens=12))
     world.serve("store", prompt(1, 2, 3))
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     own = world.begin("a", prompt(1, 2))  # the hit is too short to be loaded, so it is computed
     assert own.cached_tokens == 0
     pages = own.pages.copy()
@@ -129,40 +95,24 @@ def test_a_request_does_not_exchange_its_pages_for_pages_that_are_being_loaded()
 
 
 def test_a_head_whose_store_failed_is_stored_again_although_its_descendants_are_stored() -> None:
-    backend = LastingBackend(codec())
-    other = World(backend=backend)
-    other.serve("a", prompt(1, 2, 3))
-    other.settle()
-    world = World(backend=backend)
+    world = World(backend=filled(memory_backend(), prompt(1, 2, 3)))
     world.serve("b", prompt(1, 2, 3))
     world.settle()
     head = next(node for node in world.cache.tree.nodes() if node.parent is not None and node.parent.parent is None)
     world.cache.tree.stored.unmark(head)
-    stored_again: list[int] = []
-    world.cache.tree.observer = Observer(stored_again)
+    world.cache.tree.observer = observer = Observer()
     world.serve("c", prompt(1, 2, 3, 4))
     world.settle()
-    assert head.id in stored_again
+    assert head.id in observer.stored_nodes
 
 
-class Observer:
+class Observer(EventRecorder):
     """Records which nodes were stored."""
 
-    def __init__(self, stored_nodes: list[int]) -> None:
-        self.stored_nodes = stored_nodes
+    def __init__(self) -> None:
+        super().__init__(EventStream(1 << 20))
+        self.stored_nodes: list[int] = []
 
-    def stored(self, medium: object, tree: object, node: object) -> None:
-        if getattr(medium, "value", "") == "storage":
-            self.stored_nodes.append(node.id)  # type: ignore[attr-defined]
-
-    def grown(self, tree: object, node: object, pages: int, prior: object) -> None:
-        """Ignore the event."""
-
-    def removed(self, medium: object, tree: object, node: object) -> None:
-        """Ignore the event."""
-
-    def lost(self, keys: list[bytes]) -> None:
-        """Ignore the event."""
-
-    def storage_replaced(self) -> None:
-        """Ignore the event."""
+    def stored(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
+        if medium is Medium.STORAGE:
+            self.stored_nodes.append(node.id)

@@ -14,9 +14,10 @@ import pytest
 from hicache.backends.base import Direction
 from hicache.backends.storage import Storage
 from hicache.cache import HostCache, HostLoad, HostMatch, HostWrite
-from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
+from hicache.config import TransferConfig
 from hicache.keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
-from tests.cache.host_world import PAGE_TOKENS, HostWorld, memory_backend, prompt
+from tests.cache.host_world import PAGE_TOKENS, HostWorld, every_hit, memory_backend, prompt
+from tests.cache.world import prefetch
 from tests.seeds import rng, seeds
 
 pytestmark = pytest.mark.long
@@ -116,14 +117,10 @@ class RandomHost:
         self.hashed = chance.random() < 0.3
         pages = chance.choice([8, 14, 24, 200])
         self.stores = {0: memory_backend()} if self.stored else {}
-        options = HiCacheConfig(
+        options = every_hit(
             eviction_policy=chance.choice(POLICIES),
             write_policy=chance.choice(["write_through", "write_through_selective"]),
-            load_back_threshold_tokens=PAGE_TOKENS,
-            break_even=BreakEvenConfig(mode="always"),
-            prefetch=PrefetchConfig(
-                policy=chance.choice(["timeout", "best_effort", "wait_complete"]), threshold_tokens=PAGE_TOKENS
-            ),
+            prefetch=prefetch(policy=chance.choice(["timeout", "best_effort", "wait_complete"]), timeout_base=2),
         )
         self.world = HostWorld(
             host_pages=pages,

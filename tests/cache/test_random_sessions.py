@@ -11,11 +11,11 @@ import pytest
 from hicache.backends.storage import Storage
 from hicache.cache import RequestKV, SessionCache
 from hicache.cache import session_cache as module
-from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
+from hicache.config import TransferConfig
 from hicache.errors import CapacityError, SessionError
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.talks import PAGE, Talk, Talks
-from tests.cache.world import codec, memory_backend
+from tests.cache.world import codec, every_hit, memory_backend, prefetch
 from tests.seeds import rng, seeds
 
 pytestmark = pytest.mark.long
@@ -37,10 +37,9 @@ class RandomTalks:
         self.random = numbers
         self.talks = Talks(
             sessions_max=3, kind=kind, device_pages=16, host_pages=30, backend=_store(0), open_storage=_store,
-            config=HiCacheConfig(
-                load_back_threshold_tokens=4, break_even=BreakEvenConfig(mode="always"),
+            config=every_hit(
                 write_policy=numbers.choice(["write_through", "write_through_selective", "write_back"]),
-                prefetch=PrefetchConfig(threshold_tokens=8, timeout_base=0.005, timeout_per_1024_tokens=0),
+                prefetch=prefetch(threshold_tokens=8, timeout_base=0.005, timeout_per_1024_tokens=0),
             ),
             transfer=TransferConfig(storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
             position_bytes=numbers.choice([TOKEN_BYTES, BIGRAM_BYTES]),

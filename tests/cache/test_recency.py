@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import Direction, EvictionListener, GetOutcome
+from hicache.backends.base import Direction, EvictionListener
 from hicache.backends.file import FileDriver
 from hicache.backends.guard import Override
 from hicache.backends.memory import MemoryDriver
@@ -22,14 +22,12 @@ from hicache.config import TransferConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.config.storage import FileStorageOptions
 from hicache.controller import storage as storage_workers
-from hicache.events import EventStream, Medium, PrefixIndex
-from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
 from hicache.lab.devservers import ValkeyServer
 from hicache.radix import Node
 from tests.backends.redis.store import grow_old
 from tests.cache.host_world import HostWorld
-from tests.cache.world import LastingBackend, StepClock, World, codec, every_hit, prompt
+from tests.cache.world import GatedBackend, LastingBackend, StepClock, World, codec, every_hit, filled, prompt
 from tests.passing import Passing
 from tests.ranks import Exchange
 from tests.waiting import wait_for
@@ -125,24 +123,23 @@ class Rounds:
             send_uses(world)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
-def test_a_prompt_that_often_hits_on_l1_is_in_the_file_store_after_a_restart(tmp_path: Path, policy: str) -> None:
-    engine = Rounds(file_store(tmp_path, 12), policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "notifies"), [("write_through", True), ("write_through_selective", True), ("write_through", False)]
+)
+def test_a_prompt_that_often_hits_on_l1_is_in_the_file_store_after_a_restart(
+    tmp_path: Path, policy: str, notifies: bool
+) -> None:
+    """The control, a store that is not notified of uses, evicts it."""
+    store = file_store(tmp_path, 12)
+    engine = Rounds(store if notifies else WithoutUsesOrNotices(store), policy=policy)
     engine.run()
-    assert engine.world.controller.statistics().touched_pages >= 3 * (ROUNDS - 2)
+    if notifies:
+        assert engine.world.controller.statistics().touched_pages >= 3 * (ROUNDS - 2)
     engine.world.close()
     again = World(device_pages=20, host_pages=40, backend=file_store(tmp_path, 12))
-    assert again.serve("hot", HOT).storage_hit_tokens == 12
-    assert again.serve("other", other(0)).storage_hit_tokens == 0, "the store is too small for all prompts"
-
-
-def test_a_store_that_is_not_notified_of_uses_evicts_the_hot_prompt(tmp_path: Path) -> None:
-    """The control of the test above."""
-    engine = Rounds(WithoutUsesOrNotices(file_store(tmp_path, 12)))
-    engine.run()
-    engine.world.close()
-    again = World(device_pages=20, host_pages=40, backend=file_store(tmp_path, 12))
-    assert again.serve("hot", HOT).storage_hit_tokens == 0
+    assert again.serve("hot", HOT).storage_hit_tokens == (12 if notifies else 0)
+    if notifies:
+        assert again.serve("other", other(0)).storage_hit_tokens == 0, "the store is too small for all prompts"
 
 
 @pytest.mark.parametrize("uses", [True, False])
@@ -298,49 +295,27 @@ def test_a_cache_without_an_l1_notifies_storage_too() -> None:
 # Pages that storage has lost
 
 
-def test_an_evicted_prompt_is_stored_again_at_its_next_use() -> None:
+@pytest.mark.parametrize(
+    ("seen", "uses"), [(lambda store: store, 1), (WithoutNotices, 2), (WithoutUsesOrNotices, None)],
+    ids=["by a notice", "by the reply to a touch", "not at all: the control"],
+)  # fmt: skip
+def test_an_evicted_prompt_is_stored_again_at_its_next_use_after_the_cache_has_noticed(
+    seen: Callable[[Storage], Storage], uses: int | None
+) -> None:
     store = RecordingStore(6)
-    world = World(backend=store)
-    world.serve("hot", HOT)
-    world.settle()
-    world.serve("other", other(0))
-    world.serve("more", other(1))
-    world.settle()
-    assert has(store, HOT) == 0 and not node_of(world, HOT).stored
-    assert world.cache.statistics().lost_pages == 3
-    world.serve("hot again", HOT)
-    world.settle()
-    assert has(store, HOT) == 3 and node_of(world, HOT).stored
-
-
-def test_without_eviction_notices_the_reply_to_a_touch_shows_that_pages_are_lost() -> None:
-    inner = RecordingStore(6)
-    world = World(backend=WithoutNotices(inner))
-    world.serve("hot", HOT)
-    world.settle()
-    for number in range(2):
-        world.serve(f"other {number}", other(number))
-    world.settle()
-    assert has(inner, HOT) == 0 and node_of(world, HOT).stored
-    world.serve("hot, touched", HOT)
-    world.until(lambda: not node_of(world, HOT).stored)
-    world.serve("hot, stored", HOT)
-    world.settle()
-    assert has(inner, HOT) == 3
-
-
-def test_pages_stay_marked_as_stored_if_the_store_neither_answers_touches_nor_reports_evictions() -> None:
-    """The control of the two tests above."""
-    inner = RecordingStore(6)
-    world = World(backend=WithoutUsesOrNotices(inner))
-    world.serve("hot", HOT)
-    for number in range(2):
-        world.serve(f"other {number}", other(number))
-    world.settle()
-    for rid in "abc":
-        world.serve(rid, HOT)
+    world = World(backend=seen(store))
+    for number, key in enumerate([HOT, other(0), other(1)]):
+        world.serve(f"first {number}", key)
         world.settle()
-    assert node_of(world, HOT).stored and has(inner, HOT) == 0
+    assert has(store, HOT) == 0 and node_of(world, HOT).stored == (uses != 1)
+    assert world.cache.statistics().lost_pages == (3 if uses == 1 else 0)
+    for number in range(uses or 3):
+        assert has(store, HOT) == 0
+        world.serve(f"hot {number}", HOT)
+        world.settle()
+        send_uses(world)
+        world.step()
+    assert has(store, HOT) == (3 if uses else 0) and node_of(world, HOT).stored
 
 
 def test_a_prompt_that_is_only_on_l1_is_copied_to_l2_and_stored_again() -> None:
@@ -371,34 +346,18 @@ def test_a_page_lost_from_the_middle_of_a_run_marks_the_tail_as_not_stored() -> 
 
 def test_a_page_that_a_read_does_not_find_is_marked_as_not_stored() -> None:
     """The page was computed, and its node added, while the read was in flight."""
-    store = GatedReads()
-    first = World(backend=store)
-    first.serve("a", prompt(1, 2, 3, 4))
-    first.close()
+    key = prompt(1, 2, 3, 4)
+    store = filled(GatedBackend(), key)
     world = World(backend=store)
-    store.may_read.clear()
-    world.cache.prefetch_from_storage("slow", prompt(1, 2, 3, 4))
-    wait_for(store.reading.is_set, world.step)
-    world.cache.cache_finished_req(world.begin("quick", prompt(1, 2, 3, 4)), prompt(1, 2, 3, 4))
-    world.until(lambda: node_of(world, prompt(1, 2, 3, 4)).stored)
-    store.delete(keys_of(prompt(1, 2, 3, 4))[3:], deadline=float("inf"))
-    store.may_read.set()
-    world.until(lambda: not node_of(world, prompt(1, 2, 3, 4)).stored)
+    store.reads.clear()
+    world.cache.prefetch_from_storage("slow", key)
+    wait_for(store.entered.is_set, world.step)
+    world.cache.cache_finished_req(world.begin("quick", key), key)
+    world.until(lambda: node_of(world, key).stored)
+    store.delete(keys_of(key)[3:], deadline=float("inf"))
+    store.reads.set()
+    world.until(lambda: not node_of(world, key).stored)
     world.cache.abort_prefetch("slow")
-
-
-class GatedReads(RecordingStore):
-    """A store whose reads wait while `may_read` is not set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reading, self.may_read = threading.Event(), threading.Event()
-        self.may_read.set()
-
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        self.reading.set()
-        assert self.may_read.wait(20)
-        return super().batch_get(keys, pages, deadline=deadline + 100)
 
 
 def test_each_step_handles_a_few_losses_and_above_a_limit_the_oldest_are_dropped(
@@ -419,24 +378,6 @@ def test_each_step_handles_a_few_losses_and_above_a_limit_the_oldest_are_dropped
     store.listener([bytes(32)] * (2 * storage_workers._LOST_MAX))
     assert len(world.controller._storage._lost) == storage_workers._LOST_MAX
     world.controller._storage._lost.clear()
-
-
-def test_evictions_in_storage_are_published_as_events() -> None:
-    store, stream = RecordingStore(6), EventStream(1 << 20)
-    world = World(backend=store)
-    world.cache.record_events(stream)
-    reader, index = stream.subscribe(), PrefixIndex()
-    world.serve("hot", HOT)
-    world.settle()
-    index.apply(reader.drain(1000))
-    assert index.prefix_pages(keys_of(HOT), Medium.STORAGE) == 3
-    for number in range(2):
-        world.serve(f"other {number}", other(number))
-    world.settle()
-    index.apply(reader.drain(1000))
-    assert index.prefix_pages(keys_of(HOT), Medium.STORAGE) == 0
-    assert index.prefix_pages(keys_of(HOT), Medium.DEVICE) == 3
-    index.check()
 
 
 # Ranks

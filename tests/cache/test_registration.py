@@ -108,15 +108,6 @@ def test_the_store_of_each_epoch_gets_it_from_another_thread_than_the_scheduler(
         assert stores[epoch].threads != [threading.current_thread()]
 
 
-def test_an_attached_store_gets_the_host_memory() -> None:
-    store, world = Registering(), World()
-    world.cache.storage.attach(lambda epoch: bare(store, codec()))
-    until_open(world)
-    assert store_and_load(world) > 0
-    assert_registered(store, world)
-    assert store.threads != [threading.current_thread()]
-
-
 def behind_a_limit(driver: Registering) -> Storage:
     limit = CapacityLimit(codec(), StoredPages(driver, "memory"), capacity_bytes=1 << 30)
     return Store(driver, codec(), limit=limit)

@@ -9,7 +9,7 @@ from hicache.config import TransferConfig
 from hicache.controller import RankGroup
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
-from tests.cache.world import GatedBackend, World, memory_backend, prompt
+from tests.cache.world import GatedBackend, World, filled, memory_backend, prompt
 from tests.ranks import gloo_ranks
 
 # All of L2 may wait to be stored.
@@ -43,29 +43,28 @@ def compute(world: World, key: RadixKey, *, leaves_l1: bool = True) -> None:
         world.cache.evict(100)
 
 
-def full_world(backend: Gated, *, leaves_l1: bool = True, ranks: RankGroup | None = None) -> World:
-    """Return a world whose L2 is full with six runs of two pages. A worker stores the first; the others wait."""
+def full_world(
+    backend: Gated | None = None, *, leaves_l1: bool = True, ranks: RankGroup | None = None
+) -> tuple[Gated, World]:
+    """Return a store, and a world whose L2 is full with six runs of two pages. A worker stores the first; the others
+    wait."""
+    backend = backend or Gated()
     world = World(backend=backend, host_pages=HOST_PAGES, transfer=ALL, ranks=ranks)
     for number in range(1, 7):
         compute(world, pair(number), leaves_l1=leaves_l1)
     world.until(backend.entered.is_set)
     assert world.controller.store_pages == HOST_PAGES
-    return world
+    return backend, world
 
 
 def on_l2(cache: HiRadixCache, key: RadixKey) -> int:
     return cache.tree.peek(key).host_pages
 
 
-def skipped(world: World | HostWorld) -> dict[str, int]:
-    return {reason: count for reason, count in world.cache.statistics().skipped.items() if count}
-
-
 def test_a_backup_without_room_cancels_the_newest_waiting_store() -> None:
-    backend = Gated()
-    world = full_world(backend)
+    backend, world = full_world()
     compute(world, pair(7))
-    assert skipped(world)["store_gave_way"] == 1 and "backup_no_host_room" not in skipped(world)
+    assert world.skipped["store_gave_way"] == 1 and "backup_no_host_room" not in world.skipped
     assert [on_l2(world.cache, pair(number)) for number in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
     assert world.serve("again", pair(2)).host_hit_tokens == 8
     backend.writes.set()
@@ -85,7 +84,7 @@ def test_a_page_whose_store_was_cancelled_is_stored_at_its_next_use() -> None:
     world.until(backend.entered.is_set)
     compute(world, pair(6))
     assert on_l2(world.cache, prompt(2, 3, 4, 5)) == 2
-    assert skipped(world)["store_gave_way"] == 1
+    assert world.skipped["store_gave_way"] == 1
     backend.writes.set()
     world.settle()
     assert backend.holds(prompt(2, 3)) == 0
@@ -104,7 +103,7 @@ def test_a_store_is_cancelled_after_all_stores_that_continue_its_chain() -> None
     world.until(backend.entered.is_set)
     assert world.controller.store_pages == 8
     compute(world, prompt(11, 12, 13, 14, 15, 16))  # two pages are free; needs those of two more runs
-    assert skipped(world)["store_gave_way"] == 2
+    assert world.skipped["store_gave_way"] == 2
     assert on_l2(world.cache, prompt(2, 3, 4, 5, 6, 7)) == 2
     backend.writes.set()
     world.settle()
@@ -113,10 +112,9 @@ def test_a_store_is_cancelled_after_all_stores_that_continue_its_chain() -> None
 
 
 def test_a_cancelled_store_of_pages_on_l1_is_repeated_at_their_next_use() -> None:
-    backend = Gated()
-    world = full_world(backend, leaves_l1=False)
+    backend, world = full_world(leaves_l1=False)
     compute(world, pair(7), leaves_l1=False)
-    assert skipped(world)["store_gave_way"] == 1 and "backup_no_host_room" not in skipped(world)
+    assert world.skipped["store_gave_way"] == 1 and "backup_no_host_room" not in world.skipped
     backend.writes.set()
     world.settle()
     assert [backend.holds(pair(number)) for number in (5, 6, 7)] == [2, 0, 2]
@@ -128,14 +126,10 @@ def test_a_cancelled_store_of_pages_on_l1_is_repeated_at_their_next_use() -> Non
 def test_a_prefetch_without_room_cancels_a_store() -> None:
     backend = Gated()
     backend.writes.set()
-    other = World(backend=backend)
-    other.serve("store", pair(9))
-    other.settle()
-    other.close()
-    backend.writes.clear()
-    world = full_world(backend)
+    filled(backend, pair(9)).writes.clear()
+    _, world = full_world(backend)
     assert world.serve("prefetched", pair(9)).storage_hit_tokens == 8
-    assert skipped(world)["store_gave_way"] == 1 and "prefetch_no_host_room" not in skipped(world)
+    assert world.skipped["store_gave_way"] == 1 and "prefetch_no_host_room" not in world.skipped
     backend.writes.set()
 
 
@@ -146,18 +140,17 @@ def test_a_write_of_a_host_cache_without_room_cancels_a_store() -> None:
         world.write(f"r{number}", prompt(number, 100 + number, tail=0))
     world.until(backend.entered.is_set)
     world.write("r7", prompt(7, 107, tail=0))
-    assert skipped(world) == {"store_gave_way": 1}
+    assert world.skipped == {"store_gave_way": 1}
     assert [world.load(f"s{n}", prompt(n, 100 + n, tail=0)) for n in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
     backend.writes.set()
 
 
 def test_the_store_of_a_pinned_run_is_not_cancelled() -> None:
-    backend = Gated()
-    world = full_world(backend)
+    backend, world = full_world()
     pin = world.cache.pin(pair(6), ttl_s=1000.0)
     assert pin is not None
     compute(world, pair(7))
-    assert skipped(world)["store_gave_way"] == 1
+    assert world.skipped["store_gave_way"] == 1
     assert [on_l2(world.cache, pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
     backend.writes.set()
     world.settle()
@@ -166,34 +159,31 @@ def test_the_store_of_a_pinned_run_is_not_cancelled() -> None:
 
 
 def test_stores_are_not_cancelled_if_that_does_not_make_enough_room() -> None:
-    backend = Gated()
-    world = full_world(backend)
+    backend, world = full_world()
     pins = [world.cache.pin(pair(number), ttl_s=1000.0) for number in (4, 5, 6)]
     assert all(pins)
     world.serve("too long", prompt(*range(30, 42)))
     world.step()
-    assert "store_gave_way" not in skipped(world)
+    assert "store_gave_way" not in world.skipped
     backend.writes.set()
     world.settle()
     assert [backend.holds(pair(number)) for number in range(1, 7)] == [2] * 6
 
 
 def test_with_ranks_stores_are_not_cancelled() -> None:
-    backend = Gated()
-    world = full_world(backend, ranks=gloo_ranks(1, deadline_s=30.0)[0])
+    backend, world = full_world(ranks=gloo_ranks(1, deadline_s=30.0)[0])
     world.serve("more", pair(7))
     world.step()
-    assert skipped(world)["backup_no_host_room"] > 0 and "store_gave_way" not in skipped(world)
+    assert world.skipped["backup_no_host_room"] > 0 and "store_gave_way" not in world.skipped
     assert on_l2(world.cache, pair(6)) == 2
     backend.writes.set()
 
 
 def test_cancelled_stores_leave_the_queue_of_a_store_that_hangs() -> None:
-    backend = Gated()
-    world = full_world(backend)
+    backend, world = full_world()
     for number in range(10, 60):
         compute(world, pair(number))
-    assert skipped(world)["store_gave_way"] == 50
+    assert world.skipped["store_gave_way"] == 50
     assert world.controller.statistics().queues.backup == 5
     backend.writes.set()
 
@@ -226,8 +216,7 @@ def test_a_detached_backend_whose_store_was_cancelled_is_closed() -> None:
         def close(self) -> None:
             closed.set()
 
-    backend = Closing()
-    world = full_world(backend)
+    backend, world = full_world(Closing())
     compute(world, pair(7))
     backend.writes.set()
     world.cache.storage.detach()

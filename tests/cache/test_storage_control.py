@@ -9,15 +9,12 @@ import pytest
 
 from hicache.backends.base import Direction, SetOutcome
 from hicache.backends.faults import Faults
-from hicache.backends.guard import Override
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendError, InvalidInput
-from hicache.keys import RadixKey
-from tests.cache.world import LastingDriver, StepClock, World, codec, prompt
-from tests.ranks import Exchange
+from tests.cache.world import LastingDriver, World, codec, prompt
 from tests.waiting import wait_for
 
 KEY = prompt(1, 2, 3)
@@ -62,21 +59,22 @@ def forget_l1_and_l2(world: World) -> None:
     world.cache.clear()
 
 
-def hits_from_storage(world: World, rid: str, key: RadixKey = KEY) -> int:
+def hits_from_storage(world: World, rid: str) -> int:
     """Serve a request; return how many of its tokens come from storage."""
-    if world.cache.prefetch_from_storage(rid, key):
-        world.until(lambda: world.cache.check_prefetch_progress(rid))
-    request = world.begin(rid, key)
-    tokens = request.storage_hit_tokens
-    world.cache.cache_finished_req(request, key)
-    return tokens
+    return world.serve(rid, KEY).storage_hit_tokens
 
 
-def test_a_cache_with_detached_storage_works_without_reads_and_stores() -> None:
+def served() -> tuple[Server, World]:
+    """Return a server and a world that has stored KEY there."""
     server = Server()
     world = world_of(server)
     world.serve("a", KEY)
     world.settle()
+    return server, world
+
+
+def test_a_cache_with_detached_storage_works_without_reads_and_stores() -> None:
+    server, world = served()
     world.cache.storage.detach()
     assert not world.cache.storage.attached
     assert world.serve("b", KEY).cached_tokens == 12, "L1 has not changed"
@@ -87,10 +85,7 @@ def test_a_cache_with_detached_storage_works_without_reads_and_stores() -> None:
 
 
 def test_storage_that_is_attached_again_is_used_again() -> None:
-    server = Server()
-    world = world_of(server)
-    world.serve("a", KEY)
-    world.settle()
+    server, world = served()
     world.cache.storage.detach()
     world.cache.storage.detach()  # does nothing
     world.serve("b", prompt(4, 5))
@@ -169,19 +164,6 @@ def test_a_store_that_opens_after_a_detach_is_closed() -> None:
     assert world.controller.backend is None
 
 
-def test_an_invalid_opener_is_rejected_before_the_store_is_detached() -> None:
-    server = Server()
-    world = world_of(server)
-    backend = world.controller.backend
-    for bad in (5, 0, "file", server.stores[0], object()):
-        with pytest.raises(InvalidInput, match="open_storage"):
-            world.cache.storage.attach(bad)  # type: ignore[arg-type]
-        assert world.cache.storage.attached and world.controller.backend is backend
-    world.serve("a", KEY)
-    world.settle()
-    assert server.pages() == 3
-
-
 def _raises(epoch: int) -> Storage:
     raise RuntimeError("a bug of the factory")
 
@@ -236,11 +218,8 @@ def test_an_invalid_weights_epoch_leaves_the_store_open() -> None:
 
 
 def test_a_prefetch_in_flight_at_a_detach_adds_no_pages_and_holds_none() -> None:
-    server = Server()
-    world = world_of(server)
-    world.serve("a", KEY)
-    forget_l1_and_l2(world)
-    world.until(lambda: server.pages() == 3)
+    server, world = served()
+    world.cache.clear()
     server.faults[0].hang()
     assert world.cache.prefetch_from_storage("b", KEY)
     wait_for(lambda: server.faults[0].hung_calls == 1)
@@ -257,98 +236,14 @@ def test_a_prefetch_in_flight_at_a_detach_adds_no_pages_and_holds_none() -> None
 # Breaker and overrides
 
 
-def test_while_the_breaker_is_open_nothing_is_submitted_and_it_closes_by_itself() -> None:
-    clock = StepClock()
-    server = Server(GuardConfig(backoff_min=60.0, backoff_max=60.0, retry_share=0.0), clock)
-    world = world_of(server)
-    world.serve("a", KEY)
-    forget_l1_and_l2(world)
-    server.faults[0].fail()
-    for number in range(50):
-        if not server.stores[0].may_pass(READ):
-            break
-        hits_from_storage(world, f"b {number}")
-        world.cache.clear()
-    world.step()
-    submitted = world.controller._submitted["prefetches"]
-    assert world.cache.prefetch_from_storage("c", KEY) and world.cache.check_prefetch_progress("c")
-    assert world.controller._submitted["prefetches"] == submitted
-    world.attempt("c", KEY)
-    assert world.cache.statistics().skipped["prefetch_paused"] > 0
-    server.faults[0].fail(False)
-    clock.advance(60.0)
-    world.until(lambda: world.controller.gate.may(READ))
-    assert hits_from_storage(world, "d") == 12
-
-
-def test_an_override_switches_writes_off_and_on() -> None:
-    server = Server()
-    world = world_of(server)
-    world.cache.storage.override(WRITE, Override.OFF)
-    world.step()
-    world.serve("a", KEY)
-    world.settle()
-    assert server.pages() == 0 and not world.controller.gate.may(WRITE) and world.controller.gate.may(READ)
-    assert world.cache.statistics().skipped["store_paused"] > 0
-    world.cache.storage.override(WRITE, Override.AUTO)
-    world.step()
-    world.serve("b", KEY)
-    world.settle()
-    assert server.pages() == 3
-
-
-def test_an_override_stays_in_force_after_new_weights() -> None:
-    server = Server()
-    world = world_of(server)
-    world.cache.storage.override(READ, Override.OFF)
-    world.cache.update_weights(1)
-    until_open(world)
-    assert server.stores[-1].guard_statistics().breakers[READ].override is Override.OFF
-    assert not world.controller.gate.may(READ)
-
-
 def test_statistics_have_an_entry_for_each_store_and_do_not_wait_for_it() -> None:
-    server = Server()
-    world = world_of(server)
-    world.serve("a", KEY)
-    world.settle()
+    _, world = served()
     (leaf,) = world.cache.statistics().controller.backends
     assert leaf.name == "storage" and leaf.guard is not None
     assert leaf.statistics.sets[SetOutcome.STORED] == 3
     wait_for(lambda: (usage := world.cache.statistics().controller.usage) is not None and usage.pages == 3)
     world.cache.storage.detach()
     assert world.cache.statistics().controller.backends == ()
-
-
-def test_if_the_breaker_of_one_rank_is_open_no_rank_reads() -> None:
-    servers = [Server(), Server()]
-    worlds = [
-        World(backend=server.open(0), open_storage=server.open, ranks=group)
-        for server, group in zip(servers, Exchange(2).ranks(), strict=True)
-    ]
-
-    def step() -> None:
-        for world in worlds:
-            world.step()
-
-    for _ in range(3):
-        step()
-    assert [world.controller.gate.may(READ) for world in worlds] == [True, True]
-    servers[1].stores[0].override(READ, Override.OFF)
-    for _ in range(2):
-        step()
-    assert [world.controller.gate.may(READ) for world in worlds] == [False, False]
-    assert [world.controller.gate.may(WRITE) for world in worlds] == [True, True]
-    servers[1].stores[0].override(READ, Override.AUTO)
-    for world in worlds:
-        world.cache.storage.attach()
-    wait_for(lambda: all(world.controller.gate.may(READ) for world in worlds), step)
-    for world in worlds:
-        world.cache.storage.detach()
-    step()
-    assert [world.controller.gate.may(WRITE) for world in worlds] == [False, False]
-    for world in worlds:
-        assert world.cache.close()
 
 
 def test_a_closed_cache_does_not_open_storage() -> None:

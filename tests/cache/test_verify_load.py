@@ -33,8 +33,7 @@ def on_host(config: HiCacheConfig | None = None, **parts: Any) -> World:
 def leave(world: World, key: RadixKey) -> None:
     """Serve a prompt and evict it from L1, so that its pages are only on L2."""
     world.serve(f"leave {key.tokens[:4]!r}", key)
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
 
 
 def flip(world: World | HostWorld, key: RadixKey, page: int, at: int = PAYLOAD) -> None:
@@ -102,15 +101,13 @@ def test_pages_that_storage_has_already_or_compresses_are_sealed_too(compression
     world.cache.clear()
     request = world.begin("without a prefetch", KEY)  # computes pages that are PRESENT in storage
     world.cache.cache_finished_req(request, KEY)
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     overwrite(world, 3)
     assert world.serve("again", KEY).host_hit_tokens == 12
     assert verified(world) == {"sound": 3, "damaged": 1}
     world.cache.clear()
     assert world.serve("from storage", KEY).storage_hit_tokens == 16
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     overwrite(world, 2)
     clock.advance(11)  # the last verification is not valid any more
     assert world.serve("once more", KEY).host_hit_tokens == 8
@@ -160,10 +157,10 @@ def test_a_verification_is_valid_for_ten_seconds() -> None:
     clock = StepClock()
     world = on_host(clock=clock)
     world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     clock.advance(11)
     assert not world.cache.check_prefetch_progress("a")
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     assert world.attempt("a", KEY).host_hit_tokens == 16
     assert verified(world) == {"sound": 8}
 
@@ -175,8 +172,7 @@ def test_a_damaged_page_is_not_loaded_while_a_pin_keeps_it_on_l2_and_an_earlier_
     leave(world, longer)
     assert world.cache.pin(KEY.head(16), ttl_s=1000.0)
     assert world.serve("short", KEY).host_hit_tokens == 16
-    world.settle()
-    world.cache.evict(100)
+    world.leave_l1()
     (first,) = (node for node in world.cache.tree.nodes() if node.parent is not None and node.parent.parent is None)
     assert first.host is not None and first.proved_until_s > 0
     world.host.frame(int(first.host[1]))[PAYLOAD] ^= 4
@@ -191,9 +187,9 @@ def test_pages_that_left_l1_after_a_verification_are_verified_too() -> None:
     world.settle()
     clock.advance(11)
     world.cache.prefetch_from_storage("a", KEY)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     world.cache.evict(100)
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     assert world.attempt("a", KEY).host_hit_tokens == 16
 
 
@@ -218,7 +214,7 @@ def test_a_verification_of_a_cleared_tree_does_not_change_the_new_one() -> None:
     world.cache.prefetch_from_storage("a", KEY)
     assert not world.cache.check_prefetch_progress("a")
     world.cache.clear()
-    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.arrive("a")
     assert world.host.allocator.used_pages == 0
     assert world.serve("a", KEY).storage_hit_tokens == 16
 

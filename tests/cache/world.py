@@ -10,7 +10,8 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -132,13 +133,36 @@ class AutoClosed:
         raise NotImplementedError
 
 
-class World(AutoClosed):
+
+class Stepped(AutoClosed):
+    """An engine that steps its cache."""
+
+    cache: Any
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until `condition` holds."""
+        wait_for(condition, self.step, timeout_s=WAIT_S, pause_s=0)
+
+    def step(self) -> None:
+        """Run one scheduler step."""
+        if not self.cache.poll():
+            time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
+        self.cache.check()
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """The counts of work that was skipped, by reason."""
+        return {reason: count for reason, count in self.cache.statistics().skipped.items() if count}
+
+
+class World(Stepped):
     """A cache of `device_pages` and `host_pages` over `backend`, with an engine that calls it.
 
     `shard` makes the bytes of a page differ between ranks.
     """
 
     shard = b""
+    cache: HiRadixCache
 
     def __init__(  # noqa: PLR0913 - the parts that tests replace
         self,
@@ -238,10 +262,20 @@ class World(AutoClosed):
     def serve(self, rid: str, key: RadixKey) -> RequestKV:
         """Run a whole request with its prefetch. The returned object keeps its hit counts."""
         self.cache.prefetch_from_storage(rid, key)
-        self.until(lambda: self.cache.check_prefetch_progress(rid))
+        self.arrive(rid)
         request = self.begin(rid, key)
         self.cache.cache_finished_req(request, key)
         return request
+
+    def arrive(self, *rids: str) -> None:
+        """Step until requests need not wait for their prefetches."""
+        for rid in rids:
+            self.until(partial(self.cache.check_prefetch_progress, rid))
+
+    def prefetch(self, rid: str, key: RadixKey) -> None:
+        """Start a prefetch, and step until its request need not wait."""
+        assert self.cache.prefetch_from_storage(rid, key)
+        self.arrive(rid)
 
     def attempt(self, rid: str, key: RadixKey) -> RequestKV:
         """Begin a request and abort it. The returned object keeps its hit counts."""
@@ -249,25 +283,26 @@ class World(AutoClosed):
         self.cache.cache_finished_req(request, None)
         return request
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Step until `condition` holds."""
-        wait_for(condition, self.step, timeout_s=WAIT_S, pause_s=0)
-
     def prefetch_of(self, rid: str) -> Prefetch:
         """Return the prefetch of a request that has not begun."""
         prefetch = self.cache._prefetcher._table.get(rid)
         assert prefetch is not None
         return prefetch
 
-    def step(self) -> None:
-        """Run one scheduler step."""
-        if not self.cache.poll():
-            time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
-        self.cache.check()
-
     def settle(self) -> None:
         """Step until no operation is in flight."""
         self.until(lambda: self.controller.idle)
+
+    def leave_l1(self) -> None:
+        """Step until no operation is in flight, and evict all pages from L1."""
+        self.settle()
+        self.cache.evict(self.device.pages)
+
+    def forget(self) -> None:
+        """Evict all pages from L1 and L2. Stored pages stay in storage."""
+        self.leave_l1()
+        while len(freed := self.cache.tree.evict_host(self.host.pages)):
+            self.host.free(freed)
 
     def close(self) -> None:
         """Wait for all operations, close the cache, and assert that no page was wrong."""
@@ -286,12 +321,29 @@ def configured(config: HiCacheConfig | None, transfer: TransferConfig | None) ->
 
 def every_hit(**entries: Any) -> HiCacheConfig:
     """Return a configuration, with further `entries`, that fetches every hit, even if it is short or slow."""
-    return HiCacheConfig(
-        load_back_threshold_tokens=4,
-        break_even=BreakEvenConfig(mode="always"),
-        prefetch=PrefetchConfig(threshold_tokens=4, timeout_base=WAIT_S),
-        **entries,
-    )
+    usual = {"load_back_threshold_tokens": 4, "break_even": BreakEvenConfig(mode="always"), "prefetch": prefetch()}
+    return HiCacheConfig(**{**usual, **entries})
+
+
+def prefetch(**entries: Any) -> PrefetchConfig:
+    """Return options, with further `entries`, that let a request wait for prefetches of any length."""
+    return PrefetchConfig(**{"threshold_tokens": 4, "timeout_base": WAIT_S, **entries})
+
+
+AnyBackend = TypeVar("AnyBackend", bound=Storage)
+
+
+def filled(backend: AnyBackend, *keys: RadixKey) -> AnyBackend:
+    """Store the pages of `keys` in `backend` with an engine, and return it."""
+    world = World(device_pages=1000, host_pages=1000, backend=backend)
+    for number, key in enumerate(keys):
+        world.serve(f"store {number}", key)
+        world.settle()
+    world.close()
+    if isinstance(backend, GatedBackend):
+        backend.lookups = backend.pages_read = 0
+        backend.entered.clear()
+    return backend
 
 
 def memory_backend(capacity_bytes: int | None = None, epoch: int = 0) -> LastingBackend:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hicache.config import HiCacheConfig
-from hicache.controller import Backup, HiCacheController, Load
+from hicache.controller import HiCacheController
 from hicache.controller.operations import FENCES_KEPT
 from hicache.errors import TransferError
 from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, Transfer, create_device_pool
@@ -91,16 +91,6 @@ def test_a_joined_transfer_ends_with_its_last_load(rig: Rig) -> None:
     rig.steps.advance()
     both.wait_layer(GEOMETRY.layers - 1)
     assert both.wait(WAIT_S) and both.done() and both.error is None
-
-
-def test_copies_of_the_same_pages_are_two_operations_that_do_not_change() -> None:
-    for one, other in (
-        (Load(pages(1), pages(1), 0), Load(pages(1), pages(1), 0)),
-        (Backup(pages(1), pages(1)), Backup(pages(1), pages(1))),
-    ):
-        assert len({one, other, one}) == 2
-        with pytest.raises(AttributeError):
-            one.host_pages = pages(2)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])

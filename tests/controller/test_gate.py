@@ -295,25 +295,18 @@ def test_many_operations_that_fail_in_one_outage_count_once() -> None:
         assert one.gate.offer().read
 
 
-def test_a_success_ends_the_backoff_and_makes_the_next_one_short() -> None:
+@pytest.mark.parametrize("end", ["success", "new store"])
+def test_a_success_or_a_new_store_ends_the_backoff_and_makes_the_next_one_short(end: str) -> None:
     with engine() as one:
         for _ in range(6):
             one.gate.failed(READ)
             one.clock.advance(BACKOFF_S_MAX)
         one.gate.failed(READ)
-        one.gate.succeeded(READ)
-        assert one.gate.offer().read
-        assert round(backoff_s(one.gate, one.clock) / BACKOFF_S_MIN) == 1
-
-
-def test_a_new_store_begins_without_the_backoff_of_the_one_before() -> None:
-    with engine() as one:
-        for _ in range(6):
-            one.gate.failed(READ)
-            one.clock.advance(BACKOFF_S_MAX)
-        one.gate.failed(READ)
-        one.gate.replace(None)
-        one.use()
+        if end == "success":
+            one.gate.succeeded(READ)
+        else:
+            one.gate.replace(None)
+            one.use()
         assert one.gate.offer().read
         assert round(backoff_s(one.gate, one.clock) / BACKOFF_S_MIN) == 1
 

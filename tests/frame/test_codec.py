@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -122,19 +123,16 @@ def test_any_bytes_are_a_printable_header_or_none(noise: bytes, starts_well: boo
     assert header is None or (header.label.isprintable() and header.object_bytes > 0)
 
 
-def test_invalid_options_of_a_codec_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("namespace", "size", "options"),
+    [
+        (b"short", PAYLOAD, {}), (NAMESPACE, 0, {}), (NAMESPACE, PAYLOAD, {"mac_keys": [b"short"]}),
+        (NAMESPACE, PAYLOAD, {"mac_keys": [MAC, b"b" * 32, b"c" * 32]}),
+        (NAMESPACE, PAYLOAD, {"mac_keys": [MAC], "encryption_keys": [MAC]}),
+        (NAMESPACE, PAYLOAD, {"weights_epoch": -1}), (NAMESPACE, PAYLOAD, {"tag": TagKind.AES_256_GMAC}),
+        (NAMESPACE, PAYLOAD, {"tag": TagKind.AES_256_GCM}),
+    ],
+)  # fmt: skip
+def test_invalid_options_of_a_codec_are_refused(namespace: bytes, size: int, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
-        FrameCodec(b"short", PAYLOAD)
-    with pytest.raises(InvalidInput):
-        FrameCodec(NAMESPACE, 0)
-    with pytest.raises(InvalidInput):
-        FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[b"short"])
-    with pytest.raises(InvalidInput):
-        FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC, b"b" * 32, b"c" * 32])
-    with pytest.raises(InvalidInput):
-        FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC], encryption_keys=[MAC])
-    with pytest.raises(InvalidInput):
-        FrameCodec(NAMESPACE, PAYLOAD, weights_epoch=-1)
-    for kind in (TagKind.AES_256_GMAC, TagKind.AES_256_GCM):
-        with pytest.raises(InvalidInput):
-            FrameCodec(NAMESPACE, PAYLOAD, tag=kind)
+        FrameCodec(namespace, size, **options)

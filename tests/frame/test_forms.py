@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import zstandard
@@ -42,8 +43,20 @@ def stored_page(codec: FrameCodec, payload: bytes = SMOOTH, key: bytes = KEY) ->
     return bytes(codec.seal(key, filled(codec, payload), parent=b"p" * 32))
 
 
+def read(codec: FrameCodec, stored: bytes | memoryview) -> bytes:
+    """Return the payload of a page, which must be accepted."""
+    frame = arrived(codec, stored)
+    assert codec.accept(KEY, frame, len(stored)) is None
+    return bytes(payload_in(codec, frame))
+
+
 def accept(codec: FrameCodec, stored: bytes | bytearray | memoryview, key: bytes = KEY) -> Damage | None:
     return codec.accept(key, arrived(codec, stored), len(stored))
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """Return the keys of a codec of CODECS."""
+    return {"mac_keys": [MAC]} if "gmac" in name else {"encryption_keys": [CIPHER]} if "gcm" in name else {}
 
 
 # Pages that are read back
@@ -64,13 +77,9 @@ def test_a_page_comes_back_byte_for_byte(name: str, payload: bytes) -> None:
 @MODES
 @pytest.mark.parametrize("size", [1, 2, 4096 - HEADER_BYTES, 4097 - HEADER_BYTES, 8192 - HEADER_BYTES, 8193])
 def test_pages_of_any_size_come_back(name: str, size: int) -> None:
-    keys = {"mac_keys": [MAC]} if "gmac" in name else {"encryption_keys": [CIPHER]} if "gcm" in name else {}
-    codec = FrameCodec(NAMESPACE, size, compression=CODECS[name]._compression, **keys)  # type: ignore[arg-type]
+    codec = FrameCodec(NAMESPACE, size, compression=CODECS[name]._compression, **keys_of(name))
     for payload in (bytes(size), NOISE[:size]):
-        stored = stored_page(codec, payload)
-        frame = arrived(codec, stored)
-        assert codec.accept(KEY, frame, len(stored)) is None
-        assert payload_in(codec, frame) == payload
+        assert read(codec, stored_page(codec, payload)) == payload
 
 
 @pytest.mark.parametrize("name", ["zstd", "zstd+gmac", "zstd+gcm"])
@@ -100,9 +109,7 @@ def test_a_reader_needs_no_configuration_to_read_compressed_pages(keys: dict[str
     writer = FrameCodec(NAMESPACE, PAYLOAD, compression=Compression(), **keys)  # type: ignore[arg-type]
     reader = FrameCodec(NAMESPACE, PAYLOAD, **keys)  # type: ignore[arg-type]
     for one, other in ((writer, reader), (reader, writer)):
-        frame = arrived(other, stored_page(one))
-        assert other.accept(KEY, frame, len(stored_page(one))) is None
-        assert payload_in(other, frame) == SMOOTH
+        assert read(other, stored_page(one)) == SMOOTH
 
 
 # Buffers
@@ -162,9 +169,7 @@ def test_encoded_pages_do_not_share_memory_while_they_are_held() -> None:
     codec = CODECS["zstd+gcm"]
     held = [codec.seal(KEY, filled(codec, smooth_payload(seed))) for seed in range(2 * IDLE_MAX)]
     for seed, stored in enumerate(held):
-        frame = arrived(codec, stored)
-        assert codec.accept(KEY, frame, len(stored)) is None
-        assert payload_in(codec, frame) == smooth_payload(seed)
+        assert read(codec, stored) == smooth_payload(seed)
 
 
 def test_threads_seal_and_accept_with_one_codec_at_once() -> None:
@@ -172,13 +177,8 @@ def test_threads_seal_and_accept_with_one_codec_at_once() -> None:
     payloads = [smooth_payload(seed) for seed in range(4)]
 
     def work(number: int) -> int:
-        wrong = 0
-        for turn in range(60):
-            payload = payloads[(number + turn) % 4]
-            stored = codec.seal(KEY, filled(codec, payload))
-            frame = arrived(codec, stored)
-            wrong += codec.accept(KEY, frame, len(stored)) is not None or payload_in(codec, frame) != payload
-        return wrong
+        turns = [payloads[(number + turn) % 4] for turn in range(60)]
+        return sum(read(codec, codec.seal(KEY, filled(codec, payload))) != payload for payload in turns)
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(work, range(4))) == [0] * 4
@@ -261,9 +261,8 @@ def test_a_page_is_bound_to_its_key_and_namespace_in_every_encoding(name: str) -
     assert accept(codec, stored, b"x" * 32) is Damage.PAGE_KEY
     forged = stored[:56] + b"x" * 32 + stored[88:]
     assert accept(codec, forged, b"x" * 32) is Damage.TAG
-    keys = {"mac_keys": [MAC]} if "gmac" in name else {"encryption_keys": [CIPHER]} if "gcm" in name else {}
-    assert FrameCodec(b"o" * 32, PAYLOAD, **keys).accept(KEY, arrived(codec, stored), len(stored)) is Damage.NAMESPACE  # type: ignore[arg-type]
-    assert FrameCodec(NAMESPACE, PAYLOAD - 1, **keys).accept(KEY, arrived(codec, stored), len(stored)) is Damage.LENGTH  # type: ignore[arg-type]
+    for other, damage in (((b"o" * 32, PAYLOAD), Damage.NAMESPACE), ((NAMESPACE, PAYLOAD - 1), Damage.LENGTH)):
+        assert FrameCodec(*other, **keys_of(name)).accept(KEY, arrived(codec, stored), len(stored)) is damage
 
 
 def test_a_reader_with_an_encryption_key_rejects_plain_pages() -> None:
@@ -332,9 +331,8 @@ def test_a_page_that_does_not_expand_to_its_payload_is_refused(body: bytes, form
 def test_the_forger_of_these_tests_can_forge() -> None:
     """The control of the test above: a valid zstd frame under a correct checksum is read."""
     codec = CODECS["xxh3"]
-    frame = arrived(codec, page := forged(codec, zstandard.ZstdCompressor().compress(SMOOTH)))
-    assert codec.accept(KEY, frame, len(page)) is None
-    assert payload_in(codec, frame) == SMOOTH
+    page = forged(codec, zstandard.ZstdCompressor().compress(SMOOTH))
+    assert read(codec, page) == SMOOTH
     assert accept(CODECS["gmac"], page) is Damage.TAG_KIND
 
 

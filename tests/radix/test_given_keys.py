@@ -13,10 +13,6 @@ from hicache.types import PageIds
 PAGE_SIZE = 4
 
 
-def token_tree() -> RadixTree:
-    return RadixTree(PAGE_SIZE, make_policy("lru"))
-
-
 def given_tree() -> RadixTree:
     return RadixTree(PAGE_SIZE, make_policy("lru"), position_bytes=PAGE_KEY_BYTES)
 

@@ -41,27 +41,6 @@ def insert(t: RadixTree, *tokens: int, page: int, priority: int = 0) -> Node:
     return t.insert(key(*tokens), pages, priority=priority).node
 
 
-def first_out(policy: str, **options: int) -> int:
-    """Return the first victim of three runs of one page: 1 is the oldest and used by three requests, 2 has priority 9,
-    3 is the newest. Their last uses are in the order 2, 3, 1."""
-    t = tree(policy, **options)
-    node = insert(t, 1, page=1)
-    insert(t, 2, page=2, priority=9)
-    insert(t, 3, page=3)
-    t.match(key(1))
-    t.use(node)
-    t.use(node)
-    return int(t.evict_device(1).pages[0])
-
-
-@pytest.mark.parametrize(
-    ("policy", "victim"),
-    [("lru", 2), ("lfu", 2), ("fifo", 1), ("mru", 1), ("filo", 3), ("priority", 3), ("slru", 2)],
-)
-def test_the_first_victim(policy: str, victim: int) -> None:
-    assert first_out(policy) == victim
-
-
 def test_slru_protects_nodes_with_the_configured_number_of_requests() -> None:
     t = tree("slru", slru_protected_hits=3)
     twice, thrice = insert(t, 1, page=1), insert(t, 2, page=2)

@@ -50,14 +50,6 @@ def test_unlocking_an_unlocked_node_is_rejected() -> None:
         t.unlock(t.match(RadixKey.of([1, 2])).node)
 
 
-def test_a_large_victim_is_split_to_the_needed_size() -> None:
-    t = tree(page_size=1)
-    t.insert(RadixKey.of(list(range(100))), np.arange(1, 101, dtype=np.int32))
-    assert t.evict_device(20).pages.tolist() == list(range(81, 101))
-    assert len(t.match(RadixKey.of(list(range(100)))).device_pages) == 80
-    check_tree(t)
-
-
 def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     t = RadixTree(1, POLICIES["lru"], run_pages_max=30)
     key = RadixKey.of(list(range(100)))
@@ -200,22 +192,16 @@ def test_after_a_store_without_hashing_the_keys_can_still_be_computed() -> None:
 # As text
 
 
-def shown_tree() -> RadixTree:
+def test_the_text_has_a_line_per_node_indented_below_its_parent_and_no_tokens() -> None:
     t = tree()
-    t.insert(RadixKey.of([424242, 2, 3, 4]), np.array([1, 2], dtype=np.int32), priority=7)
-    node = t.insert(RadixKey.of([424242, 2, 5, 6], cache_salt=None), np.array([3, 4], dtype=np.int32)).node
-    t.accept_backup(node.parent or node, np.array([9], dtype=np.int32))
+    t.insert(RadixKey.of([424242, 2, 3, 4]), ids(1, 2), priority=7)
+    node = t.insert(RadixKey.of([424242, 2, 5, 6]), ids(3, 4)).node
+    t.accept_backup(node.parent or node, ids(9))
     t.lock(node)
-    return t
-
-
-def test_the_text_has_a_line_per_node_indented_below_its_parent() -> None:
-    lines = pretty_print(shown_tree()).splitlines()
-    assert len(lines) == 4
-    assert "3 nodes" in lines[0]
+    lines = pretty_print(t).splitlines()
+    assert "3 nodes" in lines[0] and "L1+L2" in lines[1] and "locks 1" in lines[1]
     assert [len(line) - len(line.lstrip()) for line in lines] == [0, 2, 4, 4]
-    assert "L1+L2" in lines[1] and "locks 1" in lines[1]
-    assert "424242" not in pretty_print(shown_tree()), "tokens are prompts"
+    assert "424242" not in pretty_print(t), "tokens are prompts"
 
 
 def test_the_text_of_a_large_tree_is_truncated() -> None:

@@ -102,7 +102,7 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "alloc_extend seq_lens": (lambda pools, bad: pools.paged.alloc_extend(ONE, bad, ONE, 3), SLOTS),
     "alloc_extend last_loc": (lambda pools, bad: pools.paged.alloc_extend(ONE, TWO, bad, 3), SLOTS),
     "alloc_extend extend_tokens": (lambda pools, bad: pools.paged.alloc_extend(ONE, TWO, ONE, bad), COUNTS),
-    "alloc_decode seq_lens": (lambda pools, bad: pools.paged.alloc_decode(bad, ONE), SLOTS),
+    "alloc_decode seq_lens": (lambda pools, bad: pools.paged.alloc_decode(bad, ONE), [*SLOTS, torch.tensor([0])]),
     "EngineBlocks layers": (
         lambda pools, bad: EngineBlocks(bad), [None, 5, [], "kv", torch.ones(4, 4), {}, [torch.ones(4)]],
     ),

@@ -8,6 +8,8 @@ import logging
 import mmap
 import subprocess
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,16 @@ def rows(count: int, size: int) -> tuple[Any, Any, Any, Any, Any]:
     return source, target, target.ctypes.data + at[order], source.ctypes.data + at, np.full(count, size)
 
 
+def copied(fake: FakeCuda, count: int) -> CudaDriver:
+    """Return a driver that has copied rows in another order."""
+    driver = CudaDriver(0, fake.path)
+    driver.attach()
+    source, target, targets, sources, sizes = rows(count, 48)
+    driver.copy(driver.stream(), targets, sources, sizes)
+    assert np.array_equal(target[np.random.default_rng(0).permutation(count)], source)
+    return driver
+
+
 @pytest.mark.skipif(not HEADERS, reason="needs the headers of CUDA 12.8 or later")
 def test_the_library_of_these_tests_has_the_signatures_of_cuda_h(tmp_path: Path) -> None:
     folder = HEADERS[0]
@@ -51,12 +63,7 @@ def test_the_library_of_these_tests_has_the_signatures_of_cuda_h(tmp_path: Path)
 
 
 def test_a_batch_copies_all_rows_in_one_call_and_in_stream_order(fake_cuda: FakeCuda) -> None:
-    driver = CudaDriver(0, fake_cuda.path)
-    driver.attach()
-    source, target, targets, sources, sizes = rows(1000, 48)
-    assert driver.has_batched_copies
-    driver.copy(driver.stream(), targets, sources, sizes)
-    assert np.array_equal(target[np.random.default_rng(0).permutation(1000)], source)
+    assert copied(fake_cuda, 1000).has_batched_copies
     assert (fake_cuda.number("batches"), fake_cuda.number("batched")) == (1, 1000)
     assert (fake_cuda.number("order"), fake_cuda.number("flags")) == (1, 1)
     assert fake_cuda.number("stream flags") == 1, "a stream that does not wait for the default stream"
@@ -65,22 +72,13 @@ def test_a_batch_copies_all_rows_in_one_call_and_in_stream_order(fake_cuda: Fake
 @pytest.mark.parametrize("definition", ["WITHOUT_BATCH", "WITHOUT_PROC_ADDRESS"])
 def test_with_an_older_driver_copies_are_queued_one_by_one(tmp_path: Path, definition: str) -> None:
     fake = FakeCuda(tmp_path, definition)
-    driver = CudaDriver(0, fake.path)
-    driver.attach()
-    source, target, targets, sources, sizes = rows(20, 48)
-    assert not driver.has_batched_copies
-    driver.copy(driver.stream(), targets, sources, sizes)
-    assert np.array_equal(target[np.random.default_rng(0).permutation(20)], source)
+    assert not copied(fake, 20).has_batched_copies
     assert (fake.number("batches"), fake.number("loops")) == (0, 20)
 
 
 def test_a_device_with_other_addresses_for_registered_memory_gets_single_copies(fake_cuda: FakeCuda) -> None:
     fake_cuda.without_host_pointers()
-    driver = CudaDriver(0, fake_cuda.path)
-    driver.attach()
-    source, target, targets, sources, sizes = rows(20, 48)
-    driver.copy(driver.stream(), targets, sources, sizes)
-    assert np.array_equal(target[np.random.default_rng(0).permutation(20)], source)
+    copied(fake_cuda, 20)
     assert (fake_cuda.number("batches"), fake_cuda.number("loops")) == (0, 20)
 
 
@@ -215,16 +213,21 @@ class Owner:
     """The owner of the memory."""
 
 
-def memory(pages: int) -> tuple[mmap.mmap, int]:
-    mapping = mmap.mmap(-1, pages * 4096)
-    return mapping, np.frombuffer(mapping, np.uint8).ctypes.data
+def ten_pages(fake_cuda: FakeCuda) -> tuple[Callable[[int], None], Owner]:
+    """Return a function that pins memory of ten pages, in chunks of so many pages, and the owner of the memory."""
+    driver, owner, mapping = CudaDriver(0, fake_cuda.path), Owner(), mmap.mmap(-1, 10 * 4096)
+    address, owned_by = np.frombuffer(mapping, np.uint8).ctypes.data, weakref.ref(owner)
+
+    def pin_in(chunk_pages: int) -> None:
+        pin(driver, address, 10 * 4096, chunk_pages * 4096, owned_by(), mapping)
+
+    return pin_in, owner
 
 
 def test_a_pool_is_registered_in_chunks_and_unregistered_with_it(fake_cuda: FakeCuda) -> None:
-    driver, owner = CudaDriver(0, fake_cuda.path), Owner()
-    mapping, address = memory(10)
+    pin_in, owner = ten_pages(fake_cuda)
     fake_cuda.limit(4 * 4096)
-    pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
+    pin_in(4)
     assert fake_cuda.number("registered") == 3
     del owner
     gc.collect()
@@ -232,30 +235,27 @@ def test_a_pool_is_registered_in_chunks_and_unregistered_with_it(fake_cuda: Fake
 
 
 def test_one_registration_of_the_whole_pool_would_fail(fake_cuda: FakeCuda) -> None:
-    driver, owner = CudaDriver(0, fake_cuda.path), Owner()
-    mapping, address = memory(10)
+    pin_in, _owner = ten_pages(fake_cuda)
     fake_cuda.limit(4 * 4096)
     with pytest.raises(CapacityError, match=r"CUDA refused to pin 40\.0 KiB at 0 B of 40\.0 KiB: .*invalid argument"):
-        pin(driver, address, 10 * 4096, 10 * 4096, owner, mapping)
+        pin_in(10)
 
 
 def test_a_failed_chunk_unregisters_the_earlier_chunks(fake_cuda: FakeCuda) -> None:
-    driver, owner = CudaDriver(0, fake_cuda.path), Owner()
-    mapping, address = memory(10)
+    pin_in, _owner = ten_pages(fake_cuda)
     fake_cuda.fail("cuMemHostRegister_v2", 2, call=3)
     with pytest.raises(CapacityError, match=r"8\.0 KiB at 32\.0 KiB of 40\.0 KiB: .*out of memory.*lower host\.size"):
-        pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
+        pin_in(4)
     assert fake_cuda.number("registered") == 0
-    pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
+    pin_in(4)
     assert fake_cuda.number("registered") == 3, "the chunks of the first attempt were unregistered"
 
 
 def test_a_chunk_that_cannot_be_unpinned_is_logged_and_the_others_are_unpinned(
     fake_cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver, owner = CudaDriver(0, fake_cuda.path), Owner()
-    mapping, address = memory(10)
-    pin(driver, address, 10 * 4096, 4 * 4096, owner, mapping)
+    pin_in, owner = ten_pages(fake_cuda)
+    pin_in(4)
     fake_cuda.fail("cuMemHostUnregister", 2, call=2)
     with caplog.at_level(logging.WARNING):
         del owner

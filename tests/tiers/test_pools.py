@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -57,31 +58,22 @@ def test_the_helper_rejects_a_wrong_number_of_slots(native: Any, slots: int, pag
     assert not room.any()
 
 
-def test_slots_written_by_token_are_entries_of_their_page() -> None:
-    pool = create_device_pool(MHA, 5)
+@pytest.mark.parametrize("v_dim", [8, 3])
+def test_slots_written_by_token_are_entries_of_their_page(v_dim: int) -> None:
+    """Also if K and V have heads of different sizes: they are two blocks of one page."""
+    pool = create_device_pool(replace(MHA, v_head_dim=v_dim), 5)
     assert isinstance(pool, MHATokenToKVPool)
     slots = torch.from_numpy(token_slots(np.array([2, 5], dtype=np.int32), 4))
     assert slots.tolist() == [8, 9, 10, 11, 20, 21, 22, 23]
-    k, v = torch.randn(2, 8, 2, 8).to(torch.bfloat16)
+    k, v = torch.randn(8, 2, 8).to(torch.bfloat16), torch.randn(8, 2, v_dim).to(torch.bfloat16)
     pool.set_kv_buffer(1, slots, k, v)
     k_pages, v_pages = pool.get_kv_buffer(1)
     assert torch.equal(k_pages[2], k[:4]) and torch.equal(v_pages[5], v[4:])
     (region,) = pool.blocks.layers[1]
-    assert torch.equal(region[5].view(torch.bfloat16), torch.cat((k[4:], v[4:])).flatten()), "a page is one piece"
+    page = torch.cat((k[4:].flatten(), v[4:].flatten()))
+    assert torch.equal(region[5].view(torch.bfloat16), page), "a page is one piece"
+    assert pool.kv_buffer[1].count_nonzero() == k.numel() + v.numel()
     assert pool.get_kv_buffer(0)[0].abs().sum() == 0
-
-
-def test_k_and_v_of_different_head_sizes_are_two_blocks_of_one_page() -> None:
-    geometry = KVGeometry(layers=2, heads=2, head_dim=6, page_size=4, v_head_dim=3)
-    pool = MHATokenToKVPool(geometry, 5)
-    slots = torch.from_numpy(token_slots(np.array([2, 5], dtype=np.int32), 4))
-    k, v = torch.randn(8, 2, 6).to(torch.bfloat16), torch.randn(8, 2, 3).to(torch.bfloat16)
-    pool.set_kv_buffer(1, slots, k, v)
-    k_pages, v_pages = pool.get_kv_buffer(1)
-    assert torch.equal(k_pages[2], k[:4]) and torch.equal(v_pages[5], v[4:])
-    (region,) = pool.blocks.layers[1]
-    assert torch.equal(region[5].view(torch.bfloat16), torch.cat((k[4:].flatten(), v[4:].flatten())))
-    assert pool.kv_buffer[1].count_nonzero() == 8 * 2 * (6 + 3)
 
 
 def test_mla_pools_have_one_latent_block_per_layer() -> None:

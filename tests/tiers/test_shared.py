@@ -22,8 +22,6 @@ from hicache.frame import FRAME_ALIGN, HEADER_BYTES
 from hicache.geometry import KVGeometry, PageShape, Piece
 from hicache.shared_memory import CONTROL_BYTES
 from hicache.tiers import SharedHostPool
-from tests.cache.world import GEOMETRY as CACHE_GEOMETRY
-from tests.cache.world import World, prompt
 from tests.leftovers import guarded
 from tests.tiers._shared_child import GEOMETRY
 
@@ -364,24 +362,3 @@ def test_a_forked_child_that_ends_does_not_affect_the_pool(name: str, children: 
     assert path_of(name).exists()
     assert list(open_here(name).identity) == identity
     children[0].ask("drop", name)
-
-
-def test_a_cache_over_a_shared_pool_serves_the_bytes_that_another_process_sees(
-    name: str, children: list[Child]
-) -> None:
-    shape = CACHE_GEOMETRY.shape
-    host = SharedHostPool.open(name, shape, 32, processes=2, timeout_s=WAIT_S)
-    worker = SharedHostPool.open(name, shape, 32, processes=2, timeout_s=WAIT_S)
-    world = World(device_pages=8, host=host)
-    first = prompt(1, 2, 3)
-    world.serve("a", first)
-    world.settle()
-    for number in range(4):  # evicts the first prompt from L1
-        world.serve(f"other{number}", prompt(*range(10 * number + 10, 10 * number + 16)))
-        world.settle()
-    again = world.serve("b", first)
-    assert again.host_hit_tokens == 12
-    seen = {bytes(worker.payload(page)) for page in range(worker.pages)}
-    expected = [world.expected(first, number) for number in range(3)]
-    assert all(page is not None and page.tobytes() in seen for page in expected)
-    world.close()
