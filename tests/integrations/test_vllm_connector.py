@@ -101,7 +101,8 @@ def test_equal_prompts_under_other_adapters_or_salts_do_not_share_pages(
 ) -> None:
     """The two adapters have one name and different weights."""
     for value, matched in ((values[0], 0), (values[1], 0), (values[0], 20)):
-        assert engine.serve(PROMPT, **{name: value}).matched == matched
+        options: dict[str, Any] = {name: value}
+        assert engine.serve(PROMPT, **options).matched == matched
         engine.forget_device()
 
 
