@@ -101,13 +101,6 @@ def test_an_engine_is_built_from_a_configuration() -> None:
         engine.check()
 
 
-def test_the_bundled_model_is_the_default() -> None:
-    config = HiCacheConfig.model_validate({"page_size": 16, "device": {"tokens": 512}})
-    with create_engine(config, options=EngineOptions(running_max=2)) as engine:
-        rid = engine.submit(list(range(10, 40)), 4, ignore_eos=True)
-        assert len(engine.run_until_done()[rid].output_tokens) == 4
-
-
 def test_a_configuration_without_a_size_for_l1_is_rejected() -> None:
     with pytest.raises(ConfigError, match="device"):
         create_engine(HiCacheConfig(), CHECKPOINT)
