@@ -56,13 +56,20 @@ def make_certificates(folder: Path) -> Certificates:
     return made
 
 
+def ending_certificate(days: int) -> bytes:
+    """Return a certificate, in PEM, that ends in so many days."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    return _certificate("self", key, "self", key, is_ca=False, days=days).public_bytes(serialization.Encoding.PEM)
+
+
 def _write(path: Path, certificate: x509.Certificate) -> None:
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def _certificate(
-    subject: str, key: ec.EllipticCurvePrivateKey, issuer: str, issuer_key: ec.EllipticCurvePrivateKey, *, is_ca: bool
-) -> x509.Certificate:
+    subject: str, key: ec.EllipticCurvePrivateKey, issuer: str, issuer_key: ec.EllipticCurvePrivateKey, *, is_ca: bool,
+    days: int = 1,
+) -> x509.Certificate:  # fmt: skip
     now = datetime.datetime.now(datetime.UTC)
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
@@ -72,8 +79,8 @@ def _certificate(
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _DAY)
-        .not_valid_after(now + _DAY)
+        .not_valid_before(now - 99 * _DAY)
+        .not_valid_after(now + days * _DAY)
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)

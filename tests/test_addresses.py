@@ -90,15 +90,15 @@ def test_an_address_has_its_parts() -> None:
 
 @pytest.mark.parametrize("port", ["99999", "65536", "65616", "-1", "1e3", "٨٠"])
 def test_a_publisher_and_a_follower_refuse_a_port_that_is_not_valid_before_they_use_it(port: str) -> None:
-    endpoint = f"tcp://127.0.0.1:{port}"
-    with pytest.raises(ConfigError, match="port is not a number"):
-        EventPublisher(EventStream(1), EventsConfig(endpoint=endpoint))
-    with pytest.raises(ConfigError, match="port is not a number"):
-        EventPublisher(EventStream(1), EventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint=endpoint))
-    with pytest.raises(ConfigError, match="port is not a number"):
-        EventFollower(endpoint, "tcp://127.0.0.1:1")
-    with pytest.raises(ConfigError, match="port is not a number"):
-        EventFollower("tcp://127.0.0.1:1", endpoint)
+    endpoint, free, known = f"tcp://127.0.0.1:{port}", "tcp://127.0.0.1:*", "tcp://127.0.0.1:1"
+    for use in (
+        lambda: EventPublisher(EventStream(1), EventsConfig(endpoint=endpoint)),
+        lambda: EventPublisher(EventStream(1), EventsConfig(endpoint=free, replay_endpoint=endpoint)),
+        lambda: EventFollower(endpoint, known),
+        lambda: EventFollower(known, endpoint),
+    ):
+        with pytest.raises(ConfigError, match="port is not a number"):
+            use()
 
 
 def test_a_follower_rejects_a_wildcard_address() -> None:

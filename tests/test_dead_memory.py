@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,15 @@ def name() -> Iterator[str]:
         path.unlink()
 
 
-def run(code: str, *arguments: str) -> subprocess.Popen[str]:
+@contextmanager
+def running(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run Python code, and kill it at the end."""
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -94,22 +101,16 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    with process:  # closes its pipes
-        process.kill()
+@contextmanager
+def held(name: str, processes: int = 0, *, keep: bool = False, role: Role = Role.OWNER) -> Iterator[None]:
+    """Run a process that has the memory `name` open, and kill it at the end."""
+    with running(HOLDER, json.dumps([name, processes, keep, role.name])) as holder:
+        assert line_of(holder) == "open" and path_of(name).exists()
+        yield
 
 
 def open_it(name: str, layout: Layout = LAYOUT) -> SharedMemory:
     return SharedMemory.open(name, layout, deadline=time.monotonic() + WAIT_S)
-
-
-def killed(name: str, processes: int = 0, *, keep: bool = False, role: Role = Role.OWNER) -> None:
-    """Run a process that opens the memory `name`, and kill it."""
-    holder = run(HOLDER, json.dumps([name, processes, keep, role.name]))
-    try:
-        assert line_of(holder) == "open" and path_of(name).exists()
-    finally:
-        end(holder)
 
 
 def start_beside(name: str) -> None:
@@ -123,42 +124,37 @@ def start_beside(name: str) -> None:
 def test_the_next_engine_that_starts_removes_the_memory_of_a_killed_one(name: str, kind: str) -> None:
     """The controls: nothing is removed while the process lives, and a leftover of its own name is taken over."""
     processes, role = 3 if "three" in kind else 0, Role.DAEMON if "daemon" in kind else Role.OWNER
-    holder = run(HOLDER, json.dumps([name, processes, False, role.name]))
-    try:
-        assert line_of(holder) == "open"
+    with held(name, processes, role=role):
         start_beside(name)
         assert path_of(name).exists()
         if "short" in kind:
             os.truncate(path_of(name), 4096)
-    finally:
-        end(holder)
     start_beside(name)
     assert not path_of(name).exists()
 
 
 def test_an_engine_of_the_same_name_takes_the_memory_over(name: str) -> None:
-    holder = run(HOLDER, json.dumps([name, 0, False, "OWNER"]))
-    try:
-        assert line_of(holder) == "open"
-        with guarded(name):
+    with ExitStack() as guard:
+        with held(name):
+            guard.enter_context(guarded(name))
             before = path_of(name).stat().st_ino
-            end(holder)
-            assert open_it(name).identity[1] == before
-    finally:
-        end(holder)
+        assert open_it(name).identity[1] == before
 
 
 def test_memory_that_is_kept_stays_until_an_engine_does_not_want_it(name: str) -> None:
-    killed(name, keep=True)
+    with held(name, keep=True):
+        pass
     assert name not in remove_dead() and path_of(name).exists()
-    killed(name)  # opens it without `keep`
+    with held(name):  # opens it without `keep`
+        pass
     start_beside(name)
     assert not path_of(name).exists()
 
 
 def test_memory_stays_as_long_as_any_process_has_it_open(name: str) -> None:
     """Two members, a daemon that is attached, and a view: the last one counts."""
-    killed(name)
+    with held(name):
+        pass
     first, second = open_it(name), open_it(name)
     daemon = SharedMemory.attach(name, deadline=time.monotonic() + WAIT_S)
     view = daemon.frames
@@ -234,13 +230,9 @@ def _flocked(descriptor: int) -> bool:
 
 def test_a_file_that_another_process_is_opening_stays(name: str) -> None:
     """The control: it is removed once the lock has ended."""
-    holder = run(HOLDER, json.dumps([name, 0, False, "OWNER"]))
-    try:
-        assert line_of(holder) == "open"
+    with held(name):
         descriptor = os.open(path_of(name), os.O_RDWR)
         wait_for(lambda: _flocked(descriptor))  # a test beside this one may look for dead memory
-    finally:
-        end(holder)
     assert name not in remove_dead() and path_of(name).exists()
     os.close(descriptor)
     wait_for(lambda: not path_of(name).exists(), remove_dead)
@@ -257,14 +249,11 @@ def test_many_starters_at_once_never_remove_memory_in_use(name: str) -> None:
 
     sweeper = threading.Thread(target=sweep)
     sweeper.start()
-    starters = [run(STARTER, f"{name}-{number % 2}", "60") for number in range(4)]
-    try:
+    with ExitStack() as stack:
+        stack.callback(sweeper.join)
+        stack.callback(ended.set)
+        starters = [stack.enter_context(running(STARTER, f"{name}-{number % 2}", "60")) for number in range(4)]
         assert [line_of(starter) for starter in starters] == ["done"] * 4
-    finally:
-        ended.set()
-        sweeper.join()
-        for starter in starters:
-            end(starter)
     wait_for(lambda: not list(path_of(name).parent.glob(f"{path_of(name).name}-*")), remove_dead)
 
 
@@ -281,16 +270,13 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 @pytest.mark.parametrize("case", ["the daemon was restarted in between", "both died", "no daemon at all"])
 def test_the_l2_of_a_killed_engine_is_removed_by_whoever_starts(name: str, daemon: Daemon, case: str) -> None:
     settings = sections(name, **({} if "no daemon" in case else on(daemon)))
-    engine = run(ENGINE, json.dumps(settings))
-    try:
+    with running(ENGINE, json.dumps(settings)) as engine:
         assert line_of(engine) == "stored"
         if "no daemon" not in case:
             daemon.kill()
         if "between" in case:
             daemon.start()
             assert path_of(name).exists(), "the control: its engine lives"
-    finally:
-        end(engine)
     if "both" in case:
         daemon.start()
     elif "no daemon" in case:
@@ -302,13 +288,10 @@ def test_the_l2_of_a_killed_engine_is_removed_by_whoever_starts(name: str, daemo
 def test_the_child_of_a_fork_that_closes_the_cache_leaves_its_parents_names(name: str, scratch: Path) -> None:
     """The control: the parent's `close` removes them."""
     socket = scratch / "admin" / "engine.sock"
-    parent = run(FORKING, json.dumps(sections(name, admin={"socket": str(socket)})))
-    try:
+    with running(FORKING, json.dumps(sections(name, admin={"socket": str(socket)}))) as parent:
         assert line_of(parent) == "0"
         assert path_of(name).exists() and socket.exists()
         assert parent.stdin is not None
         parent.stdin.close()
         assert line_of(parent) == "closed"
         assert not path_of(name).exists() and not socket.exists()
-    finally:
-        end(parent)

@@ -1,4 +1,4 @@
-"""Rules of the house that no other tool checks: sizes, root links, ready configurations, forbidden text, links."""
+"""Rules of the house that no other tool checks: sizes, root links, forbidden text, links."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from hicache.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "hicache").rglob("*.py"))
@@ -182,16 +180,6 @@ def test_a_root_link_leads_to_the_package_of_its_name(name: str) -> None:
     assert (ROOT / name).is_symlink()
     assert not (ROOT / name).readlink().is_absolute()
     assert (ROOT / name / "__init__.py").samefile(ROOT / "hicache" / name / "__init__.py")
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
-def test_every_ready_configuration_loads(path: Path) -> None:
-    assert load_config(path, environ={}, overrides={}).storage is not None
-
-
-def test_there_are_ready_configurations() -> None:
-    names = {path.name for path in (ROOT / "configs").iterdir()}
-    assert names >= {"demo.yaml", "single-node-file.yaml", "redis.yaml", "s3.yaml", "mooncake.yaml", "levels.yaml"}
 
 
 # Written so that this file does not match itself.

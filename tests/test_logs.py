@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -39,8 +38,8 @@ from hicache.controller.gate import StorageGate
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
-from hicache.supervised import Beat, SupervisedPool
-from tests.waiting import WAIT_S, wait_for
+from hicache.supervised import SupervisedPool
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def test_a_limited_log_counts_the_lines_that_it_leaves_out(lines: io.StringIO, c
     assert messages == ["damage tag", "other", "damage size (and 4 more since the last line)"]
 
 
-def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO, clock: ManualClock) -> None:
+def test_an_outage_and_an_override_are_two_log_lines_under_any_load(lines: io.StringIO, clock: ManualClock) -> None:
     guard, store = make_guard(clock)
     keys = make_keys(2)
     with_pages = empty_frames(guard.codec, 2)
@@ -129,24 +128,18 @@ def test_an_outage_is_two_log_lines_under_any_load(lines: io.StringIO, clock: Ma
         wait_for(lambda: guard.may_pass(Direction.READ))
         guard.batch_exists(keys, deadline=math.inf)
         wait_for(lambda: "are on again" in lines.getvalue())
-    finally:
-        guard.close()
-    off, on = [line for line in lines.getvalue().splitlines() if "reads" in line]
-    assert "WARNING" in off
-    assert "storage disk: the breaker for reads opened" in off
-    assert "injected" in off
-    assert re.search(r"INFO .*storage disk: reads are on again after 10\.0 s; \d+ calls were rejected", on)
-
-
-def test_an_override_is_one_log_line(lines: io.StringIO, clock: ManualClock) -> None:
-    guard, _ = make_guard(clock)
-    try:
         guard.override(Direction.WRITE, Override.OFF)
         wait_for(lambda: "the operator switched writes off" in lines.getvalue())
         guard.override(Direction.WRITE, Override.AUTO)
         wait_for(lambda: "writes are on again" in lines.getvalue())
     finally:
         guard.close()
+    assert len([line for line in lines.getvalue().splitlines() if "writes" in line]) == 2
+    off, on = [line for line in lines.getvalue().splitlines() if "reads" in line]
+    assert "WARNING" in off
+    assert "storage disk: the breaker for reads opened" in off
+    assert "injected" in off
+    assert re.search(r"INFO .*storage disk: reads are on again after 10\.0 s; \d+ calls were rejected", on)
 
 
 def test_a_damaged_page_is_named_by_its_first_digits_with_the_reason(lines: io.StringIO) -> None:
@@ -174,13 +167,19 @@ NAMESPACE_OF_CACHE = Namespace(
 )
 
 
-def test_a_cache_logs_its_setup_at_the_start(lines: io.StringIO, tmp_path: Path) -> None:
-    create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE).close()
-    line = lines.getvalue().splitlines()[0]
+def test_a_cache_logs_its_setup_new_weights_and_its_end_in_one_line_each(lines: io.StringIO, tmp_path: Path) -> None:
+    cache = create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE)
+    cache.update_weights(7)
+    wait_for(lambda: "storage is open" in lines.getvalue(), cache.poll)
+    cache.close()
+    text = lines.getvalue()
+    setup = text.splitlines()[0]
     for part in ("L1 16 pages", "L2 16 pages", "storage file 10.0 GiB", "write_through", "'llama'", "weights epoch 0"):
-        assert part in line
-    assert NAMESPACE_OF_CACHE.digest.hex()[:8] in line
-    assert str(tmp_path) not in line
+        assert part in setup
+    assert NAMESPACE_OF_CACHE.digest.hex()[:8] in setup
+    assert str(tmp_path) not in setup
+    assert text.count("new weights: epoch 7 replaces 0") == 1
+    assert len(re.findall(r"INFO .*cache closed after \d+\.\d s", text)) == 1
 
 
 def test_dropped_work_is_one_line_a_period_with_counts_since_the_last(lines: io.StringIO) -> None:
@@ -224,16 +223,6 @@ def test_every_limit_of_a_cache_is_described(tmp_path: Path) -> None:
     assert set(dropped(state)) >= set(LIMITS)
     assert {reason for reason in dropped(state) if " " not in reason.removeprefix("queue ")} == set(LIMITS)
     assert not +dropped(state)
-
-
-def test_new_weights_and_the_end_are_one_log_line_each(lines: io.StringIO, tmp_path: Path) -> None:
-    cache = create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE)
-    cache.update_weights(7)
-    wait_for(lambda: "storage is open" in lines.getvalue(), cache.poll)
-    cache.close()
-    text = lines.getvalue()
-    assert "new weights: epoch 7 replaces 0" in text
-    assert re.search(r"INFO .*cache closed after \d+\.\d s", text)
 
 
 def test_storage_that_does_not_open_is_one_line_and_its_opening_another(
@@ -308,36 +297,6 @@ def test_limits_that_the_volume_cannot_satisfy_are_a_warning_when_the_store_is_o
     found = lines.getvalue().splitlines()
     assert len(found) == (line is not None)
     assert line is None or re.search(f"WARNING .*file store {tmp_path}/pages: {line}", found[0])
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is to die
-def test_threads_that_hang_or_die_are_logged_by_their_replacements(lines: io.StringIO, clock: ManualClock) -> None:
-    go, hangs, died = threading.Event(), threading.Event(), threading.Event()
-
-    def handle(job: str, beat: Beat) -> None:
-        if job == "hang":
-            hangs.set()
-            go.wait()
-        raise SystemExit
-
-    pool = SupervisedPool("io", 1, handle=handle, acknowledge=lambda job: died.set(), patience_s=1.0, clock=clock)
-    try:
-        pool.submit("hang")
-        assert hangs.wait(WAIT_S)
-        clock.advance(2.0)
-        pool.supervise()
-        wait_for(lambda: "started another thread, because one hangs in a call" in lines.getvalue())
-        pool.submit("die")
-        assert died.wait(WAIT_S)
-        clock.advance(1.0)
-        pool.supervise()
-        wait_for(lambda: "because one died" in lines.getvalue())
-        assert "ERROR   hicache.supervised: worker io: a thread died; its job counts as failed" in lines.getvalue()
-    finally:
-        go.set()
-        pool.close()
-        # The report of a dying thread belongs to this test.
-        wait_for(lambda: not [one for one in threading.enumerate() if one.name.startswith("hicache-io-")])
 
 
 def test_every_line_of_the_log_is_on_the_page(repository: Path) -> None:

@@ -173,11 +173,3 @@ def test_an_invalid_geometry_is_rejected() -> None:
     for change in IMPOSSIBLE_GEOMETRIES:
         with pytest.raises(InvalidInput):
             pytest.fail(f"accepted: {replace(base, **change)!r:.200}")
-
-
-def test_sizes_follow_the_geometry() -> None:
-    llama_8b = KVGeometry(layers=32, heads=8, head_dim=128, page_size=64)
-    assert llama_8b.token_bytes == 128 << 10
-    assert llama_8b.payload_bytes == 8 << 20
-    mla = KVGeometry(layers=2, heads=1, head_dim=576, page_size=64, layout=KVLayout.MLA)
-    assert mla.payload_bytes == 2 * 64 * 576 * 2

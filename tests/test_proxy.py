@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import make_certificates
+from tests.listening import Listener
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import wait_for
 
@@ -19,47 +21,17 @@ from tests.waiting import wait_for
 NOTHING_S = 0.2
 
 
-class Echo:
-    """A server that sends everything back."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
-            self._threads[-1].start()
-
-    @staticmethod
-    def _serve(connection: socket.socket) -> None:
-        with connection:
-            try:
-                while data := connection.recv(1 << 16):
-                    connection.sendall(data)
-            except OSError:
-                pass  # the tests reset connections
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(10)
-            assert not thread.is_alive()
+def echo(connection: socket.socket, _: int) -> None:
+    """Send everything back."""
+    with contextlib.suppress(OSError):  # the tests reset connections
+        while data := connection.recv(1 << 16):
+            connection.sendall(data)
 
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
-    echo = Echo()
-    with Proxy(echo.port) as proxy:
+    with Listener(echo) as server, Proxy(server.port) as proxy:
         yield proxy
-    echo.close()
 
 
 @contextmanager
@@ -102,27 +74,16 @@ def test_without_faults_bytes_pass_unchanged_and_are_counted(proxy: Proxy) -> No
     wait_for(lambda: (proxy.connections, proxy.bytes_up, proxy.bytes_down) == (1, len(data), len(data)))
 
 
-def test_an_end_of_stream_passes(proxy: Proxy) -> None:
-    with client(proxy) as connection:
-        connection.sendall(b"x")
-        connection.shutdown(socket.SHUT_WR)
-        assert receive(connection, 2) == b"x"
-    wait_for(lambda: proxy.open_connections == 0)
-
-
-def test_slices_are_not_larger_than_requested(proxy: Proxy) -> None:
-    # The second follows after three seconds, so that the first is read alone.
-    proxy.set(Faults(slice_bytes=3, bytes_per_s=1, direction=Direction.DOWN))
-    with client(proxy) as connection:
-        connection.sendall(b"123456789")
-        assert len(connection.recv(100)) <= 3
-
-
-def test_latency_delays(proxy: Proxy) -> None:
+def test_latency_delays_and_slices_are_not_larger_than_requested(proxy: Proxy) -> None:
     proxy.set(Faults(latency_s=10 * NOTHING_S))
     with client(proxy) as connection:
         connection.sendall(b"x")
         assert nothing_comes(connection)
+    # The second slice follows after three seconds, so that the first is read alone.
+    proxy.set(Faults(slice_bytes=3, bytes_per_s=1, direction=Direction.DOWN))
+    with client(proxy) as connection:
+        connection.sendall(b"123456789")
+        assert len(connection.recv(100)) <= 3
 
 
 @pytest.mark.parametrize("direction", [Direction.UP, Direction.DOWN, Direction.BOTH])
@@ -171,54 +132,22 @@ def test_a_cut_with_reset_is_seen_as_one(proxy: Proxy) -> None:
             receive(connection, 5)
 
 
-def test_dropped_connections_end_and_new_ones_work(proxy: Proxy) -> None:
-    with client(proxy) as connection:
-        assert comes_back(connection, b"x")
-        proxy.drop()
-        assert connection.recv(1) == b""
-    with client(proxy) as connection:
-        assert comes_back(connection, b"x")
-        proxy.drop(reset=True)
-        with pytest.raises(ConnectionResetError):
-            connection.recv(1)
-
-
-def test_refused_until_it_is_healed(proxy: Proxy) -> None:
-    with client(proxy) as connection:
-        assert comes_back(connection, b"x")
-        proxy.set(Faults(refuse=True))
-        assert connection.recv(1) == b""
+def test_connections_are_dropped_and_refused_until_the_proxy_is_healed(proxy: Proxy) -> None:
+    for reset in (False, True):
+        with client(proxy) as connection:
+            assert comes_back(connection, b"x")
+            proxy.drop(reset=reset)
+            if reset:
+                with pytest.raises(ConnectionResetError):
+                    connection.recv(1)
+            else:
+                assert connection.recv(1) == b""
+    proxy.set(Faults(refuse=True))
     with pytest.raises(ConnectionRefusedError), client(proxy):
         pass
     proxy.heal()
     with client(proxy) as connection:
         assert comes_back(connection, b"x")
-
-
-def test_closing_ends_a_stalled_connection_and_the_thread() -> None:
-    echo = Echo()
-    before = threading.active_count()
-    with Proxy(echo.port) as proxy, client(proxy) as connection:
-        proxy.set(Faults(stall=Direction.BOTH))
-        connection.sendall(b"x")
-        wait_for(lambda: proxy.open_connections == 1)
-        proxy.drop()
-        assert connection.recv(1) == b""
-    wait_for(lambda: threading.active_count() <= before)
-    echo.close()
-
-
-def test_it_terminates_tls_for_a_server_without_tls(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
-    echo = Echo()
-    with Proxy(echo.port, tls=made.server_context()) as proxy, client(proxy) as plain:
-        trusting = ssl.create_default_context(cafile=made.ca_file)
-        with trusting.wrap_socket(plain, server_hostname="localhost") as connection:
-            assert comes_back(connection, b"secret")
-    distrusting = pytest.raises(ssl.SSLCertVerificationError)
-    with Proxy(echo.port, tls=made.server_context()) as proxy, client(proxy) as plain, distrusting:
-        ssl.create_default_context().wrap_socket(plain, server_hostname="localhost")
-    echo.close()
 
 
 def is_served(connection: socket.socket) -> bool:
@@ -228,14 +157,15 @@ def is_served(connection: socket.socket) -> bool:
         return False
 
 
-def test_it_requests_a_certificate_if_configured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asks", [False, True])
+def test_it_terminates_tls_and_requests_a_certificate_if_configured(tmp_path: Path, asks: bool) -> None:
     made = make_certificates(tmp_path)
-    echo = Echo()
-    with Proxy(echo.port, tls=made.server_context(ask_client=True)) as proxy:
-        context = ssl.create_default_context(cafile=made.ca_file)
+    context = ssl.create_default_context(cafile=made.ca_file)
+    with Listener(echo) as server, Proxy(server.port, tls=made.server_context(ask_client=asks)) as proxy:
         with client(proxy) as plain, context.wrap_socket(plain, server_hostname="localhost") as connection:
-            assert not is_served(connection)
+            assert is_served(connection) is not asks
         context.load_cert_chain(made.client_cert_file, made.client_key_file)
         with client(proxy) as plain, context.wrap_socket(plain, server_hostname="localhost") as connection:
-            assert comes_back(connection, b"x")
-    echo.close()
+            assert is_served(connection)
+        with client(proxy) as plain, pytest.raises(ssl.SSLCertVerificationError):
+            ssl.create_default_context().wrap_socket(plain, server_hostname="localhost")

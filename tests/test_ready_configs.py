@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +40,22 @@ from tests.backends.remote.daemon import Daemon
 PAYLOAD_BYTES = 5000
 
 
-def moved(repository: Path, name: str, tmp_path: Path, move: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of a ready file, with what `move` does to its storage's options."""
+def moved(repository: Path, name: str, tmp_path: Path, place: dict[str, Any] | None = None) -> Path:
+    """Write a copy of a ready file: its directories are here, and its store on a server, if it has one, is at `place`.
+    """
     content = yaml.safe_load((repository / "configs" / name).read_text(encoding="utf-8"))
-    move(content["storage"]["options"])
+    options = content["storage"].get("options", {})
+    for number, storage in enumerate(options.get("levels") or options.get("parts") or [content["storage"]]):
+        if storage["type"] == "file":
+            assert "path" in storage["options"], "the ready file no longer says where"
+            directory = str(tmp_path / f"pages-{number}")
+            storage["options"] |= {"path": directory, "capacity": "1GiB", "free_space_floor": "0"}
+        elif place is not None:
+            assert set(place) <= {*storage["options"], "socket"}, "the ready file no longer says where"
+            storage["options"] |= place
     path = tmp_path / name
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return path
-
-
-def put(new: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """Entries that the ready file has too, with other values."""
-
-    def move(options: dict[str, Any]) -> None:
-        assert set(new) <= set(options), "the ready file no longer says where"
-        options.update(new)
-
-    return move
 
 
 def carries_pages(path: Path) -> bool:
@@ -79,130 +78,68 @@ def carries_pages(path: Path) -> bool:
         backend.close()
 
 
-def test_the_file_for_redis(repository: Path, tmp_path: Path, login: Callable[[DevService], None]) -> None:
-    with ValkeyServer(password="a password") as server:
-        _, options = server.storage()
-        login(server)
-        path = moved(repository, "redis.yaml", tmp_path, put(options))
-        assert carries_pages(path)
+@pytest.fixture
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, unique_prefix: str, login: Callable[[DevService], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Start a server of the kind `request.param`, and set its credentials. Return the options that say where it is."""
+    kind: str = request.param
+    if kind == "redis":
+        with ValkeyServer(password="a password") as server:
+            login(server)
+            yield server.storage()[1]
+    elif kind == "daemon":
+        with Daemon(tmp_path) as daemon:
+            yield {"socket": str(daemon.socket)}
+    elif kind in ("redis_cluster", "redis_sentinel"):
+        group: RedisCluster | RedisSentinel = request.getfixturevalue(kind)
+        monkeypatch.setenv("REDIS_PASSWORD", "")
+        yield group.storage(allowed_nodes=["127.0.0.0/8"], key_prefix=unique_prefix, password_env=None)[1]
+    elif kind == "mooncake":
+        mooncake: MooncakeClientDaemon = request.getfixturevalue("mooncake_daemon")
+        _, options = mooncake.storage()
+        del options["admin"]  # the ready files leave it to the default port, which another server may have here
+        yield options
+    else:
+        seaweed: SeaweedServer = request.getfixturevalue("seaweed")
+        if kind == "s3-compatible":
+            login(seaweed)
+        else:
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", seaweed.access_key)
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", seaweed.secret_key)
+        prefix = {} if kind == "bucket" else {"prefix": unique_prefix}
+        yield {"endpoint_url": seaweed.endpoint_url, "bucket": seaweed.bucket, **prefix}
 
 
-def test_the_file_for_a_cluster(
-    repository: Path, tmp_path: Path, redis_cluster: RedisCluster, unique_prefix: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("redis", "redis"), ("redis-cluster", "redis_cluster"), ("redis-sentinel", "redis_sentinel"), ("s3", "s3"),
+     ("s3-compatible", "s3-compatible"), ("mooncake", "mooncake"), ("remote", "daemon"), ("levels", "bucket"),
+     ("file-over-redis", "redis"), ("file-over-mooncake", "mooncake")],
+    indirect=["place"],
+)  # fmt: skip
+def test_a_file_with_a_server_carries_pages(
+    repository: Path, tmp_path: Path, name: str, place: dict[str, Any]
 ) -> None:
-    monkeypatch.setenv("REDIS_PASSWORD", "")
-    _, options = redis_cluster.storage(allowed_nodes=["127.0.0.0/8"], key_prefix=unique_prefix, password_env=None)
-    assert carries_pages(moved(repository, "redis-cluster.yaml", tmp_path, put(options)))
+    assert carries_pages(moved(repository, f"{name}.yaml", tmp_path, place))
 
 
-def test_the_file_for_sentinels(
-    repository: Path, tmp_path: Path, redis_sentinel: RedisSentinel, unique_prefix: str
+@pytest.mark.parametrize(
+    "name",
+    ["demo", "replay", "single-node-file", "vllm", "sglang", "sharded-file", "two-level-file", "memory-over-file"],
+)
+def test_a_file_with_directories_carries_pages(repository: Path, tmp_path: Path, name: str) -> None:
+    assert carries_pages(moved(repository, f"{name}.yaml", tmp_path))
+
+
+def test_the_files_for_engines_leave_the_page_size_to_the_engine_and_share_memory_with_a_daemon(
+    repository: Path,
 ) -> None:
-    _, options = redis_sentinel.storage(allowed_nodes=["127.0.0.0/8"], key_prefix=unique_prefix, password_env=None)
-    assert carries_pages(moved(repository, "redis-sentinel.yaml", tmp_path, put(options)))
-
-
-def test_the_file_for_a_bucket(
-    repository: Path, tmp_path: Path, seaweed: SeaweedServer, unique_prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", seaweed.access_key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", seaweed.secret_key)
-    place = {"endpoint_url": seaweed.endpoint_url, "bucket": seaweed.bucket, "prefix": unique_prefix}
-    assert carries_pages(moved(repository, "s3.yaml", tmp_path, put(place)))
-
-
-def test_the_file_for_a_server_with_the_interface_of_s3(
-    repository: Path, tmp_path: Path, seaweed: SeaweedServer, unique_prefix: str, login: Callable[[DevService], None]
-) -> None:
-    login(seaweed)
-    place = {"endpoint_url": seaweed.endpoint_url, "bucket": seaweed.bucket, "prefix": unique_prefix}
-    assert carries_pages(moved(repository, "s3-compatible.yaml", tmp_path, put(place)))
-
-
-def test_the_file_for_mooncake(repository: Path, tmp_path: Path, mooncake_daemon: MooncakeClientDaemon) -> None:
-    _, options = mooncake_daemon.storage()
-    del options["admin"]  # the ready file leaves it to the default port, which another server may have here
-    assert carries_pages(moved(repository, "mooncake.yaml", tmp_path, put(options)))
-
-
-def over(tmp_path: Path, kind: str, place: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """A disk here above a store of that kind at `place`."""
-
-    def move(options: dict[str, Any]) -> None:
-        upper, lower = options["levels"]
-        assert (upper["type"], lower["type"]) == ("file", kind)
-        in_directory(tmp_path / "pages")(upper["options"])
-        put(place)(lower["options"])
-
-    return move
-
-
-def in_directory(path: Path) -> Callable[[dict[str, Any]], None]:
-    """A small store in a directory here."""
-
-    def move(options: dict[str, Any]) -> None:
-        assert "path" in options, "the ready file no longer says where"
-        options |= {"path": str(path), "capacity": "1GiB", "free_space_floor": "0"}
-
-    return move
-
-
-def test_the_file_for_a_daemon(repository: Path, tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon:
-        path = moved(repository, "remote.yaml", tmp_path, lambda options: options.update(socket=str(daemon.socket)))
-        assert load_config(path, environ={}).host.shared.name == "engine-0"
-        assert carries_pages(path)
-
-
-def test_the_file_for_vllm(repository: Path, tmp_path: Path) -> None:
-    path = moved(repository, "vllm.yaml", tmp_path, in_directory(tmp_path / "pages"))
-    assert [engine_config("", {"config": str(path)}, block).page_size for block in (16, 48, 128)] == [64, 96, 128]
-    assert carries_pages(path)
-
-
-def test_the_file_for_sglang(repository: Path, tmp_path: Path) -> None:
-    path = moved(repository, "sglang.yaml", tmp_path, in_directory(tmp_path / "pages"))
-    assert engine_config("", {"config": str(path)}, 32, whole_page=True).page_size == 32
-    assert carries_pages(path)
-
-
-def test_the_file_with_a_disk_over_a_bucket(
-    repository: Path, tmp_path: Path, seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", seaweed.access_key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", seaweed.secret_key)
-    place = {"endpoint_url": seaweed.endpoint_url, "bucket": seaweed.bucket}
-    assert carries_pages(moved(repository, "levels.yaml", tmp_path, over(tmp_path, "s3", place)))
-
-
-def test_the_file_with_a_disk_over_redis(repository: Path, tmp_path: Path, login: Callable[[DevService], None]) -> None:
-    with ValkeyServer(password="a password") as server:
-        _, options = server.storage()
-        login(server)
-        assert carries_pages(moved(repository, "file-over-redis.yaml", tmp_path, over(tmp_path, "redis", options)))
-
-
-def test_the_file_with_a_disk_over_mooncake(
-    repository: Path, tmp_path: Path, mooncake_daemon: MooncakeClientDaemon
-) -> None:
-    _, options = mooncake_daemon.storage()
-    del options["admin"]
-    assert carries_pages(moved(repository, "file-over-mooncake.yaml", tmp_path, over(tmp_path, "mooncake", options)))
-
-
-@pytest.mark.parametrize("name", ["demo.yaml", "replay.yaml", "single-node-file.yaml"])
-def test_the_file_with_a_disk(repository: Path, tmp_path: Path, name: str) -> None:
-    assert carries_pages(moved(repository, name, tmp_path, in_directory(tmp_path / "pages")))
-
-
-@pytest.mark.parametrize("name", ["sharded-file.yaml", "two-level-file.yaml", "memory-over-file.yaml"])
-def test_the_file_with_several_stores(repository: Path, tmp_path: Path, name: str) -> None:
-    def move(options: dict[str, Any]) -> None:
-        for number, part in enumerate(options.get("parts") or options["levels"]):
-            if part["type"] == "file":
-                in_directory(tmp_path / f"pages-{number}")(part["options"])
-
-    assert carries_pages(moved(repository, name, tmp_path, move))
+    vllm, sglang = ({"config": str(repository / f"configs/{name}.yaml")} for name in ("vllm", "sglang"))
+    assert [engine_config("", vllm, block).page_size for block in (16, 48, 128)] == [64, 96, 128]
+    assert engine_config("", sglang, 32, whole_page=True).page_size == 32
+    assert load_config(repository / "configs/remote.yaml", environ={}).host.shared.name == "engine-0"
 
 
 def plain_pages(directory: Path, name: str) -> list[Path]:
@@ -217,16 +154,16 @@ def test_the_file_with_encrypted_pages(repository: Path, tmp_path: Path) -> None
     key = tmp_path / "encryption.key"
     key.touch(mode=0o600)
     key.write_text("17" * 32)
-    path = moved(repository, "encrypted-file.yaml", tmp_path, in_directory(tmp_path / "pages"))
+    path, pages = moved(repository, "encrypted-file.yaml", tmp_path), tmp_path / "pages-0"
     text = path.read_text(encoding="utf-8")
     assert "/etc/hicache/encryption.key" in text
     path.write_text(text.replace("/etc/hicache/encryption.key", str(key)), encoding="utf-8")
     assert carries_pages(path)
-    assert not plain_pages(tmp_path / "pages", path.name)
+    assert not plain_pages(pages, path.name)
     path.write_text(yaml.safe_dump(yaml.safe_load(text) | {"storage_format": {}}), encoding="utf-8")
-    shutil.rmtree(tmp_path / "pages")
+    shutil.rmtree(pages)
     assert carries_pages(path)
-    assert len(plain_pages(tmp_path / "pages", path.name)) == 3
+    assert len(plain_pages(pages, path.name)) == 3
 
 
 def test_pages_are_not_carried_without_their_server(
@@ -235,6 +172,6 @@ def test_pages_are_not_carried_without_their_server(
     """The control: the pages above were on those servers."""
     monkeypatch.setenv("REDIS_PASSWORD", "a password")
     (port,) = free_ports(1)
-    path = moved(repository, "redis.yaml", tmp_path, put({"url": f"redis://{LOOPBACK}:{port}"}))
+    path = moved(repository, "redis.yaml", tmp_path, {"url": f"redis://{LOOPBACK}:{port}"})
     with pytest.raises(BackendUnavailable):
         carries_pages(path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +57,24 @@ def work() -> None:
     pass
 
 
+class Hang:
+    """A job that waits for `go`, and a call that then returns 1."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self._begun = threading.Semaphore(0)
+
+    def __call__(self) -> Any:
+        self._begun.release()
+        self.go.wait(WAIT_S)
+        return 1
+
+    def wait_until_begun(self, times: int = 1) -> None:
+        """Wait until it has been called so many more times."""
+        for _ in range(times):
+            assert self._begun.acquire(timeout=WAIT_S)
+
+
 def test_jobs_are_acknowledged_once_and_in_order() -> None:
     harness = Harness()
     jobs = [lambda: None for _ in range(50)]
@@ -77,7 +97,8 @@ def test_a_failing_handler_fails_its_job_and_is_logged_once_per_kind(caplog: pyt
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_thread_is_replaced_with_back_off_and_its_job_fails() -> None:
+def test_a_dead_thread_is_replaced_with_back_off_and_its_job_fails(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hicache")
     harness = Harness()
     for restarts, delay_s in ((1, RESTART_S_MIN), (2, 2 * RESTART_S_MIN)):
         harness.pool.submit(die)
@@ -92,23 +113,27 @@ def test_a_dead_thread_is_replaced_with_back_off_and_its_job_fails() -> None:
     assert harness.done.get(timeout=WAIT_S) is work
     assert harness.failed == [die, die]
     assert harness.pool.errors == {"ThreadDied": 2}
+    wait_for(lambda: caplog.text.count("because one died") == 2)
+    assert "worker test: a thread died; its job counts as failed" in caplog.text
     assert harness.pool.close(WAIT_S)
 
 
-def test_a_stuck_thread_gets_a_substitute_and_its_job_stays_open_until_it_ends() -> None:
-    harness = Harness(patience_s=1.0)
-    gate, entered = threading.Event(), threading.Semaphore(0)
-    hang = hanging(gate, entered)
+def test_a_stuck_thread_gets_a_substitute_and_its_job_stays_open_until_it_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "hicache")
+    harness, hang = Harness(patience_s=1.0), Hang()
     harness.pool.submit(hang)
-    assert entered.acquire(timeout=WAIT_S)
+    hang.wait_until_begun()
     harness.pool.supervise()
     assert harness.pool.stuck_threads == 0, "the control"
     harness.clock.advance(2.0)
     harness.pool.supervise()
     assert harness.pool.stuck_threads == 1
+    wait_for(lambda: "started another thread, because one hangs in a call" in caplog.text)
     harness.pool.submit(work)
     assert harness.done.get(timeout=WAIT_S) is work
-    gate.set()
+    hang.go.set()
     assert harness.done.get(timeout=WAIT_S) is hang
     harness.supervise_until(lambda: len(harness.pool._threads) == 1)
     assert harness.pool.close(WAIT_S)
@@ -116,78 +141,59 @@ def test_a_stuck_thread_gets_a_substitute_and_its_job_stays_open_until_it_ends()
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_stuck_thread_that_dies_still_acknowledges_its_job() -> None:
-    harness = Harness(patience_s=1.0)
-    gate, entered = threading.Event(), threading.Event()
+    harness, hang = Harness(patience_s=1.0), Hang()
 
     def hang_and_die() -> None:
-        entered.set()
-        gate.wait(WAIT_S)
+        hang()
         raise SystemExit
 
     harness.pool.submit(hang_and_die)
-    assert entered.wait(WAIT_S)
+    hang.wait_until_begun()
     harness.clock.advance(2.0)
     harness.pool.supervise()
     assert harness.pool.stuck_threads == 1
-    gate.set()
+    hang.go.set()
     assert harness.done.get(timeout=WAIT_S) is hang_and_die
     assert harness.failed == [hang_and_die]
     assert harness.pool.close(WAIT_S)
 
 
 def test_a_store_that_hangs_does_not_use_up_threads() -> None:
-    harness = Harness(patience_s=-1.0)  # stuck as soon as it has a job
-    gate, entered = threading.Event(), threading.Semaphore(0)
-
-    def hang() -> None:
-        entered.release()
-        gate.wait(WAIT_S)
-
+    harness, hang = Harness(patience_s=-1.0), Hang()  # stuck as soon as it has a job
     for _ in range(20):
         harness.pool.submit(hang)
     harness.supervise_until(lambda: harness.pool.stuck_threads == SUBSTITUTES_MAX)
-    assert all(entered.acquire(timeout=WAIT_S) for _ in range(5))  # the last substitute hangs too
+    hang.wait_until_begun(5)  # the last substitute hangs too
     for _ in range(100):
         harness.pool.supervise()
     assert len(harness.pool._threads) == 5
-    gate.set()
+    hang.go.set()
     for _ in range(20):
         harness.done.get(timeout=WAIT_S)
     assert harness.pool.close(WAIT_S)
 
 
 def test_closing_leaves_a_hanging_thread_behind_and_says_so() -> None:
-    harness = Harness()
-    gate, entered = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        entered.set()
-        gate.wait(WAIT_S)
-
+    harness, hang = Harness(), Hang()
     harness.pool.submit(hang)
-    assert entered.wait(WAIT_S)
+    hang.wait_until_begun()
     assert not harness.pool.close(0.0)
-    gate.set()
+    hang.go.set()
     assert harness.done.get(timeout=WAIT_S) is hang
 
 
 @pytest.mark.parametrize("linger_s", [None, 10.0])
 def test_a_waiting_job_can_be_withdrawn_and_a_running_one_cannot(linger_s: float | None) -> None:
-    harness = Harness(linger_s=linger_s)
-    gate, entered = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        entered.set()
-        gate.wait(WAIT_S)
-
+    harness, hang = Harness(linger_s=linger_s), Hang()
     waiting = [lambda: None for _ in range(3)]
-    for job in (hang, *waiting):
+    harness.pool.submit(hang)
+    for job in waiting:
         harness.pool.submit(job)
-    assert entered.wait(WAIT_S)
+    hang.wait_until_begun()
     assert not harness.pool.withdraw(hang)
     assert harness.pool.withdraw(waiting[1]) and not harness.pool.withdraw(waiting[1])
     assert harness.pool.queued == 2
-    gate.set()
+    hang.go.set()
     assert [harness.done.get(timeout=WAIT_S) for _ in range(3)] == [hang, waiting[0], waiting[2]]
     assert harness.pool.close(WAIT_S) and harness.done.empty()
     assert not harness.pool.withdraw(waiting[0]) and harness.pool._load == 0
@@ -215,18 +221,6 @@ def no_threads() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
-
-
-def hanging(gate: threading.Event, entered: threading.Semaphore | None = None) -> Callable[[], Any]:
-    """A call that returns 1 once `gate` is set."""
-
-    def hang() -> int:
-        if entered is not None:
-            entered.release()
-        gate.wait(WAIT_S)
-        return 1
-
-    return hang
 
 
 def test_a_pool_that_got_no_threads_gets_them_later_and_does_its_jobs() -> None:
@@ -271,13 +265,12 @@ def test_no_job_is_lost_to_a_thread_that_ends_as_the_job_comes() -> None:
 
 
 def test_threads_on_demand_are_no_more_than_their_maximum() -> None:
-    gate, entered = threading.Event(), threading.Semaphore(0)
-    harness = Harness(count=2, linger_s=10.0)
+    harness, hang = Harness(count=2, linger_s=10.0), Hang()
     for _ in range(5):
-        harness.pool.submit(hanging(gate, entered))
-    assert entered.acquire(timeout=WAIT_S) and entered.acquire(timeout=WAIT_S)
+        harness.pool.submit(hang)
+    hang.wait_until_begun(2)
     assert harness.pool.alive == 2 and harness.pool.queued == 3
-    gate.set()
+    hang.go.set()
     for _ in range(5):
         harness.done.get(timeout=WAIT_S)
     assert harness.pool.close(WAIT_S)
@@ -363,30 +356,25 @@ def test_a_batch_waits_for_the_pages_of_other_threads() -> None:
 
 
 def test_a_batch_that_is_done_is_not_held_by_threads_that_were_busy_all_the_time() -> None:
-    pool, gate, entered = SupervisedPool[Any]("test", 1), threading.Event(), threading.Semaphore(0)
-    other = threading.Thread(target=pool.call, args=(hanging(gate, entered), math.inf))
+    pool, hang = SupervisedPool[Any]("test", 1), Hang()
+    other = threading.Thread(target=pool.call, args=(hang, math.inf))
     other.start()
-    assert entered.acquire(timeout=WAIT_S)
+    hang.wait_until_begun()
 
     class Frame:
-        held = 0
+        """What a job refers to."""
 
-        def __init__(self) -> None:
-            Frame.held += 1
-
-        def __del__(self) -> None:
-            Frame.held -= 1
-
-        def check(self) -> None:
-            assert Frame.held == 1
-
-    def run() -> None:
+    def run() -> weakref.ref[Frame]:
         frame = Frame()
-        pool.run(4, lambda number: Frame.check(frame))
 
-    run()
-    assert Frame.held == 0
-    gate.set()
+        def page(number: int) -> None:
+            assert isinstance(frame, Frame)
+
+        pool.run(4, page)
+        return weakref.ref(frame)
+
+    assert run()() is None
+    hang.go.set()
     other.join(WAIT_S)
     assert pool.close(WAIT_S)
 
@@ -469,38 +457,37 @@ def test_a_call_in_time_returns_its_result_or_raises_its_error(linger_s: float |
 
 
 def test_an_abandoned_call_reports_its_result_once_at_its_end() -> None:
-    pool, gate, late = calling(), threading.Event(), list[object]()
-    leave(pool, hanging(gate), late.append)
+    pool, hang, late = calling(), Hang(), list[object]()
+    leave(pool, hang, late.append)
     assert not late
     assert pool.call(lambda: 7, soon(), late.append) == 7
-    gate.set()
+    hang.go.set()
     assert pool.close()
     assert late == [1]
 
 
 def test_a_failed_abandoned_call_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    pool, gate, late = calling(), threading.Event(), list[object]()
+    pool, hang, late = calling(), Hang(), list[object]()
 
-    def fail_late() -> int:
-        gate.wait(WAIT_S)
+    def fail_late() -> None:
+        hang()
         raise ValueError("not for the log")
 
     leave(pool, fail_late, late.append)
-    gate.set()
+    hang.go.set()
     assert pool.close()
     assert late == [None]
     assert "ValueError" in caplog.text and "not for the log" not in caplog.text
 
 
 def test_a_call_that_has_not_begun_by_its_deadline_never_does() -> None:
-    pool, gate, entered = calling(threads=2), threading.Event(), threading.Semaphore(0)
-    begun, late = list[int](), list[object]()
-    callers = [threading.Thread(target=pool.call, args=(hanging(gate, entered), soon())) for _ in range(2)]
+    pool, hang, begun, late = calling(threads=2), Hang(), list[int](), list[object]()
+    callers = [threading.Thread(target=pool.call, args=(hang, soon())) for _ in range(2)]
     for caller in callers:
         caller.start()
-        assert entered.acquire(timeout=WAIT_S)
+    hang.wait_until_begun(2)
     assert pool.call(lambda: begun.append(1), -math.inf, late.append) is None
-    gate.set()
+    hang.go.set()
     for caller in callers:
         caller.join()
     assert pool.close()
@@ -519,9 +506,9 @@ def test_late_is_called_once_for_each_call_without_a_result() -> None:
 
 
 def test_an_error_of_late_costs_no_thread() -> None:
-    pool, gate = calling(threads=1), threading.Event()
-    leave(pool, hanging(gate), lambda told: fail())
-    gate.set()
+    pool, hang = calling(threads=1), Hang()
+    leave(pool, hang, lambda told: fail())
+    hang.go.set()
     assert pool.call(lambda: 7, soon()) == 7
     assert pool.close() and pool.errors == {"ValueError": 1}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 Made = TypeVar("Made")
@@ -41,3 +42,11 @@ def wait_until_made(make: Callable[[], Made], refusal: type[Exception]) -> Made:
 
     wait_for(lambda: bool(made), attempt)
     return made[0]
+
+
+def is_running(pid: int) -> bool:
+    """Return False for a process that has ended, also if its parent has not waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the second if it ends between opening and reading
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import signal
 import socket
@@ -15,10 +14,6 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.cli import doctor_probe, doctor_stores
@@ -28,7 +23,7 @@ from hicache.cli.main import main
 from hicache.config import FileStorageOptions
 from hicache.lab.devservers import DevService, SeaweedServer, ValkeyServer
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
-from tests.certificates import make_certificates
+from tests.certificates import ending_certificate, make_certificates
 from tests.cli.processes import TIMEOUT_S, finish, start
 from tests.daemon.daemons import Daemon
 from tests.waiting import wait_for
@@ -117,18 +112,8 @@ def test_certificates_show_their_end_and_an_unreadable_one_fails(tmp_path: Path)
     assert rows(doctor(tmp_path / "hicache.yaml", "--json"))["daemon.tls.certificate"]["verdict"] == "fail"
 
 
-def certificate(days: int) -> bytes:
-    """Return a certificate that ends in so many days."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "doctor")])
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    builder = builder.serial_number(1).not_valid_before(now - datetime.timedelta(99))
-    made = builder.not_valid_after(now + datetime.timedelta(days)).sign(key, hashes.SHA256())
-    return made.public_bytes(serialization.Encoding.PEM)
-
-
 def test_an_expired_certificate_of_a_chain_fails_and_one_of_a_bundle_of_authorities_does_not(tmp_path: Path) -> None:
-    (tmp_path / "both.pem").write_bytes(certificate(-1) + certificate(99))
+    (tmp_path / "both.pem").write_bytes(ending_certificate(-1) + ending_certificate(99))
     (tmp_path / "key.pem").touch(mode=0o600)
     tls = {"certificate": "both.pem", "key": "key.pem", "client_ca": "both.pem"}
     sections = {"tls": {name: str(tmp_path / file) for name, file in tls.items()}}

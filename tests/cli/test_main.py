@@ -32,25 +32,21 @@ def test_version_is_that_of_the_package() -> None:
     assert (result.returncode, result.stdout) == (0, f"hicache, version {hicache.__version__}\n")
 
 
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_version_and_help_import_nothing_heavy(argument: str) -> None:
-    code = (
-        "import sys\nfrom hicache.cli.main import main\n"
-        f"main(['{argument}'], standalone_mode=False)\n"
-        "print(sorted({'torch', 'numpy', 'pydantic', 'cryptography'} & set(sys.modules)))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.splitlines()[-1] == "[]"
+HEAVY = {"torch", "fastapi", "uvicorn", "boto3", "redis", "zmq", "mooncake", "hicache.lab"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("line", ["config check", "purge . --yes", "doctor -c none.yaml"])
-def test_a_command_for_operators_imports_no_engine_no_server_and_no_laboratory(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "heavy"),
+    [*((option, HEAVY | {"numpy", "pydantic", "cryptography"}) for option in ("--version", "--help")),
+     *((line, HEAVY) for line in ("config check", "purge . --yes", "doctor -c none.yaml"))],
+)  # fmt: skip
+def test_a_command_imports_nothing_heavy(line: str, heavy: set[str], tmp_path: Path) -> None:
+    """A command for operators imports no engine, no server and no laboratory; version and help not even numpy."""
     code = (
         "import sys\nfrom hicache.cli.main import main\n"
         f"try:\n    main({line.split()}, standalone_mode=False)\nexcept Exception:\n    pass\n"
-        "heavy = {'torch', 'fastapi', 'uvicorn', 'boto3', 'redis', 'zmq', 'mooncake', 'hicache.lab'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
+        f"print(sorted({heavy} & set(sys.modules)))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path

@@ -7,20 +7,16 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from hicache.backends.base import SetOutcome
-from hicache.backends.file import FileDriver
-from hicache.backends.testing import store_of
+from hicache.backends.testing import make_keys
 from hicache.cli.main import main
-from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
-from hicache.keys import page_keys, token_bytes
+from tests.cli.file_stores import fill
 
 pytestmark = pytest.mark.long
 
@@ -52,15 +48,8 @@ class Store:
 
 def make_store(root: Path, *mac_keys: bytes) -> Store:
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=mac_keys, weights_epoch=7, label="a model")
-    keys = page_keys(token_bytes(range(16 * PAGES)), 16)
-    frames = [memoryview(bytearray(codec.frame_bytes)) for _ in keys]
-    options = FileStorageOptions(path=root, capacity=1 << 30, free_space_floor=0)
-    backend = store_of(FileDriver, codec, options)
-    try:
-        outcomes = backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + 30)
-    finally:
-        backend.close()
-    assert outcomes == [SetOutcome.STORED] * PAGES
+    keys = make_keys(PAGES)
+    fill(root, codec, keys)
     return Store(root, keys)
 
 
@@ -112,16 +101,12 @@ def test_inspect_shows_the_header_of_a_sound_page(store: Store) -> None:
     }
 
 
-def test_inspect_of_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    result = invoke("inspect", tmp_path / "none")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("hicache: ") and result.stderr.count("\n") == 1
-
-
-def test_inspect_of_a_directory_asks_for_a_file_in_it(store: Store) -> None:
-    result = invoke("inspect", store.page(0).parent)
-    assert result.exit_code == 2
-    assert result.stderr == f"hicache: {store.page(0).parent} is a directory; pass a page file in it\n"
+def test_inspect_of_no_file_is_one_line_and_exit_code_2(store: Store, tmp_path: Path) -> None:
+    folder = store.page(0).parent
+    for path, words in ((tmp_path / "none", "No such file"), (folder, "is a directory; pass a page file in it")):
+        result = invoke("inspect", path)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert result.stderr.startswith("hicache: ") and f"{path}" in result.stderr and words in result.stderr
 
 
 @pytest.mark.parametrize(("kind", "words"), [("fifo", "it is a FIFO"), ("link", "it is a symbolic link"), ("text", "")])
@@ -261,13 +246,6 @@ def test_an_invalid_rate_or_age_is_a_usage_error_with_an_example(
 ) -> None:
     result = invoke(args[0], store.root, *args[1:])
     assert result.exit_code == 2 and words in result.stderr
-
-
-def test_purge_removes_only_pages_of_the_namespace_and_the_age(store: Store) -> None:
-    assert "removed 0 pages" in invoke("purge", store.root, "--namespace", "22", "--yes").stdout
-    assert "removed 0 pages" in invoke("purge", store.root, "--older-than", "7d", "--yes").stdout
-    assert store.pages() == PAGES
-    assert "removed 4 pages" in invoke("purge", store.root, "--namespace", NAMESPACE.hex().upper(), "--yes").stdout
 
 
 def test_verify_of_the_directory_above_a_store_names_the_store(store: Store) -> None:

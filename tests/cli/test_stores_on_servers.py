@@ -24,6 +24,7 @@ from hicache.backends.testing import (
 )
 from hicache.frame import FrameCodec
 from hicache.lab.devservers import DevService, SeaweedServer, Storage, ValkeyServer
+from tests.cli.file_stores import subject_of
 from tests.cli.test_storage_command import invoke
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES, weights_epoch=3, label="small-model")
@@ -32,7 +33,7 @@ CHAINS = [make_keys(6, f"chain {number}") for number in range(3)]
 
 
 def opened(storage: Storage) -> Subject:
-    return Subject(open_backend(storage[0], CODEC, storage[1]), lambda key: None, lambda key, data: None)
+    return subject_of(open_backend(storage[0], CODEC, storage[1]))
 
 
 def found(storage: Storage) -> list[int]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from hicache.backends.file import FileDriver
-from hicache.backends.testing import store_of
+from hicache.backends.testing import make_keys
 from hicache.cli.main import COMMANDS
-from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
-from hicache.keys import page_keys, token_bytes
+from tests.cli.file_stores import fill
 
 pytestmark = pytest.mark.long
 
@@ -35,12 +32,8 @@ def hicache(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     """Store one page in `store`, write a configuration of the store, and return the page's file."""
-    (key,) = page_keys(token_bytes(range(16)), 16)
-    backend = store_of(FileDriver, CODEC, FileStorageOptions(path=tmp_path / "store", free_space_floor=0))
-    try:
-        backend.batch_set([key], [memoryview(bytearray(CODEC.frame_bytes))], parent=None, deadline=time.monotonic() + 9)
-    finally:
-        backend.close()
+    (key,) = make_keys(1)
+    fill(tmp_path / "store", CODEC, [key])
     (tmp_path / "store.yaml").write_text("storage: {type: file, options: {path: store}}")
     (found,) = (tmp_path / "store").rglob(key.hex())
     return found

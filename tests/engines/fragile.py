@@ -20,7 +20,6 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     print("some text on stdout")
     return {
         "left": lambda: [left.name, child.pid],
-        "echo": lambda value: value,
         "raise": lambda: 1 // 0,
         "die": lambda: os._exit(9),
         "hang": lambda: time.sleep(600),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from hicache.config.redis_storage import RedisStorageOptions
 from hicache.lab.devservers import ValkeyServer
 from tests.waiting import wait_for
 
-from .model import VOCABULARY
 from .process import EngineProcess
+from .prompts import prompt
 from .vllm_engine import BLOCK_TOKENS, vllm_environ, vllm_options
 
 # Several chunks, longer than the window, and not a whole number of blocks.
@@ -35,11 +34,6 @@ BLOCKS_PER_CHUNK = 2
 CACHED_TOKENS = PROMPT_TOKENS // (BLOCKS_PER_CHUNK * BLOCK_TOKENS) * BLOCKS_PER_CHUNK * BLOCK_TOKENS
 NAMES = ("hit", "zeroed", "damaged", "reset", "hung", "dead")
 _READ = "vllm:kv_offload_tiering_read_bytes"
-
-
-def prompt(name: str) -> list[int]:
-    dice = random.Random(name)
-    return [dice.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)]
 
 
 class Tier:
@@ -83,7 +77,7 @@ class Tier:
 
 
 def serve(engine: EngineProcess, name: str, **more: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = engine.call("generate", prompts=[prompt(name)], tokens=TOKENS, **more)[0]
+    answer: dict[str, Any] = engine.call("generate", prompts=[prompt(name, PROMPT_TOKENS)], tokens=TOKENS, **more)[0]
     return answer
 
 

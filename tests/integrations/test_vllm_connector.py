@@ -46,9 +46,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_hits_come_from_host_memory_and_after_a_restart_from_storage(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_hits_come_from_host_memory_and_after_a_restart_from_storage(options: dict[str, Any], tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME, **options) as engine:
         first = engine.serve(PROMPT, 9)
         assert first.matched == 0
@@ -84,34 +82,28 @@ def test_pages_of_an_answer_are_saved(engine: Engine) -> None:
     assert again.matched == 40
 
 
-def test_a_prompt_that_skips_reading_is_computed_and_saved(engine: Engine) -> None:
-    engine.serve(PROMPT)
-    engine.forget_device()
-    assert engine.serve(PROMPT, skip_reading_prefix_cache=True).matched == 0
-    fresh = engine.serve([7, *PROMPT], skip_reading_prefix_cache=True)
-    assert engine.pages_on_host(fresh) == 5
-
-
-def test_a_prompt_that_skips_reading_is_not_prefetched(tmp_path: Path) -> None:
+def test_a_prompt_that_skips_reading_is_computed_and_saved_and_not_prefetched(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME) as engine:
         engine.serve(PROMPT)
+        engine.forget_device()
+        assert engine.serve(PROMPT, skip_reading_prefix_cache=True).matched == 0
+        fresh = engine.serve([7, *PROMPT], skip_reading_prefix_cache=True)
+        assert engine.pages_on_host(fresh) == 5
     with engine_on(tmp_path, NAME) as engine:
         request = engine.serve(PROMPT, skip_reading_prefix_cache=True)
-        assert request.matched == 0 and engine.cache.statistics().controller.prefetched_pages == 0
+        statistics = engine.cache.statistics()
+        assert request.matched == 0 and not any(statistics.lookups.values()) and not any(statistics.skipped.values())
 
 
-def test_adapters_with_equal_names_and_different_weights_do_not_share_pages(engine: Engine) -> None:
-    engine.serve(PROMPT, adapter="name 1")
-    engine.forget_device()
-    assert engine.serve(PROMPT, adapter="name 2").matched == 0
-    engine.forget_device()
-    assert engine.serve(PROMPT, adapter="name 1").matched == 20
-
-
-def test_salted_prompts_do_not_share_pages(engine: Engine) -> None:
-    engine.serve(PROMPT, salt="one")
-    engine.forget_device()
-    assert engine.serve(PROMPT, salt="two").matched == 0
+@pytest.mark.parametrize(("name", "values"), [("adapter", ("name 1", "name 2")), ("salt", ("one", "two"))])
+def test_equal_prompts_under_other_adapters_or_salts_do_not_share_pages(
+    engine: Engine, name: str, values: tuple[str, str]
+) -> None:
+    """The two adapters have one name and different weights."""
+    for value, matched in ((values[0], 0), (values[1], 0), (values[0], 20)):
+        options: dict[str, Any] = {name: value}
+        assert engine.serve(PROMPT, **options).matched == matched
+        engine.forget_device()
 
 
 # Loads
@@ -149,9 +141,7 @@ def test_a_request_aborted_during_its_load_keeps_its_blocks_until_the_load_ends(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_failed_load_is_computed_and_offered_to_other_requests_only(
-    tmp_path: Path, ranks: int
-) -> None:
+def test_a_failed_load_is_computed_and_offered_to_other_requests_only(tmp_path: Path, ranks: int) -> None:
     with engine_on(tmp_path, NAME, ranks=ranks) as engine:
         engine.serve(PROMPT)
         engine.forget_device()
@@ -200,9 +190,7 @@ class IgnoresFailures(SchedulerSide):
 
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_pages_computed_after_a_failed_layerwise_load_are_not_saved(
-    tmp_path: Path, batches: int, rank: int
-) -> None:
+def test_pages_computed_after_a_failed_layerwise_load_are_not_saved(tmp_path: Path, batches: int, rank: int) -> None:
     with engine_on(tmp_path, NAME, layerwise=True, ranks=2, batches=batches) as engine:
         request = spoil(engine, rank)
         engine.pages_on_host(request)
@@ -349,9 +337,7 @@ def test_a_failed_save_is_repeated_once_while_its_request_runs(engine: Engine) -
 # The engine
 
 
-def test_new_weights_invalidate_pages_on_every_tier_and_in_flight_also_after_a_restart(
-    tmp_path: Path,
-) -> None:
+def test_new_weights_invalidate_pages_on_every_tier_and_in_flight_also_after_a_restart(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME) as engine:
         engine.serve(PROMPT)
         engine.hold("save")

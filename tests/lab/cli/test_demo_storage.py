@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from hicache.cli.main import main
 from hicache.config import load_config
 from hicache.errors import ConfigError
-from hicache.lab.cli.demo import DEMO_CONFIG, STORAGES, demo_storage
+from hicache.lab.cli.demo import DEMO_CONFIG, demo_storage
 from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
 from tests.waiting import wait_for
 
@@ -93,8 +91,3 @@ def test_an_invalid_configuration_is_rejected(tmp_path: Path, text: str) -> None
     config.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"), demo_storage("valkey", config):
         pass
-
-
-def test_every_storage_has_a_name_on_the_command_line() -> None:
-    result = CliRunner().invoke(main, ["demo", "--storage", "nonsense"])
-    assert result.exit_code == 2 and all(f"'{name}'" in result.output for name in STORAGES)

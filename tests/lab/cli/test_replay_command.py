@@ -165,13 +165,6 @@ def test_an_unsupported_replay_is_one_line_and_exit_code_2(
     assert code == 2 and said in output and output.count("\n") == 1
 
 
-def test_help_names_the_models_and_the_meaning_of_exit_codes() -> None:
-    code, output = invoke("replay", "--help")
-    assert code == 0
-    for word in ("llama-3.1-8b", "deepseek-v3", "Exit code 1", "--speed-up", "--json", "--report", "Mooncake"):
-        assert word in output
-
-
 def test_a_synthetic_trace_is_written_and_described(tmp_path: Path) -> None:
     path = tmp_path / "made.jsonl"
     code, output = invoke("trace", "generate", str(path), "--requests", "50", "--seed", "7")
@@ -205,21 +198,13 @@ def test_pages_are_stored_in_a_temporary_directory_unless_a_path_is_set(tmp_path
     assert path_of(replay_config({}, {}, temporary, REPLAY_CONFIG)) == "replay-data/pages"
 
 
-def test_pages_stay_in_the_temporary_directory_if_only_other_storage_entries_are_set(tmp_path: Path) -> None:
+def test_other_entries_of_the_storage_do_not_change_its_path_and_another_backend_has_no_options(tmp_path: Path) -> None:
     environ = {"HICACHE_STORAGE__OPTIONS__CAPACITY": "2GiB", "PATH": "/bin"}
     assert path_of(replay_config({}, environ, tmp_path)) == str(tmp_path / "pages")
-
-
-@pytest.mark.parametrize(("given", "environ"), [({"storage": "null"}, {}), ({}, {"HICACHE_STORAGE": "null"})])
-def test_a_replay_without_storage_needs_no_path(
-    tmp_path: Path, given: dict[str, str], environ: dict[str, str]
-) -> None:
-    assert replay_config(given, environ, tmp_path).storage is None
-
-
-def test_another_backend_gets_no_options_of_the_default_one(tmp_path: Path) -> None:
-    config = replay_config({"storage.type": "memory"}, {}, tmp_path)
-    assert config.storage is not None and config.storage.options == {}
+    assert replay_config({"storage": "null"}, {}, tmp_path).storage is None
+    assert replay_config({}, {"HICACHE_STORAGE": "null"}, tmp_path).storage is None
+    memory = replay_config({"storage.type": "memory"}, {}, tmp_path).storage
+    assert memory is not None and memory.options == {}
 
 
 def test_sizes_on_the_command_line_override_the_file(trace: Path) -> None:

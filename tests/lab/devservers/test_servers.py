@@ -26,17 +26,9 @@ from hicache.lab.devservers import (
     ValkeyServer,
 )
 from hicache.lab.devservers.ports import free_ports, is_free, listening
-from tests.waiting import wait_for
+from tests.waiting import is_running, wait_for
 
 QUICK: list[Callable[[], DevServer]] = [ValkeyServer, RedisServer, MooncakeMaster]
-
-
-def exists(pid: int) -> bool:
-    """Whether a process is alive; one that waits for its parent to notice its end is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("make", QUICK)
@@ -47,7 +39,7 @@ def test_it_serves_inside_and_leaves_nothing_afterwards(make: Callable[[], DevSe
         assert server.serves()
         assert directory.stat().st_mode & 0o777 == 0o700
     assert not directory.exists()
-    assert not exists(pid)
+    assert not is_running(pid)
     assert all(map(is_free, ports))
     server.stop()  # a second time does nothing
 
@@ -63,7 +55,7 @@ def test_a_paused_server_is_stopped_as_well() -> None:
     with ValkeyServer() as server:
         server.pause()
         pid = server.pid
-    assert not exists(pid)
+    assert not is_running(pid)
 
 
 def test_a_killed_server_is_gone_until_it_is_restarted_on_its_port() -> None:
@@ -172,9 +164,9 @@ def test_a_killed_parent_leaves_no_server(tmp_path: Path) -> None:
     with parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert exists(pid)
+        assert is_running(pid)
         parent.send_signal(signal.SIGKILL)
-        wait_for(lambda: not exists(pid))
+        wait_for(lambda: not is_running(pid))
 
 
 def test_a_cluster_has_all_slots_and_names_its_nodes(redis_cluster: RedisCluster) -> None:

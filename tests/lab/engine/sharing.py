@@ -1,32 +1,27 @@
-"""Engines in separate processes that share one storage."""
+"""Engines in separate processes that share one storage: their prompts and configuration, and the steps of one process.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hicache.config import load_config
+from hicache.lab.engine import Engine, create_engine
+from tests.engines.process import EngineProcess, serve
 from tests.seeds import rng
 
 NEW_TOKENS = 8
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 20 * PAGE_TOKENS + 5
+DRAIN_S = 30.0
 # The vocabulary of the bundled model.
 _VOCABULARY = 2048
-_WAIT_S = 60.0
 
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The result of one prompt."""
-
-    tokens: list[int]
-    storage_hit_tokens: int
+# The tokens of each prompt, and how many of its tokens came from storage.
+Answers = list[tuple[list[int], int]]
 
 
 def configuration() -> dict[str, Any]:
@@ -47,56 +42,32 @@ def make_prompts(seed: int, count: int) -> list[list[int]]:
     return [[numbers.randrange(3, _VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-class EngineProcess:
-    """An engine process with asynchronous calls, so that several engines can be busy at once."""
-
-    def __init__(self, repository: Path, config_file: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.lab.engine._shared_child", str(config_file)],
-            cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def wait_until_ready(self) -> None:
-        assert self._line() == "ready\n", "the engine did not start; see its error above"
-
-    def ask(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Send `prompts`, to be served together. Call `answers` before the next call."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(prompts) + "\n")
-        self._process.stdin.flush()
-
-    def answers(self) -> list[Answer]:
-        """Wait until the last prompts are served and stored. Return their answers."""
-        return [Answer(tokens, hits) for tokens, hits in json.loads(self._line())]
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-    def end(self) -> int:
-        """Wait until the engine ends. Return its exit code."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.close()
-            return self._process.wait(_WAIT_S)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            self._process.stdout.close()
+def answer(engine: Engine, prompts: list[list[int]]) -> Answers:
+    """Serve `prompts` together, and wait until their pages are stored."""
+    rids = [engine.submit(prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts]
+    records = engine.run_until_done(DRAIN_S)
+    assert engine.cache.drain(DRAIN_S), "not all pages were stored in time"
+    return [(list(records[rid].output_tokens), records[rid].storage_hit_tokens) for rid in rids]
 
 
 @contextmanager
-def engines(repository: Path, config_file: Path, count: int) -> Iterator[list[EngineProcess]]:
-    """Start `count` engines. Check that each ends without an error."""
-    processes: list[EngineProcess] = []
-    try:
-        for _ in range(count):
-            processes.append(EngineProcess(repository, config_file))
-        for process in processes:
-            process.wait_until_ready()
-        yield processes
-    except BaseException:
-        for process in processes:
-            process.end()
-        raise
-    assert [process.end() for process in processes] == [0] * count
+def engines(config_file: Path, count: int) -> Iterator[list[EngineProcess]]:
+    """Start `count` engines. Check that each closes without an error."""
+    options = {"config": str(config_file)}
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(EngineProcess("tests.lab.engine.sharing", options, folder=config_file.parent))
+            for _ in range(count)
+        ]
+        yield started
+        assert all(engine.call("close") for engine in started)
+
+
+def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
+    """Start an engine in its own process."""
+    engine = create_engine(load_config(options["config"]))
+    return {"answer": lambda prompts: answer(engine, prompts), "close": engine.close}
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -30,6 +30,7 @@ from hicache.tiers import (
     create_device_pool,
     token_slots,
 )
+from hicache.tiers.copy import JoinedTransfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import Indices
 from tests.seeds import rng, seeds
@@ -376,32 +377,19 @@ class OnDemand(CpuCopyEngine):
         super()._load_layer(layer, host_blocks, blocks)
 
 
-class Demanding(Transfer):
+class Demanding(JoinedTransfer):
     """A transfer that, on a wait, makes `copies` copy all layers up to the awaited one."""
 
     def __init__(self, transfer: Transfer, copies: OnDemand) -> None:
-        self._transfer, self._copies = transfer, copies
+        super().__init__([transfer])
+        self._copies = copies
         self.waited = 0
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         while self.waited <= layer:
             self._copies.wanted.release()
             self.waited += 1
-        self._transfer.wait_layer(layer, stream)
-
-    def done(self) -> bool:
-        return self._transfer.done()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._transfer.wait(timeout_s)
-
-    @property
-    def error(self) -> TransferError | None:
-        return self._transfer.error
-
-    @property
-    def seconds(self) -> float | None:
-        return self._transfer.seconds
+        super().wait_layer(layer, stream)
 
 
 @pytest.fixture(params=["gqa", "mla"])
@@ -421,9 +409,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[tuple[Forward, Demanding]
     assert copies.close(10)
 
 
-def test_attention_waits_for_the_load_of_each_layer(
-    loaded: tuple[Forward, Demanding],
-) -> None:
+def test_attention_waits_for_the_load_of_each_layer(loaded: tuple[Forward, Demanding]) -> None:
     world, transfer = loaded
     world.pool.loading = transfer
     v, batch = (None if world.shape.mla else world.new_v), world.batch()

@@ -9,7 +9,7 @@ import torch
 
 from hicache.errors import CapacityError, InvalidInput
 from hicache.lab.engine import TILE, LlamaModel, Span
-from hicache.tiers import RequestToTokenPool, Transfer
+from hicache.tiers import RequestToTokenPool
 from tests.lab.engine.reference import reference_logits
 from tests.lab.engine.world import TINY, Device, random_tensors, random_tokens
 
@@ -131,48 +131,6 @@ def test_changed_kv_changes_the_logits(whole: tuple[torch.Tensor, torch.Tensor])
         device.forward(row, TOKENS[:-1])
         device.pool.get_kv_buffer(layer)[0][device.place(row, slice(3, 4))] += 1.0
         assert not same_bits(device.forward(row, TOKENS[-1:], start=LENGTH - 1), whole[1])
-
-
-class LayerByLayer(Transfer):
-    """A transfer that copies the KV of a prefix to `device`, each layer when a forward waits for it."""
-
-    def __init__(self, source: Device, source_row: int, device: Device, row: int, tokens: int) -> None:
-        self._from = (source.pool, source.place(source_row, slice(tokens)))
-        self._to = (device.pool, device.place(row, slice(tokens)))
-        self.waited: list[int] = []
-
-    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        self.waited.append(layer)
-        (source, there), (target, here) = self._from, self._to
-        for to, found in zip(target.kv_buffer[layer].unbind(1), source.get_kv_buffer(layer), strict=True):
-            to[here] = found[there]
-
-    def done(self) -> bool:
-        return len(self.waited) == TINY.layers
-
-    def wait(self, timeout_s: float) -> bool:
-        return self.done()
-
-    @property
-    def error(self) -> None:
-        return None
-
-    @property
-    def seconds(self) -> None:
-        return None
-
-
-def test_each_layer_waits_for_its_copy_before_it_reads(whole: tuple[torch.Tensor, torch.Tensor]) -> None:
-    source, device = Device(), Device()
-    device.poison()
-    cut, source_row, row = 40, source.row(LENGTH), device.row(LENGTH)
-    source.forward(source_row, TOKENS)
-    transfer = LayerByLayer(source, source_row, device, row, cut)
-    device.pool.loading = transfer
-    logits = device.model.forward([Span(row, cut, TOKENS[cut:])])[0]
-    device.pool.loading = None
-    assert sorted(set(transfer.waited)) == list(range(TINY.layers)) and transfer.waited == sorted(transfer.waited)
-    assert same_bits(device.kv(row, LENGTH), whole[0]) and same_bits(logits, whole[1])
 
 
 def test_a_narrow_kv_dtype_rounds_once_for_all_readers() -> None:

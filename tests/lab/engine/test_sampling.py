@@ -63,15 +63,14 @@ def test_a_temperature_near_infinity_gives_every_token_the_same_chance(temperatu
     assert all(150 < drawn.count(token) < 250 for token in range(3))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_give_an_error_and_no_token(bad: float) -> None:
-    with pytest.raises(HiCacheError, match="not a finite number"):
-        picked(torch.tensor([[0.0, bad, 1.0]]), [(Sampling(1.0), 0)])
-
-
-def test_logits_that_are_nan_have_no_greedy_token() -> None:
-    with pytest.raises(HiCacheError, match="position 7"):
-        picked(torch.tensor([[0.0, math.nan, 1.0]]), [(GREEDY, 7)])
+@pytest.mark.parametrize(
+    ("bad", "sampling", "said"),
+    [(math.nan, Sampling(1.0), "not a finite number"), (math.inf, Sampling(1.0), "not a finite number"),
+     (math.nan, GREEDY, "position 7")],
+)  # fmt: skip
+def test_logits_that_are_not_finite_give_an_error_and_no_token(bad: float, sampling: Sampling, said: str) -> None:
+    with pytest.raises(HiCacheError, match=said):
+        picked(torch.tensor([[0.0, bad, 1.0]]), [(sampling, 7)])
 
 
 def test_a_token_with_probability_zero_is_never_drawn() -> None:

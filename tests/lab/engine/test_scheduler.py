@@ -23,12 +23,12 @@ from hicache.types import PageIds
 from tests.lab.engine.world import (
     TINY,
     WAIT_S,
-    Device,
     assert_nothing_leaked,
     drive,
     free_rows,
     generate,
     make_engine,
+    plain_greedy,
     random_checkpoint,
     random_tokens,
     settle,
@@ -39,15 +39,6 @@ from tests.passing import Passing
 pytestmark = pytest.mark.long
 
 CHECKPOINT = random_checkpoint()
-
-
-def plain_greedy(prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
-    """Return greedy tokens of a model without cache and scheduler; each step computes the whole sequence."""
-    tokens, device = list(prompt), Device()
-    row = device.row(len(prompt) + new_tokens)
-    for _ in range(new_tokens):
-        tokens.append(int(device.forward(row, tokens).argmax()))
-    return tuple(tokens[len(prompt) :])
 
 
 class GatedBackend(Passing):
@@ -79,8 +70,6 @@ def test_a_request_gets_the_tokens_of_plain_greedy_decoding() -> None:
         assert record.output_tokens == plain_greedy(prompt, 12)
         assert (record.reason, record.error) == (FinishReason.LENGTH, None)
         assert (record.prompt_tokens, record.computed_tokens, record.hit_tokens) == (37, 37, 0)
-        assert record.first_token_s is not None and record.time_to_first_token_s is not None
-        assert record.arrival_s <= record.first_token_s <= record.finish_s
         assert_nothing_leaked(engine)
 
 
@@ -147,11 +136,6 @@ def test_a_request_waits_while_l1_is_full_and_is_retried_after_another_ends() ->
 def test_a_request_that_can_never_run_is_rejected_at_once() -> None:
     options = EngineOptions(waiting_max=1)
     with make_engine(CHECKPOINT, page_size=8, device_pages=4, options=options) as engine:
-        for prompt, new_tokens in (([], 1), ([1], 0), ([TINY.vocab_size], 1), ([-1], 1)):
-            with pytest.raises(InvalidInput):
-                engine.submit(prompt, new_tokens)
-        with pytest.raises(InvalidInput, match="cache_salt"):
-            engine.submit([1], 1, cache_salt="")
         with pytest.raises(CapacityError, match="L1 has 4"):
             engine.submit([1] * 33, 1)
         with pytest.raises(CapacityError, match="513 positions"):
@@ -462,6 +446,7 @@ def test_records_carry_the_times_of_the_engine_s_clock() -> None:
         engine = Engine(made.model, made.cache, clock=lambda: float(next(ticks)))
         record = generate(engine, random_tokens(5, seed=28), 3)
         assert (record.arrival_s, record.first_token_s, record.finish_s) == (0.0, 1.0, 2.0)
+        assert record.time_to_first_token_s == 1.0
 
 
 def test_statistics_add_up() -> None:

@@ -11,8 +11,7 @@ import yaml
 from hicache.config import HiCacheConfig, load_config
 from hicache.lab.cli.demo import demo_storage
 from hicache.lab.engine import create_engine
-from tests.lab.engine._shared_child import serve
-from tests.lab.engine.sharing import PAGE_TOKENS, PROMPT_TOKENS, Answer, configuration, engines, make_prompts
+from tests.lab.engine.sharing import PAGE_TOKENS, PROMPT_TOKENS, answer, configuration, engines, make_prompts
 
 pytestmark = [pytest.mark.servers, pytest.mark.long]
 
@@ -26,7 +25,7 @@ def computed() -> dict[tuple[int, ...], list[int]]:
     """Return the tokens of each prompt in an engine without storage."""
     prompts = [*COMMON, *FIRST, *SECOND]
     with create_engine(HiCacheConfig.model_validate(configuration())) as engine:
-        return {tuple(prompt): serve(engine, [prompt])[0].tokens for prompt in prompts}
+        return {tuple(prompt): answer(engine, [prompt])[0][0] for prompt in prompts}
 
 
 @pytest.fixture
@@ -39,39 +38,30 @@ def config_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path
         yield made
 
 
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
-
-
 @pytest.mark.parametrize("config_file", ["valkey", "mooncake"], indirect=True)
 def test_two_engines_that_store_at_once_find_the_pages_of_both(
-    repository: Path, config_file: Path, computed: dict[tuple[int, ...], list[int]]
+    config_file: Path, computed: dict[tuple[int, ...], list[int]]
 ) -> None:
+    def hits(prompts: list[list[int]]) -> list[object]:
+        return [[computed[tuple(prompt)], WHOLE_PAGES] for prompt in prompts]
+
     first, second = [*COMMON, *FIRST], [*COMMON, *SECOND]
-    with engines(repository, config_file, 2) as (one, two):
-        one.ask(first)
-        two.ask(second)
-        assert tokens(one.answers()) == [computed[tuple(prompt)] for prompt in first]
-        assert tokens(two.answers()) == [computed[tuple(prompt)] for prompt in second]
-        one.ask(SECOND)
-        two.ask(FIRST)
-        for engine, prompts in ((one, SECOND), (two, FIRST)):
-            answers = engine.answers()
-            assert tokens(answers) == [computed[tuple(prompt)] for prompt in prompts]
-            assert [answer.storage_hit_tokens for answer in answers] == [WHOLE_PAGES] * len(prompts)
-    config = load_config(config_file)
-    with create_engine(config) as third:
-        answers = serve(third, COMMON)
-        assert tokens(answers) == [computed[tuple(prompt)] for prompt in COMMON]
-        assert [answer.storage_hit_tokens for answer in answers] == [WHOLE_PAGES] * len(COMMON)
+    with engines(config_file, 2) as (one, two):
+        one.submit("answer", prompts=first)
+        two.submit("answer", prompts=second)
+        for engine, prompts in ((one, first), (two, second)):
+            assert [tokens for tokens, _ in engine.result("answer")] == [computed[tuple(prompt)] for prompt in prompts]
+        one.submit("answer", prompts=SECOND)
+        two.submit("answer", prompts=FIRST)
+        assert (one.result("answer"), two.result("answer")) == (hits(SECOND), hits(FIRST))
+    with create_engine(load_config(config_file)) as third:
+        assert list(map(list, answer(third, COMMON))) == hits(COMMON)
 
 
-def test_engines_without_a_common_storage_find_nothing(tmp_path: Path, repository: Path) -> None:
+def test_engines_without_a_common_storage_find_nothing(tmp_path: Path) -> None:
     """Negative control: the hits of the test above come only from storage."""
     path = tmp_path / "engine.yaml"
     path.write_text(yaml.safe_dump({**configuration(), "storage": {"type": "memory"}}))
-    with engines(repository, path, 2) as (one, two):
-        one.ask(FIRST)
-        assert len(one.answers()) == len(FIRST)
-        two.ask(FIRST)
-        assert [answer.storage_hit_tokens for answer in two.answers()] == [0] * len(FIRST)
+    with engines(path, 2) as (one, two):
+        assert len(one.call("answer", prompts=FIRST)) == len(FIRST)
+        assert [hits for _, hits in two.call("answer", prompts=FIRST)] == [0] * len(FIRST)

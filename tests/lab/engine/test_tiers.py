@@ -170,26 +170,22 @@ def test_kv_bytes_are_equal_after_l2_and_l3() -> None:
         assert all(map(torch.equal, stack.kv(), computed))
 
 
-def test_zeroed_kv_on_l1_changes_the_tokens() -> None:
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_zeroed_kv_on_l1_or_l2_changes_the_tokens(tier: str) -> None:
     stack = Stack()
     with stack.engine as engine:
-        match = engine.cache.match_prefix(RadixKey.of(stack.prompt))
-        for layer in engine.cache.device.blocks.layers:
-            for region in layer:
-                region[torch.from_numpy(match.device_pages.copy())] = 0
+        if tier == "device":
+            match = engine.cache.match_prefix(RadixKey.of(stack.prompt))
+            for layer in engine.cache.device.blocks.layers:
+                for region in layer:
+                    region[torch.from_numpy(match.device_pages.copy())] = 0
+        else:
+            stack.leave_device()
+            for page in stack.host_pages():
+                payload = tiers(engine).host.payload(page)
+                payload[:] = bytes(len(payload))
         again = generate(engine, stack.prompt)
-        assert again.device_hit_tokens == 96 and again.output_tokens != stack.record.output_tokens
-
-
-def test_zeroed_kv_on_l2_changes_the_tokens() -> None:
-    stack = Stack()
-    with stack.engine as engine:
-        stack.leave_device()
-        for page in stack.host_pages():
-            payload = tiers(engine).host.payload(page)
-            payload[:] = bytes(len(payload))
-        again = generate(engine, stack.prompt)
-        assert again.host_hit_tokens == 96 and again.output_tokens != stack.record.output_tokens
+        assert getattr(again, f"{tier}_hit_tokens") == 96 and again.output_tokens != stack.record.output_tokens
 
 
 @pytest.mark.parametrize("sealed", [False, True])

@@ -11,10 +11,10 @@ from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
 from hicache.lab.engine import Engine, EngineOptions, FinishReason, RequestRecord, create_engine
 from tests.lab.engine.world import (
-    Device,
     assert_nothing_leaked,
     drive,
     make_engine,
+    plain_greedy,
     random_checkpoint,
     random_tokens,
     tiers,
@@ -43,17 +43,8 @@ PROMPTS = prompt_family()
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Return the greedy tokens of every prompt, decoded one by one without cache and scheduler."""
-    found = []
-    for prompt in PROMPTS:
-        device = Device()
-        row = device.row(len(prompt) + NEW_TOKENS_MAX)
-        logits, tokens = device.forward(row, prompt), list(prompt)
-        for _ in range(NEW_TOKENS_MAX):
-            tokens.append(int(logits.argmax()))
-            logits = device.forward(row, tokens[-1:], start=len(tokens) - 1)
-        found.append(tokens[len(prompt) :])
-    return found
+    """Return the greedy tokens of every prompt."""
+    return [list(plain_greedy(prompt, NEW_TOKENS_MAX)) for prompt in PROMPTS]
 
 
 def random_engine(random: random.Random) -> Engine:
@@ -108,13 +99,6 @@ def test_an_engine_is_built_from_a_configuration() -> None:
         record = engine.run_until_done()[rid]
         assert record.reason is FinishReason.LENGTH
         engine.check()
-
-
-def test_the_bundled_model_is_the_default() -> None:
-    config = HiCacheConfig.model_validate({"page_size": 16, "device": {"tokens": 512}})
-    with create_engine(config, options=EngineOptions(running_max=2)) as engine:
-        rid = engine.submit(list(range(10, 40)), 4, ignore_eos=True)
-        assert len(engine.run_until_done()[rid].output_tokens) == 4
 
 
 def test_a_configuration_without_a_size_for_l1_is_rejected() -> None:

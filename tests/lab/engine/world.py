@@ -130,6 +130,16 @@ def make_engine(  # noqa: PLR0913 - the parts that tests replace
     return Engine(computing, kind(pool, host, controller), options)
 
 
+def plain_greedy(prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+    """Return greedy tokens of the model of `random_checkpoint()` without cache and scheduler. Each step computes the
+    whole sequence."""
+    tokens, device = list(prompt), Device()
+    row = device.row(len(prompt) + new_tokens)
+    for _ in range(new_tokens):
+        tokens.append(int(device.forward(row, tokens).argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
 def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, RequestRecord]:
     """Step and check all invariants until no request is left or `until` is true. Return the records."""
     deadline = time.monotonic() + WAIT_S
@@ -175,20 +185,3 @@ def assert_nothing_leaked(engine: Engine) -> None:
 def free_rows(engine: Engine) -> int:
     """Return the number of free rows of the model's request table."""
     return engine.model.requests_max
-
-
-__all__ = [
-    "TINY",
-    "WAIT_S",
-    "Device",
-    "assert_nothing_leaked",
-    "drive",
-    "free_rows",
-    "generate",
-    "make_engine",
-    "random_checkpoint",
-    "random_tensors",
-    "random_tokens",
-    "settle",
-    "tiers",
-]

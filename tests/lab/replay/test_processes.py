@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from hicache.errors import HiCacheError
 from hicache.lab.replay.job import ReplayJob
 from hicache.lab.replay.processes import Children, InProcess, start_engines
 from tests.lab.replay.world import job, request, rounds, small_config
+from tests.waiting import is_running
 
 pytestmark = pytest.mark.long
 
@@ -27,14 +27,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def _children_find_the_sources(repository: Path) -> Iterator[None]:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(repository)
-    yield
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+def _children_find_the_sources(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(repository))
 
 
 def file_job(directory: Path, *, prompts: int = 8, times: int = 2, **options: Any) -> ReplayJob:
@@ -46,15 +40,6 @@ def file_job(directory: Path, *, prompts: int = 8, times: int = 2, **options: An
     return job(
         directory, rounds(prompts, times), config, running_max=1, waiting_max=1, prefill_tokens_per_s=100_000, **options
     )
-
-
-def gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # the second if it goes between opening and reading
-        return True
-    # A child of ours that has ended but was not waited for, or that of a parent that is gone too.
-    return state == "Z"
 
 
 def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -> None:
@@ -80,7 +65,7 @@ def test_an_interrupted_replay_has_a_result_of_all_processes(tmp_path: Path) -> 
     assert not result.complete
     assert sample.requests <= result.requests.ended < 16_000
     assert result.wrong_bytes == 0
-    assert all(gone(pid) for pid in pids)
+    assert not any(map(is_running, pids))
 
 
 def test_an_error_of_a_process_is_raised_and_ends_the_others(tmp_path: Path) -> None:
@@ -91,7 +76,7 @@ def test_an_error_of_a_process_is_raised_and_ends_the_others(tmp_path: Path) -> 
     ):
         pids = [child.process.pid for child in engines._children]
         list(engines.run())
-    assert all(gone(pid) for pid in pids)
+    assert not any(map(is_running, pids))
 
 
 def test_a_process_that_is_killed_is_an_error_and_ends_the_others(tmp_path: Path) -> None:
@@ -100,7 +85,7 @@ def test_a_process_that_is_killed_is_an_error_and_ends_the_others(tmp_path: Path
         pids = [child.process.pid for child in engines._children]
         os.kill(pids[0], signal.SIGKILL)
         list(engines.run())
-    assert all(gone(pid) for pid in pids)
+    assert not any(map(is_running, pids))
 
 
 def test_a_process_ends_when_its_parent_has_ended(tmp_path: Path) -> None:
@@ -118,7 +103,7 @@ def test_a_process_ends_when_its_parent_has_ended(tmp_path: Path) -> None:
         pid = int(process.stdout.readline())
         ended = os.pidfd_open(pid)
         try:
-            assert not gone(pid)
+            assert is_running(pid)
             process.kill()
             assert select.select([ended], [], [], WAIT_S)[0], "it still runs"
         finally:

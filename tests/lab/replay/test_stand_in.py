@@ -57,17 +57,10 @@ def filled(request: pytest.FixtureRequest) -> Filled:
     return Filled(request.param)
 
 
-def test_filled_pages_are_correct(filled: Filled) -> None:
-    assert filled.wrong() == [0] * PAGES
-
-
-def test_only_the_requested_pages_are_written(filled: Filled) -> None:
+def test_only_the_requested_pages_are_written_and_they_are_correct(filled: Filled) -> None:
     assert not filled.block(0)[0].any()
     filled.bytes.fill(ids(), filled.seeds[:0])
     assert filled.wrong() == [0] * PAGES
-
-
-def test_a_check_of_zero_pages_finds_no_wrong_bytes(filled: Filled) -> None:
     assert filled.bytes.wrong_bytes(0, filled.bytes.expected(ids(), filled.seeds[:0])).shape == (0,)
 
 

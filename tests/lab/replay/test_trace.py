@@ -26,12 +26,12 @@ def wrong(path: Path, text: str | bytes) -> str:
     return str(refused.value)
 
 
-def test_a_line_of_the_public_format_is_a_request(tmp_path: Path) -> None:
+def test_a_line_of_the_public_format_is_a_request_and_is_written_in_the_same_form(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(LINE + "\n")
     (request,) = read_trace(path)
     assert request == TraceRequest(0, 27482, 1955, 52, (46, 47, 48, 2353))
-    assert request.whole_blocks == 3
+    assert request.whole_blocks == 3 and as_line(request) == LINE
 
 
 def test_a_written_trace_reads_back(tmp_path: Path) -> None:
@@ -47,15 +47,10 @@ def test_blank_lines_and_other_fields_do_not_count(tmp_path: Path) -> None:
     assert [request.index for request in read_trace(path)] == [0, 1]
 
 
-def test_a_limit_reads_only_the_first_requests(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(f"{LINE}\n{LINE}\nnot reached\n")
-    assert len(list(read_trace(path, 2))) == 2
-
-
-def test_a_trace_is_read_lazily(tmp_path: Path) -> None:
+def test_a_trace_is_read_lazily_up_to_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{LINE}\nno request\n")
+    assert len(list(read_trace(path, 1))) == 1
     requests = read_trace(path)
     assert next(requests).index == 0
     with pytest.raises(InvalidInput, match="line 2"):
@@ -89,21 +84,19 @@ def test_a_wrong_value_is_named_with_its_field(tmp_path: Path, name: str, value:
     assert said in text
 
 
-@pytest.mark.parametrize("line", ["{", "[1, 2]", "7", "null", '"text"', "\x00", "[" * 100_000])
-def test_a_line_that_is_not_an_object_is_rejected(tmp_path: Path, line: str) -> None:
-    assert "line 2: expected" in wrong(tmp_path / "some.jsonl", f"{LINE}\n{line}\n")
+NO_TRACES: list[tuple[str | bytes, str]] = [
+    *((f"{LINE}\n{line}\n", "line 2: expected")
+      for line in ("{", "[1, 2]", "7", "null", '"text"', "\0", "[" * 100_000)),
+    (b"\xff\xfe\xfd\n", "line 1: expected one JSON object"),
+    (b" " * (LINE_BYTES_MAX + 10), "line 1: is longer"),
+    (LINE[:-1] + ', "timestamp": 1}', "appears twice"),
+    ("\n\n", "is empty; use a file"),
+]
 
 
-def test_bytes_that_are_not_text_are_rejected(tmp_path: Path) -> None:
-    assert "line 1: expected one JSON object" in wrong(tmp_path / "some.jsonl", b"\xff\xfe\xfd\n")
-
-
-def test_an_endless_line_is_rejected_before_it_is_in_memory(tmp_path: Path) -> None:
-    assert "line 1: is longer" in wrong(tmp_path / "some.jsonl", b" " * (LINE_BYTES_MAX + 10))
-
-
-def test_a_file_without_requests_is_rejected(tmp_path: Path) -> None:
-    assert "is empty; use a file" in wrong(tmp_path / "some.jsonl", "\n\n")
+def test_a_file_that_is_not_a_trace_is_rejected_with_the_line(tmp_path: Path) -> None:
+    for content, said in NO_TRACES:
+        assert said in wrong(tmp_path / "some.jsonl", content)
 
 
 def test_a_file_that_cannot_be_read_or_written_is_an_error_with_its_name(tmp_path: Path) -> None:
@@ -137,10 +130,6 @@ def test_writing_a_trace_keeps_links_and_paths_that_are_not_files(tmp_path: Path
     with pytest.raises(InvalidInput, match="not a regular file"):
         write_trace(pipe, [])
     assert pipe.is_fifo()
-
-
-def test_a_written_line_has_the_fields_of_the_format_in_order() -> None:
-    assert as_line(TraceRequest(3, 27482, 1955, 52, (46, 47, 48, 2353))) == LINE
 
 
 _hostile = st.one_of(
@@ -188,7 +177,3 @@ def read_or_refused(path: Path, *, line: int) -> None:
             assert float(request.timestamp_ms) >= 0 and request.timestamp_ms <= TIMESTAMP_MS_MAX
     except InvalidInput as error:
         assert f", line {line}: " in str(error) and len(str(error)) < 2000
-
-
-def test_a_repeated_field_is_rejected(tmp_path: Path) -> None:
-    assert "appears twice" in wrong(tmp_path / "some.jsonl", json.dumps(GOOD)[:-1] + ', "timestamp": 1}')
