@@ -28,7 +28,7 @@ from tests.daemon.daemons import (
 )
 from tests.daemon.watched import MARK
 from tests.mounted import MountedSecret
-from tests.waiting import WAIT_S, wait_for
+from tests.waiting import WAIT_S, wait_for, wait_until_made
 
 NEW_TOKEN = "another-token-of-the-engines"
 KEYS = [key.hex() for key in keys_of(2)]
@@ -108,8 +108,13 @@ def test_nothing_on_the_event_loop_touches_a_disk(
             assert read(remote, keys_of(2), "wrong")[0] == 401
         served.replace(_secrets(other, NEW_TOKEN))
         wait_for(lambda: daemon.log.count("read again, because a file has changed") == 2)
-        with contextlib.closing(daemon.tcp(ssl.create_default_context(cafile=other.ca_file))) as remote:
-            assert read(remote, keys_of(2), NEW_TOKEN)[0] == 200
+
+        def read_status() -> int:
+            with contextlib.closing(daemon.tcp(ssl.create_default_context(cafile=other.ca_file))) as remote:
+                return int(read(remote, keys_of(2), NEW_TOKEN)[0])
+
+        # The line is written a moment before the listener has the new certificate.
+        assert wait_until_made(read_status, ssl.SSLCertVerificationError) == 200
         daemon.signal(signal.SIGHUP)
         wait_for(lambda: "reloaded; changed: no entry" in daemon.log)
         assert daemon.stop() == 0
