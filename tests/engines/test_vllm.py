@@ -19,7 +19,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.waiting import wait_for
 
 from .process import EngineProcess
@@ -65,15 +65,20 @@ def workers(llama: Path, config: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def events_port() -> int:
-    return free_ports(1)[0]
+def subscriber() -> Iterator[zmq.Socket[bytes]]:
+    """A socket to which the server's publisher connects, as vLLM does to an address without a "*". It holds its port
+    from before the server starts, and receives nothing until it subscribes."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.bind_to_random_port(f"tcp://{LOOPBACK}")
+        yield socket
 
 
 @pytest.fixture(scope="module")
 def server(
-    llama: Path, config: Path, events_port: int, tmp_path_factory: pytest.TempPathFactory
+    llama: Path, config: Path, subscriber: zmq.Socket[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineServer]:
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://{LOOPBACK}:{events_port}"}
+    endpoint = subscriber.getsockopt_string(zmq.LAST_ENDPOINT)
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "small"]
     for name, value in vllm_options(llama).items():
         if name != "disable_log_stats":
@@ -202,22 +207,22 @@ def test_the_metrics_of_a_server_count_loads_of_hicache(vllm: EngineProcess, ser
     assert after[hits] - before[hits] == IN_PAGES
 
 
-def test_subscribers_get_events_of_pages_on_the_host_and_in_files(server: EngineServer, events_port: int) -> None:
+def test_subscribers_get_events_of_pages_on_the_host_and_in_files(
+    server: EngineServer, subscriber: zmq.Socket[bytes]
+) -> None:
     found: set[str] = set()
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.bind(f"tcp://{LOOPBACK}:{events_port}")  # vLLM connects to an address without a "*"
-        socket.subscribe(b"")
-        numbers = itertools.count()
+    subscriber.subscribe(b"")
+    numbers = itertools.count()
 
-        def receive() -> None:
-            """Send a new prompt and read events. Events from before the connection are lost."""
-            complete(server, prompt(f"events {next(numbers)}"))
-            while socket.poll(0):
-                _, _, payload = socket.recv_multipart()
-                _, events, *_ = msgspec.msgpack.decode(payload)
-                found.update(event["medium"] for event in events if event["type"] == "BlockStored")
+    def receive() -> None:
+        """Send a new prompt and read events. Events from before the subscription are lost."""
+        complete(server, prompt(f"events {next(numbers)}"))
+        while subscriber.poll(0):
+            _, _, payload = subscriber.recv_multipart()
+            _, events, *_ = msgspec.msgpack.decode(payload)
+            found.update(event["medium"] for event in events if event["type"] == "BlockStored")
 
-        wait_for(lambda: {"GPU", "CPU", "STORAGE"} <= found, receive, pause_s=0.05)
+    wait_for(lambda: {"GPU", "CPU", "STORAGE"} <= found, receive, pause_s=0.05)
 
 
 def test_engines_with_different_page_layouts_do_not_share_pages(
