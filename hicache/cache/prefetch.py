@@ -279,7 +279,8 @@ class Prefetcher:
         order of arrival. Call it last in a step, when it is known whether storage may be used. Does nothing if nothing
         waits.
         """
-        table = self._table
+        if not (table := self._table):
+            return
         self.chunked.advance()
         while (prefetch := table.first(State.AWAITING_ROOM)) is not None and self._gate.may(Direction.READ):
             self._read_or_drop(prefetch)

@@ -38,6 +38,8 @@ _ARRIVAL = attrgetter("arrival")
 class State(Enum):
     """See the module's docstring."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and each step looks up some states
+
     NEW = "new"
     QUEUED = "queued"
     FOLLOWING = "following"
@@ -188,6 +190,9 @@ class PrefetchTable:
     def get(self, rid: str) -> Prefetch | None:
         """Return the prefetch of a request that has not begun."""
         return self._by_rid.get(rid)
+
+    def __len__(self) -> int:
+        return len(self._by_rid)
 
     def all(self) -> list[Prefetch]:
         """Return the prefetches of requests that have not begun."""
