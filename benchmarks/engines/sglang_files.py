@@ -26,7 +26,7 @@ from benchmarks._table import Row, print_table
 from benchmarks.engines._sglang import HostPool, Layout, find_sglang, open_file_store
 from benchmarks.engines._sides import Side, measure_cold, measure_warm, rows_of, with_malloc
 from hicache.config import HiCacheConfig
-from hicache.integrations.sglang.identity import KEY_HASH
+from hicache.integrations.sglang.identity import KEY_HASH, KV
 from hicache.integrations.sglang.pages import HostPages
 from hicache.integrations.sglang.storage import HostPoolStorage
 from hicache.integrations.store import EngineStorage
@@ -70,7 +70,9 @@ def open_ours(folder: Path, pool: HostPool, threads: int, direct: bool) -> HostP
     })  # fmt: skip
     pages = HostPages(pool)
     namespace = Namespace(model="bench", geometry=pages.shape, key_hash=KEY_HASH, engine_layout=pool.layout)
-    return HostPoolStorage(EngineStorage(config, namespace), pages, lambda: True)
+    storage = HostPoolStorage(EngineStorage(config), lambda: True)
+    storage.add(KV, pages, namespace)
+    return storage
 
 
 def run(

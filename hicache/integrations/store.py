@@ -1,12 +1,18 @@
 """Storage (L3) for an engine with its own tree and host memory.
 
-    EngineGate       the store, opened now or later; whether it may be used; skipped calls and metrics
-    EngineStorage    the verbs over it, with a deadline, for an engine that calls them from its threads
+    EngineGate       the store of one namespace, opened now or later; whether it may be used; skipped calls and metrics
+    EngineStorage    the stores of all pools of an engine's pages, with one deadline, back-off and page of metrics
+    PoolStorage      the verbs over the pages of one pool, for an engine that calls them from its threads
+
+Each pool has its own namespace and page size, so it has a store of its own, with its own connections: a driver may be
+bound to one namespace and page size, as that of a daemon is. All stores are of one configuration, so a failure of one
+pauses all.
 
 Each failure of storage is a miss or a page that is not stored.
 
-Locking design: an EngineGate is made for one thread. `_state` of EngineStorage guards its gate; it is held for a few
-instructions, not while the store works. Verbs run on their callers' threads, several at the same time.
+Locking design: an EngineGate is made for one thread. `_state` of EngineStorage guards its gates and the table of them;
+it is held for a few instructions, not while a store works. Verbs run on their callers' threads, several at the same
+time.
 """
 
 from __future__ import annotations
@@ -15,18 +21,19 @@ import functools
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ..backends.base import Direction, GetOutcome, SetOutcome
 from ..backends.compose import copies_of
+from ..backends.opening import StorageOpener
 from ..backends.slot import OpenBackend
-from ..backends.storage import Storage
-from ..cache.factory import storage_opener
+from ..backends.storage import Storage, StoreStatistics, named_stores
 from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..controller.gate import StorageGate
-from ..errors import BackendUnavailable, ConfigError
+from ..errors import BackendUnavailable, ConfigError, InvalidInput
 from ..frame import PageBuffer
 from ..keys import Namespace
 from ..metrics.server import serve_collector
@@ -43,7 +50,8 @@ class EngineGate(StorageGate):
 
     Registers no memory: stores do not transfer pages in parts through registered memory. Serves metrics as the section
     `metrics` configures them, on the first free port of `processes`, because an engine has several processes with one
-    configuration. Raises ConfigError, and BackendError if the store fails to open.
+    configuration; with 0 processes, its owner serves them. Raises ConfigError, and BackendError if the store fails to
+    open.
     """
 
     def __init__(
@@ -62,8 +70,10 @@ class EngineGate(StorageGate):
         except BackendUnavailable as error:
             logger.warning("storage is not open yet; the %s starts without it and tries again: %s", user, error)
             self.replace(open_backend)
+        self.metrics = None
         try:
-            self.metrics = serve_collector(config, storage_collector(self.statistics), ports=processes)
+            if processes:
+                self.metrics = serve_collector(config, storage_collector(self.statistics), ports=processes)
         except ConfigError:
             self.slot.end(0.0)
             self.slot.close()
@@ -75,10 +85,23 @@ class EngineGate(StorageGate):
         self._skipped[direction] += not may
         return may
 
-    def statistics(self) -> EngineStorageStatistics:
-        """Return the totals so far. Any thread may call it; does not block."""
-        copies = {name: one for backend in self.slot.open_backends() for name, one in copies_of(backend).items()}
-        return EngineStorageStatistics(dict(self._skipped), self.slot.open_failures, self.slot.leaves(), copies)
+    def statistics(self, pool: str = "") -> EngineStorageStatistics:
+        """Return the totals so far. Any thread may call it; does not block.
+
+        The names of the stores of a further `pool` of an engine end with it. Their usage is left out: it is the usage
+        of the whole store, which the first pool reports.
+        """
+        copies = {_named(name, pool): one for backend in self.slot.open_backends()
+                  for name, one in copies_of(backend).items()}  # fmt: skip
+        store = self.slot.store
+        if not pool or store is None:
+            stores = self.slot.leaves()
+        else:
+            stores = tuple(
+                StoreStatistics(_named(name, pool), one.statistics(), None, one.guard_statistics(), one.health())
+                for name, one in named_stores(store.backend)
+            )
+        return EngineStorageStatistics(dict(self._skipped), self.slot.open_failures, stores, copies)
 
     def close(self, timeout_s: float, *, calls_ended: bool) -> bool:
         """End the metrics and the slot, and close the store unless a call hangs. Blocks. Return False if a thread or
@@ -90,98 +113,174 @@ class EngineGate(StorageGate):
 
 
 class EngineStorage:
-    """See the module's docstring. Thread-safe. The store is that of `config`, with the pages of `namespace`; it is
-    opened as by EngineGate. The deadline of a call is `transfer.storage_deadline`, at most `deadline_s_max`.
+    """See the module's docstring. Thread-safe. The stores are those of `config`. The deadline of a call is
+    `transfer.storage_deadline`, at most `deadline_s_max`. Serves metrics as EngineGate does.
 
-    Raises as EngineGate, and ConfigError for a configuration without storage.
+    Raises ConfigError, also for a configuration without storage.
     """
 
     def __init__(
         self,
         config: HiCacheConfig,
-        namespace: Namespace,
         *,
         processes: int = 1,
         deadline_s_max: float = math.inf,
         environ: Mapping[str, str] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        opener = storage_opener(config, namespace, environ, clock=clock)
-        if opener is None:
+        self._config = config
+        self._opener = StorageOpener(config, environ, clock=clock)
+        if self._opener.spec is None:
             raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
-        self.namespace = namespace
         self._clock = clock
         self._deadline_s = min(config.transfer.storage_deadline, deadline_s_max)
         self._close_s = config.transfer.shutdown_deadline
         self._state = threading.Lock()
         self._closed = False
-        open_store = functools.partial(opener, namespace.weights_epoch)
-        self._gate = EngineGate(config, open_store, "engine", processes=processes, clock=clock)
+        self._gates: dict[str, EngineGate] = {}  # by pool; the first one has the plain names in metrics
+        self._metrics = serve_collector(config, storage_collector(self.statistics), ports=processes)
 
-    def lookup(self, keys: Sequence[bytes]) -> int:
-        """Return the length of the longest prefix of `keys` that is stored; see `batch_exists`. Blocks up to
-        `transfer.storage_deadline`, as the verbs below do."""
-        return self._call(Direction.READ, 0, lambda store, deadline: store.batch_exists(keys, deadline=deadline))
+    def open(self, namespace: Namespace, pool: str = "") -> PoolStorage:
+        """Open a store for the pages of `namespace`, the only one of `pool`. Blocks and raises as EngineGate. Raises
+        InvalidInput for a pool that has a store, and after `close`. One thread at a time."""
+        if pool in self._gates or self._closed:
+            raise InvalidInput(f"engine storage: pool {pool!r} has a store already, or storage is closed; open it once")
+        namespace = namespace.labelled(self._config.model_label)
+        codec = self._opener.codec(
+            namespace.digest,
+            namespace.shape.payload_bytes,
+            weights_epoch=namespace.weights_epoch,
+            label=namespace.name,
+        )
+        open_store = functools.partial(self._opener.open, codec)
+        gate = EngineGate(self._config, open_store, "engine", processes=0, clock=self._clock)
+        with self._state:
+            self._gates[pool] = gate
+        return PoolStorage(self, gate)
 
-    def read(self, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
-        """Read pages, one outcome per key; see `batch_get`. While storage is not used, each is an ERROR."""
-        return self._call(
-            Direction.READ, [GetOutcome.ERROR] * len(keys),
-            lambda store, deadline: store.batch_get(keys, pages, deadline=deadline),
-            lambda outcomes: GetOutcome.ERROR not in outcomes,
-        )  # fmt: skip
-
-    def write(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None) -> list[SetOutcome]:
-        """Store pages, one outcome per key; see `batch_set`. While storage is not used, each is an ERROR."""
-        return self._call(
-            Direction.WRITE, [SetOutcome.ERROR] * len(keys),
-            lambda store, deadline: store.batch_set(keys, pages, parent=parent, deadline=deadline),
-            lambda outcomes: all(outcome.is_stored for outcome in outcomes),
-        )  # fmt: skip
-
-    def clear(self) -> int:
-        """Remove all pages of the namespace, for all engines that use it; return their number."""
-        return self._call(Direction.WRITE, 0, lambda store, deadline: store.clear(deadline=deadline))
+    def deadline(self) -> float:
+        """Return the deadline of a call that begins now."""
+        return self._clock() + self._deadline_s
 
     def statistics(self) -> EngineStorageStatistics:
-        """Return the totals so far. Does not block."""
-        return self._gate.statistics()
+        """Return the totals of all pools so far. Does not block."""
+        with self._state:
+            gates = list(self._gates.items())
+        found = [gate.statistics(pool if number else "") for number, (pool, gate) in enumerate(gates)]
+        skipped: Counter[Direction] = Counter(dict.fromkeys(Direction, 0))
+        for one in found:
+            skipped.update(one.skipped)
+        return EngineStorageStatistics(
+            skipped=dict(skipped),
+            open_failures=sum(one.open_failures for one in found),
+            stores=tuple(store for one in found for store in one.stores),
+            copies={name: copies for one in found for name, copies in one.copies.items()},
+        )
 
     def close(self) -> bool:
-        """Stop using storage and close it. Idempotent. Blocks for `transfer.shutdown_deadline`, and for the store's own
-        close; a store with a call that hangs stays open. Return False if a thread or the store remained."""
+        """Stop using storage and close it. Idempotent. Blocks for `transfer.shutdown_deadline`, and for the stores' own
+        close; a store with a call that hangs stays open. Return False if a thread or a store remained."""
         ends_s = self._clock() + self._close_s
         with self._state:
-            for direction in Direction:
-                self._gate.stop(direction)
+            gates = list(self._gates.values())
+            for gate in gates:
+                for direction in Direction:
+                    gate.stop(direction)
             if self._closed:
                 return True
             self._closed = True
-        idle = self._gate.slot.wait_idle(self._close_s)
-        return self._gate.close(max(0.0, ends_s - self._clock()), calls_ended=idle)
+        idle = [gate.slot.wait_idle(max(0.0, ends_s - self._clock())) for gate in gates]
+        if self._metrics is not None:
+            self._metrics.close()
+        return all([
+            gate.close(max(0.0, ends_s - self._clock()), calls_ended=ended)
+            for gate, ended in zip(gates, idle, strict=True)
+        ])  # fmt: skip
 
-    def _call(
+    def call(
         self,
+        gate: EngineGate,
         direction: Direction,
+        deadline: float | None,
         refused: Answer,
         verb: Callable[[Storage, float], Answer],
         is_good: Callable[[Answer], bool] = lambda answer: True,
     ) -> Answer:
         """Return the result of `verb`, or `refused` while storage is not used. A late or failed result starts a
-        back-off.
-        """
+        back-off of all pools. For PoolStorage."""
+        deadline = self.deadline() if deadline is None else deadline
         with self._state:
-            self._gate.slot.advance()
-            self._gate.settle()
-            if not self._gate.admits(direction):
+            gate.slot.advance()
+            gate.settle()
+            if not gate.admits(direction):
                 return refused
-            store = self._gate.enter()
+            store = gate.enter()
         try:
-            deadline = self._clock() + self._deadline_s
             answer = verb(store.backend, deadline)
             is_late = self._clock() >= deadline
             with self._state:
-                (self._gate.failed if is_late or not is_good(answer) else self._gate.succeeded)(direction)
+                if is_late or not is_good(answer):
+                    for one in self._gates.values():
+                        one.failed(direction)
+                else:
+                    gate.succeeded(direction)
             return answer
         finally:
-            self._gate.slot.leave(store)
+            gate.slot.leave(store)
+
+
+class PoolStorage:
+    """The verbs over the pages of one pool of an EngineStorage, which owns it. Thread-safe. Each blocks up to its
+    deadline, by default that of a call that begins now; several calls of one call of the engine share one deadline."""
+
+    def __init__(self, owner: EngineStorage, gate: EngineGate) -> None:
+        self._owner = owner
+        self._gate = gate
+
+    def lookup(self, keys: Sequence[bytes], deadline: float | None = None) -> int:
+        """Return the length of the longest prefix of `keys` that is stored; see `batch_exists`."""
+        return self._owner.call(
+            self._gate, Direction.READ, deadline, 0,
+            lambda store, until: store.batch_exists(keys, deadline=until),
+        )  # fmt: skip
+
+    def has(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
+        """Return for each of `keys` whether it is stored; see `batch_has`."""
+        return self._owner.call(
+            self._gate, Direction.READ, deadline, [False] * len(keys),
+            lambda store, until: store.batch_has(keys, deadline=until),
+        )  # fmt: skip
+
+    def read(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float | None = None
+    ) -> list[GetOutcome]:
+        """Read pages, one outcome per key; see `batch_get`. While storage is not used, each is an ERROR."""
+        return self._owner.call(
+            self._gate, Direction.READ, deadline, [GetOutcome.ERROR] * len(keys),
+            lambda store, until: store.batch_get(keys, pages, deadline=until),
+            lambda outcomes: GetOutcome.ERROR not in outcomes,
+        )  # fmt: skip
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[PageBuffer],
+        parent: bytes | None,
+        deadline: float | None = None,
+    ) -> list[SetOutcome]:
+        """Store pages, one outcome per key; see `batch_set`. While storage is not used, each is an ERROR."""
+        return self._owner.call(
+            self._gate, Direction.WRITE, deadline, [SetOutcome.ERROR] * len(keys),
+            lambda store, until: store.batch_set(keys, pages, parent=parent, deadline=until),
+            lambda outcomes: all(outcome.is_stored for outcome in outcomes),
+        )  # fmt: skip
+
+    def clear(self, deadline: float | None = None) -> int:
+        """Remove all pages of the namespace, for all engines that use it; return their number."""
+        return self._owner.call(
+            self._gate, Direction.WRITE, deadline, 0, lambda store, until: store.clear(deadline=until)
+        )
+
+
+def _named(name: str, pool: str) -> str:
+    return f"{name}-{pool}" if pool else name

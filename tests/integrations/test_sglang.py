@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +12,24 @@ import pytest
 import torch
 
 from hicache.backends.base import Direction
-from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import FrameCodec
-from hicache.integrations.sglang.identity import Engine
 from hicache.integrations.sglang.pages import LAYOUTS, HostPages
 from hicache.integrations.sglang.storage import HostPoolStorage
-from hicache.integrations.store import EngineStorage
-from tests.integrations.host_pools import HEAD_DIM, HEADS, LAYERS, PAGE_SIZE, HostPool
+from tests.integrations.host_pools import (
+    ENGINE,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    PAGE_SIZE,
+    HostPool,
+    Ranks,
+    files,
+    keys,
+    open_storage,
+)
 
 POOLS = [(layout, is_mla) for layout in LAYOUTS for is_mla in (False, True) if (layout, is_mla) != ("page_head", True)]
-ENGINE = Engine(version="0.5.23", weights="weights", weight_version="default", label="llama")
-
-
-@dataclass
-class Ranks:
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    attn_cp_rank: int = 0
-    attn_cp_size: int = 1
-    dcp_rank: int = 0
-    dcp_size: int = 1
-    is_mla_model: bool = False
-
-
-def keys(count: int, chain: str = "a") -> list[str]:
-    """Return page hashes in SGLang's form."""
-    return [hashlib.sha256(f"{chain}{number}".encode()).hexdigest() for number in range(count)]
-
-
 Open = Callable[..., HostPoolStorage]
 
 
@@ -52,17 +38,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     """Open the store of an engine over files, as `register_mem_pool_host` does."""
     made: list[HostPoolStorage] = []
 
-    def open_store(
-        pool: Any, *, ranks: Ranks | None = None, engine: Engine = ENGINE, capacity: int | None = None,
-        is_current: Callable[[], bool] = lambda: True,
-    ) -> HostPoolStorage:  # fmt: skip
-        options = {"path": str(tmp_path / "pages"), "free_space_floor": 0, "capacity": capacity}
-        config = HiCacheConfig.model_validate(
-            {"page_size": pool.page_size, "storage": {"type": "file", "options": options}}
-        )
-        pages = HostPages(pool)
-        storage = EngineStorage(config, engine.namespace(ranks or Ranks(), pool, pages))
-        made.append(HostPoolStorage(storage, pages, is_current))
+    def open_store(pool: Any, *, capacity: int | None = None, **identity: Any) -> HostPoolStorage:
+        made.append(open_storage({"kv": pool}, files(tmp_path, capacity=capacity), **identity))
         return made[-1]
 
     yield open_store
@@ -264,8 +241,8 @@ def changed(**fields: Any) -> HostPool:
     [
         ({"layout": "page_unified"}, "--hicache-mem-layout: 'page_unified'"),
         ({"page_size": 2048}, "--page-size: 2048"),
-        ({"kv_buffer": None}, "does not keep KV in tensors"),
-        ({"kv_buffer": torch.zeros(4, 8).t()}, "does not keep KV in tensors"),
+        ({"kv_buffer": None}, "does not keep its pages in tensors"),
+        ({"kv_buffer": torch.zeros(4, 8).t()}, "does not keep its pages in tensors"),
     ],
 )
 def test_an_unsupported_pool_is_rejected_with_the_flag(fields: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config import HiCacheConfig
 from hicache.errors import BackendError, ConfigError
 from hicache.geometry import PageShape, Piece
-from hicache.integrations.store import EngineStorage
+from hicache.integrations.store import EngineStorage, PoolStorage
 from hicache.keys import Namespace
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.daemon.daemons import Daemon
@@ -29,7 +29,17 @@ PAYLOAD_BYTES = 5000
 SHAPE = PageShape(64, (Piece("page", PAYLOAD_BYTES),))
 FRAME_BYTES = 8192
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
-Open = Callable[..., EngineStorage]
+
+
+class OnePool(PoolStorage):
+    """The storage of an engine with one pool of pages."""
+
+    def __init__(self, storage: EngineStorage, namespace: Namespace) -> None:
+        super().__init__(storage, storage.open(namespace)._gate)
+        self.open, self.statistics, self.close = storage.open, storage.statistics, storage.close
+
+
+Open = Callable[..., OnePool]
 
 
 @pytest.fixture
@@ -40,11 +50,10 @@ def opened() -> Iterator[Open]:
     def open_storage(
         storage: dict[str, Any], *, processes: int = 1, epoch: int = 0, most_s: float = math.inf,
         clock: Clock = SYSTEM_CLOCK, **sections: Any,
-    ) -> EngineStorage:  # fmt: skip
+    ) -> OnePool:  # fmt: skip
         config = HiCacheConfig.model_validate({"storage": storage, **sections})
-        namespace = Namespace("weights", SHAPE, epoch)
-        made.append(EngineStorage(config, namespace, processes=processes, deadline_s_max=most_s, clock=clock))
-        return made[-1]
+        made.append(EngineStorage(config, processes=processes, deadline_s_max=most_s, clock=clock))
+        return OnePool(made[-1], Namespace("weights", SHAPE, epoch))
 
     yield open_storage
     for one in made:
@@ -121,7 +130,7 @@ def test_a_folder_with_other_files_fails_the_start(opened: Open, tmp_path: Path)
 
 def test_a_configuration_without_storage_is_an_error() -> None:
     with pytest.raises(ConfigError, match="storage: is not configured"):
-        EngineStorage(HiCacheConfig(), Namespace("weights", SHAPE))
+        EngineStorage(HiCacheConfig())
 
 
 def test_writes_to_a_full_store_back_off_and_reads_are_hits(opened: Open, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""HiCacheStore: translates SGLang's storage interface (v1) to a HostPoolStorage.
+"""HiCacheStore: translates SGLang's storage interfaces v1 and v2 to a HostPoolStorage.
 
 Written for SGLang 0.5.23, which creates one store per rank and calls it from three threads.
 """
@@ -21,15 +21,16 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_lora, get_model, get_serving, get_spec
 from sglang.version import __version__ as sglang_version
 
 from ...arguments import instance
-from ...errors import ConfigError
+from ...errors import ConfigError, HiCacheError
 from ..options import engine_config, known_options, model_identity
 from ..store import EngineStorage
-from .identity import Engine
+from .identity import KV, Engine
 from .pages import HostPages, HostPool
 from .storage import HostPoolStorage
 
@@ -64,6 +65,7 @@ class HiCacheStore(HiCacheStorage):
         self._config = storage_config
         self._extra = dict(storage_config.extra_config or {})
         self._storage: HostPoolStorage | None = None
+        self._engine: Engine
         known_options(OPTIONS, self._extra, _KNOWN)
         if not self._extra.get("interface_v1"):
             raise ConfigError(f'{OPTIONS}: HiCache only transfers pages in place; add "interface_v1": 1')
@@ -73,33 +75,28 @@ class HiCacheStore(HiCacheStorage):
             )
 
     def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
-        """Open storage for the pages of the pool. Blocks while weights are fingerprinted for the first time."""
+        """Open storage, for the pages of the pool if it has bytes. Blocks while weights are fingerprinted for the first
+        time."""
         super().register_mem_pool_host(mem_pool_host)
-        pages = HostPages(mem_pool_host)
-        config = engine_config(OPTIONS, self._extra, pages.shape.tokens, whole_page=True)
-        engine = _engine(self._extra)
-        namespace = engine.namespace(self._config, mem_pool_host, pages).labelled(config.model_label)
-        if pages.shape.tokens < _PAGE_TOKENS_MIN:
+        tokens = mem_pool_host.page_size
+        config = engine_config(OPTIONS, self._extra, tokens, whole_page=True)
+        self._engine = _engine(self._extra, config.model_label)
+        if tokens < _PAGE_TOKENS_MIN:
             logger.warning(
-                "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64",
-                pages.shape.tokens,
+                "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64", tokens
             )
-        storage = EngineStorage(config, namespace, processes=_PROCESSES_MAX, deadline_s_max=_DEADLINE_S_MAX)
-        self._storage = HostPoolStorage(storage, pages, self._weights_are_those_of_now(mem_pool_host))
-        logger.info(
-            "HiCache stores pages of %d tokens, %d bytes in %d parts (%s); weights: %s; namespace %s (%s)",
-            pages.shape.tokens, pages.shape.payload_bytes, len(pages.shape.pieces), mem_pool_host.layout,
-            engine.weights[:24], namespace.digest.hex()[:8], namespace.name,
-        )  # fmt: skip
+        is_current = self._weights_are_those_of_now(mem_pool_host)
+        storage = EngineStorage(config, processes=_PROCESSES_MAX, deadline_s_max=_DEADLINE_S_MAX)
+        self._storage = HostPoolStorage(storage, is_current)
+        if not isinstance(mem_pool_host, LogicalHostPool):
+            self._add(KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: PoolName) -> None:
-        """See HiCacheStorage. Raises ConfigError for an additional pool, as hybrid models have."""
-        if host_pool_name != PoolName.KV:
-            raise ConfigError(
-                f"SGLang's host pool {str(host_pool_name)!r} is not supported by HiCache, which serves models with one "
-                "MHA or MLA pool; remove --hicache-storage-backend for this model"
-            )
+        """Open storage for the pages of a pool of a hybrid model. The pool of `register_mem_pool_host` comes again, as
+        `kv`. Blocks while a store is opened."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name != PoolName.KV:
+            self._add(str(host_pool_name), host_pool)
 
     # Interface v1
 
@@ -119,7 +116,31 @@ class HiCacheStore(HiCacheStorage):
         """See HiCacheStorage: return for each page whether it is stored now."""
         return self._open.write(keys, host_indices, None if extra_info is None else extra_info.prefix_keys)
 
-    # Methods that also work with interface v1
+    # Interface v2
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """See HiCacheStorage."""
+        found = self._open.find(keys, pool_transfers or [])
+        return PoolTransferResult(found.pages, found.pools, list(found.lengths))
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """See HiCacheStorage: return for each pool and page whether it arrived."""
+        return self._open.read_pools(transfers)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """See HiCacheStorage: return for each pool and page whether it is stored now."""
+        return self._open.write_pools(transfers, None if extra_info is None else extra_info.prefix_keys)
+
+    # Methods for both interfaces
 
     def exists(self, key: str) -> bool:
         """See HiCacheStorage."""
@@ -144,7 +165,7 @@ class HiCacheStore(HiCacheStorage):
         if self._storage is not None and not self._storage.close():
             logger.warning("storage did not close in time; one of its threads is still running")
 
-    # Unsupported interfaces
+    # Unsupported methods, which copy pages
 
     def get(self, key: str, target_location: object = None, target_sizes: object = None) -> NoReturn:
         """Raise ConfigError."""
@@ -166,32 +187,34 @@ class HiCacheStore(HiCacheStorage):
         """Raise ConfigError."""
         _refuse()
 
-    def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
-        """Raise ConfigError."""
-        _refuse()
-
-    def batch_get_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
-        """Raise ConfigError."""
-        _refuse()
-
-    def batch_set_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
-        """Raise ConfigError."""
-        _refuse()
+    def _add(self, name: str, pool: HostPool) -> None:
+        """Open a store for the pages of a pool. If that fails, close all stores: SGLang may call the others, although
+        the pools of its model belong together."""
+        storage = self._open
+        try:
+            pages = HostPages(pool)
+            namespace = self._engine.namespace(self._config, pool, pages, name)
+            storage.add(name, pages, namespace)
+        except HiCacheError:
+            self.close()
+            raise
+        logger.info(
+            "HiCache stores pages of %d tokens, %d bytes in %d parts (%s, pool %s); weights: %s; namespace %s (%s)",
+            pages.shape.tokens, pages.shape.payload_bytes, len(pages.shape.pieces), pool.layout, name,
+            self._engine.weights[:24], namespace.digest.hex()[:8], namespace.name,
+        )  # fmt: skip
 
     def _weights_are_those_of_now(self, pool: HostPool) -> Callable[[], bool]:
-        """Return a function that is True while the weights cannot have changed. A flush gives the pool new tables."""
-        version, table = _weight_version(), pool.slot_used
+        """Return a function that is True while the weights cannot have changed. A flush clears all pools, and gives the
+        first one new tables. Raises ConfigError for a pool without a table, unless weights are fixed."""
+        version, table = _weight_version(), getattr(pool, "slot_used", None)
         fixed = instance(f"{OPTIONS}: fixed_weights", self._extra.get("fixed_weights", False), bool)
-        return lambda: _weight_version() == version and (fixed or pool.slot_used is table)
+        if table is None and not fixed:
+            raise ConfigError(
+                f"{OPTIONS}: HiCache cannot detect a flush of SGLang's host pool {type(pool).__name__}, and so not new "
+                'weights; if weights never change while SGLang runs, add "fixed_weights": true'
+            )
+        return lambda: _weight_version() == version and (fixed or getattr(pool, "slot_used", None) is table)
 
     @property
     def _open(self) -> HostPoolStorage:
@@ -201,14 +224,14 @@ class HiCacheStore(HiCacheStorage):
 
 
 def _refuse() -> NoReturn:
-    raise ConfigError(f'{OPTIONS}: HiCache only supports SGLang\'s storage interface v1; add "interface_v1": 1')
+    raise ConfigError(f'{OPTIONS}: HiCache only transfers pages in place; add "interface_v1": 1')
 
 
 def _weight_version() -> str:
     return str(get_serving().weight_version)
 
 
-def _engine(extra: dict[str, Any]) -> Engine:
+def _engine(extra: dict[str, Any], label: str | None) -> Engine:
     """Read SGLang's configuration. Blocks while weights are read for the first time. Raises ConfigError if the weights
     cannot be identified."""
     model, adapters, draft = get_model(), get_lora().lora_paths or (), get_spec().speculative_draft_model_path
@@ -220,7 +243,7 @@ def _engine(extra: dict[str, Any]) -> Engine:
         version=sglang_version,
         weights=" ".join(weights),
         weight_version=_weight_version(),
-        label=model.model_path,
+        label=label or model.model_path,
         kv_cache_dtype=str(model.kv_cache_dtype),
         quantization=str(model.quantization or ""),
         kv_scales=_digest(model.quantization_param_path),

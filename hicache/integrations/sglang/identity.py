@@ -11,6 +11,8 @@ from typing import Protocol
 from ...keys import Namespace
 from .pages import HostPages, HostPool
 
+# The names of SGLang's host pools that HiCache treats specially: that of full attention, and that of states.
+KV, MAMBA = "kv", "mamba"
 # SGLang's page keys: SHA-256 over the key of the page before, or a seed of adapter and salt, and the tokens.
 KEY_HASH = "sglang sha256 chain, seed sglang-cache-namespace-v1"
 
@@ -48,10 +50,13 @@ class Engine:
     kv_scales: str = ""
     overrides: Mapping[str, object] | None = None
 
-    def namespace(self, ranks: Ranks, pool: HostPool, pages: HostPages) -> Namespace:
-        """Return the namespace of the pages of `pool` on one rank. Ranks of MLA have the same pages and share one."""
+    def namespace(self, ranks: Ranks, pool: HostPool, pages: HostPages, name: str = KV) -> Namespace:
+        """Return the namespace of the pages of the pool `name` on one rank. Ranks of MLA have the same pages and share
+        one, except for states and for pools with a rank's own heads."""
         overrides = hashlib.sha256(json.dumps(self.overrides or {}, sort_keys=True, default=str).encode()).hexdigest()
         layers = f"{getattr(pool, 'start_layer', '')}-{getattr(pool, 'end_layer', '')}"
+        # SGLang's name of a byte format that class, layout and dtype do not tell.
+        tag = getattr(pool, "storage_format_tag", None)
         return Namespace(
             model=f"{self.weights} {overrides} {self.weight_version}",
             geometry=pages.shape,
@@ -64,10 +69,12 @@ class Engine:
             cp_size=ranks.attn_cp_size,
             dcp_rank=ranks.dcp_rank,
             dcp_size=ranks.dcp_size,
-            ranks_share_pages=ranks.is_mla_model,
+            ranks_share_pages=ranks.is_mla_model and (name == KV or (name != MAMBA and not hasattr(pool, "head_num"))),
             engine_layout=(
                 f"sglang {self.version} {type(pool).__name__} {pool.layout} {pool.dtype} kv={self.kv_cache_dtype} "
                 f"layers={layers}"
+                + ("" if tag is None else f" format={tag}")
+                + ("" if name == KV else f" pool={name} {','.join(pages.dtypes)}")
             ),
             quantisation=self.quantization,
             key_hash=KEY_HASH,

@@ -1,4 +1,5 @@
-"""Pages in SGLang's host pool: each consists of a few parts of its buffers, which storage reads and writes in place.
+"""Pages in one of SGLang's host pools: each consists of a few parts of its buffers, which storage reads and writes in
+place. A page has the KV of a page of tokens, or one state.
 
 The pool returns their addresses, which are checked against its buffers: an address outside them is an error, and is
 never written to.
@@ -20,13 +21,12 @@ LAYOUTS = ("page_first", "page_first_direct", "layer_first", "page_head")
 
 
 class HostPool(Protocol):
-    """The used interface of SGLang's HostKVCache."""
+    """The used interface of SGLang's HostKVCache. A pool without `kv_buffer` returns its buffers from
+    `get_hybrid_pool_buffer`."""
 
     page_size: int
     layout: str
     dtype: torch.dtype
-    kv_buffer: Any  # a tensor, or several
-    slot_used: torch.Tensor  # replaced by `clear`
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> Any:
         """Return the addresses and the lengths of the parts of the pages of the tokens `indices`."""
@@ -49,15 +49,17 @@ class HostPages:
             )
         if not 1 <= pool.page_size <= PAGE_SIZE_MAX:
             raise ConfigError(f"--page-size: {pool.page_size} is not supported by HiCache; use 1 to {PAGE_SIZE_MAX}")
-        tensors = pool.kv_buffer if isinstance(pool.kv_buffer, (list, tuple)) else [pool.kv_buffer]
-        if not all(isinstance(tensor, torch.Tensor) and tensor.is_contiguous() for tensor in tensors):
-            raise ConfigError(
-                f"SGLang's host pool {type(pool).__name__} does not keep KV in tensors of its own; HiCache serves "
-                "models with one MHA or MLA pool"
-            )
+        tensors = _tensors(pool)
         self._pool = pool
         self._buffers = [_buffer(tensor) for tensor in tensors]
-        self._sizes = [part.nbytes for part in self._parts(torch.arange(pool.page_size), 1)]
+        self.dtypes = tuple(str(tensor.dtype) for tensor in tensors)
+        try:
+            self._sizes = [part.nbytes for part in self._parts(torch.arange(pool.page_size), 1)]
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"SGLang's host pool {type(pool).__name__} does not describe its pages in the layout {pool.layout!r} "
+                f"({error}); set --hicache-mem-layout page_first, or remove --hicache-storage-backend for this model"
+            ) from error
         self.shape = PageShape(pool.page_size, tuple(Piece("part", size) for size in self._sizes))
 
     def views(self, indices: torch.Tensor, count: int) -> list[PageView]:
@@ -80,6 +82,8 @@ class HostPages:
         page_size = self._pool.page_size
         if len(indices) != count * page_size:
             raise InvalidInput(f"sglang: {len(indices)} host indices for {count} pages of {page_size} tokens; pass all")
+        if count and int(indices.min()) < 0:
+            raise InvalidInput("sglang: a host index is negative; pass the indices of allocated pages")
         addresses, sizes = self._pool.get_page_buffer_meta(indices)
         return [self._memory(address, size) for address, size in zip(addresses, sizes, strict=True)]
 
@@ -88,6 +92,20 @@ class HostPages:
             if buffer.start <= address and address + size <= buffer.end:
                 return buffer.memory[address - buffer.start : address - buffer.start + size]
         raise InvalidInput("sglang: the host pool returns addresses outside its KV buffers; this pool is not supported")
+
+
+def _tensors(pool: HostPool) -> list[torch.Tensor]:
+    """Return the buffers of `pool` that have bytes. Raises ConfigError unless all are contiguous tensors."""
+    found: Any = getattr(pool, "kv_buffer", None)
+    if found is None:
+        found = getattr(pool, "get_hybrid_pool_buffer", lambda: None)()
+    tensors = list(found) if isinstance(found, (list, tuple)) else [found]
+    if not all(isinstance(tensor, torch.Tensor) and tensor.is_contiguous() for tensor in tensors):
+        raise ConfigError(
+            f"SGLang's host pool {type(pool).__name__} does not keep its pages in tensors of its own, so HiCache "
+            "cannot store them; remove --hicache-storage-backend for this model"
+        )
+    return [tensor for tensor in tensors if tensor.numel()]
 
 
 def _buffer(tensor: torch.Tensor) -> _Buffer:

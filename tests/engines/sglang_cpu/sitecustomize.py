@@ -2,7 +2,7 @@
 of each process that has this folder in PYTHONPATH, also in the processes that SGLang spawns.
 
 SGLang imports these packages on every machine and uses them only on GPUs. Their imports return modules in which every
-name exists and does nothing. Two parts of SGLang's host pool are replaced: the registration of memory with CUDA, and
+name exists and does nothing. Two parts of SGLang's host pools are replaced: the registration of memory with CUDA, and
 the copies between device and host, which are GPU kernels.
 """
 
@@ -101,13 +101,35 @@ def _copied_on_the_cpu(mha: types.ModuleType) -> None:
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = backup
 
 
+def _states_copied_on_the_cpu(mamba: types.ModuleType) -> None:
+    def states(pool: Any) -> list[tuple[Any, list[Any]]]:
+        """Return each buffer of the host pool with the layers of the device pool, whose slots it has."""
+        return [
+            (pool.temporal_buffer, pool.temporal_device_layers),
+            *zip(pool.conv_buffer, pool.conv_device_layers, strict=True),
+        ]
+
+    def load(pool: Any, _: Any, host: Any, device: Any, layer: int, __: str, *, is_draft: bool = False) -> None:
+        for buffer, layers in states(pool):
+            layers[layer][device] = buffer[host.cpu(), layer, 0]
+
+    def backup(pool: Any, _: Any, host: Any, device: Any, __: str) -> None:
+        for buffer, layers in states(pool):
+            for layer, source in enumerate(layers):
+                buffer[host.cpu(), layer, 0] = source[device]
+
+    mamba.MambaPoolHost.load_to_device_per_layer = load
+    mamba.MambaPoolHost.backup_from_device_all_layer = backup
+
+
 def _not_registered(common: types.ModuleType) -> None:
     common._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
 
 
 _POOLS = "sglang.srt.mem_cache.pool_host"
 _REPLACED: dict[str, Callable[[types.ModuleType], None]] = {
-    f"{_POOLS}.mha": _copied_on_the_cpu, f"{_POOLS}.common": _not_registered,
+    f"{_POOLS}.mha": _copied_on_the_cpu, f"{_POOLS}.mamba": _states_copied_on_the_cpu,
+    f"{_POOLS}.common": _not_registered,
 }  # fmt: skip
 
 
