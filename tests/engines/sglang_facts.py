@@ -27,8 +27,12 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         HiCacheStorage,
         HiCacheStorageConfig,
         HiCacheStorageExtraInfo,
+        PoolHitPolicy,
         PoolName,
+        PoolTransfer,
+        PoolTransferResult,
     )
+    from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool  # noqa: PLC0415
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: PLC0415
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: PLC0415
     from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: PLC0415
@@ -54,16 +58,22 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         """Return the fields of the SGLang classes that HiCacheStore uses."""
         found: dict[str, Any] = {
             "config": HiCacheStorageConfig, "extra": HiCacheStorageExtraInfo, "metrics": StorageMetrics,
+            "transfer": PoolTransfer, "result": PoolTransferResult,
         }  # fmt: skip
-        return {name: sorted(kind.__dataclass_fields__) for name, kind in found.items()}
+        fields = {name: sorted(kind.__dataclass_fields__) for name, kind in found.items()}
+        return {**fields, "policies": sorted(PoolHitPolicy), "pools": sorted(PoolName)}
 
     def flags() -> dict[str, list[str]]:
         """Return the fields of SGLang's configuration by namespace."""
         kinds = (lora.Lora, model.Model, serving.Serving, spec.Spec)
         return {kind._NS_PATH: sorted(kind.__annotations__) for kind in kinds}
 
-    def pool(layout: str, is_mla: bool) -> Any:
-        """Return a host pool of SGLang, over an unused device pool."""
+    def pool(layout: str, is_mla: bool, is_packed: bool = False) -> Any:
+        """Return a host pool of SGLang, over an unused device pool; a packed one has rows of bytes, as of DeepSeek V4.
+        """
+        if is_packed:
+            rows = [torch.zeros(_PAGES, 24, dtype=torch.uint8)] * _LAYERS
+            return DeepSeekV4PagedHostPool("packed", rows, 24, _PAGES, _PAGE_TOKENS, layout, pin_memory=False)
         heads, dim = (1, _LATENT) if is_mla else (_HEADS, _HEAD_DIM)
         device = tuple(torch.zeros(_PAGE_TOKENS, heads, dim, dtype=torch.bfloat16) for _ in range(_LAYERS))
         addresses = torch.tensor([tensor.data_ptr() for tensor in device], dtype=torch.uint64)
@@ -85,12 +95,14 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             end_layer=_LAYERS, host_token_capacity=_PAGES * _PAGE_TOKENS, **more,
         )  # fmt: skip
 
-    def moved(layout: str, is_mla: bool) -> list[bool]:
+    def moved(layout: str, is_mla: bool, is_packed: bool = False) -> list[bool]:
         """Copy two pages from one pool to another by the addresses of HostPages. Return for each page of the target
         whether SGLang reads the expected KV from it."""
-        source, target = pool(layout, is_mla), pool(layout, is_mla)
-        source.kv_buffer.copy_(torch.rand(source.kv_buffer.shape))
-        target.kv_buffer.zero_()
+        source, target = (pool(layout, is_mla, is_packed) for _ in range(2))
+        for buffer in source.kv_buffer if isinstance(source.kv_buffer, list) else [source.kv_buffer]:
+            buffer.copy_(255 * torch.rand(buffer.shape))
+        for buffer in target.kv_buffer if isinstance(target.kv_buffer, list) else [target.kv_buffer]:
+            buffer.zero_()
         indices = {page: torch.arange(page * _PAGE_TOKENS, (page + 1) * _PAGE_TOKENS) for page in range(_PAGES)}
         pairs = {1: 4, 3: 0}  # of the target and of the source
         theirs = HostPages(source).views(torch.cat([indices[page] for page in pairs.values()]), len(pairs))
@@ -104,8 +116,8 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             torch.equal(target.get_data_page(page * _PAGE_TOKENS), wanted.get(page, nothing)) for page in range(_PAGES)
         ]
 
-    def create(extra: dict[str, object], split_heads: bool = False, beside: str | None = None) -> str:
-        """Create the store as SGLang does; `beside` adds a second pool. Return the error message, if any."""
+    def create(extra: dict[str, object], split_heads: bool = False) -> str:
+        """Create the store as SGLang does. Return the error message, if any."""
         config = HiCacheStorageConfig(
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
             enable_storage_metrics=False, is_page_first_layout=True, model_name="small", should_split_heads=split_heads,
@@ -116,8 +128,6 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         )  # fmt: skip
         try:
             made = StorageBackendFactory.create_backend("dynamic", config, pool("page_first", False))
-            if beside is not None:
-                made.register_mem_host_pool_v2(pool("page_first", False), PoolName(beside))
             for call in ("get", "batch_get", "set", "batch_set", "batch_exists_v2", "batch_get_v2", "batch_set_v2"):
                 try:
                     getattr(made, call)([])

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from hicache.integrations.sglang.hits import ALL_PAGES, BLOCK_GROUPS, TRAILING_PAGES
+from hicache.integrations.sglang.identity import KV, MAMBA
 from hicache.integrations.sglang.pages import LAYOUTS
 
 from .process import EngineProcess
@@ -26,6 +28,10 @@ FIELDS = {
         "is_mla_model", "should_split_heads", "extra_config",
     },
     "extra": {"prefix_keys"},
+    "transfer": {"name", "host_indices", "keys", "hit_policy", "block_pages", "group_pages"},
+    "result": {"kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"},
+    "policies": {ALL_PAGES, TRAILING_PAGES, BLOCK_GROUPS},
+    "pools": {KV, MAMBA},
     "metrics": {"prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth"},
 }  # fmt: skip
 FLAGS = {
@@ -60,6 +66,7 @@ def test_sglang_has_the_fields_that_hicache_reads(sglang: EngineProcess) -> None
     found = sglang.call("names")
     for kind, wanted in FIELDS.items():
         assert wanted <= set(found[kind]), kind
+    assert set(found["policies"]) == FIELDS["policies"]
 
 
 def test_sglang_has_the_flags_that_identify_pages(sglang: EngineProcess) -> None:
@@ -75,6 +82,11 @@ def test_addresses_of_pages_agree_with_sglangs_host_pools(sglang: EngineProcess,
     assert all(sglang.call("moved", layout=layout, is_mla=is_mla))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+def test_addresses_of_packed_pages_agree_with_sglangs_host_pools(sglang: EngineProcess, layout: str) -> None:
+    assert all(sglang.call("moved", layout=layout, is_mla=True, is_packed=True))
+
+
 def test_a_flush_replaces_the_table_of_a_host_pool(sglang: EngineProcess) -> None:
     """HiCacheStore detects by it that the weights may have changed."""
     assert sglang.call("new_table") == [True, True]
@@ -82,8 +94,7 @@ def test_a_flush_replaces_the_table_of_a_host_pool(sglang: EngineProcess) -> Non
 
 def test_an_unsupported_engine_is_rejected_with_the_flag(sglang: EngineProcess) -> None:
     v1 = {"interface_v1": 1}
-    assert sglang.call("create", extra=v1, beside="kv") == ""
+    assert sglang.call("create", extra=v1) == ""
     assert '"interface_v1": 1' in sglang.call("create", extra={})
     assert "'confg' is not an option" in sglang.call("create", extra={**v1, "confg": "x"})
     assert "tp_lcm_size" in sglang.call("create", extra=v1, split_heads=True)
-    assert "'mamba' is not supported" in sglang.call("create", extra=v1, beside="mamba")

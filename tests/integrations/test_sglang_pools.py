@@ -293,7 +293,25 @@ def test_storage_is_not_used_for_any_pool_after_a_possible_change_of_weights(ope
     assert store.read_pools(transfers) == store.write_pools(transfers, None) == {name: [False] for name in pools}
 
 
-def test_pools_of_one_call_share_its_deadline_and_a_failure_pauses_all(opened: Open, tmp_path: Path) -> None:
+def test_pools_of_one_call_share_its_deadline(opened: Open, tmp_path: Path) -> None:
+    """The control: in calls of their own, both pools have the time that they need."""
+    pools, clock = hybrid(), ManualClock()
+    store_all(opened(pools), pools, keys(1), ["swa", "mamba"])
+    slow = opened(pools, files(tmp_path, inject={"latency": 0.7}), clock=clock, transfer={"storage_deadline": 1})
+
+    def read(*names: str) -> dict[str, list[bool]]:
+        with ThreadPoolExecutor(1) as threads:
+            transfers = [Transfer(name, keys(1), pools[name].indices(0)) for name in names]
+            call = threads.submit(slow.read_pools, transfers)
+            wait_for(call.done, lambda: clock.advance(0.05))
+            return call.result()
+
+    assert {**read("swa"), **read("mamba")} == {"swa": [True], "mamba": [True]}
+    assert read("swa", "mamba") == {"swa": [True], "mamba": [False]}
+    clock.advance(3600)
+
+
+def test_a_failure_of_one_pool_pauses_all(opened: Open, tmp_path: Path) -> None:
     pools, clock = hybrid(), ManualClock()
     slow = files(tmp_path, inject={"latency": 3600})
     store = opened(pools, slow, clock=clock, transfer={"storage_deadline": 1})
@@ -302,7 +320,7 @@ def test_pools_of_one_call_share_its_deadline_and_a_failure_pauses_all(opened: O
         call = threads.submit(store.read_pools, [Transfer(n, keys(1), p.indices(0)) for n, p in pools.items()])
         wait_for(call.done, lambda: clock.advance(0.05))
         assert call.result() == {name: [False] for name in pools}
-    assert clock() - began_s < 2  # one after the other, with a deadline each, would take 4
+    assert clock() - began_s < 2  # four calls that wait for the store would take 4
     assert store._storage.statistics().skipped[Direction.READ] == 3
     assert store.read(keys(1), pools["kv"].indices(0)) == [False]  # is skipped too
     assert store._storage.statistics().skipped[Direction.READ] == 4

@@ -16,7 +16,7 @@ import pytest
 from hicache.backends.base import Direction, GetOutcome, SetOutcome
 from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config import HiCacheConfig
-from hicache.errors import BackendError, ConfigError
+from hicache.errors import BackendError, ConfigError, InvalidInput
 from hicache.geometry import PageShape, Piece
 from hicache.integrations.store import EngineStorage, PoolStorage
 from hicache.keys import Namespace
@@ -211,6 +211,26 @@ def test_metrics_count_calls_of_the_store_and_skipped_calls(opened: Open, tmp_pa
     storage.close()
     with pytest.raises(OSError):
         scrape(port)
+
+
+def test_pools_share_one_page_of_metrics_and_only_the_first_one_measures_the_store(
+    opened: Open, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    first = opened(files(tmp_path), metrics={"port": port})
+    second = first.open(Namespace("weights", SHAPE, engine_layout="states"), "mamba")
+    first.write(KEYS[:2], frames(1, 2), None)
+    second.write(KEYS[:3], frames(1, 2, 3), None)
+    page = scrape(port)
+    for name, pages in (("file", 2), ("file-mamba", 3)):
+        assert f'hicache_backend_set_pages_total{{backend="{name}",outcome="stored"}} {pages}.0' in page
+    assert page.count("\nhicache_skipped_total{") == 2
+    wait_for(lambda: 'hicache_backend_stored_pages{backend="file"} 5.0' in scrape(port))
+    assert 'hicache_backend_stored_pages{backend="file-mamba"}' not in scrape(port)
+    assert first.close()
+    assert second.lookup(KEYS) == 0
+    with pytest.raises(InvalidInput, match="open it once"):
+        first.open(Namespace("weights", SHAPE, engine_layout="others"), "others")
 
 
 def test_metrics_say_that_storage_that_cannot_be_opened_keeps_nothing(opened: Open, tmp_path: Path) -> None:

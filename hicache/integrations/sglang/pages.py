@@ -84,7 +84,10 @@ class HostPages:
             raise InvalidInput(f"sglang: {len(indices)} host indices for {count} pages of {page_size} tokens; pass all")
         if count and int(indices.min()) < 0:
             raise InvalidInput("sglang: a host index is negative; pass the indices of allocated pages")
-        addresses, sizes = self._pool.get_page_buffer_meta(indices)
+        try:
+            addresses, sizes = self._pool.get_page_buffer_meta(indices)
+        except IndexError as error:
+            raise InvalidInput("sglang: a host index is outside the pool; pass those of allocated pages") from error
         return [self._memory(address, size) for address, size in zip(addresses, sizes, strict=True)]
 
     def _memory(self, address: int, size: int) -> memoryview:

@@ -3,7 +3,7 @@ of each process that has this folder in PYTHONPATH, also in the processes that S
 
 SGLang imports these packages on every machine and uses them only on GPUs. Their imports return modules in which every
 name exists and does nothing. Two parts of SGLang's host pools are replaced: the registration of memory with CUDA, and
-the copies between device and host, which are GPU kernels.
+the copies between device and host, which are GPU kernels. One part is corrected: where attention reads a window.
 """
 
 from __future__ import annotations
@@ -122,6 +122,26 @@ def _states_copied_on_the_cpu(mamba: types.ModuleType) -> None:
     mamba.MambaPoolHost.backup_from_device_all_layer = backup
 
 
+def _windows_read_at_their_slots(torch_native: types.ModuleType) -> None:
+    """SGLang's attention on a CPU writes a sliding window into its own pool, but reads it at the slots of full
+    attention. Both are equal only until slots are used again."""
+    backend = torch_native.TorchNativeAttnBackend
+
+    def translated(run: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(own: Any, query: Any, output: Any, keys: Any, values: Any, slots: Any, *rest: Any, **by: Any) -> Any:
+            pool = own.token_to_kv_pool
+            if own.use_sliding_window_kv_pool:
+                windows = {layer.data_ptr() for layer in pool.swa_kv_pool.k_buffer}
+                if keys.data_ptr() in windows:
+                    slots = pool.translate_loc_from_full_to_swa(slots.long())
+            return run(own, query, output, keys, values, slots, *rest, **by)
+
+        return attend
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(backend, name, translated(getattr(backend, name)))
+
+
 def _not_registered(common: types.ModuleType) -> None:
     common._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
 
@@ -130,6 +150,7 @@ _POOLS = "sglang.srt.mem_cache.pool_host"
 _REPLACED: dict[str, Callable[[types.ModuleType], None]] = {
     f"{_POOLS}.mha": _copied_on_the_cpu, f"{_POOLS}.mamba": _states_copied_on_the_cpu,
     f"{_POOLS}.common": _not_registered,
+    "sglang.srt.layers.attention.torch_native_backend": _windows_read_at_their_slots,
 }  # fmt: skip
 
 
