@@ -31,7 +31,8 @@ tenants or paths. Sizes are bytes, times are seconds. The texts name metrics wit
 Each process exports its own counts; `PROMETHEUS_MULTIPROC_DIR` has no effect. The scheduler's process counts; worker
 processes that only copy, such as those of vLLM, do not.
 
-- **Several engines on a node**: set a port for each, in its file or by `HICACHE_METRICS__PORT=9465`.
+- **Several engines on a node**: set a port for each, in its file or by `HICACHE_METRICS__PORT=9465`. An engine does not
+  start if its port is in use.
 - **Ranks**: set port 9464 + *r* for rank *r*. Each rank exports its own tiers: add up bytes over all ranks. Counts of
   requests and tokens are equal on all ranks: use those of one.
 - **Changing targets**: let Prometheus watch files:
