@@ -34,7 +34,8 @@ the entry `size` of its section `host`.
 (`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or a flag (`--set host.size=4GiB`). Flags override variables, and variables the
 file. An alternative (`size`, `tokens`, `ratio`) replaces the others of a weaker source, another `storage.type` the
 options of the old one. `null` unsets an entry. An empty variable or flag is empty text, which most entries reject.
-A file has at most 10,000 names and values. Without a file, `{FILE_VARIABLE}` names it; `hicache demo` and `hicache replay` have default files instead.
+A file has at most 10,000 names and values. Without a file, `{FILE_VARIABLE}` names it; `hicache demo` and
+`hicache replay` have default files instead.
 
 **Units.** Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required,
 except for 0; a program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. `~` in a path is the
