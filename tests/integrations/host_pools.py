@@ -129,11 +129,9 @@ class StatePool:
         return [self.temporal, self.convolution, self.empty]
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """SGLang has pools of both kinds: one takes rows, of which -1 is the last one, the other computes addresses."""
-        slots, row = indices.tolist(), self.convolution[0].nbytes
-        base = self.convolution.data_ptr()
-        parts = [at for slot in slots for at in (self.temporal[slot].data_ptr(), base + slot * row)]
-        return parts, [self.temporal[0].nbytes, row] * len(slots)
+        """As some of SGLang's pools, take rows of the tensors, of which -1 is the last one."""
+        parts = [tensor[slot] for slot in indices.tolist() for tensor in (self.temporal, self.convolution)]
+        return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
 
     def indices(self, *slots: int) -> torch.Tensor:
         return torch.tensor(slots, dtype=torch.int64)

@@ -116,9 +116,10 @@ def test_pages_of_each_pool_are_read_by_another_engine(opened: Open) -> None:
 def test_pools_with_equal_pages_do_not_share_them(opened: Open) -> None:
     """SGLang stages a draft's pages through the pool of full attention."""
     pool = HostPool("page_first")
-    store = opened({"kv": pool, "draft": pool})
+    store = opened({"kv": pool, "swa": pool, "draft": pool})
     store_all(store, {"draft": pool}, keys(2), ["draft"])
     assert store.lookup(keys(2)) == 0
+    assert store.read_pools([Transfer("swa", keys(2), pool.indices(4, 5))]) == {"swa": [False, False]}
     assert store.read_pools([Transfer("draft", keys(2), pool.indices(4, 5))]) == {"draft": [True, True]}
 
 
