@@ -48,7 +48,7 @@ from hicache.backends.testing import (
 from hicache.background import BackgroundTask
 from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.errors import BackendUnavailable, InvalidInput
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, FrameHeader
 from tests.seeds import rng, seeds
 from tests.test_supervised import no_threads
 from tests.waiting import WAIT_S, wait_for
@@ -193,6 +193,15 @@ def test_pages_that_are_stored_again_take_no_room(clock: ManualClock) -> None:
     store.backend.close()
 
 
+def test_the_rest_of_a_batch_follows_the_stored_head_of_it(clock: ManualClock) -> None:
+    store, keys = limited_memory(6 * PAGE, clock), make_keys(6)
+    store_chain(store, keys[:3])
+    assert store_chain(store, keys) == [PRESENT] * 3 + [STORED] * 3
+    headers = [FrameHeader.parse(store.read(key) or b"") for key in keys[1:]]
+    assert [header and header.parent_key for header in headers] == keys[:5]
+    store.backend.close()
+
+
 class Failing(MemoryDriver):
     """Stores nothing while `fails` is True."""
 
@@ -284,7 +293,8 @@ def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> No
     other = opened(10, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
     theirs = make_keys(9, "theirs")
     assert store_chain(other, theirs) == [STORED] * 9
-    store, ours = opened(10), make_keys(4, "ours")
+    store, ours, named = opened(10), make_keys(4, "ours"), list[bytes]()
+    store.backend.watch_evictions(named.extend)
     outcomes = store_chain(store, ours)
     assert outcomes == [STORED] + [REJECTED] * 3
     for _ in range(3):  # each makes room for a page
@@ -292,6 +302,7 @@ def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> No
         outcomes = store_chain(store, ours)
     assert outcomes == [PRESENT] * 3 + [STORED]
     assert exists(store, ours) == 4 and exists(other, theirs) < 9
+    assert evicted(store) > 0 and named == [], "a notice is only about the store's own namespace"
     assert opened.pages() <= 10
 
 
