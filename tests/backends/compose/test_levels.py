@@ -174,6 +174,13 @@ def test_a_lookup_of_a_scattered_prefix_takes_a_limited_number_of_calls() -> Non
     assert sum(len(level.called("find")) for level in world.levels) == LOOKUPS_MAX
 
 
+def test_a_lookup_asks_each_level_once_if_one_has_the_whole_prefix() -> None:
+    world, keys = World(), make_keys(6)
+    world.put_on(0, keys[:4])
+    assert world.backend.batch_exists(keys, deadline=soon()) == 4
+    assert [level.called("find") for level in world.levels] == [[tuple(keys)], [tuple(keys[4:])]]
+
+
 def test_a_page_that_the_first_level_rejects_is_stored_on_the_next() -> None:
     world, keys = World(first_pages=3), make_keys(5)
     assert store_chain(world.store, keys) == [STORED] * 5
