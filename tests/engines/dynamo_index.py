@@ -1,7 +1,7 @@
 """NVIDIA Dynamo's KV indexer in its own process, and the steps that tests run with it (see process.py).
 
 The indexer listens on all addresses, so it runs in a network namespace of its own, where only this process reaches it.
-It subscribes to sockets in the file system, which all namespaces share. `options` are `block_size` and `endpoint` or
+It subscribes to sockets in the file system, which all namespaces share. `options` are `block_size`, and `endpoint` and
 `replay_endpoint` of a publisher.
 """
 
@@ -60,7 +60,7 @@ def enter_network_namespace() -> None:
         raise OSError(
             number,
             f"cannot make a network namespace ({errno.errorcode.get(number)}), and the indexer listens on all "
-            "addresses; run the tests as root, or allow user namespaces: sysctl kernel.unprivileged_userns_clone=1",
+            "addresses; run the tests as root, or allow user and network namespaces (sysctl -a | grep namespaces)",
         )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))

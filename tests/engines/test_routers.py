@@ -6,13 +6,15 @@ A score counts tokens that are on the device; there or on the host; and there, o
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hicache.backends.storage import Storage
 from hicache.config import EventsConfig
-from hicache.events import EventStream, PageBlocks
+from hicache.events import EventStream, Medium, PageBlocks, Removed
 from hicache.events.publisher import EventPublisher
 from hicache.keys import PAGE_KEY_BYTES, RadixKey, page_keys, token_bytes
 from tests.cache.host_world import PAGE_TOKENS, HostWorld, memory_backend
@@ -20,7 +22,7 @@ from tests.cache.world import World
 from tests.waiting import wait_for
 
 from .dynamo_index import DynamoIndex
-from .process import EngineProcess
+from .process import EngineProcess, engine_environ
 from .prompts import prompt, write_config
 from .vllm_engine import BLOCK_TOKENS, hicache_connector, vllm_environ, vllm_options
 
@@ -37,9 +39,22 @@ class RoutedEngine:
     """vLLM with HiCache, and an index of its events."""
 
     def __init__(self, vllm: EngineProcess, index: DynamoIndex) -> None:
-        self.vllm, self.index = vllm, index
+        self.vllm = vllm
         self.others: list[list[int]] = []
         self._markers = itertools.count()
+        self.follow(index)
+
+    def follow(self, index: DynamoIndex) -> None:
+        """Use `index` from now on. It requests the batches from before its subscription when it gets one after it."""
+        self.index = index
+        first = self._serve_marker()
+        wait_for(lambda: index.scores(first)[0] == BLOCK_TOKENS, self._serve_marker, pause_s=0.5)
+
+    def _serve_marker(self) -> list[int]:
+        """Serve a new prompt of one block, and return it."""
+        marker = prompt(f"marker {next(self._markers)}", BLOCK_TOKENS)
+        self.serve(marker)
+        return marker
 
     def serve(self, asked: list[int]) -> int:
         """Return how many tokens of the prompt were cached."""
@@ -48,8 +63,7 @@ class RoutedEngine:
 
     def scores(self, asked: list[int]) -> tuple[int, int, int]:
         """Return the scores after the events of all requests so far."""
-        marker = prompt(f"marker {next(self._markers)}", BLOCK_TOKENS)
-        self.serve(marker)
+        marker = self._serve_marker()
         wait_for(lambda: self.index.scores(marker)[0] == BLOCK_TOKENS)
         return self.index.scores(asked)
 
@@ -60,6 +74,25 @@ class RoutedEngine:
             self.others.append(other := prompt(f"other {len(self.others)}"))
             self.serve(other)
             wait_for(lambda other=other: self.scores(other)[2] >= IN_PAGES)  # type: ignore[misc]
+
+
+# Forbids network namespaces to itself, then needs one.
+FORBIDDEN = """
+import ctypes
+from pathlib import Path
+from tests.engines.dynamo_index import _CLONE_NEWUSER, enter_network_namespace
+assert ctypes.CDLL(None).unshare(_CLONE_NEWUSER) == 0
+Path("/proc/sys/user/max_net_namespaces").write_text("0")
+enter_network_namespace()
+"""
+
+
+def test_without_network_namespaces_the_indexer_does_not_start_and_the_reason_is_shown() -> None:
+    """It would listen on all addresses of the machine."""
+    command = [sys.executable, "-c", FORBIDDEN]
+    found = subprocess.run(command, env=engine_environ(), capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "cannot make a network namespace" in found.stderr
 
 
 def test_a_router_scores_what_vllm_serves_from_each_tier(llama: Path, tmp_path: Path) -> None:
@@ -93,7 +126,7 @@ def test_a_router_scores_what_vllm_serves_from_each_tier(llama: Path, tmp_path: 
 
         # A router that starts later learns the same from the batches that vLLM still has.
         with DynamoIndex(**ends, block_size=BLOCK_TOKENS, folder=tmp_path) as later:
-            engine.index = later
+            engine.follow(later)
             seen = [asked, once, *engine.others]
             engine.scores(asked)
             assert [later.scores(each) for each in seen] == [index.scores(each) for each in seen]
@@ -110,7 +143,7 @@ class BlockEngine:
         self.publisher = EventPublisher(
             stream, EventsConfig.model_validate({**ends, "snapshot_interval": 0.01, **options}), given_keys=True
         )
-        self.world = HostWorld(host_pages=8, backend=backend, position_bytes=PAGE_KEY_BYTES)
+        self.world = HostWorld(host_pages=1024, backend=backend, position_bytes=PAGE_KEY_BYTES)
         self.world.cache.record_events(stream, self.publisher)
 
     def key(self, tokens: list[int]) -> RadixKey:
@@ -203,7 +236,9 @@ def test_a_router_scores_what_a_cache_of_tokens_has(tmp_path: Path) -> None:
     with indexed(tmp_path, PAGE_TOKENS) as index:
         world.serve("r", RadixKey.of([*asked, 9]))
         world.settle()
-        wait_for(lambda: index.scores(asked) == (12, 12, 12))
+        # Each event is a batch; one after the subscription makes the indexer request those before it.
+        absent = Removed(Medium.HOST, (bytes(PAGE_KEY_BYTES),))
+        wait_for(lambda: index.scores(asked) == (12, 12, 12), lambda: stream.put(absent), pause_s=0.05)
         world.leave_l1()
         wait_for(lambda: index.scores(asked) == (0, 12, 12))
         world.forget()
